@@ -1,0 +1,35 @@
+"""vla_accel: run π0 and π0.5 policies as fast as the machine allows, and know what each call cost.
+
+from vla_accel import OptimizedPolicy
+
+policy = OptimizedPolicy.from_pretrained("demo")
+result = policy.infer(observation)  # {"actions": (10, 7), "policy_timing": {...}, ...}
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from vla_accel.config import EngineSpec, PolicyConfig, load_config
+    from vla_accel.policy import OptimizedPolicy
+
+_PLACES = {
+    "OptimizedPolicy": "vla_accel.policy",
+    "PolicyConfig": "vla_accel.config",
+    "EngineSpec": "vla_accel.config",
+    "load_config": "vla_accel.config",
+}
+
+__all__ = ["EngineSpec", "OptimizedPolicy", "PolicyConfig", "__version__", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use, so that a robot's client can import the package without torch.
+    if name in _PLACES:
+        import importlib
+
+        return getattr(importlib.import_module(_PLACES[name]), name)
+    raise AttributeError(f"module 'vla_accel' has no attribute {name!r}")

@@ -1,0 +1,32 @@
+"""Exceptions of vla_accel: one base class, one class for each kind of thing that can be wrong.
+
+Every message names the thing, what was expected and what was found. This module knows nothing else.
+"""
+
+
+class VlaAccelError(Exception):
+    """Base class: `except VlaAccelError` catches everything this project raises on purpose."""
+
+
+class ConfigError(VlaAccelError, ValueError):
+    """A configuration file or value is wrong (unknown key, wrong type, impossible combination)."""
+
+
+class ObservationError(VlaAccelError, ValueError):
+    """An observation has a missing key, or a wrong shape, dtype or value range."""
+
+
+class CheckpointError(VlaAccelError):
+    """A checkpoint is missing, damaged, incomplete or does not fit the model."""
+
+
+class EngineError(VlaAccelError):
+    """An engine could not be built or run as asked for."""
+
+
+class DependencyError(VlaAccelError):
+    """An optional package that the call needs is missing or has a version that does not work."""
+
+
+class SimulatorError(VlaAccelError):
+    """The robot simulator could not start, render or take the call."""

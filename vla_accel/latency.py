@@ -1,0 +1,152 @@
+"""Component timings and the breakdown JSON.
+
+A section is timed by CUDA events on a GPU, read only after the call's one synchronisation, and by the wall clock on a
+CPU, so timing does not change what is timed. Knows nothing about what runs inside a section.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+SCHEMA = "vla_accel.breakdown/1"
+
+
+@dataclass
+class Sample:
+    """One call's sections in milliseconds; `total_ms` is the wall clock of the whole call."""
+
+    sections: dict[str, float]
+    total_ms: float
+
+
+class Stopwatch:
+    """Times the named sections of one call. Use `section` around each, then `finish` after the synchronisation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._began = time.perf_counter()
+        self._host: dict[str, float] = {}
+        self._events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+
+    @contextlib.contextmanager
+    def section(self, name: str, *, host: bool = False) -> Iterator[None]:
+        """Time a block. `host`: it is host work even on a GPU (pre- and postprocessing)."""
+        if self._cuda and not host:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._events[name] = (start, end)
+        else:
+            start_s = time.perf_counter()
+            yield
+            self._host[name] = self._host.get(name, 0.0) + (time.perf_counter() - start_s) * 1e3
+
+    def finish(self) -> Sample:
+        """Close the sample; the device must have been synchronised."""
+        total = (time.perf_counter() - self._began) * 1e3
+        sections = {**self._host, **{n: a.elapsed_time(b) for n, (a, b) in self._events.items()}}
+        return Sample(sections, total)
+
+
+@dataclass
+class LatencyLog:
+    """Samples of many calls and their summary. Keeps the newest `limit`."""
+
+    limit: int = 10_000
+    samples: list[Sample] = field(default_factory=list)
+
+    def add(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        if len(self.samples) > self.limit:
+            del self.samples[: len(self.samples) - self.limit]
+
+    def clear(self) -> None:
+        self.samples.clear()
+
+    def components(self) -> dict[str, dict[str, float]]:
+        """Per component and `total`: mean, p50, p90, p99 in ms and share of the total. Empty without samples."""
+        return summarise([s.sections for s in self.samples], [s.total_ms for s in self.samples])
+
+
+def summarise(sections: Sequence[dict[str, float]], totals: Sequence[float]) -> dict[str, dict[str, float]]:
+    """The `components` part of the breakdown from per-call sections and totals, all in ms."""
+    if not totals:
+        return {}
+    names = list(dict.fromkeys(name for s in sections for name in s))
+    columns = {name: np.array([s.get(name, 0.0) for s in sections]) for name in names}
+    columns["total"] = np.array(totals)
+    mean_total = float(columns["total"].mean())
+    result: dict[str, dict[str, float]] = {}
+    for name, values in columns.items():
+        p50, p90, p99 = (float(np.percentile(values, q)) for q in (50, 90, 99))
+        mean = float(values.mean())
+        share = mean / mean_total if mean_total else 0.0
+        result[name] = {"mean_ms": mean, "p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "share": share}
+    return result
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on."""
+    info: dict[str, Any] = {"device": device.type, "cpu": _cpu_name(), "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        info |= {
+            "gpu": properties.name,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+        }
+    return info
+
+
+def software() -> dict[str, str]:
+    """Versions that decide speed or results."""
+    import vla_accel
+
+    versions = {"vla_accel": vla_accel.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    return versions
+
+
+def breakdown(
+    *,
+    model: dict[str, Any],
+    engines: list[dict[str, object]],
+    steps: int,
+    device: torch.device,
+    components: dict[str, dict[str, float]],
+    samples: int,
+) -> dict[str, Any]:
+    """The breakdown JSON, one schema for policies and diffusion."""
+    total = components.get("total", {}).get("mean_ms", 0.0)
+    return {
+        "schema": SCHEMA,
+        "hardware": hardware(device),
+        "software": software(),
+        "model": model,
+        "engines": engines,
+        "steps": steps,
+        "samples": samples,
+        "components": components,
+        "hz": 1e3 / total if total else 0.0,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux: platform knows
+    return platform.processor() or platform.machine()

@@ -1,0 +1,47 @@
+"""Which engine each component asked for, which it got, and why. A fallback that is not in here did not happen."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass, field
+
+from vla_accel.errors import EngineError
+
+_log = logging.getLogger("vla_accel")
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One component's engine. `reason` is empty when the engine asked for was built."""
+
+    component: str
+    requested: str
+    used: str
+    reason: str = ""
+    detail: str = ""
+
+    @property
+    def fell_back(self) -> bool:
+        return self.requested != self.used
+
+
+@dataclass
+class Ledger:
+    """The newest entry of each component of a policy or pipeline. `strict` turns a fallback into an error."""
+
+    strict: bool = False
+    entries: dict[str, LedgerEntry] = field(default_factory=dict)
+
+    def record(self, entry: LedgerEntry) -> None:
+        """Keep an entry; a fallback is also logged as a warning, or raises EngineError when strict."""
+        if entry.fell_back:
+            message = f"{entry.component}: asked for engine {entry.requested}, using {entry.used}: {entry.reason}"
+            if self.strict:
+                raise EngineError(f"strict mode: {message}")
+            _log.warning(message)
+        self.entries[entry.component] = entry
+
+    def as_list(self) -> list[dict[str, object]]:
+        """Plain data for metadata and JSON."""
+        return [{**dataclasses.asdict(e), "fell_back": e.fell_back} for e in self.entries.values()]

@@ -1,0 +1,304 @@
+"""π0 and π0.5 at any size: one definition for inference and for training the demo checkpoint.
+
+Knows nothing about robots, prompts or engines. Same mathematics as openpi's PyTorch model (Physical Intelligence,
+openpi, Apache-2.0), with the exact savings applied: q, k, v and gate, up are single products; masked views and
+padding are dropped before anything is computed; the last prefix layer stops after its keys and values; time
+conditioning is computed once for all steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vla_accel.errors import ConfigError
+from vla_accel.models.gemma import GemmaConfig, GemmaExpert, GemmaPrefix
+from vla_accel.models.siglip import SiglipConfig, SiglipVision
+
+Kind = Literal["pi0", "pi05"]
+
+
+@dataclass(frozen=True)
+class Pi0Config:
+    """Architecture and sizes.
+
+    `kind` decides two things: π0 feeds state and time into the suffix tokens; π0.5 feeds time through adaptive norms
+    and the state, if at all, through the prompt (`discrete_state_input`). `action_dim` and `action_horizon` are the
+    model's own (padded) sizes; `max_token_len` is the longest prompt in tokens.
+    """
+
+    kind: Kind = "pi05"
+    vision: SiglipConfig = field(default_factory=SiglipConfig)
+    prefix: GemmaConfig = field(default_factory=lambda: GemmaConfig(2048, 18, 16384))
+    expert: GemmaConfig = field(default_factory=lambda: GemmaConfig(1024, 18, 4096))
+    vocab_size: int = 257_152
+    action_dim: int = 32
+    action_horizon: int = 50
+    max_token_len: int = 200
+    discrete_state_input: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("pi0", "pi05"):
+            raise ConfigError(f"model.kind: expected 'pi0' or 'pi05', got {self.kind!r}")
+        for name in ("depth", "heads", "kv_heads", "head_dim"):
+            a, b = getattr(self.prefix, name), getattr(self.expert, name)
+            if a != b:
+                raise ConfigError(f"prefix.{name} {a} and expert.{name} {b} must be equal: they share attention")
+
+    @property
+    def suffix_tokens(self) -> int:
+        """Tokens of the suffix: the actions, and in π0 the state before them."""
+        return self.action_horizon + (1 if self.kind == "pi0" else 0)
+
+
+def pi05(**changes: object) -> Pi0Config:
+    """π0.5 at the published size (SigLIP So400m/14, Gemma 2B prefix, 300M expert)."""
+    return Pi0Config(**{"kind": "pi05", "max_token_len": 200, **changes})  # type: ignore[arg-type]
+
+
+def pi0(**changes: object) -> Pi0Config:
+    """π0 at the published size."""
+    fixed = {"kind": "pi0", "max_token_len": 48, "discrete_state_input": False}
+    return Pi0Config(**{**fixed, **changes})  # type: ignore[arg-type]
+
+
+def pi05_demo(**changes: object) -> Pi0Config:
+    """π0.5 small enough to ship (about 12 M parameters) and to run on two CPU cores. libero_spatial only."""
+    small: dict[str, object] = {
+        "kind": "pi05",
+        "vision": SiglipConfig(width=256, depth=5, mlp_dim=1024, heads=4, patch_size=16),
+        "prefix": GemmaConfig(width=256, depth=6, mlp_dim=896, heads=4, head_dim=64),
+        "expert": GemmaConfig(width=128, depth=6, mlp_dim=512, heads=4, head_dim=64),
+        "vocab_size": 2176,
+        "action_dim": 8,
+        "action_horizon": 10,
+        "max_token_len": 64,
+        "discrete_state_input": True,
+    }
+    return Pi0Config(**{**small, **changes})  # type: ignore[arg-type]
+
+
+PRESETS = {"pi0": pi0, "pi05": pi05, "pi05_demo": pi05_demo}
+
+
+def sinusoidal_embedding(time: Tensor, width: int, min_period: float = 4e-3, max_period: float = 4.0) -> Tensor:
+    """Sine-cosine embedding of flow time. time (B,) to (B, width) float32, formed in float64 (openpi)."""
+    fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=time.device)
+    period = min_period * (max_period / min_period) ** fraction
+    angle = time.double()[..., None] * (2 * math.pi / period)
+    return torch.cat((angle.sin(), angle.cos()), dim=-1).to(torch.promote_types(time.dtype, torch.float32))
+
+
+def euler_times(num_steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Times (n,) of the evaluations: t = 1, then dt = -1 / n added n - 1 times in `dtype`, as openpi does."""
+    if num_steps < 1:
+        raise ConfigError(f"num_steps: expected at least 1, got {num_steps}")
+    dt = torch.tensor(-1.0 / num_steps, dtype=dtype)
+    times = [torch.tensor(1.0, dtype=dtype)]
+    for _ in range(num_steps - 1):
+        times.append(times[-1] + dt)
+    return torch.stack(times)
+
+
+def suffix_attention(kind: Kind, tokens: int, device: torch.device) -> Tensor | None:
+    """Who attends to whom inside the suffix, (tokens, tokens) bool; None when everyone attends to everyone.
+
+    In π0 the first token is the state, a block of its own that cannot see the actions.
+    """
+    if kind == "pi05":
+        return None
+    allowed = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
+    allowed[0, 1:] = False
+    return allowed
+
+
+def _kept_wide(name: str) -> bool:
+    small = name.startswith(("action_", "state_", "time_", "vision.patch_embedding", "vision.position_embedding"))
+    return small or (not name.startswith("vision.") and "norm" in name)
+
+
+class Pi0(nn.Module):
+    """The model. Module names are the canonical checkpoint keys (see `vla_accel.models.checkpoint`)."""
+
+    def __init__(self, config: Pi0Config) -> None:
+        super().__init__()
+        self.config = config
+        self.vision = SiglipVision(config.vision)
+        self.projector = nn.Linear(config.vision.width, config.prefix.width)
+        self.embed = nn.Embedding(config.vocab_size, config.prefix.width)
+        self.prefix = GemmaPrefix(config.prefix)
+        width = config.expert.width
+        self.expert = GemmaExpert(config.expert, adaptive=config.kind == "pi05")
+        self.action_in_proj = nn.Linear(config.action_dim, width)
+        self.action_out_proj = nn.Linear(width, config.action_dim)
+        if config.kind == "pi05":
+            self.time_mlp_in = nn.Linear(width, width)
+            self.time_mlp_out = nn.Linear(width, width)
+        else:
+            self.state_proj = nn.Linear(config.action_dim, width)
+            self.action_time_mlp_in = nn.Linear(2 * width, width)
+            self.action_time_mlp_out = nn.Linear(width, width)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the prefix's and the expert's products; small projections and norms may be wider."""
+        layer = self.prefix.layers[0]
+        return layer.qkv_proj.weight.dtype  # type: ignore[union-attr,return-value]
+
+    def to_compute_dtype(self, dtype: torch.dtype) -> Pi0:
+        """Cast the large products to `dtype`, keeping float32 where openpi does, in place.
+
+        Kept wide: patch and position embeddings, Gemma's norms, and the small action, state and time projections.
+        """
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        # One cast each: narrowing everything first and widening some again would round what is to stay exact.
+        for name, parameter in self.named_parameters():
+            parameter.data = parameter.data.to(wide if _kept_wide(name) else dtype)
+        return self
+
+    # -- prefix ---------------------------------------------------------------------------------------------------
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * tokens, prefix width). Not scaled."""
+        batch, views = pixels.shape[:2]
+        features = self.vision(pixels.flatten(0, 1))
+        tokens = F.linear(features, self.projector.weight, self.projector.bias)
+        return tokens.view(batch, views * self.config.vision.tokens, -1)
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, L) to embeddings (B, L, prefix width), scaled by √width."""
+        return self.embed(tokens) * math.sqrt(self.config.prefix.width)
+
+    def prefix_cache(self, image_tokens: Tensor, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the prefix, each (depth, B, S, kv_heads, head_dim), S = image tokens + L.
+
+        Args: image_tokens (B, I, width); tokens (B, L) int64; mask (B, S) bool, True = real, None = all real.
+        """
+        x = torch.cat((image_tokens, self.embed_tokens(tokens).to(image_tokens.dtype)), dim=1)
+        return self.prefix(x, *prefix_positions(x, mask))
+
+    # -- suffix ---------------------------------------------------------------------------------------------------
+
+    def conditioning(self, times: Tensor) -> tuple[Tensor, Tensor | None]:
+        """All that depends on time only. times (n,) gives the time embedding (n, width) (π0 uses it in its action
+        tokens) and, for π0.5, every norm's modulation (n, 2 * depth + 1, 3 * width), else None."""
+        weight = (self.time_mlp_in if self.config.kind == "pi05" else self.action_time_mlp_in).weight
+        embedding = sinusoidal_embedding(times, self.config.expert.width).to(weight.dtype)
+        if self.config.kind == "pi0":
+            return embedding, None
+        cond = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(embedding))))
+        return embedding, self.expert.modulations(cond)
+
+    def embed_suffix(self, noisy: Tensor, time_embedding: Tensor, state: Tensor | None) -> Tensor:
+        """Suffix tokens (B, T, expert width) from noisy actions (B, H, action_dim).
+
+        π0 also takes `time_embedding` (width,) or (B, 1, width), and `state` (B, action_dim).
+        """
+        actions = self.action_in_proj(noisy.to(self.action_in_proj.weight.dtype))
+        if self.config.kind == "pi05":
+            return actions
+        if state is None:
+            raise ConfigError("π0 needs the state, got None")
+        time = time_embedding.to(actions.dtype).expand_as(actions)
+        hidden = F.silu(self.action_time_mlp_in(torch.cat((actions, time), dim=-1)))
+        state_token = self.state_proj(state.to(actions.dtype))[:, None]
+        return torch.cat((state_token, self.action_time_mlp_out(hidden)), dim=1)
+
+    def velocity(
+        self,
+        noisy: Tensor,
+        time_embedding: Tensor,
+        modulations: Tensor | None,
+        state: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        prefix_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The flow's velocity at `noisy` (B, H, action_dim); returns the same shape, in the projections' dtype.
+
+        keys, values (depth, B, S, kv_heads, head_dim); prefix_mask (B, S) bool or None; the time-only inputs are one
+        row of `conditioning`.
+        """
+        x = self.embed_suffix(noisy, time_embedding, state).to(self.dtype)
+        batch, tokens = x.shape[:2]
+        prefix_tokens = keys.shape[2]
+        offset = torch.arange(tokens, device=x.device)
+        inner = suffix_attention(self.config.kind, tokens, x.device)
+        if prefix_mask is None:
+            positions = (prefix_tokens + offset).expand(batch, tokens)
+        else:
+            positions = prefix_mask.sum(1, keepdim=True) + offset
+        mask = None
+        if prefix_mask is not None or inner is not None:
+            outer = keys.new_ones(batch, prefix_tokens, dtype=torch.bool) if prefix_mask is None else prefix_mask
+            inner = keys.new_ones(tokens, tokens, dtype=torch.bool) if inner is None else inner
+            mask = torch.cat((outer[:, None].expand(batch, tokens, -1), inner.expand(batch, tokens, tokens)), dim=2)
+        x = self.expert(x, positions, keys, values, mask, modulations)
+        x = x[:, -self.config.action_horizon :]
+        return self.action_out_proj(x.to(self.action_out_proj.weight.dtype))
+
+    def denoise(
+        self,
+        noise: Tensor,
+        num_steps: int,
+        keys: Tensor,
+        values: Tensor,
+        state: Tensor | None = None,
+        prefix_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Euler from t = 1 to 0. noise (B, H, action_dim) float32; returns the actions, same shape and dtype."""
+        times = euler_times(num_steps, noise.dtype).to(noise.device)
+        embeddings, modulations = self.conditioning(times)
+        dt = -1.0 / num_steps
+        x = noise
+        for step in range(num_steps):
+            row = None if modulations is None else modulations[step]
+            v = self.velocity(x, embeddings[step], row, state, keys, values, prefix_mask)
+            x = x + dt * v.to(x.dtype)
+        return x
+
+    # -- all of it ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sample_actions(
+        self,
+        images: Tensor,
+        image_mask: Tensor,
+        tokens: Tensor,
+        token_mask: Tensor,
+        state: Tensor | None,
+        noise: Tensor,
+        num_steps: int = 10,
+    ) -> Tensor:
+        """One observation batch to normalised actions (B, H, action_dim), float32.
+
+        Args: images (B, V, 3, H, W) float in [-1, 1]; image_mask (B, V) bool; tokens (B, L) int64; token_mask (B, L)
+        bool; state (B, action_dim) (π0; ignored by π0.5); noise (B, H, action_dim).
+        Views and token columns that no row uses are dropped before anything is computed, which is exact: positions
+        are the running count of real tokens.
+        """
+        views, columns = image_mask.any(0), token_mask.any(0)
+        images, image_mask = images[:, views], image_mask[:, views]
+        tokens, token_mask = tokens[:, columns], token_mask[:, columns]
+        image_tokens = self.embed_images(images.to(self.vision.patch_embedding.weight.dtype)).to(self.dtype)
+        mask = None
+        if not (image_mask.all() and token_mask.all()):
+            mask = torch.cat((image_mask.repeat_interleave(self.config.vision.tokens, 1), token_mask), 1)
+        keys, values = self.prefix_cache(image_tokens, tokens, mask)
+        return self.denoise(noise, num_steps, keys, values, state, mask)
+
+
+def prefix_positions(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Positions (B, S) and attention mask (B, S, S) or None for a prefix x (B, S, width) of which `mask` is real."""
+    batch, length = x.shape[:2]
+    if mask is None:
+        return torch.arange(length, device=x.device).expand(batch, length), None
+    positions = mask.cumsum(1) - 1
+    # A padded row may attend to itself only: it is never read, and a row with nothing to attend to would be NaN.
+    allowed = mask[:, None, :] & mask[:, :, None]
+    return positions, allowed | torch.eye(length, dtype=torch.bool, device=x.device)

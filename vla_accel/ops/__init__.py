@@ -1,0 +1,27 @@
+"""One op API for every model. Models call these; which implementation runs is decided below the API.
+
+Today each op is its torch reference (`reference.py`), which runs on any device and is what faster versions are
+judged against.
+"""
+
+from vla_accel.ops.reference import (
+    adarms,
+    apply_rope,
+    attention,
+    gated_residual,
+    geglu,
+    layer_norm,
+    rms_norm,
+    rope_tables,
+)
+
+__all__ = [
+    "adarms",
+    "apply_rope",
+    "attention",
+    "gated_residual",
+    "geglu",
+    "layer_norm",
+    "rms_norm",
+    "rope_tables",
+]

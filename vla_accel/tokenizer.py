@@ -1,0 +1,158 @@
+"""Prompts to token ids: PaliGemma's tokenizer for real checkpoints, a small one of the same interface for the demo.
+
+Knows the two prompt forms of openpi (plain, and with a discretised state) and nothing about images or models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from vla_accel.errors import CheckpointError, DependencyError, ObservationError
+
+STATE_BINS = 256
+_PIECES = re.compile(r"-?\d+|[a-z]+|\n|[^\sa-z0-9]")
+
+
+class Tokenizer(Protocol):
+    """What a policy needs of a tokenizer."""
+
+    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+        """Text to token ids."""
+        ...
+
+    def finish(self, ids: list[int]) -> list[int]:
+        """Last touch on a whole prompt's ids (the small tokenizer fills up to a fixed length; others do nothing)."""
+        ...
+
+
+def discretise_state(state: np.ndarray) -> np.ndarray:
+    """Normalised state (n,) to bins: 256 over [-1, 1], -1 below it (openpi's `np.digitize`, not clipped)."""
+    return np.digitize(state, np.linspace(-1, 1, STATE_BINS + 1)[:-1]) - 1
+
+
+def clean_prompt(prompt: object) -> str:
+    """openpi's cleaning. Raises ObservationError for what is not a string or says nothing."""
+    if not isinstance(prompt, str):
+        raise ObservationError(f"prompt: expected a str, got {type(prompt).__name__}")
+    cleaned = prompt.strip().replace("_", " ").replace("\n", " ")
+    if not cleaned:
+        raise ObservationError(f"prompt: expected an instruction, got {prompt!r}")
+    return cleaned
+
+
+def tokenize_prompt(tokenizer: Tokenizer, prompt: object, state: np.ndarray | None, max_token_len: int) -> np.ndarray:
+    """The ids the model sees, int64 (L,), unpadded.
+
+    Args: `state`: normalised state (n,), put into the prompt as 256 bins, or None for the plain form, which ends in
+    a newline token (leaving it out costs success silently). `max_token_len`: the model's limit; openpi truncates
+    a longer prompt, we refuse it, because what is cut off first is the state.
+    """
+    cleaned = clean_prompt(prompt)
+    if state is None:
+        ids = tokenizer.encode(cleaned, add_bos=True) + tokenizer.encode("\n", add_bos=False)
+    else:
+        values = " ".join(map(str, discretise_state(state)))
+        ids = tokenizer.encode(f"Task: {cleaned}, State: {values};\nAction: ", add_bos=True)
+    ids = tokenizer.finish(ids)
+    if len(ids) > max_token_len:
+        raise ObservationError(f"prompt: expected at most {max_token_len} tokens, got {len(ids)} from {str(prompt)[:60]!r}")
+    return np.asarray(ids, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class SmallTokenizer:
+    """Word-level tokenizer of the demo checkpoint.
+
+    `words` are whole tokens; other words are spelled letter by letter; what is left becomes `<unk>`. The i-th number
+    of a state (i < `state_dim`) has its own 256 tokens, so that a small model need not count positions. Prompts are
+    filled with `<fill>` up to `fill_to` tokens: fillers are real tokens to the model, trained as such, and make
+    every known instruction equally long.
+    """
+
+    words: tuple[str, ...]
+    state_dim: int
+    fill_to: int
+
+    SPECIAL = ("<pad>", "<bos>", "<unk>", "<fill>")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ids", {w: i + len(self.SPECIAL) for i, w in enumerate(self.words)})
+
+    @property
+    def _first_number(self) -> int:
+        return len(self.SPECIAL) + len(self.words)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._first_number + self.state_dim * STATE_BINS
+
+    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+        ids = [1] if add_bos else []
+        table: dict[str, int] = self.__dict__["_ids"]
+        numbers = 0
+        for piece in _PIECES.findall(text.lower()):
+            if piece.lstrip("-").isdigit():
+                slot = min(numbers, self.state_dim - 1)
+                value = min(max(int(piece), 0), STATE_BINS - 1)
+                ids.append(self._first_number + slot * STATE_BINS + value)
+                numbers += 1
+            elif piece in table:
+                ids.append(table[piece])
+            else:
+                ids.extend(table.get(letter, 2) for letter in piece)
+        return ids
+
+    def finish(self, ids: list[int]) -> list[int]:
+        return ids + [3] * (self.fill_to - len(ids))
+
+    def save(self, path: Path) -> None:
+        content = {
+            "type": "small",
+            "words": list(self.words),
+            "state_dim": self.state_dim,
+            "fill_to": self.fill_to,
+        }
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> SmallTokenizer:
+        """Raises CheckpointError for a file that is not such a tokenizer."""
+        try:
+            content = json.loads(path.read_text())
+            if content["type"] != "small":
+                raise KeyError("type")
+            return cls(tuple(content["words"]), int(content["state_dim"]), int(content["fill_to"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"tokenizer {path}: expected a small tokenizer's JSON, got {error!r}") from error
+
+
+class PaliGemmaTokenizer:
+    """PaliGemma's tokenizer through transformers, for real checkpoints.
+
+    `source`: a folder with the tokenizer's files, or a hub name.
+    """
+
+    def __init__(self, source: str | Path) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise DependencyError(
+                "PaliGemma's tokenizer needs transformers: pip install 'vla_accel[checkpoints]'"
+            ) from error
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(source))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"tokenizer: expected PaliGemma's files at {source}, got: {error}") from error
+
+    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return [self._tokenizer.bos_token_id, *ids] if add_bos else ids
+
+    def finish(self, ids: list[int]) -> list[int]:
+        return ids
