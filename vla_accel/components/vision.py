@@ -1,0 +1,35 @@
+"""Vision: uint8 images to projected image tokens. Normalisation runs on the device, so bytes travel, not floats."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vla_accel.component import Component, TensorSpec
+from vla_accel.models.pi0 import Pi0
+
+
+class Vision(nn.Module):
+    """images uint8 (B, V, H, W, 3) to image tokens (B, V * tokens, prefix width) in the prefix's dtype."""
+
+    def __init__(self, model: Pi0) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        wide = self.model.vision.patch_embedding.weight.dtype
+        # openpi: x / 255 * 2 - 1, in this order, in float32.
+        pixels = images.permute(0, 1, 4, 2, 3).to(wide) / 255.0 * 2.0 - 1.0
+        return self.model.embed_images(pixels).to(self.model.dtype)
+
+
+def vision_component(model: Pi0, batch: int, views: int) -> Component:
+    """The vision component for a fixed number of views."""
+    config = model.config
+    size = config.vision.image_size
+    return Component(
+        "vision",
+        Vision(model),
+        inputs=(TensorSpec("images", (batch, views, size, size, 3), torch.uint8),),
+        outputs=(TensorSpec("image_tokens", (batch, views * config.vision.tokens, config.prefix.width), model.dtype),),
+    )

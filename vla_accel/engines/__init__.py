@@ -1,0 +1,40 @@
+"""`build(component, spec)`: the one door to engines, and the only place that may fall back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from vla_accel.component import Component
+from vla_accel.config import EngineSpec
+from vla_accel.engines.base import Engine
+from vla_accel.engines.eager import EagerEngine
+from vla_accel.errors import ConfigError, EngineError
+from vla_accel.ledger import Ledger, LedgerEntry
+
+ENGINES: dict[str, Callable[[Component, torch.device], Engine]] = {"eager": EagerEngine}
+"""Every engine by the name used in configurations."""
+
+
+def build(component: Component, spec: EngineSpec, *, device: torch.device, ledger: Ledger) -> Engine:
+    """The engine asked for, or the next one that `spec.fallback` allows, with an entry in the ledger.
+
+    Raises ConfigError for an unknown engine, EngineError if none could be built (or, with a strict ledger, if the
+    first could not).
+    """
+    reasons: list[str] = []
+    for name in (spec.engine, *spec.fallback):
+        if name not in ENGINES:
+            raise ConfigError(f"{component.name}: expected an engine of {', '.join(ENGINES)}, got {name!r}")
+        try:
+            engine = ENGINES[name](component, device)
+        except (EngineError, ImportError, torch.OutOfMemoryError) as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        ledger.record(LedgerEntry(component.name, spec.engine, name, "; ".join(reasons), engine.detail))
+        return engine
+    raise EngineError(f"{component.name}: no engine could be built ({'; '.join(reasons)})")
+
+
+__all__ = ["ENGINES", "Engine", "build"]

@@ -1,0 +1,58 @@
+"""What every engine is: named static buffers on a device, and `run()`, which only enqueues."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from vla_accel.component import Component, TensorSpec
+from vla_accel.errors import EngineError
+
+
+class Engine(ABC):
+    """A component made runnable. `inputs` and `outputs` stay the same tensors for the engine's life."""
+
+    name: str = ""
+    detail: str = ""
+    """What exactly runs inside, for the ledger."""
+
+    def __init__(self, component: Component, device: torch.device) -> None:
+        self.component, self.device = component, device
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Copy `value` into an input: the only door for data. Raises EngineError unless shape and dtype fit."""
+        buffer = self.inputs.get(name)
+        if buffer is None:
+            raise EngineError(f"{self.component.name}: no input {name!r}; it has {', '.join(self.inputs)}")
+        _check(self.component.name, name, value, buffer)
+        buffer.copy_(value, non_blocking=True)
+
+    def bind(self, name: str, source: Tensor) -> None:
+        """Make another engine's output this engine's input: nothing is copied. Device must fit, too."""
+        if name not in self.inputs:
+            raise EngineError(f"{self.component.name}: no input {name!r}; it has {', '.join(self.inputs)}")
+        _check(self.component.name, name, source, self.inputs[name])
+        if source.device != self.inputs[name].device:
+            raise EngineError(
+                f"{self.component.name}.{name}: expected device {self.inputs[name].device}, got {source.device}"
+            )
+        self.inputs[name] = source
+
+    @abstractmethod
+    def run(self) -> None:
+        """Enqueue the work on the current stream. Never synchronises."""
+
+    def _allocate(self) -> None:
+        self.inputs = {s.name: s.empty(self.device) for s in self.component.inputs}
+        self.outputs = {s.name: s.empty(self.device) for s in self.component.outputs}
+
+
+def _check(component: str, name: str, value: Tensor, like: Tensor | TensorSpec) -> None:
+    if tuple(value.shape) != tuple(like.shape):
+        raise EngineError(f"{component}.{name}: expected shape {tuple(like.shape)}, got {tuple(value.shape)}")
+    if value.dtype != like.dtype:
+        raise EngineError(f"{component}.{name}: expected dtype {like.dtype}, got {value.dtype}")

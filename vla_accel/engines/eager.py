@@ -1,0 +1,34 @@
+"""The eager engine: calls the module as it is. Runs anywhere; every other engine is judged against it."""
+
+from __future__ import annotations
+
+import torch
+
+from vla_accel.component import Component
+from vla_accel.engines.base import Engine
+from vla_accel.errors import EngineError
+
+
+class EagerEngine(Engine):
+    """Runs the module under inference mode and copies its results into the output buffers."""
+
+    name = "eager"
+
+    def __init__(self, component: Component, device: torch.device) -> None:
+        super().__init__(component, device)
+        self.detail = f"torch {torch.__version__}"
+        self._allocate()
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        results = self.component.module(*(self.inputs[s.name] for s in self.component.inputs))
+        if not isinstance(results, tuple):
+            results = (results,)
+        for spec, result in zip(self.component.outputs, results, strict=True):
+            buffer = self.outputs[spec.name]
+            if result.shape != buffer.shape or result.dtype != buffer.dtype:
+                raise EngineError(
+                    f"{self.component.name}.{spec.name}: declared {tuple(buffer.shape)} {buffer.dtype}, "
+                    f"the module gave {tuple(result.shape)} {result.dtype}"
+                )
+            buffer.copy_(result)
