@@ -54,7 +54,9 @@ class PolicyConfig:
     denoise: EngineSpec = field(default_factory=EngineSpec)
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_steps, bool) or self.num_steps < 1:
+        if not isinstance(self.num_steps, int) or isinstance(self.num_steps, bool):
+            raise ConfigError(f"num_steps: expected int, got {self.num_steps!r}")
+        if self.num_steps < 1:
             raise ConfigError(f"num_steps: expected at least 1, got {self.num_steps}")
 
 

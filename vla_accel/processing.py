@@ -95,7 +95,10 @@ def load_statistics(path: Path) -> dict[str, Statistics]:
 def _array(value: Any, where: str) -> np.ndarray | None:
     if value is None:
         return None
-    array = np.asarray(value, dtype=np.float64)
+    try:
+        array = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"statistics {where}: expected a list of finite numbers, got {value!r}") from error
     if array.ndim != 1 or not np.isfinite(array).all():
         raise CheckpointError(f"statistics {where}: expected a list of finite numbers, got {value!r}")
     return array

@@ -41,7 +41,7 @@ def clean_prompt(prompt: object) -> str:
     if not isinstance(prompt, str):
         raise ObservationError(f"prompt: expected a str, got {type(prompt).__name__}")
     cleaned = prompt.strip().replace("_", " ").replace("\n", " ")
-    if not cleaned:
+    if not cleaned.strip():
         raise ObservationError(f"prompt: expected an instruction, got {prompt!r}")
     return cleaned
 
