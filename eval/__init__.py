@@ -1,0 +1,1 @@
+"""Evaluations of policies built with vla_accel."""

@@ -1,0 +1,1 @@
+"""LIBERO: run `python -m eval.libero`. Importing this package does not import the simulator."""

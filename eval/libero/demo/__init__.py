@@ -1,0 +1,1 @@
+"""What the bundled demo policy was trained with: start states and a scripted expert."""

@@ -1,0 +1,128 @@
+"""Demonstrations and corrections for the demo checkpoint: one process that plays episodes and labels what it sees.
+
+At every decision point of an episode (each `replan` steps) the process sends what the policy would see, undoes the
+expert's next ten actions after recording them as the label, and then executes the expert's actions with noise, the
+policy's, or a mixture (DAgger). It knows nothing about models: observations go out and action chunks come back over
+a pipe. Start states are those of `states.py`; the shipped evaluation states never enter.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HORIZON = 10
+AUX_DIM = 13
+"""Privileged targets: see `privileged`."""
+
+
+@dataclass(frozen=True)
+class CollectConfig:
+    """How episodes are played.
+
+    `noise`: standard deviation of the Gaussian on the expert's xyz actions; `replan`: actions executed per decision;
+    `max_steps`: actions after which an episode is given up.
+    """
+
+    states: str
+    suite: str = "libero_spatial"
+    noise: float = 0.3
+    replan: int = 5
+    max_steps: int = 200
+    egl_device: int = -1
+
+
+def privileged(env: Any, expert: Any) -> np.ndarray:
+    """Targets of the training-only auxiliary loss, float32 (AUX_DIM,), metres times 10.
+
+    Target bowl, plate and grasp point relative to the end effector (9), target bowl (3), and the gripper's opening.
+    """
+    scene = expert.look(env)
+    eef = scene.hand
+    grasp = expert.grasp_point(env, scene)
+    parts = (scene.bowl - eef, scene.plate - eef, grasp - eef, scene.bowl - (0.0, 0.0, 1.0), [scene.width * 4])
+    return np.concatenate(parts).astype(np.float32) * 10
+
+
+def expert_chunk(env: Any, expert: Any) -> np.ndarray:
+    """The expert's next `HORIZON` actions from here, float32 (HORIZON, 7); the simulation is put back."""
+    saved = env.save_state()
+    actions = np.empty((HORIZON, 7), np.float32)
+    for i in range(HORIZON):
+        actions[i] = expert.act(env)
+        env.step(actions[i])
+    env.restore_state(saved)
+    return actions
+
+
+def collector(connection: Connection, index: int, tasks: list[int], seed: int, config: CollectConfig) -> None:
+    """Play episodes for ever; ends when the pipe closes. Messages out, each a tuple:
+
+    ("look", images uint8 (2, 224, 224, 3), state (8,), task id) then ("label", actions (10, 7), privileged (13,)),
+    answered by (action chunk (10, 7) or None, share of policy episodes in [0, 1]); ("end", task id, mode, success,
+    steps) after an episode; ("error", text) if it crashed.
+    """
+    try:
+        _collect(connection, index, tasks, seed, config)
+    except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+        # The trainer is gone. Not an ordinary exit: EGL's own shutdown races with MuJoCo's and prints pages.
+        os._exit(0)
+    except BaseException:
+        connection.send(("error", traceback.format_exc()))
+        raise
+
+
+def _collect(connection: Connection, index: int, tasks: list[int], seed: int, config: CollectConfig) -> None:
+    if config.egl_device >= 0:
+        os.environ["MUJOCO_EGL_DEVICE_ID"] = str(config.egl_device)
+    # After the device is chosen: importing the simulator starts its GL.
+    from eval.libero.demo.expert import Expert
+    from eval.libero.simulator import LiberoEnv, load_task
+
+    rng = np.random.default_rng([seed, index])
+    envs: dict[int, tuple[Any, Any, np.ndarray]] = {}
+    share = 0.0
+    turn = 0
+    while True:
+        task_id = tasks[turn % len(tasks)]
+        turn += 1
+        if task_id not in envs:
+            task = load_task(config.suite, task_id)
+            env = LiberoEnv(task, render=True)
+            with np.load(Path(config.states) / f"task_{task_id:02d}.npz") as content:
+                starts = content["states"]
+            envs[task_id] = (env, Expert(), starts)
+        env, expert, starts = envs[task_id]
+        mode = "expert"
+        if rng.random() < share:
+            mode = "policy" if rng.random() < 0.7 else "mixed"
+        noise = config.noise * rng.choice((0.0, 0.5, 1.0)) if mode == "expert" else 0.0
+        env.reset_to(starts[rng.integers(len(starts))])
+        steps = 0
+        while steps < config.max_steps and not env.success:
+            frame = env.frame()
+            images = np.stack((frame["observation/image"], frame["observation/wrist_image"]))
+            connection.send(("look", images, frame["observation/state"], task_id))
+            hidden = privileged(env, expert)
+            label = expert_chunk(env, expert)
+            connection.send(("label", label, hidden))
+            chunk, share = connection.recv()
+            follows_expert = mode == "expert" or (mode == "mixed" and rng.random() < 0.5)
+            planned = None if follows_expert else chunk
+            # A burst of noise in the middle of a policy's episode reaches states it would rarely visit itself.
+            burst = mode != "expert" and rng.random() < 0.08
+            for i in range(config.replan):
+                action = np.array(expert.act(env) if planned is None else planned[i], np.float64)
+                if noise or burst:
+                    action[:3] += rng.normal(0, noise or 0.6, 3)
+                env.step(np.clip(action, -1, 1), look=i == config.replan - 1)
+                steps += 1
+                if env.success:
+                    break
+        connection.send(("end", task_id, mode, bool(env.success), steps))
