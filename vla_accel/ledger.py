@@ -39,7 +39,9 @@ class Ledger:
             message = f"{entry.component}: asked for engine {entry.requested}, using {entry.used}: {entry.reason}"
             if self.strict:
                 raise EngineError(f"strict mode: {message}")
-            _log.warning(message)
+            # Once: the same fallback comes again with every new shape.
+            if self.entries.get(entry.component) != entry:
+                _log.warning(message)
         self.entries[entry.component] = entry
 
     def as_list(self) -> list[dict[str, object]]:

@@ -25,7 +25,7 @@ from vla_accel.errors import CheckpointError, ConfigError, EngineError, Observat
 from vla_accel.ledger import Ledger
 from vla_accel.models.checkpoint import describe, load_checkpoint
 from vla_accel.models.pi0 import Pi0
-from vla_accel.processing import Inputs, Normaliser, Processor, load_statistics
+from vla_accel.processing import IMAGE_KEYS, STATE_KEY, Inputs, Normaliser, Processor, load_statistics
 from vla_accel.tokenizer import SmallTokenizer
 
 ASSETS = Path(__file__).parent / "assets"
@@ -94,7 +94,9 @@ class OptimizedPolicy:
             raise CheckpointError(f"checkpoint: expected a folder or one of {names}, got {str(path_or_name)!r}")
         model = load_checkpoint(folder)
         processor = load_processor(folder, model, settings)
-        return cls(model, processor, settings, name=str(path_or_name))
+        policy = cls(model, processor, settings, name=str(path_or_name))
+        policy.warm_up()
+        return policy
 
     # -- acting ---------------------------------------------------------------------------------------------------
 
@@ -149,6 +151,21 @@ class OptimizedPolicy:
         """Start an episode: the noise begins anew from the configured seed."""
         with self._lock:
             self._noise.manual_seed(self.config.seed)
+
+    def warm_up(self) -> None:
+        """Build the engines of an ordinary observation and run them once, so that the ledger is complete, a strict
+        fallback raises now, and the first call is not the slow one. Leaves noise and latency log untouched."""
+        size = self.processor.image_size
+        image = np.zeros((size, size, 3), np.uint8)
+        observation = {key: image for key in IMAGE_KEYS}
+        config = self.model.config
+        noise = np.zeros((config.action_horizon, config.action_dim), np.float32)
+        prompt = self.config.default_prompt or "pick up the black bowl on the stove and place it on the plate"
+        state = self.processor.state.low
+        with self._lock:
+            samples = list(self.latency.samples)
+            self.infer({**observation, STATE_KEY: state, "prompt": prompt}, noise=noise)
+            self.latency.samples[:] = samples
 
     def with_steps(self, num_steps: int) -> OptimizedPolicy:
         """The same weights with another number of denoising steps, and a latency log of its own."""

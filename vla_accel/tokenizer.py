@@ -61,7 +61,9 @@ def tokenize_prompt(tokenizer: Tokenizer, prompt: object, state: np.ndarray | No
         ids = tokenizer.encode(f"Task: {cleaned}, State: {values};\nAction: ", add_bos=True)
     ids = tokenizer.finish(ids)
     if len(ids) > max_token_len:
-        raise ObservationError(f"prompt: expected at most {max_token_len} tokens, got {len(ids)} from {str(prompt)[:60]!r}")
+        raise ObservationError(
+            f"prompt: expected at most {max_token_len} tokens, got {len(ids)} from {str(prompt)[:60]!r}"
+        )
     return np.asarray(ids, dtype=np.int64)
 
 

@@ -24,6 +24,10 @@ class EagerEngine(Engine):
         results = self.component.module(*(self.inputs[s.name] for s in self.component.inputs))
         if not isinstance(results, tuple):
             results = (results,)
+        if len(results) != len(self.component.outputs):
+            raise EngineError(
+                f"{self.component.name}: declared {len(self.component.outputs)} outputs, the module gave {len(results)}"
+            )
         for spec, result in zip(self.component.outputs, results, strict=True):
             buffer = self.outputs[spec.name]
             if result.shape != buffer.shape or result.dtype != buffer.dtype:

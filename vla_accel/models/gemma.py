@@ -154,7 +154,9 @@ class GemmaExpert(nn.Module):
         """
         if not self.adaptive:
             return None
-        norms: list[Any] = [getattr(layer, n) for layer in self.layers for n in ("input_layernorm", "post_attention_layernorm")]
+        norms: list[Any] = [
+            getattr(layer, n) for layer in self.layers for n in ("input_layernorm", "post_attention_layernorm")
+        ]
         norms.append(self.norm)
         return torch.stack([norm.dense(cond) for norm in norms], dim=-2)
 

@@ -1,0 +1,223 @@
+"""Engines: the one door for data, fixed buffers, and the one place that may fall back."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vla_accel.component import Component, TensorSpec
+from vla_accel.config import EngineSpec
+from vla_accel.engines import ENGINES, Engine, build
+from vla_accel.engines.eager import EagerEngine
+from vla_accel.errors import ConfigError, EngineError
+from vla_accel.ledger import Ledger, LedgerEntry
+
+CPU = torch.device("cpu")
+
+
+class Affine(nn.Module):
+    """x * 2 + y, and how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        assert torch.is_inference_mode_enabled()
+        return x * 2 + y
+
+
+def component(module: nn.Module | None = None, outputs: tuple[TensorSpec, ...] | None = None) -> Component:
+    f32 = torch.float32
+    inputs = (TensorSpec("x", (2, 3), f32), TensorSpec("y", (2, 3), f32))
+    return Component("affine", module or Affine(), inputs, outputs or (TensorSpec("z", (2, 3), f32),))
+
+
+def engine(**kwargs: Any) -> Engine:
+    return EagerEngine(component(**kwargs), CPU)
+
+
+# -- the door -----------------------------------------------------------------------------------------------------
+
+
+def test_run_reads_and_fills_the_static_buffers_only() -> None:
+    e = engine()
+    x, y, z = e.inputs["x"], e.inputs["y"], e.outputs["z"]
+    source = torch.ones(2, 3)
+    e.write("x", source)
+    e.write("y", torch.full((2, 3), 3.0))
+    source.fill_(100)  # written already: the caller's tensor no longer matters
+    e.run()
+    assert z.tolist() == [[5.0] * 3] * 2
+    e.write("x", torch.zeros(2, 3))
+    assert z.tolist() == [[5.0] * 3] * 2, "nothing is computed before run"
+    e.run()
+    assert z.tolist() == [[3.0] * 3] * 2
+    assert e.inputs["x"] is x and e.inputs["y"] is y and e.outputs["z"] is z
+
+
+@pytest.mark.parametrize("door", ["write", "bind"])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("w", torch.zeros(2, 3), r"affine: no input 'w'; it has x, y"),
+        ("z", torch.zeros(2, 3), r"affine: no input 'z'; it has x, y"),
+        ("x", torch.zeros(3, 2), r"affine\.x: expected shape \(2, 3\), got \(3, 2\)"),
+        ("x", torch.zeros(1, 3), r"affine\.x: expected shape \(2, 3\), got \(1, 3\)"),
+        ("x", torch.zeros(6), r"affine\.x: expected shape \(2, 3\), got \(6,\)"),
+        ("y", torch.zeros(2, 3, dtype=torch.float64), r"affine\.y: expected dtype torch\.float32, got torch\.float64"),
+        ("y", torch.zeros(2, 3, dtype=torch.int64), r"affine\.y: expected dtype torch\.float32, got torch\.int64"),
+    ],
+)
+def test_the_doors_refuse_what_does_not_fit(door: str, name: str, value: Tensor, message: str) -> None:
+    e = engine()
+    e.write("x", torch.ones(2, 3))
+    e.write("y", torch.ones(2, 3))
+    before = dict(e.inputs)
+    with pytest.raises(EngineError, match=message):
+        getattr(e, door)(name, value)
+    assert (
+        all(e.inputs[k] is v and bool((v == 1).all()) for k, v in before.items()) and e.inputs.keys() == before.keys()
+    )
+
+
+def test_bind_refuses_another_device() -> None:
+    with pytest.raises(EngineError, match=r"affine\.x: expected device cpu, got meta"):
+        engine().bind("x", torch.zeros(2, 3, device="meta"))
+
+
+def test_a_bound_output_needs_no_copy() -> None:
+    first, second = engine(), engine()
+    second.bind("x", first.outputs["z"])
+    assert second.inputs["x"].data_ptr() == first.outputs["z"].data_ptr()
+    for e in (first, second):
+        e.write("y", torch.ones(2, 3))
+    first.write("x", torch.ones(2, 3))
+    first.run()
+    second.run()
+    assert second.outputs["z"].tolist() == [[7.0] * 3] * 2
+
+
+class Returns(nn.Module):
+    def __init__(self, *results: Tensor) -> None:
+        super().__init__()
+        self.results = results
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return self.results if len(self.results) != 1 else self.results[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.zeros(1, 3), r"affine\.z: declared \(2, 3\) torch\.float32, the module gave \(1, 3\) torch\.float32"),
+        (torch.zeros(2, 3).double(), r"affine\.z: declared .* the module gave \(2, 3\) torch\.float64"),
+    ],
+)
+def test_an_output_that_was_not_declared_is_named(given: Tensor, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        engine(module=Returns(given)).run()
+
+
+def test_a_module_with_too_many_outputs_is_refused() -> None:
+    with pytest.raises(EngineError, match="declared 1 outputs, the module gave 2"):
+        engine(module=Returns(torch.zeros(2, 3), torch.zeros(2, 3))).run()
+
+
+def test_several_outputs_keep_their_order() -> None:
+    specs = (TensorSpec("a", (2,), torch.float32), TensorSpec("b", (2,), torch.float32))
+    e = engine(module=Returns(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 2.0])), outputs=specs)
+    e.run()
+    assert (e.outputs["a"].tolist(), e.outputs["b"].tolist()) == ([1.0, 1.0], [2.0, 2.0])
+
+
+def test_tensor_spec_ranges_must_hold_the_example() -> None:
+    TensorSpec("x", (2, 5), torch.float32, {1: (1, 8)})
+    for ranges in ({1: (6, 8)}, {1: (1, 4)}, {2: (1, 8)}):
+        with pytest.raises(ConfigError, match="tensor x: range"):
+            TensorSpec("x", (2, 5), torch.float32, ranges)
+
+
+# -- build and the ledger -----------------------------------------------------------------------------------------
+
+
+def refuses(_: Component, __: torch.device) -> Engine:
+    raise EngineError("no such GPU")
+
+
+def is_wrong(_: Component, __: torch.device) -> Engine:
+    raise KeyError("a bug")
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "refuses", refuses)
+    monkeypatch.setitem(ENGINES, "is_wrong", is_wrong)
+
+
+def spec(*names: str) -> EngineSpec:
+    return EngineSpec(names[0], names[1:])  # type: ignore[arg-type]
+
+
+def test_the_engine_asked_for() -> None:
+    ledger = Ledger(strict=True)
+    built = build(component(), spec("eager"), device=CPU, ledger=ledger)
+    assert isinstance(built, EagerEngine)
+    assert ledger.as_list() == [
+        {
+            "component": "affine",
+            "requested": "eager",
+            "used": "eager",
+            "reason": "",
+            "detail": f"torch {torch.__version__}",
+            "fell_back": False,
+        }
+    ]
+
+
+def test_a_fallback_is_recorded_and_logged(engines: None, caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger()
+    with caplog.at_level(logging.WARNING, "vla_accel"):
+        built = build(component(), spec("refuses", "eager"), device=CPU, ledger=ledger)
+    assert isinstance(built, EagerEngine)
+    (entry,) = ledger.as_list()
+    assert (entry["requested"], entry["used"], entry["fell_back"]) == ("refuses", "eager", True)
+    assert entry["reason"] == "refuses: no such GPU"
+    assert caplog.messages == ["affine: asked for engine refuses, using eager: refuses: no such GPU"]
+
+
+def test_strict_makes_a_fallback_an_error(engines: None) -> None:
+    ledger = Ledger(strict=True)
+    with pytest.raises(EngineError, match="strict mode: affine: asked for engine refuses, using eager"):
+        build(component(), spec("refuses", "eager"), device=CPU, ledger=ledger)
+    assert ledger.as_list() == []
+
+
+def test_no_fallback_is_allowed_unless_named(engines: None) -> None:
+    ledger = Ledger()
+    with pytest.raises(EngineError, match=r"affine: no engine could be built \(refuses: no such GPU\)"):
+        build(component(), spec("refuses"), device=CPU, ledger=ledger)
+    assert ledger.as_list() == []
+
+
+def test_a_bug_in_an_engine_is_not_a_reason_to_fall_back(engines: None) -> None:
+    with pytest.raises(KeyError, match="a bug"):
+        build(component(), spec("is_wrong", "eager"), device=CPU, ledger=Ledger())
+
+
+@pytest.mark.parametrize("names", [("warp",), ("refuses", "warp")])
+def test_an_unknown_engine_is_named(engines: None, names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"affine: expected an engine of eager.*, got 'warp'"):
+        build(component(), spec(*names), device=CPU, ledger=Ledger())
+
+
+def test_the_ledger_keeps_the_newest_entry_of_each_component() -> None:
+    ledger = Ledger()
+    for name, used in (("a", "eager"), ("b", "eager"), ("a", "other")):
+        ledger.record(LedgerEntry(name, used, used))
+    assert [(e["component"], e["used"]) for e in ledger.as_list()] == [("a", "other"), ("b", "eager")]

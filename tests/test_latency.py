@@ -1,0 +1,94 @@
+"""Timings: percentiles and shares by hand, the breakdown's schema, the stopwatch."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+import vla_accel
+from vla_accel.latency import LatencyLog, Sample, Stopwatch, breakdown, hardware, software, summarise
+
+CPU = torch.device("cpu")
+
+
+def test_percentiles_means_and_shares_by_hand() -> None:
+    # 1..101 ms: the q-th percentile of evenly spaced samples is 1 + q.
+    sections = [{"vision": float(i), "denoise": 2.0 * i} for i in range(1, 102)]
+    table = summarise(sections, [4.0 * i for i in range(1, 102)])
+    assert list(table) == ["vision", "denoise", "total"]
+    expected = {"mean_ms": 51.0, "p50_ms": 51.0, "p90_ms": 91.0, "p99_ms": 100.0, "share": 0.25}
+    assert table["vision"] == pytest.approx(expected)
+    expected = {"mean_ms": 102.0, "p50_ms": 102.0, "p90_ms": 182.0, "p99_ms": 200.0, "share": 0.5}
+    assert table["denoise"] == pytest.approx(expected)
+    assert table["total"]["mean_ms"] == pytest.approx(204.0) and table["total"]["share"] == 1.0
+
+
+def test_a_section_missing_from_a_call_counts_as_zero() -> None:
+    table = summarise([{"a": 2.0}, {"a": 4.0, "b": 6.0}], [10.0, 10.0])
+    assert (table["a"]["mean_ms"], table["b"]["mean_ms"], table["b"]["share"]) == (3.0, 3.0, 0.3)
+
+
+def test_no_samples_and_no_time() -> None:
+    assert summarise([], []) == {} == LatencyLog().components()
+    assert summarise([{"a": 0.0}], [0.0])["a"]["share"] == 0.0
+
+
+def test_the_log_keeps_the_newest() -> None:
+    log = LatencyLog(limit=3)
+    for i in range(5):
+        log.add(Sample({"a": float(i)}, float(i)))
+    assert [s.total_ms for s in log.samples] == [2.0, 3.0, 4.0]
+    assert log.components()["a"]["mean_ms"] == 3.0
+    log.clear()
+    assert log.components() == {}
+
+
+def test_breakdown_schema() -> None:
+    components = summarise([{"vision": 10.0, "denoise": 30.0}], [40.0])
+    engines: list[dict[str, object]] = [{"component": "vision", "used": "eager"}]
+    report = breakdown(model={"name": "m"}, engines=engines, steps=3, device=CPU, components=components, samples=1)
+    assert list(report) == [
+        "schema",
+        "hardware",
+        "software",
+        "model",
+        "engines",
+        "steps",
+        "samples",
+        "components",
+        "hz",
+    ]
+    assert report["schema"] == "vla_accel.breakdown/1"
+    assert (report["steps"], report["samples"], report["hz"]) == (3, 1, 25.0)
+    assert report["engines"] == engines and report["components"] == components
+    assert report["hardware"].keys() == {"device", "cpu", "threads"} and report["hardware"]["device"] == "cpu"
+    assert report["software"]["torch"] == torch.__version__
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_an_empty_breakdown_has_no_rate() -> None:
+    report = breakdown(model={}, engines=[], steps=1, device=CPU, components={}, samples=0)
+    assert (report["hz"], report["components"]) == (0.0, {})
+
+
+def test_hardware_and_software_are_named() -> None:
+    assert hardware(CPU)["cpu"] and hardware(CPU)["threads"] == torch.get_num_threads()
+    assert software()["vla_accel"] == vla_accel.__version__
+
+
+def test_the_stopwatch_on_a_cpu() -> None:
+    watch = Stopwatch(CPU)
+    with watch.section("a"):
+        time.sleep(0.02)
+    with watch.section("b", host=True):
+        time.sleep(0.01)
+    with watch.section("a"):
+        time.sleep(0.02)
+    time.sleep(0.01)  # outside of every section, inside the total
+    sample = watch.finish()
+    assert list(sample.sections) == ["a", "b"]
+    assert sample.sections["a"] >= 39 and sample.sections["b"] >= 9
+    assert sample.total_ms >= sum(sample.sections.values()) + 9
