@@ -7,6 +7,9 @@ steps of an action; images and proprioception are therefore 48 ms older than the
 Knows neither policies nor rates of success. `libero` and `mujoco` are imported on first use.
 """
 
+# MuJoCo ships no types.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import contextlib
@@ -173,10 +176,14 @@ class LiberoEnv:
 
     # -- episode ---------------------------------------------------------------------------------------------
 
-    def reset_to(self, initial_state: np.ndarray) -> dict[str, np.ndarray] | None:
+    def reset_to(self, initial_state: np.ndarray, *, seed: int | None = None) -> dict[str, np.ndarray] | None:
         """Start an episode at a MuJoCo state and let the objects settle for `WAIT_STEPS`.
 
         `initial_state`: float (D,), flattened (time, qpos, qvel). Returns the first frame (None without renderer).
+
+        Cabinets and stoves are not part of that state: the reset draws their places anew, within 1.5 cm, from NumPy's
+        global generator. openpi seeds it once, so an episode depends on how many came before it; `seed` seeds it here
+        and makes the episode repeatable by itself.
         """
         expected = 1 + self.model.nq + self.model.nv
         initial_state = np.asarray(initial_state, dtype=np.float64)
@@ -184,6 +191,8 @@ class LiberoEnv:
             raise ObservationError(
                 f"initial state of {self.task.name}: expected shape ({expected},), got {initial_state.shape}"
             )
+        if seed is not None:
+            self._env.seed(seed)
         self.sample_placement()
         self._env.set_init_state(initial_state)
         for i in range(WAIT_STEPS):
@@ -198,6 +207,9 @@ class LiberoEnv:
         """
         with contextlib.redirect_stdout(sys.stderr):
             self._env.reset()
+        # A hard reset makes a new gripper; a soft one would hand the old one's command on to the next episode.
+        gripper = self._env.env.robots[0].gripper
+        gripper.current_action = np.zeros(gripper.dof)
         self._frame, self._success = None, False
         self._episode += 1
         return self._env.get_sim_state().copy()
@@ -458,7 +470,8 @@ def _answer_setup_questions() -> None:
     if folder is not None and (Path(folder) / "config.yaml").is_file():
         return
     spec = importlib.util.find_spec("libero")
-    root = Path(next(iter(spec.submodule_search_locations))) / "libero"
+    assert spec is not None and spec.submodule_search_locations
+    root = Path(spec.submodule_search_locations[0]) / "libero"
     folder = tempfile.mkdtemp(prefix="libero_config_")
     entries = {
         "benchmark_root": root,

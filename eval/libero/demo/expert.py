@@ -8,6 +8,9 @@ How it moves: the height to be at is a function of the horizontal distance still
 hill between grasp and plate), and horizontal motion waits while the arm is below that height.
 """
 
+# MuJoCo ships no types.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -62,7 +65,8 @@ class Grasp:
 
 
 # Chosen with a check of the open hand's boxes against all others, over shipped and sampled start states: the +y side
-# with an unturned hand is free everywhere but in the drawer, where the hand has to turn.
+# with an unturned hand is free everywhere but in the drawer. There the hand turns and comes down further inside: its
+# outer finger would land on the drawer's wall.
 GRASPS: dict[int, Grasp] = {
     4: Grasp(side=np.deg2rad(130), yaw=np.deg2rad(40), radius=0.030, carry_height=0.24, carry_distance=0.20),
     5: Grasp(carry_height=0.12),
@@ -101,7 +105,8 @@ class Expert:
 
     def grasp_point(self, env: LiberoEnv, scene: Scene) -> np.ndarray:
         """Where the fingertips go to take the bowl, float64 (3,), world frame."""
-        return _grasp_point(scene, GRASPS.get(env.task.id, Grasp()))
+        grasp = GRASPS.get(env.task.id, Grasp())
+        return _grasp_point(scene, grasp, _radius(scene, grasp))
 
     def look(self, env: LiberoEnv) -> Scene:
         """Read the scene. Brings poses and contacts up to date with qpos, which does not change the simulation."""
@@ -183,7 +188,7 @@ def _carry(scene: Scene, grasp: Grasp, to_plate: np.ndarray, distance: float, ri
 
 def _approach(scene: Scene, grasp: Grasp, turn: float) -> tuple[np.ndarray, float]:
     """Down the funnel onto the rim; returns the motion and whether to close."""
-    radius = RIM_RADIUS - (RIM_RADIUS - grasp.radius) * _ramp(scene.width, 0.03, WIDE)
+    radius = _radius(scene, grasp)
     offset = scene.hand - _grasp_point(scene, grasp, radius)
     away, height = float(np.linalg.norm(offset[:2])), float(offset[2])
 
@@ -209,6 +214,11 @@ def _approach(scene: Scene, grasp: Grasp, turn: float) -> tuple[np.ndarray, floa
     move = np.append(_limit(-GAIN * offset[:2] / ACTION_METRES), np.clip(GAIN * missing / ACTION_METRES, -1.0, 1.0))
     move[:2] *= 1.0 - _ramp(missing, 0.01, 0.04)
     return move, OPEN
+
+
+def _radius(scene: Scene, grasp: Grasp) -> float:
+    # The open hand comes down at the task's radius; while the fingers close it moves out to the wall.
+    return RIM_RADIUS - (RIM_RADIUS - grasp.radius) * _ramp(scene.width, 0.03, WIDE)
 
 
 def _grasp_point(scene: Scene, grasp: Grasp, radius: float) -> np.ndarray:

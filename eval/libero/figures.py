@@ -1,0 +1,134 @@
+"""Pictures of a run: rollout videos and the latency of each component as stacked bars.
+
+Videos are MP4 where the package `imageio-ffmpeg` is installed, otherwise GIF. Files are written
+under a temporary name and then renamed. Nothing here knows where frames or numbers came from.
+Needs `imageio` (videos) and `matplotlib` (bars), imported when used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_accel.errors import DependencyError
+
+SIMULATOR_HZ = 20  # LIBERO's control frequency: one action lasts 50 ms
+COLOURS = {
+    "preprocess": "#9aa5b1",
+    "vision": "#2b6cb0",
+    "kv_cache": "#dd6b20",
+    "denoise": "#38a169",
+    "postprocess": "#805ad5",
+    "other": "#e2e8f0",
+}
+
+
+class VideoRecorder:
+    """Collects frames of one episode, both cameras side by side.
+
+    Args:
+        every: actions between two frames.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.frames: list[np.ndarray] = []
+
+    def add(self, frame: Mapping[str, Any]) -> None:
+        """Keep a frame: openpi's `observation/image` and `observation/wrist_image`, (H, W, 3)."""
+        pair = (frame["observation/image"], frame["observation/wrist_image"])
+        self.frames.append(np.concatenate(pair, axis=1))
+
+    @property
+    def fps(self) -> float:
+        """Frames a second at which the video runs in simulated time."""
+        return SIMULATOR_HZ / self.every
+
+
+def check_video_packages() -> str:
+    """The video format that will be used, `mp4` or `gif`.
+
+    Raises:
+        DependencyError: `imageio` is not installed.
+    """
+    if find_spec("imageio") is None:
+        raise DependencyError("rollout videos need the package imageio: pip install imageio")
+    return "mp4" if find_spec("imageio_ffmpeg") is not None else "gif"
+
+
+def write_video(recorder: VideoRecorder, stem: Path) -> Path:
+    """Write the frames to `stem` plus `.mp4` or `.gif`; returns that path."""
+    suffix = check_video_packages()
+    imageio = _import("imageio.v2")
+    path = stem.with_name(f"{stem.name}.{suffix}")
+    temporary = stem.with_name(f".{stem.name}.{os.getpid()}.{suffix}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if suffix == "mp4":
+            imageio.mimwrite(temporary, recorder.frames, fps=recorder.fps, macro_block_size=2)
+        else:
+            imageio.mimwrite(temporary, recorder.frames, duration=1e3 / recorder.fps, loop=0)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def draw_latency(
+    path: Path,
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    *,
+    title: str,
+    target_hz: float,
+) -> Path:
+    """Draw one stacked bar per row, with a line where `target_hz` would be.
+
+    Args:
+        path: PNG to write.
+        rows: label and mean milliseconds by component; the bar's height is their sum.
+    """
+    matplotlib = _import("matplotlib")
+    matplotlib.use("Agg")
+    pyplot = _import("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(figsize=(1.3 * len(rows) + 4.2, 4.2), layout="constrained")
+    bottoms = np.zeros(len(rows))
+    places = np.arange(len(rows))
+    names = [name for name in COLOURS if any(parts.get(name) for _, parts in rows)]
+    names += sorted({name for _, parts in rows for name in parts} - set(COLOURS))
+    for name in names:
+        heights = np.array([parts.get(name, 0.0) for _, parts in rows])
+        axes.bar(places, heights, 0.6, bottom=bottoms, label=name, color=COLOURS.get(name))
+        bottoms += heights
+    for place, total in zip(places, bottoms, strict=True):
+        hz = f"\n{1e3 / total:.1f} Hz" if total else ""
+        axes.text(place, total, f"{total:.1f} ms{hz}", ha="center", va="bottom", fontsize=9)
+    axes.axhline(1e3 / target_hz, color="#c53030", linestyle="--", linewidth=1, label=f"{target_hz:g} Hz")
+    axes.set_xticks(places, [label for label, _ in rows])
+    axes.set_xlabel("denoising steps")
+    axes.set_ylabel("mean latency of one call [ms]")
+    axes.set_ylim(0, max(bottoms.max(), 1e3 / target_hz) * 1.18)
+    axes.set_title(title, fontsize=10)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(temporary, dpi=130)
+        os.replace(temporary, path)
+    finally:
+        pyplot.close(figure)
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _import(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise DependencyError(f"pictures need the package {package}: pip install {package} ({error})") from error

@@ -1,0 +1,205 @@
+"""The episode log: what makes a run resumable, one JSON object a line.
+
+The first line is the header: schema, fingerprint and the identity that it was made from. A
+`session` line says under which conditions the episodes after it were run; an `episode` line is one
+result. Every line is flushed and synced before the next episode starts, so a kill at any moment
+loses at most the episodes in flight. A line cut in half by a kill is dropped, and said aloud; any
+other damage raises.
+
+The log does not know which episodes are wanted: it only knows which it has.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from eval.libero.protocol import EpisodeKey
+from eval.libero.rollout import EpisodeResult
+from vla_accel.errors import ConfigError
+
+SCHEMA = "vla_accel.libero.log/1"
+Warn = Callable[[str], None]
+
+
+class EpisodeLog:
+    """An open episode log; a context manager.
+
+    Args:
+        path: the file, created with its folder if missing.
+        fingerprint: of this run; a log of another run is refused.
+        identity: what the fingerprint was made from (JSON types), to say where two runs differ.
+        warn: is told of dropped lines.
+
+    Attributes:
+        results: the episodes on record, in the order they were logged.
+        sessions: the conditions of each session, oldest first.
+        session_of: for each episode, the index of its session.
+
+    Raises:
+        ConfigError: the log belongs to another run, is damaged, or another process writes it.
+    """
+
+    def __init__(self, path: Path, fingerprint: str, identity: Mapping[str, Any], warn: Warn) -> None:
+        self.path = path
+        self.results: dict[EpisodeKey, EpisodeResult] = {}
+        self.sessions: list[dict[str, Any]] = []
+        self.session_of: dict[EpisodeKey, int] = {}
+        self._warn = warn
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a+b")  # noqa: SIM115 - held for the whole run, closed by close()
+        try:
+            self._lock()
+            self._load(fingerprint, identity)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> EpisodeLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and give up the lock on it."""
+        self._file.close()
+
+    def begin_session(self, conditions: Mapping[str, Any]) -> None:
+        """Say under which conditions the following episodes run (JSON types)."""
+        self._write({"kind": "session", **conditions})
+        self.sessions.append(dict(conditions))
+
+    def append(self, result: EpisodeResult) -> None:
+        """Record one episode, on disk before this returns.
+
+        Raises:
+            ConfigError: the episode is on record already, or no session was begun.
+        """
+        if result.key in self.results:
+            raise ConfigError(f"{self.path}: the episode {result.key} is on record already")
+        if not self.sessions:
+            raise ConfigError(f"{self.path}: begin a session before appending episodes")
+        self._write({"kind": "episode", **result.to_json()})
+        self._remember(result)
+
+    def forget_errors(self) -> int:
+        """Strike the episodes that ended in an error, so that they run again; returns how many."""
+        struck = [key for key, result in self.results.items() if result.error]
+        if struck:
+            self._file.seek(0)
+            kept = [line for line in self._file.read().splitlines(keepends=True) if not json.loads(line).get("error")]
+            temporary = self.path.with_name(self.path.name + ".tmp")
+            with open(temporary, "wb") as file:
+                file.writelines(kept)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+            self._file.close()
+            self._file = open(self.path, "a+b")  # noqa: SIM115 - as in __init__
+            self._lock()
+        for key in struck:
+            del self.results[key], self.session_of[key]
+        return len(struck)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"{self.path}: another process is writing this log; wait for it, or give --output another name"
+            ) from None
+
+    def _load(self, fingerprint: str, identity: Mapping[str, Any]) -> None:
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            self._warn(
+                f"{self.path}: dropped the last line, {len(content) - len(whole)} bytes of an "
+                "episode whose writing was interrupted; that episode runs again"
+            )
+            self._file.truncate(len(whole))
+        lines = [self._parse(i, line) for i, line in enumerate(whole.splitlines(), start=1)]
+        if not lines:
+            header = {"schema": SCHEMA, "fingerprint": fingerprint, "identity": dict(identity)}
+            self._write({"kind": "header", **header})
+            return
+        self._check_header(lines[0], fingerprint, identity)
+        for number, line in enumerate(lines[1:], start=2):
+            self._read(number, line)
+
+    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            data = json.loads(line)
+            if not isinstance(data, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.path}, line {number}: expected one JSON object, got {line[:60]!r} "
+                f"({error}); --overwrite starts afresh"
+            ) from None
+        return data
+
+    def _check_header(self, header: dict[str, Any], fingerprint: str, identity: Mapping[str, Any]) -> None:
+        if header.get("schema") != SCHEMA:
+            raise ConfigError(
+                f"{self.path}, line 1: expected a header of schema {SCHEMA!r}, "
+                f"got {header.get('schema')!r}; --overwrite starts afresh"
+            )
+        if header.get("fingerprint") != fingerprint:
+            differences = _differences(header.get("identity", {}), identity)
+            raise ConfigError(
+                f"{self.path} belongs to another run: {'; '.join(differences)}. Give --output "
+                "another name, or --overwrite to start afresh"
+            )
+
+    def _read(self, number: int, line: dict[str, Any]) -> None:
+        kind = line.pop("kind", None)
+        if kind == "session":
+            self.sessions.append(line)
+            return
+        if kind != "episode" or not self.sessions:
+            raise ConfigError(
+                f"{self.path}, line {number}: expected a session, then episodes, got {kind!r}; "
+                "--overwrite starts afresh"
+            )
+        try:
+            result = EpisodeResult.from_json(line)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.path}, line {number}: not an episode ({error!r}); --overwrite starts afresh"
+            ) from None
+        if result.key in self.results:
+            self._warn(f"{self.path}, line {number}: {result.key} is there twice; the first counts")
+            return
+        self._remember(result)
+
+    def _remember(self, result: EpisodeResult) -> None:
+        self.results[result.key] = result
+        self.session_of[result.key] = len(self.sessions) - 1
+
+    def _write(self, data: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(data, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def log_path(output: Path) -> Path:
+    """The episode log that belongs to a result file: `x.json` has `x.episodes.jsonl`."""
+    return output.with_name(output.stem + ".episodes.jsonl")
+
+
+def _differences(old: Any, new: Any, where: str = "") -> list[str]:
+    """Human-readable differences between two identities, leaf by leaf."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return [
+            text
+            for key in sorted({*old, *new})
+            for text in _differences(old.get(key), new.get(key), f"{where}.{key}".lstrip("."))
+        ]
+    return [] if old == new else [f"{where} was {json.dumps(old)}, now {json.dumps(new)}"]

@@ -1,0 +1,143 @@
+"""Where the actions come from: a policy in this process, one behind a websocket, or the expert.
+
+A `PolicySource` is plain data that travels to worker processes; `load` turns it into an object
+with `infer`, `reset` and `metadata`. `identity` is what makes two runs the same run: the content
+of a checkpoint rather than its path. Nothing here knows about episodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from eval.libero.protocol import Protocol
+from eval.libero.remote import RemotePolicy, check_address
+from eval.libero.rollout import Actor, ExpertActor, PolicyActor, noise_shape
+from vla_accel.errors import ConfigError
+
+REMOTE_IDENTITY = ("policy", "model", "num_steps", "dtype")
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """What to load.
+
+    Attributes:
+        kind: `local` (a checkpoint in this process), `remote` (a websocket) or `expert`.
+        where: checkpoint path or name, websocket address, or empty for the expert.
+        config: `PolicyConfig` file of a local policy, or None for its defaults.
+        device: `cpu`, `cuda`, or `auto` for what the configuration says, for a local policy.
+    """
+
+    kind: Literal["local", "remote", "expert"]
+    where: str = ""
+    config: str | None = None
+    device: str = "auto"
+
+    @classmethod
+    def parse(cls, text: str, *, config: str | None, device: str) -> PolicySource:
+        """`ws://host:port`, `demo`, or a checkpoint's path.
+
+        Raises:
+            ConfigError: a malformed address, or a configuration for a policy that has its own.
+        """
+        if "://" not in text:
+            return cls("local", text, config, device)
+        check_address(text)
+        if config is not None:
+            raise ConfigError(f"config: a remote policy is configured at its server, got {config!r} beside {text}")
+        return cls("remote", text)
+
+    @property
+    def name(self) -> str:
+        """A short name for file names and titles."""
+        if self.kind == "expert":
+            return "expert"
+        return "remote" if self.kind == "remote" else Path(self.where).name or "policy"
+
+    def load(self) -> Any:
+        """The policy; loading a checkpoint or connecting happens here.
+
+        Raises:
+            VlaAccelError: of the kind that fits, from the policy or the connection.
+        """
+        if self.kind == "remote":
+            return RemotePolicy(self.where)
+        from vla_accel.policy import OptimizedPolicy
+
+        device = None if self.device == "auto" else self.device
+        return OptimizedPolicy.from_pretrained(self.where, self.config, device=device)
+
+
+class PolicyBySteps:
+    """Gives the policy for each step count; all of them share the weights of `policy`."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self._by_steps: dict[int | None, Any] = {None: policy}
+
+    def __call__(self, steps: int | None) -> Any:
+        if steps not in self._by_steps:
+            self._by_steps[steps] = self.policy.with_steps(steps)
+        return self._by_steps[steps]
+
+
+def make_actor(source: PolicySource, policies: PolicyBySteps | None, protocol: Protocol) -> Actor:
+    """The actor of `source`; only the expert needs no policies."""
+    if source.kind == "expert":
+        from eval.libero.demo.expert import Expert
+
+        return ExpertActor(Expert())
+    assert policies is not None
+    return PolicyActor(policies, protocol, send_noise=source.kind == "local")
+
+
+def check_horizon(policy: Any, source: PolicySource, replan_steps: int) -> None:
+    """Raise `ConfigError` if a local policy predicts fewer actions than are to be executed."""
+    if source.kind == "local":
+        horizon, _ = noise_shape(policy.metadata)
+        if horizon < replan_steps:
+            raise ConfigError(f"replan: expected at most the policy's {horizon} predicted actions, got {replan_steps}")
+
+
+def identity(source: PolicySource, policy: Any) -> dict[str, Any]:
+    """What must not change when a run is resumed (JSON types)."""
+    if source.kind == "expert":
+        from eval.libero.demo import expert
+
+        content = Path(str(expert.__file__)).read_bytes()
+        return {"kind": "expert", "sha256": hashlib.sha256(content).hexdigest()}
+    if source.kind == "remote":
+        known = {k: policy.metadata[k] for k in REMOTE_IDENTITY if k in policy.metadata}
+        return {"kind": "remote", "address": source.where, "metadata": known}
+    from vla_accel.policy import NAMED
+
+    config = asdict(policy.config)
+    del config["num_steps"]  # the protocol's
+    return {
+        "kind": "local",
+        "name": source.name,
+        "sha256": _checkpoint_hash(NAMED.get(source.where, Path(source.where))),
+        "config": json.loads(json.dumps(config)),
+        "device": policy.metadata["device"],
+    }
+
+
+def _checkpoint_hash(where: Path) -> str:
+    """SHA-256 over the names and contents of a checkpoint's files."""
+    files = sorted(f for f in where.rglob("*") if f.is_file()) if where.is_dir() else [where]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(where)}:{_file_hash(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

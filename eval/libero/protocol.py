@@ -1,0 +1,166 @@
+"""What one evaluation run measures: openpi's LIBERO protocol, and the episodes it consists of.
+
+`Protocol` is plain data. It knows nothing of the simulator, the policy or the results; its only
+judgement is whether the numbers in it make sense. `fingerprint` tells two runs apart, so that an
+episode log is only ever continued by the run that began it.
+
+Source of the defaults: openpi `examples/libero/main.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from eval.libero.simulator import MAX_STEPS, SEED, WAIT_STEPS
+from vla_accel.errors import ConfigError
+
+QUICK_TASKS = 3
+QUICK_TRIALS = 3
+DEFAULT_TRIALS = 50
+
+
+@dataclass(frozen=True)
+class EpisodeKey:
+    """One episode of a run.
+
+    Attributes:
+        steps: denoising steps of the policy; None where the harness does not choose them (the
+            scripted expert has none, a remote server has its own).
+        task_id: index of the task in its suite, from 0.
+        trial: index of the shipped initial state, from 0.
+    """
+
+    steps: int | None
+    task_id: int
+    trial: int
+
+    def __str__(self) -> str:
+        steps = "" if self.steps is None else f", {self.steps} steps"
+        return f"task {self.task_id}, trial {self.trial}{steps}"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The rules of one run; equal protocols ask for the same episodes.
+
+    Attributes:
+        suite: one of the five LIBERO suites.
+        tasks: task indices, in the order they are run.
+        trials: episodes per task and step count; trial i starts from shipped initial state i.
+        steps: denoising step counts to sweep; `(None,)` where the harness does not choose them.
+        seed: with task and trial it seeds the simulator and the policy's noise (openpi: 7, once per
+            run, so that there an episode also depends on those before it).
+        replan_steps: actions executed of each predicted chunk.
+        resolution: camera width and height in pixels, before resizing to the policy's 224.
+        wait_steps: simulator steps with a still arm before the policy acts, so objects settle; the
+            simulator takes them in its reset.
+        max_steps: policy actions after which an episode is lost; wait steps come on top.
+    """
+
+    suite: str
+    tasks: tuple[int, ...]
+    trials: int
+    steps: tuple[int | None, ...]
+    max_steps: int
+    seed: int = SEED
+    replan_steps: int = 5
+    resolution: int = 256
+    wait_steps: int = field(default=WAIT_STEPS, init=False)
+
+    def __post_init__(self) -> None:
+        check_suite(self.suite)
+        if not self.tasks or len(set(self.tasks)) != len(self.tasks):
+            raise ConfigError(f"tasks: expected distinct task indices, got {list(self.tasks)}")
+        if not self.steps or len(set(self.steps)) != len(self.steps):
+            raise ConfigError(f"steps: expected distinct step counts, got {list(self.steps)}")
+        for name, value, low in (
+            *((f"steps {n}", n, 1) for n in self.steps if n is not None),
+            *((f"task {n}", n, 0) for n in self.tasks),
+            ("trials", self.trials, 1),
+            ("max_steps", self.max_steps, 1),
+            ("seed", self.seed, 0),
+            ("replan_steps", self.replan_steps, 1),
+            ("resolution", self.resolution, 1),
+        ):
+            if value < low:
+                raise ConfigError(f"{name}: expected an integer >= {low}, got {value}")
+        if self.seed >= 2**32:
+            raise ConfigError(f"seed: expected an integer below 2**32, got {self.seed}")
+
+    @property
+    def is_openpi_limit(self) -> bool:
+        """Whether `max_steps` is the limit that openpi uses for this suite."""
+        return self.max_steps == MAX_STEPS[self.suite]
+
+    def plan(self) -> tuple[EpisodeKey, ...]:
+        """All episodes, grouped by task so that each environment is created once.
+
+        Step counts vary fastest: each trial meets all of them under much the same load of the
+        machine, so their latencies compare.
+        """
+        return tuple(
+            EpisodeKey(steps, task_id, trial)
+            for task_id in self.tasks
+            for trial in range(self.trials)
+            for steps in self.steps
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The protocol as JSON types."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+def fingerprint(protocol: Protocol, policy: Mapping[str, Any]) -> str:
+    """SHA-256 over the protocol and the policy's identity (JSON types), as 64 hex digits."""
+    content = json.dumps({"protocol": protocol.to_json(), "policy": policy}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def check_suite(name: str) -> None:
+    """Raise `ConfigError` unless `name` is a LIBERO suite."""
+    if name not in MAX_STEPS:
+        near = get_close_matches(name, MAX_STEPS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"suite: expected one of {', '.join(MAX_STEPS)}, got {name!r}{hint}")
+
+
+def parse_steps(text: str) -> tuple[int, ...]:
+    """`"1,2,3"` to `(1, 2, 3)`; anything below 1 raises `ConfigError`."""
+    steps = _integers(text, "steps", ranges=False)
+    for value in steps:
+        if value < 1:
+            raise ConfigError(f"steps: expected integers >= 1, got {value} in {text!r}")
+    return steps
+
+
+def parse_tasks(text: str, count: int) -> tuple[int, ...]:
+    """`"0-2,5"` to `(0, 1, 2, 5)`; an index outside a suite of `count` tasks raises."""
+    tasks = _integers(text, "tasks", ranges=True)
+    for value in tasks:
+        if not 0 <= value < count:
+            raise ConfigError(f"tasks: expected indices 0 to {count - 1}, got {value} in {text!r}")
+    return tasks
+
+
+def _integers(text: str, what: str, *, ranges: bool) -> tuple[int, ...]:
+    """Comma-separated integers, with `low-high` (both included) where ranges are allowed."""
+    form = 'integers such as "0-2,5"' if ranges else 'integers such as "3" or "1,2,3,5,10"'
+    values: list[int] = []
+    for part in text.split(","):
+        # Where no range is allowed, "-1" reads as the bad value that it is.
+        low, dash, high = part.strip().partition("-") if ranges else (part.strip(), "", "")
+        try:
+            first, last = int(low), int(high) if dash else int(low)
+        except ValueError:
+            raise ConfigError(f"{what}: expected {form}, got {text!r}") from None
+        if first > last:
+            raise ConfigError(f"{what}: expected {form}, got the empty range {part.strip()!r}")
+        values.extend(range(first, last + 1))
+    if len(set(values)) != len(values):
+        raise ConfigError(f"{what}: expected distinct {form}, got {text!r}")
+    return tuple(values)

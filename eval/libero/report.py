@@ -1,0 +1,202 @@
+"""The result of a run: one JSON file, and the tables a person reads.
+
+Everything here is computed from the logged episodes, so that a resumed run reports like one that
+was never interrupted. Latencies are summarised only over episodes that ran under the conditions
+(hardware and number of workers) of the last session: means over different machines mean nothing.
+Errors are listed apart from failures and never enter a rate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.libero.protocol import EpisodeKey, Protocol
+from eval.libero.rollout import EpisodeResult
+from eval.libero.statistics import Rate, fit_line, goals_to_json, rate_goals
+
+SCHEMA = "vla_accel.libero.result/1"
+PARTS = ("preprocess", "vision", "kv_cache", "denoise", "postprocess")
+WHOLES = ("total", "wall", "infer")  # timings that span several parts
+AGREEMENT = 0.02  # how much of the total the parts may leave unexplained before it is said aloud
+
+SPREAD = 2.0  # p90 over p10 of a call's latency from which the mean is not to be trusted
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Timings of many calls at one step count, in milliseconds.
+
+    Attributes:
+        sections: the parts of each call.
+        totals: each whole call: the policy's own total, or the wall clock where it gives none.
+        walls: each whole call on the harness's wall clock.
+    """
+
+    sections: list[dict[str, float]]
+    totals: list[float]
+    walls: list[float]
+
+
+def rate_of(results: Iterable[EpisodeResult]) -> Rate:
+    """Count successes, finished episodes and errors."""
+    outcomes = [result.outcome for result in results]
+    errors = outcomes.count("error")
+    return Rate(outcomes.count("success"), len(outcomes) - errors, errors)
+
+
+def comparable(
+    results: Mapping[EpisodeKey, EpisodeResult],
+    sessions: Sequence[Mapping[str, Any]],
+    session_of: Mapping[EpisodeKey, int],
+) -> set[EpisodeKey]:
+    """The episodes whose latencies belong together: run under the last used conditions."""
+    used = [session_of[key] for key in results]
+    if not used:
+        return set()
+    last = _conditions(sessions[max(used)])
+    return {key for key in results if _conditions(sessions[session_of[key]]) == last}
+
+
+def samples_of(results: Iterable[EpisodeResult]) -> Samples:
+    """Every call of the given episodes that did not crash."""
+    samples = Samples([], [], [])
+    for result in results:
+        timings = result.timings
+        if result.error or not timings:
+            continue
+        total = "total" if "total" in timings else "wall"
+        names = [name for name in PARTS if name in timings]
+        names += sorted(set(timings) - set(PARTS) - set(WHOLES))
+        for call, wall in enumerate(timings["wall"]):
+            samples.sections.append({name: timings[name][call] for name in names})
+            samples.totals.append(timings[total][call])
+            samples.walls.append(wall)
+    return samples
+
+
+def summarise_run(
+    protocol: Protocol,
+    results: Mapping[EpisodeKey, EpisodeResult],
+    timed: Iterable[EpisodeKey],
+    *,
+    task_names: Mapping[int, str],
+    target_hz: float,
+    breakdown: Callable[[int | None, Samples], dict[str, Any]],
+) -> dict[str, Any]:
+    """The run in numbers (JSON types).
+
+    Args:
+        timed: the episodes whose latencies count.
+        task_names: the task in words, by index.
+        breakdown: makes the breakdown JSON of `vla_accel.latency` from one step count's samples.
+
+    Returns:
+        `rows` (one per step count: rates, per task, latency breakdown, target), `denoise_fit`, and
+        `warnings`: what a reader must know before trusting the latencies.
+    """
+    timed = set(timed)
+    rows: list[dict[str, Any]] = []
+    denoise: dict[int, float] = {}
+    warnings: list[str] = []
+    for steps in protocol.steps:
+        mine = [result for key, result in results.items() if key.steps == steps]
+        samples = samples_of(result for result in mine if result.key in timed)
+        row: dict[str, Any] = {
+            "steps": steps,
+            "success": rate_of(mine).to_json(),
+            "mean_env_steps_of_successes": _mean([r.env_steps for r in mine if r.success]),
+            "tasks": [
+                {
+                    "task_id": task_id,
+                    "task": task_names[task_id],
+                    **rate_of(r for r in mine if r.key.task_id == task_id).to_json(),
+                }
+                for task_id in protocol.tasks
+            ],
+            "breakdown": None,
+            "target": None,
+        }
+        if samples.totals:
+            row |= _latency(steps, samples, target_hz, breakdown)
+            warnings += row.pop("warnings")
+            parts = row["breakdown"]["components"]
+            if steps is not None and "denoise" in parts:
+                denoise[steps] = parts["denoise"]["mean_ms"]
+        rows.append(row)
+    left_out = sum(1 for key, r in results.items() if r.timings and key not in timed)
+    if left_out:
+        warnings.append(
+            f"latencies leave out {left_out} episodes that ran on other hardware or with another number of workers"
+        )
+    fit = fit_line(denoise)
+    return {
+        "rows": rows,
+        "denoise_fit": fit.to_json() if fit else None,
+        "warnings": warnings,
+    }
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write `data` to `path` in one go: a reader sees the old file or the new one, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def mean_parts(breakdown: Mapping[str, Any]) -> dict[str, float]:
+    """Mean milliseconds of each part, and of what none of them explains (`other`)."""
+    components = breakdown["components"]
+    parts = {k: c["mean_ms"] for k, c in components.items() if k not in WHOLES}
+    rest = components["total"]["mean_ms"] - sum(parts.values())
+    return {**parts, "other": rest} if rest > 0 else parts
+
+
+def _latency(
+    steps: int | None,
+    samples: Samples,
+    target_hz: float,
+    breakdown: Callable[[int | None, Samples], dict[str, Any]],
+) -> dict[str, Any]:
+    made = breakdown(steps, samples)
+    components = made["components"]
+    total = components["total"]["mean_ms"]
+    parts = {k: c["mean_ms"] for k, c in components.items() if k not in WHOLES}
+    where = "" if steps is None else f" at {steps} steps"
+    warnings = []
+    if parts and abs(total - sum(parts.values())) > AGREEMENT * total:
+        warnings.append(f"the parts{where} sum to {sum(parts.values()):.2f} ms, the total is {total:.2f} ms")
+    quick, slow = np.percentile(samples.totals, (10, 90))
+    if slow > SPREAD * quick:
+        warnings.append(
+            f"calls{where} vary from {quick:.1f} ms (p10) to {slow:.1f} ms (p90): something else used the machine, "
+            "and the mean says little"
+        )
+    return {
+        "breakdown": made,
+        "wall_mean_ms": _mean(samples.walls),
+        "target": goals_to_json(rate_goals(parts, total, target_hz), total, target_hz),
+        "warnings": warnings,
+    }
+
+
+def _conditions(session: Mapping[str, Any]) -> tuple[Any, Any]:
+    return session.get("hardware"), session.get("workers")
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,380 @@
+"""Plays the planned episodes, in this process or spread over several.
+
+Each worker process has its own simulator and, on a CPU, its own policy. On a GPU there is one
+policy, in the parent: workers send it observations through their pipes, and requests that wait
+together are answered together (in one batch where the policy offers `infer_batch`).
+
+Episodes are handed out one at a time. A worker stays with its task while that has episodes left,
+because changing the task means building another environment (seconds). Results do not depend on
+who plays what or in which order: every episode starts from its initial state, and its key seeds both
+the simulator and the policy's noise. (The policy's own rounding may depend on its number of threads
+and on its batches.)
+
+A worker that dies makes its episode an error and is replaced. A policy or an environment that
+cannot be built ends the run. Nothing here writes results.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections import deque
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.libero import simulator
+from eval.libero.figures import VideoRecorder, write_video
+from eval.libero.policies import PolicyBySteps, PolicySource, make_actor
+from eval.libero.protocol import EpisodeKey, Protocol
+from eval.libero.rollout import Actor, Environment, EpisodeResult, describe, run_episode
+from vla_accel.errors import EngineError, VlaAccelError
+
+VIDEO_EVERY = 2  # simulator steps between video frames: 10 frames a second of simulated time
+JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process needs to play episodes; travels to workers.
+
+    Attributes:
+        protocol: the rules.
+        source: where the policy comes from.
+        threads: for torch in a worker with its own policy; None leaves torch's default.
+        video_folder: where rollout videos go, or None for none.
+        video_keys: the episodes that are filmed.
+    """
+
+    protocol: Protocol
+    source: PolicySource
+    threads: int | None = None
+    video_folder: Path | None = None
+    video_keys: frozenset[EpisodeKey] = frozenset()
+
+
+class Runner:
+    """Plays episodes with one actor, keeping the environment of the current task.
+
+    Args:
+        setup: the rules.
+        actor: who drives the arm.
+
+    Raises (from `run`):
+        SimulatorError: the environment cannot be built. Crashes later on are in the result.
+    """
+
+    def __init__(self, setup: Setup, actor: Actor) -> None:
+        self._setup = setup
+        self._actor = actor
+        self._task: simulator.Task | None = None
+        self._env: Environment | None = None
+
+    def run(self, key: EpisodeKey) -> EpisodeResult:
+        """Play one episode, and film it if the setup says so."""
+        task, env = self._environment(key.task_id)
+        filmed = key in self._setup.video_keys and self._setup.video_folder is not None
+        recorder = VideoRecorder(every=VIDEO_EVERY) if filmed else None
+        # A reset draws from numpy's global generator where cabinet and stove stand (within 2 cm): they are not part of
+        # an initial state. openpi seeds it once, so that they depend on what was played before; here on the episode.
+        np.random.seed([self._setup.protocol.seed, key.task_id, key.trial])
+        result = run_episode(
+            env,
+            task.initial_states[key.trial],
+            self._actor,
+            key,
+            self._setup.protocol,
+            prompt=task.language,
+            recorder=recorder,
+        )
+        if result.error:
+            self.close()  # its simulator may be broken: the next episode gets a new one
+        if recorder is not None and recorder.frames and self._setup.video_folder is not None:
+            stem = self._setup.video_folder / _video_name(self._setup.protocol.suite, key)
+            result = result.with_video(write_video(recorder, stem).name)
+        return result
+
+    def close(self) -> None:
+        """Free the environment; the next episode builds a new one."""
+        env, self._env, self._task = self._env, None, None
+        if env is not None:
+            env.close()
+
+    def _environment(self, task_id: int) -> tuple[simulator.Task, Environment]:
+        if self._env is None or self._task is None or self._task.id != task_id:
+            self.close()
+            task = simulator.load_task(self._setup.protocol.suite, task_id)
+            films = any(key.task_id == task_id for key in self._setup.video_keys)
+            self._env = simulator.LiberoEnv(
+                task,
+                resolution=self._setup.protocol.resolution,
+                seed=self._setup.protocol.seed,
+                render=films or self._actor.looks,
+            )
+            self._task = task
+            self._actor.warm_up(task.language)
+        return self._task, self._env
+
+
+def _video_name(suite: str, key: EpisodeKey) -> str:
+    steps = "" if key.steps is None else f"-steps{key.steps}"
+    return f"{suite}-task{key.task_id}-trial{key.trial}{steps}"
+
+
+def play(
+    setup: Setup,
+    episodes: Sequence[EpisodeKey],
+    policies: PolicyBySteps | None,
+    *,
+    workers: int,
+) -> Generator[EpisodeResult, None, None]:
+    """Play `episodes`, yielding each result as it comes.
+
+    Args:
+        policies: the policy in this process. Several workers share it; None lets each load its own
+            (or is the expert, which needs none).
+        workers: processes; 0 and 1 play in this one.
+    """
+    if workers <= 1:
+        return _play_here(setup, episodes, policies)
+    setup = replace(setup, threads=max(1, available_cores() // workers))
+    return _Pool(setup, episodes, policies, workers).results()
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _play_here(
+    setup: Setup, episodes: Sequence[EpisodeKey], policies: PolicyBySteps | None
+) -> Generator[EpisodeResult, None, None]:
+    runner = Runner(setup, make_actor(setup.source, policies, setup.protocol))
+    try:
+        for key in episodes:
+            yield runner.run(key)
+    finally:
+        runner.close()
+
+
+class Schedule:
+    """Hands out episodes, keeping each worker at its task as long as that has any left."""
+
+    def __init__(self, episodes: Sequence[EpisodeKey]) -> None:
+        self._by_task: dict[int, deque[EpisodeKey]] = {}
+        for key in episodes:
+            self._by_task.setdefault(key.task_id, deque()).append(key)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_task.values()))
+
+    def next(self, task_id: int | None, busy: Container[int | None]) -> EpisodeKey | None:
+        """The next episode for a worker whose environment is that of `task_id`.
+
+        Its own task first, then one that no other worker plays (`busy`), then the longest.
+        """
+        open_tasks = [task for task, queue in self._by_task.items() if queue]
+        if not open_tasks:
+            return None
+        if task_id not in open_tasks:
+            free = [task for task in open_tasks if task not in busy]
+            task_id = free[0] if free else max(open_tasks, key=lambda t: len(self._by_task[t]))
+        assert task_id is not None
+        return self._by_task[task_id].popleft()
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: Connection
+    episode: EpisodeKey | None = None
+    task_id: int | None = None
+
+
+class _Pool:
+    """The parent's side: hands out episodes, answers inference requests, collects results."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        episodes: Sequence[EpisodeKey],
+        policies: PolicyBySteps | None,
+        workers: int,
+    ) -> None:
+        self._setup = setup
+        self._schedule = Schedule(episodes)
+        self._policies = policies
+        self._metadata = dict(policies.policy.metadata) if policies is not None else None
+        self._size = min(workers, len(episodes))
+        self._workers: dict[Connection, _Worker] = {}
+        self._retired: list[_Worker] = []
+        self._context = multiprocessing.get_context("spawn")
+
+    def results(self) -> Generator[EpisodeResult, None, None]:
+        try:
+            for _ in range(self._size):
+                self._start()
+            while self._workers:
+                requests: list[tuple[_Worker, tuple[Any, ...]]] = []
+                for pipe in wait(list(self._workers)):
+                    assert isinstance(pipe, Connection)
+                    result = self._receive(self._workers[pipe], requests)
+                    if result is not None:
+                        yield result
+                if requests:
+                    self._answer(requests)
+        finally:
+            self._stop()
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_worker_main, args=(theirs, self._setup, self._metadata), daemon=True)
+        process.start()
+        theirs.close()  # ours alone: the pipe then ends when the worker does
+        self._workers[ours] = _Worker(process, ours)
+
+    def _receive(self, worker: _Worker, requests: list[tuple[_Worker, tuple[Any, ...]]]) -> EpisodeResult | None:
+        """Handle one message; returns a result if it was one."""
+        try:
+            kind, *content = worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return self._bury(worker)
+        if kind == "infer":
+            requests.append((worker, tuple(content)))
+            return None
+        if kind == "fatal":
+            raise content[0]
+        worker.episode = None
+        self._assign(worker)  # before the result is handled, so that the worker does not wait
+        return content[0] if kind == "result" else None
+
+    def _assign(self, worker: _Worker) -> None:
+        busy = {other.task_id for other in self._workers.values() if other is not worker}
+        worker.episode = self._schedule.next(worker.task_id, busy)
+        # A send fails if the worker just died: its pipe then reports the end, and _bury follows.
+        with suppress(OSError):
+            worker.pipe.send(("stop",) if worker.episode is None else ("play", worker.episode))
+        if worker.episode is None:
+            self._retired.append(self._workers.pop(worker.pipe))
+        else:
+            worker.task_id = worker.episode.task_id
+
+    def _bury(self, worker: _Worker) -> EpisodeResult:
+        """A worker ended unasked: its episode is an error, and a new worker takes its place."""
+        del self._workers[worker.pipe]
+        worker.pipe.close()
+        worker.process.join(JOIN_TIMEOUT_S)
+        end = f"worker process ended with code {worker.process.exitcode}"
+        if worker.episode is None:
+            raise EngineError(f"{end} before its first episode")
+        if len(self._schedule):
+            self._start()
+        return EpisodeResult(worker.episode, False, 0, f"WorkerDied: {end}", 0.0, 0)
+
+    def _answer(self, requests: list[tuple[_Worker, tuple[Any, ...]]]) -> None:
+        """Answer all waiting requests with the shared policy, in batches of equal step counts."""
+        assert self._policies is not None
+        by_steps: dict[int | None, list[tuple[_Worker, tuple[Any, ...]]]] = {}
+        for request in requests:
+            by_steps.setdefault(request[1][0], []).append(request)
+        for steps, group in by_steps.items():
+            policy = self._policies(steps)
+            if len(group) > 1 and hasattr(policy, "infer_batch"):
+                observations = [content[1] for _, content in group]
+                noise = _stack([content[2] for _, content in group])
+                answers = _attempt(lambda p=policy, o=observations, n=noise: p.infer_batch(o, noise=n), len(group))
+            else:
+                answers = [
+                    _attempt(lambda p=policy, c=content: [p.infer(c[1], noise=c[2])], 1)[0] for _, content in group
+                ]
+            for (worker, _), answer in zip(group, answers, strict=True):
+                with suppress(OSError):  # it died meanwhile: its pipe reports the end
+                    worker.pipe.send(answer)
+
+    def _stop(self) -> None:
+        for worker in self._workers.values():
+            worker.process.terminate()
+        for worker in (*self._workers.values(), *self._retired):
+            worker.process.join(JOIN_TIMEOUT_S)
+            if worker.process.is_alive():
+                worker.process.kill()
+            worker.pipe.close()
+        self._workers.clear()
+
+
+def _attempt(call: Callable[[], list[Any]], count: int) -> list[tuple[str, Any]]:
+    """`count` answers, or the same refusal `count` times: one bad episode must not end the run."""
+    try:
+        return [("answer", result) for result in call()]
+    except Exception as exception:
+        return [("failed", describe(exception))] * count
+
+
+class PipePolicy:
+    """A worker's view of the policy in the parent process."""
+
+    def __init__(self, pipe: Connection, metadata: Mapping[str, Any]) -> None:
+        self._pipe = pipe
+        self.metadata = dict(metadata)
+        self._steps: int | None = None
+
+    def with_steps(self, steps: int) -> PipePolicy:
+        """The same policy at another step count."""
+        other = PipePolicy(self._pipe, self.metadata)
+        other._steps = steps
+        return other
+
+    def infer(self, obs: dict[str, Any], *, noise: np.ndarray | None = None) -> dict[str, Any]:
+        """Ask the parent; its error, if any, becomes an `EngineError` here."""
+        self._pipe.send(("infer", self._steps, obs, noise))
+        kind, content = self._pipe.recv()
+        if kind == "failed":
+            raise EngineError(f"shared policy: {content}")
+        return content
+
+    def reset(self) -> None:
+        """Nothing to forget: a shared policy keeps no state between calls."""
+
+
+def _worker_main(pipe: Connection, setup: Setup, metadata: Mapping[str, Any] | None) -> None:
+    """A worker process: plays what the pipe says until it is told to stop, or the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    try:
+        policies = _worker_policies(pipe, setup, metadata)
+        runner = Runner(setup, make_actor(setup.source, policies, setup.protocol))
+        pipe.send(("ready",))
+        while (message := pipe.recv())[0] == "play":
+            pipe.send(("result", runner.run(message[1])))
+        runner.close()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the parent is gone: nobody wants the result
+    except VlaAccelError as error:
+        pipe.send(("fatal", error))
+    except Exception as error:
+        traceback.print_exc()  # a bug, not bad input: the parent can only name it
+        pipe.send(("fatal", EngineError(f"worker process: {describe(error)}")))
+
+
+def _worker_policies(pipe: Connection, setup: Setup, metadata: Mapping[str, Any] | None) -> PolicyBySteps | None:
+    if setup.source.kind == "expert":
+        return None
+    if metadata is not None:
+        return PolicyBySteps(PipePolicy(pipe, metadata))
+    if setup.source.kind == "local" and setup.threads is not None:
+        import torch
+
+        torch.set_num_threads(setup.threads)
+    return PolicyBySteps(setup.source.load())
+
+
+def _stack(noise: list[np.ndarray | None]) -> np.ndarray | None:
+    """One array (batch, horizon, action_dim); None if any request left the noise to the policy."""
+    given = [one for one in noise if one is not None]
+    return np.stack(given) if len(given) == len(noise) else None
