@@ -1,0 +1,65 @@
+# make libero   set everything up and run the main job: the bundled π0.5 in LIBERO, 3 tasks x 3 trials
+# make test     set everything up and run the tests
+# make check    lint, format and types
+
+# An active virtual environment is used; otherwise .venv is made.
+VENV ?= $(or $(VIRTUAL_ENV),.venv)
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.vla_accel-installed
+LIBERO_ARGS ?= --steps 3 --quick
+
+.PHONY: libero test check format setup gl tables demo-checkpoint clean
+
+libero: setup gl
+	$(BIN)/python -m eval.libero $(LIBERO_ARGS)
+
+test: setup gl
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# README's tables from the stored results.
+tables: setup
+	$(BIN)/python -m eval.tables
+
+# From nothing to the bundled checkpoint: start states, fixed parts, training with its own collectors, publishing.
+# Sampling takes about 15 minutes on one core; training is meant for one or more large GPUs.
+demo-checkpoint: setup gl
+	$(BIN)/python -m eval.libero.demo.states --per-task 180 --seed 200000 --output runs/demo/states
+	$(BIN)/python -m eval.libero.demo.assets --output vla_accel/assets/pi05_demo
+	$(BIN)/python -m eval.libero.demo.train --states runs/demo/states --out runs/demo/train --minutes 14.5 \
+		--capacity 200000 --dagger-after-s 100 --batch 384
+	$(BIN)/python -m eval.libero.demo.publish --run runs/demo/train --states runs/demo/states
+
+setup: $(STAMP)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[libero,dev]'
+	touch $@
+
+# MuJoCo renders without a screen through EGL (GPU) or OSMesa (CPU); OpenCV, which the simulator imports, needs two more.
+GL_PACKAGES := libosmesa6 libgl1 libglib2.0-0
+gl:
+	@if [ "$$(uname -s)" != Linux ]; then exit 0; fi; \
+	have() { ldconfig -p | grep -qE "$$1"; }; \
+	if have 'libOSMesa\.so|libEGL_nvidia\.so' && have 'libGL\.so\.1' && have 'libgthread-2\.0\.so'; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(GL_PACKAGES) >/dev/null; \
+	else \
+		echo 'no OpenGL library to render with; install one: sudo apt-get install -y $(GL_PACKAGES)' >&2; exit 1; \
+	fi
+
+clean:
+	rm -rf .venv runs .pytest_cache .ruff_cache

@@ -1,0 +1,65 @@
+"""Keep a measured run: `python -m eval.store runs/x.json --name NAME` writes eval/results/NAME.json.
+
+What is kept: protocol, policy, hardware, software, command, every episode's outcome, the summary. What is not: each
+call's timings (they are in the episode log), and paths of the machine it ran on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from vla_accel.errors import ConfigError
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Store a result file of `python -m eval.libero` for the README."""
+
+    result: Annotated[Path, tyro.conf.Positional]
+    name: str
+    note: str = ""
+    """What a reader must know beside the figures."""
+
+
+def slim(result: dict[str, Any], note: str = "") -> dict[str, Any]:
+    """The part of a result that is kept."""
+    episodes = [{k: v for k, v in e.items() if k not in ("timings_ms", "video", "wall_s")} for e in result["episodes"]]
+    kept = {k: v for k, v in result.items() if k not in ("episodes", "figure", "videos")}
+    kept["command"] = _without_paths(kept["command"])
+    kept["sessions"] = [{**s, "command": _without_paths(s["command"])} for s in kept["sessions"]]
+    return {"note": note, **kept, "episodes": episodes}
+
+
+def _without_paths(command: list[str]) -> list[str]:
+    return [os.path.basename(word) if word.startswith("/") else word for word in command]
+
+
+def main(arguments: Arguments) -> None:
+    """Write the slim copy, whole or not at all."""
+    result = json.loads(arguments.result.read_text())
+    if result.get("schema") != "vla_accel.libero.result/1":
+        raise ConfigError(f"{arguments.result}: expected a LIBERO result, got schema {result.get('schema')!r}")
+    RESULTS.mkdir(exist_ok=True)
+    target = RESULTS / f"{arguments.name}.json"
+    temporary = target.with_suffix(".new")
+    head = slim(result, arguments.note)
+    episodes = head.pop("episodes")
+    # One episode a line: a diff shows which episodes changed.
+    lines = ",\n".join("  " + json.dumps(e) for e in episodes)
+    text = json.dumps(head, indent=1)[:-2] + ',\n "episodes": [\n' + lines + "\n ]\n}\n"
+    json.loads(text)
+    temporary.write_text(text)
+    os.replace(temporary, target)
+    print(json.dumps({"stored": f"eval/results/{target.name}", "bytes": target.stat().st_size}))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))
