@@ -40,6 +40,8 @@ class Harness:
             def __init__(self, task: simulator.Task, **options: Any) -> None:
                 super().__init__(harness.succeed_after)
                 harness.made.append(task.id)
+                print("what simulators print")
+                os.write(1, b"what their C libraries print\n")
                 self.task = task
 
             def reset_to(self, initial_state: np.ndarray) -> None:
@@ -108,6 +110,7 @@ def test_a_sweep_writes_result_log_and_picture(harness: Harness, tmp_path: Path)
         "run.json",
         "run.latency.png",
     ]
+    assert "what simulators print" in err and "what their C libraries print" in err
     assert "Denoise time = 2.00 ms + 3.00 ms x steps" in err and "100.0% (4/4)" in err
 
 

@@ -168,6 +168,25 @@ def test_a_late_answer_is_an_error_and_not_the_next_requests_answer() -> None:
         policy.close()
 
 
+def test_an_interrupt_leaves_no_answer_behind_for_the_next_request() -> None:
+    calls: list[int] = []
+
+    def answer(obs: dict[str, Any]) -> bytes:
+        calls.append(1)
+        return openpi_pack({"actions": np.full((10, 7), float(len(calls)))})
+
+    def interrupt(timeout: float) -> bytes:
+        raise KeyboardInterrupt
+
+    with serving(answer) as address:
+        policy = RemotePolicy(address)
+        policy._connection.recv = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            policy.infer(OBS)
+        assert policy.infer(OBS)["actions"][0, 0] == len(calls) == 2
+        policy.close()
+
+
 def test_nobody_there_is_one_clear_error() -> None:
     import socket
 

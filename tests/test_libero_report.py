@@ -221,6 +221,10 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
             report.write_json(path, {"padding": "x" * 100_000, **bad})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+    with path.open() as reader:  # who reads meanwhile keeps the old file, whole
+        report.write_json(path, {"a": 2})
+        assert json.load(reader) == {"a": 1}
+    assert json.loads(path.read_text()) == {"a": 2}
 
 
 def test_the_latency_picture_is_a_png_of_stacked_bars(tmp_path: Path) -> None:

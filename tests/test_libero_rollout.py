@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -43,10 +44,16 @@ def test_a_lost_episode_takes_every_action_and_replans_every_five() -> None:
 def test_only_the_steps_that_the_policy_looks_after_are_rendered() -> None:
     env = FakeEnv()
     play(env, FakePolicy())
-    # The policy acts on the reset's frame, then on those after 5 and 10 actions. Nobody looks
-    # after the twelfth.
+    # The policy acts on the reset's frame, then on those after 5 and 10 actions.
     assert [i for i, (_, look) in enumerate(env.steps, 1) if look] == [5, 10]
     assert env.frames_read == 3
+
+
+def test_nobody_looks_after_the_last_action() -> None:
+    env, protocol = FakeEnv(), dataclasses.replace(PROTOCOL, max_steps=10)
+    actor = PolicyActor(PolicyBySteps(FakePolicy()), protocol)
+    run_episode(env, np.zeros(3), actor, KEY, protocol, prompt="do it")
+    assert [i for i, (_, look) in enumerate(env.steps, 1) if look] == [5]
 
 
 @pytest.mark.parametrize("after", [1, 5, 12])

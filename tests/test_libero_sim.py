@@ -116,9 +116,9 @@ def test_workers_with_policies_of_their_own_report_latency_and_film(tmp_path: Pa
 
 
 def test_the_demo_policy_acts_in_the_real_simulator(tmp_path: Path) -> None:
-    words = ("--policy", "demo", "--steps", "3", "--tasks", "0", "--trials", "3")
+    words = ("--policy", "demo", "--steps", "3", "--tasks", "0", "--trials", "2")
     line, _ = run(*words, "--output", str(tmp_path / "run.json"))
     (row,) = line["rows"]
-    assert (row["episodes"], row["errors"]) == (3, 0)
-    # A policy that knows nothing loses all; one that wins nine of ten loses all three once in 1000.
+    assert (row["episodes"], row["errors"]) == (2, 0)
+    # A policy that knows nothing loses all; one that wins nine of ten loses both once in 100.
     assert row["successes"] >= 1

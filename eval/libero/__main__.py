@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,7 +228,8 @@ def _stdout_to_stderr() -> Iterator[None]:
     saved = os.dup(1)
     try:
         os.dup2(2, 1)
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
         sys.stdout.flush()
         os.dup2(saved, 1)
