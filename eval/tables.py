@@ -55,7 +55,7 @@ def success(result: dict[str, Any]) -> str:
 def tasks(result: dict[str, Any]) -> str:
     """Success per task, a column a step count."""
     ordered = sorted(result["summary"]["rows"], key=lambda r: r["steps"])
-    header = ["task", *(f"{r['steps']} steps" for r in ordered)]
+    header = ["task", *(f"{r['steps']} step{'s' * (r['steps'] > 1)}" for r in ordered)]
     body = [
         [t["task"], *(f"{r['tasks'][i]['successes']}/{r['tasks'][i]['episodes']}" for r in ordered)]
         for i, t in enumerate(ordered[0]["tasks"])
