@@ -1,6 +1,6 @@
 """The model against openpi's own PyTorch code, on checkpoints that openpi itself saves.
 
-Needs an interpreter with openpi installed, given as ``--openpi-python PATH``; without it every test
+Needs an interpreter with openpi installed, given as ``--openpi-python=PATH``; without it every test
 here is skipped and says so. openpi runs in its own process (its packages pin other versions than
 ours) through ``tests/parity/make_openpi_reference.py``, which knows nothing of this package.
 
@@ -89,7 +89,7 @@ def reference_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     """Folder with ``pi0`` and ``pi05`` references, made by openpi just now."""
     python = request.config.getoption("--openpi-python", None)
     if python is None:
-        pytest.skip("NOT COMPARED WITH OPENPI: give --openpi-python PATH, an interpreter that has openpi")
+        pytest.skip("NOT COMPARED WITH OPENPI: give --openpi-python=PATH, an interpreter that has openpi")
     folder = tmp_path_factory.mktemp(f"openpi_{request.param}")
     command = [str(python), str(SCRIPT), "--out", str(folder), "--size", request.param]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_TIMEOUT_S, check=False)

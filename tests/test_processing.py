@@ -13,8 +13,9 @@ import pytest
 from tiny import TOKENIZER, WORDS, statistics, tiny_observation
 
 from vla_accel.errors import CheckpointError, DependencyError, ObservationError, VlaAccelError
+from vla_accel.policy import NAMED
 from vla_accel.processing import Normaliser, Processor, Statistics, load_statistics
-from vla_accel.tokenizer import PaliGemmaTokenizer, SmallTokenizer, discretise_state, tokenize_prompt
+from vla_accel.tokenizer import PaliGemmaTokenizer, SmallTokenizer, discretise_state, load_tokenizer, tokenize_prompt
 
 
 def stats(**values: list[float]) -> Statistics:
@@ -310,3 +311,21 @@ def test_an_observation_is_a_mapping(observation: Any) -> None:
     with pytest.raises(ObservationError, match="observation: expected a mapping, got"):
         make_processor().prepare(observation)
     assert issubclass(ObservationError, VlaAccelError) and issubclass(ObservationError, ValueError)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_paligemmas_files_are_given_to_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / name).write_text('{"model": {"type": "BPE"}}')
+    sources: list[Path] = []
+    monkeypatch.setattr("vla_accel.tokenizer.PaliGemmaTokenizer", sources.append)
+    load_tokenizer(tmp_path)
+    assert sources == [tmp_path]
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"expected tokenizer\.json or tokenizer\.model, found neither"):
+        load_tokenizer(tmp_path)
+
+
+def test_the_demos_tokenizer_is_the_small_one() -> None:
+    assert isinstance(load_tokenizer(NAMED["demo"]), SmallTokenizer)

@@ -26,7 +26,7 @@ from vla_accel.ledger import Ledger
 from vla_accel.models.checkpoint import describe, load_checkpoint
 from vla_accel.models.pi0 import Pi0
 from vla_accel.processing import IMAGE_KEYS, STATE_KEY, Inputs, Normaliser, Processor, load_statistics
-from vla_accel.tokenizer import SmallTokenizer
+from vla_accel.tokenizer import SmallTokenizer, load_tokenizer
 
 ASSETS = Path(__file__).parent / "assets"
 NAMED = {"demo": ASSETS / "pi05_demo"}
@@ -264,8 +264,8 @@ def load_processor(folder: Path, model: Pi0, settings: PolicyConfig) -> Processo
     config = model.config
     statistics = load_statistics(folder / "norm_stats.json")
     kind = "quantile" if config.kind == "pi05" else "mean_std"
-    tokenizer = SmallTokenizer.load(folder / "tokenizer.json")
-    if tokenizer.vocab_size > config.vocab_size:
+    tokenizer = load_tokenizer(folder)
+    if isinstance(tokenizer, SmallTokenizer) and tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
             f"tokenizer {folder}: expected at most {config.vocab_size} tokens, got {tokenizer.vocab_size}"
         )

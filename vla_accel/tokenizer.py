@@ -158,3 +158,23 @@ class PaliGemmaTokenizer:
 
     def finish(self, ids: list[int]) -> list[int]:
         return ids
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder: the small one if `tokenizer.json` says so, else PaliGemma's files there.
+
+    Raises CheckpointError if the folder has neither.
+    """
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as error:
+            raise CheckpointError(f"tokenizer {path}: expected JSON, got: {error}") from error
+        # Hugging Face's file of the same name holds the tokenizer under "model".
+        if not (isinstance(content, dict) and "model" in content):
+            return SmallTokenizer.load(path)
+        return PaliGemmaTokenizer(folder)
+    if (folder / "tokenizer.model").is_file():
+        return PaliGemmaTokenizer(folder)
+    raise CheckpointError(f"tokenizer {folder}: expected tokenizer.json or tokenizer.model, found neither")
