@@ -34,7 +34,7 @@ def slim(result: dict[str, Any], note: str = "") -> dict[str, Any]:
     episodes = [{k: v for k, v in e.items() if k not in ("timings_ms", "video", "wall_s")} for e in result["episodes"]]
     kept = {k: v for k, v in result.items() if k not in ("episodes", "figure", "videos")}
     kept["command"] = _without_paths(kept["command"])
-    kept["sessions"] = [{**s, "command": _without_paths(s["command"])} for s in kept["sessions"]]
+    kept["launches"] = [{**s, "command": _without_paths(s["command"])} for s in kept["launches"]]
     return {"note": note, **kept, "episodes": episodes}
 
 

@@ -102,8 +102,8 @@ def training(record: dict[str, Any]) -> str:
 
 
 def _where(result: dict[str, Any]) -> str:
-    session = result["sessions"][-1]
-    hardware = session["hardware"]
+    launch = result["launches"][-1]
+    hardware = launch["hardware"]
     machine = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['threads']} threads"
     note = f" {result['note']}" if result.get("note") else ""
     limit = result["protocol"]["max_steps"]

@@ -95,7 +95,7 @@ def test_a_sweep_writes_result_log_and_picture(harness: Harness, tmp_path: Path)
     protocol = result["protocol"]
     assert (protocol["max_steps"], protocol["max_steps_source"]) == (220, "openpi")
     assert (protocol["seed"], protocol["wait_steps"], protocol["replan_steps"]) == (7, 10, 5)
-    assert result["sessions"][0]["software"]["python"] and result["sessions"][0]["hardware"]["cpu"]
+    assert result["launches"][0]["software"]["python"] and result["launches"][0]["hardware"]["cpu"]
     assert result["command"][:5] == ["python", "-m", "eval.libero", "--steps", "1,3"]
     rows = {row["steps"]: row for row in result["summary"]["rows"]}
     assert rows[3]["breakdown"]["schema"] == "vla_accel.breakdown/1"
@@ -172,7 +172,7 @@ def test_an_interrupted_run_continues(harness: Harness, tmp_path: Path) -> None:
     assert code == 0 and len(harness.played) == 8 - 3
     assert "3 of 8 episodes are on record" in err
     assert keys(output) == SWEEP_KEYS
-    assert [e["session"] for e in json.loads(output.read_text())["episodes"]] == [0] * 3 + [1] * 5
+    assert [e["launch"] for e in json.loads(output.read_text())["episodes"]] == [0] * 3 + [1] * 5
 
 
 def test_crashed_episodes_are_errors_with_exit_code_1(harness: Harness, tmp_path: Path) -> None:

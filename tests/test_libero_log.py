@@ -29,7 +29,7 @@ def open_log(path: Path, warnings: list[str] | None = None, mark: str = "abc") -
 
 def filled(path: Path, *results: EpisodeResult) -> Path:
     with open_log(path) as log:
-        log.begin_session({"workers": 1})
+        log.begin_launch({"workers": 1})
         for one in results:
             log.append(one)
     return path
@@ -44,12 +44,12 @@ def test_what_was_logged_is_there_again(tmp_path: Path) -> None:
     warnings: list[str] = []
     with open_log(path, warnings) as log:
         assert list(log.results.values()) == [result(0), result(1, error="ValueError: x")]
-        assert log.sessions == [{"workers": 1}]
-        log.begin_session({"workers": 2})
+        assert log.launches == [{"workers": 1}]
+        log.begin_launch({"workers": 2})
         log.append(result(2))
-        assert log.session_of == {EpisodeKey(3, 0, i): s for i, s in enumerate((0, 0, 1))}
+        assert log.launch_of == {EpisodeKey(3, 0, i): s for i, s in enumerate((0, 0, 1))}
     with open_log(path) as log:
-        assert list(log.session_of.values()) == [0, 0, 1]
+        assert list(log.launch_of.values()) == [0, 0, 1]
     assert warnings == []
 
 
@@ -145,7 +145,7 @@ from pathlib import Path
 sys.path[:0] = [{tests!r}, {root!r}]
 from test_libero_log import open_log, result
 log = open_log(Path({path!r}))
-log.begin_session({{"workers": 1}})
+log.begin_launch({{"workers": 1}})
 log.append(result(0))
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -167,18 +167,18 @@ def test_latencies_that_vary_widely_are_reported() -> None:
 
 def test_latencies_of_other_conditions_are_left_out_aloud() -> None:
     results = {r.key: r for r in (episode(1, 0, 0, slow=9.0), episode(1, 0, 1))}
-    sessions = [
+    launches = [
         {"hardware": {"cpu": "old"}, "workers": 1},
         {"hardware": {"cpu": "new"}, "workers": 1},
     ]
-    session_of = {EpisodeKey(1, 0, 0): 0, EpisodeKey(1, 0, 1): 1}
-    timed = report.comparable(results, sessions, session_of)
+    launch_of = {EpisodeKey(1, 0, 0): 0, EpisodeKey(1, 0, 1): 1}
+    timed = report.comparable(results, launches, launch_of)
     assert timed == {EpisodeKey(1, 0, 1)}
     result = summary(list(results.values()), timed)
     assert result["rows"][0]["breakdown"]["components"]["denoise"]["mean_ms"] == pytest.approx(5.0)
     assert result["rows"][0]["success"]["episodes"] == 2
     assert "leave out 1 episodes" in result["warnings"][0]
-    assert report.comparable(results, [sessions[0]] * 2, session_of) == set(results)
+    assert report.comparable(results, [launches[0]] * 2, launch_of) == set(results)
 
 
 @pytest.mark.parametrize("width", [80, 170])

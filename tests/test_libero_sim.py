@@ -84,7 +84,7 @@ def test_a_killed_run_resumes_and_plays_each_episode_once(tmp_path: Path) -> Non
     assert logged(log)[: len(before)] == before
     # The expert wins 498 of 500; these six are among them.
     assert (line["rows"][0]["successes"], line["errors"]) == (6, 0)
-    assert [len(result["sessions"]), line["figure"]] == [2, None]
+    assert [len(result["launches"]), line["figure"]] == [2, None]
 
 
 def test_workers_with_policies_of_their_own_report_latency_and_film(tmp_path: Path) -> None:

@@ -37,14 +37,14 @@ def test_the_headline_agrees_with_its_episodes() -> None:
 def test_stored_results_hold_no_machine_paths() -> None:
     for path in tables.RESULTS.glob("*.json"):
         content = json.loads(path.read_text())
-        words = [w for s in content["sessions"] for w in s["command"]]
+        words = [w for s in content["launches"] for w in s["command"]]
         assert not [w for w in words if w.startswith("/")], path.name
 
 
 def test_slim_drops_timings_and_paths() -> None:
     result = {
         "command": ["python", "--output", "/somewhere/x.json"],
-        "sessions": [{"command": ["/somewhere/y.json"]}],
+        "launches": [{"command": ["/somewhere/y.json"]}],
         "figure": "/somewhere/z.png",
         "videos": [],
         "episodes": [{"steps": 1, "success": True, "timings_ms": {"total": [1.0]}, "video": None, "wall_s": 1.0}],

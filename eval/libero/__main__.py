@@ -78,7 +78,7 @@ class Arguments:
     overwrite: bool = False
     """Start afresh instead of continuing an earlier run."""
     retry_errors: bool = False
-    """Play episodes again that an earlier session ended with an error."""
+    """Play episodes again that an earlier launch ended with an error."""
 
 
 def main(argv: list[str] | None = None) -> int:

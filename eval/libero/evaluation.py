@@ -106,15 +106,15 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
         prompt = request.suite.tasks[protocol.tasks[0]].language
         make_actor(source, policies, protocol).warm_up(prompt)
     setup = workers.Setup(protocol, source, video_folder=video_folder, video_keys=frozenset(filmed))
-    session = _session(request, policy)
+    launch = _launch(request, policy)
     ident = {"protocol": protocol.to_json(), "policy": who}
     warn = _warner(console)
     with EpisodeLog(log_path(output), mark, ident, warn) as log:
         if request.retry_errors and (struck := log.forget_errors()):
             console.print(f"running {struck} episodes again that ended in an error")
-        missing = _missing(log, protocol, console, session["git"])
+        missing = _missing(log, protocol, console, launch["git"])
         if missing:
-            log.begin_session(session)
+            log.begin_launch(launch)
             shared = policies if request.workers <= 1 or _on_gpu(policy) else None
             _play(setup, missing, shared, request.workers, log, console)
         result = _result(request, protocol, who, mark, policies, log, video_folder)
@@ -153,7 +153,7 @@ def _films(request: Request, protocol: Protocol, output: Path) -> tuple[Path | N
     return None, []
 
 
-def _session(request: Request, policy: Any) -> dict[str, Any]:
+def _launch(request: Request, policy: Any) -> dict[str, Any]:
     """The conditions under which this process plays (JSON types)."""
     import torch
 
@@ -177,12 +177,12 @@ def _missing(log: EpisodeLog, protocol: Protocol, console: Console, git: Mapping
     missing = [key for key in plan if key not in log.results]
     done = len(plan) - len(missing)
     if done:
-        when = log.sessions[-1].get("began", "an unknown time")
+        when = log.launches[-1].get("began", "an unknown time")
         console.print(
-            f"[yellow]{done} of {len(plan)} episodes are on record[/] in {log.path} (last session: "
+            f"[yellow]{done} of {len(plan)} episodes are on record[/] in {log.path} (last launch: "
             f"{when}) and are not played again; --overwrite starts afresh"
         )
-        if any(session.get("git") != git for session in log.sessions):
+        if any(launch.get("git") != git for launch in log.launches):
             console.print("[yellow]warning:[/] some of them ran with another version of the code")
     return missing
 
@@ -233,7 +233,7 @@ def _result(
     video_folder: Path | None,
 ) -> dict[str, Any]:
     results = {key: log.results[key] for key in protocol.plan() if key in log.results}
-    timed = report.comparable(results, log.sessions, log.session_of)
+    timed = report.comparable(results, log.launches, log.launch_of)
     summary = report.summarise_run(
         protocol,
         results,
@@ -254,7 +254,7 @@ def _result(
             "metadata": None if policies is None else _plain(policies.policy.metadata),
         },
         "command": request.command,
-        "sessions": log.sessions,
+        "launches": log.launches,
         "episodes_s": round(sum(result.wall_s for result in results.values()), 3),
         "summary": summary,
         "videos": [
@@ -284,14 +284,14 @@ def _breakdown(
             components=latency.summarise(samples.sections, samples.totals),
             samples=len(samples.totals),
         )
-        last = log.sessions[max(log.session_of.values())]
+        last = log.launches[max(log.launch_of.values())]
         return {**made, "hardware": last["hardware"], "workers": last["workers"]}
 
     return make
 
 
 def _episode(result: EpisodeResult, log: EpisodeLog) -> dict[str, Any]:
-    return {**result.to_json(), "session": log.session_of[result.key]}
+    return {**result.to_json(), "launch": log.launch_of[result.key]}
 
 
 def _draw(result: Mapping[str, Any], output: Path, request: Request) -> str | None:

@@ -1,7 +1,7 @@
 """The episode log: what makes a run resumable, one JSON object a line.
 
 The first line is the header: schema, fingerprint and the identity that it was made from. A
-`session` line says under which conditions the episodes after it were run; an `episode` line is one
+`launch` line says under which conditions the episodes after it were run; an `episode` line is one
 result. Every line is flushed and synced before the next episode starts, so a kill at any moment
 loses at most the episodes in flight. A line cut in half by a kill is dropped, and said aloud; any
 other damage raises.
@@ -37,8 +37,8 @@ class EpisodeLog:
 
     Attributes:
         results: the episodes on record, in the order they were logged.
-        sessions: the conditions of each session, oldest first.
-        session_of: for each episode, the index of its session.
+        launches: the conditions of each launch, oldest first.
+        launch_of: for each episode, the index of its launch.
 
     Raises:
         ConfigError: the log belongs to another run, is damaged, or another process writes it.
@@ -47,8 +47,8 @@ class EpisodeLog:
     def __init__(self, path: Path, fingerprint: str, identity: Mapping[str, Any], warn: Warn) -> None:
         self.path = path
         self.results: dict[EpisodeKey, EpisodeResult] = {}
-        self.sessions: list[dict[str, Any]] = []
-        self.session_of: dict[EpisodeKey, int] = {}
+        self.launches: list[dict[str, Any]] = []
+        self.launch_of: dict[EpisodeKey, int] = {}
         self._warn = warn
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+b")  # noqa: SIM115 - held for the whole run, closed by close()
@@ -69,21 +69,21 @@ class EpisodeLog:
         """Close the file and give up the lock on it."""
         self._file.close()
 
-    def begin_session(self, conditions: Mapping[str, Any]) -> None:
+    def begin_launch(self, conditions: Mapping[str, Any]) -> None:
         """Say under which conditions the following episodes run (JSON types)."""
-        self._write({"kind": "session", **conditions})
-        self.sessions.append(dict(conditions))
+        self._write({"kind": "launch", **conditions})
+        self.launches.append(dict(conditions))
 
     def append(self, result: EpisodeResult) -> None:
         """Record one episode, on disk before this returns.
 
         Raises:
-            ConfigError: the episode is on record already, or no session was begun.
+            ConfigError: the episode is on record already, or no launch was begun.
         """
         if result.key in self.results:
             raise ConfigError(f"{self.path}: the episode {result.key} is on record already")
-        if not self.sessions:
-            raise ConfigError(f"{self.path}: begin a session before appending episodes")
+        if not self.launches:
+            raise ConfigError(f"{self.path}: begin a launch before appending episodes")
         self._write({"kind": "episode", **result.to_json()})
         self._remember(result)
 
@@ -103,7 +103,7 @@ class EpisodeLog:
             self._file = open(self.path, "a+b")  # noqa: SIM115 - as in __init__
             self._lock()
         for key in struck:
-            del self.results[key], self.session_of[key]
+            del self.results[key], self.launch_of[key]
         return len(struck)
 
     def _lock(self) -> None:
@@ -160,13 +160,12 @@ class EpisodeLog:
 
     def _read(self, number: int, line: dict[str, Any]) -> None:
         kind = line.pop("kind", None)
-        if kind == "session":
-            self.sessions.append(line)
+        if kind == "launch":
+            self.launches.append(line)
             return
-        if kind != "episode" or not self.sessions:
+        if kind != "episode" or not self.launches:
             raise ConfigError(
-                f"{self.path}, line {number}: expected a session, then episodes, got {kind!r}; "
-                "--overwrite starts afresh"
+                f"{self.path}, line {number}: expected a launch, then episodes, got {kind!r}; --overwrite starts afresh"
             )
         try:
             result = EpisodeResult.from_json(line)
@@ -181,7 +180,7 @@ class EpisodeLog:
 
     def _remember(self, result: EpisodeResult) -> None:
         self.results[result.key] = result
-        self.session_of[result.key] = len(self.sessions) - 1
+        self.launch_of[result.key] = len(self.launches) - 1
 
     def _write(self, data: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(data, separators=(",", ":")).encode() + b"\n")

@@ -2,7 +2,7 @@
 
 Everything here is computed from the logged episodes, so that a resumed run reports like one that
 was never interrupted. Latencies are summarised only over episodes that ran under the conditions
-(hardware and number of workers) of the last session: means over different machines mean nothing.
+(hardware and number of workers) of the last launch: means over different machines mean nothing.
 Errors are listed apart from failures and never enter a rate.
 """
 
@@ -53,15 +53,15 @@ def rate_of(results: Iterable[EpisodeResult]) -> Rate:
 
 def comparable(
     results: Mapping[EpisodeKey, EpisodeResult],
-    sessions: Sequence[Mapping[str, Any]],
-    session_of: Mapping[EpisodeKey, int],
+    launches: Sequence[Mapping[str, Any]],
+    launch_of: Mapping[EpisodeKey, int],
 ) -> set[EpisodeKey]:
     """The episodes whose latencies belong together: run under the last used conditions."""
-    used = [session_of[key] for key in results]
+    used = [launch_of[key] for key in results]
     if not used:
         return set()
-    last = _conditions(sessions[max(used)])
-    return {key for key in results if _conditions(sessions[session_of[key]]) == last}
+    last = _conditions(launches[max(used)])
+    return {key for key in results if _conditions(launches[launch_of[key]]) == last}
 
 
 def samples_of(results: Iterable[EpisodeResult]) -> Samples:
@@ -194,8 +194,8 @@ def _latency(
     }
 
 
-def _conditions(session: Mapping[str, Any]) -> tuple[Any, Any]:
-    return session.get("hardware"), session.get("workers")
+def _conditions(launch: Mapping[str, Any]) -> tuple[Any, Any]:
+    return launch.get("hardware"), launch.get("workers")
 
 
 def _mean(values: Sequence[float]) -> float | None:
