@@ -17,7 +17,7 @@ class Denoise(nn.Module):
         super().__init__()
         self.embeddings: Tensor
         self.modulations: Tensor | None
-        self.model, self.num_steps = model, num_steps
+        self.model = model
         self.takes_state, self.masked = takes_state, masked
         device = next(model.parameters()).device
         with torch.inference_mode():
@@ -28,12 +28,7 @@ class Denoise(nn.Module):
     def forward(self, noise: Tensor, keys: Tensor, values: Tensor, *rest: Tensor) -> Tensor:
         state = rest[0] if self.takes_state else None
         mask = rest[-1] if self.masked else None
-        x = noise
-        for step in range(self.num_steps):
-            row = None if self.modulations is None else self.modulations[step]
-            v = self.model.velocity(x, self.embeddings[step], row, state, keys, values, mask)
-            x = x - v.to(x.dtype) / self.num_steps
-        return x
+        return self.model.integrate(noise, self.embeddings, self.modulations, keys, values, state, mask)
 
 
 def denoise_component(model: Pi0, batch: int, prefix_tokens: int, num_steps: int, masked: bool) -> Component:

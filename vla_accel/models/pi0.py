@@ -253,13 +253,25 @@ class Pi0(nn.Module):
     ) -> Tensor:
         """Euler from t = 1 to 0. noise (B, H, action_dim) float32; returns the actions, same shape and dtype."""
         times = euler_times(num_steps, noise.dtype).to(noise.device)
-        embeddings, modulations = self.conditioning(times)
-        dt = -1.0 / num_steps
+        return self.integrate(noise, *self.conditioning(times), keys, values, state, prefix_mask)
+
+    def integrate(
+        self,
+        noise: Tensor,
+        embeddings: Tensor,
+        modulations: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        state: Tensor | None = None,
+        prefix_mask: Tensor | None = None,
+    ) -> Tensor:
+        """`denoise` with `conditioning(times)` already computed: one row of it a step."""
+        steps = len(embeddings)
         x = noise
-        for step in range(num_steps):
+        for step in range(steps):
             row = None if modulations is None else modulations[step]
             v = self.velocity(x, embeddings[step], row, state, keys, values, prefix_mask)
-            x = x + dt * v.to(x.dtype)
+            x = x + (-1.0 / steps) * v.to(x.dtype)
         return x
 
     # -- all of it ------------------------------------------------------------------------------------------------
