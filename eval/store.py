@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import tyro
 
 from vla_accel.errors import ConfigError
+from vla_accel.files import replacing
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -47,17 +48,15 @@ def main(arguments: Arguments) -> None:
     result = json.loads(arguments.result.read_text())
     if result.get("schema") != "vla_accel.libero.result/1":
         raise ConfigError(f"{arguments.result}: expected a LIBERO result, got schema {result.get('schema')!r}")
-    RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{arguments.name}.json"
-    temporary = target.with_suffix(".new")
     head = slim(result, arguments.note)
     episodes = head.pop("episodes")
     # One episode a line: a diff shows which episodes changed.
     lines = ",\n".join("  " + json.dumps(e) for e in episodes)
     text = json.dumps(head, indent=1)[:-2] + ',\n "episodes": [\n' + lines + "\n ]\n}\n"
     json.loads(text)
-    temporary.write_text(text)
-    os.replace(temporary, target)
+    with replacing(target) as temporary:
+        temporary.write_text(text)
     print(json.dumps({"stored": f"eval/results/{target.name}", "bytes": target.stat().st_size}))
 
 

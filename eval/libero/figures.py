@@ -7,7 +7,6 @@ Needs `imageio` (videos) and `matplotlib` (bars), imported when used.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel.errors import DependencyError
+from vla_accel.files import replacing
 
 SIMULATOR_HZ = 20  # LIBERO's control frequency: one action lasts 50 ms
 COLOURS = {
@@ -67,16 +67,11 @@ def write_video(recorder: VideoRecorder, stem: Path) -> Path:
     suffix = check_video_packages()
     imageio = _import("imageio.v2")
     path = stem.with_name(f"{stem.name}.{suffix}")
-    temporary = stem.with_name(f".{stem.name}.{os.getpid()}.{suffix}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with replacing(path) as temporary:
         if suffix == "mp4":
             imageio.mimwrite(temporary, recorder.frames, fps=recorder.fps, macro_block_size=2)
         else:
             imageio.mimwrite(temporary, recorder.frames, duration=1e3 / recorder.fps, loop=0)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 
@@ -115,14 +110,11 @@ def draw_latency(
     axes.set_ylim(0, max(bottoms.max(), 1e3 / target_hz) * 1.18)
     axes.set_title(title, fontsize=10)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        figure.savefig(temporary, dpi=130)
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            figure.savefig(temporary, dpi=130)
     finally:
         pyplot.close(figure)
-        temporary.unlink(missing_ok=True)
     return path
 
 

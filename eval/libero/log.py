@@ -21,6 +21,7 @@ from typing import Any
 from eval.libero.protocol import EpisodeKey
 from eval.libero.rollout import EpisodeResult
 from vla_accel.errors import ConfigError
+from vla_accel.files import replacing
 
 SCHEMA = "vla_accel.libero.log/1"
 Warn = Callable[[str], None]
@@ -93,12 +94,8 @@ class EpisodeLog:
         if struck:
             self._file.seek(0)
             kept = [line for line in self._file.read().splitlines(keepends=True) if not json.loads(line).get("error")]
-            temporary = self.path.with_name(self.path.name + ".tmp")
-            with open(temporary, "wb") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
+            with replacing(self.path) as temporary:
+                temporary.write_bytes(b"".join(kept))
             self._file.close()
             self._file = open(self.path, "a+b")  # noqa: SIM115 - as in __init__
             self._lock()

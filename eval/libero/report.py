@@ -9,7 +9,6 @@ Errors are listed apart from failures and never enter a rate.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from eval.libero.protocol import EpisodeKey, Protocol
 from eval.libero.rollout import EpisodeResult
 from eval.libero.statistics import Rate, fit_line, goals_to_json, rate_goals
+from vla_accel.files import replacing
 
 SCHEMA = "vla_accel.libero.result/1"
 PARTS = ("preprocess", "vision", "kv_cache", "denoise", "postprocess")
@@ -145,17 +145,9 @@ def summarise_run(
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write `data` to `path` in one go: a reader sees the old file or the new one, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        json.dump(data, file, indent=1, allow_nan=False)
+        file.write("\n")
 
 
 def mean_parts(breakdown: Mapping[str, Any]) -> dict[str, float]:

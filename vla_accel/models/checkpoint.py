@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from vla_accel.config import from_mapping, read_mapping
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.files import replacing
 from vla_accel.models.pi0 import Pi0, Pi0Config
 
 FORMAT = "vla_accel.checkpoint/1"
@@ -121,14 +121,11 @@ def save_checkpoint(state: Mapping[str, Tensor], config: Pi0Config, folder: Path
     """Write canonical weights and config into a folder; each file appears whole or not at all."""
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / "model.safetensors.new"
-    save_file({k: v.contiguous() for k, v in state.items()}, str(temporary))
-    os.replace(temporary, folder / "model.safetensors")
+    with replacing(folder / "model.safetensors") as temporary:
+        save_file({k: v.contiguous() for k, v in state.items()}, str(temporary))
     content = {"format": FORMAT, **dataclasses.asdict(config)}
-    temporary = folder / "config.json.new"
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, folder / "config.json")
+    with replacing(folder / "config.json") as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
 
 
 # -- openpi's dialect ---------------------------------------------------------------------------------------------

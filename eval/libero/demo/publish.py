@@ -12,7 +12,7 @@ from pathlib import Path
 
 from eval.libero.demo.train import load_shards
 from vla_accel.errors import CheckpointError
-from vla_accel.models.checkpoint import load_checkpoint, save_checkpoint
+from vla_accel.models.checkpoint import load_tensors, save_checkpoint
 from vla_accel.models.pi0 import pi05_demo
 from vla_accel.tokenizer import SmallTokenizer
 
@@ -37,8 +37,10 @@ def main(arguments: Arguments) -> None:
     # Where the run lay on the training machine says nothing to a reader.
     settings = {k: v for k, v in log.get("config", {}).items() if k not in ("states", "out", "assets", "resume")}
     config = pi05_demo(vocab_size=SmallTokenizer.load(arguments.output / "tokenizer.json").vocab_size)
-    save_checkpoint(load_shards(arguments.run), config, arguments.output)
-    load_checkpoint(arguments.output)
+    weights = load_shards(arguments.run)
+    # Before anything is written: a run that is not whole must not take the place of the shipped checkpoint.
+    load_tensors(weights, config, str(arguments.run))
+    save_checkpoint(weights, config, arguments.output)
     record = {
         "complete": bool(log.get("done")),
         "settings": settings,

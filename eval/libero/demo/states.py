@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 
 from eval.libero import simulator
 from vla_accel.errors import ConfigError
+from vla_accel.files import replacing
 
 TOLERANCE = 1e-3
 """Metres. A sample whose movable objects all lie this close to a shipped state's is refused."""
@@ -130,7 +130,8 @@ def main(arguments: Arguments) -> None:
             arguments.output / f"task_{task.id:02d}.npz",
         )
         manifest["tasks"][str(task.id)] = entry
-        _replace(manifest_path, json.dumps(manifest, indent=1).encode())
+        with replacing(manifest_path) as temporary:
+            temporary.write_text(json.dumps(manifest, indent=1))
         print(
             f"task {task.id}: {entry['count']} states, nearest shipped state {entry['min_distance_m'] * 1e3:.1f} mm, "
             f"{time.perf_counter() - start:.0f} s",
@@ -147,16 +148,8 @@ def _object_xy(env: simulator.LiberoEnv, states: np.ndarray) -> np.ndarray:
 
 
 def _write_archive(path: Path, states: list[np.ndarray], seeds: list[int]) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as stream:
-        np.savez_compressed(stream, states=np.stack(states), seeds=np.asarray(seeds, dtype=np.int64))
-    os.replace(temporary, path)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        np.savez_compressed(temporary, states=np.stack(states), seeds=np.asarray(seeds, dtype=np.int64))
 
 
 if __name__ == "__main__":

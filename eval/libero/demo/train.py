@@ -27,6 +27,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from eval.libero.demo.collect import CollectConfig
 from eval.libero.demo.crew import TASKS, Crew, Store
 from eval.libero.demo.objective import Trainee, initialise
+from vla_accel.files import replacing
 from vla_accel.models.pi0 import Pi0, pi05_demo
 from vla_accel.processing import Normaliser, load_statistics
 from vla_accel.tokenizer import SmallTokenizer, tokenize_prompt
@@ -107,16 +108,14 @@ def export(policy_state: dict[str, Tensor], folder: Path, note: dict[str, Any]) 
     """Weights in two safetensors shards of FP16 and a log, each file put in place at once."""
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
     names = sorted(policy_state)
     half = len(names) // 2
     for i, part in enumerate((names[:half], names[half:])):
-        path = folder / f"weights-{i}.safetensors"
         tensors = {n: policy_state[n].to(torch.float16).contiguous().cpu() for n in part}
-        save_file(tensors, str(path) + ".new")
-        os.replace(str(path) + ".new", path)
-    (folder / "log.new").write_text(json.dumps(note))
-    os.replace(folder / "log.new", folder / "log.json")
+        with replacing(folder / f"weights-{i}.safetensors") as temporary:
+            save_file(tensors, str(temporary))
+    with replacing(folder / "log.json") as temporary:
+        temporary.write_text(json.dumps(note))
 
 
 def load_shards(folder: Path) -> dict[str, Tensor]:
