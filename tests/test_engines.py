@@ -39,7 +39,7 @@ def component(module: nn.Module | None = None, outputs: tuple[TensorSpec, ...] |
 
 
 def engine(**kwargs: Any) -> Engine:
-    return EagerEngine(component(**kwargs), CPU)
+    return EagerEngine(component(**kwargs), CPU, EngineSpec())
 
 
 # -- the door -----------------------------------------------------------------------------------------------------
@@ -146,11 +146,11 @@ def test_tensor_spec_ranges_must_hold_the_example() -> None:
 # -- build and the ledger -----------------------------------------------------------------------------------------
 
 
-def refuses(_: Component, __: torch.device) -> Engine:
+def refuses(_: Component, __: torch.device, ___: EngineSpec) -> Engine:
     raise EngineError("no such GPU")
 
 
-def is_wrong(_: Component, __: torch.device) -> Engine:
+def is_wrong(_: Component, __: torch.device, ___: EngineSpec) -> Engine:
     raise KeyError("a bug")
 
 

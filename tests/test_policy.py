@@ -327,7 +327,7 @@ def test_a_policy_that_was_never_asked_has_an_empty_report(policy: OptimizedPoli
 
 @pytest.fixture
 def broken_engine(monkeypatch: pytest.MonkeyPatch) -> str:
-    def refuses(component: Component, device: torch.device) -> Engine:
+    def refuses(component: Component, device: torch.device, spec: EngineSpec) -> Engine:
         raise EngineError(f"cannot build {component.name}")
 
     monkeypatch.setitem(ENGINES, "broken", refuses)

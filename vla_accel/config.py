@@ -18,8 +18,9 @@ from typing import Any, Literal
 from vla_accel.errors import ConfigError
 
 Precision = Literal["auto", "fp32", "bf16"]
+EngineName = Literal["eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
+EnginePrecision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 T = typing.TypeVar("T")
-EngineName = Literal["eager"]
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,12 @@ class EngineSpec:
     """Which engine a component gets.
 
     `engine`: the engine asked for. `fallback`: engines to try, in order, if it cannot be built; empty means that
-    failing to build is an error.
+    failing to build is an error. `precision`: of the large products inside the engine; "auto" is the policy's.
     """
 
     engine: EngineName = "eager"
     fallback: tuple[EngineName, ...] = ()
+    precision: EnginePrecision = "auto"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from vla_accel.engines.eager import EagerEngine
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.ledger import Ledger, LedgerEntry
 
-ENGINES: dict[str, Callable[[Component, torch.device], Engine]] = {"eager": EagerEngine}
+ENGINES: dict[str, Callable[[Component, torch.device, EngineSpec], Engine]] = {"eager": EagerEngine}
 """Every engine by the name used in configurations."""
 
 
@@ -28,7 +28,7 @@ def build(component: Component, spec: EngineSpec, *, device: torch.device, ledge
         if name not in ENGINES:
             raise ConfigError(f"{component.name}: expected an engine of {', '.join(ENGINES)}, got {name!r}")
         try:
-            engine = ENGINES[name](component, device)
+            engine = ENGINES[name](component, device, spec)
         except (EngineError, ImportError, torch.OutOfMemoryError) as error:
             reasons.append(f"{name}: {error}")
             continue

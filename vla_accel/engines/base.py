@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.component import Component, TensorSpec
+from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
 
 
@@ -18,8 +19,8 @@ class Engine(ABC):
     detail: str = ""
     """What exactly runs inside, for the ledger."""
 
-    def __init__(self, component: Component, device: torch.device) -> None:
-        self.component, self.device = component, device
+    def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
+        self.component, self.device, self.spec = component, device, spec
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vla_accel.component import Component
+from vla_accel.config import EngineSpec
 from vla_accel.engines.base import Engine
 from vla_accel.errors import EngineError
 
@@ -14,8 +15,8 @@ class EagerEngine(Engine):
 
     name = "eager"
 
-    def __init__(self, component: Component, device: torch.device) -> None:
-        super().__init__(component, device)
+    def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
+        super().__init__(component, device, spec)
         self.detail = f"torch {torch.__version__}"
         self._allocate()
 
