@@ -1,0 +1,115 @@
+"""The native programs against the eager engines, on the CPU: the same folding, buffers and wiring that a GPU runs, with
+the fused ops' torch references. What the kernels compute is tested in test_kernels.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import Kind, tiny_observation, write_tiny_checkpoint
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.engines.native import NativeEngine
+from vla_accel.errors import EngineError
+from vla_accel.native import NativeStore
+from vla_accel.policy import TOKEN_BUCKET
+
+EAGER = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
+NATIVE = replace(EAGER, vision=EngineSpec("native"), kv_cache=EngineSpec("native"), denoise=EngineSpec("native"))
+PROMPTS = ("pick up the bowl", "pick up the black bowl on the plate and place it on the stove")
+
+
+@pytest.fixture(scope="module", params=["pi05", "pi0"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind: Kind = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    write_tiny_checkpoint(folder, kind)
+    return folder
+
+
+def noise(policy: OptimizedPolicy, batch: int) -> np.ndarray:
+    config = policy.model.config
+    rng = np.random.default_rng(batch)
+    return rng.standard_normal((batch, config.action_horizon, config.action_dim)).astype(np.float32)
+
+
+@pytest.mark.parametrize("component", ["vision", "kv_cache", "denoise", "all"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_native_agrees_with_eager(folder: Path, component: str, batch: int) -> None:
+    config = NATIVE if component == "all" else replace(EAGER, **{component: EngineSpec("native")})
+    eager, native = (OptimizedPolicy.from_pretrained(folder, c) for c in (EAGER, config))
+    observations = [tiny_observation(seed, PROMPTS[seed % 2]) for seed in range(batch)]
+    start = noise(eager, batch)
+    want = [r["actions"] for r in eager.infer_batch(observations, noise=start)]
+    results = native.infer_batch(observations, noise=start)
+    np.testing.assert_allclose([r["actions"] for r in results], want, rtol=0, atol=2e-4)
+    used = {e["component"]: e["used"] for e in results[0]["engines"]}
+    assert used == {c: "native" if component in (c, "all") else "eager" for c in used}
+
+
+def test_one_pipeline_serves_a_bucket_of_prompts(folder: Path) -> None:
+    native, eager = OptimizedPolicy.from_pretrained(folder, NATIVE), OptimizedPolicy.from_pretrained(folder, EAGER)
+    start = noise(native, 1)[0]
+    lengths = set()
+    for prompt in (*PROMPTS, "bowl", *PROMPTS):
+        observation = tiny_observation(0, prompt)
+        lengths.add(len(native.processor.prepare(observation).tokens))
+        want = eager.infer(observation, noise=start)["actions"]
+        np.testing.assert_allclose(native.infer(observation, noise=start)["actions"], want, rtol=0, atol=2e-4)
+    buckets = {-(-n // TOKEN_BUCKET) for n in lengths}
+    assert len(lengths) == 3 and len(native.pipelines) <= len(buckets) < len(lengths)
+
+
+def test_stale_buffers_do_not_leak_into_a_call(folder: Path) -> None:
+    native = OptimizedPolicy.from_pretrained(folder, NATIVE)
+    observation, start = tiny_observation(0, PROMPTS[0]), noise(native, 1)[0]
+    want = native.infer(observation, noise=start)["actions"]
+    for pipeline, _ in native.pipelines._kept.values():
+        for _, engine in pipeline.engines:
+            for buffer in (*engine.inputs.values(), *engine.outputs.values()):
+                with torch.inference_mode():
+                    buffer.fill_(float("nan") if buffer.is_floating_point() else 1)
+            for value in vars(engine.program).values():  # type: ignore[attr-defined]
+                written_at_load = value is getattr(engine.program, "cos", None) or value is getattr(  # type: ignore[attr-defined]
+                    engine.program,  # type: ignore[attr-defined]
+                    "sin",
+                    None,
+                )
+                constant = value is getattr(engine.program, "w_in", None)  # type: ignore[attr-defined]
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and not (written_at_load or constant):
+                    value.fill_(float("nan"))
+    np.testing.assert_array_equal(native.infer(observation, noise=start)["actions"], want)
+
+
+def test_fp8_without_scales_is_refused(folder: Path) -> None:
+    config = replace(NATIVE, kv_cache=EngineSpec("native", precision="fp8"))
+    with pytest.raises(EngineError, match=r"kv_cache: FP8 needs calibrated scales beside the checkpoint"):
+        OptimizedPolicy.from_pretrained(folder, config)
+
+
+def test_a_precision_the_engine_lacks_is_named(folder: Path) -> None:
+    with pytest.raises(EngineError, match="denoise: the native engine of a fp32 policy has fp32, fp8, got fp16"):
+        OptimizedPolicy.from_pretrained(folder, replace(NATIVE, denoise=EngineSpec("native", precision="fp16")))
+
+
+def test_weights_are_prepared_once_for_all_shapes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = OptimizedPolicy.from_pretrained(folder, NATIVE)
+    other = native.with_steps(5)
+    other.infer(tiny_observation(0, PROMPTS[0]))
+    assert other.store is native.store
+    kept = [p for p, _ in (*native.pipelines._kept.values(), *other.pipelines._kept.values())]
+    programs = [p.denoise.program for p in kept if isinstance(p.denoise, NativeEngine)]
+    assert len(programs) == 2 and programs[0].weights is programs[1].weights  # type: ignore[attr-defined]
+
+
+def test_the_ledger_says_that_no_gpu_ran(folder: Path) -> None:
+    native = OptimizedPolicy.from_pretrained(folder, NATIVE)
+    assert all("no GPU" in str(e["detail"]) for e in native.metadata["engines"])
+
+
+def test_the_store_counts_nothing_on_a_cpu(folder: Path) -> None:
+    native = OptimizedPolicy.from_pretrained(folder, NATIVE)
+    assert isinstance(native.store, NativeStore) and native.store.bytes == 0 and native.pipelines.bytes == 0

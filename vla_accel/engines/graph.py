@@ -1,0 +1,90 @@
+"""One CUDA graph for a whole call: uploads, every engine, the download, with timing events between them.
+
+Knows engines and buffers, not policies. Replaying costs one launch; the events inside the graph cost nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vla_accel.engines.base import Engine
+from vla_accel.errors import EngineError
+from vla_accel.ledger import Ledger, LedgerEntry
+
+GRAPH = "cuda_graph"
+STREAM = "stream"
+
+
+@dataclass
+class Captured:
+    """A graph and the events at its seams: before the first engine and after each."""
+
+    graph: torch.cuda.CUDAGraph
+    events: list[torch.cuda.Event]
+    names: list[str]
+
+    def replay(self) -> None:
+        """Enqueue everything on the current stream."""
+        self.graph.replay()
+
+    def times(self) -> dict[str, float]:
+        """Milliseconds of each engine in the last replay; the device must have finished it."""
+        pairs = zip(self.names, self.events, self.events[1:], strict=False)
+        return {name: start.elapsed_time(end) for name, start, end in pairs}
+
+
+def capture(
+    engines: Sequence[tuple[str, Engine]], before: Callable[[], None], after: Callable[[], None], ledger: Ledger
+) -> Captured | None:
+    """Capture `before`, the engines in order, and `after`. None where some engine cannot be captured.
+
+    Running out of memory is recorded in the ledger as a fallback from a graph to a stream (or raises, when strict).
+    """
+    stubborn = [name for name, engine in engines if not engine.capturable]
+    if stubborn:
+        return None
+    detail = " → ".join(name for name, _ in engines)
+    try:
+        captured = _capture(engines, before, after)
+    except torch.OutOfMemoryError as error:
+        ledger.record(LedgerEntry("call", GRAPH, STREAM, f"out of memory during capture: {error}", detail))
+        return None
+    ledger.record(LedgerEntry("call", GRAPH, GRAPH, "", detail))
+    return captured
+
+
+def _capture(
+    engines: Sequence[tuple[str, Engine]], before: Callable[[], None], after: Callable[[], None]
+) -> Captured:
+    device = engines[0][1].device
+    with torch.cuda.device(device), torch.inference_mode():
+        # Compiles kernels, picks algorithms and makes library handles, none of which may happen during capture.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                before()
+                for _, engine in engines:
+                    engine.run()
+                after()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(engines) + 1)]
+        try:
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                before()
+                events[0].record()
+                for (_, engine), event in zip(engines, events[1:], strict=True):
+                    engine.run()
+                    event.record()
+                after()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            names = ", ".join(name for name, _ in engines)
+            raise EngineError(f"CUDA graph of {names}: capture failed: {error}") from error
+    return Captured(graph, events, [name for name, _ in engines])

@@ -1,0 +1,50 @@
+"""The native engine: a component's fused program over static buffers. Captured into a CUDA graph by `graph.capture`.
+
+On a machine without a GPU the same program runs the ops' torch references, for checking; the ledger says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from vla_accel.component import Component
+from vla_accel.config import EngineSpec
+from vla_accel.engines.base import Engine
+from vla_accel.errors import EngineError
+
+MINIMUM_CAPABILITY = (8, 0)
+FP8_CAPABILITY = (8, 9)
+
+
+class NativeEngine(Engine):
+    """Runs `component.native`'s program.
+
+    Raises EngineError for a component without one, a GPU that is too old, or a missing triton.
+    """
+
+    name = "native"
+
+    def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
+        super().__init__(component, device, spec)
+        if component.native is None:
+            raise EngineError(f"{component.name}: the native engine has no program for this component")
+        if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            needed = FP8_CAPABILITY if spec.precision == "fp8" else MINIMUM_CAPABILITY
+            if capability < needed:
+                raise EngineError(
+                    f"{component.name}: the native engine needs compute capability {needed[0]}.{needed[1]} or newer, "
+                    f"this GPU has {capability[0]}.{capability[1]}"
+                )
+            if importlib.util.find_spec("triton") is None:
+                raise EngineError(f"{component.name}: the native engine needs triton: pip install triton")
+        self._allocate()
+        self.program = component.native(spec)
+        self.capturable = device.type == "cuda"
+        self.detail = self.program.detail if self.capturable else f"{self.program.detail}, torch reference ops (no GPU)"
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        self.program(self.inputs, self.outputs)

@@ -1,0 +1,126 @@
+"""The prefix in fused ops: image tokens and prompt to keys and values.
+
+Exact savings: norm weights folded into q/k/v and gate/up, one copy of keys and values that prefix attention and the
+expert both read, nothing after the last layer's keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vla_accel.models.gemma import GemmaLayer, RmsNorm
+from vla_accel.models.pi0 import Pi0
+from vla_accel.native.fold import amax_of, compute_dtype, fold_norm
+from vla_accel.ops import fused
+from vla_accel.ops.fused import Linear, make_linear
+
+
+@dataclass(frozen=True)
+class PrefixLayer:
+    """One block's four products; the last block has only the first."""
+
+    qkv: Linear
+    o: Linear | None
+    gate_up: Linear | None
+    down: Linear | None
+
+
+@dataclass(frozen=True)
+class PrefixWeights:
+    """The stack's weights, folded. `table` (vocabulary, W): the token embedding, unscaled, shared with the model."""
+
+    table: Tensor
+    layers: tuple[PrefixLayer, ...]
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+    @classmethod
+    def of(cls, model: Pi0, precision: str, scales: Mapping[str, float] | None) -> PrefixWeights:
+        """Prepare from a model; `precision` fp32, bf16 or fp8 (products in FP8, the rest BF16)."""
+        config, dtype = model.config.prefix, compute_dtype(precision)
+        layers = []
+        for index, layer in enumerate(model.prefix.layers):
+            assert isinstance(layer, GemmaLayer)
+            first, second = layer.input_layernorm, layer.post_attention_layernorm
+            assert isinstance(first, RmsNorm) and isinstance(second, RmsNorm)
+            amax = amax_of(scales, precision, f"prefix.layers.{index}")
+            qkv = make_linear(*fold_norm(layer.qkv_proj, first), dtype, amax("qkv_proj"))
+            if index + 1 == config.depth:
+                layers.append(PrefixLayer(qkv, None, None, None))
+                continue
+            layers.append(
+                PrefixLayer(
+                    qkv,
+                    make_linear(layer.o_proj.weight, None, dtype, amax("o_proj")),
+                    make_linear(*fold_norm(layer.gate_up_proj, second), dtype, amax("gate_up_proj")),
+                    make_linear(layer.down_proj.weight, None, dtype, amax("down_proj")),
+                )
+            )
+        return cls(
+            model.embed.weight.detach(), tuple(layers), dtype, config.heads, config.kv_heads, config.head_dim,
+            config.eps,
+        )  # fmt: skip
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all products' weights."""
+        products = (p for layer in self.layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        return sum(p.bytes for p in products if p is not None)
+
+
+class NativePrefix:
+    """The program. Inputs `image_tokens` (B, I, W), `tokens` (B, L) int64, `lengths` (B,) int32, the real tokens of a
+    row, which come first; outputs `keys`, `values` (depth, B, I + L, kv_heads, d)."""
+
+    def __init__(self, weights: PrefixWeights, batch: int, image_tokens: int, length: int) -> None:
+        self.weights = weights
+        first, dtype, device = weights.layers[0], weights.dtype, weights.table.device
+        quantised = first.qkv.weight_scale is not None
+        self.detail = f"fused ops, {'FP8' if quantised else dtype}"
+        self.batch, self.tokens = batch, image_tokens + length
+        rows, width = batch * self.tokens, weights.table.shape[1]
+        narrow = fused.FP8 if quantised else dtype
+
+        def buffer(columns: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.empty(rows, columns, dtype=kind, device=device)
+
+        self.x, self.y, self.h = buffer(width), buffer(width), buffer(width, narrow)
+        self.qkv = buffer(first.qkv.weight.shape[0])
+        self.context = buffer(weights.heads * weights.head_dim, narrow)
+        if first.gate_up is not None:
+            hidden = first.gate_up.weight.shape[0] // 2
+            self.gate_up, self.active = buffer(2 * hidden), buffer(hidden, narrow)
+        self.cos, self.sin = fused.rope_tables(self.tokens, weights.head_dim, device)
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        w, lengths = self.weights, inputs["lengths"]
+        scale = w.layers[0].qkv.inverse_scale
+        fused.embed_norm(
+            inputs["image_tokens"], inputs["tokens"], w.table, self.x, self.h, eps=w.eps, inverse_scale=scale
+        )
+        q = self.qkv.view(self.batch, self.tokens, -1, w.head_dim)[:, :, : w.heads]
+        for index, layer in enumerate(w.layers):
+            keys, values = outputs["keys"][index], outputs["values"][index]
+            fused.linear(self.h, layer.qkv, self.qkv)
+            fused.rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads)
+            if layer.o is None or layer.gate_up is None or layer.down is None:
+                break
+            fused.attention(q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale)
+            fused.linear(self.context, layer.o, self.y)
+            self._residual(layer.gate_up)
+            fused.linear(self.h, layer.gate_up, self.gate_up)
+            fused.geglu(self.gate_up, self.active, inverse_scale=layer.down.inverse_scale)
+            fused.linear(self.active, layer.down, self.y)
+            self._residual(w.layers[index + 1].qkv)
+
+    def _residual(self, following: Linear) -> None:
+        fused.add_norm(
+            self.x, self.y, self.x, self.h, layer=False, eps=self.weights.eps, inverse_scale=following.inverse_scale
+        )

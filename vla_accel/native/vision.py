@@ -1,0 +1,144 @@
+"""SigLIP and the projector in fused ops: uint8 images to image tokens.
+
+Exact savings: the pixels' normalisation and every LayerNorm's weights are folded into the product that follows, q, k
+and v are one product, and an MLP width that the tensor cores dislike (4304) is padded once, at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vla_accel.models.pi0 import Pi0
+from vla_accel.models.siglip import SiglipLayer
+from vla_accel.native.fold import amax_of, compute_dtype, fold_norm, padded
+from vla_accel.ops import fused
+from vla_accel.ops.fused import Linear, make_linear
+
+
+@dataclass(frozen=True)
+class VisionLayer:
+    """One block's four products."""
+
+    qkv: Linear
+    out: Linear
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True)
+class VisionWeights:
+    """The tower's weights, folded. `patch` (W, 2 * stride): the embedding in two BF16 halves; `place` (T, W) float32:
+    position embedding and bias."""
+
+    patch: Tensor
+    place: Tensor
+    layers: tuple[VisionLayer, ...]
+    projector: Linear
+    dtype: torch.dtype
+    heads: int
+    eps: float
+    image_size: int
+    patch_size: int
+
+    @classmethod
+    def of(cls, model: Pi0, precision: str, scales: Mapping[str, float] | None) -> VisionWeights:
+        """Prepare from a model; `precision` fp32, bf16, fp16 or fp8 (products in FP8, the rest BF16)."""
+        config = model.config.vision
+        dtype = compute_dtype(precision)
+        layers = []
+        for index, layer in enumerate(model.vision.layers):
+            assert isinstance(layer, SiglipLayer)
+            amax = amax_of(scales, precision, f"vision.layers.{index}")
+            hidden = padded(config.mlp_dim)
+            extra = hidden - config.mlp_dim
+            layers.append(
+                VisionLayer(
+                    make_linear(*fold_norm(layer.qkv_proj, layer.layer_norm1), dtype, amax("qkv_proj")),
+                    make_linear(layer.out_proj.weight, layer.out_proj.bias, dtype, amax("out_proj")),
+                    make_linear(*fold_norm(layer.fc1, layer.layer_norm2), dtype, amax("fc1"), pad_n=extra),
+                    make_linear(layer.fc2.weight, layer.fc2.bias, dtype, amax("fc2"), pad_k=extra),
+                )
+            )
+        patch, place = _patch_embedding(model.vision.patch_embedding, model.vision.position_embedding, precision)
+        projector = make_linear(*fold_norm(model.projector, model.vision.post_layernorm), dtype)
+        return cls(
+            patch, place, tuple(layers), projector, dtype, config.heads, config.eps, config.image_size,
+            config.patch_size,
+        )  # fmt: skip
+
+
+def _patch_embedding(convolution: nn.Conv2d, position: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+    """Weights for raw bytes: W (p / 127.5 - 1) + b = (W / 127.5) p + (b - ΣW).
+
+    openpi keeps the embedding in float32. Bytes are exact in BF16, and a weight in two BF16 halves keeps 16 bits.
+    """
+    weight = convolution.weight.flatten(1).double()
+    assert convolution.bias is not None
+    offset = convolution.bias.double() - weight.sum(1)
+    scaled = weight / 127.5
+    stride = padded(weight.shape[1], 16)
+    scaled = torch.nn.functional.pad(scaled, (0, stride - weight.shape[1]))
+    if precision == "fp32":
+        halves = torch.cat((scaled, torch.zeros_like(scaled)), 1).float()
+    else:
+        high = scaled.to(torch.bfloat16)
+        halves = torch.cat((high, (scaled - high.double()).to(torch.bfloat16)), 1)
+    return halves.contiguous(), (position.double() + offset).float().contiguous()
+
+
+class NativeVision:
+    """The program. Input `images` uint8 (B, V, S, S, 3); output `image_tokens` (B, V * T, W) in the prefix's dtype."""
+
+    def __init__(self, weights: VisionWeights, batch: int, views: int) -> None:
+        self.weights = weights
+        self.images = batch * views
+        self.detail = f"fused ops, {'FP8' if weights.layers[0].qkv.weight_scale is not None else weights.dtype}"
+        rows, width = self.images * weights.place.shape[0], weights.place.shape[1]
+        device, dtype = weights.patch.device, weights.dtype
+        first = weights.layers[0]
+
+        def buffer(columns: int, like: Linear | None = None) -> Tensor:
+            quantised = like is not None and like.weight_scale is not None
+            return torch.empty(rows, columns, dtype=fused.FP8 if quantised else dtype, device=device)
+
+        self.patches = torch.empty(rows, weights.patch.shape[1], dtype=weights.patch.dtype, device=device)
+        self.embedded = torch.empty(rows, width, dtype=torch.float32, device=device)
+        self.x, self.y = buffer(width), buffer(width)
+        self.h, self.context = buffer(width, first.qkv), buffer(width, first.out)
+        self.last = buffer(width)
+        self.qkv = buffer(3 * width)
+        self.hidden = buffer(first.fc1.weight.shape[0])
+        self.active = self.hidden if first.fc2.weight_scale is None else buffer(first.fc2.weight.shape[1], first.fc2)
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        w, images = self.weights, inputs["images"]
+        norm = {"layer": True, "eps": w.eps}
+        fused.patchify(images.flatten(0, 1), self.patches, w.patch_size)
+        fused.patch_product(self.patches, w.patch, self.embedded)
+        first = w.layers[0].qkv
+        fused.add_norm(self.embedded, w.place, self.x, self.h, inverse_scale=first.inverse_scale, **norm)
+        heads = self.qkv.view(self.images, w.place.shape[0], 3, w.heads, -1)
+        for index, layer in enumerate(w.layers):
+            fused.linear(self.h, layer.qkv, self.qkv)
+            fused.attention(*heads.unbind(2), self.context, None, inverse_scale=layer.out.inverse_scale)
+            fused.linear(self.context, layer.out, self.y)
+            fused.add_norm(self.x, self.y, self.x, self.h, inverse_scale=layer.fc1.inverse_scale, **norm)
+            if layer.fc1.weight_scale is None:
+                fused.linear(self.h, layer.fc1, self.hidden, gelu=True)
+            else:
+                fused.linear(self.h, layer.fc1, self.hidden)
+                fused.gelu(self.hidden, self.active, inverse_scale=layer.fc2.inverse_scale)
+            fused.linear(self.active, layer.fc2, self.y)
+            final = index + 1 == len(w.layers)
+            following = None if final else w.layers[index + 1].qkv.inverse_scale
+            fused.add_norm(self.x, self.y, self.x, self.last if final else self.h, inverse_scale=following, **norm)
+        tokens = outputs["image_tokens"].flatten(0, 1)
+        if tokens.dtype == self.last.dtype:
+            fused.linear(self.last, w.projector, tokens)
+        else:
+            # The cast bridge: an FP16 tower before a BF16 prefix.
+            tokens.copy_(torch.addmm(w.projector.bias, self.last, w.projector.weight.t()))  # type: ignore[arg-type]

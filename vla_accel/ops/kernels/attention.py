@@ -1,0 +1,190 @@
+"""Attention kernels: one for many queries (vision, prefix), one that splits the keys for the few queries of a suffix.
+
+Both take the number of real keys from device memory, so that one graph serves every prompt length of its bucket.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vla_accel.ops.kernels.common import power_of_two, to_fp8, wait_for_previous
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_token, q_head, k_batch,
+               k_token, k_head, scale, inverse_scale, SOURCE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               HAS_LENGTHS: tl.constexpr, QUANT: tl.constexpr):  # fmt: skip
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_d = d < HEAD_DIM
+    q = tl.load(
+        q_ptr + batch * q_batch + m[:, None] * q_token + head * q_head + d[None, :],
+        mask=(m < tokens)[:, None] & in_d[None, :], other=0.0,
+    )  # fmt: skip
+    length = SOURCE
+    if HAS_LENGTHS:
+        length = tl.load(length_ptr + batch)
+    base = batch * k_batch + (head // GROUP) * k_head
+    best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in range(0, SOURCE, BLOCK_N):
+        key = start + n
+        real = key < length
+        place = base + key * k_token
+        k = tl.load(k_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
+        s = tl.dot(q, k) * scale
+        s = tl.where(real[None, :], s, -float("inf"))
+        # A row has at least one key, and the first block holds it: the maximum is finite from there on.
+        new_best = tl.maximum(best, tl.max(s, 1))
+        p = tl.exp2(s - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.sum(p, 1)
+        v = tl.load(v_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+        best = new_best
+    out = acc / total[:, None]
+    target = out_ptr + ((batch * tokens + m[:, None]) * HEADS + head) * HEAD_DIM + d[None, :]
+    keep = (m < tokens)[:, None] & in_d[None, :]
+    if QUANT:
+        tl.store(target, to_fp8(out, inverse_scale), mask=keep)
+    else:
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None
+) -> None:
+    """See `vla_accel.ops.fused.attention`."""
+    batch, tokens, heads, head_dim = q.shape
+    source, kv_heads = k.shape[1:3]
+    wide = head_dim > 128
+    block_m = 64 if tokens > 32 else 16
+    block_n = 64 if wide or source > 64 else 32
+    grid = (triton.cdiv(tokens, block_m), heads, batch)
+    _attention[grid](
+        q, k, v, out, lengths if lengths is not None else out, tokens, q.stride(0), q.stride(1), q.stride(2),
+        k.stride(0), k.stride(1), k.stride(2), head_dim**-0.5 * LOG2E, inverse_scale or 1.0, source, heads, heads // kv_heads,
+        head_dim, max(16, power_of_two(head_dim)), block_m, block_n, lengths is not None, inverse_scale is not None,
+        num_warps=8 if wide and block_m == 64 else 4, num_stages=2 if wide else 3,
+    )  # fmt: skip
+
+
+@triton.jit
+def _suffix_attention(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, part_ptr, stat_ptr, count_ptr, out_ptr,
+                      tokens, prefix_tokens, scale, SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr,
+                      ROW_TILES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+                      BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATE_FIRST: tl.constexpr,
+                      PDL: tl.constexpr):  # fmt: skip
+    split, tile, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token, head = row // GROUP, kv_head * GROUP + row % GROUP
+    real_row = token < tokens
+    d = tl.arange(0, BLOCK_D)
+    in_d = d < HEAD_DIM
+    n = tl.arange(0, BLOCK_N)
+    query = ((batch * tokens + token[:, None]) * (KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM + d[None, :]
+    if split < PREFIX_SPLITS:
+        # The prefix was complete before the first kernel of the loop: its keys may be fetched ahead of the wait.
+        key = split * BLOCK_N + n
+        real_key = key < tl.load(length_ptr + batch)
+        place = ((batch * prefix_tokens + key) * KV_HEADS + kv_head) * HEAD_DIM
+        inside = key < prefix_tokens
+        k = tl.load(pk_ptr + place[None, :] + d[:, None], mask=inside[None, :] & in_d[:, None], other=0.0)
+        v = tl.load(pv_ptr + place[:, None] + d[None, :], mask=inside[:, None] & in_d[None, :], other=0.0)
+        wait_for_previous(PDL)
+        allowed = real_row[:, None] & real_key[None, :]
+    else:
+        wait_for_previous(PDL)
+        key = (split - PREFIX_SPLITS) * BLOCK_N + n
+        real_key = key < tokens
+        place = ((batch * tokens + key) * KV_HEADS + kv_head) * HEAD_DIM
+        k = tl.load(sk_ptr + place[None, :] + d[:, None], mask=real_key[None, :] & in_d[:, None], other=0.0)
+        v = tl.load(sv_ptr + place[:, None] + d[None, :], mask=real_key[:, None] & in_d[None, :], other=0.0)
+        allowed = real_row[:, None] & real_key[None, :]
+        if STATE_FIRST:
+            # π0's state token is a block of its own: it does not see the actions.
+            allowed = allowed & ((token[:, None] > 0) | (key[None, :] == 0))
+    q = tl.load(q_ptr + query, mask=real_row[:, None] & in_d[None, :], other=0.0)
+    s = tl.where(allowed, tl.dot(q, k) * scale, -float("inf"))
+    best = tl.max(s, 1)
+    safe = tl.where(best == -float("inf"), 0.0, best)
+    p = tl.exp2(s - safe[:, None])
+    total = tl.sum(p, 1)
+    # A padded prefix may hold anything, NaN included, and 0 × NaN is NaN.
+    v = tl.where(real_key[:, None], v, 0.0)
+    part = tl.dot(p.to(v.dtype), v)
+    group = pair * ROW_TILES + tile
+    local = tl.arange(0, BLOCK_M)
+    parts = part_ptr + (group * SPLITS + split).to(tl.int64) * (BLOCK_M * BLOCK_D)
+    stats = stat_ptr + (group * SPLITS + split) * (2 * BLOCK_M)
+    tl.store(parts + local[:, None] * BLOCK_D + d[None, :], part)
+    tl.store(stats + local, best)
+    tl.store(stats + BLOCK_M + local, total)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(count_ptr + group, 1, sem="acq_rel", scope="gpu")
+    if arrived == SPLITS - 1:
+        # The last to arrive puts the parts together.
+        tl.debug_barrier()
+        best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        for other in range(SPLITS):
+            stats = stat_ptr + (group * SPLITS + other) * (2 * BLOCK_M)
+            best = tl.maximum(best, tl.load(stats + local, cache_modifier=".cg"))
+        best = tl.where(best == -float("inf"), 0.0, best)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for other in range(SPLITS):
+            stats = stat_ptr + (group * SPLITS + other) * (2 * BLOCK_M)
+            parts = part_ptr + (group * SPLITS + other).to(tl.int64) * (BLOCK_M * BLOCK_D)
+            weight = tl.exp2(tl.load(stats + local, cache_modifier=".cg") - best)
+            total += weight * tl.load(stats + BLOCK_M + local, cache_modifier=".cg")
+            part = tl.load(parts + local[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
+            acc += weight[:, None] * part
+        # A row beyond the last token saw nothing; it is not stored, but must not divide by zero.
+        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out_ptr + query, out.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & in_d[None, :])
+        tl.store(count_ptr + group, 0)
+
+
+def suffix_tiling(tokens: int, prefix_tokens: int, group: int, head_dim: int) -> tuple[int, int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, row tiles, prefix splits, splits) of `suffix_attention`."""
+    rows = tokens * group
+    block_m = 16 if rows <= 128 else 64
+    block_n = 64
+    prefix_splits = triton.cdiv(prefix_tokens, block_n)
+    return block_m, block_n, triton.cdiv(rows, block_m), prefix_splits, prefix_splits + triton.cdiv(tokens, block_n)
+
+
+def suffix_workspace(
+    batch: int, tokens: int, prefix_tokens: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[int, int, int]:
+    """Elements of the float32 parts, the float32 statistics and the int32 counters that `suffix_attention` needs."""
+    block_m, _, tiles, _, splits = suffix_tiling(tokens, prefix_tokens, heads // kv_heads, head_dim)
+    groups = batch * kv_heads * tiles
+    return groups * splits * block_m * max(16, power_of_two(head_dim)), groups * splits * 2 * block_m, groups
+
+
+def suffix_attention(
+    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor,
+    workspace: tuple[Tensor, Tensor, Tensor], *, state_first: bool, pdl: bool,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.fused.suffix_attention`."""
+    batch, tokens, heads, head_dim = q.shape
+    prefix_tokens, kv_heads = prefix_k.shape[1:3]
+    group = heads // kv_heads
+    block_m, block_n, tiles, prefix_splits, splits = suffix_tiling(tokens, prefix_tokens, group, head_dim)
+    parts, stats, counters = workspace
+    _suffix_attention[(splits, tiles, batch * kv_heads)](
+        q, prefix_k, prefix_v, k, v, lengths, parts, stats, counters, out, tokens, prefix_tokens,
+        head_dim**-0.5 * LOG2E, splits, prefix_splits, tiles, kv_heads, group, head_dim,
+        max(16, power_of_two(head_dim)), block_m, block_n, state_first, pdl, num_warps=4 if block_m == 16 else 8, num_stages=1,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

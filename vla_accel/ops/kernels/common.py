@@ -1,0 +1,35 @@
+"""Pieces that several kernels share: FP8 rounding and programmatic dependent launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def to_fp8(x, inverse_scale):
+    """float32 to E4M3 with saturation: the conversion alone would turn what is too large into NaN."""
+    return tl.clamp(x * inverse_scale, -448.0, 448.0).to(tl.float8e4nv)
+
+
+@triton.jit
+def gelu_tanh(x):
+    """tanh GELU, by exp2 alone: 0.5 x (1 + tanh u) = x sigmoid(2 u)."""
+    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp2(-2.8853900817779268 * u))
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """What the previous kernel wrote is visible after this. Before it, only constants may be read."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        # From here the next kernel may start and fetch its weights while this one computes.
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return triton.next_power_of_2(n)

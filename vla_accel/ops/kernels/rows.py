@@ -1,0 +1,189 @@
+"""Kernels that work row by row: norms with residual and quantisation, embedding, activations, rotary embeddings."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vla_accel.ops.kernels.common import gelu_tanh, power_of_two, to_fp8
+
+
+@triton.jit
+def _patchify(image_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    image, cell = row // (SIDE * SIDE), row % (SIDE * SIDE)
+    top, left = (cell // SIDE) * PATCH, (cell % SIDE) * PATCH
+    k = tl.arange(0, BLOCK)
+    # Column order of the convolution's weight: channel, row, column.
+    channel, inside = k // (PATCH * PATCH), k % (PATCH * PATCH)
+    y, x = top + inside // PATCH, left + inside % PATCH
+    real = k < 3 * PATCH * PATCH
+    base = image_ptr + image.to(tl.int64) * SIZE * SIZE * 3
+    pixel = tl.load(base + (y * SIZE + x) * 3 + channel, mask=real, other=0).to(tl.float32)
+    out = out_ptr + row.to(tl.int64) * (2 * STRIDE) + k
+    keep = k < STRIDE
+    tl.store(out, pixel.to(out_ptr.dtype.element_ty), mask=keep)
+    tl.store(out + STRIDE, pixel.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def patchify(images: Tensor, out: Tensor, patch: int) -> None:
+    """See `vla_accel.ops.fused.patchify`."""
+    size = images.shape[1]
+    stride = out.shape[1] // 2
+    side = size // patch
+    _patchify[(out.shape[0],)](images, out, size, patch, side, stride, power_of_two(stride), num_warps=4)
+
+
+@triton.jit
+def _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexpr, LAYER: tl.constexpr,
+                  QUANT: tl.constexpr):  # fmt: skip
+    if LAYER:
+        centred = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
+        h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+    else:
+        h = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    if QUANT:
+        tl.store(h_ptr + offset, to_fp8(h, inverse_scale), mask=keep)
+    else:
+        tl.store(h_ptr + offset, h.to(h_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _add_norm(x_ptr, y_ptr, x_out_ptr, h_ptr, y_rows, eps, inverse_scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+              LAYER: tl.constexpr, HAS_Y: tl.constexpr, QUANT: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    keep = column < WIDTH
+    offset = row.to(tl.int64) * WIDTH + column
+    x = tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32)
+    if HAS_Y:
+        x += tl.load(y_ptr + (row % y_rows) * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
+        rounded = x.to(x_out_ptr.dtype.element_ty)
+        tl.store(x_out_ptr + offset, rounded, mask=keep)
+        # The norm sees what the next residual will add to.
+        x = rounded.to(tl.float32)
+    _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH, LAYER, QUANT)
+
+
+def add_norm(
+    x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None
+) -> None:
+    """See `vla_accel.ops.fused.add_norm`."""
+    rows, width = x.shape
+    block = power_of_two(width)
+    _add_norm[(rows,)](
+        x, y if y is not None else x, x_out, h, y.shape[0] if y is not None else 1, eps, inverse_scale or 1.0,
+        width, block, layer, y is not None, inverse_scale is not None, num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _embed_norm(image_ptr, token_ptr, table_ptr, x_ptr, h_ptr, multiplier, eps, inverse_scale, IMAGES: tl.constexpr,
+                LENGTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    batch, place = row // (IMAGES + LENGTH), row % (IMAGES + LENGTH)
+    column = tl.arange(0, BLOCK)
+    keep = column < WIDTH
+    if place < IMAGES:
+        source = image_ptr + (batch * IMAGES + place).to(tl.int64) * WIDTH
+        x = tl.load(source + column, mask=keep, other=0.0).to(tl.float32)
+    else:
+        token = tl.load(token_ptr + batch * LENGTH + place - IMAGES)
+        embedded = tl.load(table_ptr + token.to(tl.int64) * WIDTH + column, mask=keep, other=0.0)
+        x = (embedded.to(tl.float32) * multiplier).to(x_ptr.dtype.element_ty).to(tl.float32)
+    offset = row.to(tl.int64) * WIDTH + column
+    tl.store(x_ptr + offset, x.to(x_ptr.dtype.element_ty), mask=keep)
+    _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH, False, QUANT)
+
+
+def embed_norm(
+    image_tokens: Tensor, tokens: Tensor, table: Tensor, x: Tensor, h: Tensor, *, eps: float,
+    inverse_scale: float | None,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.fused.embed_norm`."""
+    rows, width = x.shape
+    block = power_of_two(width)
+    _embed_norm[(rows,)](
+        image_tokens, tokens, table, x, h, float(width) ** 0.5, eps, inverse_scale or 1.0, image_tokens.shape[1],
+        tokens.shape[1], width, block, inverse_scale is not None, num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    keep = column < HIDDEN
+    gate = tl.load(x_ptr + row * (2 * HIDDEN) + column, mask=keep, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * (2 * HIDDEN) + HIDDEN + column, mask=keep, other=0.0).to(tl.float32)
+    y = gelu_tanh(gate) * up
+    if QUANT:
+        tl.store(out_ptr + row * HIDDEN + column, to_fp8(y, inverse_scale), mask=keep)
+    else:
+        tl.store(out_ptr + row * HIDDEN + column, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
+    """See `vla_accel.ops.fused.geglu`."""
+    rows, hidden = out.shape
+    block = min(2048, power_of_two(hidden))
+    grid = (triton.cdiv(hidden, block), rows)
+    _geglu[grid](gate_up, out, inverse_scale or 1.0, hidden, block, inverse_scale is not None, num_warps=8)
+
+
+@triton.jit
+def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, QUANT: tl.constexpr):
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keep = offset < total
+    y = gelu_tanh(tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32))
+    if QUANT:
+        tl.store(out_ptr + offset, to_fp8(y, inverse_scale), mask=keep)
+    else:
+        tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
+    """See `vla_accel.ops.fused.gelu`."""
+    total = x.numel()
+    _gelu[(triton.cdiv(total, 4096),)](x, out, total, inverse_scale or 1.0, 4096, inverse_scale is not None,
+                                       num_warps=8)  # fmt: skip
+
+
+@triton.jit
+def _rope_cache(qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+                KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+                BLOCK_HALF: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    real = (i < HALF) & (head < HEADS + 2 * KV_HEADS)
+    source = qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + head * (2 * HALF) + i
+    a = tl.load(source, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
+    place = row % TOKENS
+    cos = tl.load(cos_ptr + place * HALF + i, mask=i < HALF, other=0.0)
+    sin = tl.load(sin_ptr + place * HALF + i, mask=i < HALF, other=0.0)
+    kind = qkv_ptr.dtype.element_ty
+    rotated_a, rotated_b = (a * cos - b * sin).to(kind), (b * cos + a * sin).to(kind)
+    is_q = real & (head < HEADS)
+    tl.store(source, rotated_a, mask=is_q)
+    tl.store(source + HALF, rotated_b, mask=is_q)
+    is_k = real & (head >= HEADS) & (head < HEADS + KV_HEADS)
+    k = k_ptr + (row.to(tl.int64) * KV_HEADS + head - HEADS) * (2 * HALF) + i
+    tl.store(k, rotated_a, mask=is_k)
+    tl.store(k + HALF, rotated_b, mask=is_k)
+    is_v = real & (head >= HEADS + KV_HEADS)
+    v = v_ptr + (row.to(tl.int64) * KV_HEADS + head - HEADS - KV_HEADS) * (2 * HALF) + i
+    tl.store(v, a.to(kind), mask=is_v)
+    tl.store(v + HALF, b.to(kind), mask=is_v)
+
+
+def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int) -> None:
+    """See `vla_accel.ops.fused.rope_cache`."""
+    tokens, kv_heads, head_dim = keys.shape[1:]
+    _rope_cache[(qkv.shape[0],)](
+        qkv, cos, sin, keys, values, tokens, heads, kv_heads, head_dim // 2, power_of_two(heads + 2 * kv_heads),
+        power_of_two(head_dim // 2), num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,350 @@
+"""Products of few rows with large weights: the denoise loop, where reading the weights is the cost.
+
+A program owns a slice of output columns and all the rows. K is cut into `PARTS` pieces that become the batch of one
+batched product, so that every warp has its own piece and the tensor cores see m16n8k16; the pieces are added at the
+end. Weights are fetched into registers before the wait for the previous kernel, which they do not depend on; K passes
+through shared memory in up to four chunks, so that two kernels fit on a multiprocessor and overlap. RMSNorm costs no
+pass of its own: rms(x ∘ (1 + scale)) W = rstd ∘ ((x ∘ (1 + scale)) W), and the shift's product is a step's constant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vla_accel.ops.kernels.common import gelu_tanh, power_of_two, wait_for_previous
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a skinny product is cut: columns and rows a program, K pieces (one a warp), K a chunk, chunks of weights
+    fetched ahead of the wait."""
+
+    columns: int
+    parts: int
+    block_k: int
+    rows: int
+    ahead: int
+
+
+@triton.jit
+def _weight_tile(w_ptr, first, k0, K: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+                 limit):  # fmt: skip
+    """(PARTS, PIECE, BLOCK_N) of a (N, K) weight, from row `first` and column k0."""
+    part = tl.arange(0, PARTS)[:, None, None]
+    piece = tl.arange(0, PIECE)[None, :, None]
+    n = first + tl.arange(0, BLOCK_N)[None, None, :]
+    k = k0 + part * PIECE + piece
+    return tl.load(w_ptr + n.to(tl.int64) * K + k, mask=(n < limit) & (k < K), other=0.0)
+
+
+@triton.jit
+def _row_tile(x_ptr, row0, rows, k0, K: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+              PIECE: tl.constexpr):  # fmt: skip
+    """(PARTS, BLOCK_M, PIECE) of (rows, K) activations."""
+    part = tl.arange(0, PARTS)[:, None, None]
+    row = row0 + tl.arange(0, BLOCK_M)[None, :, None]
+    k = k0 + part * PIECE + tl.arange(0, PIECE)[None, None, :]
+    return tl.load(x_ptr + row * K + k, mask=(row < rows) & (k < K), other=0.0)
+
+
+@triton.jit
+def _ahead(w_ptr, first, K: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr, limit,
+           AHEAD: tl.constexpr):  # fmt: skip
+    """The first `AHEAD` (one to four) chunks of a weight; those beyond repeat the first and are never used."""
+    BLOCK_K: tl.constexpr = PARTS * PIECE
+    w0 = _weight_tile(w_ptr, first, 0, K, BLOCK_N, PARTS, PIECE, limit)
+    w1, w2, w3 = w0, w0, w0
+    if AHEAD > 1:
+        w1 = _weight_tile(w_ptr, first, BLOCK_K, K, BLOCK_N, PARTS, PIECE, limit)
+    if AHEAD > 2:
+        w2 = _weight_tile(w_ptr, first, 2 * BLOCK_K, K, BLOCK_N, PARTS, PIECE, limit)
+    if AHEAD > 3:
+        w3 = _weight_tile(w_ptr, first, 3 * BLOCK_K, K, BLOCK_N, PARTS, PIECE, limit)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _pick(w0, w1, w2, w3, CHUNK: tl.constexpr):
+    if CHUNK == 0:
+        return w0
+    elif CHUNK == 1:
+        return w1
+    elif CHUNK == 2:
+        return w2
+    else:
+        return w3
+
+
+@triton.jit
+def _modulated(x, scale_ptr, k0, K: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+               HAS_SCALE: tl.constexpr):  # fmt: skip
+    """x ∘ (1 + scale) in the dtype of x, and the sums of squares of x by row, (BLOCK_M,) float32."""
+    wide = x.to(tl.float32)
+    squares = tl.sum(tl.sum(wide * wide, 2), 0)
+    if HAS_SCALE:
+        part = tl.arange(0, PARTS)[:, None, None]
+        k = k0 + part * PIECE + tl.arange(0, PIECE)[None, None, :]
+        wide = wide * (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))
+    return wide.to(x.dtype), squares
+
+
+@triton.jit
+def _qkv_rope(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, rows,
+              tokens, eps, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+              AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    TILES: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
+    head, i0 = tl.program_id(0) // TILES, (tl.program_id(0) % TILES) * BLOCK_N
+    row0 = tl.program_id(1) * BLOCK_M
+    # Rotary embeddings mix columns i and i + HALF of a head: one program owns both.
+    low, high = head * (2 * HALF) + i0, head * (2 * HALF) + HALF + i0
+    low_end, high_end = low - i0 + HALF, high - i0 + HALF
+    wa0, wa1, wa2, wa3 = _ahead(w_ptr, low, K, BLOCK_N, PARTS, PIECE, low_end, AHEAD)
+    wb0, wb1, wb2, wb3 = _ahead(w_ptr, high, K, BLOCK_N, PARTS, PIECE, high_end, AHEAD)
+    i = i0 + tl.arange(0, BLOCK_N)[None, :]
+    in_head = i < HALF
+    wait_for_previous(PDL)
+    acc_a = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
+    acc_b = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    coming = _row_tile(x_ptr, row0, rows, 0, K, BLOCK_M, PARTS, PIECE)
+    for k0 in tl.static_range(0, K, PARTS * PIECE):
+        x = coming
+        if k0 + PARTS * PIECE < K:
+            coming = _row_tile(x_ptr, row0, rows, k0 + PARTS * PIECE, K, BLOCK_M, PARTS, PIECE)
+        if k0 < AHEAD * PARTS * PIECE:
+            wa, wb = _pick(wa0, wa1, wa2, wa3, k0 // (PARTS * PIECE)), _pick(wb0, wb1, wb2, wb3, k0 // (PARTS * PIECE))
+        else:
+            wa = _weight_tile(w_ptr, low, k0, K, BLOCK_N, PARTS, PIECE, low_end)
+            wb = _weight_tile(w_ptr, high, k0, K, BLOCK_N, PARTS, PIECE, high_end)
+        x, more = _modulated(x, scale_ptr, k0, K, PARTS, PIECE, HAS_SCALE)
+        squares += more
+        acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
+        acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
+    rstd = tl.rsqrt(squares / K + eps)[:, None]
+    a = tl.sum(acc_a, 0) * wscale * rstd
+    b = tl.sum(acc_b, 0) * wscale * rstd
+    if HAS_SCALE:
+        a += tl.load(shift_ptr + head * (2 * HALF) + i, mask=in_head, other=0.0)
+        b += tl.load(shift_ptr + head * (2 * HALF) + HALF + i, mask=in_head, other=0.0)
+    row = row0 + tl.arange(0, BLOCK_M)[:, None]
+    keep = (row < rows) & in_head
+    kind = q_ptr.dtype.element_ty
+    if head < HEADS + KV_HEADS:
+        place = tl.load(length_ptr + row // tokens, mask=row < rows, other=0) + row % tokens
+        cos = tl.load(cos_ptr + place * HALF + i, mask=keep, other=0.0)
+        sin = tl.load(sin_ptr + place * HALF + i, mask=keep, other=0.0)
+        rotated = a * cos - b * sin
+        b = b * cos + a * sin
+        a = rotated
+    if head < HEADS:
+        out = q_ptr + (row * HEADS + head) * (2 * HALF) + i
+        tl.store(out, a.to(kind), mask=keep)
+        tl.store(out + HALF, b.to(kind), mask=keep)
+    elif head < HEADS + KV_HEADS:
+        out = k_ptr + (row * KV_HEADS + head - HEADS) * (2 * HALF) + i
+        tl.store(out, a.to(kind), mask=keep)
+        tl.store(out + HALF, b.to(kind), mask=keep)
+    else:
+        out = v_ptr + (row * KV_HEADS + head - HEADS - KV_HEADS) * (2 * HALF) + i
+        tl.store(out, a.to(kind), mask=keep)
+        tl.store(out + HALF, b.to(kind), mask=keep)
+
+
+@triton.jit
+def _gate_up_geglu(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, out_ptr, rows, eps, K: tl.constexpr,
+                   HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+                   PIECE: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
+    n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
+    wg0, wg1, wg2, wg3 = _ahead(w_ptr, n0, K, BLOCK_N, PARTS, PIECE, HIDDEN, AHEAD)
+    wu0, wu1, wu2, wu3 = _ahead(w_ptr, HIDDEN + n0, K, BLOCK_N, PARTS, PIECE, 2 * HIDDEN, AHEAD)
+    wait_for_previous(PDL)
+    gate = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    coming = _row_tile(x_ptr, row0, rows, 0, K, BLOCK_M, PARTS, PIECE)
+    for k0 in tl.static_range(0, K, PARTS * PIECE):
+        x = coming
+        if k0 + PARTS * PIECE < K:
+            coming = _row_tile(x_ptr, row0, rows, k0 + PARTS * PIECE, K, BLOCK_M, PARTS, PIECE)
+        if k0 < AHEAD * PARTS * PIECE:
+            wg, wu = _pick(wg0, wg1, wg2, wg3, k0 // (PARTS * PIECE)), _pick(wu0, wu1, wu2, wu3, k0 // (PARTS * PIECE))
+        else:
+            wg = _weight_tile(w_ptr, n0, k0, K, BLOCK_N, PARTS, PIECE, HIDDEN)
+            wu = _weight_tile(w_ptr, HIDDEN + n0, k0, K, BLOCK_N, PARTS, PIECE, 2 * HIDDEN)
+        x, more = _modulated(x, scale_ptr, k0, K, PARTS, PIECE, HAS_SCALE)
+        squares += more
+        gate = tl.dot(x, wg.to(x.dtype), gate)
+        up = tl.dot(x, wu.to(x.dtype), up)
+    rstd = tl.rsqrt(squares / K + eps)[:, None]
+    g = tl.sum(gate, 0) * wscale * rstd
+    u = tl.sum(up, 0) * wscale * rstd
+    n = n0 + tl.arange(0, BLOCK_N)[None, :]
+    if HAS_SCALE:
+        g += tl.load(shift_ptr + n, mask=n < HIDDEN, other=0.0)
+        u += tl.load(shift_ptr + HIDDEN + n, mask=n < HIDDEN, other=0.0)
+    row = row0 + tl.arange(0, BLOCK_M)[:, None]
+    y = gelu_tanh(g) * u
+    tl.store(out_ptr + row * HIDDEN + n, y.to(out_ptr.dtype.element_ty), mask=(row < rows) & (n < HIDDEN))
+
+
+@triton.jit
+def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, rows, tokens, N: tl.constexpr, K: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+             AHEAD: tl.constexpr, RESIDUAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SKIP_FIRST: tl.constexpr,
+             PDL: tl.constexpr):  # fmt: skip
+    n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
+    w0, w1, w2, w3 = _ahead(w_ptr, n0, K, BLOCK_N, PARTS, PIECE, N, AHEAD)
+    n = n0 + tl.arange(0, BLOCK_N)[None, :]
+    wait_for_previous(PDL)
+    acc = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
+    coming = _row_tile(a_ptr, row0, rows, 0, K, BLOCK_M, PARTS, PIECE)
+    for k0 in tl.static_range(0, K, PARTS * PIECE):
+        a = coming
+        if k0 + PARTS * PIECE < K:
+            coming = _row_tile(a_ptr, row0, rows, k0 + PARTS * PIECE, K, BLOCK_M, PARTS, PIECE)
+        if k0 < AHEAD * PARTS * PIECE:
+            w = _pick(w0, w1, w2, w3, k0 // (PARTS * PIECE))
+        else:
+            w = _weight_tile(w_ptr, n0, k0, K, BLOCK_N, PARTS, PIECE, N)
+        acc = tl.dot(a, w.to(a.dtype), acc)
+    y = tl.sum(acc, 0) * wscale
+    row = row0 + tl.arange(0, BLOCK_M)[:, None]
+    keep = (row < rows) & (n < N)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0)
+    if HAS_GATE:
+        y *= tl.load(gate_ptr + n, mask=n < N, other=0.0)
+    if SKIP_FIRST:
+        # π0: the first token of a suffix is the state's and stays.
+        keep = keep & (row % tokens > 0)
+    place = x_ptr + row * N + n
+    if RESIDUAL:
+        y += tl.load(place, mask=keep, other=0.0).to(tl.float32)
+    tl.store(place, y.to(x_ptr.dtype.element_ty), mask=keep)
+
+
+def tiling(rows: int, k: int, columns: int) -> Tiling:
+    """The cut for (rows, k) activations and at most `columns` output columns a program. Any choice is right; these
+    were the fastest on an H200."""
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    whole = power_of_two(k)
+    if block_m == 16:
+        parts = 16 if whole > 2048 else 8
+        block_k = max(whole // 4, min(whole, parts * 32))
+        ahead = -(-k // block_k)
+    else:
+        parts, block_k, ahead = 8, min(whole, 256), 1
+    parts = max(1, min(parts, block_k // 16))
+    return Tiling(columns, parts, block_k, block_m, ahead)
+
+
+def _launch(pdl: bool, parts: int) -> dict[str, int | bool]:
+    options: dict[str, int | bool] = {"num_warps": max(parts, 1), "num_stages": 1}
+    return {**options, "launch_pdl": True} if pdl else options
+
+
+def qkv_rope(
+    x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
+    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool, cut: Tiling | None = None,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.fused.qkv_rope`."""
+    batch, tokens, heads, head_dim = q.shape
+    rows, width, half = batch * tokens, x.shape[-1], head_dim // 2
+    cut = cut or tiling(rows, width, min(16, power_of_two(half)))
+    grid = ((heads + 2 * k.shape[2]) * triton.cdiv(half, cut.columns), triton.cdiv(rows, cut.rows))
+    _qkv_rope[grid](
+        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, cos, sin,
+        lengths, q, k, v, rows, tokens, eps, width, heads, k.shape[2], half, cut.rows, cut.columns, cut.parts,
+        cut.block_k // cut.parts, cut.ahead, scale is not None, pdl, **_launch(pdl, cut.parts),
+    )  # fmt: skip
+
+
+def gate_up_geglu(
+    x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
+    eps: float, pdl: bool, cut: Tiling | None = None,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.fused.gate_up_geglu`."""
+    rows, hidden = out.shape
+    width = x.shape[-1]
+    cut = cut or tiling(rows, width, 32)
+    grid = (triton.cdiv(hidden, cut.columns), triton.cdiv(rows, cut.rows))
+    _gate_up_geglu[grid](
+        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, out, rows, eps,
+        width, hidden, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, scale is not None, pdl,
+        **_launch(pdl, cut.parts),
+    )  # fmt: skip
+
+
+def project(
+    a: Tensor, weight: Tensor, weight_scale: float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
+    residual: bool, tokens: int, skip_first: bool, pdl: bool, cut: Tiling | None = None,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.fused.project`."""
+    rows, k = a.shape
+    n = weight.shape[0]
+    cut = cut or tiling(rows, k, 16)
+    grid = (triton.cdiv(n, cut.columns), triton.cdiv(rows, cut.rows))
+    _project[grid](
+        a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a, x, rows, tokens, n,
+        k, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, residual, gate is not None, bias is not None,
+        skip_first, pdl, **_launch(pdl, cut.parts),
+    )  # fmt: skip
+
+
+@triton.jit
+def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, w_in_ptr, b_in_ptr, next_ptr, dt, eps,
+          tokens, horizon, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, ACTIONS: tl.constexpr, BLOCK_A: tl.constexpr,
+          FIRST: tl.constexpr, LAST: tl.constexpr, HAS_SHIFT: tl.constexpr, SILU: tl.constexpr,
+          PDL: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    batch, place = row // horizon, row % horizon
+    token_row = batch * tokens + (tokens - horizon) + place
+    column = tl.arange(0, BLOCK_W)
+    in_width = column < WIDTH
+    action = tl.arange(0, BLOCK_A)
+    in_actions = action < ACTIONS
+    both = in_actions[:, None] & in_width[None, :]
+    tile = action[:, None] * WIDTH + column[None, :]
+    wait_for_previous(PDL)
+    noisy = tl.load(actions_ptr + row * ACTIONS + action, mask=in_actions, other=0.0)
+    if not FIRST:
+        x = tl.load(x_ptr + token_row * WIDTH + column, mask=in_width, other=0.0).to(tl.float32)
+        normed = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+        scale = tl.load(scale_ptr + column, mask=in_width, other=0.0)
+        if HAS_SHIFT:
+            shift = tl.load(shift_ptr + column, mask=in_width, other=0.0)
+            # The projection reads what the norm gave, in the dtype of the stream.
+            normed = normed * (1.0 + scale) + shift
+        else:
+            normed = normed * (1.0 + scale)
+        w_out = tl.load(w_out_ptr + tile, mask=both, other=0.0)
+        velocity = tl.sum(w_out * normed[None, :], 1) + tl.load(b_out_ptr + action, mask=in_actions, other=0.0)
+        noisy += dt * velocity
+        tl.store(actions_ptr + row * ACTIONS + action, noisy, mask=in_actions)
+    if not LAST:
+        w_in = tl.load(w_in_ptr + tile, mask=both, other=0.0)
+        embedded = tl.sum(w_in * noisy[:, None], 0) + tl.load(b_in_ptr + column, mask=in_width, other=0.0)
+        if SILU:
+            embedded = embedded / (1.0 + tl.exp(-embedded))
+        tl.store(next_ptr + token_row * WIDTH + column, embedded.to(next_ptr.dtype.element_ty), mask=in_width)
+
+
+def step(
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
+    w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, eps: float, tokens: int, first: bool, last: bool,
+    silu: bool, pdl: bool,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.fused.step`."""
+    batch, horizon, action_dim = actions.shape
+    width = w_out.shape[1]
+    _step[(batch * horizon,)](
+        x, scale if scale is not None else x, shift if shift is not None else x, w_out, b_out, actions, w_in, b_in,
+        following, dt, eps, tokens, horizon, width, power_of_two(width), action_dim, power_of_two(action_dim), first,
+        last, shift is not None, silu, pdl, num_warps=8, num_stages=1, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

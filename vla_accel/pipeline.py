@@ -1,0 +1,202 @@
+"""The three engines of one shape, wired output to input, with their staging buffers and, on a GPU, one CUDA graph.
+
+`Pipelines` keeps the most recently used shapes within a memory budget. Knows nothing about observations or robots.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vla_accel.component import Component
+from vla_accel.components import denoise_component, kv_cache_component, vision_component
+from vla_accel.config import EngineSpec, PolicyConfig
+from vla_accel.engines import Engine, build
+from vla_accel.engines.graph import Captured, capture
+from vla_accel.ledger import Ledger
+from vla_accel.models.pi0 import Pi0
+from vla_accel.native import NativeStore
+
+_log = logging.getLogger("vla_accel")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides a pipeline's static shapes. `tokens`: prompt tokens; `padded`: rows may have fewer."""
+
+    batch: int
+    views: int
+    tokens: int
+    steps: int
+    padded: bool
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One call's inputs on the host, as NumPy arrays.
+
+    images uint8 (B, V, S, S, 3); tokens int64 (B, L); lengths int32 (B,), real prefix tokens; noise float32 (B, H, A)
+    or None where it is drawn on the device; state float32 (B, A).
+    """
+
+    images: np.ndarray
+    tokens: np.ndarray
+    lengths: np.ndarray
+    state: np.ndarray
+    noise: np.ndarray | None
+
+
+class Pipeline:
+    """vision → kv_cache → denoise for one shape."""
+
+    def __init__(
+        self, model: Pi0, config: PolicyConfig, store: NativeStore, shape: Shape, device: torch.device, ledger: Ledger
+    ) -> None:
+        self.shape, self.device = shape, device
+        prefix_tokens = shape.views * model.config.vision.tokens + shape.tokens
+
+        def engine(component: Component, spec: EngineSpec) -> Engine:
+            return build(component, spec, device=device, ledger=ledger)
+
+        vision = vision_component(model, shape.batch, shape.views, store)
+        kv_cache = kv_cache_component(model, shape.batch, shape.views, shape.tokens, shape.padded, store)
+        denoise = denoise_component(model, shape.batch, prefix_tokens, shape.steps, shape.padded, store)
+        self.vision = engine(vision, config.vision)
+        self.kv_cache = engine(kv_cache, config.kv_cache)
+        self.denoise = engine(denoise, config.denoise)
+        self.engines = [("vision", self.vision), ("kv_cache", self.kv_cache), ("denoise", self.denoise)]
+        self.kv_cache.bind("image_tokens", self.vision.outputs["image_tokens"])
+        for name in ("keys", "values"):
+            self.denoise.bind(name, self.kv_cache.outputs[name])
+        if shape.padded:
+            self.denoise.bind("lengths", self.kv_cache.inputs["lengths"])
+        self._stage()
+        self.captured: Captured | None = None
+        if device.type == "cuda" and config.cuda_graph:
+            self._fill_for_capture()
+            self.captured = capture(self.engines, self._upload, self._download, ledger)
+
+    def _stage(self) -> None:
+        """Host buffers, pinned for a GPU, of every input that comes from the host, and of the actions."""
+        pinned = self.device.type == "cuda"
+
+        def beside(buffer: Tensor) -> Tensor:
+            return torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=pinned)
+
+        sources = [(self.vision, "images"), (self.kv_cache, "tokens")]
+        if self.shape.padded:
+            sources.append((self.kv_cache, "lengths"))
+        if "state" in self.denoise.inputs:
+            sources.append((self.denoise, "state"))
+        self._staged = [(engine, name, beside(engine.inputs[name])) for engine, name in sources]
+        self._host = {name: staged.numpy() for _, name, staged in self._staged}
+        self._noise = beside(self.denoise.inputs["noise"])
+        self._actions = beside(self.denoise.outputs["actions"])
+
+    def _fill_for_capture(self) -> None:
+        # Any valid input will do, but a length of zero would leave rows without a key.
+        if "lengths" in self._host:
+            self._host["lengths"][:] = self.kv_cache.outputs["keys"].shape[2]
+        self.denoise.inputs["noise"].zero_()
+
+    def _upload(self) -> None:
+        for engine, name, staged in self._staged:
+            engine.inputs[name].copy_(staged, non_blocking=True)
+
+    def _download(self) -> None:
+        self._actions.copy_(self.denoise.outputs["actions"], non_blocking=True)
+
+    def feed(self, feed: Feed, generator: torch.Generator) -> None:
+        """Put a call's inputs into the staging buffers; noise goes to the device, or is drawn there."""
+        for name, array in self._host.items():
+            np.copyto(array, getattr(feed, name), casting="no")
+        noise = self.denoise.inputs["noise"]
+        if feed.noise is None:
+            noise.normal_(generator=generator)
+        else:
+            self._noise.numpy()[:] = feed.noise
+            noise.copy_(self._noise, non_blocking=True)
+
+    def run(self) -> tuple[np.ndarray, dict[str, float]]:
+        """Actions float32 (B, H, A) and milliseconds by engine, and of `transfer`: launch, copies and waiting.
+
+        Returns after the call's one synchronisation. The actions are overwritten by the next call.
+        """
+        began = time.perf_counter()
+        if self.device.type != "cuda":
+            times = self._run_here()
+        elif self.captured is not None:
+            self.captured.replay()
+            torch.cuda.current_stream(self.device).synchronize()
+            times = self.captured.times()
+        else:
+            times = self._run_on_stream()
+        elapsed = (time.perf_counter() - began) * 1e3
+        times["transfer"] = max(0.0, elapsed - sum(times.values()))
+        return self._actions.numpy(), times
+
+    def _run_here(self) -> dict[str, float]:
+        self._upload()
+        times = {}
+        for name, engine in self.engines:
+            start = time.perf_counter()
+            engine.run()
+            times[name] = (time.perf_counter() - start) * 1e3
+        self._download()
+        return times
+
+    def _run_on_stream(self) -> dict[str, float]:
+        self._upload()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(self.engines) + 1)]
+        events[0].record()
+        for (_, engine), event in zip(self.engines, events[1:], strict=True):
+            engine.run()
+            event.record()
+        self._download()
+        torch.cuda.current_stream(self.device).synchronize()
+        return {n: a.elapsed_time(b) for (n, _), a, b in zip(self.engines, events, events[1:], strict=False)}
+
+
+class Pipelines:
+    """Pipelines by shape, most recently used last, within `limit` shapes and a budget of device memory."""
+
+    def __init__(
+        self, model: Pi0, config: PolicyConfig, store: NativeStore, device: torch.device, ledger: Ledger, *,
+        limit: int = 16,
+    ) -> None:  # fmt: skip
+        self._parts = (model, config, store)
+        self.device, self.ledger, self.limit = device, ledger, limit
+        self.budget = int(config.pipeline_memory_gib * 2**30)
+        self._kept: OrderedDict[Shape, tuple[Pipeline, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of the pipelines kept (0 on a CPU)."""
+        return sum(size for _, size in self._kept.values())
+
+    def get(self, shape: Shape) -> Pipeline:
+        """The pipeline of a shape, built on first use."""
+        if shape in self._kept:
+            self._kept.move_to_end(shape)
+            return self._kept[shape][0]
+        store = self._parts[2]
+        before = self._allocated() - store.bytes
+        pipeline = Pipeline(*self._parts, shape, self.device, self.ledger)
+        # Weights are shared by all shapes and stay.
+        self._kept[shape] = (pipeline, max(0, self._allocated() - store.bytes - before))
+        while len(self._kept) > 1 and (len(self._kept) > self.limit or self.bytes > self.budget):
+            dropped, _ = self._kept.popitem(last=False)
+            _log.info("dropped the pipeline of %s: %d kept within %d bytes", dropped, len(self._kept), self.budget)
+        return pipeline
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
