@@ -16,6 +16,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.expert import ExpertWeights, NativeDenoise
+from vla_accel.native.streamed import fits
 from vla_accel.native.prefix import NativePrefix, PrefixWeights
 from vla_accel.native.vision import NativeVision, VisionWeights
 
@@ -56,7 +57,12 @@ class NativeStore:
         if precision not in self._expert:
             with self._counted():
                 self._expert[precision] = ExpertWeights.of(self.model, precision)
-        return NativeDenoise(self._expert[precision], self.model, batch, prefix_tokens, num_steps)
+        weights = self._expert[precision]
+        device = weights.w_out.device
+        if not fits(self.model.config, batch, weights.dtype, weights.narrow, device):
+            with self._counted():
+                _ = weights.packed
+        return NativeDenoise(weights, self.model, batch, prefix_tokens, num_steps)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -7,16 +7,17 @@ spot). Runs anywhere; it is worth it on a GPU, inside a CUDA graph. Knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vla_accel.component import Program
 from vla_accel.errors import EngineError
 from vla_accel.models.autoencoder import ChannelRms, Downsample, Half, Norm, ResBlock, SpatialAttention, Upsample
 from vla_accel.ops import image as ops
-from vla_accel.ops.image import Sum
+from vla_accel.ops.sums import Sum
 
 _MULTIPLE = 8
 """Tensor cores want channels in multiples of 8: the 3 of a picture are padded with zeros."""
@@ -33,6 +34,7 @@ class NativeHalf:
     def __init__(self, half: Half) -> None:
         self.half, self.dtype = half, half.dtype
         self.choices: dict[str, str] = {}
+        self.detail = self._describe()
         self.conv_in = padded(half.conv_in.weight, 1)
         self.conv_out = padded(half.conv_out.weight, 0)
         self.steps = [self._step(block) for block in half.blocks]
@@ -46,16 +48,14 @@ class NativeHalf:
             bias = last @ bias + _bias(half.last)
         self.bias_out = bias.to(self.dtype)[:, None, None]
 
-    @property
-    def detail(self) -> str:
-        """What was chosen, for the ledger."""
+    def _describe(self) -> str:
         chosen = ", ".join(f"{k} {v}" for k, v in self.choices.items())
         return f"channels-last {str(self.dtype).removeprefix('torch.')}, fused norms, folded upsampling" + (
             f"; measured: {chosen}" if chosen else ""
         )
 
     @torch.inference_mode()
-    def __call__(self, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         (source,), (target,) = inputs.values(), outputs.values()
         if self.half.frames:
             source, target = source[:, :, 0], target[:, :, 0]
@@ -64,6 +64,7 @@ class NativeHalf:
         torch.add(y[..., : target.shape[1]].permute(0, 3, 1, 2), self.bias_out, out=target)
         if self.half.clamp:
             target.clamp_(-1.0, 1.0)
+        self.detail = self._describe()
 
     def _run(self, x: Tensor) -> Tensor:
         half = self.half
@@ -89,6 +90,46 @@ class NativeHalf:
         if isinstance(block, Upsample):
             return _Up(block)
         raise EngineError(f"native autoencoder: unknown block {type(block).__name__}")
+
+
+class CompiledHalf:
+    """The half as torch.compile makes it from our channels-last, two-dimensional form."""
+
+    def __init__(self, half: Half, backend: str = "inductor") -> None:
+        self.detail = f"torch.compile ({backend}) of the channels-last form"
+        half = half.to(memory_format=torch.channels_last)
+        self._run = torch.compile(half, backend=backend, dynamic=False)
+
+    @torch.inference_mode()
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        (source,), (target,) = inputs.values(), outputs.values()
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
+            target.copy_(self._run(source))
+
+
+class QuickestHalf:
+    """Several programs of one half: at each size the quickest, measured at its first call, and no other from then on.
+
+    So Inductor runs where it wins and nowhere else; `detail` says what every program took.
+    """
+
+    def __init__(self, programs: Mapping[str, Program]) -> None:
+        self.programs = dict(programs)
+        self.chosen: dict[tuple[int, ...], str] = {}
+        self.detail = f"the quickest of {', '.join(self.programs)}"
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        (source,) = inputs.values()
+        size = tuple(source.shape)
+        if size not in self.chosen:
+            if source.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise EngineError("native autoencoder: run once at this size before the graph is captured")
+            ways = {n: lambda p=p: p(inputs, outputs) for n, p in self.programs.items()}
+            name, times = ops.fastest(ways, repeats=3)
+            self.chosen[size] = name
+            taken = ", ".join(f"{n} {ms:.2f} ms" for n, ms in times.items()) or "not measured"
+            self.detail = f"{name} ({taken}): {self.programs[name].detail}"
+        self.programs[self.chosen[size]](inputs, outputs)
 
 
 class _Norm:
@@ -137,7 +178,7 @@ class _Attention:
         if name not in self.choices:
             if q.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise EngineError("native autoencoder: run once at this size before the graph is captured")
-            ways = {w: lambda w=w: ops.attend(q, k, v, how=w) for w in ("products", "sdpa")}
+            ways = {w: lambda w=w: ops.attend(q, k, v, how=w) for w in (*ops.SCORES, "sdpa")}
             self.choices[name] = ops.fastest(ways, repeats=3)[0]
         out = F.linear(ops.attend(q, k, v, how=self.choices[name]), self.proj)
         return Sum(out.view(y.shape), y, self.shift)

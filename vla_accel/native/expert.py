@@ -1,4 +1,5 @@
-"""The denoise loop in fused ops: five kernels a layer and one between steps, all of the steps in one program.
+"""The denoise loop in fused ops, all of the steps in one program: CUDA C++ for few rows on
+Hopper, Triton otherwise.
 
 Exact savings: everything that depends on the step only is a constant (time embedding, adaptive norms, the product of a
 norm's shift with its weight), π0's two linear maps from actions to the time MLP are one, and the prefix's keys and
@@ -7,6 +8,7 @@ values are read where the prefix wrote them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor
 
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
-from vla_accel.models.pi0 import Pi0, euler_times
+from vla_accel.models.pi0 import Pi0, Pi0Config
+from vla_accel.native.constants import StepTables, step_tables
 from vla_accel.native.fold import compute_dtype, fold_norm
+from vla_accel.native.streamed import Packed, StreamedLoop, fits
 from vla_accel.ops import fused
 from vla_accel.ops.fused import Linear, make_linear
 
@@ -32,17 +36,28 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The expert's weights. `state` (W, A) and `state_bias`, `mix` (W, W): π0's state projection and the second layer
-    of its time MLP, else None. `w_out` (A, W) float32."""
+    """The expert's weights. `state` (W, A) and `mix` (W, W): π0's state projection and the second layer of its time
+    MLP, else None. `w_out` (A, W) float32."""
 
     layers: tuple[ExpertLayer, ...]
     w_out: Tensor
     b_out: Tensor
-    final_scale: Tensor | None
     state: Linear | None
     mix: Linear | None
     dtype: torch.dtype
     narrow: bool
+    head_dim: int
+
+    @functools.cached_property
+    def packed(self) -> Packed:
+        """The weights as the streamed kernels read them; made on first use, shared by all shapes."""
+        return Packed.of([(w.qkv, w.o, w.gate_up, w.down) for w in self.layers], self.mix, self.head_dim)
+
+    @property
+    def mix_bias(self) -> Tensor:
+        """The bias of `mix` in float32."""
+        assert self.mix is not None and self.mix.bias is not None
+        return self.mix.bias.float().contiguous()
 
     @classmethod
     def of(cls, model: Pi0, precision: str) -> ExpertWeights:
@@ -64,14 +79,13 @@ class ExpertWeights:
                     make_linear(layer.down_proj.weight, None, dtype, amax),
                 )
             )
-        state = mix = final_scale = None
+        state = mix = None
         if not adaptive:
-            assert isinstance(model.expert.norm, RmsNorm)
-            final_scale = model.expert.norm.weight.float().contiguous()
             state = Linear(model.state_proj.weight.float(), model.state_proj.bias.float())
             mix = make_linear(model.action_time_mlp_out.weight, model.action_time_mlp_out.bias, dtype)
         w_out, b_out = model.action_out_proj.weight.float(), model.action_out_proj.bias.float()
-        return cls(tuple(layers), w_out.contiguous(), b_out, final_scale, state, mix, dtype, amax is not None)
+        head_dim = model.config.expert.head_dim
+        return cls(tuple(layers), w_out.contiguous(), b_out, state, mix, dtype, amax is not None, head_dim)
 
     @property
     def bytes(self) -> int:
@@ -84,35 +98,50 @@ def _plain(norm: object) -> RmsNorm:
     return norm
 
 
-@dataclass(frozen=True)
-class _StepConstants:
-    """What one step adds: per layer the modulations, and the input projection's bias (π0: with the time in it)."""
-
-    input_scale: Tensor | None  # (depth, W)
-    input_gate: Tensor | None
-    input_shift: Tensor | None  # (depth, qkv) already multiplied with the weight
-    post_scale: Tensor | None
-    post_gate: Tensor | None
-    post_shift: Tensor | None  # (depth, 2 H)
-    final_scale: Tensor | None  # (W,)
-    final_shift: Tensor | None
-    b_in: Tensor  # (W,)
-
-
 class NativeDenoise:
     """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d), `lengths` (B,) int32
     and, for π0, `state` (B, A) float32; output `actions` (B, H, A) float32."""
 
     def __init__(self, weights: ExpertWeights, model: Pi0, batch: int, prefix_tokens: int, num_steps: int) -> None:
-        self.weights, self.num_steps = weights, num_steps
-        config = model.config
+        self.weights, self.config = weights, model.config
+        config, expert = model.config, model.config.expert
+        device = weights.w_out.device
+        self.tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], num_steps)
+        self.state_token = None
+        if weights.state is not None:
+            self.state_token = torch.zeros(batch, expert.width, device=device)
+        reason = fits(config, batch, weights.dtype, weights.narrow, device)
+        kind = "FP8 weights" if weights.narrow else str(weights.dtype)
+        if not reason:
+            mix_bias = None if weights.mix is None else weights.mix_bias
+            self.loop: StreamedLoop | _LayerLoop = StreamedLoop(
+                config, weights.packed, self.tables, weights.w_out, weights.b_out, mix_bias, batch, prefix_tokens
+            )
+            self.detail = f"streamed CUDA kernels, {kind}"
+        else:
+            self.loop = _LayerLoop(weights, config, self.tables, batch, prefix_tokens)
+            self.detail = f"fused ops, {kind}" + (f" (no streamed kernels: {reason})" if device.type == "cuda" else "")
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        state, actions = self.weights.state, outputs["actions"]
+        actions.copy_(inputs["noise"])
+        if state is not None:
+            assert state.bias is not None and self.state_token is not None
+            self.state_token.copy_(torch.addmm(state.bias, inputs["state"], state.weight.t()))
+        self.loop.run(inputs, self.state_token, actions)
+
+
+class _LayerLoop:
+    """Five kernels a layer and one between steps: any number of rows, any GPU."""
+
+    def __init__(
+        self, weights: ExpertWeights, config: Pi0Config, tables: StepTables, batch: int, prefix_tokens: int
+    ) -> None:
+        self.weights, self.tables = weights, tables
         expert = config.expert
-        self.eps, self.tokens, self.kind = expert.eps, config.suffix_tokens, config.kind
+        self.eps, self.tokens = expert.eps, config.suffix_tokens
         device, dtype = weights.w_out.device, weights.dtype
         self.pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        self.detail = f"fused ops, {'FP8 weights' if weights.narrow else dtype}" + (
-            ", dependent launch" if self.pdl else ""
-        )
         rows = batch * self.tokens
 
         def buffer(*shape: int) -> Tensor:
@@ -124,94 +153,52 @@ class NativeDenoise:
         self.v = torch.zeros_like(self.k)
         self.context = buffer(rows, expert.heads * expert.head_dim)
         self.active = buffer(rows, expert.mlp_dim)
-        self.state_token = torch.zeros(batch, expert.width, device=device)
         self.workspace = fused.suffix_workspace(
             batch, self.tokens, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, device
         )
         self.cos, self.sin = fused.rope_tables(prefix_tokens + self.tokens, expert.head_dim, device)
-        with torch.inference_mode():
-            self.w_in, self.steps = _constants(model, weights, num_steps)
 
-    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        w, actions = self.weights, outputs["actions"]
-        actions.copy_(inputs["noise"])
-        if w.state is not None:
-            assert w.state.bias is not None
-            self.state_token.copy_(torch.addmm(w.state.bias, inputs["state"], w.state.weight.t()))
-        dt = -1.0 / self.num_steps
-        self._between(actions, self.steps[0], self.steps[0], dt, first=True)
-        for index, constants in enumerate(self.steps):
-            for layer in range(len(w.layers)):
-                self._layer(layer, constants, inputs)
-            last = index + 1 == self.num_steps
-            self._between(actions, constants, self.steps[index if last else index + 1], dt, last=last)
+    def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
+        """Enqueue the loop: `actions` hold the noise and are integrated in place."""
+        self._between(actions, state_token, 0)
+        for step in range(self.tables.steps):
+            for layer in range(len(self.weights.layers)):
+                self._layer(step, layer, inputs)
+            self._between(actions, state_token, step + 1)
 
-    def _between(
-        self, actions: Tensor, done: _StepConstants, coming: _StepConstants, dt: float, *, first: bool = False,
-        last: bool = False,
-    ) -> None:  # fmt: skip
-        w = self.weights
+    def _between(self, actions: Tensor, state_token: Tensor | None, step: int) -> None:
+        """Finish evaluation step - 1 and prepare evaluation `step`."""
+        w, tables = self.weights, self.tables
+        first, last = step == 0, step == tables.steps
+        done = max(step - 1, 0)
+        final_scale = tables.final_scale[done] if tables.adaptive else tables.final_scale
+        b_in = tables.b_in if tables.adaptive else tables.b_in[min(step, tables.steps - 1)]
         following = self.x if w.mix is None else self.hidden
-        # The first kernel of the chain, and the one after a plain copy, must not start early.
+        # The first kernel of the chain must not start early.
         fused.step(
-            self.x, done.final_scale, done.final_shift, w.w_out, w.b_out, actions, self.w_in, coming.b_in, following,
-            dt=dt, eps=self.eps, tokens=self.tokens, first=first, last=last, silu=w.mix is not None,
-            pdl=self.pdl and not first,
+            self.x, final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, actions, tables.w_in, b_in,
+            following, dt=-1.0 / tables.steps, eps=self.eps, tokens=self.tokens, first=first, last=last,
+            silu=w.mix is not None, pdl=self.pdl and not first,
         )  # fmt: skip
         if w.mix is not None and not last:
-            self.x.view(len(self.state_token), self.tokens, -1)[:, 0] = self.state_token.to(self.x.dtype)
+            assert state_token is not None
+            self.x.view(len(state_token), self.tokens, -1)[:, 0] = state_token.to(self.x.dtype)
             fused.project(
                 self.hidden, w.mix, None, self.x, residual=False, tokens=self.tokens, skip_first=True, pdl=False
             )
 
-    def _layer(self, index: int, constants: _StepConstants, inputs: Mapping[str, Tensor]) -> None:
-        layer, lengths, pdl, c = self.weights.layers[index], inputs["lengths"], self.pdl, constants
-
-        def at(table: Tensor | None) -> Tensor | None:
-            return None if table is None else table[index]
-
+    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor]) -> None:
+        layer, lengths, pdl, tables = self.weights.layers[index], inputs["lengths"], self.pdl, self.tables
+        input_shift, post_shift = tables.of(tables.input_shift, step, index), tables.of(tables.post_shift, step, index)
         fused.qkv_rope(
-            self.x, layer.qkv, at(c.input_scale), at(c.input_shift), self.cos, self.sin, lengths, self.q, self.k,
-            self.v, eps=self.eps, pdl=pdl,
+            self.x, layer.qkv, tables.of(tables.input_scale, step, index), input_shift, self.cos, self.sin, lengths,
+            self.q, self.k, self.v, eps=self.eps, pdl=pdl,
         )  # fmt: skip
         fused.suffix_attention(
             self.q, inputs["keys"][index], inputs["values"][index], self.k, self.v, lengths, self.context,
-            self.workspace, state_first=self.kind == "pi0", pdl=pdl,
+            self.workspace, state_first=self.weights.mix is not None, pdl=pdl,
         )  # fmt: skip
-        fused.project(self.context, layer.o, at(c.input_gate), self.x, pdl=pdl)
-        fused.gate_up_geglu(
-            self.x, layer.gate_up, at(c.post_scale), at(c.post_shift), self.active, eps=self.eps, pdl=pdl
-        )
-        fused.project(self.active, layer.down, at(c.post_gate), self.x, pdl=pdl)
-
-
-def _constants(model: Pi0, weights: ExpertWeights, num_steps: int) -> tuple[Tensor, list[_StepConstants]]:
-    """The input projection (A, W) float32 and every step's constants."""
-    times = euler_times(num_steps).to(weights.w_out.device)
-    embeddings, modulations = model.conditioning(times)
-    action_in, bias_in = model.action_in_proj.weight.double(), model.action_in_proj.bias.double()
-    if modulations is None:
-        width = model.config.expert.width
-        mlp, bias = model.action_time_mlp_in.weight.double(), model.action_time_mlp_in.bias.double()
-        from_actions, from_time = mlp[:, :width], mlp[:, width:]
-        rows = (from_actions @ bias_in + bias + embeddings.double() @ from_time.T).float().contiguous()
-        w_in = (from_actions @ action_in).T.float().contiguous()
-        none = [None] * 6
-        return w_in, [_StepConstants(*none, weights.final_scale, None, row) for row in rows]  # type: ignore[arg-type]
-    b_in = bias_in.float()
-    steps = []
-    for table in modulations.float():
-        scale, shift, gate = (part.contiguous() for part in table.chunk(3, dim=-1))
-        products = [[], []]
-        for index, layer in enumerate(weights.layers):
-            for kind, product in enumerate((layer.qkv, layer.gate_up)):
-                true = product.weight.float() * product.weight_scale_value
-                products[kind].append(true @ shift[2 * index + kind])
-        steps.append(
-            _StepConstants(
-                scale[0:-1:2].contiguous(), gate[0:-1:2].contiguous(), torch.stack(products[0]),
-                scale[1:-1:2].contiguous(), gate[1:-1:2].contiguous(), torch.stack(products[1]),
-                scale[-1].contiguous(), shift[-1].contiguous(), b_in,
-            )
-        )  # fmt: skip
-    return action_in.T.float().contiguous(), steps
+        fused.project(self.context, layer.o, tables.of(tables.input_gate, step, index), self.x, pdl=pdl)
+        post_scale = tables.of(tables.post_scale, step, index)
+        fused.gate_up_geglu(self.x, layer.gate_up, post_scale, post_shift, self.active, eps=self.eps, pdl=pdl)
+        fused.project(self.active, layer.down, tables.of(tables.post_gate, step, index), self.x, pdl=pdl)

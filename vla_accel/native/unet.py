@@ -10,6 +10,7 @@ of several ways, measured on the spot. Knows nothing of engines or graphs.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +24,7 @@ from vla_accel.errors import EngineError
 from vla_accel.models.unet import Unet
 from vla_accel.native.autoencoder import laid_out, padded
 from vla_accel.ops import image as ops
-from vla_accel.ops.image import GroupNorm, Sum
+from vla_accel.ops.sums import GroupNorm, Sum
 
 TRAIN_TIMESTEPS = 1000
 _EXPECTED = {
@@ -91,6 +92,7 @@ class NativeUnet:
                 raise EngineError(f"native unet: unknown block {name}; known are {', '.join(_BLOCKS)}")
         self.dtype, self.paired, self.multiple = module.dtype, module.paired, module.multiple
         self.choices: dict[str, str] = {}
+        self.detail = self._describe()
         self._tables = _Tables()
         self.conv_in = padded(unet.conv_in.weight, 1)
         self.shift_in = unet.conv_in.bias.float()
@@ -103,9 +105,15 @@ class NativeUnet:
         self.time_table = self._tables.times(unet)
         self.text = self._tables.text()
 
-    @property
-    def detail(self) -> str:
-        """What was chosen, for the ledger."""
+    def form(self, paired: bool) -> NativeUnet:
+        """The program for guided (`paired`) or single batches; weights and choices are shared."""
+        if paired == self.paired:
+            return self
+        other = copy.copy(self)
+        other.paired = paired
+        return other
+
+    def _describe(self) -> str:
         ways: dict[str, list[str]] = {}
         for key, way in self.choices.items():
             ways.setdefault(f"{key.split()[0]} {way}", []).append(key)
@@ -126,6 +134,7 @@ class NativeUnet:
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
             y = self._run(sample, timestep, states)
         torch.add(y[..., : target.shape[1]].permute(0, 3, 1, 2), self.bias_out, out=target)
+        self.detail = self._describe()
 
     def _run(self, sample: Tensor, timestep: Tensor, states: Tensor) -> Tensor:
         batch = sample.shape[0]
@@ -167,7 +176,7 @@ class NativeUnet:
         if key not in self.choices:
             if like.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise EngineError("native unet: run once at this size before the graph is captured")
-            self.choices[key] = ops.fastest(dict(ways))[0]
+            self.choices[key] = ops.fastest(ways)[0]
         return self.choices[key]
 
 

@@ -1,0 +1,131 @@
+"""Compile CUDA C++ with NVRTC, load it with the driver, launch it on torch's current stream. Knows nothing of kernels.
+
+A launch can be captured into a CUDA graph. Arguments are ctypes values, structures included, passed by value.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import os
+import sysconfig
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vla_accel.errors import EngineError
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER, _DEPENDENT = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    """The NVRTC of torch's CUDA version: already loaded, on the loader's path, or in torch's own wheels."""
+    major = (torch.version.cuda or "").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    roots = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), os.path.dirname(torch.__path__[0])}
+    places = [name, *(p for root in sorted(roots) for p in glob.glob(f"{root}/nvidia/*/lib/{name}"))]
+    for place in places:
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue  # the next place; none of them is an error, below
+    raise EngineError(f"CUDA kernels need {name}, which CUDA builds of torch bring; looked at {', '.join(places)}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check_driver(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise EngineError(f"{what}: CUDA error {status} ({(text.value or b'unknown').decode()})")
+
+
+@functools.cache
+def compile_source(source: str, architecture: str) -> bytes:
+    """Machine code of `source` for e.g. "sm_90a". Raises EngineError with the compiler's log."""
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
+    if status:
+        raise EngineError(f"NVRTC: could not take the source (status {status})")
+    try:
+        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+        status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+        if status:
+            size = ctypes.c_size_t()
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise EngineError(f"NVRTC: the source does not compile for {architecture}:\n{log.value.decode()[:4000]}")
+        size = ctypes.c_size_t()
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, code)
+        return code.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
+
+
+class Module:
+    """Kernels of one source, loaded on one device. `shared`: dynamic shared memory of each kernel, in bytes."""
+
+    def __init__(self, source: str, shared: Mapping[str, int], architecture: str, device: torch.device) -> None:
+        code = compile_source(source, architecture)
+        self.shared = dict(shared)
+        self._module = ctypes.c_void_p()
+        self._functions: dict[str, ctypes.c_void_p] = {}
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes the context current
+            _check_driver(_driver().cuModuleLoadData(ctypes.byref(self._module), code), "loading CUDA kernels")
+            for name, size in self.shared.items():
+                function = ctypes.c_void_p()
+                status = _driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
+                _check_driver(status, f"finding kernel {name}")
+                status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, size)
+                _check_driver(status, f"kernel {name}: {size} bytes of shared memory")
+                self._functions[name] = function
+
+    def launch(
+        self, name: str, blocks: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
+        dependent: bool = False,
+    ) -> None:  # fmt: skip
+        """Enqueue on the current stream; `arguments` are ctypes values in the kernel's order.
+
+        `cluster`: blocks of a cluster. `dependent`: programmatic dependence: the kernel may start before its
+        predecessor has finished, and waits for it itself.
+        """
+        attributes = (_Attribute * 2)()
+        count = 0
+        if cluster > 1:
+            attributes[count].id = _CLUSTER
+            attributes[count].value[:3] = (cluster, 1, 1)
+            count += 1
+        if dependent:
+            attributes[count].id = _DEPENDENT
+            attributes[count].value[0] = 1
+            count += 1
+        stream = torch.cuda.current_stream().cuda_stream
+        config = _Config(blocks, 1, 1, threads, 1, 1, self.shared[name], stream, ctypes.addressof(attributes), count)
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+        status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._functions[name], pointers, None)
+        _check_driver(status, f"launch of {name}")
