@@ -7,6 +7,7 @@ spot). Runs anywhere; it is worth it on a GPU, inside a CUDA graph. Knows nothin
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 
 import torch
@@ -27,11 +28,15 @@ Step = Callable[[Sum], Sum]
 class NativeHalf:
     """`program(inputs, outputs)`: reads the first input, writes the first output; both stay the caller's.
 
-    Holds its own copy of the weights, laid out for the GPU, in the half's dtype. One instance serves every size; the
-    choices it measures are made once for each.
+    Holds its own copy of the weights, laid out for the GPU, in the half's dtype or another one to compute in: float16
+    holds eight times finer steps than bfloat16 at the same speed, where the range allows. One instance serves every
+    size; the choices it measures are made once for each. Raises EngineError for weights beyond the dtype's range.
     """
 
-    def __init__(self, half: Half) -> None:
+    def __init__(self, half: Half, dtype: torch.dtype | None = None) -> None:
+        if dtype is not None and dtype != half.dtype:
+            half = copy.deepcopy(half).to(dtype)
+            _require_finite_weights(half, dtype)
         self.half, self.dtype = half, half.dtype
         self.choices: dict[str, str] = {}
         self.detail = self._describe()
@@ -60,7 +65,7 @@ class NativeHalf:
         if self.half.frames:
             source, target = source[:, :, 0], target[:, :, 0]
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
-            y = self._run(source.permute(0, 2, 3, 1))
+            y = self._run(source.to(self.dtype).permute(0, 2, 3, 1))
         torch.add(y[..., : target.shape[1]].permute(0, 3, 1, 2), self.bias_out, out=target)
         if self.half.clamp:
             target.clamp_(-1.0, 1.0)
@@ -178,7 +183,7 @@ class _Attention:
         if name not in self.choices:
             if q.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise EngineError("native autoencoder: run once at this size before the graph is captured")
-            ways = {w: lambda w=w: ops.attend(q, k, v, how=w) for w in (*ops.SCORES, "sdpa")}
+            ways = {w: lambda w=w: ops.attend(q, k, v, how=w) for w in (*ops.SCORES, *ops.FLASH, "sdpa")}
             self.choices[name] = ops.fastest(ways, repeats=3)[0]
         out = F.linear(ops.attend(q, k, v, how=self.choices[name]), self.proj)
         return Sum(out.view(y.shape), y, self.shift)
@@ -199,6 +204,12 @@ class _Up:
     def __call__(self, x: Sum) -> Sum:
         out = ops.conv_phases(ops.add_up(x), self.weight)
         return Sum(out.value, shift=self.shift, phased=True)
+
+
+def _require_finite_weights(half: Half, dtype: torch.dtype) -> None:
+    for name, weight in half.named_parameters():
+        if not bool(torch.isfinite(weight).all()):
+            raise EngineError(f"native autoencoder: weight {name} does not fit {dtype}; use bfloat16 or float32")
 
 
 def _bias(conv: nn.Conv2d | nn.Linear) -> Tensor:

@@ -21,7 +21,7 @@ from vla_accel.ops.fused import Linear, make_linear
 
 @dataclass(frozen=True)
 class PrefixLayer:
-    """One block's four products; the last block has only the first."""
+    """One block's four products; the last block has only the first, and of it only keys and values."""
 
     qkv: Linear
     o: Linear | None
@@ -51,10 +51,13 @@ class PrefixWeights:
             first, second = layer.input_layernorm, layer.post_attention_layernorm
             assert isinstance(first, RmsNorm) and isinstance(second, RmsNorm)
             amax = amax_of(scales, precision, f"prefix.layers.{index}")
-            qkv = make_linear(*fold_norm(layer.qkv_proj, first), dtype, amax("qkv_proj"))
+            weight, _ = fold_norm(layer.qkv_proj, first)
             if index + 1 == config.depth:
-                layers.append(PrefixLayer(qkv, None, None, None))
+                # Nothing asks the last layer anything: only its keys and values are needed.
+                only = weight[config.heads * config.head_dim :]
+                layers.append(PrefixLayer(make_linear(only, None, dtype, amax("qkv_proj")), None, None, None))
                 continue
+            qkv = make_linear(weight, None, dtype, amax("qkv_proj"))
             layers.append(
                 PrefixLayer(
                     qkv,
@@ -92,7 +95,8 @@ class NativePrefix:
             return torch.empty(rows, columns, dtype=kind, device=device)
 
         self.x, self.y, self.h = buffer(width), buffer(width), buffer(width, narrow)
-        self.qkv = buffer(first.qkv.weight.shape[0])
+        self.qkv = buffer((weights.heads + 2 * weights.kv_heads) * weights.head_dim)
+        self.last_kv = buffer(2 * weights.kv_heads * weights.head_dim)
         self.context = buffer(weights.heads * weights.head_dim, narrow)
         if first.gate_up is not None:
             hidden = first.gate_up.weight.shape[0] // 2
@@ -108,10 +112,12 @@ class NativePrefix:
         q = self.qkv.view(self.batch, self.tokens, -1, w.head_dim)[:, :, : w.heads]
         for index, layer in enumerate(w.layers):
             keys, values = outputs["keys"][index], outputs["values"][index]
+            if layer.o is None or layer.gate_up is None or layer.down is None:
+                fused.linear(self.h, layer.qkv, self.last_kv)
+                fused.rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0)
+                break
             fused.linear(self.h, layer.qkv, self.qkv)
             fused.rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads)
-            if layer.o is None or layer.gate_up is None or layer.down is None:
-                break
             fused.attention(q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale)
             fused.linear(self.context, layer.o, self.y)
             self._residual(layer.gate_up)

@@ -21,7 +21,9 @@ from vla_accel.ops.fused import Linear
 CAPABILITY = (9, 0)
 ARCHITECTURE = "sm_90a"
 MAX_ROWS = 64
-STAGE_BYTES, WARPS, KEYS, CLUSTER = 32_768, 8, 64, 8
+STAGE_BYTES, WARPS, KEYS = 32_768, 8, 64
+MAX_PORTABLE, MAX_CLUSTER = 8, 16
+GATE_UP_UNITS = 3
 THREADS = WARPS * 32
 _SOURCE = Path(__file__).parents[1] / "ops" / "cuda" / "denoise.cu"
 
@@ -37,7 +39,7 @@ def fits(config: Pi0Config, batch: int, dtype: torch.dtype, narrow: bool, device
     if batch * config.suffix_tokens > MAX_ROWS:
         return f"{batch} x {config.suffix_tokens} suffix rows are more than {MAX_ROWS}"
     sizes = (expert.width % 32, attended % 32, expert.mlp_dim % 32, expert.head_dim % 64)
-    whole = all(k <= 2048 or k % 2048 == 0 for k in (attended, expert.mlp_dim))
+    whole = (attended <= 2048 or attended % 2048 == 0) and (expert.mlp_dim <= 1024 or expert.mlp_dim % 1024 == 0)
     if any(sizes) or not whole or expert.width > 1024 or expert.head_dim > 256 or config.action_dim > 256:
         return "its tiles do not fit these widths"
     return ""
@@ -92,7 +94,7 @@ class Packed:
                 _single(o),
                 pack(pair_tiles(gate_up.weight, gate_up.weight.shape[0] // 2, gate_up.weight.shape[0]),
                      gate_up.weight.shape[1]),
-                _single(down),
+                _split(down),
             )  # fmt: skip
             sizes = [part.numel() for part in four]
             offsets = (sizes[0], sum(sizes[:2]), sum(sizes[:3]))
@@ -104,6 +106,24 @@ class Packed:
 def _single(layer: Linear) -> Tensor:
     n, k = layer.weight.shape
     return pack(layer.weight.view(n // 8, 1, 8, k), k_chunk(k))
+
+
+def split_of(width: int, k: int) -> int:
+    """Blocks that share K of the MLP's last product: as many as leave each a part that is worth a block."""
+    def suits(n: int) -> bool:
+        part = k // n
+        return width % (8 * n) == 0 and k % (32 * n) == 0 and part >= 512 and (part <= 1024 or part % 1024 == 0)
+
+    return next((n for n in (4, 2) if suits(n)), 1)
+
+
+def _split(layer: Linear) -> Tensor:
+    """The last product's weight by cluster, part of K, chunk, then as `pack`."""
+    n, k = layer.weight.shape
+    split = split_of(n, k)
+    part = k // split
+    tiles = layer.weight.view(n // (8 * split), split, 8, split, part).permute(0, 3, 1, 2, 4)
+    return pack(tiles.reshape(-1, split, 8, part), min(part, 1024))
 
 
 _P, _U64 = ctypes.c_void_p, ctypes.c_uint64
@@ -144,11 +164,18 @@ class StreamedLoop:
         self.depth, self.steps, self.prefix_tokens = expert.depth, tables.steps, prefix_tokens
         row_tiles = -(-tokens * (expert.heads // expert.kv_heads) // 16)
         pairs = expert.mlp_dim // 8
-        # Four units a block where there are enough: as many blocks as multiprocessors, or nearly.
-        units = min(4, -(-pairs // 128))
+        # A few units a block: fewer would fetch the activations too often, more leave too little room to overlap.
+        units = min(GATE_UP_UNITS, -(-pairs // 128))
+        split = split_of(expert.width, expert.mlp_dim)
+        part = expert.mlp_dim // split
+        splits = (_up(prefix_tokens, KEYS) + _up(tokens, KEYS)) // KEYS
+        tiled = row_tiles * batch * expert.kv_heads
+        # A block for every tile of keys where the clusters all fit on the chip at once.
+        self.cluster = splits if MAX_PORTABLE < splits <= MAX_CLUSTER and tiled <= 7 else MAX_PORTABLE
+        self.split = split
         self.blocks = {
             "qkv": (expert.heads + 2 * expert.kv_heads) * expert.head_dim // 16,
-            "attention": row_tiles * batch * expert.kv_heads * CLUSTER,
+            "attention": tiled * self.cluster,
             "output": expert.width // 8,
             "gate_up": -(-pairs // units),
             "down": expert.width // 8,
@@ -158,7 +185,8 @@ class StreamedLoop:
         sizes = {
             "MT": tiles, "M": rows, "BATCH": batch, "T": tokens, "HZ": config.action_horizon, "W": expert.width,
             "MLP": expert.mlp_dim, "H": expert.heads, "KV": expert.kv_heads, "D": expert.head_dim, "L": expert.depth,
-            "A": config.action_dim, "GATE_UP_UNITS": units, "CLUSTER": CLUSTER, "ADAPTIVE": int(self.adaptive),
+            "A": config.action_dim, "GATE_UP_UNITS": units, "CLUSTER": self.cluster, "SPLIT": split,
+            "ADAPTIVE": int(self.adaptive),
         }  # fmt: skip
         defines = "".join(f"#define {name} {value}\n" for name, value in sizes.items())
         squares = 4 * WARPS * 16 * tiles
@@ -171,7 +199,7 @@ class StreamedLoop:
             "attention": 0,
             "output": staged(-(-expert.heads * expert.head_dim // 2048)),
             "gate_up": staged(units, squares),
-            "down": staged(-(-expert.mlp_dim // 2048)),
+            "down": max(part * split * 16, WARPS * tiles * 512) + 4 * split * tiles * 128 + 8 * -(-part // 1024),
             "mix": staged(1),
             "between": 0,
         }
@@ -224,10 +252,10 @@ class StreamedLoop:
                 launch("mix")
             for layer in range(self.depth):
                 launch("qkv", self._eps, step, layer)
-                launch("attention", layer, cluster=CLUSTER)
+                launch("attention", layer, cluster=self.cluster)
                 launch("output", step, layer)
                 launch("gate_up", self._eps, step, layer)
-                launch("down", step, layer)
+                launch("down", step, layer, cluster=self.split)
         launch("between", self._eps, self.steps)
 
 

@@ -11,7 +11,7 @@
 //
 // Sizes arrive as macros: M rows in MT tiles of 16 (BATCH sequences of T tokens, the last HZ of them actions), W width,
 // MLP, H query heads, KV key heads, D head size, L layers, A action size, GATE_UP_UNITS a block, CLUSTER blocks that share
-// an attention tile, ADAPTIVE (π0.5) or not (π0, whose first token is the state).
+// an attention tile, SPLIT those that share K of the last product, ADAPTIVE (π0.5) or not (π0, whose first token is the state).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -118,7 +118,9 @@ struct Stages {
   u32 barriers;
   int next;
   __device__ __forceinline__ Stages(unsigned char* shared, int count)
-      : memory(shared), barriers(smem_of(shared + count * STAGE_BYTES)), next(0) {
+      : Stages(shared, 0, smem_of(shared + count * STAGE_BYTES), count) {}
+  __device__ __forceinline__ Stages(unsigned char* shared, int start, u32 at, int count)
+      : memory(shared), barriers(at), next(start) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < count; ++i)
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + i * 8) : "memory");
@@ -126,13 +128,19 @@ struct Stages {
     }
   }
   // Thread 0 only.
-  __device__ __forceinline__ void fetch(int stage, const unsigned char* from, u32 bytes) {
-    const u32 full = barriers + stage * 8;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     smem_of(memory + stage * STAGE_BYTES)),
-                 "l"(from), "r"(bytes), "r"(full)
+  __device__ __forceinline__ void expect(int stage, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barriers + stage * 8), "r"(bytes)
                  : "memory");
+  }
+  __device__ __forceinline__ void copy(int stage, u32 to, const unsigned char* from, u32 bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     smem_of(memory + to)),
+                 "l"(from), "r"(bytes), "r"(barriers + stage * 8)
+                 : "memory");
+  }
+  __device__ __forceinline__ void fetch(int stage, const unsigned char* from, u32 bytes) {
+    expect(stage, bytes);
+    copy(stage, stage * STAGE_BYTES, from, bytes);
   }
   // The next chunk, arrived.
   __device__ __forceinline__ const unsigned char* take() {
@@ -144,6 +152,19 @@ struct Stages {
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // Until all that was launched before has finished. Before it, only constants and the prefix may be read.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// -- clusters ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float load_remote(u32 address, int rank) {
+  u32 there;
+  float v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there));
+  return v;
+}
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
@@ -445,10 +466,78 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
                      m.in_gate + ((u64)step * L + layer) * W);
 }
 
+// A cluster of SPLIT blocks shares SPLIT tiles of columns: each block takes a part of K, which spares the others its
+// activations, and finishes one tile. Weights are packed by cluster, part of K, block of 32, tile.
 extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     down(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
-  into_stream<MLP>(c, c.active, m.weights + m.layer_at + layer * m.layer_bytes + m.down_at,
-                   m.post_gate + ((u64)step * L + layer) * W);
+  constexpr int PART = MLP / SPLIT, CHUNK = PART > 1024 ? 1024 : PART, CHUNKS = PART / CHUNK, N = SPLIT * MT * 4;
+  constexpr u32 BYTES = SPLIT * 16 * CHUNK, STEP = BYTES > STAGE_BYTES ? STAGE_BYTES : BYTES;
+  constexpr u32 LEAST = WARPS * MT * 4 * 128, ROOM = CHUNKS * BYTES > LEAST ? CHUNKS * BYTES : LEAST;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x % SPLIT, first = blockIdx.x / SPLIT * SPLIT;
+  unsigned char* shared = shared_memory;
+  float* own = (float*)(shared + ROOM);  // SPLIT x MT x 128: this block's part of every tile
+  Stages stages(shared, 0, smem_of(own + SPLIT * MT * 128), CHUNKS);
+  const unsigned char* weights = m.weights + m.layer_at + layer * m.layer_bytes + m.down_at;
+  if (threadIdx.x == 0)
+    for (int i = 0; i < CHUNKS; ++i) {
+      stages.expect(i, BYTES);
+      for (u32 at = 0; at < BYTES; at += STEP)
+        stages.copy(i, i * BYTES + at, weights + (u64)(blockIdx.x * CHUNKS + i) * BYTES + at, STEP);
+    }
+  let_next_start();
+  const int column = (first + rank) * 8 + (threadIdx.x & 3) * 2 + ((threadIdx.x >> 5) & 1);
+  const float gate = ADAPTIVE ? __ldg(m.post_gate + ((u64)step * L + layer) * W + column) : 1.f;
+  sync_compute();
+  wait_for_previous();
+  constexpr int EACH = (MT * 128 + THREADS - 1) / THREADS;
+  float present[EACH];
+#pragma unroll
+  for (int n = 0; n < EACH; ++n)
+    present[n] = load_float(c.xf + (u64)min(Place(threadIdx.x + n * THREADS).row, M - 1) * W + column);
+  float acc[SPLIT][MT][4];
+#pragma unroll
+  for (int i = 0; i < N; ++i) ((float*)acc)[i] = 0.f;
+#pragma unroll
+  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+    uint4 a[ROUNDS(CHUNK)][MT][2];
+#pragma unroll
+    for (int i = 0; i < ROUNDS(CHUNK); ++i) {
+      const int kb = warp + WARPS * i;
+      if (kb < CHUNK / 32) load_rows(a[i], c.active, rank * PART + chunk * CHUNK + kb * 32, MLP, lane);
+    }
+    wait_parity(stages.barriers + chunk * 8, 0);
+    multiply<CHUNK, SPLIT, ROUNDS(CHUNK)>(shared + chunk * BYTES, acc, a, 0, warp, lane);
+  }
+  sync_compute();
+  // The warps' sums take the place of the weights, a tile of rows at a time where all would not fit.
+  float* sums = (float*)shared;
+  constexpr int HELD_TILES = ROOM >= WARPS * N * 128 ? SPLIT : 1;
+#pragma unroll
+  for (int tile = 0; tile < SPLIT; tile += HELD_TILES) {
+    constexpr int COUNT = HELD_TILES * MT * 4;
+    put_sums<COUNT>(sums, (float*)acc + tile * MT * 4, warp, lane);
+    sync_compute();
+    for (int e = threadIdx.x; e < HELD_TILES * MT * 128; e += THREADS)
+      own[tile * MT * 128 + e] = take_sum<COUNT>(sums, e >> 5, e & 31);
+    sync_compute();
+  }
+  sync_cluster();
+#pragma unroll
+  for (int n = 0; n < EACH; ++n) {
+    const int e = threadIdx.x + n * THREADS;
+    const Place at(e);
+    if (at.tile == 0 && at.row < M) {
+      const u64 place = (u64)at.row * W + column;
+      float sum = 0.f;
+#pragma unroll
+      for (int other = 0; other < SPLIT; ++other) sum += load_remote(smem_of(own + rank * MT * 128 + e), other);
+      sum = present[n] + gate * sum;
+      c.xf[place] = sum;
+      c.xb[place] = to_bf16(sum);
+    }
+  }
+  // No block may leave while another still reads its part.
+  sync_cluster();
 }
 
 // π0: the second layer of the time MLP. The state's row is already in the stream.
@@ -468,17 +557,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
 
 // A cluster of blocks shares a tile of 16 query rows (tokens x heads of one key head); each block takes every CLUSTER-th
 // tile of 64 keys, and the parts meet in the cluster's shared memory. The prefix's keys are fetched before the wait for q.
-__device__ __forceinline__ float load_remote(u32 address, int rank) {
-  u32 there;
-  float v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there));
-  return v;
-}
-__device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ Model m, const __grid_constant__ Call c, int layer) {
   constexpr int DB = D / 32;                       // blocks of 32 of the head

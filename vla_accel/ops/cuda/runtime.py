@@ -18,6 +18,7 @@ import torch
 from vla_accel.errors import EngineError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_ANY_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _CLUSTER, _DEPENDENT = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -103,6 +104,8 @@ class Module:
                 _check_driver(status, f"finding kernel {name}")
                 status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, size)
                 _check_driver(status, f"kernel {name}: {size} bytes of shared memory")
+                status = _driver().cuFuncSetAttribute(function, _ANY_CLUSTER, 1)
+                _check_driver(status, f"kernel {name}: clusters of more than eight")
                 self._functions[name] = function
 
     def launch(

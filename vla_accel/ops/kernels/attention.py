@@ -67,13 +67,15 @@ def attention(
     source, kv_heads = k.shape[1:3]
     wide = head_dim > 128
     block_m = 64 if tokens > 32 else 16
-    block_n = 64 if wide or source > 64 else 32
+    # The fastest on an H200 for the prefix (544 x 256) and for a view (256 x 72).
+    block_n = 32 if wide or source <= 64 else 128
+    warps = 4 if wide or block_m == 16 else 8
     grid = (triton.cdiv(tokens, block_m), heads, batch)
     _attention[grid](
         q, k, v, out, lengths if lengths is not None else out, tokens, q.stride(0), q.stride(1), q.stride(2),
         k.stride(0), k.stride(1), k.stride(2), head_dim**-0.5 * LOG2E, inverse_scale or 1.0, source, heads, heads // kv_heads,
         head_dim, max(16, power_of_two(head_dim)), block_m, block_n, lengths is not None, inverse_scale is not None,
-        num_warps=8 if wide and block_m == 64 else 4, num_stages=2 if wide else 3,
+        num_warps=warps, num_stages=3,
     )  # fmt: skip
 
 
