@@ -1,0 +1,68 @@
+"""Record what the expert sees on training start states: for calibrating FP8 and for agreement reports.
+
+    python -m eval.libero.demo.observations --states runs/demo/states --output runs/demo/observations.npz
+
+The shipped evaluation states never enter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from vla_accel.errors import ConfigError
+from vla_accel.recording import save_observations
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Play expert episodes from stored start states and keep every so many-th observation."""
+
+    states: Path
+    """Folder of `eval.libero.demo.states`."""
+    output: Path
+    suite: str = "libero_spatial"
+    per_task: int = 24
+    """Observations of each task."""
+    every: int = 8
+    """Actions between two of them."""
+    first: int = 0
+    """Start state of each task to begin with."""
+
+
+def main() -> None:
+    """Record and write one file."""
+    chosen = tyro.cli(Arguments)
+    if min(chosen.per_task, chosen.every) < 1:
+        raise ConfigError(f"per_task and every: expected at least 1, got {chosen.per_task} and {chosen.every}")
+    from eval.libero.demo.expert import Expert
+    from eval.libero.simulator import LiberoEnv, load_suite
+
+    observations: list[dict[str, Any]] = []
+    for task in load_suite(chosen.suite).tasks:
+        with np.load(chosen.states / f"task_{task.id:02d}.npz") as content:
+            starts = content["states"]
+        env, expert = LiberoEnv(task, render=True), Expert()
+        kept, start = 0, chosen.first
+        while kept < chosen.per_task:
+            env.reset_to(starts[start % len(starts)])
+            start += 1
+            for step in range(200):
+                if step % chosen.every == 0 and kept < chosen.per_task:
+                    observations.append({**env.frame(), "prompt": task.language})
+                    kept += 1
+                coming = (step + 1) % chosen.every == 0
+                env.step(np.clip(np.array(expert.act(env), np.float64), -1, 1), look=coming)
+                if env.success or kept == chosen.per_task:
+                    break
+        env.close()
+        print(f"{task.language}: {kept} observations", flush=True)
+    save_observations(observations, chosen.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Several systems timed in turns in one run: the whole call, from a NumPy observation to NumPy actions.
+
+Every call gets a fresh random observation, made before the clock starts. Systems take turns, so that a change of the
+machine's state meets all of them. Knows how to time and report; `systems.py` knows what is timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+SCHEMA = "vla_accel.bench/1"
+
+
+@dataclass
+class System:
+    """One thing to time. `infer(observation)` returns a mapping that may have `policy_timing` (ms by part)."""
+
+    name: str
+    infer: Callable[[dict[str, Any]], Mapping[str, Any]]
+    steps: int
+    first_call_s: float = 0.0
+    floors: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Samples:
+    total_ms: list[float] = field(default_factory=list)
+    parts_ms: dict[str, list[float]] = field(default_factory=dict)
+
+
+def run(
+    systems: Sequence[System],
+    observe: Callable[[np.random.Generator], dict[str, Any]],
+    *,
+    calls: int = 100,
+    turn: int = 10,
+    warmup: int = 5,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """`calls` timed calls of each system, `turn` at a time, in turns. Returns a row of figures a system."""
+    rng = np.random.default_rng(seed)
+    samples = {system.name: _Samples() for system in systems}
+    for system in systems:
+        start = time.perf_counter()
+        system.infer(observe(rng))
+        system.first_call_s = system.first_call_s or time.perf_counter() - start
+        for _ in range(warmup - 1):
+            system.infer(observe(rng))
+    done = 0
+    while done < calls:
+        count = min(turn, calls - done)
+        for system in systems:
+            kept = samples[system.name]
+            for _ in range(count):
+                observation = observe(rng)
+                start = time.perf_counter()
+                result = system.infer(observation)
+                kept.total_ms.append((time.perf_counter() - start) * 1e3)
+                for part, value in result.get("policy_timing", {}).items():
+                    if part not in ("infer_ms", "total_ms"):
+                        kept.parts_ms.setdefault(part.removesuffix("_ms"), []).append(value)
+        done += count
+        progress(f"{done}/{calls} calls of each")
+    return [_row(system, samples[system.name]) for system in systems]
+
+
+def _row(system: System, samples: _Samples) -> dict[str, Any]:
+    total = summary(samples.total_ms)
+    parts = {name: summary(values)["median_ms"] for name, values in samples.parts_ms.items()}
+    floor = system.floors.get("total")
+    return {
+        "system": system.name,
+        "steps": system.steps,
+        "calls": len(samples.total_ms),
+        **total,
+        "parts_ms": parts,
+        # What a caller's clock sees beside what the parts add up to.
+        "parts_sum_ms": sum(parts.values()),
+        "floors_ms": system.floors,
+        "share_of_floor": floor / total["median_ms"] if floor else None,
+        "first_call_s": system.first_call_s,
+        **system.notes,
+    }
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median and spread."""
+    array = np.asarray(values)
+    p10, p50, p90 = (float(np.percentile(array, q)) for q in (10, 50, 90))
+    return {"median_ms": p50, "p10_ms": p10, "p90_ms": p90, "min_ms": float(array.min()), "max_ms": float(array.max())}
+
+
+def add_speedups(rows: list[dict[str, Any]], baseline: str) -> None:
+    """`speedup` of each row over the baseline's row of the same number of steps; None where there is none."""
+    for row in rows:
+        base = next((r for r in rows if r["system"] == baseline and r["steps"] == row["steps"]), None)
+        row["speedup"] = base["median_ms"] / row["median_ms"] if base else None
+
+
+def rates(row: dict[str, Any], work: Any) -> dict[str, float]:
+    """Achieved TFLOP/s of vision and prefix, and GB/s of denoising, from the parts' medians."""
+    parts, found = row["parts_ms"], {}
+    if parts.get("vision"):
+        found["vision_tflops"] = work.vision_flop / parts["vision"] * 1e-9
+    if parts.get("kv_cache"):
+        found["kv_cache_tflops"] = work.prefix_flop / parts["kv_cache"] * 1e-9
+    if parts.get("denoise"):
+        found["denoise_gb_per_s"] = work.denoise_bytes / parts["denoise"] * 1e-6
+    return found

@@ -1,0 +1,184 @@
+"""`vla-accel bench`: our engines, our eager code and openpi's, in turns; a table and one JSON line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from vla_accel.bench import SCHEMA, add_speedups, rates, run
+from vla_accel.cli.common import print_table
+from vla_accel.errors import ConfigError, DependencyError
+from vla_accel.files import replacing
+from vla_accel.floor import Work, measure_ceilings
+from vla_accel.latency import hardware, software
+from vla_accel.policy import resolve_device
+from vla_accel.synthetic import random_observation
+from vla_accel.systems import CONFIGS, NAMES, OPENPI, Factory, describe_sizes, free, without_graph
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Time whole calls of policies of the published size with random weights."""
+
+    model: Literal["pi05", "pi0"] = "pi05"
+    systems: tuple[str, ...] = ("native-bf16", "native-fp8", "native-fp8-vision", "eager", "openpi-eager")
+    """Some of eager, native-bf16, native-fp8, native-fp8-vision, openpi-eager, openpi-compile, openpi-max-autotune.
+    openpi's are left out, loudly, where it is not installed."""
+    steps: str = "10,3,1"
+    """Denoising steps, a sweep."""
+    views: int | None = None
+    """Images a call: 2 for π0.5, 3 for π0 if not given."""
+    horizon: int | None = None
+    """Actions a chunk: 10 for π0.5, 50 for π0 if not given."""
+    batch: str = ""
+    """Batch sizes whose throughput is measured besides, e.g. 1,2,4,8,16."""
+    calls: int = 100
+    """Timed calls of each system."""
+    profile: bool = False
+    """Besides, list the GPU's kernels of one call of each of our systems."""
+    device: str = "auto"
+    output: Path | None = None
+    """JSON file."""
+
+
+def main(arguments: list[str]) -> int:
+    """Time and report."""
+    chosen = tyro.cli(Arguments, args=arguments, prog="vla-accel bench")
+    sweep = _numbers(chosen.steps, "steps")
+    batches = _numbers(chosen.batch, "batch") if chosen.batch else []
+    unknown = [name for name in chosen.systems if name not in NAMES]
+    if unknown or not chosen.systems:
+        raise ConfigError(f"systems: expected some of {', '.join(NAMES)}, got {', '.join(unknown) or 'none'}")
+    device = resolve_device(chosen.device)
+    views = chosen.views or (2 if chosen.model == "pi05" else 3)
+    horizon = chosen.horizon or (10 if chosen.model == "pi05" else 50)
+    ceilings = measure_ceilings(device) if device.type == "cuda" else None
+    factory = Factory(chosen.model, views=views, horizon=horizon, device=str(device), ceilings=ceilings)
+    names, left_out = _available(factory, list(chosen.systems), sweep[0])
+    rows: list[dict[str, Any]] = []
+    for steps in sweep:
+        systems = [factory.make(name, steps) for name in names]
+        processor = factory.processor
+        if processor is None:
+            raise ConfigError("systems: expected at least one of this package's own beside openpi's")
+        found = run(systems, partial(random_observation, processor), calls=chosen.calls, progress=_say)
+        for row in found:
+            if "work" in row:
+                row |= rates(row, Work(**row["work"]))
+        rows += found
+        free()
+    add_speedups(rows, "openpi-eager" if "openpi-eager" in names else "eager")
+    throughput = _throughput(factory, [n for n in names if n in CONFIGS], sweep[0], batches, chosen.calls)
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": "vla-accel bench " + " ".join(arguments),
+        "hardware": hardware(device),
+        "software": software(),
+        "model": describe_sizes(factory.model.config, views) if factory.model is not None else {},
+        "ceilings": None if ceilings is None else ceilings.__dict__,
+        "left_out": left_out,
+        "rows": rows,
+        "throughput": throughput,
+    }
+    if chosen.profile:
+        report["profile"] = {n: profile(factory, n, sweep[0]) for n in names if n in CONFIGS}
+    _print(report)
+    if chosen.output is not None:
+        with replacing(chosen.output) as temporary:
+            temporary.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+    return 0
+
+
+def _available(factory: Factory, names: list[str], steps: int) -> tuple[list[str], dict[str, str]]:
+    left_out: dict[str, str] = {}
+    for name in [n for n in names if n in OPENPI]:
+        try:
+            factory.make(name, steps)
+        except DependencyError as error:
+            left_out[name] = str(error)
+            print(f"left out: {name}: {error}", file=sys.stderr)
+    return [n for n in names if n not in left_out], left_out
+
+
+def _throughput(factory: Factory, names: list[str], steps: int, batches: list[int], calls: int) -> list[dict[str, Any]]:
+    """Observations a second of batched calls of one policy."""
+    import numpy as np
+
+    rows = []
+    for name in names:
+        policy = factory._by_name[name].with_steps(steps)
+        for batch in batches:
+            system = factory.make(name, steps)
+            rng = np.random.default_rng(batch)
+            observations = [random_observation(policy.processor, rng) for _ in range(batch)]
+            system.infer = lambda _, p=policy, o=observations: p.infer_batch(o)[0]
+            row = run([system], lambda _: {}, calls=max(10, calls // 4))[0]
+            rows.append({"system": name, "steps": steps, "batch": batch, "median_ms": row["median_ms"],
+                         "per_second": 1e3 * batch / row["median_ms"]})  # fmt: skip
+    return rows
+
+
+def profile(factory: Factory, name: str, steps: int) -> list[dict[str, Any]]:
+    """Kernels of one call, the longest first: name, times called, microseconds."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    base = factory._by_name[name].with_steps(steps)
+    policy = type(base)(base.model, base.processor, without_graph(base.config), name=base.name, store=base.store)
+    policy.warm_up()
+    observation = base.processor.example()
+    activity = ProfilerActivity.CUDA if policy.device.type == "cuda" else ProfilerActivity.CPU
+    with profiler(activities=[activity], acc_events=True) as recorded:
+        policy.infer(observation)
+    events = sorted(recorded.key_averages(), key=_microseconds, reverse=True)
+    return [{"kernel": e.key[:120], "count": e.count, "us": round(_microseconds(e), 1)} for e in events[:30]]
+
+
+def _microseconds(event: Any) -> float:
+    return float(event.self_device_time_total or event.self_cpu_time_total)
+
+
+def _numbers(text: str, name: str) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name}: expected numbers and commas, got {text!r}") from error
+    if not values or min(values) < 1:
+        raise ConfigError(f"{name}: expected numbers of at least 1, got {text!r}")
+    return values
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print(report: dict[str, Any]) -> None:
+    timed = ["system", "steps", "median ms", "p10", "p90", "speed-up"]
+    columns = [*timed, "vision", "KV cache", "denoise", "floor", "of it"]
+    body = []
+    for row in report["rows"]:
+        parts, floor, speedup = row["parts_ms"], row["floors_ms"].get("total"), row["speedup"]
+        body.append([
+            row["system"], str(row["steps"]), f"{row['median_ms']:.2f}", f"{row['p10_ms']:.2f}", f"{row['p90_ms']:.2f}",
+            f"{speedup:.1f}×" if speedup else "-",
+            *(f"{parts[n]:.2f}" if n in parts else "-" for n in ("vision", "kv_cache", "denoise")),
+            f"{floor:.2f}" if floor else "-", f"{100 * row['share_of_floor']:.0f} %" if floor else "-",
+        ])  # fmt: skip
+    print_table("whole calls, NumPy in to NumPy out", columns, body)
+    if report["throughput"]:
+        body = [
+            [r["system"], str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}"]
+            for r in report["throughput"]
+        ]
+        print_table("batched calls", ["system", "steps", "batch", "median ms", "observations/s"], body)
+
+
+
+

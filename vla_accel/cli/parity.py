@@ -1,0 +1,92 @@
+"""`vla-accel parity`: how well a configuration agrees with FP32 eager; the exit status is 1 where it does not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from vla_accel.cli.common import print_table
+from vla_accel.config import load_config
+from vla_accel.errors import ConfigError
+from vla_accel.files import replacing
+from vla_accel.latency import hardware, software
+from vla_accel.loading import load
+from vla_accel.parity import compare, reference_of
+from vla_accel.policy import OptimizedPolicy
+from vla_accel.recording import load_observations
+from vla_accel.synthetic import random_observations, random_policy
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare final actions with the FP32 eager reference: same observations, same noise."""
+
+    config: Annotated[Path, tyro.conf.Positional]
+    """PolicyConfig file of the policy to judge."""
+    checkpoint: str = "demo"
+    """A folder, or a bundled checkpoint's name."""
+    observations: Path | None = None
+    """Recorded observations (.npz); random images if not given."""
+    synthetic: Literal["pi0", "pi05"] | None = None
+    """Instead of a checkpoint: random weights of the published size."""
+    count: int = 64
+    """Observations at most."""
+    num_steps: int | None = None
+    device: str | None = None
+    threshold: float | None = None
+    """Smallest cosine of the final actions; by precision if not given (BF16 0.9995, FP8 0.998)."""
+    seed: int = 0
+    output: Path | None = None
+    """JSON report."""
+
+
+def main(arguments: list[str]) -> int:
+    """Compare and report; 0 if the threshold holds."""
+    chosen = tyro.cli(Arguments, args=arguments, prog="vla-accel parity")
+    if chosen.count < 1:
+        raise ConfigError(f"count: expected at least 1, got {chosen.count}")
+    settings = load_config(chosen.config)
+    if chosen.synthetic:
+        policy, exact = random_policy(chosen.synthetic, settings, seed=chosen.seed, steps=chosen.num_steps,
+                                      device=chosen.device, with_reference=True)  # fmt: skip
+        assert exact is not None
+        reference = exact
+    else:
+        policy = OptimizedPolicy.from_pretrained(
+            chosen.checkpoint, settings, device=chosen.device, num_steps=chosen.num_steps
+        )
+        exact_model, processor = load(chosen.checkpoint, policy.config, device=policy.device, dtype=torch.float32)
+        reference = reference_of(policy.config, processor, exact_model, name=policy.name)
+    if chosen.observations is not None:
+        observations = load_observations(chosen.observations, chosen.count)
+    else:
+        observations = random_observations(policy, chosen.count, seed=chosen.seed)
+    report = compare(
+        policy, reference, observations, name=chosen.config.stem, seed=chosen.seed, threshold=chosen.threshold
+    )
+    rows = [[n, *_cells(a.cosine, a.worst_cosine, a.max_error, a.mean_error)] for n, a in report.components.items()]
+    for label, a in (("actions (normalised)", report.actions), ("actions (robot)", report.robot_actions)):
+        rows.append([label, *_cells(a.cosine, a.worst_cosine, a.max_error, a.mean_error)])
+    title = f"{report.name} against FP32 eager, {report.observations} observations, {report.num_steps} steps"
+    print_table(title, ["", "cosine", "worst", "max error", "mean error"], rows)
+    verdict = "agrees" if report.passed else "does NOT agree"
+    print(f"{verdict}: cosine {report.actions.cosine:.6f}, at least {report.threshold} wanted")
+    content = {
+        **report.as_dict(), "model": policy.metadata["model"], "weights": chosen.synthetic or chosen.checkpoint,
+        "recorded": chosen.observations.name if chosen.observations else None,
+        "hardware": hardware(policy.device), "software": software(),
+    }  # fmt: skip
+    if chosen.output is not None:
+        with replacing(chosen.output) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n")
+    print(json.dumps(content))
+    return 0 if report.passed else 1
+
+
+def _cells(cosine: float, worst: float, largest: float, mean: float) -> list[str]:
+    return [f"{cosine:.6f}", f"{worst:.6f}", f"{largest:.2e}", f"{mean:.2e}"]

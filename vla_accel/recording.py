@@ -1,0 +1,39 @@
+"""Recorded observations: one compressed NumPy file, for calibration and agreement on what a policy really sees.
+
+Each key of an observation is one array with the observations along its first axis; prompts are strings. No pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_accel.errors import ObservationError
+from vla_accel.files import replacing
+
+
+def save_observations(observations: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write observations of the same keys and shapes."""
+    if not observations:
+        raise ObservationError(f"recording {path}: expected at least one observation, got none")
+    keys = list(observations[0])
+    columns = {key: np.stack([np.asarray(o[key]) for o in observations]) for key in keys}
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.savez_compressed(file, **columns)
+
+
+def load_observations(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
+    """The observations of a file, at most `limit` of them, spread evenly. Raises ObservationError."""
+    try:
+        with np.load(path, allow_pickle=False) as content:
+            columns = {key: content[key] for key in content.files}
+    except (OSError, ValueError) as error:
+        raise ObservationError(f"recording {path}: expected a .npz of arrays: {error}") from error
+    counts = {len(column) for column in columns.values()}
+    if len(counts) != 1 or not (count := counts.pop()):
+        raise ObservationError(f"recording {path}: expected columns of one length, got {sorted(counts)}")
+    chosen = range(count) if limit is None or limit >= count else np.linspace(0, count - 1, limit).astype(int)
+    return [{k: v[i].item() if v[i].ndim == 0 else v[i] for k, v in columns.items()} for i in chosen]
