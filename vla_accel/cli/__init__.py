@@ -9,7 +9,24 @@ from collections.abc import Sequence
 
 from vla_accel.errors import VlaAccelError
 
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "bench": ("vla_accel.cli.bench", "time a policy beside its baselines and its floor, in turns"),
+    "parity": ("vla_accel.cli.parity", "how well a configuration agrees with FP32 eager; fails where it does not"),
+    "calibrate": ("vla_accel.cli.calibrate", "FP8 scales of a checkpoint from recorded observations"),
+    "build": ("vla_accel.cli.build", "build the TensorRT engines of a configuration, also for other GPUs"),
+    "cache": ("vla_accel.cli.cache", "list, verify or clear the built engines"),
+    "inspect": ("vla_accel.cli.inspect", "layers, precisions, profiles and size of a built engine"),
+    "convert": ("vla_accel.cli.convert", "an openpi JAX checkpoint to safetensors"),
+    "serve": ("vla_accel.cli.serve", "serve a policy to openpi's clients"),
+    "build-vae": ("vla_accel.cli.build_vae", "build TensorRT engine files of an autoencoder"),
+    "build-unet": ("vla_accel.cli.build_unet", "build a TensorRT engine file of Stable Diffusion's UNet"),
+    "bench-vae": ("vla_accel.cli.bench_vae", "time an autoencoder: eager, torch.compile, native, TensorRT in turns"),
+    "bench-unet": ("vla_accel.cli.bench_unet", "time Stable Diffusion the same way"),
+    "bench-qwen": ("vla_accel.cli.bench_qwen", "time Qwen-Image end to end: transformer and autoencoder, fast or not"),
+    "txt2img": ("vla_accel.cli.txt2img", "a prompt to a picture"),
+    "img2img": ("vla_accel.cli.img2img", "a picture and a prompt to a picture"),
+    "precision": ("vla_accel.cli.precision", "a model in BF16 or FP16: dtypes, ranges, memory, latency"),
+}
 """Command to (module, one line of help). The module has `main(arguments: list[str]) -> int`."""
 
 

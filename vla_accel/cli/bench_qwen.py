@@ -1,0 +1,182 @@
+"""`vla-accel bench-qwen`: Qwen-Image end to end: baseline, faster transformer, faster autoencoder, both; in turns.
+
+Random weights of the published sizes and random prompt embeddings (the text encoder is not part of it). Ends with one
+JSON line. Exit status 1 if a picture disagrees with the baseline's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vla_accel import latency
+from vla_accel.cli.common import (
+    DTYPES,
+    PARITY_COLUMNS,
+    Dtype,
+    parity_cells,
+    parse,
+    pick_device,
+    print_table,
+    write_json,
+)
+from vla_accel.components.vae import check_size
+from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
+from vla_accel.diffusion.models import diffusers_module
+from vla_accel.diffusion.qwen import LAYERS, Transformer, accelerate, random_qwen_image
+from vla_accel.errors import EngineError
+from vla_accel.ledger import Ledger
+
+COSINE = 0.999
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time Qwen-Image end to end, with and without our autoencoder and a faster transformer."""
+
+    size: int = 1024
+    """Pixels a side."""
+    steps: int = 4
+    layers: int = LAYERS
+    """Of the transformer; fewer, where memory is short. The report says how many."""
+    tiny: bool = False
+    """A tiny pipeline, for machines without a GPU."""
+    transformer: tuple[Literal["compile", "native"], ...] = ("compile", "native")
+    """Ways to run the transformer, besides eager."""
+    vae: str = "native"
+    """The autoencoder's engine, or the path of its JSON configuration."""
+    edit: bool = False
+    """QwenImageEditPipeline: a picture is encoded, too."""
+    tokens: int = 128
+    """Of the prompt."""
+    dtype: Dtype = "bf16"
+    rounds: int = 5
+    device: str = "auto"
+    output: Path | None = None
+    """Also write the JSON here."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; the exit status."""
+    options = parse(Options, arguments, "vla-accel bench-qwen", __doc__)
+    check_size((options.size, options.size))
+    device, dtype = pick_device(options.device), DTYPES[options.dtype]
+    began = time.perf_counter()
+    pipeline = random_qwen_image(tiny=options.tiny, layers=options.layers, dtype=dtype, device=device)
+    if options.edit:
+        parts = {k: v for k, v in pipeline.components.items()}
+        pipeline = diffusers_module().QwenImageEditPipeline(**parts, processor=None)
+    pipeline.set_progress_bar_config(disable=True)
+    ledger = Ledger()
+    vae = {"vae_type": options.vae} if not options.vae.endswith(".json") else options.vae
+    variants: dict[str, tuple[Any, Transformer]] = {"baseline": (None, "eager"), "VAE only": (vae, "eager")}
+    for way in options.transformer:
+        variants |= {f"transformer only ({way})": (None, way), f"both ({way})": (vae, way)}
+    run = _call(options, pipeline, dtype, device)
+    systems = {n: _switched(pipeline, *how, ledger, run) for n, how in variants.items()}
+    first = first_calls(systems)
+    errors = {n: f.error for n, f in first.items() if f.error}
+    images = {n: f.result.cpu() for n, f in first.items() if f.result is not None}
+    if "baseline" in errors:
+        raise EngineError(f"bench-qwen: the baseline failed: {errors['baseline']}")
+    systems = {n: systems[n] for n in images}
+    agreement = {n: parity(image, images["baseline"]) for n, image in images.items()}
+    memory = {n: peak_memory(device, system) for n, system in systems.items()}
+    timings = in_turns(systems, rounds=options.rounds, device=device, warm_up=1)
+    base = timings["baseline"].p50_ms
+    rows = [
+        {
+            "system": n,
+            **t.as_dict(),
+            "speedup": base / t.p50_ms,
+            "saved_ms": base - t.p50_ms,
+            "peak_gib": round(memory[n], 2),
+            "parity": agreement[n].as_dict(),
+        }
+        for n, t in timings.items()
+    ]
+    passed = all(a.cosine > COSINE for a in agreement.values()) and not errors
+    summary = {
+        "command": "bench-qwen",
+        "size": options.size,
+        "steps": options.steps,
+        "layers": options.layers,
+        "tiny": options.tiny,
+        "edit": options.edit,
+        "dtype": options.dtype,
+        "hardware": latency.hardware(device),
+        "software": latency.software(),
+        "engines": ledger.as_list(),
+        "results": rows,
+        "errors": errors,
+        "seconds": round(time.perf_counter() - began, 1),
+        "passed": passed,
+    }
+    name = "Qwen-Image Edit" if options.edit else "Qwen-Image"
+    print_table(
+        f"{name}, {options.size}², {options.steps} steps, {options.layers} layers; agreement with the baseline",
+        ["system", "median ms", "speed-up", "saved ms", "peak GiB", *PARITY_COLUMNS],
+        [
+            [r["system"], f"{r['p50_ms']:.1f}", f"{r['speedup']:.2f}x", f"{r['saved_ms']:.1f}", f"{r['peak_gib']:.1f}",
+             *parity_cells(r["parity"])]
+            for r in rows
+        ],
+    )  # fmt: skip
+    write_json(options.output, summary)
+    print(json.dumps(summary))
+    return 0 if passed else 1
+
+
+def _call(options: Options, pipeline: Any, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    width = pipeline.transformer.config.joint_attention_dim
+    embeds = torch.randn(1, options.tokens, width, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    extra: dict[str, Any] = {"height": options.size, "width": options.size}
+    if options.edit:
+        from PIL import Image
+
+        noise = torch.rand(options.size, options.size, 3, generator=torch.Generator().manual_seed(2))
+        extra |= {"image": Image.fromarray((noise * 255).byte().numpy())}
+
+    def run() -> Tensor:
+        made = pipeline(
+            prompt_embeds=embeds,
+            prompt_embeds_mask=None,
+            true_cfg_scale=1.0,
+            num_inference_steps=options.steps,
+            generator=torch.Generator("cpu").manual_seed(0),
+            output_type="pt",
+            **extra,
+        )
+        return made.images[0]
+
+    return run
+
+
+def _switched(
+    pipeline: Any, vae: Any, transformer: Transformer, ledger: Ledger, run: Callable[[], Tensor]
+) -> Callable[[], Tensor]:
+    """A variant: its forwards are put in for the call and taken out again, so that all share one set of weights."""
+    state: dict[str, Any] = {}
+    parts = {"vae": ("encode", "decode"), "transformer": ("forward",)}
+
+    def system() -> Tensor:
+        if not state:
+            accelerate(pipeline, vae, transformer, ledger=ledger)
+        else:
+            for part, own in state.items():
+                getattr(pipeline, part).__dict__.update(own)
+        try:
+            return run()
+        finally:
+            for part, names in parts.items():
+                own = getattr(pipeline, part).__dict__
+                state[part] = {n: own.pop(n) for n in names if n in own}
+
+    return system

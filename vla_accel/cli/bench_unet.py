@@ -1,0 +1,277 @@
+"""`vla-accel bench-unet`: Stable Diffusion, whole pictures and single UNet calls, several systems in turns.
+
+Every system starts from the same weights (rounded to the narrow dtype), prompt and seed. Ends with one JSON line.
+Exit status 1 if a system's UNet disagrees with the float32 one beyond the threshold.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vla_accel import latency
+from vla_accel.cli.common import (
+    DTYPES,
+    PARITY_COLUMNS,
+    Dtype,
+    parity_cells,
+    parse,
+    pick_device,
+    print_table,
+    write_json,
+)
+from vla_accel.cli.generate import RANDOM
+from vla_accel.config import EngineSpec
+from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
+from vla_accel.diffusion.models import diffusers_module, random_stable_diffusion
+from vla_accel.diffusion.picture import side_by_side
+from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, load_parts, unet_engine_file
+from vla_accel.models.autoencoder import SCALE
+from vla_accel.models.unet import TEXT_TOKENS
+
+System = Literal["eager-fp32", "eager", "compile", "compile-graphs", "native", "tensorrt", "tensorrt_rtx"]
+COSINE = 0.9995
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time Stable Diffusion: systems in turns, wall clock of whole pictures and of single UNet calls."""
+
+    sd_dir: str = "random"
+    """A diffusers folder or hub name; random or tiny-random for random weights."""
+    systems: tuple[System, ...] = ("eager-fp32", "eager", "compile", "native")
+    """eager-fp32, eager, compile (torch.compile of the UNet), compile-graphs (the same with mode reduce-overhead):
+    diffusers' pipeline. native, tensorrt, tensorrt_rtx: ours."""
+    size: int = 512
+    steps: int = 50
+    img2img: bool = False
+    """Time image to image, too (strength 0.8)."""
+    dtype: Dtype = "fp16"
+    """Of every system but eager-fp32."""
+    rounds: int = 5
+    unet_rounds: int = 20
+    seed: int = 0
+    device: str = "auto"
+    output: Path | None = None
+    """Also write the JSON here."""
+    picture: Path | None = None
+    """Write the reference's picture beside the last system's, as PNG, here."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; the exit status."""
+    options = parse(Options, arguments, "vla-accel bench-unet", __doc__)
+    began = time.perf_counter()
+    bench = _Bench(options)
+    with torch.inference_mode():
+        unet = bench.unet_calls()
+        tasks = {"txt2img": bench.pictures(None)}
+        if options.img2img:
+            tasks["img2img"] = bench.pictures(bench.input_image())
+    _print("UNet, one call (guidance pair)", unet)
+    for task, rows in tasks.items():
+        _print(f"{task}, {options.size}², {options.steps} steps", rows)
+    passed = all((r["parity"]["cosine"] or 0.0) > COSINE for r in unet) and not bench.errors
+    summary = {
+        "command": "bench-unet",
+        "model": options.sd_dir,
+        "size": options.size,
+        "steps": options.steps,
+        "dtype": options.dtype,
+        "hardware": latency.hardware(bench.device),
+        "software": latency.software(),
+        "engines": bench.engines(),
+        "unet": unet,
+        **tasks,
+        "breakdown": bench.breakdowns(),
+        "errors": bench.errors,
+        "seconds": round(time.perf_counter() - began, 1),
+        "passed": passed,
+    }
+    write_json(options.output, summary)
+    print(json.dumps(summary))
+    return 0 if passed else 1
+
+
+class _Bench:
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.device = pick_device(options.device)
+        self.dtype = DTYPES[options.dtype]
+        self.parts = self._load(self.dtype)
+        self.wide = self._load(torch.float32)
+        for name in ("unet", "vae", "text_encoder"):
+            # The same rounded weights: agreement judges arithmetic, not the checkpoint's rounding.
+            narrow = getattr(self.parts, name).state_dict()
+            getattr(self.wide, name).load_state_dict({k: v.float() for k, v in narrow.items()}, strict=False)
+        self._ours: dict[str, StableDiffusion] = {}
+        self._compiled: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}
+        self.errors: dict[str, str] = {}
+
+    def _load(self, dtype: torch.dtype) -> Any:
+        name = self.options.sd_dir
+        if name in RANDOM:
+            parts = random_stable_diffusion(tiny=RANDOM[name], dtype=dtype, device=self.device)
+        else:
+            parts = load_parts(name, device=self.device, dtype=dtype)
+        parts.set_progress_bar_config(disable=True)
+        return parts
+
+    def _first(self, task: str, runs: dict[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
+        first = first_calls(runs)
+        self.seconds |= {f"{task} {n}": f.seconds for n, f in first.items()}
+        self.errors |= {f"{task} {n}": f.error for n, f in first.items() if f.error}
+        return {n: f.result for n, f in first.items() if f.result is not None}
+
+    # -- single calls -----------------------------------------------------------------------------------------------
+
+    def unet_calls(self) -> list[dict[str, Any]]:
+        """Every system's UNet on one guidance pair."""
+        side = self.options.size // SCALE
+        config = self.parts.unet.config
+        generator = torch.Generator(self.device).manual_seed(1)
+        one = torch.randn(1, config.in_channels, side, side, generator=generator, device=self.device).to(self.dtype)
+        shape = (2, TEXT_TOKENS, config.cross_attention_dim)
+        states = torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
+        sample, timestep = torch.cat((one, one)), torch.tensor(481, device=self.device)
+        runs = {n: self._unet(n, sample, timestep, states) for n in self.options.systems}
+        want = self.wide.unet(sample.float(), timestep, states.float(), return_dict=False)[0]
+        done = self._first("unet", runs)
+        agreement = {n: parity(r, want) for n, r in done.items()}
+        timings = in_turns({n: runs[n] for n in done}, rounds=self.options.unet_rounds, device=self.device)
+        return self._rows(timings, agreement)
+
+    def _unet(self, name: str, sample: Tensor, timestep: Tensor, states: Tensor) -> Callable[[], Tensor]:
+        if name == "eager-fp32":
+            a, b = sample.float(), states.float()
+            return lambda: self.wide.unet(a, timestep, b, return_dict=False)[0]
+        if name in ("eager", "compile", "compile-graphs"):
+            unet = self._compile(name)
+            # Graphs of torch.compile own their output: it is read before the next call.
+            return lambda: unet(sample, timestep, states, return_dict=False)[0].clone()
+        stage = self._our(name).unet_stage((self.options.size, self.options.size), guided=True)
+        return lambda: stage(sample=sample, timestep=timestep, encoder_hidden_states=states)["noise"]
+
+    def _compile(self, name: str) -> Any:
+        if name == "eager":
+            return self.parts.unet
+        if name not in self._compiled:
+            # torch.compile at its best: channels-last, as its users set it.
+            unet = self.parts.unet.to(memory_format=torch.channels_last)
+            mode = "reduce-overhead" if name == "compile-graphs" else None
+            self._compiled[name] = torch.compile(unet, mode=mode)
+        return self._compiled[name]
+
+    # -- whole pictures ---------------------------------------------------------------------------------------------
+
+    def input_image(self) -> Tensor:
+        """A seeded picture to start from, (1, 3, H, W) in -1..1."""
+        generator = torch.Generator().manual_seed(2)
+        return torch.rand(1, 3, self.options.size, self.options.size, generator=generator) * 2 - 1
+
+    def pictures(self, image: Tensor | None) -> list[dict[str, Any]]:
+        """Every system's whole call."""
+        runs = {n: self._picture(n, image) for n in self.options.systems}
+        task = "txt2img" if image is None else "img2img"
+        results = {n: r.cpu() for n, r in self._first(task, runs).items()}
+        runs = {n: runs[n] for n in results}
+        memory = {n: peak_memory(self.device, run) for n, run in runs.items()}
+        reference = results.get("eager-fp32", results[next(iter(results))])
+        agreement = {n: parity(r, reference) for n, r in results.items()}
+        timings = in_turns(runs, rounds=self.options.rounds, device=self.device, warm_up=1)
+        if self.options.picture is not None and image is None:
+            last = results[list(results)[-1]]
+            side_by_side(self.options.picture, [(r * 2 - 1).permute(2, 0, 1)[None] for r in (reference, last)])
+        rows = self._rows(timings, agreement)
+        for row in rows:
+            name = row["system"]
+            row |= {"peak_gib": round(memory[name], 2), "first_call_s": round(self.seconds[f"{task} {name}"], 2)}
+        return rows
+
+    def _picture(self, name: str, image: Tensor | None) -> Callable[[], Tensor]:
+        options = self.options
+        if name in ("native", "tensorrt", "tensorrt_rtx"):
+            ours = self._our(name)
+            request = Request(
+                "a red bowl on a table", "blur", options.size, options.size, options.steps, seed=options.seed
+            )
+            return lambda: torch.from_numpy(ours.generate(request, image).pixels / 255.0)
+        parts = self.wide if name == "eager-fp32" else self.parts
+        unet = parts.unet if name == "eager-fp32" else self._compile(name)
+        kind = "StableDiffusionPipeline" if image is None else "StableDiffusionImg2ImgPipeline"
+        pipeline = getattr(diffusers_module(), kind)(
+            **{**parts.components, "unet": unet}, requires_safety_checker=False
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        extra: dict[str, Any] = {"height": options.size, "width": options.size}
+        if image is not None:
+            extra = {"image": image / 2 + 0.5, "strength": 0.8}
+
+        def run() -> Tensor:
+            made = pipeline(
+                "a red bowl on a table",
+                negative_prompt="blur",
+                num_inference_steps=options.steps,
+                generator=torch.Generator("cpu").manual_seed(options.seed),
+                output_type="np",
+                **extra,
+            )
+            return torch.from_numpy(made.images[0])
+
+        return run
+
+    def _our(self, name: Any) -> StableDiffusion:
+        if name not in self._ours:
+            unet = EngineSpec(engine=name)
+            rest = unet if name == "native" else EngineSpec(engine="native")
+            file = unet_engine_file(self.options.sd_dir)
+            use = name.startswith("tensorrt") and file.is_file()
+            self._ours[name] = StableDiffusion(
+                self.parts, Engines(rest, unet, rest, rest), unet_file=file if use else None
+            )
+        return self._ours[name]
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    def _rows(self, timings: Any, agreement: Any) -> list[dict[str, Any]]:
+        names = list(timings)
+        return [
+            {
+                "system": n,
+                **timings[n].as_dict(),
+                "speedup": timings[names[0]].p50_ms / timings[n].p50_ms,
+                "speedup_over_compile": self._over(timings, n),
+                "parity": agreement[n].as_dict(),
+            }
+            for n in names
+        ]
+
+    def _over(self, timings: Any, name: str) -> float | None:
+        compiled = [timings[n].p50_ms for n in ("compile", "compile-graphs") if n in timings]
+        # The faster of its two modes is what there is to beat.
+        return min(compiled) / timings[name].p50_ms if compiled else None
+
+    def engines(self) -> list[dict[str, object]]:
+        """What ran in our systems."""
+        return [e for ours in self._ours.values() for e in ours.ledger.as_list()]
+
+    def breakdowns(self) -> dict[str, Any]:
+        """Latency breakdown of our systems over the calls timed."""
+        return {n: o.latency_report(self.options.steps)["components"] for n, o in self._ours.items()}
+
+
+def _print(title: str, rows: list[dict[str, Any]]) -> None:
+    def line(r: dict[str, Any]) -> list[str]:
+        over = f"{r['speedup_over_compile']:.2f}x" if r["speedup_over_compile"] else ""
+        return [r["system"], f"{r['p50_ms']:.2f}", f"{r['speedup']:.2f}x", over, *parity_cells(r["parity"])]
+
+    columns = ["system", "median ms", "speed-up", "over compile", *PARITY_COLUMNS]
+    print_table(f"{title}; agreement with float32", columns, [line(r) for r in rows])

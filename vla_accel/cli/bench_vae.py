@@ -1,0 +1,228 @@
+"""`vla-accel bench-vae`: encoder and decoder of an autoencoder, several systems in turns, with agreement.
+
+Ends with one JSON line. Exit status 1 if a system disagrees with the float32 reference beyond the thresholds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vla_accel import latency
+from vla_accel.cli.common import (
+    DTYPES,
+    PARITY_COLUMNS,
+    Dtype,
+    parity_cells,
+    parse,
+    pick_device,
+    print_table,
+    write_json,
+)
+from vla_accel.components.vae import PROFILES, Size, parse_size, size_key, static_sizes
+from vla_accel.diffusion.measure import Parity, Timing, first_calls, in_turns, parity
+from vla_accel.diffusion.models import load_model
+from vla_accel.diffusion.vae import AcceleratedVae
+from vla_accel.ledger import Ledger
+from vla_accel.models.autoencoder import SCALE, split_autoencoder
+
+System = Literal["eager", "compile", "native", "native-fp16", "native-measured", "inductor", "tensorrt", "tensorrt_rtx"]
+MSE, COSINE = 1e-3, 0.9995
+"""The largest error and smallest cosine that pass, against float32: what the guide promises."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time an autoencoder's encoder and decoder: systems in turns, wall clock of whole calls."""
+
+    vae: str = "qwen-vae"
+    """A folder, a hub name, or qwen-vae / sd-vae / tiny-qwen-vae / tiny-sd-vae with random weights."""
+    sizes: tuple[str, ...] = ("1024x1024",)
+    """WIDTHxHEIGHT or a ratio's name; "static" is the five ratios, "profiles" the nine of the multi-profile engine."""
+    systems: tuple[System, ...] = ("eager", "compile", "native")
+    """eager: diffusers as it is. compile: torch.compile of that. inductor: torch.compile of our channels-last 2-D
+    form. native-fp16: computes in float16 whatever --dtype says. native-measured: the quicker of native and inductor.
+    tensorrt: engine files of --engine-path."""
+    compile_sizes: tuple[str, ...] = ("1024x1024",)
+    """Sizes at which compile and inductor take part: each compiles anew, which takes minutes."""
+    engine_path: str | None = None
+    """Folder of engine files, for tensorrt and tensorrt_rtx."""
+    multi_profile: bool = False
+    """Whether that folder holds multi-profile engines."""
+    dtype: Dtype = "bf16"
+    rounds: int = 10
+    device: str = "auto"
+    output: Path | None = None
+    """Also write the JSON here."""
+    picture: Path | None = None
+    """Write a decoded image, the reference's beside the first accelerated system's, as PNG here."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; the exit status."""
+    options = parse(Options, arguments, "vla-accel bench-vae", __doc__)
+    device, dtype = pick_device(options.device), DTYPES[options.dtype]
+    began = time.perf_counter()
+    vae = load_model(options.vae, dtype=dtype, device=device)
+    reference = load_model(options.vae, dtype=torch.float32, device=device)
+    # The same rounded weights, so that agreement judges arithmetic and not the checkpoint's rounding.
+    reference.load_state_dict({k: v.float() for k, v in vae.state_dict().items()})
+    bench = _Bench(options, vae, reference, device, dtype)
+    rows = [bench.size(size) for size in _sizes(options.sizes).values()]
+    results = [r for size_rows in rows for r in size_rows]
+    _print(results)
+    passed = all(r["passed"] for r in results) and not bench.errors
+    summary = {
+        "command": "bench-vae",
+        "vae": options.vae,
+        "dtype": options.dtype,
+        "rounds": options.rounds,
+        "hardware": latency.hardware(device),
+        "software": latency.software(),
+        "engines": bench.ledger.as_list(),
+        "results": results,
+        "errors": bench.errors,
+        "seconds": round(time.perf_counter() - began, 1),
+        "passed": passed,
+    }
+    write_json(options.output, summary)
+    print(json.dumps(summary))
+    return 0 if passed else 1
+
+
+class _Bench:
+    def __init__(self, options: Options, vae: Any, reference: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self.options, self.vae, self.reference, self.device, self.dtype = options, vae, reference, device, dtype
+        self.ledger = Ledger()
+        self.errors: dict[str, str] = {}
+        self.frames = split_autoencoder(vae)[0].frames
+        self._accelerated: dict[str, AcceleratedVae] = {}
+
+    def size(self, size: Size) -> list[dict[str, Any]]:
+        """Both sides at one size, every system."""
+        generator = torch.Generator(self.device).manual_seed(1)
+        frames = (1,) if self.frames else ()
+        image = torch.rand(1, 3, *frames, *size, generator=generator, device=self.device) * 2 - 1
+        channels = self.vae.config.z_dim if self.frames else self.vae.config.latent_channels
+        small = (size[0] // SCALE, size[1] // SCALE)
+        latents = torch.randn(1, channels, *frames, *small, generator=generator, device=self.device)
+        image, latents = image.to(self.dtype), latents.to(self.dtype)
+        rows: list[dict[str, Any]] = []
+        with torch.inference_mode():
+            references = self._diffusers(self.reference, image.float(), latents.float())
+            want = {side: run().float() for side, run in references.items()}
+            systems = {s: self._system(s, image, latents) for s in self.options.systems if self._takes_part(s, size)}
+            decoded: dict[str, Tensor] = {}
+            for side in ("encoder", "decoder"):
+                runs = {name: system[side] for name, system in systems.items()}
+                first = first_calls(runs)
+                done = {name: f.result for name, f in first.items() if f.result is not None}
+                self.errors |= {f"{name} {side} {size_key(size)}": f.error for name, f in first.items() if f.error}
+                timings = in_turns({name: runs[name] for name in done}, rounds=self.options.rounds, device=self.device)
+                rows += [
+                    row(size, side, n, timings[n], parity(r, want[side]), timings.get("eager"), first[n].seconds)
+                    for n, r in done.items()
+                ]
+                if side == "decoder":
+                    decoded = done
+            self._save_picture(want["decoder"], decoded)
+        if self.device.type == "cuda":
+            torch.compiler.reset()
+        return rows
+
+    def _takes_part(self, system: str, size: Size) -> bool:
+        return system not in ("compile", "inductor", "native-measured") or size in [
+            parse_size(t) for t in self.options.compile_sizes
+        ]
+
+    def _system(self, name: str, image: Tensor, latents: Tensor) -> dict[str, Callable[[], Tensor]]:
+        if name == "eager":
+            return self._diffusers(self.vae, image, latents)
+        if name == "compile":
+            encode, decode = torch.compile(self.vae._encode), torch.compile(self.vae._decode)
+            return {"encoder": lambda: encode(image), "decoder": lambda: decode(latents).sample}
+        if name == "inductor":
+            encoder, decoder = (h.to(memory_format=torch.channels_last) for h in split_autoencoder(self.vae))
+            compiled = torch.compile(encoder), torch.compile(decoder)
+            return {"encoder": lambda: compiled[0](image), "decoder": lambda: compiled[1](latents)}
+        accelerated = self._accelerated.get(name) or AcceleratedVae(self.vae, self._config(name), ledger=self.ledger)
+        self._accelerated[name] = accelerated
+        return {"encoder": lambda: accelerated.encode(image), "decoder": lambda: accelerated.decode(latents)}
+
+    def _config(self, name: str) -> dict[str, Any]:
+        if name == "native-measured":
+            return {"vae_type": "native", "inductor": "measure"}
+        if name == "native-fp16":
+            return {"vae_type": "native", "precision": "fp16"}
+        files = {"trt_engine_path": self.options.engine_path or "", "multi_profile": self.options.multi_profile}
+        return {"vae_type": name, **({"trt_vae_config": files} if name.startswith("tensorrt") else {})}
+
+    def _diffusers(self, vae: Any, image: Tensor, latents: Tensor) -> dict[str, Callable[[], Tensor]]:
+        return {
+            "encoder": lambda: vae.encode(image).latent_dist.parameters,
+            "decoder": lambda: vae.decode(latents).sample,
+        }
+
+    def _save_picture(self, reference: Tensor, decoded: dict[str, Tensor]) -> None:
+        names = [n for n in decoded if n != "eager"]
+        if self.options.picture is None or not names:
+            return
+        from vla_accel.diffusion.picture import side_by_side
+
+        side_by_side(self.options.picture, [reference, decoded[names[0]]])
+
+
+def row(
+    size: Size, side: str, system: str, timing: Timing, agreement: Parity, base: Timing | None, first_s: float
+) -> dict[str, Any]:
+    """One line of the results."""
+    return {
+        "size": f"{size[1]}x{size[0]}",
+        "key": size_key(size),
+        "side": side,
+        "system": system,
+        **timing.as_dict(),
+        "speedup": base.p50_ms / timing.p50_ms if base else None,
+        "first_call_s": round(first_s, 2),
+        "parity": agreement.as_dict(),
+        "passed": agreement.passes(MSE, COSINE),
+    }
+
+
+def _sizes(texts: tuple[str, ...]) -> dict[str, Size]:
+    found: dict[str, Size] = {}
+    for text in texts:
+        if text == "static":
+            found |= static_sizes()
+        elif text == "profiles":
+            found |= {size_key(s): s for s in PROFILES}
+        else:
+            size = parse_size(text)
+            found[size_key(size)] = size
+    return found
+
+
+def _print(results: list[dict[str, Any]]) -> None:
+    lines: list[list[str]] = []
+    totals: dict[tuple[str, str], float] = {}
+    for r in results:
+        totals[r["size"], r["system"]] = totals.get((r["size"], r["system"]), 0.0) + r["p50_ms"]
+    for r in results:
+        p, both = r["parity"], totals[r["size"], r["system"]]
+        eager = totals.get((r["size"], "eager"))
+        lines.append(
+            [r["size"], r["side"], r["system"], f"{r['p50_ms']:.2f}", f"{r['speedup']:.2f}x" if r["speedup"] else "",
+             f"{both:.2f}", f"{eager / both:.2f}x" if eager else "", *parity_cells(p)]
+        )  # fmt: skip
+    print_table(
+        "Autoencoder: median ms of a call; both: encoder + decoder; agreement with float32",
+        ["size", "side", "system", "ms", "speed-up", "both ms", "both", *PARITY_COLUMNS],
+        lines,
+    )

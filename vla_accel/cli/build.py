@@ -1,0 +1,201 @@
+"""`vla-accel build CONFIG`: every TensorRT engine that a configuration names, into the cache, with a manifest.
+
+Ends with one JSON line: the manifest. Exit status 130 when interrupted: what was whole by then is in the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from vla_accel import building
+from vla_accel.building import Job, Shapes
+from vla_accel.cli.common import parse, print_table
+from vla_accel.config import PolicyConfig, load_config
+from vla_accel.engines.tensorrt_library import parse_target
+from vla_accel.engines.tensorrt_plan import Exports
+from vla_accel.files import replacing
+from vla_accel.models.pi0 import Pi0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Build the engines of a configuration ahead of time."""
+
+    config: Annotated[Path, tyro.conf.Positional]
+    """A configuration file, as for a policy."""
+    target: str = ""
+    """Compute capabilities, separated by commas, as in sm89,sm120: needs no GPU (TensorRT-RTX only). Empty: those in
+    the configuration, else this machine's GPU."""
+    checkpoint: str = "demo"
+    """The checkpoint whose weights go in: a folder or a name."""
+    random: str = ""
+    """Instead of a checkpoint: random weights of a preset's size (pi05, pi0, pi05_demo), for measuring builds."""
+    depth: int | None = None
+    """With --random: this many layers of prefix and expert, at full width; vision stays whole."""
+    cache: Path | None = None
+    """Folder of the engines; empty: the configuration's."""
+    manifest: Path | None = None
+    """Where the manifest goes; empty: beside the engines."""
+    no_verify: bool = False
+    """Do not compare the exported graphs with the modules."""
+    dry_run: bool = False
+    """Only say what would be built, and what is in the cache already."""
+
+
+def main(arguments: list[str]) -> int:
+    """The command; see `Options`."""
+    options = parse(Options, arguments, "vla-accel build", __doc__)
+    config = _with_options(load_config(options.config), options)
+    targets = [parse_target(t) for t in options.target.split(",") if t]
+    specs = building.named(config)
+    building.check_libraries(specs, targets or [parse_target(t) for s in specs.values() for t in s.tensorrt.targets])
+    began = time.perf_counter()
+    model, shapes, scales = _model(options, config)
+    todo = building.jobs(model, config, shapes, targets, scales)
+    if options.dry_run:
+        return _dry_run(todo)
+    rows: list[dict[str, Any]] = []
+    try:
+        with _Bars() as bars, Exports() as exports:
+            for job in todo:
+                made = building.build(job, bars.watch(job), exports=exports)
+                rows += made
+                for row in made:
+                    bars.say(_line(row))
+    except KeyboardInterrupt:
+        print(f"vla-accel build: interrupted after {len(rows)} engines; they are in the cache", file=sys.stderr)
+        return 130
+    _table(rows)
+    source = options.checkpoint
+    if options.random:
+        depth = "" if options.depth is None else f", {options.depth} layers of prefix and expert"
+        source = f"random weights of {options.random}'s size{depth}"
+    record = building.manifest(rows, config=options.config.name, checkpoint=source, seconds=time.perf_counter() - began)
+    target = options.manifest or building.default_manifest(next(iter(specs.values())), options.config)
+    with replacing(target) as temporary:
+        temporary.write_text(json.dumps(record, indent=1))
+    print(json.dumps(record))
+    return 0
+
+
+def _with_options(config: PolicyConfig, options: Options) -> PolicyConfig:
+    changes: dict[str, Any] = {}
+    if options.cache is not None:
+        changes["cache"] = str(options.cache)
+    if options.no_verify:
+        changes["verify"] = False
+    parts = {}
+    for name in building.PARTS:
+        spec = getattr(config, name)
+        parts[name] = dataclasses.replace(spec, tensorrt=dataclasses.replace(spec.tensorrt, **changes))
+    return dataclasses.replace(config, **parts)
+
+
+def _model(options: Options, config: PolicyConfig) -> tuple[Pi0, Shapes, dict[str, float] | None]:
+    """The model in the dtype it has on a GPU, the example sizes, and FP8 scales if the configuration needs them."""
+    on_gpu = torch.cuda.is_available() and any(s.engine != "tensorrt_rtx" for s in building.named(config).values())
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    fp8 = config.kv_cache.precision == "fp8" and config.kv_cache.engine in building.BUILT
+    if options.random:
+        model = building.random_model(options.random, dtype, device, options.depth)
+        size = model.config.vision.image_size
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (1, 2, size, size, 3), dtype=torch.uint8, generator=generator)
+        tokens = torch.randint(0, model.config.vocab_size, (1, 20), generator=generator)
+        return model, Shapes(), building.example_scales(model, images.to(device), tokens.to(device)) if fp8 else None
+    from vla_accel.loading import find, load
+
+    model, processor = load(options.checkpoint, config, device=device, dtype=dtype)
+    example = processor.prepare(processor.example())
+    scales = building.stored_scales(find(options.checkpoint)) if fp8 else None
+    return model.requires_grad_(False), Shapes(len(example.images), len(example.tokens)), scales
+
+
+def _dry_run(todo: list[Job]) -> int:
+    words = {True: "in the cache", False: "to build", None: "to build, or in the cache"}
+    states = [words[building.is_cached(job)] for job in todo]
+    columns = ("component", "engine", "precision", "target", "state")
+    rows = [[*job.title.split(" · "), state] for job, state in zip(todo, states, strict=True)]
+    print_table("what there is to build", columns, rows)
+    print(json.dumps({"jobs": [job.title for job in todo], "states": states}))
+    return 0
+
+
+def _line(row: dict[str, Any]) -> str:
+    how = f"built in {row['wall_s']:.1f} s" if row["built"] else "in the cache"
+    note = f" ({row['note']})" if row["note"] else ""
+    return f"{row['name']} {row['target']}: {row['bytes'] / 1e6:.1f} MB, {how}{note}"
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    def cells(row: dict[str, Any]) -> list[str]:
+        coverage = f"{row['coverage']['in_engine']}/{row['coverage']['operators']}"
+        similar = "" if row["similarity"] is None else f"{row['similarity']:.6f}"
+        size, took = f"{row['bytes'] / 1e6:.1f}", f"{row['wall_s']:.1f}" if row["built"] else "cached"
+        return [row["name"], row["library"], row["target"], row["precision"], coverage, similar, size, took]
+
+    columns = ("engine", "library", "target", "precision", "operators", "ONNX cosine", "MB", "s")
+    print_table("engines", columns, [cells(r) for r in rows])
+
+
+class _Bars:
+    """The builder's phases as progress bars on a terminal; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+        )
+        self._tasks: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._job: Any = None
+
+    def __enter__(self) -> _Bars:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._progress.__exit__(*error)
+
+    def say(self, line: str) -> None:
+        """A line above the bars."""
+        self._progress.console.print(line, highlight=False)
+
+    def watch(self, job: Job) -> _Bars:
+        """Show a new job."""
+        if self._job is not None:
+            self._progress.remove_task(self._job)
+        self._job = self._progress.add_task(job.title, total=None)
+        return self
+
+    def start(self, phase: str, parent: str | None, steps: int) -> None:
+        with self._lock:
+            self._tasks[phase] = self._progress.add_task(f"  {phase}", total=steps)
+
+    def step(self, phase: str, step: int) -> None:
+        with self._lock:
+            if phase in self._tasks:
+                self._progress.update(self._tasks[phase], completed=step + 1)
+
+    def finish(self, phase: str) -> None:
+        with self._lock:
+            task = self._tasks.pop(phase, None)
+            if task is not None:
+                self._progress.remove_task(task)

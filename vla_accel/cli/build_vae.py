@@ -1,0 +1,159 @@
+"""`vla-accel build-vae`: TensorRT engine files of an autoencoder: one for every size, or one folder a size.
+
+    OUTPUT/vae_encoder_multi_profile.trt, vae_decoder_multi_profile.trt
+    OUTPUT/16_9/vae_encoder.trt, vae_decoder.trt, OUTPUT/9_16/…
+
+Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from vla_accel.cli.common import DTYPES, Dtype, parse, pick_device, print_table
+from vla_accel.components.vae import (
+    PROFILES,
+    SMALLEST,
+    Side,
+    Size,
+    parse_size,
+    profile_texts,
+    static_sizes,
+    vae_component,
+)
+from vla_accel.config import TensorrtOptions
+from vla_accel.diffusion.config import TrtVaeConfig, VaeConfig
+from vla_accel.diffusion.engine_files import BuiltFile, build_file, export_onnx, found_file
+from vla_accel.diffusion.models import load_model
+from vla_accel.engines.tensorrt_library import LibraryName, load_library, parse_target
+from vla_accel.errors import ConfigError
+from vla_accel.files import replacing
+from vla_accel.models.autoencoder import Half, split_autoencoder
+
+
+@dataclass(frozen=True)
+class Options:
+    """Build TensorRT engine files of an autoencoder. Without --static: one multi-profile file for every size."""
+
+    vae: str
+    """A folder, a hub name, or qwen-vae / sd-vae / tiny-… with random weights."""
+    output_dir: Path
+    """Where the files go, with vae_config.json, which the pipelines read."""
+    static: bool = False
+    """One folder a size: the five text-to-image ratios, and --sizes."""
+    sizes: tuple[str, ...] = ()
+    """WIDTHxHEIGHT: further sizes of --static."""
+    only: tuple[str, ...] = ()
+    """With --static: these sizes alone, not all five ratios."""
+    sides: tuple[Side, ...] = ("encoder", "decoder")
+    library: LibraryName = "tensorrt_rtx"
+    """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
+    targets: tuple[str, ...] = ()
+    """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
+    dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
+    force_engine: bool = False
+    """Build again what is there."""
+    optimization_level: int | None = None
+    """The builder's effort, 0 to 5."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; the exit status."""
+    options = parse(Options, arguments, "vla-accel build-vae", __doc__)
+    began = time.perf_counter()
+    library = load_library(options.library)
+    targets = pick_targets(options.library, options.targets)
+    # Weights stay on the CPU: the builder takes them from the ONNX file.
+    dtype: Dtype = options.dtype
+    encoder, decoder = split_autoencoder(load_model(options.vae, dtype=DTYPES[dtype], device=torch.device("cpu")))
+    halves: dict[Side, Half] = {"encoder": encoder, "decoder": decoder}
+    files: list[BuiltFile] = []
+    for side in options.sides:
+        for path, size, dynamic in _wanted(options, side):
+            component = vae_component(halves[side], side, size, dynamic=dynamic)
+            found = None if options.force_engine else found_file(component, path, options.library)
+            if found is None:
+                check = vae_component(halves[side], side, (SMALLEST, SMALLEST)) if dynamic else None
+                tuned = TensorrtOptions(
+                    optimization_level=options.optimization_level,
+                    profiles=profile_texts(component) if dynamic else (),
+                )
+                with tempfile.TemporaryDirectory(prefix="vla_accel-onnx-") as scratch:
+                    graph = export_onnx(component, Path(scratch), check=check)
+                    found = build_file(component, graph, path, library, targets, tuned)
+            files.append(found)
+    config = VaeConfig(options.library, TrtVaeConfig(str(options.output_dir), not options.static))
+    _write_config(options.output_dir / "vae_config.json", config)
+    summary = {
+        "command": "build-vae",
+        "vae": options.vae,
+        "dtype": options.dtype,
+        "library": library.title,
+        "targets": [f.about["target"] for f in files][:1],
+        "files": [describe(f, options.output_dir) for f in files],
+        "profiles": len(PROFILES) if not options.static else 1,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    print_files("Engine files", summary["files"])
+    print(json.dumps(summary))
+    return 0
+
+
+def _wanted(options: Options, side: Side) -> list[tuple[Path, Size, bool]]:
+    if not options.static:
+        if options.sizes or options.only:
+            raise ConfigError("--sizes and --only belong to --static: a multi-profile engine takes every size")
+        return [(options.output_dir / f"vae_{side}_multi_profile.trt", (512, 512), True)]
+    sizes = static_sizes(options.sizes)
+    if options.only:
+        wanted = [parse_size(t) for t in options.only]
+        sizes = {k: s for k, s in static_sizes(options.only).items() if s in wanted}
+    return [(options.output_dir / key / f"vae_{side}.trt", size, False) for key, size in sizes.items()]
+
+
+def pick_targets(library: LibraryName, texts: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Compute capabilities to build for: those named, or this machine's GPU's. Raises ConfigError for neither."""
+    if texts:
+        return [parse_target(t) for t in texts]
+    if torch.cuda.is_available():
+        return [torch.cuda.get_device_capability(pick_device("auto"))]
+    raise ConfigError(f"targets: no GPU here; expected --targets (like sm89) for {library}, got none")
+
+
+def describe(file: BuiltFile, root: Path) -> dict[str, Any]:
+    """One file for tables and JSON."""
+    seconds = file.about["seconds"]
+    return {
+        "file": str(file.path.relative_to(root)),
+        "mb": round(file.about["bytes"] / 1e6, 1),
+        "profiles": len(file.about["profiles"]),
+        "target": file.about["target"],
+        "built": file.built,
+        "seconds": {k: round(v, 1) for k, v in seconds.items()},
+        "similarity": file.about["similarity"],
+    }
+
+
+def print_files(title: str, files: list[dict[str, Any]]) -> None:
+    """A table of engine files."""
+    rows = [
+        [f["file"], f"{f['mb']:.1f}", str(f["profiles"]), f["target"], "built" if f["built"] else "was there",
+         f"{sum(f['seconds'].values()):.1f}", "-" if f["similarity"] is None else f"{f['similarity']:.6f}"]
+        for f in files
+    ]  # fmt: skip
+    print_table(title, ["file", "MB", "profiles", "target", "state", "s", "ONNX cosine"], rows)
+
+
+def _write_config(path: Path, config: VaeConfig) -> None:
+    # Exactly the guide's keys.
+    content = {"vae_type": config.vae_type, "trt_vae_config": dataclasses.asdict(config.trt_vae_config)}
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,68 @@
+"""What image commands share: options, device, tables, JSON files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from vla_accel.errors import ConfigError
+from vla_accel.files import replacing
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+T = TypeVar("T")
+
+
+def parse(kind: type[T], arguments: Sequence[str], program: str, description: str | None) -> T:
+    """Options of a command from its words; wrong usage ends the program with status 2, as tyro does."""
+    import tyro
+
+    return tyro.cli(kind, args=list(arguments), prog=program, description=description)
+
+
+def pick_device(name: str) -> torch.device:
+    """ "auto" is the GPU if there is one. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device: {name} was asked for, but torch sees no GPU")
+    return device
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on the console; numbers to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i < 1 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    # A file or pipe has no width to keep to.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+PARITY_COLUMNS = ("MSE", "cosine", "max error", "PSNR dB")
+
+
+def parity_cells(parity: Mapping[str, float | None]) -> list[str]:
+    """The cells of `PARITY_COLUMNS`; what is not finite is a dash."""
+    formats = {"mse": ".2e", "cosine": ".6f", "max_error": ".3g", "psnr_db": ".1f"}
+    return ["-" if parity[k] is None else format(parity[k], f) for k, f in formats.items()]
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Write a JSON file whole, if a path is given."""
+    if path is not None:
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,123 @@
+"""`vla-accel convert`: an openpi JAX checkpoint to safetensors that this package and openpi's PyTorch code load."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from vla_accel.errors import ConfigError
+from vla_accel.models.convert import Precision, Report, Row, convert
+from vla_accel.models.orbax import OrbaxParameters
+from vla_accel.presets import OPENPI_CONFIGS
+
+_ROOT = "paligemma_with_expert."
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Convert an openpi JAX checkpoint (orbax) to a folder with model.safetensors, config.json and the statistics.
+
+    Runs on the CPU, one parameter at a time; needs pip install 'vla_accel[jax]'. Ends with a table of every parameter,
+    conversion.json in the output, and one JSON line.
+    """
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """The checkpoint's folder: the one that holds params/ and assets/, or params/ itself."""
+
+    output: Annotated[Path, tyro.conf.Positional]
+    """Folder to write; made as needed."""
+
+    config: str | None = None
+    """openpi's training config of the checkpoint (pi05_libero, pi0_droid, …): fixes horizon, preset and prompt."""
+
+    action_horizon: int | None = None
+    """Actions in a chunk, where no config is named."""
+
+    precision: Precision = "mixed"
+    """mixed: float32 for what openpi computes in float32, bfloat16 for the rest; or everything in one."""
+
+    assets: Path | None = None
+    """Folder of the statistics, if it is not beside params/."""
+
+    unused_head: bool = False
+    """Also write the expert's output head, which nothing reads: openpi's own loader insists on it."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Convert, print the table and the JSON line. Raises VlaAccelError for anything wrong."""
+    asked = tyro.cli(Arguments, args=list(arguments), prog="vla-accel convert")
+    if asked.config is not None and asked.config not in OPENPI_CONFIGS:
+        raise ConfigError(f"config: expected one of {', '.join(OPENPI_CONFIGS)}, got {asked.config!r}")
+    known = OPENPI_CONFIGS[asked.config] if asked.config is not None else None
+    horizon = asked.action_horizon or (known.action_horizon if known else None)
+    if horizon is None:
+        raise ConfigError("expected --config or --action-horizon: no parameter shows the horizon")
+    if known is not None and horizon != known.action_horizon:
+        raise ConfigError(f"--action-horizon {horizon} and --config {asked.config} ({known.action_horizon}) contradict")
+
+    started = time.perf_counter()
+    parameters = OrbaxParameters(asked.checkpoint)
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True) as progress:
+        task = progress.add_task("converting", total=len(parameters.shapes))
+        report = convert(
+            parameters,
+            asked.output,
+            action_horizon=horizon,
+            precision=asked.precision,
+            source=str(asked.checkpoint),
+            assets=asked.assets or parameters.folder.parent / "assets",
+            discrete_state_input=known.discrete_state_input if known else None,
+            preset=known.preset if known else None,
+            unused_head=asked.unused_head,
+            advance=lambda name: progress.advance(task),
+        )
+    console = Console()
+    # Into a file or a pipe, names are not to be folded to a terminal's width.
+    (console if console.is_terminal else Console(width=180)).print(table(report))
+    if not any((asked.output / "assets").rglob("norm_stats.json")):
+        errors.print(
+            "[yellow]no assets/<asset_id>/norm_stats.json came with the checkpoint: name its folder with --assets, or "
+            "put it there before loading"
+        )
+    line = {
+        "schema": report.schema,
+        "output": str(asked.output),
+        "kind": report.kind,
+        "parameters": report.parameters,
+        "tensors": len(report.rows),
+        "bytes": (asked.output / "model.safetensors").stat().st_size,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    print(json.dumps(line))
+    return 0
+
+
+def table(report: Report) -> Table:
+    """One line for each JAX parameter and PyTorch name; the layers of a stack share a line."""
+    result = Table(
+        title=f"{report.kind}: {report.parameters:,} parameters, {len(report.rows)} tensors",
+        caption=f"{_ROOT} is left out of the PyTorch names",
+    )
+    for name in ("JAX parameter", "axes", "PyTorch tensor", "shape", "dtype"):
+        result.add_column(name, overflow="fold")
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in report.rows:
+        parts = row.target.split(".")
+        groups[row.source, ".".join("*" if p.isdigit() else p for p in parts)].append(row)
+    for (source, target), rows in groups.items():
+        name = target.replace("*", f"{{0..{len(rows) - 1}}}") if len(rows) > 1 else rows[0].target
+        first = rows[0]
+        dtypes = first.dtype if first.source_dtype == first.dtype else f"{first.source_dtype} → {first.dtype}"
+        result.add_row(source, first.layout, name.removeprefix(_ROOT), str(tuple(first.shape)), dtypes)
+    return result

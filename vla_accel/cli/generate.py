@@ -1,0 +1,181 @@
+"""What txt2img and img2img share: options, the run, progress, the picture with its parameters, the latency JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vla_accel import latency
+from vla_accel.cli.common import DTYPES, Dtype, pick_device, print_table, write_json
+from vla_accel.config import EngineName, EngineSpec
+from vla_accel.diffusion.measure import parity
+from vla_accel.diffusion.models import diffusers_module, random_stable_diffusion
+from vla_accel.diffusion.picture import load_image, save_png
+from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, make_scheduler
+from vla_accel.errors import ConfigError
+
+RANDOM = {"random": False, "tiny-random": True}
+"""Instead of a folder: version 1.4's configuration, or a tiny one, with random weights."""
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Generate a picture from a prompt with Stable Diffusion 1."""
+
+    sd_dir: str
+    """A diffusers folder or hub name; "random" is version 1.4's configuration with random weights."""
+    prompt: str = "a photo of an astronaut riding a horse on mars"
+    negative_prompts: str = ""
+    """What not to show."""
+    out_img_path: Path = Path("out/image.png")
+    """The picture; a .png, which carries the parameters."""
+    engine: EngineName = "native"
+    """Of every component."""
+    use_trt: bool = False
+    """The UNet on TensorRT, whatever --engine says."""
+    use_pipeline: bool = False
+    """diffusers' own pipeline as well: its picture is saved as NAME.pipeline.png and compared."""
+    steps: int = 50
+    guidance: float = 7.5
+    seed: int = 0
+    height: int | None = None
+    width: int | None = None
+    scheduler: str | None = None
+    """A diffusers class, like DDIMScheduler, instead of the checkpoint's."""
+    dtype: Dtype | None = None
+    """fp16 on a GPU and fp32 on a CPU, where not given."""
+    device: str = "auto"
+    strict: bool = False
+    """A component that falls back to another engine is an error."""
+    latency_json: Path | None = None
+    """Write the latency breakdown here."""
+    calls: int = 1
+    """Generate so often, for the latency; the first call, which warms up, does not count if there are more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions(TextOptions):
+    """Generate a picture from a picture and a prompt with Stable Diffusion 1."""
+
+    in_img_path: Path
+    """The picture to start from."""
+    strength: float = 0.8
+    """How much of it is given up, 0 to 1; that share of the steps is run."""
+
+
+def run(options: TextOptions) -> int:
+    """Generate, save, report; the exit status."""
+    device = pick_device(options.device)
+    dtype = DTYPES[options.dtype or ("fp16" if device.type == "cuda" else "fp32")]
+    request, image = _request(options)
+    if options.out_img_path.suffix.lower() != ".png":
+        raise ConfigError(f"out_img_path: expected a .png, got {options.out_img_path.name}")
+    if options.sd_dir in RANDOM:
+        random = random_stable_diffusion(tiny=RANDOM[options.sd_dir], dtype=dtype, device=device)
+        pipeline = StableDiffusion(random, _engines(options), strict=options.strict)
+    else:
+        pipeline = StableDiffusion.from_pretrained(
+            options.sd_dir, _engines(options), device=device, dtype=dtype, strict=options.strict
+        )
+    parts = pipeline.parts
+    for call in range(options.calls):
+        if call == 1:
+            pipeline.latency.clear()
+        with progress_bar("denoising") as on_step:
+            result = pipeline.generate(request, image, on_step=on_step)
+    settings: dict[str, Any] = {
+        **dataclasses.asdict(request),
+        "height": result.pixels.shape[0],
+        "width": result.pixels.shape[1],
+        "model": options.sd_dir,
+        "dtype": str(dtype).removeprefix("torch."),
+        "scheduler": type(make_scheduler(parts.scheduler, request.scheduler)).__name__,
+        "engines": {e["component"]: e["used"] for e in pipeline.ledger.as_list() if e["component"] != "call"},
+        "software": latency.software(),
+    }
+    save_png(options.out_img_path, result.pixels, settings)
+    report = pipeline.latency_report(request.steps)
+    report["image"] = options.out_img_path.name
+    if options.use_pipeline:
+        report["pipeline"] = _compare(options, parts, request, image, result.pixels)
+    write_json(options.latency_json, report)
+    parts_ms: dict[str, dict[str, float]] = report["components"]
+    print_table(
+        f"{options.out_img_path}: {settings['width']}x{settings['height']}, {request.steps} steps",
+        ["component", "mean ms", "p50 ms", "share"],
+        [[n, f"{v['mean_ms']:.1f}", f"{v['p50_ms']:.1f}", f"{v['share']:.0%}"] for n, v in parts_ms.items()],
+    )
+    print(json.dumps(report))
+    return 0
+
+
+def _request(options: TextOptions) -> tuple[Request, Tensor | None]:
+    size = (options.height, options.width)
+    if (size[0] is None) != (size[1] is None):
+        raise ConfigError("size: expected both --height and --width, or neither")
+    request = Request(
+        options.prompt, options.negative_prompts, *size, options.steps, options.guidance, seed=options.seed,
+        scheduler=options.scheduler,
+    )  # fmt: skip
+    if not isinstance(options, ImageOptions):
+        return request, None
+    image = load_image(options.in_img_path, None if size[0] is None or size[1] is None else (size[0], size[1]))
+    return dataclasses.replace(request, strength=options.strength), image
+
+
+def _engines(options: TextOptions) -> Engines:
+    engines = Engines.all(EngineSpec(engine=options.engine))
+    return dataclasses.replace(engines, unet=EngineSpec(engine="tensorrt")) if options.use_trt else engines
+
+
+def _compare(
+    options: TextOptions, parts: Any, request: Request, image: Tensor | None, pixels: np.ndarray
+) -> dict[str, Any]:
+    """diffusers' own pipeline on the same seed and scheduler: saves its picture; time and agreement."""
+    parts.scheduler = make_scheduler(parts.scheduler, request.scheduler)
+    parts.set_progress_bar_config(disable=True)
+    common: dict[str, Any] = {
+        "negative_prompt": request.negative_prompt,
+        "num_inference_steps": request.steps,
+        "guidance_scale": request.guidance,
+        "generator": torch.Generator("cpu").manual_seed(request.seed),
+        "output_type": "np",
+    }
+    began = time.perf_counter()
+    if image is None:
+        height, width = pixels.shape[:2]
+        made = parts(request.prompt, height=height, width=width, **common)
+    else:
+        other = diffusers_module().StableDiffusionImg2ImgPipeline(**parts.components, requires_safety_checker=False)
+        other.set_progress_bar_config(disable=True)
+        made = other(request.prompt, image=image / 2 + 0.5, strength=request.strength, **common)
+    seconds = time.perf_counter() - began
+    reference = made.images[0]
+    save_png(
+        options.out_img_path.with_suffix(".pipeline.png"),
+        (reference * 255).round().astype(np.uint8),
+        {**dataclasses.asdict(request), "engines": "diffusers"},
+    )
+    agreement = parity(torch.from_numpy(pixels / 255.0), torch.from_numpy(reference))
+    return {"seconds": seconds, "parity": agreement.as_dict()}
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the console (standard error), moved by calling what is yielded with (done, total)."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

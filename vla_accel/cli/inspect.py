@@ -1,0 +1,56 @@
+"""`vla-accel inspect ENGINE`: layers, precisions, profiles and size of a built engine. Ends with one JSON line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from vla_accel.cli.common import parse, print_table
+from vla_accel.engines.tensorrt_inspect import inspect
+
+
+@dataclass(frozen=True)
+class Options:
+    """Show what is inside an engine file."""
+
+    engine: Annotated[Path, tyro.conf.Positional]
+    """A .engine file; `vla-accel cache list` names those in the cache."""
+    layers: bool = False
+    """List every layer, in the table and in the JSON."""
+
+
+def main(arguments: list[str]) -> int:
+    """The command; see `Options`."""
+    options = parse(Options, arguments, "vla-accel inspect", __doc__)
+    found = inspect(options.engine)
+    source = {
+        "engine inspector": "engine inspector: layers as they run",
+        "description": "description written at the build: layers as parsed, before fusion",
+    }[found["source"]]
+    size, layers = f"{found['bytes'] / 1e6:.1f} MB", len(found["layers"])
+    print(
+        f"{found['file']}: {size}, {found['library']} {found['version']}, {found['target']}, {layers} layers\n{source}"
+    )
+    print_table("layers by type", ("type", "count"), [[k, str(v)] for k, v in found["types"].items()])
+    print_table("layers by precision", ("dtype", "count"), [[k, str(v)] for k, v in found["dtypes"].items()])
+    rows = [
+        [str(i), name, *(_shape(s) for s in shapes)]
+        for i, profile in enumerate(found["profiles"])
+        for name, shapes in profile.items()
+    ]
+    print_table("profiles", ("profile", "input", "min", "opt", "max"), rows)
+    if options.layers:
+        cells = [[layer["name"], layer["type"], layer["dtype"]] for layer in found["layers"]]
+        print_table("layers", ("layer", "type", "dtype"), cells)
+    else:
+        found = {**found, "layers": len(found["layers"])}
+    print(json.dumps(found))
+    return 0
+
+
+def _shape(shape: Any) -> str:
+    return " x ".join(map(str, shape))

@@ -1,0 +1,177 @@
+"""`vla-accel precision MODEL`: a model in float32 and in BF16 or FP16: dtypes, ranges, memory, latency, agreement.
+
+Ends with one JSON line. Exit status 1 if a module overflows that is not kept in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+from vla_accel import latency
+from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, parse, pick_device, print_table, write_json
+from vla_accel.diffusion.measure import parity
+from vla_accel.diffusion.models import CONFIGS, diffusers_module, filled, load_model
+from vla_accel.errors import ConfigError
+from vla_accel.models.autoencoder import SCALE
+from vla_accel.precision import (
+    DTYPES,
+    Narrow,
+    PrecisionPolicy,
+    apply_policy,
+    cost,
+    dtype_counts,
+    inference,
+    overflowing,
+    ranges,
+)
+
+TEXT_ENCODERS = {"qwen-text-encoder": 28, "tiny-qwen-text-encoder": 2}
+"""Qwen-Image(-Edit)'s text encoder, Qwen2.5-VL's language model of 7 billion weights, by its number of layers."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compare a model in float32 with the same model in a narrow dtype."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A diffusers folder or hub name, or a configuration with random weights: qwen-vae, sd-vae, sd-unet,
+    qwen-text-encoder, or tiny- and one of these."""
+    dtype: Narrow = "bf16"
+    keep_fp32: tuple[str, ...] = ()
+    """Names of modules (patterns) that stay in float32."""
+    auto_fp32: bool = False
+    """Keep in float32 whatever overflows, as found in the float32 run."""
+    size: int = 512
+    """Pixels a side of the example."""
+    tokens: int = 256
+    """Tokens of the example, for a text encoder."""
+    calls: int = 10
+    device: str = "auto"
+    modules: int = 12
+    """Rows of the table: the modules with the largest values."""
+    output: Path | None = None
+    """Also write the JSON here, with every module."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; the exit status."""
+    options = parse(Options, arguments, "vla-accel precision", __doc__)
+    device, dtype = pick_device(options.device), DTYPES[options.dtype]
+    wide, call = _model(options, device)
+    with inference(device):
+        reference = call(wide, torch.float32)()
+        found = ranges(wide, call(wide, torch.float32))
+        before = cost(wide, call(wide, torch.float32), device, options.calls)
+    keep = (*options.keep_fp32, *(overflowing(found, dtype) if options.auto_fp32 else ()))
+    narrow = copy.deepcopy(wide)
+    del wide
+    kept = apply_policy(narrow, PrecisionPolicy(options.dtype, keep))
+    with inference(device):
+        result = call(narrow, dtype)()
+        seen = ranges(narrow, call(narrow, dtype))
+        after = cost(narrow, call(narrow, dtype), device, options.calls)
+    agreement = parity(result, reference)
+    overflow = [n for n in overflowing(seen, dtype) if not any(n == k or n.startswith(f"{k}.") for k in kept)]
+    would = [n for n in overflowing(found, dtype) if not any(n == k or n.startswith(f"{k}.") for k in kept)]
+    overflow = list(dict.fromkeys((*would, *overflow)))
+    summary: dict[str, Any] = {
+        "command": "precision",
+        "model": options.model,
+        "dtype": options.dtype,
+        "hardware": latency.hardware(device),
+        "software": latency.software(),
+        "kept_fp32": kept,
+        "parameters": dtype_counts(narrow),
+        "before": dataclasses.asdict(before),
+        "after": dataclasses.asdict(after),
+        "speedup": before.latency_ms / after.latency_ms,
+        "weights_ratio": after.weights_mib / before.weights_mib,
+        "peak_ratio": after.peak_mib / before.peak_mib if before.peak_mib else None,
+        "parity": agreement.as_dict(),
+        "overflow": overflow,
+        "close": [r.name for r in found if r.state(dtype) == "close"],
+    }
+    _print(options, found, {r.name: r for r in seen}, summary)
+    write_json(options.output, {**summary, "modules": [dataclasses.asdict(r) for r in seen]})
+    print(json.dumps(summary))
+    return 1 if overflow else 0
+
+
+def _model(options: Options, device: torch.device) -> tuple[nn.Module, Callable[..., Callable[[], Tensor]]]:
+    """The model in float32, and what makes a call on its example: `call(model, dtype)()` gives one tensor."""
+    if options.model in TEXT_ENCODERS:
+        model = text_encoder(options.model, device)
+        ids = torch.randint(0, model.config.vocab_size, (1, options.tokens), device=device)
+        return model, lambda m, _: lambda: m(input_ids=ids).last_hidden_state.float()
+    model = load_model(options.model, dtype=torch.float32, device=device)
+    generator = torch.Generator(device).manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    kind, side = type(model).__name__, options.size
+    if kind == "UNet2DConditionModel":
+        sample = draw(2, model.config.in_channels, side // SCALE, side // SCALE)
+        states, timestep = draw(2, 77, model.config.cross_attention_dim), torch.tensor(481, device=device)
+        return model, lambda m, d: lambda: m(sample.to(d), timestep, states.to(d), return_dict=False)[0].float()
+    if kind in ("AutoencoderKL", "AutoencoderKLQwenImage"):
+        frames = (1,) if kind == "AutoencoderKLQwenImage" else ()
+        image = draw(1, 3, *frames, side, side).clamp(-1, 1)
+        # There and back: both halves.
+        return model, lambda m, d: lambda: m.decode(m.encode(image.to(d)).latent_dist.mode()).sample.float()
+    raise ConfigError(f"model: expected a UNet2DConditionModel, an autoencoder or one of {_known()}, got {kind}")
+
+
+def text_encoder(name: str, device: torch.device) -> Any:
+    """Qwen2.5-VL's language model with random weights, in float32."""
+    diffusers_module()
+    import transformers
+
+    tiny = name.startswith("tiny-")
+    wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    real = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+    config = transformers.Qwen2Config(
+        vocab_size=200 if tiny else 152064, num_hidden_layers=TEXT_ENCODERS[name], **(wide if tiny else real)
+    )
+    return filled(lambda: transformers.Qwen2Model(config), dtype=torch.float32, device=device)
+
+
+def _known() -> str:
+    return ", ".join((*CONFIGS, *TEXT_ENCODERS))
+
+
+def _print(options: Options, found: list[Any], seen: dict[str, Any], summary: dict[str, Any]) -> None:
+    dtype = DTYPES[options.dtype]
+    largest = sorted(found, key=lambda r: (r.state(dtype) == "ok", -r.largest))[: options.modules]
+    print_table(
+        f"{options.model}: modules with the largest values (limit of {options.dtype}: {torch.finfo(dtype).max:.3g})",
+        ["module", "kind", "weights", "outputs", "largest, fp32", f"largest, {options.dtype}", "state"],
+        [
+            [r.name, r.kind, seen[r.name].weights, seen[r.name].outputs, f"{r.largest:.3g}",
+             f"{seen[r.name].largest:.3g}", r.state(dtype)]
+            for r in largest
+            if r.name in seen
+        ],
+    )  # fmt: skip
+    before, after = summary["before"], summary["after"]
+    print_table(
+        "Cost and agreement",
+        ["", "weights MiB", "peak MiB", "median ms", *PARITY_COLUMNS],
+        [
+            ["fp32", f"{before['weights_mib']:.0f}", f"{before['peak_mib']:.0f}", f"{before['latency_ms']:.2f}"],
+            [options.dtype, f"{after['weights_mib']:.0f}", f"{after['peak_mib']:.0f}", f"{after['latency_ms']:.2f}",
+             *parity_cells(summary["parity"])],
+            ["ratio", f"{summary['weights_ratio']:.2f}",
+             f"{summary['peak_ratio']:.2f}" if summary["peak_ratio"] else "-", f"{summary['speedup']:.2f}x faster"],
+        ],
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""`vla-accel serve CONFIG`: a policy server that openpi's clients talk to. Knows only what the options mean."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from vla_accel.errors import ConfigError
+from vla_accel.server import ServerConfig, serve
+
+LIMITS = ServerConfig()
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Serve a policy over openpi's websocket protocol: openpi-client and `vla_accel.client` talk to it unchanged.
+
+    GET /healthz says that it is there, GET /metrics is for Prometheus. SIGTERM finishes the requests under way.
+    """
+
+    config: tyro.conf.Positional[Path]
+    """Policy configuration, YAML or JSON (see configs/)."""
+    checkpoint: str = "demo"
+    """Checkpoint folder, or a bundled checkpoint's name."""
+    host: str = LIMITS.host
+    """Address to listen on. 0.0.0.0 is every network of this machine: then use a key."""
+    port: int = LIMITS.port
+    """Port; 0 takes a free one."""
+    api_key_file: Path | None = None
+    """File with the key that clients must send as `Authorization: Api-Key …`."""
+    max_clients: int = LIMITS.max_clients
+    """Connections at once."""
+    max_payload_mib: float = LIMITS.max_payload / 2**20
+    """Largest message."""
+    timeout_s: float = LIMITS.request_timeout_s
+    """Longest a request may take."""
+    grace_s: float = LIMITS.grace_s
+    """At shutdown, how long requests under way may still take."""
+    max_batch: int = LIMITS.max_batch
+    """Observations of different clients to run together. Each batch size of 1, 2, 4, … builds engines of its own."""
+    max_wait_ms: float = LIMITS.max_wait_s * 1e3
+    """How long a batch waits to become full."""
+    device: Annotated[str | None, tyro.conf.arg(metavar="DEVICE")] = None
+    """cpu, cuda or cuda:N instead of the configuration's."""
+    num_steps: int | None = None
+    """Denoising steps instead of the configuration's."""
+
+    def limits(self) -> ServerConfig:
+        """The server's part. Raises ConfigError."""
+        return ServerConfig(
+            host=self.host,
+            port=self.port,
+            api_key=None if self.api_key_file is None else read_key(self.api_key_file),
+            max_payload=int(self.max_payload_mib * 2**20),
+            max_clients=self.max_clients,
+            request_timeout_s=self.timeout_s,
+            grace_s=self.grace_s,
+            max_batch=self.max_batch,
+            max_wait_s=self.max_wait_ms / 1e3,
+        )
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    given = tyro.cli(Arguments, args=arguments, prog="vla-accel serve")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    limits = given.limits()
+    if limits.api_key is None and not is_loopback(limits.host):
+        logging.getLogger("vla_accel.server").warning("%s without a key: whoever reaches it may use it", limits.host)
+    from vla_accel.policy import OptimizedPolicy
+
+    policy = OptimizedPolicy.from_pretrained(
+        given.checkpoint, given.config, device=given.device, num_steps=given.num_steps
+    )
+    serve(policy, limits)
+    return 0
+
+
+def read_key(path: Path) -> str:
+    """The key in a file, without the line's end. Not an option of its own: command lines are public."""
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api key {path}: expected a readable text file, got: {error}") from error
+    if not key:
+        raise ConfigError(f"api key {path}: expected a key, got an empty file")
+    return key
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address to listen on."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

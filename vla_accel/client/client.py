@@ -1,0 +1,238 @@
+"""The client's side of openpi's websocket protocol, synchronous.
+
+On connect the server sends its metadata; then each request is one observation and each answer one result, in binary
+frames. A text frame is the server's error, after which the connection is closed. Knows nothing about what the
+observations mean. Source: openpi, `packages/openpi-client` (`websocket_client_policy.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from vla_accel import wire
+from vla_accel.errors import ConfigError, DependencyError, ServerError, WireError
+
+
+@dataclass(frozen=True)
+class Reconnect:
+    """What happens when there is no connection.
+
+    `attempts`: how often connecting is tried, when the client is made and when a request finds the connection lost.
+    `wait_s`: seconds between two attempts. `resend`: send a request again, once, when its connection broke before the
+    answer came; the server may then have computed it twice. A late answer or a reported error is never retried.
+    """
+
+    attempts: int = 1
+    wait_s: float = 1.0
+    resend: bool = False
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.wait_s < 0:
+            raise ConfigError(f"reconnect: expected attempts >= 1 and wait_s >= 0, got {self}")
+
+
+class PolicyClient:
+    """`infer`, `reset` and `metadata` of a policy server. Calls from several threads are taken in turn.
+
+    Args: `address`: `ws://host:port` or `wss://host:port`; `api_key`: sent as `Authorization: Api-Key …`;
+    `timeout_s`: longest wait for an answer; `connect_timeout_s`: longest wait for a connection and for its metadata.
+    Raises ConfigError for anything but a websocket address, ServerError where nobody answers in openpi's format,
+    DependencyError without `websockets` and `msgpack`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 60.0,
+        connect_timeout_s: float = 10.0,
+        reconnect: Reconnect | None = None,
+    ) -> None:
+        check_address(address)
+        self.address = address
+        self.metadata: dict[str, Any] = {}
+        self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None
+        self._timeout_s, self._connect_timeout_s = timeout_s, connect_timeout_s
+        self._reconnect = reconnect or Reconnect()
+        self._lock = threading.RLock()
+        self._connection: Any = None
+        self._stack = ExitStack()
+        self._connect()
+
+    def __enter__(self) -> PolicyClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def supports_prev_chunk(self) -> bool:
+        """Whether the server says that its policy takes `prev_chunk` and `inference_delay`."""
+        return self.metadata.get(wire.REAL_TIME_CHUNKING) is True
+
+    def infer(
+        self,
+        observation: Mapping[str, Any],
+        *,
+        prev_chunk: np.ndarray | None = None,
+        inference_delay: int | None = None,
+    ) -> dict[str, Any]:
+        """Send one observation (openpi's keys), return the server's result; it holds `actions`.
+
+        Args: `prev_chunk` (k, action_dim): the actions not yet executed; `inference_delay`: control ticks that will
+        pass before the answer is used. They need a server that supports real-time chunking.
+        Raises ServerError when the server reported an error, closed the connection or did not answer in time, and
+        WireError for an observation that cannot be sent.
+        """
+        request = wire.pack(self._request(observation, prev_chunk, inference_delay))
+        with self._lock:
+            try:
+                answer = self._exchange(request)
+            except _LostConnection as lost:
+                if not self._reconnect.resend:
+                    raise ServerError(str(lost)) from lost.__cause__
+                try:
+                    answer = self._exchange(request)
+                except _LostConnection as again:
+                    raise ServerError(f"{again}, twice") from again.__cause__
+            if isinstance(answer, str):
+                self.close()
+                last = answer.strip().splitlines()[-1] if answer.strip() else "an empty text frame"
+                raise ServerError(f"policy server {self.address} reported: {last}")
+            result = self._map(answer)
+        if "actions" not in result:
+            raise ServerError(f"policy server {self.address}: expected actions in its answer, got {sorted(result)}")
+        return result
+
+    def reset(self) -> None:
+        """Start an episode: a policy server keeps no state of it. Connects again if the connection was lost."""
+        with self._lock:
+            if self._connection is None:
+                self._connect()
+
+    def close(self) -> None:
+        """Close the connection; the next request opens a new one."""
+        with self._lock:
+            self._connection = None
+            self._stack.close()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _request(self, observation: Mapping[str, Any], prev_chunk: Any, inference_delay: int | None) -> dict[str, Any]:
+        request = dict(observation)
+        if prev_chunk is None and inference_delay is None:
+            return request
+        if prev_chunk is None or inference_delay is None:
+            raise ConfigError("real-time chunking: expected prev_chunk and inference_delay together, got only one")
+        if not self.supports_prev_chunk:
+            raise ConfigError(f"policy server {self.address} does not support real-time chunking")
+        return {**request, wire.PREV_CHUNK: np.asarray(prev_chunk), wire.INFERENCE_DELAY: int(inference_delay)}
+
+    def _exchange(self, request: bytes) -> bytes | str:
+        connection = self._connection or self._connect()
+        try:
+            connection.send(request)
+            return connection.recv(timeout=self._timeout_s)
+        except TimeoutError as error:
+            self.close()  # a late answer must not meet the next request
+            raise ServerError(f"policy server {self.address}: no answer within {self._timeout_s:g} s") from error
+        except Exception as error:  # closed, reset: neither leaves a usable connection
+            self.close()
+            raise _LostConnection(
+                f"policy server {self.address}: no answer ({type(error).__name__}: {error})"
+            ) from error
+        except BaseException:  # interrupted
+            self.close()
+            raise
+
+    def _connect(self) -> Any:
+        left = self._reconnect.attempts
+        while True:
+            left -= 1
+            try:
+                return self._connect_once()
+            except ServerError:
+                if not left:
+                    raise
+            time.sleep(self._reconnect.wait_s)
+
+    def _connect_once(self) -> Any:
+        client = _websockets_client()
+        stack = ExitStack()  # holds the connection open beyond this call
+        try:
+            connection = stack.enter_context(
+                client.connect(
+                    self.address,
+                    compression=None,
+                    max_size=None,
+                    open_timeout=self._connect_timeout_s,
+                    # An openpi server answers no pings while it computes; each request has its own time limit.
+                    ping_interval=None,
+                    additional_headers=self._headers,
+                )
+            )
+        except Exception as error:
+            raise ServerError(
+                f"policy server {self.address}: cannot connect ({type(error).__name__}: {error})"
+            ) from error
+        try:
+            self.metadata = self._hello(connection)
+        except BaseException:
+            stack.close()
+            raise
+        self._stack, self._connection = stack, connection
+        return connection
+
+    def _hello(self, connection: Any) -> dict[str, Any]:
+        """The metadata that a server sends first."""
+        try:
+            hello = connection.recv(timeout=self._connect_timeout_s)
+        except Exception as error:
+            raise ServerError(
+                f"policy server {self.address}: connected, but it sent no metadata ({type(error).__name__}: {error})"
+            ) from error
+        if isinstance(hello, str):
+            raise ServerError(f"policy server {self.address}: expected metadata, got text: {hello.strip()!r:.200}")
+        return self._map(hello)
+
+    def _map(self, data: bytes) -> dict[str, Any]:
+        try:
+            return wire.unpack_map(data)
+        except WireError as error:
+            self.close()
+            raise ServerError(f"policy server {self.address}: {error}") from error
+
+
+class _LostConnection(Exception):
+    """The connection broke before the answer came."""
+
+
+def check_address(address: str) -> None:
+    """Raise ConfigError unless `address` reads `ws://host[:port]` or `wss://host[:port]`."""
+    try:
+        parts = urlsplit(address)
+        good = parts.scheme in ("ws", "wss") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or out of range
+        good = False
+    if not good:
+        raise ConfigError(f"policy: expected ws://host:port, got {address!r}")
+
+
+def _websockets_client() -> Any:
+    try:
+        import websockets.sync.client
+    except ImportError as error:
+        raise DependencyError(f"a remote policy needs websockets: pip install 'vla_accel[serve]' ({error})") from error
+    return websockets.sync.client

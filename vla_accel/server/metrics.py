@@ -1,0 +1,128 @@
+"""Counters, gauges and histograms in Prometheus' text format (version 0.0.4).
+
+Written and read on the server's event loop only, so there are no locks. Knows the names of what is counted, not how it
+comes about.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+
+class Counter:
+    """Counts, one for each value of one label ("" without a label)."""
+
+    def __init__(self, name: str, help_line: str, label: str = "") -> None:
+        self.name, self.help_line, self.label = name, help_line, label
+        self.values: dict[str, float] = {} if label else {"": 0.0}
+
+    def add(self, label: str = "", amount: float = 1.0) -> None:
+        self.values[label] = self.values.get(label, 0.0) + amount
+
+    def lines(self) -> Iterator[str]:
+        yield from _head(self.name, self.help_line, "counter")
+        for label, value in self.values.items():
+            yield f"{self.name}{_labels({self.label: label} if self.label else {})} {value:.15g}"
+
+
+class Gauge:
+    """A value that is asked for when it is read."""
+
+    def __init__(self, name: str, help_line: str, read: Callable[[], float]) -> None:
+        self.name, self.help_line, self.read = name, help_line, read
+
+    def lines(self) -> Iterator[str]:
+        yield from _head(self.name, self.help_line, "gauge")
+        yield f"{self.name} {self.read():.15g}"
+
+
+class Histogram:
+    """Observations in buckets, one histogram for each value of one label ("" without a label)."""
+
+    def __init__(self, name: str, help_line: str, bounds: tuple[float, ...], label: str = "") -> None:
+        self.name, self.help_line, self.bounds, self.label = name, help_line, bounds, label
+        self.counts: dict[str, list[int]] = {}
+        self.sums: dict[str, float] = {}
+
+    def observe(self, value: float, label: str = "") -> None:
+        counts = self.counts.setdefault(label, [0] * (len(self.bounds) + 1))
+        counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sums[label] = self.sums.get(label, 0.0) + value
+
+    def lines(self) -> Iterator[str]:
+        yield from _head(self.name, self.help_line, "histogram")
+        for label, counts in self.counts.items():
+            own = {self.label: label} if self.label else {}
+            running = 0
+            for bound, count in zip((*map("{:g}".format, self.bounds), "+Inf"), counts, strict=True):
+                running += count
+                yield f"{self.name}_bucket{_labels({**own, 'le': bound})} {running}"
+            yield f"{self.name}_sum{_labels(own)} {self.sums[label]:.9g}"
+            yield f"{self.name}_count{_labels(own)} {running}"
+
+
+class Metrics:
+    """Everything a policy server counts."""
+
+    def __init__(self, *, clients: Callable[[], int], waiting: Callable[[], int], running: Callable[[], int]) -> None:
+        self.requests = Counter("vla_accel_requests_total", "Requests answered, by outcome.", "outcome")
+        self.errors = Counter("vla_accel_errors_total", "Errors reported to clients, by type.", "type")
+        self.connections = Counter("vla_accel_connections_total", "Connections that completed the handshake.")
+        self.refused = Counter("vla_accel_refused_total", "Connections refused or ended, by reason.", "reason")
+        self.received = Counter("vla_accel_received_bytes_total", "Bytes of the messages received.")
+        self.sent = Counter("vla_accel_sent_bytes_total", "Bytes of the messages sent.")
+        self.request_seconds = Histogram(
+            "vla_accel_request_seconds", "From a request's arrival to its answer, sent.", SECONDS
+        )
+        self.component_seconds = Histogram(
+            "vla_accel_component_seconds", "Latency by component, as the policy reports it.", SECONDS, "component"
+        )
+        self.queue_seconds = Histogram("vla_accel_queue_seconds", "Time a request waited for its turn.", SECONDS)
+        self.batch_size = Histogram("vla_accel_batch_size", "Requests run together.", SIZES)
+        self._gauges = (
+            Gauge("vla_accel_clients", "Clients connected now.", clients),
+            Gauge("vla_accel_queue_depth", "Requests waiting for their turn.", waiting),
+            Gauge("vla_accel_running_requests", "Requests that the policy computes now.", running),
+            Gauge("process_resident_memory_bytes", "Resident memory of the server process.", resident_bytes),
+        )
+
+    def components(self, timing: Any) -> None:
+        """Take in a policy's `policy_timing`: milliseconds under `<component>_ms`."""
+        if not isinstance(timing, Mapping):
+            return
+        for key, value in timing.items():
+            if isinstance(key, str) and key.endswith("_ms") and isinstance(value, (int, float)):
+                self.component_seconds.observe(float(value) / 1e3, key.removesuffix("_ms"))
+
+    def text(self) -> str:
+        """The page that Prometheus reads."""
+        own = [v for v in vars(self).values() if isinstance(v, (Counter, Histogram))]
+        return "\n".join(line for one in (*own, *self._gauges) for line in one.lines()) + "\n"
+
+
+def resident_bytes() -> float:
+    """Resident memory of this process; NaN where there is no /proc."""
+    try:
+        with open("/proc/self/statm") as file:
+            return float(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return float("nan")
+
+
+def _head(name: str, help_line: str, kind: str) -> Iterator[str]:
+    yield f"# HELP {name} {help_line}"
+    yield f"# TYPE {name} {kind}"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    def escape(value: str) -> str:
+        return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+    return "{" + ",".join(f'{k}="{escape(v)}"' for k, v in labels.items()) + "}" if labels else ""

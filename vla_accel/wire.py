@@ -1,0 +1,235 @@
+"""openpi's wire format: msgpack with NumPy arrays, read as if every byte came from an enemy.
+
+An array travels as the map `{b"__ndarray__": True, b"data": bytes, b"dtype": str, b"shape": list}`, a NumPy scalar as
+`{b"__npgeneric__": True, b"data": number, b"dtype": str}`. Object, void and complex dtypes do not travel.
+Source of the format: openpi, `packages/openpi-client` (`msgpack_numpy.py`).
+
+Before anything is allocated for a message its headers are walked once: what a truncated, overlong, deep or crowded
+message announces is refused while it is still only bytes. Knows nothing about sockets, policies or observations, and
+needs NumPy and msgpack only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vla_accel.errors import DependencyError, WireError
+
+MAX_VALUES = 16_384
+"""Values (numbers, texts, lists, maps, …) in one message; an array counts as the six or so of its map."""
+MAX_DEPTH = 32
+MAX_DIMENSIONS = 32
+
+PREV_CHUNK = "rtc/prev_chunk"
+"""Observation key of real-time chunking: the actions not yet executed, float (k, action_dim), in the robot's units;
+row 0 belongs to the control tick of this observation."""
+INFERENCE_DELAY = "rtc/inference_delay"
+"""Observation key of real-time chunking: control ticks that will pass before the answer is used, int."""
+REAL_TIME_CHUNKING = "real_time_chunking"
+"""Metadata key: whether the server's policy takes the two keys above."""
+
+# What NumPy itself writes for plain numbers, text and dates. An open-ended dtype parser is no place for strangers.
+_DTYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|[SU]\d{1,9}|[mM]8(\[\d{0,9}[a-zA-Z]{1,2}\])?)")
+_PLAIN_KINDS = "biufSUmM"
+_SCALARS: dict[str, tuple[type, ...]] = {
+    "b": (bool,),
+    "i": (int,),
+    "u": (int,),
+    "f": (float, int),
+    "S": (bytes,),
+    "U": (str,),
+}
+_NDARRAY_KEYS = {b"__ndarray__", b"data", b"dtype", b"shape"}
+_SCALAR_KEYS = {b"__npgeneric__", b"data", b"dtype"}
+
+
+def pack(value: Any) -> bytes:
+    """`value` (maps, lists, text, bytes, numbers, None, NumPy arrays and scalars) as openpi's msgpack.
+
+    Raises WireError for anything else, object, void and complex arrays included.
+    """
+    try:
+        return _msgpack().packb(value, default=_encode)
+    except WireError:
+        raise
+    except Exception as error:  # msgpack: too deep, an integer of more than 64 bits, lone surrogates
+        raise WireError(f"wire format: cannot send this ({type(error).__name__}: {error})") from error
+
+
+def unpack(data: bytes, *, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> Any:
+    """The inverse of `pack`; arrays come back read-only. Costs time and memory in proportion to `data`, no more.
+
+    Raises WireError for whatever is not exactly one well-formed message within the limits.
+    """
+    msgpack = _msgpack()
+    survey(data, max_values=max_values, max_depth=max_depth)
+    try:
+        return msgpack.unpackb(data, object_hook=_decode)
+    except WireError:
+        raise
+    except Exception as error:  # not text where text is due, or a key that is neither text nor bytes
+        raise WireError(f"wire format: unreadable message ({type(error).__name__}: {error})") from error
+
+
+def unpack_map(data: Any) -> dict[str, Any]:
+    """`unpack`, for a frame that must hold a map with text keys: an observation, metadata, an answer."""
+    if not isinstance(data, bytes):
+        raise WireError(f"wire format: expected a binary frame, got {'text' if isinstance(data, str) else _kind(data)}")
+    value = unpack(data)
+    if not isinstance(value, dict):
+        raise WireError(f"wire format: expected a map, got {_kind(value)}")
+    wrong = [key for key in value if not isinstance(key, str)]
+    if wrong:
+        raise WireError(f"wire format: expected text keys, got {wrong[0]!r:.60}")
+    return value
+
+
+def survey(data: bytes, *, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> int:
+    """Walk the headers of one message without decoding it; the number of values in it.
+
+    Raises WireError: truncated, bytes left over, an extension type, more than `max_values`, deeper than `max_depth`.
+    """
+    size, position, values = len(data), 0, 0
+    open_levels = [1]  # at each level, values still to come
+    while open_levels:
+        if not open_levels[-1]:
+            open_levels.pop()
+            continue
+        open_levels[-1] -= 1
+        values += 1
+        if position >= size:
+            raise WireError(f"wire format: truncated after {size} bytes")
+        code = data[position]
+        position += 1
+        width, is_length, items_each = _HEADERS[code]
+        if width < 0:
+            raise WireError(f"wire format: expected a plain value, got byte 0x{code:02x} (an extension, or unused)")
+        if not is_length:
+            inner, position = 0, position + width
+        else:
+            length = _INLINE[code] if width == 0 else int.from_bytes(data[position : position + width], "big")
+            position += width
+            inner = length * items_each
+            position += 0 if items_each else length
+            # Nothing is shorter than one byte.
+            if position + inner > size:
+                what = "items" if items_each else "bytes"
+                raise WireError(f"wire format: truncated: {length} {what} announced, the message has {size} bytes")
+        if values + inner > max_values:
+            raise WireError(f"wire format: expected at most {max_values} values, got more")
+        if inner:
+            if len(open_levels) > max_depth:
+                raise WireError(f"wire format: expected at most {max_depth} levels, got more")
+            open_levels.append(inner)
+    if position > size:
+        raise WireError(f"wire format: truncated after {size} bytes")
+    if position < size:
+        raise WireError(f"wire format: {size - position} bytes left over after the message")
+    return values
+
+
+def _header(code: int) -> tuple[int, bool, int]:
+    """(bytes that follow the first, whether they are a length, items for each unit of length; 0 means bytes)."""
+    if code <= 0x7F or code >= 0xE0:
+        return 0, False, 0
+    if code <= 0x9F:
+        return 0, True, 2 if code <= 0x8F else 1
+    if code <= 0xBF:
+        return 0, True, 0
+    fixed = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8}
+    fixed |= {0xCC + i: 2**i for i in range(4)} | {0xD0 + i: 2**i for i in range(4)}
+    if code in fixed:
+        return fixed[code], False, 0
+    lengths = {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}
+    lengths |= {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+    if code in lengths:
+        return lengths[code][0], True, lengths[code][1]
+    return -1, False, 0
+
+
+_HEADERS = [_header(code) for code in range(256)]
+_INLINE = [code & (0x1F if 0xA0 <= code <= 0xBF else 0x0F) for code in range(256)]
+
+
+def _encode(value: Any) -> dict[bytes, Any]:
+    if isinstance(value, (np.ndarray, np.generic)):
+        if value.dtype.kind not in _PLAIN_KINDS or not _DTYPE.fullmatch(value.dtype.str):
+            raise WireError(f"wire format: expected numbers or text, got dtype {value.dtype}")
+        if isinstance(value, np.ndarray):
+            return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+        return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
+    raise WireError(f"wire format: cannot send a {type(value).__name__}")
+
+
+def _decode(value: dict[Any, Any]) -> Any:
+    if b"__ndarray__" in value:
+        return _array(value)
+    if b"__npgeneric__" in value:
+        return _scalar(value)
+    return value
+
+
+def _array(value: dict[Any, Any]) -> np.ndarray:
+    if value.keys() != _NDARRAY_KEYS:
+        raise WireError(f"wire format: array: expected data, dtype and shape, got {_names(value)}")
+    dtype, shape, data = _dtype(value[b"dtype"]), value[b"shape"], value[b"data"]
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        raise WireError(f"wire format: array: expected a list of sizes as shape, got {shape!r:.60}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise WireError(f"wire format: array: expected at most {MAX_DIMENSIONS} dimensions, got {len(shape)}")
+    if not isinstance(data, bytes):
+        raise WireError(f"wire format: array: expected bytes as data, got {_kind(data)}")
+    needed = math.prod(shape) * dtype.itemsize
+    if needed != len(data):
+        raise WireError(
+            f"wire format: array: {dtype} of shape {tuple(shape)!s:.60} needs {needed} bytes, got {len(data)}"
+        )
+    try:
+        return np.ndarray(tuple(shape), dtype, buffer=data)
+    except ValueError as error:  # empty, but with a size beyond what NumPy can address
+        raise WireError(f"wire format: array: shape {tuple(shape)!s:.60}: {error}") from error
+
+
+def _scalar(value: dict[Any, Any]) -> np.generic:
+    if value.keys() != _SCALAR_KEYS:
+        raise WireError(f"wire format: scalar: expected data and dtype, got {_names(value)}")
+    dtype, data = _dtype(value[b"dtype"]), value[b"data"]
+    if type(data) not in _SCALARS.get(dtype.kind, ()):
+        raise WireError(f"wire format: scalar: expected a value of dtype {dtype}, got {_kind(data)}")
+    try:
+        with np.errstate(over="raise"):
+            return dtype.type(data)
+    except (OverflowError, ValueError, FloatingPointError) as error:
+        raise WireError(f"wire format: scalar: {data!r:.60} is no {dtype} ({error})") from error
+
+
+def _dtype(name: Any) -> np.dtype:
+    if not isinstance(name, str) or not _DTYPE.fullmatch(name):
+        raise WireError(f"wire format: expected the dtype of plain numbers or text, got {name!r:.60}")
+    try:
+        return np.dtype(name)
+    except (TypeError, ValueError) as error:  # a date unit that does not exist, text longer than NumPy's
+        raise WireError(f"wire format: expected a dtype, got {name!r:.60} ({error})") from error
+
+
+def _names(value: Mapping[Any, Any]) -> str:
+    return f"{', '.join(repr(k)[:20] for k in list(value)[:6])}"
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _msgpack() -> Any:
+    try:
+        import msgpack
+    except ImportError as error:
+        raise DependencyError(
+            f"openpi's wire format needs msgpack: pip install 'vla_accel[serve]' ({error})"
+        ) from error
+    return msgpack
