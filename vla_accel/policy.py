@@ -8,9 +8,9 @@ Owns no mathematics: models compute, engines run, `processing` converts. Calls f
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +18,21 @@ import numpy as np
 import torch
 
 from vla_accel import latency
-from vla_accel.components import denoise_component, kv_cache_component, vision_component
 from vla_accel.config import PolicyConfig, load_config
-from vla_accel.engines import Engine, build
-from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
+from vla_accel.errors import ConfigError, EngineError, ObservationError
 from vla_accel.ledger import Ledger
-from vla_accel.models.checkpoint import describe, load_checkpoint
+from vla_accel.loading import NAMED, find, load
+from vla_accel.models.checkpoint import describe
 from vla_accel.models.pi0 import Pi0
-from vla_accel.processing import IMAGE_KEYS, STATE_KEY, Inputs, Normaliser, Processor, load_statistics
-from vla_accel.tokenizer import SmallTokenizer, load_tokenizer
+from vla_accel.native import NativeStore
+from vla_accel.pipeline import Feed, Pipeline, Pipelines, Shape
+from vla_accel.processing import Inputs, Processor
+from vla_accel.quantize import load_scales
 
-ASSETS = Path(__file__).parent / "assets"
-NAMED = {"demo": ASSETS / "pi05_demo"}
-_KEPT_PIPELINES = 16
+__all__ = ["NAMED", "OptimizedPolicy"]
 
-
-@dataclass(frozen=True)
-class _Key:
-    """What decides a pipeline's static shapes."""
-
-    batch: int
-    views: int
-    tokens: int
-    steps: int
-    masked: bool
-
-
-@dataclass
-class _Pipeline:
-    """The three engines for one key, wired output to input."""
-
-    vision: Engine
-    kv_cache: Engine
-    denoise: Engine
+TOKEN_BUCKET = 32
+"""The native engine pads prompts to multiples of this, so that few graphs serve every prompt. The padding is masked."""
 
 
 class OptimizedPolicy:
@@ -59,16 +41,28 @@ class OptimizedPolicy:
     `infer` may be called from several threads; calls are serialised. `metadata` says what was loaded and what runs.
     """
 
-    def __init__(self, model: Pi0, processor: Processor, config: PolicyConfig, *, name: str) -> None:
+    def __init__(
+        self,
+        model: Pi0,
+        processor: Processor,
+        config: PolicyConfig,
+        *,
+        name: str,
+        scales: Mapping[str, float] | None = None,
+        store: NativeStore | None = None,
+    ) -> None:
         self.config, self.name = config, name
-        self.device = _device(config.device)
-        self.model = model.to(self.device).to_compute_dtype(_precision(config, self.device))
+        self.device = resolve_device(config.device)
+        self.model = model.to(self.device).to_compute_dtype(resolve_precision(config, self.device))
         self.processor = processor
         self.ledger = Ledger(strict=config.strict)
         self.latency = latency.LatencyLog()
-        self._pipelines: OrderedDict[_Key, _Pipeline] = OrderedDict()
+        self.store = store or NativeStore(self.model, scales)
+        self.pipelines = Pipelines(self.model, config, self.store, self.device, self.ledger)
         self._lock = threading.RLock()
-        self._noise = torch.Generator().manual_seed(config.seed)
+        self._noise = torch.Generator(self.device).manual_seed(config.seed)
+        # One engine that takes lengths is enough for prompts to be padded: all three must agree.
+        self._padded = "native" in (config.kv_cache.engine, config.denoise.engine)
 
     @classmethod
     def from_pretrained(
@@ -80,7 +74,7 @@ class OptimizedPolicy:
         num_steps: int | None = None,
         seed: int | None = None,
     ) -> OptimizedPolicy:
-        """Load a checkpoint folder, or a bundled checkpoint by name ("demo").
+        """Load a checkpoint folder, a bundled checkpoint ("demo") or one on the hub by name (`vla_accel.loading`).
 
         Args: `config`: a `PolicyConfig`, a mapping, or a YAML/JSON file; `device`, `num_steps` and `seed` override
         it. Raises CheckpointError for anything incomplete, ConfigError for settings that cannot be.
@@ -88,13 +82,11 @@ class OptimizedPolicy:
         settings = load_config(config)
         overrides = {"device": device, "num_steps": num_steps, "seed": seed}
         settings = replace(settings, **{k: v for k, v in overrides.items() if v is not None})
-        folder = NAMED.get(str(path_or_name), Path(path_or_name))
-        if not folder.is_dir():
-            names = ", ".join(NAMED)
-            raise CheckpointError(f"checkpoint: expected a folder or one of {names}, got {str(path_or_name)!r}")
-        model = load_checkpoint(folder)
-        processor = load_processor(folder, model, settings)
-        policy = cls(model, processor, settings, name=str(path_or_name))
+        where = resolve_device(settings.device)
+        model, processor = load(path_or_name, settings, device=where, dtype=resolve_precision(settings, where))
+        scales = load_scales(find(path_or_name))
+        amax = None if scales is None else scales.amax
+        policy = cls(model, processor, settings, name=str(path_or_name), scales=amax)
         policy.warm_up()
         return policy
 
@@ -120,32 +112,48 @@ class OptimizedPolicy:
         if not observations:
             raise ObservationError("observations: expected at least one, got none")
         with self._lock:
-            watch = latency.Stopwatch(self.device)
-            with watch.section("preprocess", host=True):
-                inputs = [self.processor.prepare(o) for o in observations]
-                start = self._start_noise(noise, len(inputs))
-                pipeline = self._feed(inputs, start)
-            with watch.section("vision"):
-                pipeline.vision.run()
-            with watch.section("kv_cache"):
-                pipeline.kv_cache.run()
-            with watch.section("denoise"):
-                pipeline.denoise.run()
-            # The call's one synchronisation.
-            actions = pipeline.denoise.outputs["actions"].to("cpu", copy=True).numpy()
-            with watch.section("postprocess", host=True):
-                if not np.isfinite(actions).all():
-                    raise EngineError("denoise.actions: non-finite values; compare engines with the eager one")
-                robot = [self.processor.finish(a) for a in actions]
-            sample = watch.finish()
+            began = time.perf_counter()
+            inputs = [self.processor.prepare(o) for o in observations]
+            pipeline, feed = self._feed(inputs, noise)
+            pipeline.feed(feed, self._noise)
+            launched = time.perf_counter()
+            actions, times = pipeline.run()
+            returned = time.perf_counter()
+            if not np.isfinite(actions).all():
+                raise EngineError("denoise.actions: non-finite values; compare engines with the eager one")
+            robot = [self.processor.finish(a, i) for a, i in zip(actions, inputs, strict=True)]
+            ended = time.perf_counter()
+            sections = {
+                "preprocess": (launched - began) * 1e3,
+                **times,
+                "postprocess": (ended - returned) * 1e3,
+            }
+            sample = latency.Sample(sections, (ended - began) * 1e3)
             self.latency.add(sample)
             timing = {"infer_ms": sample.total_ms, "total_ms": sample.total_ms}
-            timing |= {f"{name}_ms": value for name, value in sample.sections.items()}
+            timing |= {f"{name}_ms": value for name, value in sections.items()}
             engines = self.ledger.as_list()
         return [
             {"actions": a, "state": i.raw_state, "policy_timing": dict(timing), "engines": engines}
             for a, i in zip(robot, inputs, strict=True)
         ]
+
+    def infer_with_internals(
+        self, observation: Mapping[str, Any], *, noise: np.ndarray
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """`infer`, and besides it, float32: normalised `actions` (H, A), `image_tokens` (I, W), `keys` and `values`
+        (depth, S, kv_heads, d) of the real tokens. For comparing paths; copies much, so do not time it."""
+        with self._lock:
+            result = self.infer(observation, noise=noise)
+            pipeline = self.pipelines.newest
+            real = int(pipeline.lengths[0])
+            kept = {
+                "actions": pipeline.denoise.outputs["actions"][0],
+                "image_tokens": pipeline.vision.outputs["image_tokens"][0],
+                "keys": pipeline.kv_cache.outputs["keys"][:, 0, :real],
+                "values": pipeline.kv_cache.outputs["values"][:, 0, :real],
+            }
+            return result, {name: tensor.float().cpu().numpy() for name, tensor in kept.items()}
 
     def reset(self) -> None:
         """Start an episode: the noise begins anew from the configured seed."""
@@ -155,22 +163,17 @@ class OptimizedPolicy:
     def warm_up(self) -> None:
         """Build the engines of an ordinary observation and run them once, so that the ledger is complete, a strict
         fallback raises now, and the first call is not the slow one. Leaves noise and latency log untouched."""
-        size = self.processor.image_size
-        image = np.zeros((size, size, 3), np.uint8)
-        observation = {key: image for key in IMAGE_KEYS}
         config = self.model.config
         noise = np.zeros((config.action_horizon, config.action_dim), np.float32)
-        prompt = self.config.default_prompt or "pick up the black bowl on the stove and place it on the plate"
-        state = self.processor.state.low
         with self._lock:
             samples = list(self.latency.samples)
-            self.infer({**observation, STATE_KEY: state, "prompt": prompt}, noise=noise)
+            self.infer(self.processor.example(), noise=noise)
             self.latency.samples[:] = samples
 
     def with_steps(self, num_steps: int) -> OptimizedPolicy:
         """The same weights with another number of denoising steps, and a latency log of its own."""
         config = replace(self.config, num_steps=num_steps)
-        return OptimizedPolicy(self.model, self.processor, config, name=self.name)
+        return OptimizedPolicy(self.model, self.processor, config, name=self.name, store=self.store)
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
@@ -202,86 +205,40 @@ class OptimizedPolicy:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _start_noise(self, noise: np.ndarray | None, batch: int) -> torch.Tensor:
+    def _given_noise(self, noise: np.ndarray, batch: int) -> np.ndarray:
         config = self.model.config
         shape = (batch, config.action_horizon, config.action_dim)
-        if noise is None:
-            return torch.randn(shape, generator=self._noise)
         noise = np.asarray(noise, dtype=np.float32)
         if noise.shape != shape:
             raise ObservationError(f"noise: expected shape {shape[1:]}, got {noise.shape[1:]}")
         if not np.isfinite(noise).all():
             raise ObservationError("noise: expected finite numbers, got NaN or Inf")
-        return torch.from_numpy(noise)
+        return noise
 
-    def _feed(self, inputs: list[Inputs], noise: torch.Tensor) -> _Pipeline:
+    def _feed(self, inputs: list[Inputs], noise: np.ndarray | None) -> tuple[Pipeline, Feed]:
+        """The pipeline for these inputs, and the inputs as its arrays."""
+        batch, views = len(inputs), len(inputs[0].images)
+        if noise is not None:
+            noise = self._given_noise(noise, batch)
         longest = max(len(i.tokens) for i in inputs)
-        masked = any(len(i.tokens) != longest for i in inputs)
-        key = _Key(len(inputs), len(inputs[0].images), longest, self.config.num_steps, masked)
-        pipeline = self._pipeline(key)
-        tokens = np.zeros((key.batch, longest), np.int64)
+        width = -(-longest // TOKEN_BUCKET) * TOKEN_BUCKET if self._padded else longest
+        padded = self._padded or any(len(i.tokens) != longest for i in inputs)
+        tokens = np.zeros((batch, width), np.int64)
         for row, one in enumerate(inputs):
             tokens[row, : len(one.tokens)] = one.tokens
-        pipeline.vision.write("images", torch.from_numpy(np.stack([i.images for i in inputs])))
-        pipeline.kv_cache.write("tokens", torch.from_numpy(tokens))
-        pipeline.denoise.write("noise", noise)
-        if "state" in pipeline.denoise.inputs:
-            pipeline.denoise.write("state", torch.from_numpy(np.stack([i.state for i in inputs])))
-        if masked:
-            images = key.views * self.model.config.vision.tokens
-            mask = np.ones((key.batch, images + longest), bool)
-            for row, one in enumerate(inputs):
-                mask[row, images + len(one.tokens) :] = False
-            pipeline.kv_cache.write("mask", torch.from_numpy(mask))
-        return pipeline
-
-    def _pipeline(self, key: _Key) -> _Pipeline:
-        if key in self._pipelines:
-            self._pipelines.move_to_end(key)
-            return self._pipelines[key]
-        model, config = self.model, self.config
-        prefix_tokens = key.views * model.config.vision.tokens + key.tokens
-
-        def engine(component: Any, spec: Any) -> Engine:
-            return build(component, spec, device=self.device, ledger=self.ledger)
-
-        vision = engine(vision_component(model, key.batch, key.views), config.vision)
-        kv_cache = engine(kv_cache_component(model, key.batch, key.views, key.tokens, key.masked), config.kv_cache)
-        denoise = engine(denoise_component(model, key.batch, prefix_tokens, key.steps, key.masked), config.denoise)
-        kv_cache.bind("image_tokens", vision.outputs["image_tokens"])
-        for name in ("keys", "values"):
-            denoise.bind(name, kv_cache.outputs[name])
-        if key.masked:
-            denoise.bind("mask", kv_cache.inputs["mask"])
-        self._pipelines[key] = _Pipeline(vision, kv_cache, denoise)
-        if len(self._pipelines) > _KEPT_PIPELINES:
-            self._pipelines.popitem(last=False)
-        return self._pipelines[key]
-
-
-def load_processor(folder: Path, model: Pi0, settings: PolicyConfig) -> Processor:
-    """The transforms of a checkpoint folder: its statistics and its tokenizer."""
-    config = model.config
-    statistics = load_statistics(folder / "norm_stats.json")
-    kind = "quantile" if config.kind == "pi05" else "mean_std"
-    tokenizer = load_tokenizer(folder)
-    if isinstance(tokenizer, SmallTokenizer) and tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"tokenizer {folder}: expected at most {config.vocab_size} tokens, got {tokenizer.vocab_size}"
+        images = views * self.model.config.vision.tokens
+        feed = Feed(
+            images=np.stack([i.images for i in inputs]) if batch > 1 else inputs[0].images[None],
+            tokens=tokens,
+            lengths=np.array([images + len(i.tokens) for i in inputs], np.int32),
+            state=np.stack([i.state for i in inputs]),
+            noise=noise,
         )
-    return Processor(
-        tokenizer=tokenizer,
-        state=Normaliser.of(statistics["state"], kind, "state"),
-        actions=Normaliser.of(statistics["actions"], kind, "actions"),
-        image_size=config.vision.image_size,
-        action_dim=config.action_dim,
-        max_token_len=config.max_token_len,
-        discrete_state=config.discrete_state_input,
-        default_prompt=settings.default_prompt,
-    )
+        return self.pipelines.get(Shape(batch, views, width, self.config.num_steps, padded)), feed
 
 
-def _device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
+    """The device of a configuration; "auto" is the GPU if there is one. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -295,7 +252,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _precision(config: PolicyConfig, device: torch.device) -> torch.dtype:
+def resolve_precision(config: PolicyConfig, device: torch.device) -> torch.dtype:
+    """The dtype of the large products: "auto" is BF16 on a GPU, FP32 on a CPU."""
     if config.precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.precision]

@@ -1,113 +1,33 @@
-"""Observations to model inputs and model outputs to actions, as openpi's LIBERO policy does it.
+"""Observations to model inputs and model outputs to robot actions: openpi's transforms, driven by a preset.
 
-Everything is checked here, before the device sees it. Knows nothing about models or engines.
+Everything is checked here, before the device sees it. Knows nothing about models or engines, and needs no torch.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from vla_accel.errors import CheckpointError, ObservationError
+from vla_accel.errors import ObservationError
+from vla_accel.images import resize, to_uint8
+from vla_accel.normalisation import Normaliser, NormKind, Statistics, load_statistics
+from vla_accel.presets import LIBERO, Preset
 from vla_accel.tokenizer import Tokenizer, tokenize_prompt
 
-NormKind = Literal["quantile", "mean_std"]
-IMAGE_KEYS = ("observation/image", "observation/wrist_image")
-STATE_KEY = "observation/state"
-STATE_DIM = 8
-ROBOT_ACTION_DIM = 7
+__all__ = ["IMAGE_KEYS", "STATE_KEY", "Inputs", "NormKind", "Normaliser", "Processor", "Statistics", "load_statistics"]
 
-
-@dataclass(frozen=True)
-class Statistics:
-    """One quantity's statistics, float64 (n,) each; a pair that the checkpoint does not give is None."""
-
-    mean: np.ndarray | None
-    std: np.ndarray | None
-    q01: np.ndarray | None
-    q99: np.ndarray | None
-
-
-@dataclass(frozen=True)
-class Normaliser:
-    """(x - q01) / (q99 - q01 + 1e-6) * 2 - 1 for quantiles (π0.5), (x - mean) / (std + 1e-6) otherwise (π0).
-
-    Written in openpi's order of operations: x == q01 must give exactly -1, the edge of the first state bin.
-    """
-
-    kind: NormKind
-    low: np.ndarray
-    span: np.ndarray
-
-    @classmethod
-    def of(cls, statistics: Statistics, kind: NormKind, name: str) -> Normaliser:
-        """Raises CheckpointError if the statistics that `kind` needs are missing."""
-        if kind == "quantile":
-            low, high, needed = statistics.q01, statistics.q99, "q01 and q99"
-        else:
-            low, high, needed = statistics.mean, statistics.std, "mean and std"
-        if low is None or high is None:
-            raise CheckpointError(f"norm_stats.{name}: expected {needed} for {kind} normalisation, got none")
-        if low.shape != high.shape:
-            raise CheckpointError(
-                f"norm_stats.{name}: expected {needed} of one length, got {low.shape} and {high.shape}"
-            )
-        return cls(kind, low, (high - low if kind == "quantile" else high) + 1e-6)
-
-    def normalise(self, x: np.ndarray) -> np.ndarray:
-        """x (..., n) to float64 (..., n)."""
-        if x.shape[-1] != len(self.low):
-            raise CheckpointError(f"norm_stats: expected {x.shape[-1]} values, got {len(self.low)}")
-        scaled = (x - self.low) / self.span
-        return scaled * 2.0 - 1.0 if self.kind == "quantile" else scaled
-
-    def restore(self, x: np.ndarray) -> np.ndarray:
-        """Inverse of `normalise`, on the first n of the last axis; what is beyond is cut off."""
-        x = x[..., : len(self.low)]
-        return (x + 1.0) / 2.0 * self.span + self.low if self.kind == "quantile" else x * self.span + self.low
-
-
-def load_statistics(path: Path) -> dict[str, Statistics]:
-    """openpi's `norm_stats.json`: statistics of `state` and `actions`. Raises CheckpointError, never returns none."""
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"statistics: expected {path}, found no such file") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"statistics {path}: expected JSON, got: {error}") from error
-    table = content.get("norm_stats", content) if isinstance(content, dict) else None
-    if not isinstance(table, dict):
-        raise CheckpointError(f"statistics {path}: expected a mapping, got {type(content).__name__}")
-    result = {}
-    for name in ("state", "actions"):
-        if not isinstance(table.get(name), dict):
-            raise CheckpointError(f"statistics {path}: expected norm_stats.{name}, found {sorted(table)}")
-        values = {k: _array(table[name].get(k), f"{path}: {name}.{k}") for k in ("mean", "std", "q01", "q99")}
-        result[name] = Statistics(**values)
-    return result
-
-
-def _array(value: Any, where: str) -> np.ndarray | None:
-    if value is None:
-        return None
-    try:
-        array = np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"statistics {where}: expected a list of finite numbers, got {value!r}") from error
-    if array.ndim != 1 or not np.isfinite(array).all():
-        raise CheckpointError(f"statistics {where}: expected a list of finite numbers, got {value!r}")
-    return array
+IMAGE_KEYS = LIBERO.images
+STATE_KEY = LIBERO.state[0]
+_KEPT_PROMPTS = 1024
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One observation, ready: images uint8 (views, size, size, 3); tokens int64 (L,); state float32 (action_dim,)
-    normalised and padded; raw_state float64 (8,)."""
+    """One observation, ready: images uint8 (views, size, size, 3) of the views that are there; tokens int64 (L,);
+    state float32 (action_dim,) normalised and padded; raw_state float64 (state_dim,) as the robot gave it."""
 
     images: np.ndarray
     tokens: np.ndarray
@@ -117,9 +37,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Processor:
-    """LIBERO's transforms around a model.
+    """One robot's transforms around a model.
 
-    The model's third view is always masked on LIBERO; a masked view is dropped, so two remain.
+    A view that is missing is masked in openpi; a masked view is dropped here, which is exact, so `Inputs.images` may
+    have fewer views than the preset. `state` and `actions` scale the robot's numbers; `prompt_state_dim`: the state
+    is filled with zeros to so many numbers before it enters the prompt (lerobot), None leaves it as it is.
     """
 
     tokenizer: Tokenizer
@@ -130,63 +52,185 @@ class Processor:
     max_token_len: int
     discrete_state: bool
     default_prompt: str | None = None
+    preset: Preset = LIBERO
+    prompt_state_dim: int | None = None
+    _prompts: dict[str, np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _siblings: dict[str, frozenset[str]] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", self.state.cut(self.preset.state_dim, "state"))
+        object.__setattr__(self, "actions", self.actions.cut(self.preset.action_dim, "actions"))
+        others = {key.rpartition("/")[0] for key in (*self.preset.state, self.preset.prompt)}
+        for key in (*self.preset.images, *self.preset.ignored_images):
+            parent, _, name = key.rpartition("/")
+            if self.preset.optional_images and parent not in others:
+                self._siblings[parent] = self._siblings.get(parent, frozenset()) | {name}
 
     def prepare(self, observation: Mapping[str, Any]) -> Inputs:
         """Check and convert one observation. Raises ObservationError that names the key."""
         if not isinstance(observation, Mapping):
             raise ObservationError(f"observation: expected a mapping, got {type(observation).__name__}")
-        prompt: Any = observation.get("prompt", self.default_prompt)
-        missing = [k for k in (*IMAGE_KEYS, STATE_KEY) if k not in observation]
-        if prompt is None:
-            missing.append("prompt")
-        if missing:
-            raise ObservationError(f"observation: missing {', '.join(missing)}; got {', '.join(map(str, observation))}")
-        images = np.stack([self._image(observation[k], k) for k in IMAGE_KEYS])
-        raw = _numbers(observation[STATE_KEY], STATE_KEY, STATE_DIM)
-        normalised = self.state.normalise(raw)
-        if isinstance(prompt, np.ndarray) and prompt.ndim == 0:
-            prompt = prompt.item()  # a str that has travelled through msgpack
-        tokens = tokenize_prompt(
-            self.tokenizer, prompt, normalised if self.discrete_state else None, self.max_token_len
-        )
+        preset = self.preset
+        views = [(k, image) for k in preset.images if (image := _find(observation, k)) is not _ABSENT]
+        states = [_find(observation, k) for k in preset.state]
+        prompt: Any = observation.get(preset.prompt, self.default_prompt)
+        if prompt is None or len(views) < len(preset.images) or any(s is _ABSENT for s in states):
+            self._report_missing(observation, {k for k, _ in views}, prompt)
+        self._refuse_unknown_images(observation)
+
+        size = self.image_size
+        images = np.empty((len(views), size, size, 3), np.uint8)
+        for row, (key, image) in zip(images, views, strict=True):
+            resize(to_uint8(image, key), row, preset.resize)
+        raw = self._raw_state(states)
+        normalised = self.state.normalise(self._decoded(raw))
         padded = np.zeros(self.action_dim, np.float32)
         count = min(len(normalised), self.action_dim)
         padded[:count] = normalised[:count]
-        return Inputs(images, tokens, padded, raw)
+        if isinstance(prompt, bytes):
+            prompt = prompt.decode("utf-8", "replace")  # DROID's clients
+        elif isinstance(prompt, np.ndarray) and prompt.ndim == 0:
+            prompt = prompt.item()  # a str that has travelled through msgpack
+        return Inputs(images, self._tokens(prompt, normalised), padded, raw)
 
-    def finish(self, actions: np.ndarray) -> np.ndarray:
-        """Normalised actions (H, action_dim) to the robot's, float64 (H, 7)."""
-        return self.actions.restore(actions.astype(np.float64))[:, :ROBOT_ACTION_DIM]
+    def finish(self, actions: np.ndarray, inputs: Inputs | None = None) -> np.ndarray:
+        """Normalised actions (H, action_dim) of the observation `inputs` to the robot's, float64 (H, robot's)."""
+        preset = self.preset
+        robot = self.actions.restore(actions.astype(np.float64))
+        if preset.delta_actions:
+            assert inputs is not None
+            moving = list(preset.delta_actions)
+            robot[:, moving] += self._decoded(inputs.raw_state)[moving]
+        robot[:, list(preset.flipped)] *= -1.0
+        if preset.gripper == "aloha":
+            grippers = list(preset.gripper_dims)
+            robot[:, grippers] = _aloha_gripper_command(robot[:, grippers])
+        return robot
 
-    def _image(self, image: Any, key: str) -> np.ndarray:
-        image = np.asarray(image)
-        if image.ndim != 3 or 3 not in (image.shape[0], image.shape[-1]):
-            raise ObservationError(
-                f"{key}: expected shape ({self.image_size}, {self.image_size}, 3), got {image.shape}"
-            )
-        if image.shape[-1] != 3:
-            image = np.moveaxis(image, 0, -1)
-        if np.issubdtype(image.dtype, np.floating):
-            # openpi accepts floats in [0, 1].
-            if not np.isfinite(image).all() or image.min() < 0 or image.max() > 1:
-                raise ObservationError(f"{key}: expected uint8, or floats in [0, 1], got values outside of it")
-            image = (255 * image).astype(np.uint8)
-        if image.dtype != np.uint8:
-            raise ObservationError(f"{key}: expected dtype uint8, got {image.dtype}")
-        if image.shape[:2] != (self.image_size, self.image_size):
-            raise ObservationError(
-                f"{key}: expected shape ({self.image_size}, {self.image_size}, 3), got {image.shape}"
-            )
-        return image
+    def example(self) -> dict[str, Any]:
+        """A valid observation with every view: black images and an ordinary state, to build and warm engines with."""
+        preset, size = self.preset, self.image_size
+        # The middle of each range, so that a prompt with the state in it has its usual length.
+        state = self.state.restore(np.zeros(preset.state_dim))
+        state[list(preset.flipped)] *= -1.0
+        state[list(preset.gripper_dims)] = 0.5
+        observation: dict[str, Any] = {k: np.zeros((size, size, 3), np.uint8) for k in preset.images}
+        # Keys that share the state: all but the first hold one number (openpi's DROID: joints and gripper).
+        rest = len(preset.state) - 1
+        observation[preset.state[0]] = state[: preset.state_dim - rest]
+        for i, key in enumerate(preset.state[1:]):
+            observation[key] = state[preset.state_dim - rest + i]
+        prompt = self.default_prompt or "pick up the black bowl on the stove and place it on the plate"
+        return {**observation, preset.prompt: prompt}
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _report_missing(self, observation: Mapping[str, Any], present: set[str], prompt: Any) -> None:
+        preset = self.preset
+        missing = [k for k in preset.images if k not in present and k not in preset.optional_images]
+        if not present and not missing:
+            missing.append(f"one of {', '.join(preset.images)}")
+        missing += [k for k in preset.state if _find(observation, k) is _ABSENT]
+        if prompt is None:
+            missing.append(preset.prompt)
+        if missing:
+            raise ObservationError(f"observation: missing {', '.join(missing)}; got {', '.join(map(str, observation))}")
+
+    def _refuse_unknown_images(self, observation: Mapping[str, Any]) -> None:
+        """In a mapping of cameras alone, a misspelt optional one would be a masked view: a silent loss of success."""
+        for parent, known in self._siblings.items():
+            given = observation.get(parent)
+            if isinstance(given, Mapping) and not known.issuperset(given):
+                unknown = sorted(set(map(str, given)) - known)
+                raise ObservationError(f"{parent}: expected some of {sorted(known)}, got also {', '.join(unknown)}")
+
+    def _raw_state(self, values: list[Any]) -> np.ndarray:
+        keys, count = self.preset.state, self.preset.state_dim
+        parts = [_numbers(v, k) for v, k in zip(values, keys, strict=True)]
+        name = " and ".join(keys)
+        if len(parts) == 1:
+            raw = parts[0]
+        elif all(p.ndim <= 1 for p in parts):
+            raw = np.concatenate([np.atleast_1d(p) for p in parts])
+        else:
+            shapes = ", ".join(str(p.shape) for p in parts)
+            raise ObservationError(f"{name}: expected one axis each, got shapes {shapes}")
+        if raw.shape != (count,):
+            raise ObservationError(f"{name}: expected shape ({count},), got {raw.shape}")
+        if not np.isfinite(raw).all():
+            raise ObservationError(f"{name}: expected finite numbers, got {raw}")
+        return raw
+
+    def _decoded(self, raw: np.ndarray) -> np.ndarray:
+        """The robot's state in the model's conventions, before normalisation."""
+        preset = self.preset
+        if not preset.flipped and preset.gripper == "none":
+            return raw
+        state = raw.copy()
+        state[list(preset.flipped)] *= -1.0
+        if preset.gripper == "aloha":
+            grippers = list(preset.gripper_dims)
+            state[grippers] = _aloha_gripper_angle(state[grippers])
+        return state
+
+    def _tokens(self, prompt: Any, state: np.ndarray) -> np.ndarray:
+        if self.discrete_state:
+            if self.prompt_state_dim is not None:
+                state = np.pad(state, (0, max(0, self.prompt_state_dim - len(state))))
+            return tokenize_prompt(self.tokenizer, prompt, state, self.max_token_len)
+        known = self._prompts.get(prompt) if isinstance(prompt, str) else None
+        if known is None:
+            known = tokenize_prompt(self.tokenizer, prompt, None, self.max_token_len)
+            known.setflags(write=False)
+            if len(self._prompts) >= _KEPT_PROMPTS:
+                self._prompts.clear()
+            self._prompts[prompt] = known
+        return known
 
 
-def _numbers(value: Any, key: str, count: int) -> np.ndarray:
+class _Absent:
+    """What `_find` returns for a key that is not there; None is a value."""
+
+
+_ABSENT = _Absent()
+
+
+def _find(observation: Mapping[str, Any], key: str) -> Any:
+    """The value at a key, or at a path of keys joined by slashes."""
+    value = observation.get(key, _ABSENT)
+    if value is not _ABSENT or "/" not in key:
+        return value
+    value = observation
+    for part in key.split("/"):
+        if not isinstance(value, Mapping) or part not in value:
+            return _ABSENT
+        value = value[part]
+    return value
+
+
+def _numbers(value: Any, key: str) -> np.ndarray:
     try:
-        array = np.asarray(value, dtype=np.float64)
+        return np.array(value, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ObservationError(f"{key}: expected {count} numbers, got {value!r}") from error
-    if array.shape != (count,):
-        raise ObservationError(f"{key}: expected shape ({count},), got {array.shape}")
-    if not np.isfinite(array).all():
-        raise ObservationError(f"{key}: expected finite numbers, got {array}")
-    return array
+        raise ObservationError(f"{key}: expected numbers, got {value!r}") from error
+
+
+# ALOHA reports a gripper's linear opening, scaled to [0, 1] between these two (metres); π0 was trained on the angle of
+# the servo behind it, scaled between these two (radians). Commands go to the leader's joint, which has its own range.
+_LINEAR = (0.01844, 0.05800)
+_ANGLE = (0.5476, 1.6296)
+_COMMAND = (-0.6213, 1.4910)
+_HORN, _ARM = 0.022, 0.036
+
+
+def _aloha_gripper_angle(opening: np.ndarray) -> np.ndarray:
+    """Scaled linear opening to the scaled servo angle: a crank of radius `_HORN` and arm `_ARM` (metres)."""
+    linear = opening * (_LINEAR[1] - _LINEAR[0]) + _LINEAR[0]
+    with np.errstate(divide="ignore"):
+        sine = (_HORN**2 + linear**2 - _ARM**2) / (2 * _HORN * linear)
+    return (np.arcsin(np.clip(sine, -1.0, 1.0)) - _ANGLE[0]) / (_ANGLE[1] - _ANGLE[0])
+
+
+def _aloha_gripper_command(angle: np.ndarray) -> np.ndarray:
+    """The model's gripper output, radians from the angle's lower end, to ALOHA's scaled command."""
+    return (angle + _ANGLE[0] - _COMMAND[0]) / (_COMMAND[1] - _COMMAND[0])

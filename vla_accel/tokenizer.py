@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ import numpy as np
 from vla_accel.errors import CheckpointError, DependencyError, ObservationError
 
 STATE_BINS = 256
+_EDGES = np.linspace(-1, 1, STATE_BINS + 1)[:-1]
 _PIECES = re.compile(r"-?\d+|[a-z]+|\n|[^\sa-z0-9]")
 
 
@@ -33,7 +35,7 @@ class Tokenizer(Protocol):
 
 def discretise_state(state: np.ndarray) -> np.ndarray:
     """Normalised state (n,) to bins: 256 over [-1, 1], -1 below it (openpi's `np.digitize`, not clipped)."""
-    return np.digitize(state, np.linspace(-1, 1, STATE_BINS + 1)[:-1]) - 1
+    return np.searchsorted(_EDGES, state, side="right") - 1
 
 
 def clean_prompt(prompt: object) -> str:
@@ -57,7 +59,7 @@ def tokenize_prompt(tokenizer: Tokenizer, prompt: object, state: np.ndarray | No
     if state is None:
         ids = tokenizer.encode(cleaned, add_bos=True) + tokenizer.encode("\n", add_bos=False)
     else:
-        values = " ".join(map(str, discretise_state(state)))
+        values = " ".join(map(str, discretise_state(state).tolist()))
         ids = tokenizer.encode(f"Task: {cleaned}, State: {values};\nAction: ", add_bos=True)
     ids = tokenizer.finish(ids)
     if len(ids) > max_token_len:
@@ -134,47 +136,113 @@ class SmallTokenizer:
             raise CheckpointError(f"tokenizer {path}: expected a small tokenizer's JSON, got {error!r}") from error
 
 
-class PaliGemmaTokenizer:
-    """PaliGemma's tokenizer through transformers, for real checkpoints.
+PALIGEMMA_HUB = "google/paligemma-3b-pt-224"
+_PALIGEMMA_FILES = ("tokenizer.json", "tokenizer.model", "paligemma_tokenizer.model")
+# Where openpi keeps the file it downloads.
+_OPENPI_CACHE = Path("~/.cache/openpi/big_vision/paligemma_tokenizer.model")
 
-    `source`: a folder with the tokenizer's files, or a hub name.
+
+class PaliGemmaTokenizer:
+    """PaliGemma's tokenizer for real checkpoints, from its own file.
+
+    `path`: SentencePiece's `*.model` (what openpi reads) or Hugging Face's `tokenizer.json`.
     """
 
-    def __init__(self, source: str | Path) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise DependencyError(
-                "PaliGemma's tokenizer needs transformers: pip install 'vla_accel[checkpoints]'"
-            ) from error
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(source))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"tokenizer: expected PaliGemma's files at {source}, got: {error}") from error
+    def __init__(self, path: Path) -> None:
+        if path.suffix == ".json":
+            self._encode, self._bos = _from_tokenizers(path)
+        else:
+            self._encode, self._bos = _from_sentencepiece(path)
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return [self._tokenizer.bos_token_id, *ids] if add_bos else ids
+        ids = self._encode(text)
+        return [self._bos, *ids] if add_bos else ids
 
     def finish(self, ids: list[int]) -> list[int]:
         return ids
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def _from_tokenizers(path: Path) -> tuple[Callable[[str], list[int]], int]:
+    try:
+        from tokenizers import Tokenizer as HubTokenizer
+    except ImportError as error:
+        raise DependencyError(f"{path.name} needs tokenizers: pip install 'vla_accel[checkpoints]'") from error
+    try:
+        tokenizer = HubTokenizer.from_file(str(path))
+    # The library raises nothing narrower.
+    except Exception as error:
+        raise CheckpointError(f"tokenizer {path}: expected a Hugging Face tokenizer, got: {error}") from error
+    bos = tokenizer.token_to_id("<bos>")
+    if bos is None:
+        raise CheckpointError(f"tokenizer {path}: expected a token <bos>, found none")
+    # Padding and truncation may be stored in the file; both are ours to decide.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, bos
+
+
+def _from_sentencepiece(path: Path) -> tuple[Callable[[str], list[int]], int]:
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError as error:
+        raise DependencyError(f"{path.name} needs sentencepiece: pip install 'vla_accel[checkpoints]'") from error
+    try:
+        processor = SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"tokenizer {path}: expected a SentencePiece model, got: {error}") from error
+    if processor.bos_id() < 0:
+        raise CheckpointError(f"tokenizer {path}: expected a token <bos>, found none")
+    return processor.encode, processor.bos_id()  # type: ignore[return-value]
+
+
+def load_tokenizer(folder: Path, source: str | None = None, *, elsewhere: bool = False) -> Tokenizer:
     """The tokenizer of a checkpoint folder: the small one if `tokenizer.json` says so, else PaliGemma's files there.
 
-    Raises CheckpointError if the folder has neither.
+    Args: `source`: a file, a folder or a hub name to use instead. `elsewhere`: PaliGemma's may also come from where
+    openpi keeps it, or from the hub (openpi's and lerobot's checkpoints do not hold it).
+    Raises CheckpointError if there is none.
     """
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        try:
-            content = json.loads(path.read_text())
-        except ValueError as error:
-            raise CheckpointError(f"tokenizer {path}: expected JSON, got: {error}") from error
-        # Hugging Face's file of the same name holds the tokenizer under "model".
-        if not (isinstance(content, dict) and "model" in content):
-            return SmallTokenizer.load(path)
-        return PaliGemmaTokenizer(folder)
-    if (folder / "tokenizer.model").is_file():
-        return PaliGemmaTokenizer(folder)
+    if source is not None:
+        place = Path(source)
+        if place.is_file():
+            return _load_file(place)
+        if place.is_dir():
+            folder, elsewhere = place, False
+        else:
+            return _load_file(_from_hub(source))
+    for name in _PALIGEMMA_FILES:
+        if (folder / name).is_file():
+            return _load_file(folder / name)
+    if elsewhere:
+        kept = _OPENPI_CACHE.expanduser()
+        return _load_file(kept if kept.is_file() else _from_hub(PALIGEMMA_HUB))
     raise CheckpointError(f"tokenizer {folder}: expected tokenizer.json or tokenizer.model, found neither")
+
+
+def _load_file(path: Path) -> Tokenizer:
+    if path.suffix != ".json":
+        return PaliGemmaTokenizer(path)
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"tokenizer {path}: expected JSON, got: {error}") from error
+    # Hugging Face's file of the same name holds the tokenizer under "model".
+    if isinstance(content, dict) and "model" in content:
+        return PaliGemmaTokenizer(path)
+    return SmallTokenizer.load(path)
+
+
+def _from_hub(name: str) -> Path:
+    hint = (
+        "PaliGemma's licence must be accepted on its page once; or put its tokenizer.model into the checkpoint's "
+        "folder, or name it as checkpoint.tokenizer in the configuration"
+    )
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as error:
+        raise DependencyError(f"a tokenizer from the hub needs pip install 'vla_accel[checkpoints]'; {hint}") from error
+    try:
+        return Path(hf_hub_download(name, "tokenizer.json"))
+    # The hub's errors have no common base: ValueError for a bad name, OSError for the network, its own for the rest.
+    except Exception as error:
+        raise CheckpointError(f"tokenizer: {name!r} could not be had from the hub ({hint}): {error}") from error

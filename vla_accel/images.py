@@ -1,0 +1,85 @@
+"""Camera images to what a model takes: uint8, channels last, square, black bars where the aspect ratio differs.
+
+Two ways to resize, each the one its checkpoints were trained with. Knows nothing of keys, views or models.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from vla_accel.errors import DependencyError, ObservationError
+
+
+def to_uint8(image: Any, key: str) -> np.ndarray:
+    """An image as uint8 (H, W, 3), without a copy where it is one already.
+
+    Takes uint8, or floats in [0, 1] (truncated, not rounded, as openpi does), channels last or first. Raises
+    ObservationError that names `key`.
+    """
+    image = np.asarray(image)
+    if image.ndim != 3 or 3 not in (image.shape[0], image.shape[-1]) or 0 in image.shape:
+        raise ObservationError(f"{key}: expected shape (height, width, 3), got {image.shape}")
+    # openpi looks at the first axis; an image of three rows is none.
+    if image.shape[0] == 3:
+        image = np.moveaxis(image, 0, -1)
+    if image.dtype == np.uint8:
+        return image
+    if not np.issubdtype(image.dtype, np.floating):
+        raise ObservationError(f"{key}: expected dtype uint8, got {image.dtype}")
+    if not np.isfinite(image).all() or image.min() < 0 or image.max() > 1:
+        raise ObservationError(f"{key}: expected uint8, or floats in [0, 1], got values outside of it")
+    return (255 * image).astype(np.uint8)
+
+
+def fitted(height: int, width: int, size: int) -> tuple[int, int, int, int]:
+    """Top, left, height and width of an image of this size inside a square of `size`, aspect ratio kept."""
+    ratio = max(width / size, height / size)
+    inner_height, inner_width = int(height / ratio), int(width / ratio)
+    return (size - inner_height) // 2, (size - inner_width) // 2, inner_height, inner_width
+
+
+def resize(image: np.ndarray, out: np.ndarray, method: str) -> None:
+    """Write uint8 (H, W, 3) into `out`, uint8 (size, size, 3), with black bars where the aspect ratio differs.
+
+    `method`: "antialias" is Pillow's bilinear filter, as in openpi; "bilinear" samples four neighbours, as in
+    lerobot, rounded to whole numbers (lerobot keeps fractions, and pads beyond the range of an image).
+    """
+    size = len(out)
+    if image.shape == out.shape:
+        out[...] = image
+        return
+    top, left, height, width = fitted(image.shape[0], image.shape[1], size)
+    if not (height and width):
+        raise ObservationError(f"image: expected a shape that can be resized to {size}, got {image.shape}")
+    inner = _filtered(image, height, width) if method == "antialias" else _sampled(image, height, width)
+    out[...] = 0
+    out[top : top + height, left : left + width] = inner
+
+
+def _filtered(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DependencyError(
+            "resizing camera images needs Pillow: pip install 'vla_accel[checkpoints]', or send images of the size "
+            "the model takes"
+        ) from error
+    return np.asarray(Image.fromarray(np.ascontiguousarray(image)).resize((width, height), Image.Resampling.BILINEAR))
+
+
+@lru_cache(maxsize=16)
+def _neighbours(count: int, out: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    centre = np.clip((np.arange(out) + 0.5) * (count / out) - 0.5, 0, None)
+    low = np.minimum(centre.astype(np.int64), count - 1)
+    return low, np.minimum(low + 1, count - 1), (centre - low).astype(np.float32)
+
+
+def _sampled(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    rows, next_rows, down = _neighbours(image.shape[0], height)
+    columns, next_columns, right = _neighbours(image.shape[1], width)
+    lines = image[rows] + down[:, None, None] * (image[next_rows].astype(np.float32) - image[rows])
+    result = lines[:, columns] + right[None, :, None] * (lines[:, next_columns] - lines[:, columns])
+    return np.rint(result).astype(np.uint8)

@@ -1,0 +1,99 @@
+"""openpi's JAX parameters as its training saves them (orbax), read one array at a time, on the CPU.
+
+Needs jax and orbax, which nothing else here does. Knows nothing of what the parameters mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_accel.errors import CheckpointError, DependencyError
+
+
+class OrbaxParameters:
+    """The parameters below a folder.
+
+    Args: `folder`: a checkpoint with `params/` in it, or that folder itself. `shapes` and `dtypes` are by name:
+    joined by slashes, without openpi's outer `params` and nnx's inner `value`.
+    Raises CheckpointError for a folder that orbax cannot read, DependencyError without jax and orbax.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._orbax, self._jax = _import()
+        inner = folder / "params"
+        self.folder = (inner if inner.is_dir() else folder).resolve()
+        try:
+            with _quiet():
+                metadata: Any = self._orbax.PyTreeCheckpointer().metadata(self.folder)
+        # orbax's errors have no common base.
+        except Exception as error:
+            raise CheckpointError(f"checkpoint {self.folder}: expected an orbax checkpoint, got: {error}") from error
+        # Older versions give the tree itself, newer ones wrap it.
+        for wrapper in ("item_metadata", "tree"):
+            metadata = getattr(metadata, wrapper, metadata)
+        if not metadata:
+            raise CheckpointError(f"checkpoint {self.folder}: expected an orbax checkpoint, found no parameters")
+        self._paths: dict[str, tuple[str, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        for path, leaf in self._jax.tree_util.tree_flatten_with_path(metadata)[0]:
+            keys = tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+            name = "/".join(keys).removeprefix("params/").removesuffix("/value")
+            self._paths[name] = keys
+            self.shapes[name], self.dtypes[name] = tuple(leaf.shape), str(np.dtype(leaf.dtype))
+
+    def read(self, name: str) -> np.ndarray:
+        """One array, as stored. Raises CheckpointError for damaged data."""
+        orbax, keys = self._orbax, self._paths[name]
+        how = orbax.RestoreArgs(restore_type=np.ndarray)
+        # A tree with this leaf alone, and no rules for the others, reads just this leaf.
+        arguments = orbax.args.PyTreeRestore(item=_nested(keys, 0), restore_args=_nested(keys, how), transforms={})
+        try:
+            with _quiet():
+                tree = orbax.PyTreeCheckpointer().restore(self.folder, arguments)
+        except Exception as error:
+            raise CheckpointError(f"checkpoint {self.folder}: {name}: damaged: {error}") from error
+        for key in keys:
+            tree = tree[key]
+        array = np.asarray(tree)
+        if array.shape != self.shapes[name]:
+            raise CheckpointError(
+                f"checkpoint {self.folder}: {name}: expected shape {self.shapes[name]}, got {array.shape}"
+            )
+        return array
+
+
+def _nested(keys: tuple[str, ...], value: Any) -> Any:
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def _import() -> tuple[Any, Any]:
+    # Reading needs no accelerator, and a GPU's memory is not to be taken for it.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    try:
+        import jax
+        import orbax.checkpoint
+    except ImportError as error:
+        raise DependencyError(f"openpi's JAX checkpoints need pip install 'vla_accel[jax]': {error}") from error
+    return orbax.checkpoint, jax
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """orbax warns, at every array, of an interface that is to change some day."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,160 @@
+"""Named tensors read one at a time, so that a checkpoint larger than memory to spare can be loaded.
+
+Reads safetensors, whole or in shards; no pickle is ever opened. Knows nothing of models or of what the names mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vla_accel.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+# A mapped file's pages count as the process's memory until it is closed: it is opened anew after so many bytes.
+_MAPPED_BYTES = 16 << 20
+_NOT_FLOAT = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}
+
+
+class Weights(Protocol):
+    """Where weights come from. `shapes`: of every tensor, by name; `integers`: names of those that are no floats, with
+    their dtype; `sizes`: bytes as stored."""
+
+    shapes: dict[str, tuple[int, ...]]
+    sizes: dict[str, int]
+    integers: dict[str, str]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, on the CPU, in the dtype stored. Free it before the next one where memory matters."""
+        ...
+
+
+class MemoryWeights:
+    """Tensors that are in memory already."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.shapes: dict[str, tuple[int, ...]] = {k: tuple(v.shape) for k, v in tensors.items()}
+        self.sizes: dict[str, int] = {k: v.numel() * v.element_size() for k, v in tensors.items()}
+        self.integers: dict[str, str] = {k: str(v.dtype) for k, v in tensors.items() if not v.is_floating_point()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class SafetensorsWeights:
+    """The tensors of a safetensors file, or of the `model*.safetensors` of a folder, with or without an index.
+
+    Raises CheckpointError for a missing, damaged or doubled file or key, and for an index that is not the files'.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._places: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.sizes: dict[str, int] = {}
+        self.integers: dict[str, str] = {}
+        index = path / INDEX if path.is_dir() else None
+        table = _read_index(index) if index is not None and index.is_file() else None
+        for file in self._files(table):
+            self._add(file)
+        if table is not None:
+            self._compare(table)
+        self._reader: Any = None
+        self._opened: Path | None = None
+        self._touched = 0
+
+    def _files(self, table: Mapping[str, str] | None) -> list[Path]:
+        if not self.path.is_dir():
+            files = [self.path]
+        elif table is not None:
+            files = [self.path / name for name in sorted(set(table.values()))]
+        else:
+            # By name: other safetensors in the folder (calibration scales, a processor's state) are not weights.
+            files = sorted(self.path.glob("model*.safetensors"))
+        absent = [f.name for f in files if not f.is_file()]
+        if absent or not files:
+            expected = ", ".join(absent) or "model.safetensors"
+            raise CheckpointError(f"checkpoint {self.path}: expected {expected}, found {listing(self.path)}")
+        return files
+
+    def _add(self, file: Path) -> None:
+        with _open(file) as reader:
+            for key in reader.keys():  # noqa: SIM118 - not a mapping
+                if key in self._places:
+                    raise CheckpointError(f"checkpoint {self.path}: key {key} is in more than one file")
+                view = reader.get_slice(key)
+                shape, dtype = tuple(view.get_shape()), view.get_dtype()
+                self._places[key] = file
+                self.shapes[key] = shape
+                if dtype in _NOT_FLOAT:
+                    self.integers[key] = f"torch.{dtype.lower().replace('i', 'int').replace('u', 'uint')}"
+                self.sizes[key] = torch.Size(shape).numel() * _BYTES.get(dtype, 1)
+
+    def _compare(self, table: Mapping[str, str]) -> None:
+        absent = sorted(k for k, name in table.items() if self._places.get(k) != self.path / name)
+        unlisted = sorted(self._places.keys() - table.keys())
+        if absent or unlisted:
+            raise CheckpointError(
+                f"checkpoint {self.path}: {INDEX} and the files differ: {len(absent)} not in the file named: "
+                f"{some(absent)}; {len(unlisted)} not in the index: {some(unlisted)}"
+            )
+
+    def read(self, name: str) -> Tensor:
+        file = self._places[name]
+        if self._reader is None or self._opened != file or self._touched > _MAPPED_BYTES:
+            self._reader = None
+            self._reader = _open(file)
+            self._opened, self._touched = file, 0
+        self._touched += self.sizes[name]
+        try:
+            return self._reader.get_tensor(name)
+        except (OSError, *_safetensors_errors()) as error:
+            raise CheckpointError(f"checkpoint {file}: {name}: damaged safetensors file: {error}") from error
+
+
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "U64": 8, "U32": 4, "U16": 2}
+
+
+def _safetensors_errors() -> tuple[type[Exception], ...]:
+    from safetensors import SafetensorError
+
+    return (SafetensorError,)
+
+
+def _open(file: Path) -> Any:
+    from safetensors import safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, *_safetensors_errors()) as error:
+        raise CheckpointError(f"checkpoint {file}: damaged safetensors file: {error}") from error
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        table = json.loads(path.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {path}: expected an index with a weight_map, got {error!r}") from error
+    flat = isinstance(table, dict) and all(isinstance(v, str) and Path(v).name == v for v in table.values())
+    if not flat or not table:
+        raise CheckpointError(f"checkpoint {path}: expected weight_map from keys to files of this folder")
+    return table
+
+
+def some(names: list[str], limit: int = 8) -> str:
+    """The first few of a list of names, and how many more there are."""
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
+def listing(path: Path) -> str:
+    """What is in a folder, for an error message."""
+    if not path.is_dir():
+        return "no such folder" if not path.exists() else "a file"
+    return ", ".join(sorted(p.name for p in path.iterdir())[:12]) or "an empty folder"

@@ -1,0 +1,115 @@
+"""Statistics of states and actions, and the scaling they define.
+
+Knows the formulas of openpi and lerobot, which differ in how they avoid a division by zero, and openpi's JSON file.
+Knows nothing of observations or models.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from vla_accel.errors import CheckpointError
+
+NormKind = Literal["quantile", "mean_std"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """One quantity's statistics, float64 (n,) each; a pair that the checkpoint does not give is None."""
+
+    mean: np.ndarray | None
+    std: np.ndarray | None
+    q01: np.ndarray | None
+    q99: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """(x - low) / span * 2 - 1 for quantiles (low is q01), (x - low) / span otherwise (low is the mean).
+
+    Written in openpi's order of operations: x == q01 must give exactly -1, the edge of the first state bin. For the
+    same reason `single` rounds x to float32 first where statistics are float32 (lerobot's).
+    """
+
+    kind: NormKind
+    low: np.ndarray
+    span: np.ndarray
+    single: bool = False
+
+    @classmethod
+    def of(cls, statistics: Statistics, kind: NormKind, name: str) -> Normaliser:
+        """openpi's scaling: 1e-6 is added to q99 - q01 or std. Raises CheckpointError if the statistics that `kind`
+        needs are missing."""
+        if kind == "quantile":
+            low, high, needed = statistics.q01, statistics.q99, "q01 and q99"
+        else:
+            low, high, needed = statistics.mean, statistics.std, "mean and std"
+        if low is None or high is None:
+            raise CheckpointError(f"norm_stats.{name}: expected {needed} for {kind} normalisation, got none")
+        if low.shape != high.shape:
+            raise CheckpointError(
+                f"norm_stats.{name}: expected {needed} of one length, got {low.shape} and {high.shape}"
+            )
+        return cls(kind, low, (high - low if kind == "quantile" else high) + 1e-6)
+
+    @classmethod
+    def identity(cls, count: int) -> Normaliser:
+        """Leaves `count` numbers as they are."""
+        return cls("mean_std", np.zeros(count), np.ones(count))
+
+    def cut(self, count: int, name: str) -> Normaliser:
+        """For the first `count` numbers: openpi computes some statistics after padding. Raises CheckpointError if there
+        are fewer."""
+        if len(self.low) < count:
+            raise CheckpointError(f"norm_stats.{name}: expected {count} values, got {len(self.low)}")
+        return Normaliser(self.kind, self.low[:count], self.span[:count], self.single)
+
+    def normalise(self, x: np.ndarray) -> np.ndarray:
+        """x (..., n) to float64 (..., n)."""
+        if x.shape[-1] != len(self.low):
+            raise CheckpointError(f"norm_stats: expected {x.shape[-1]} values, got {len(self.low)}")
+        scaled = ((x.astype(np.float32) if self.single else x) - self.low) / self.span
+        return scaled * 2.0 - 1.0 if self.kind == "quantile" else scaled
+
+    def restore(self, x: np.ndarray) -> np.ndarray:
+        """Inverse of `normalise`, on the first n of the last axis; what is beyond is cut off."""
+        x = x[..., : len(self.low)]
+        return (x + 1.0) / 2.0 * self.span + self.low if self.kind == "quantile" else x * self.span + self.low
+
+
+def load_statistics(path: Path) -> dict[str, Statistics]:
+    """openpi's `norm_stats.json`: statistics of `state` and `actions`. Raises CheckpointError, never returns none."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"statistics: expected {path}, found no such file") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"statistics {path}: expected JSON, got: {error}") from error
+    table = content.get("norm_stats", content) if isinstance(content, dict) else None
+    if not isinstance(table, dict):
+        raise CheckpointError(f"statistics {path}: expected a mapping, got {type(content).__name__}")
+    result = {}
+    for name in ("state", "actions"):
+        if not isinstance(table.get(name), dict):
+            raise CheckpointError(f"statistics {path}: expected norm_stats.{name}, found {sorted(table)}")
+        values = {k: finite_array(table[name].get(k), f"{path}: {name}.{k}") for k in ("mean", "std", "q01", "q99")}
+        result[name] = Statistics(**values)
+    return result
+
+
+def finite_array(value: Any, where: str) -> np.ndarray | None:
+    """Float64 (n,) of finite numbers; None stays None. Raises CheckpointError that names `where`."""
+    if value is None:
+        return None
+    try:
+        array = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"statistics {where}: expected a list of finite numbers, got {value!r}") from error
+    if array.ndim != 1 or not np.isfinite(array).all():
+        raise CheckpointError(f"statistics {where}: expected a list of finite numbers, got {value!r}")
+    return array

@@ -1,0 +1,174 @@
+"""Presets: what a robot's observations and actions look like, as data over the transforms in `processing`.
+
+A preset says which keys hold images and state, in the model's order of views, and how the robot's numbers differ from
+the model's. The shipped ones are openpi's LIBERO, DROID and ALOHA policies; more come from YAML. Knows nothing of
+weights, statistics or tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vla_accel.config import from_mapping, read_mapping
+from vla_accel.errors import ConfigError
+
+Resize = Literal["antialias", "bilinear"]
+Gripper = Literal["none", "aloha"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One robot's conventions.
+
+    `images`: keys of the camera images in the model's order (openpi's base, left wrist, right wrist); a key with
+    slashes may also be a path into nested mappings. `optional_images`: those of them that may be missing; what is
+    missing is a masked view. `ignored_images`: keys a client may send that the model never sees. `state`: keys whose
+    values are joined to the state, `state_dim` numbers in all. `action_dim`: numbers of an action that the robot
+    takes. `prompt`: key of the instruction.
+
+    `delta_actions`: dimensions whose model output is relative to the state when the chunk begins. `flipped`:
+    dimensions of state and actions whose sign differs between robot and model. `gripper`, `gripper_dims`: the
+    grippers' units: "aloha" turns ALOHA's linear positions into the angles π0 was trained on, and back.
+
+    `discrete_state_input`: whether π0.5 reads the state in its prompt, where the checkpoint does not say; None is the
+    model's default (it does). `resize`: how images of other sizes are brought to the model's: "antialias" as openpi
+    does, "bilinear" without a filter as lerobot does; both keep the aspect ratio and pad with black.
+    """
+
+    images: tuple[str, ...]
+    state: tuple[str, ...]
+    state_dim: int
+    action_dim: int
+    prompt: str = "prompt"
+    optional_images: tuple[str, ...] = ()
+    ignored_images: tuple[str, ...] = ()
+    delta_actions: tuple[int, ...] = ()
+    flipped: tuple[int, ...] = ()
+    gripper: Gripper = "none"
+    gripper_dims: tuple[int, ...] = ()
+    discrete_state_input: bool | None = None
+    resize: Resize = "antialias"
+
+    def __post_init__(self) -> None:
+        for name in ("images", "state"):
+            keys = getattr(self, name)
+            if not keys or len(set(keys)) != len(keys):
+                raise ConfigError(f"preset.{name}: expected at least one key, each once, got {list(keys)}")
+        unknown = set(self.optional_images) - set(self.images)
+        if unknown:
+            raise ConfigError(f"preset.optional_images: expected some of {list(self.images)}, got {sorted(unknown)}")
+        for name in ("state_dim", "action_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"preset.{name}: expected at least 1, got {getattr(self, name)}")
+        shared = min(self.state_dim, self.action_dim)
+        for name in ("delta_actions", "flipped", "gripper_dims"):
+            wrong = [i for i in getattr(self, name) if not 0 <= i < shared]
+            if wrong:
+                raise ConfigError(f"preset.{name}: expected dimensions 0 to {shared - 1}, got {wrong}")
+        if (self.gripper == "none") != (not self.gripper_dims):
+            raise ConfigError(
+                f"preset.gripper {self.gripper!r} and gripper_dims {list(self.gripper_dims)}: expected both or neither"
+            )
+
+
+LIBERO = Preset(
+    images=("observation/image", "observation/wrist_image"),
+    state=("observation/state",),
+    state_dim=8,
+    action_dim=7,
+    # pi05_libero was trained without; a checkpoint that says otherwise (the demo, lerobot's) is believed.
+    discrete_state_input=False,
+)
+DROID = Preset(
+    images=("observation/exterior_image_1_left", "observation/wrist_image_left"),
+    state=("observation/joint_position", "observation/gripper_position"),
+    state_dim=8,
+    action_dim=8,
+)
+ALOHA = Preset(
+    images=("images/cam_high", "images/cam_left_wrist", "images/cam_right_wrist"),
+    optional_images=("images/cam_left_wrist", "images/cam_right_wrist"),
+    ignored_images=("images/cam_low",),
+    state=("state",),
+    state_dim=14,
+    action_dim=14,
+    delta_actions=(0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12),
+    flipped=(1, 2, 8, 9),
+    gripper="aloha",
+    gripper_dims=(6, 13),
+)
+
+PRESETS: dict[str, Preset] = {
+    "libero": LIBERO,
+    # openpi's π0 for LIBERO has one more delta transform than its π0.5, on data that are deltas already.
+    "pi0_libero": dataclasses.replace(LIBERO, delta_actions=(0, 1, 2, 3, 4, 5)),
+    "droid": DROID,
+    # DROID models trained on joint positions instead of velocities.
+    "droid_joint_position": dataclasses.replace(DROID, delta_actions=(0, 1, 2, 3, 4, 5, 6)),
+    "aloha": ALOHA,
+    "aloha_sim": dataclasses.replace(ALOHA, delta_actions=()),
+}
+
+# The folder below `assets/` that openpi names after the data the statistics come from.
+BY_ASSET = {
+    "physical-intelligence/libero": "libero",
+    "droid": "droid",
+    "trossen": "aloha",
+    "lerobot/aloha_sim_transfer_cube_human": "aloha_sim",
+}
+
+
+@dataclass(frozen=True)
+class OpenpiConfig:
+    """What one of openpi's training configs fixes that its checkpoints do not say."""
+
+    preset: str
+    action_horizon: int
+    discrete_state_input: bool | None = None
+
+
+OPENPI_CONFIGS: dict[str, OpenpiConfig] = {
+    "pi0_libero": OpenpiConfig("pi0_libero", 50),
+    "pi05_libero": OpenpiConfig("libero", 10, discrete_state_input=False),
+    "pi0_droid": OpenpiConfig("droid", 10),
+    "pi05_droid": OpenpiConfig("droid", 15),
+    "pi05_full_droid_finetune": OpenpiConfig("droid_joint_position", 16),
+    "pi05_droid_finetune": OpenpiConfig("droid", 16),
+    "pi0_aloha": OpenpiConfig("aloha", 50),
+    "pi05_aloha": OpenpiConfig("aloha", 50),
+    "pi0_aloha_towel": OpenpiConfig("aloha", 50),
+    "pi0_aloha_tupperware": OpenpiConfig("aloha", 50),
+    "pi0_aloha_pen_uncap": OpenpiConfig("aloha", 50),
+    "pi05_aloha_pen_uncap": OpenpiConfig("aloha", 50),
+    "pi0_aloha_sim": OpenpiConfig("aloha_sim", 50),
+}
+
+
+def load_preset(name: str) -> Preset:
+    """A shipped preset, or one from a YAML or JSON file: any fields of `Preset`, and `base`, a shipped preset that the
+    fields change. Raises ConfigError for an unknown name, an unknown field or dimensions that cannot be."""
+    if name in PRESETS:
+        return PRESETS[name]
+    if Path(name).suffix.lower() not in (".yaml", ".yml", ".json"):
+        nearest = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"preset: {name!r} is neither a YAML file nor one of {', '.join(PRESETS)}; {nearest}?")
+    return preset_from(read_mapping(Path(name)), name)
+
+
+def preset_from(content: Mapping[str, Any], where: str = "preset") -> Preset:
+    """As `load_preset`, from a mapping."""
+    fields = dict(content)
+    base = fields.pop("base", None)
+    try:
+        if base is not None:
+            if base not in PRESETS:
+                raise ConfigError(f"base: expected one of {', '.join(PRESETS)}, got {base!r}")
+            fields = {**dataclasses.asdict(PRESETS[base]), **fields}
+        return from_mapping(Preset, fields)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
