@@ -96,7 +96,7 @@ class _Openpi:
         self.kind, self.device, self.horizon = kind, device, horizon
         self.tokens = 200 if kind == "pi05" else 48
         config: Any = pi0_config.Pi0Config(
-            pi05=kind == "pi05", action_horizon=horizon, action_dim=32, max_token_len=self.tokens, dtype="bfloat16"
+            pi05=kind == "pi05", action_horizon=horizon, max_token_len=self.tokens, dtype="bfloat16"
         )
         with torch.device(device):
             model = PI0Pytorch(config)
