@@ -46,7 +46,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[libero,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[libero,tensorrt-rtx,diffusion,dev]'
 	touch $@
 
 # MuJoCo renders without a screen through EGL (GPU) or OSMesa (CPU); OpenCV, which the simulator imports, needs two more.

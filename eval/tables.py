@@ -29,8 +29,13 @@ class Arguments:
     """Change nothing; exit with 1 if a table differs from the stored results."""
 
 
-def load(name: str) -> dict[str, Any]:
-    """A stored result."""
+def load(name: str) -> Any:
+    """A stored result; with a * in its name, a list of all that match. Raises FileNotFoundError if none does."""
+    if "*" in name:
+        paths = sorted(RESULTS.glob(f"{name}.json"))
+        if not paths:
+            raise FileNotFoundError(f"eval/results: expected at least one {name}.json, found none")
+        return [json.loads(path.read_text()) for path in paths]
     path = TRAINING if name == "training" else RESULTS / f"{name}.json"
     return json.loads(path.read_text())
 
@@ -101,6 +106,182 @@ def training(record: dict[str, Any]) -> str:
     return rows(["demo checkpoint", ""], body)
 
 
+def builds(result: dict[str, Any]) -> str:
+    """The engines of one `vla-accel build`: what they cover, how large and how long. Parts of one name are one row."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for engine in result["engines"]:
+        name = re.sub(r"\d+$", "s", engine["name"])
+        groups.setdefault((name, engine["target"], engine["precision"]), []).append(engine)
+    body = []
+    for (name, target, precision), engines in groups.items():
+        inside, all_of = (sum(e["coverage"][k] for e in engines) for k in ("in_engine", "operators"))
+        seconds = [sum(v for k, v in e["seconds"].items() if k != "verify") for e in engines]
+        sizes = [e["bytes"] / 1e6 for e in engines]
+        spread = f"{min(sizes):.0f}" if max(sizes) - min(sizes) < 1 else f"{min(sizes):.0f} to {max(sizes):.0f}"
+        compared = [e["similarity"] for e in engines if e["similarity"] is not None]
+        similar = f"{min(compared):.6f}" if compared else "-"
+        targets = ", ".join(f"{t[2:-1]}.{t[-1]}" for t in target.split("+"))
+        took = f"{sum(seconds):.0f}"
+        body.append([name, targets, precision, f"{inside}/{all_of}", similar, str(len(engines)), spread, took])
+    header = ["component", "for", "precision", "operators", "ONNX cosine", "engines", "MB each", "s in all"]
+    machine = result["machine"]
+    place = machine["gpu"] or f"no GPU, {machine['cpu_threads']} CPU thread{'s' * (machine['cpu_threads'] > 1)}"
+    library = ", ".join(dict.fromkeys(e["library"] for e in result["engines"]))
+    through = next((e["torch_tensorrt"] for e in result["engines"] if e["torch_tensorrt"]), None)
+    library += f" through torch-tensorrt {through}" if through else ""
+    return rows(header, body) + f"\n{library}, torch {result['software']['torch']}, {place}; {result['checkpoint']}.\n"
+
+
+def bench(result: dict[str, Any]) -> str:
+    """One `vla-accel bench`: whole calls by system and steps, the components beside their floors, batched calls."""
+    timed = result["rows"]
+    steps = list(dict.fromkeys(r["steps"] for r in timed))
+    found = {(r["system"], r["steps"]): r for r in timed}
+    systems = list(dict.fromkeys(r["system"] for r in timed))
+    body = [[_ran(found, s, steps), *(_call(found.get((s, n))) for n in steps)] for s in systems]
+    text = rows(["system", *(f"{n} step{'s' * (n > 1)}" for n in steps)], body)
+    base = next((s for s in ("openpi-eager", "eager") if s in systems), None)
+    text += "\nMedian ms of a whole call, NumPy in to NumPy out" + (f"; times as fast as {base}.\n" if base else ".\n")
+    inside = [r for r in timed if r["parts_ms"]]
+    if inside:
+        text += "\n" + rows(
+            ["system", "steps", "vision", "KV cache", "denoise", "the rest", "floor", "of the floor"],
+            [[r["system"], str(r["steps"]), *_components(r)] for r in inside],
+        )
+        text += "\nMedian ms of each component, (its floor), and the rate it reached.\n"
+    if result["throughput"]:
+        body = [
+            [r["system"], str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}"]
+            for r in result["throughput"]
+        ]
+        text += "\n" + rows(["system", "steps", "batch", "median ms", "observations/s"], body)
+    return text + "\n" + _conditions(result)
+
+
+def _ran(found: dict[tuple[str, int], dict[str, Any]], system: str, steps: list[int]) -> str:
+    """A system's name, and what ran in place of the engines that it asked for."""
+    row = next(found[system, n] for n in steps if (system, n) in found)
+    return system + _fell_back(row.get("engines") or [])
+
+
+def _fell_back(engines: list[dict[str, Any]]) -> str:
+    instead = [f"{e['component']} ran {e['used']}" for e in engines if e["requested"] != e["used"]]
+    return f" ({', '.join(instead)})" if instead else ""
+
+
+def _call(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    speedup = f", {row['speedup']:.1f}×" if row.get("speedup") else ""
+    return f"{row['median_ms']:.2f}{speedup}"
+
+
+def _components(row: dict[str, Any]) -> list[str]:
+    """Cells of vision, prefix and denoising, of the rest of the call, of its floor."""
+    parts, floors = row["parts_ms"], row["floors_ms"]
+    rates = {"vision": "vision_tflops", "kv_cache": "kv_cache_tflops", "denoise": "denoise_gb_per_s"}
+    cells = []
+    for name, rate in rates.items():
+        floor = f" ({floors[name]:.2f})" if name in floors else ""
+        unit = "GB/s" if name == "denoise" else "TFLOP/s"
+        reached = f", {row[rate]:.0f} {unit}" if row.get(rate) else ""
+        cells.append(f"{parts[name]:.2f}{floor}{reached}" if name in parts else "-")
+    rest = row["median_ms"] - sum(parts.get(name, 0.0) for name in rates)
+    share = row.get("share_of_floor")
+    return [
+        *cells,
+        f"{rest:.2f}",
+        f"{floors['total']:.2f}" if floors else "-",
+        f"{100 * share:.0f} %" if share else "-",
+    ]
+
+
+def _conditions(result: dict[str, Any]) -> str:
+    """What was timed, where, with which command."""
+    model, ceilings = result["model"], result["ceilings"]
+    sizes = (
+        f"{model['kind']}, {model['views']} views, {model['action_horizon']} actions, random weights; " if model else ""
+    )
+    calls = {r["calls"] for r in result["rows"]}
+    text = f"{sizes}{_machine(result)}; {max(calls)} calls of each system, in turns; `{_command(result['command'])}`."
+    if ceilings:
+        text += (
+            f" Ceilings measured on the same GPU: {ceilings['bf16_flops'] * 1e-12:.0f} TFLOP/s in BF16, "
+            f"{ceilings['fp8_flops'] * 1e-12:.0f} in FP8, {ceilings['bytes_per_s'] * 1e-9:.0f} GB/s copied."
+        )
+    if result["left_out"]:
+        text += f" Left out: {', '.join(sorted(result['left_out']))} (not installed)."
+    return text + "\n"
+
+
+def parity(results: list[dict[str, Any]]) -> str:
+    """Several `vla-accel parity` reports, a row each."""
+    body = []
+    for r in sorted(results, key=lambda r: (r["weights"], r["name"], -r["num_steps"])):
+        body.append([
+            r["name"] + _fell_back(r["engines"]),
+            r["weights"],
+            f"{r['observations']} {'recorded' if r['recorded'] else 'random'}",
+            str(r["num_steps"]),
+            f"{r['actions']['cosine']:.6f}",
+            f"{r['actions']['worst_cosine']:.6f}",
+            f"{r['threshold']:g}",
+            f"{r['robot_actions']['max_error']:.1e}",
+            "yes" if r["passed"] else "**no**",
+        ])  # fmt: skip
+    header = ["configuration", "weights", "observations", "steps", "cosine", "worst", "needed", "max error", "agrees"]
+    where = "; ".join(dict.fromkeys(_machine(r) for r in results))
+    text = "Cosine of the final actions with FP32 eager, over all observations and of the worst one; largest error in"
+    return rows(header, body) + f"\n{text} the robot's units. {where}.\n"
+
+
+def paired(result: dict[str, Any]) -> str:
+    """One `python -m eval.paired`: success of several policies on the same episodes."""
+    body = []
+    for row in sorted(result["rows"], key=lambda r: r["steps"] or 0):
+        steps, name = str(row["steps"] or "-"), row["name"]
+        first, second = row["reference"], row["other"]
+        body.append([
+            name + _fell_back(result["policies"][name]["engines"]),
+            steps,
+            _rate(second),
+            _rate(first),
+            str(row["pairs"]),
+            f"{row['lost']} / {row['gained']}",
+            f"{p:.3f}" if (p := row["mcnemar_exact_p"]) >= 0.001 else "< 0.001",
+            f"{second['errors']}, {first['errors']}",
+        ])  # fmt: skip
+    reference = result["reference"]
+    header = ["run", "steps", "success (95 %)", f"{reference} (95 %)", "pairs", "lost / gained", "p", "errors"]
+    machines = "; ".join(dict.fromkeys(_machine(p) for p in result["policies"].values()))
+    note = f" {result['note']}" if result.get("note") else ""
+    text = (
+        f"Same tasks, initial states and seeds. Lost: pairs that only {reference} won; gained: pairs that only the run "
+        "did; p: McNemar's exact test, two-sided; intervals: Wilson. A pair with a crash is an error, not compared."
+    )
+    return rows(header, body) + f"\n{text} {machines}; `{_command(result['command'])}`.{note}\n"
+
+
+def _rate(rate: dict[str, Any]) -> str:
+    if rate["rate"] is None:
+        return "-"
+    low, high = 100 * rate["wilson_95_low"], 100 * rate["wilson_95_high"]
+    return f"{100 * rate['rate']:.1f} % ({low:.1f} to {high:.1f})"
+
+
+def _machine(result: dict[str, Any]) -> str:
+    """Hardware and torch of a report."""
+    hardware = result["hardware"]
+    place = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['threads']} thread{'s' * (hardware['threads'] > 1)}"
+    return f"{place}, torch {result['software']['torch']}"
+
+
+def _command(command: str | list[str]) -> str:
+    """A command without the folders of the machine it ran on."""
+    words = command.split() if isinstance(command, str) else command
+    return " ".join(Path(word).name if word.startswith("/") else word for word in words)
+
+
 def _where(result: dict[str, Any]) -> str:
     launch = result["launches"][-1]
     hardware = launch["hardware"]
@@ -113,12 +294,20 @@ def _where(result: dict[str, Any]) -> str:
     )
 
 
-TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
+TABLES: dict[str, tuple[Callable[[Any], str], str]] = {
     "success": (success, "libero_spatial_demo_h200"),
     "tasks": (tasks, "libero_spatial_demo_h200"),
     "training": (training, "training"),
     "latency_cpu": (latency, "libero_spatial_quick_cpu"),
+    "builds_demo": (builds, "tensorrt_rtx_demo_cpu"),
+    "builds_full": (builds, "tensorrt_rtx_full_width_cpu"),
+    "builds_torch": (builds, "torch_tensorrt_h200"),
+    "bench_pi05": (bench, "bench_pi05_h200"),
+    "bench_pi0": (bench, "bench_pi0_h200"),
+    "parity_demo": (parity, "parity_*"),
+    "paired_libero": (paired, "libero_paired_h200"),
 }
+"""Table to what makes it and the stored result, or several of them (*), that it is made from."""
 
 
 def render(text: str) -> str:

@@ -10,6 +10,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--openpi-python", default=None, help="interpreter of an environment with openpi (see CONTRIBUTING)"
     )
+    parser.addoption(
+        "--openpi-client-python",
+        default=None,
+        help="interpreter of an environment with openpi-client (see CONTRIBUTING)",
+    )
+    parser.addoption(
+        "--lerobot-python", default=None, help="interpreter of an environment with lerobot (see CONTRIBUTING)"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

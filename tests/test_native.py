@@ -20,7 +20,8 @@ from vla_accel.policy import TOKEN_BUCKET
 EAGER = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
 NATIVE = replace(EAGER, vision=EngineSpec("native"), kv_cache=EngineSpec("native"), denoise=EngineSpec("native"))
 # What programs write before they read.
-SCRATCH = ("patches", "embedded", "x", "y", "h", "qkv", "last_kv", "context", "hidden", "active", "last", "gate_up", "q", "k", "v")
+SCRATCH = ("patches", "embedded", "x", "y", "h", "h_mlp", "qkv", "last_kv", "context", "hidden", "active", "last")
+SCRATCH = (*SCRATCH, "gate_up", "q", "k", "v")
 PROMPTS = ("pick up the bowl", "pick up the black bowl on the plate and place it on the stove")
 
 

@@ -21,10 +21,9 @@ from vla_accel.component import Component
 from vla_accel.engines import ENGINES, Engine
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
 from vla_accel.models.pi0 import Kind
-from vla_accel.policy import _KEPT_PIPELINES
 from vla_accel.tokenizer import tokenize_prompt
 
-PARTS = ("preprocess", "vision", "kv_cache", "denoise", "postprocess")
+PARTS = ("preprocess", "vision", "kv_cache", "denoise", "transfer", "postprocess")
 PROMPTS = ("pick up the bowl", "place it on the plate", "pick it")
 FP32 = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
 
@@ -214,9 +213,9 @@ def test_the_prompt_may_change_between_calls(folders: dict[Kind, Path], policy: 
 def test_old_pipelines_are_dropped_and_rebuilt(policy: OptimizedPolicy) -> None:
     noise = noise_for(policy, 0)
     first = policy.infer(tiny_observation(0, "bowl"), noise=noise)["actions"]
-    for count in range(2, _KEPT_PIPELINES + 3):
+    for count in range(2, policy.pipelines.limit + 3):
         policy.infer(tiny_observation(0, "bowl " * count), noise=noise)
-    assert len(policy._pipelines) == _KEPT_PIPELINES
+    assert len(policy.pipelines) == policy.pipelines.limit
     np.testing.assert_array_equal(policy.infer(tiny_observation(0, "bowl"), noise=noise)["actions"], first)
 
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError
+
+
+class Program(Protocol):
+    """A component written in fused ops: reads and writes static buffers, allocates nothing that outlives a call."""
+
+    detail: str
+    """What exactly runs, for the ledger."""
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -38,10 +50,47 @@ class TensorSpec:
 class Component:
     """A module with named, typed inputs and outputs.
 
-    `module(*inputs)`, in the order of `inputs`, returns one tensor or a tuple in the order of `outputs`.
+    `module(*inputs)`, in the order of `inputs`, returns one tensor or a tuple in the order of `outputs`. `native`
+    makes the component's fused program for the native engine, where there is one.
     """
 
     name: str
     module: nn.Module
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    native: Callable[[EngineSpec], Program] | None = None
+    # Other versions of the module by precision ("fp16", "fp8"), made when asked for. Same inputs and outputs.
+    variants: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+    # The component as one body run several times, for engines that unrolling would make large and slow to build.
+    loop: Callable[[], Loop] | None = None
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A component as `count` runs of `body`, each on the last one's result.
+
+    `carry`: the body's input and output that go round; the first is fed from the component's input `start`, the last
+    becomes the component's output `end`. `rows`: body inputs that change every run, (count, *shape) tensors. Every
+    other body input is a component input of the same name.
+    """
+
+    body: Component
+    count: int
+    carry: tuple[str, str]
+    start: str
+    end: str
+    rows: Mapping[str, Tensor]
+
+
+class Island(nn.Module):
+    """A part of a module that engines which cut modules up build on its own. In eager it is just the part.
+
+    `name` (in messages and cache entries); `inner`: the part, of tensors only.
+    """
+
+    def __init__(self, name: str, inner: nn.Module) -> None:
+        super().__init__()
+        self.name, self.inner = name, inner
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.inner(*inputs)

@@ -24,16 +24,79 @@ T = typing.TypeVar("T")
 
 
 @dataclass(frozen=True)
+class TensorrtOptions:
+    """How engines of `tensorrt`, `tensorrt_rtx` and `torch_tensorrt` are built, kept and run.
+
+    `targets`: compute capabilities to build for ahead of time ("sm89"); empty means the GPU at hand. `profiles`: one
+    string a profile, "images.1=1:2:4, …" giving minimum, optimum and maximum of a dynamic dimension; a dimension not
+    named takes its whole range, with the largest as the optimum; empty means one such profile. `optimization_level`:
+    the builder's, 0 to 5. `workspace_mb`: the most scratch memory a kernel may ask for. `weight_streaming`: weights
+    stay in host memory as far as the GPU's is short. `refit`: weights can be exchanged later. `version_compatible`:
+    later library versions run the engine, too. `hardware_compatible`: other GPUs (Ampere and newer) do, too.
+    `timing_cache`: reuse kernel timings of earlier builds. `whole`: torch_tensorrt builds the whole component, not
+    only its marked parts. `verify`: compare the ONNX graph with the module, and the engine's first output with it.
+    `cache`: folder of built engines, by default the user's cache folder; `cache_gb`: its size limit.
+    """
+
+    targets: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = ()
+    optimization_level: int | None = None
+    workspace_mb: int | None = None
+    weight_streaming: bool = False
+    refit: bool = False
+    version_compatible: bool = False
+    hardware_compatible: bool = False
+    timing_cache: bool = True
+    whole: bool = False
+    verify: bool = True
+    cache: str | None = None
+    cache_gb: float = 20.0
+
+    def __post_init__(self) -> None:
+        level = self.optimization_level
+        if level is not None and not 0 <= level <= 5:
+            raise ConfigError(f"tensorrt.optimization_level: expected 0 to 5, got {level}")
+        if self.workspace_mb is not None and self.workspace_mb < 1:
+            raise ConfigError(f"tensorrt.workspace_mb: expected at least 1, got {self.workspace_mb}")
+        if self.cache_gb <= 0:
+            raise ConfigError(f"tensorrt.cache_gb: expected more than 0, got {self.cache_gb}")
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """Which engine a component gets.
 
     `engine`: the engine asked for. `fallback`: engines to try, in order, if it cannot be built; empty means that
     failing to build is an error. `precision`: of the large products inside the engine; "auto" is the policy's.
+    `tensorrt`: options of the TensorRT engines.
     """
 
     engine: EngineName = "eager"
     fallback: tuple[EngineName, ...] = ()
     precision: EnginePrecision = "auto"
+    tensorrt: TensorrtOptions = field(default_factory=TensorrtOptions)
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """What a checkpoint does not say of itself, or not rightly; None: as the checkpoint says, or the usual.
+
+    `asset_id`: which of the folders below `assets/` holds the statistics, where there are several. `tokenizer`: a
+    file, folder or hub name to take the tokenizer from. `action_horizon`, `max_token_len`: sizes of the model that no
+    weight shows. `discrete_state_input`: whether π0.5 reads the state in its prompt.
+    """
+
+    asset_id: str | None = None
+    tokenizer: str | None = None
+    action_horizon: int | None = None
+    max_token_len: int | None = None
+    discrete_state_input: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("action_horizon", "max_token_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"checkpoint.{name}: expected at least 1, got {value}")
 
 
 @dataclass(frozen=True)
@@ -42,7 +105,11 @@ class PolicyConfig:
 
     `num_steps`: denoising steps. `precision`: dtype of the large products; "auto" is BF16 on a GPU and FP32 on a CPU.
     `device`: "auto", "cpu", "cuda" or "cuda:N". `strict`: a fallback raises instead of being recorded. `seed`: of the
-    noise, where the caller gives none. `default_prompt`: used when an observation carries none.
+    noise, where the caller gives none. `default_prompt`: used when an observation carries none. `cuda_graph`: record a
+    whole call into one graph where every engine allows it. `pipeline_memory_gib`: device memory for the buffers and
+    graphs of all shapes together; the least recently used go first. `preset`: the robot's conventions (a name of
+    `vla_accel.presets` or a YAML file), by default decided from the checkpoint. `checkpoint`: what the checkpoint does
+    not say of itself.
     """
 
     num_steps: int = 10
@@ -51,6 +118,10 @@ class PolicyConfig:
     strict: bool = False
     seed: int = 0
     default_prompt: str | None = None
+    cuda_graph: bool = True
+    pipeline_memory_gib: float = 8.0
+    preset: str | None = None
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     vision: EngineSpec = field(default_factory=EngineSpec)
     kv_cache: EngineSpec = field(default_factory=EngineSpec)
     denoise: EngineSpec = field(default_factory=EngineSpec)

@@ -30,3 +30,11 @@ class DependencyError(VlaAccelError):
 
 class SimulatorError(VlaAccelError):
     """The robot simulator could not start, render or take the call."""
+
+
+class WireError(VlaAccelError, ValueError):
+    """Bytes that are no well-formed message, or a value that the wire format does not carry."""
+
+
+class ServerError(VlaAccelError):
+    """A policy server cannot be reached, did not answer in time, or reported an error."""

@@ -34,7 +34,7 @@ class Stopwatch:
         self._cuda = device.type == "cuda"
         self._began = time.perf_counter()
         self._host: dict[str, float] = {}
-        self._events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
 
     @contextlib.contextmanager
     def section(self, name: str, *, host: bool = False) -> Iterator[None]:
@@ -44,7 +44,8 @@ class Stopwatch:
             start.record()
             yield
             end.record()
-            self._events[name] = (start, end)
+            # A section that comes again, as in a loop, adds up.
+            self._events.setdefault(name, []).append((start, end))
         else:
             start_s = time.perf_counter()
             yield
@@ -53,7 +54,8 @@ class Stopwatch:
     def finish(self) -> Sample:
         """Close the sample; the device must have been synchronised."""
         total = (time.perf_counter() - self._began) * 1e3
-        sections = {**self._host, **{n: a.elapsed_time(b) for n, (a, b) in self._events.items()}}
+        device = {n: sum(a.elapsed_time(b) for a, b in pairs) for n, pairs in self._events.items()}
+        sections = {**self._host, **device}
         return Sample(sections, total)
 
 

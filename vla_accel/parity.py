@@ -43,9 +43,10 @@ REFERENCE: dict[str, Any] = {"vision": EngineSpec(), "kv_cache": EngineSpec(), "
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two arrays compared: cosine of the whole, smallest cosine of one observation, errors."""
+    """Two arrays compared: cosine of the whole, median and smallest cosine of one observation, errors."""
 
     cosine: float
+    median_cosine: float
     worst_cosine: float
     max_error: float
     mean_error: float
@@ -56,7 +57,7 @@ class Agreement:
         got, want = got.astype(np.float64), want.astype(np.float64)
         error = np.abs(got - want)
         rows = [cosine(a, b) for a, b in zip(got, want, strict=True)]
-        return cls(cosine(got, want), min(rows), float(error.max()), float(error.mean()))
+        return cls(cosine(got, want), float(np.median(rows)), min(rows), float(error.max()), float(error.mean()))
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:

@@ -59,6 +59,8 @@ class Pipeline:
         self, model: Pi0, config: PolicyConfig, store: NativeStore, shape: Shape, device: torch.device, ledger: Ledger
     ) -> None:
         self.shape, self.device = shape, device
+        self.lengths = np.zeros(shape.batch, np.int32)
+        """Real prefix tokens of the newest call's rows."""
         prefix_tokens = shape.views * model.config.vision.tokens + shape.tokens
 
         def engine(component: Component, spec: EngineSpec) -> Engine:
@@ -114,6 +116,7 @@ class Pipeline:
 
     def feed(self, feed: Feed, generator: torch.Generator) -> None:
         """Put a call's inputs into the staging buffers; noise goes to the device, or is drawn there."""
+        self.lengths = feed.lengths
         for name, array in self._host.items():
             np.copyto(array, getattr(feed, name), casting="no")
         noise = self.denoise.inputs["noise"]
@@ -177,6 +180,11 @@ class Pipelines:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def newest(self) -> Pipeline:
+        """The pipeline used last."""
+        return next(reversed(self._kept.values()))[0]
 
     @property
     def bytes(self) -> int:

@@ -153,7 +153,8 @@ class OptimizedPolicy:
                 "keys": pipeline.kv_cache.outputs["keys"][:, 0, :real],
                 "values": pipeline.kv_cache.outputs["values"][:, 0, :real],
             }
-            return result, {name: tensor.float().cpu().numpy() for name, tensor in kept.items()}
+            # Copies: the next call overwrites the buffers.
+            return result, {name: tensor.to("cpu", torch.float32, copy=True).numpy() for name, tensor in kept.items()}
 
     def reset(self) -> None:
         """Start an episode: the noise begins anew from the configured seed."""

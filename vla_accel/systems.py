@@ -28,9 +28,7 @@ _N = "native"
 CONFIGS: dict[str, PolicyConfig] = {
     "eager": PolicyConfig(),
     "native-bf16": PolicyConfig(vision=EngineSpec(_N), kv_cache=EngineSpec(_N), denoise=EngineSpec(_N)),
-    "native-fp8": PolicyConfig(
-        vision=EngineSpec(_N), kv_cache=EngineSpec(_N, precision="fp8"), denoise=EngineSpec(_N)
-    ),
+    "native-fp8": PolicyConfig(vision=EngineSpec(_N), kv_cache=EngineSpec(_N, precision="fp8"), denoise=EngineSpec(_N)),
     "native-fp8-vision": PolicyConfig(
         vision=EngineSpec(_N, precision="fp8"), kv_cache=EngineSpec(_N, precision="fp8"), denoise=EngineSpec(_N)
     ),

@@ -178,7 +178,3 @@ def _print(report: dict[str, Any]) -> None:
             for r in report["throughput"]
         ]
         print_table("batched calls", ["system", "steps", "batch", "median ms", "observations/s"], body)
-
-
-
-

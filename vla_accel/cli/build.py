@@ -108,12 +108,8 @@ def _model(options: Options, config: PolicyConfig) -> tuple[Pi0, Shapes, dict[st
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     fp8 = config.kv_cache.precision == "fp8" and config.kv_cache.engine in building.BUILT
     if options.random:
-        model = building.random_model(options.random, dtype, device, options.depth)
-        size = model.config.vision.image_size
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randint(0, 256, (1, 2, size, size, 3), dtype=torch.uint8, generator=generator)
-        tokens = torch.randint(0, model.config.vocab_size, (1, 20), generator=generator)
-        return model, Shapes(), building.example_scales(model, images.to(device), tokens.to(device)) if fp8 else None
+        model = building.sized_model(options.random, dtype, device, options.depth)
+        return model, Shapes(), building.random_scales(model) if fp8 else None
     from vla_accel.loading import find, load
 
     model, processor = load(options.checkpoint, config, device=device, dtype=dtype)

@@ -16,7 +16,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 from vla_accel.latency import hardware, software
 from vla_accel.loading import load
-from vla_accel.parity import compare, reference_of
+from vla_accel.parity import Agreement, compare, reference_of
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.recording import load_observations
 from vla_accel.synthetic import random_observations, random_policy
@@ -69,11 +69,11 @@ def main(arguments: list[str]) -> int:
     report = compare(
         policy, reference, observations, name=chosen.config.stem, seed=chosen.seed, threshold=chosen.threshold
     )
-    rows = [[n, *_cells(a.cosine, a.worst_cosine, a.max_error, a.mean_error)] for n, a in report.components.items()]
+    rows = [[n, *_cells(a)] for n, a in report.components.items()]
     for label, a in (("actions (normalised)", report.actions), ("actions (robot)", report.robot_actions)):
-        rows.append([label, *_cells(a.cosine, a.worst_cosine, a.max_error, a.mean_error)])
+        rows.append([label, *_cells(a)])
     title = f"{report.name} against FP32 eager, {report.observations} observations, {report.num_steps} steps"
-    print_table(title, ["", "cosine", "worst", "max error", "mean error"], rows)
+    print_table(title, ["", "cosine", "median", "worst", "max error", "mean error"], rows)
     verdict = "agrees" if report.passed else "does NOT agree"
     print(f"{verdict}: cosine {report.actions.cosine:.6f}, at least {report.threshold} wanted")
     content = {
@@ -88,5 +88,6 @@ def main(arguments: list[str]) -> int:
     return 0 if report.passed else 1
 
 
-def _cells(cosine: float, worst: float, largest: float, mean: float) -> list[str]:
-    return [f"{cosine:.6f}", f"{worst:.6f}", f"{largest:.2e}", f"{mean:.2e}"]
+def _cells(a: Agreement) -> list[str]:
+    cosines = [f"{value:.6f}" for value in (a.cosine, a.median_cosine, a.worst_cosine)]
+    return [*cosines, f"{a.max_error:.2e}", f"{a.mean_error:.2e}"]

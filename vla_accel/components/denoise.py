@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from vla_accel.component import Component, TensorSpec
+from vla_accel.components.padding import MOST_VIEWS, longest_prompt, real_tokens
+from vla_accel.components.step import denoise_loop
 from vla_accel.models.pi0 import Pi0, euler_times
+
+if TYPE_CHECKING:
+    from vla_accel.native import NativeStore
 
 
 class Denoise(nn.Module):
-    """noise (B, H, action_dim) float32, keys, values, then for π0 `state` (B, action_dim), then, when masked, `mask`
-    (B, S), to normalised actions (B, H, action_dim) float32."""
+    """noise (B, H, action_dim) float32, keys, values, then for π0 `state` (B, action_dim), then, when padded, `lengths`
+    (B,) int32 of the prefix, to normalised actions (B, H, action_dim) float32."""
 
-    def __init__(self, model: Pi0, num_steps: int, takes_state: bool, masked: bool) -> None:
+    def __init__(self, model: Pi0, num_steps: int, takes_state: bool, padded: bool) -> None:
         super().__init__()
         self.embeddings: Tensor
         self.modulations: Tensor | None
         self.model = model
-        self.takes_state, self.masked = takes_state, masked
+        self.takes_state, self.padded = takes_state, padded
         device = next(model.parameters()).device
         with torch.inference_mode():
             embeddings, modulations = model.conditioning(euler_times(num_steps).to(device))
@@ -27,25 +35,33 @@ class Denoise(nn.Module):
 
     def forward(self, noise: Tensor, keys: Tensor, values: Tensor, *rest: Tensor) -> Tensor:
         state = rest[0] if self.takes_state else None
-        mask = rest[-1] if self.masked else None
+        mask = real_tokens(rest[-1], keys.shape[2]) if self.padded else None
         return self.model.integrate(noise, self.embeddings, self.modulations, keys, values, state, mask)
 
 
-def denoise_component(model: Pi0, batch: int, prefix_tokens: int, num_steps: int, masked: bool) -> Component:
+def denoise_component(
+    model: Pi0, batch: int, prefix_tokens: int, num_steps: int, padded: bool, store: NativeStore | None = None
+) -> Component:
     """The loop for a fixed number of steps and prefix tokens."""
     config = model.config
     takes_state = config.kind == "pi0"
     actions = (batch, config.action_horizon, config.action_dim)
     prefix = config.prefix
     cache = (prefix.depth, batch, prefix_tokens, prefix.kv_heads, prefix.head_dim)
+    ranges = {2: (1, max(prefix_tokens, MOST_VIEWS * config.vision.tokens + longest_prompt(model)))}
     inputs = [
         TensorSpec("noise", actions, torch.float32),
-        TensorSpec("keys", cache, model.dtype),
-        TensorSpec("values", cache, model.dtype),
+        TensorSpec("keys", cache, model.dtype, ranges),
+        TensorSpec("values", cache, model.dtype, ranges),
     ]
     if takes_state:
         inputs.append(TensorSpec("state", (batch, config.action_dim), torch.float32))
-    if masked:
-        inputs.append(TensorSpec("mask", (batch, prefix_tokens), torch.bool))
-    module = Denoise(model, num_steps, takes_state, masked)
-    return Component("denoise", module, tuple(inputs), (TensorSpec("actions", actions, torch.float32),))
+    if padded:
+        inputs.append(TensorSpec("lengths", (batch,), torch.int32))
+    native = None
+    if store is not None and padded:
+        native = partial(store.denoise, batch, prefix_tokens, num_steps)
+    module = Denoise(model, num_steps, takes_state, padded)
+    outputs = (TensorSpec("actions", actions, torch.float32),)
+    loop = denoise_loop(model, tuple(inputs), module.embeddings, module.modulations)
+    return Component("denoise", module, tuple(inputs), outputs, native, loop=loop)

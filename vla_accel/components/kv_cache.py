@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from vla_accel.component import Component, TensorSpec
+from vla_accel.components.padding import longest_prompt, real_tokens
+from vla_accel.components.precision import variants
 from vla_accel.models.pi0 import Pi0
+
+if TYPE_CHECKING:
+    from vla_accel.native import NativeStore
 
 
 class KvCache(nn.Module):
     """image_tokens (B, I, width), tokens (B, L) int64 to keys, values (depth, B, I + L, kv_heads, head_dim).
 
-    With `masked`, a third input `mask` (B, I + L) bool says which tokens are real.
+    A padded component has a third input, `lengths` (B,) int32: how many tokens of each row are real. They come first.
     """
 
     def __init__(self, model: Pi0) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, image_tokens: Tensor, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.model.prefix_cache(image_tokens, tokens, mask)
+    def forward(self, image_tokens: Tensor, tokens: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = image_tokens.shape[1] + tokens.shape[1]
+        return self.model.prefix_cache(image_tokens, tokens, None if lengths is None else real_tokens(lengths, total))
 
 
-def kv_cache_component(model: Pi0, batch: int, views: int, length: int, masked: bool) -> Component:
-    """The prefix for a fixed number of views and prompt tokens."""
+def kv_cache_component(
+    model: Pi0, batch: int, views: int, length: int, padded: bool, store: NativeStore | None = None
+) -> Component:
+    """The prefix for a fixed number of views and prompt tokens; `padded` rows may be shorter than `length`."""
     config = model.config
     image_tokens = views * config.vision.tokens
     total = image_tokens + length
     prefix = config.prefix
     inputs = [
         TensorSpec("image_tokens", (batch, image_tokens, prefix.width), model.dtype),
-        TensorSpec("tokens", (batch, length), torch.int64),
+        TensorSpec("tokens", (batch, length), torch.int64, {1: (1, longest_prompt(model, length))}),
     ]
-    if masked:
-        inputs.append(TensorSpec("mask", (batch, total), torch.bool))
+    if padded:
+        inputs.append(TensorSpec("lengths", (batch,), torch.int32))
     shape = (prefix.depth, batch, total, prefix.kv_heads, prefix.head_dim)
     outputs = (TensorSpec("keys", shape, model.dtype), TensorSpec("values", shape, model.dtype))
-    return Component("kv_cache", KvCache(model), tuple(inputs), outputs)
+    native = None
+    if store is not None and padded:
+        native = partial(store.kv_cache, batch, image_tokens, length)
+    narrow = variants(model, "kv_cache", None if store is None else store.scales)
+    return Component("kv_cache", KvCache(model), tuple(inputs), outputs, native, narrow)

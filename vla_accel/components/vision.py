@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from vla_accel.component import Component, TensorSpec
+from vla_accel.components.padding import MOST_VIEWS
+from vla_accel.components.precision import variants
 from vla_accel.models.pi0 import Pi0
+
+if TYPE_CHECKING:
+    from vla_accel.native import NativeStore
 
 
 class Vision(nn.Module):
@@ -19,17 +27,19 @@ class Vision(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         wide = self.model.vision.patch_embedding.weight.dtype
         # openpi: x / 255 * 2 - 1, in this order, in float32.
-        pixels = images.permute(0, 1, 4, 2, 3).to(wide) / 255.0 * 2.0 - 1.0
+        pixels = images.to(wide).permute(0, 1, 4, 2, 3) / 255.0 * 2.0 - 1.0
         return self.model.embed_images(pixels).to(self.model.dtype)
 
 
-def vision_component(model: Pi0, batch: int, views: int) -> Component:
+def vision_component(model: Pi0, batch: int, views: int, store: NativeStore | None = None) -> Component:
     """The vision component for a fixed number of views."""
     config = model.config
     size = config.vision.image_size
     return Component(
         "vision",
         Vision(model),
-        inputs=(TensorSpec("images", (batch, views, size, size, 3), torch.uint8),),
+        inputs=(TensorSpec("images", (batch, views, size, size, 3), torch.uint8, {1: (1, max(views, MOST_VIEWS))}),),
         outputs=(TensorSpec("image_tokens", (batch, views * config.vision.tokens, config.prefix.width), model.dtype),),
+        native=None if store is None else partial(store.vision, batch, views),
+        variants=variants(model, "vision"),
     )

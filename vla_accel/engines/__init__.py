@@ -10,10 +10,19 @@ from vla_accel.component import Component
 from vla_accel.config import EngineSpec
 from vla_accel.engines.base import Engine
 from vla_accel.engines.eager import EagerEngine
-from vla_accel.errors import ConfigError, EngineError
+from vla_accel.engines.native import NativeEngine
+from vla_accel.engines.tensorrt import TensorrtEngine, TensorrtRtxEngine
+from vla_accel.engines.torch_tensorrt import TorchTensorrtEngine
+from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.ledger import Ledger, LedgerEntry
 
-ENGINES: dict[str, Callable[[Component, torch.device, EngineSpec], Engine]] = {"eager": EagerEngine}
+ENGINES: dict[str, Callable[[Component, torch.device, EngineSpec], Engine]] = {
+    "eager": EagerEngine,
+    "native": NativeEngine,
+    "tensorrt": TensorrtEngine,
+    "tensorrt_rtx": TensorrtRtxEngine,
+    "torch_tensorrt": TorchTensorrtEngine,
+}
 """Every engine by the name used in configurations."""
 
 
@@ -29,7 +38,7 @@ def build(component: Component, spec: EngineSpec, *, device: torch.device, ledge
             raise ConfigError(f"{component.name}: expected an engine of {', '.join(ENGINES)}, got {name!r}")
         try:
             engine = ENGINES[name](component, device, spec)
-        except (EngineError, ImportError, torch.OutOfMemoryError) as error:
+        except (EngineError, DependencyError, ImportError, torch.OutOfMemoryError) as error:
             reasons.append(f"{name}: {error}")
             continue
         ledger.record(LedgerEntry(component.name, spec.engine, name, "; ".join(reasons), engine.detail))

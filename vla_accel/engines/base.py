@@ -18,6 +18,8 @@ class Engine(ABC):
     name: str = ""
     detail: str = ""
     """What exactly runs inside, for the ledger."""
+    capturable: bool = False
+    """Whether `run` may be recorded into a CUDA graph."""
 
     def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
         self.component, self.device, self.spec = component, device, spec

@@ -56,9 +56,7 @@ def capture(
     return captured
 
 
-def _capture(
-    engines: Sequence[tuple[str, Engine]], before: Callable[[], None], after: Callable[[], None]
-) -> Captured:
+def _capture(engines: Sequence[tuple[str, Engine]], before: Callable[[], None], after: Callable[[], None]) -> Captured:
     device = engines[0][1].device
     with torch.cuda.device(device), torch.inference_mode():
         # Compiles kernels, picks algorithms and makes library handles, none of which may happen during capture.

@@ -16,8 +16,8 @@ from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.expert import ExpertWeights, NativeDenoise
-from vla_accel.native.streamed import fits
 from vla_accel.native.prefix import NativePrefix, PrefixWeights
+from vla_accel.native.streamed import fits
 from vla_accel.native.vision import NativeVision, VisionWeights
 
 

@@ -1,7 +1,7 @@
 """The denoise loop in CUDA C++ (`ops/cuda/denoise.cu`): packs the weights, holds the buffers, launches the phases.
 
-For Hopper, BF16 weights and up to 64 suffix rows; `fits` says why not otherwise. Each phase is a kernel that fetches its
-weights while its predecessors still run.
+For Hopper, BF16 weights and up to 64 suffix rows; `fits` says why not otherwise. Each phase is a kernel that fetches
+its weights while its predecessors still run.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def _single(layer: Linear) -> Tensor:
 
 def split_of(width: int, k: int) -> int:
     """Blocks that share K of the MLP's last product: as many as leave each a part that is worth a block."""
+
     def suits(n: int) -> bool:
         part = k // n
         return width % (8 * n) == 0 and k % (32 * n) == 0 and part >= 512 and (part <= 1024 or part % 1024 == 0)

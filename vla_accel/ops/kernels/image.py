@@ -318,6 +318,61 @@ def softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@triton.jit
+def _wide_attention(q_ptr, k_ptr, v_ptr, out_ptr, tokens, row, scale, SOURCE: tl.constexpr, D1: tl.constexpr,
+                    D2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    # A head of D1 + D2 channels: blocks are powers of two, and one of 512 would not fit the registers.
+    batch = tl.program_id(1).to(tl.int64)
+    m, n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    a, b = tl.arange(0, D1), D1 + tl.arange(0, D2)
+    mine = (m < tokens)[:, None]
+    place = (batch * tokens + m)[:, None] * row
+    q1 = tl.load(q_ptr + place + a[None, :], mask=mine, other=0.0)
+    q2 = tl.load(q_ptr + place + b[None, :], mask=mine, other=0.0)
+    best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc1 = tl.zeros((BLOCK_M, D1), tl.float32)
+    acc2 = tl.zeros((BLOCK_M, D2), tl.float32)
+    for start in range(0, SOURCE, BLOCK_N):
+        key = start + n
+        real = key < SOURCE
+        there = (batch * SOURCE + key) * row
+        k1 = tl.load(k_ptr + there[None, :] + a[:, None], mask=real[None, :], other=0.0)
+        k2 = tl.load(k_ptr + there[None, :] + b[:, None], mask=real[None, :], other=0.0)
+        s = tl.dot(q2, k2, tl.dot(q1, k1)) * scale
+        s = tl.where(real[None, :], s, -float("inf"))
+        new = tl.maximum(best, tl.max(s, 1))
+        p = tl.exp2(s - new[:, None])
+        shrink = tl.exp2(best - new)
+        total = total * shrink + tl.sum(p, 1)
+        best = new
+        p = p.to(q1.dtype)
+        v1 = tl.load(v_ptr + there[:, None] + a[None, :], mask=real[:, None], other=0.0)
+        v2 = tl.load(v_ptr + there[:, None] + b[None, :], mask=real[:, None], other=0.0)
+        acc1 = tl.dot(p, v1, acc1 * shrink[:, None])
+        acc2 = tl.dot(p, v2, acc2 * shrink[:, None])
+    share = (1.0 / total)[:, None]
+    target = (batch * tokens + m)[:, None] * (D1 + D2)
+    tl.store(out_ptr + target + a[None, :], (acc1 * share).to(out_ptr.dtype.element_ty), mask=mine)
+    tl.store(out_ptr + target + b[None, :], (acc2 * share).to(out_ptr.dtype.element_ty), mask=mine)
+
+
+def wide_attention(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
+    """See `vla_accel.ops.image.attend`, how "flash": heads of 384 or 512, `rows` queries a program."""
+    batch, tokens, width = q.shape
+    first = power_of_two(width) // 2
+    row = q.stride(1)
+    if any(t.stride() != (t.shape[1] * row, row, 1) for t in (q, k, v)) or power_of_two(width - first) != width - first:
+        raise NotImplementedError(f"wide_attention: a head of {width}, or strides, that it does not take")
+    out = torch.empty((batch, tokens, width), dtype=q.dtype, device=q.device)
+    # 8 warps: 128 rows of 384 channels just fill the registers, 64 rows of either width leave room.
+    _wide_attention[(triton.cdiv(tokens, rows), batch)](
+        q, k, v, out, tokens, row, width**-0.5 * 1.4426950408889634, k.shape[1], first, width - first, rows, 32,
+        num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     # A kernel needs some pointer; the flag beside it says that this one is not read.
     return other if tensor is None else tensor

@@ -1,0 +1,168 @@
+"""A script: compile for Hopper, without a GPU, every kernel that the native programs launch, just as they launch it.
+
+The programs of the full-size models and of the demo run on tensors without data; what they launch is recorded and then
+compiled. Prints a JSON object a kernel: name, models, options, shared memory, and what of Hopper its assembly uses.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from vla_accel.config import EngineSpec
+from vla_accel.models.pi0 import Pi0, Pi0Config, pi0, pi05, pi05_demo
+from vla_accel.native import NativeStore, expert, prefix, vision
+from vla_accel.ops import fused
+from vla_accel.ops.kernels import attention
+
+HOPPER = GPUTarget("cuda", 90, 32)
+META = torch.device("meta")
+KINDS = {
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8",
+    torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+# Name: configuration, views, prompt tokens, precision. The benchmark's shapes, and a batch of eight.
+MODELS: dict[str, tuple[Pi0Config, int, int, int, str]] = {
+    "pi05": (pi05(action_horizon=10), 1, 2, 32, "auto"),
+    "pi05 fp8": (pi05(action_horizon=10), 1, 2, 32, "fp8"),
+    "pi0": (pi0(), 1, 3, 32, "auto"),
+    "demo": (pi05_demo(), 1, 2, 32, "auto"),
+    "demo x 8": (pi05_demo(), 8, 2, 64, "auto"),
+}
+
+
+class AnyScale(dict):
+    """Calibrated scales of a checkpoint that has all of them."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+    def __missing__(self, _: str) -> float:
+        return 1.0
+
+
+def linear_without_data(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, input_amax: float | None = None, pad_k: int = 0,
+    pad_n: int = 0,
+) -> fused.Linear:  # fmt: skip
+    """`make_linear` for weights whose largest value cannot be asked for."""
+    made = fused.make_linear(weight, bias, dtype, None, pad_k, pad_n)
+    if input_amax is None:
+        return made
+    scale = torch.empty((), device=weight.device)
+    return dataclasses.replace(
+        made, weight=made.weight.to(fused.FP8), weight_scale=scale, input_scale=scale, weight_scale_value=0.01
+    )
+
+
+Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
+
+
+def launches_of(config: Pi0Config, batch: int, views: int, length: int, precision: Any) -> list[Launch]:
+    """What one call of a policy launches."""
+    with META:
+        model = Pi0(config).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
+    store, spec, found = NativeStore(model, AnyScale()), EngineSpec("native", precision=precision), []
+    images, total = views * config.vision.tokens, views * config.vision.tokens + length
+    programs = (
+        store.vision(batch, views, spec), store.kv_cache(batch, images, length, spec),
+        store.denoise(batch, total, 2, spec),
+    )  # fmt: skip
+    loop = programs[2].loop  # type: ignore[attr-defined]
+    assert isinstance(loop, expert._LayerLoop)
+    loop.pdl = True
+    sizes = attention.suffix_workspace(
+        batch, config.suffix_tokens, total, config.expert.heads, config.expert.kv_heads, config.expert.head_dim
+    )
+    kinds = (torch.float32, torch.float32, torch.int32)
+    loop.workspace = tuple(torch.empty(n, dtype=k, device=META) for n, k in zip(sizes, kinds, strict=True))  # type: ignore[assignment]
+
+    def buffer(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    cache = (config.prefix.depth, batch, total, config.prefix.kv_heads, config.prefix.head_dim)
+    actions = (batch, config.action_horizon, config.action_dim)
+    tensors = {
+        "images": buffer(batch, views, *[config.vision.image_size] * 2, 3, dtype=torch.uint8),
+        "image_tokens": buffer(batch, images, config.prefix.width), "keys": buffer(*cache), "values": buffer(*cache),
+        "tokens": buffer(batch, length, dtype=torch.int64), "lengths": buffer(batch, dtype=torch.int32),
+        "state": buffer(batch, config.action_dim, dtype=torch.float32), "noise": buffer(*actions, dtype=torch.float32),
+        "actions": buffer(*actions, dtype=torch.float32),
+    }  # fmt: skip
+
+    def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.append((kernel, args, options))
+
+    run, JITFunction.run = JITFunction.run, record
+    torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment]
+    try:
+        for program in programs:
+            program(tensors, tensors)
+    finally:
+        JITFunction.run = run
+        del torch.Tensor.is_cuda
+    return found
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"*{KINDS[value.dtype]}"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def source_of(launch: Launch) -> tuple[ASTSource, tuple[Any, ...]]:
+    """The source with the specialisation that Triton's launcher would choose, and what tells it from others."""
+    kernel, args, options = launch
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    divisible: dict[tuple[int, ...], Any] = {}
+    for place, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[(place,)] = "constexpr", value
+            continue
+        signature[parameter.name] = _kind(value)
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+            divisible[(place,)] = [["tt.divisibility", 16]]
+    key = (kernel, *signature.items(), *constants.items(), *divisible, *options.items())
+    return ASTSource(kernel, signature, constants, divisible), key
+
+
+def main() -> None:
+    for module in (vision, prefix, expert):
+        vars(module)["make_linear"] = linear_without_data
+    # cuBLAS's part.
+    fused.linear = fused.patch_product = lambda *_, **__: None
+    launches: dict[tuple[Any, ...], Launch] = {}
+    users: dict[tuple[Any, ...], dict[str, None]] = collections.defaultdict(dict)
+    for name, shape in MODELS.items():
+        for launch in launches_of(*shape):
+            _, key = source_of(launch)
+            launches[key] = launch
+            users[key][name] = None
+    for key, launch in launches.items():
+        kernel, args, options = launch
+        made = triton.compile(source_of(launch)[0], target=HOPPER, options=options)
+        constants = {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
+        ptx = made.asm["ptx"]
+        row = {
+            "kernel": kernel.__name__, "models": list(users[key]), "constants": constants, "options": options,
+            "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared, "waits": ptx.count("griddepcontrol.wait"),
+            "releases": ptx.count("griddepcontrol.launch_dependents"), "products": ptx.count("mma"),
+            "fp8": "e4m3" in ptx,
+        }  # fmt: skip
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        main()

@@ -1,0 +1,465 @@
+"""What every Triton kernel of the native engine is checked on, and how its result is compared with the reference.
+
+Shapes are awkward on purpose: widths that fill no block, one row, rows that fill no tile, lengths shorter than their
+buffer. Every tensor lies between margins of NaN, so that reading or writing past its end shows; what a kernel must not
+read is NaN, and so is every output before the run. Imports no triton: `test_kernels.py` runs the cases through the
+interpreter, `test_gpu.py` on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vla_accel.ops import fused
+from vla_accel.ops.fused import FP8, Linear
+
+MARGIN = 1024  # elements; keeps the alignment that compilers count on
+TAKES_PDL = ("qkv_rope", "gate_up_geglu", "project", "step", "suffix_attention")
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Empty:
+    """An output that nothing may read: NaN before the run. `dtype` None: the case's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A view of a larger tensor, as q is of q/k/v."""
+
+    whole: Tensor | Empty
+    take: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Same:
+    """The same tensor as another argument."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """`suffix_attention`'s, by batch, tokens, prefix tokens, heads, kv_heads and head_dim."""
+
+    sizes: tuple[int, int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `vla_accel.ops.fused.<op>`. `hidden`: by argument, where the kernel finds NaN and the reference 0."""
+
+    op: str
+    arguments: dict[str, Any]
+    outputs: tuple[str, ...]
+    hidden: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between a kernel and its reference, relative to each value plus the root mean square of all: worst and mean."""
+
+    worst: float
+    mean: float
+
+
+class Draw:
+    """Seeded random arguments in the case's dtype, made on the CPU so that every device sees the same."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+    def __call__(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        return (torch.randn(shape, generator=self.generator) * scale).to(dtype or self.dtype)
+
+    def wide(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return self(*shape, scale=scale, dtype=torch.float32)
+
+    def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(0, high, shape, generator=self.generator).to(dtype)
+
+    def linear(self, n: int, k: int, *, fp8: bool = False, bias: bool = False) -> Linear:
+        """Of unit gain. `fp8`: as the expert has it, one byte a weight."""
+        weight = self.wide(n, k, scale=k**-0.5)
+        return fused.make_linear(weight, self(n) if bias else None, self.dtype, 448.0 if fp8 else None)
+
+
+def outputs_of(call: Call, device: torch.device, *, kernel: bool, pdl: bool = False, repeat: int = 1) -> list[Tensor]:
+    """Run a call and return its outputs. `kernel`: NaN where it must not look, margins checked; else the reference."""
+    placed = Placed(call, device, kernel)
+    before = {name: _copy(value) for name, value in placed.arguments.items()}
+    options = {"pdl": pdl} if call.op in TAKES_PDL else {}
+    for _ in range(repeat):
+        getattr(fused, call.op)(**placed.arguments, **options)
+    if kernel:
+        placed.check_margins()
+        aliased = {value.name for value in call.arguments.values() if isinstance(value, Same)}
+        for name, value in placed.arguments.items():
+            if name not in (*call.outputs, *aliased, "workspace"):
+                _check_equal(f"{call.op} changed its input {name}", value, before[name])
+    return [placed.arguments[name] for name in call.outputs]
+
+
+class Placed:
+    """A call's arguments on a device: for a kernel between margins, for a reference float32 where they were BF16."""
+
+    def __init__(self, call: Call, device: torch.device, kernel: bool) -> None:
+        self.call, self.device, self.kernel = call, device, kernel
+        self.buffers: list[tuple[Tensor, Tensor]] = []
+        self.counters: Tensor | None = None
+        self.arguments: dict[str, Any] = {}
+        for name, value in call.arguments.items():
+            self.arguments[name] = self._place(name, value)
+
+    def _place(self, name: str, value: Any) -> Any:
+        if isinstance(value, Same):
+            return self.arguments[value.name]
+        if isinstance(value, Part):
+            return value.take(self._place(name, value.whole))
+        if isinstance(value, Workspace):
+            return self._workspace(value)
+        if isinstance(value, Linear):
+            tensors = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            return Linear(**{n: self._place(n, v) if isinstance(v, Tensor) else v for n, v in tensors.items()})
+        if isinstance(value, Empty):
+            value = _fill_nan(torch.empty(value.shape, dtype=value.dtype or torch.float32))
+        if not isinstance(value, Tensor):
+            return value
+        if name in self.call.hidden:
+            value = value.masked_fill(self.call.hidden[name], float("nan") if self.kernel else 0.0)
+        if not self.kernel:
+            return (value.float() if value.dtype == torch.bfloat16 else value).clone()
+        return self._guarded(value)
+
+    def _guarded(self, value: Tensor) -> Tensor:
+        buffer = _fill_nan(torch.empty(value.numel() + 2 * MARGIN, dtype=value.dtype)).to(self.device)
+        self.buffers.append((buffer, buffer.clone()))
+        inside = buffer[MARGIN : MARGIN + value.numel()].view(value.shape)
+        inside.copy_(value)
+        return inside
+
+    def _workspace(self, value: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.kernel:
+            return (torch.empty(0), torch.empty(0), torch.empty(0))
+        sizes = fused._kernels("attention").suffix_workspace(*value.sizes)
+        parts, stats = (self._guarded(torch.full((size,), float("nan"))) for size in sizes[:2])
+        self.counters = self._guarded(torch.zeros(sizes[2], dtype=torch.int32))
+        return parts, stats, self.counters
+
+    def check_margins(self) -> None:
+        """Nothing was written outside of the tensors; the workspace is as the next call needs it."""
+        for buffer, before in self.buffers:
+            for margin in (slice(0, MARGIN), slice(-MARGIN, None)):
+                _check_equal(f"{self.call.op} wrote outside of a tensor", buffer[margin], before[margin])
+        assert self.counters is None or not self.counters.any(), f"{self.call.op} left counters that are not zero"
+
+
+def difference(got: Tensor, want: Tensor) -> Difference:
+    """NaN where `got` has one."""
+    assert got.shape == want.shape
+    a, b = got.cpu().double(), want.cpu().double()
+    relative = (a - b).abs() / (b.abs() + b.square().mean().sqrt())
+    return Difference(float(relative.max()), float(relative.mean()))
+
+
+def check(call: Call, got: list[Tensor], worst: float, mean: float, fp8_mean: float) -> None:
+    """Compare a kernel's outputs with the reference's. FP8 outputs may be one step off, but few of them."""
+    for name, one, want in zip(call.outputs, got, outputs_of(call, torch.device("cpu"), kernel=False), strict=True):
+        found = difference(one, want)
+        narrow = one.dtype == FP8
+        # A step of E4M3 is an eighth at most.
+        assert found.worst <= (0.13 if narrow else worst), f"{call.op}.{name}: {found}"
+        assert found.mean <= (fp8_mean if narrow else mean), f"{call.op}.{name}: {found}"
+
+
+def _fill_nan(buffer: Tensor) -> Tensor:
+    if buffer.dtype == FP8:
+        buffer.view(torch.uint8).fill_(0x7F)
+    elif buffer.is_floating_point():
+        buffer.fill_(float("nan"))
+    else:
+        buffer.fill_(255 if buffer.dtype == torch.uint8 else 1_000_000)
+    return buffer
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Linear):
+        return dataclasses.replace(value, weight=value.weight.clone())
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _check_equal(message: str, after: Any, before: Any) -> None:
+    if isinstance(after, Linear):
+        after, before = after.weight, before.weight
+    if isinstance(after, Tensor):
+        assert torch.equal(_bits(after), _bits(before)), message
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+# -- the cases --------------------------------------------------------------------------------------------------------
+
+
+def _add_norm(rows: int, width: int, y: int | None, layer: bool, scale: float | None, alias: bool) -> Callable:
+    """`y`: rows of it."""
+
+    def call(draw: Draw) -> Call:
+        # LayerNorm must take away a mean that is large beside the spread; the embedding's stream is float32.
+        x = draw.wide(rows, width) if not alias else draw(rows, width)
+        arguments = {
+            "x": x + 3.0, "y": None if y is None else draw(y, width),
+            "x_out": Same("x") if alias else Empty((rows, width), draw.dtype),
+            "h": Empty((rows, width), FP8 if scale else draw.dtype), "layer": layer, "eps": EPS, "inverse_scale": scale,
+        }  # fmt: skip
+        return Call("add_norm", arguments, ("h",) if y is None else ("x_out", "h"))
+
+    return call
+
+
+def _embed_norm(batch: int, images: int, length: int, width: int, scale: float | None) -> Callable:
+    def call(draw: Draw) -> Call:
+        rows = batch * (images + length)
+        arguments = {
+            "image_tokens": draw(batch, images, width), "tokens": draw.integers(9, batch, length),
+            "table": draw(9, width, scale=width**-0.5), "x": Empty((rows, width), draw.dtype),
+            "h": Empty((rows, width), FP8 if scale else draw.dtype), "eps": EPS, "inverse_scale": scale,
+        }  # fmt: skip
+        return Call("embed_norm", arguments, ("x", "h"))
+
+    return call
+
+
+def _activation(op: str, rows: int, hidden: int, scale: float | None) -> Callable:
+    def call(draw: Draw) -> Call:
+        # Wide enough for both tails of GELU; in FP8 some saturate.
+        x = draw(rows, hidden * (2 if op == "geglu" else 1), scale=4.0)
+        out = Empty((rows, hidden), FP8 if scale else draw.dtype)
+        arguments = {"gate_up" if op == "geglu" else "x": x, "out": out, "inverse_scale": scale}
+        return Call(op, arguments, ("out",))
+
+    return call
+
+
+def _patchify(images: int, size: int, patch: int, stride: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        rows = images * (size // patch) ** 2
+        pixels = draw.integers(256, images, size, size, 3, dtype=torch.uint8)
+        arguments = {"images": pixels, "out": Empty((rows, 2 * stride), draw.dtype), "patch": patch}
+        return Call("patchify", arguments, ("out",))
+
+    return call
+
+
+def _rope_cache(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        # Tables longer than the sequence, as a larger shape would leave them.
+        cos, sin = fused.rope_tables(tokens + 5, head_dim, torch.device("cpu"))
+        cache = Empty((batch, tokens, kv_heads, head_dim), draw.dtype)
+        arguments = {
+            "qkv": draw(batch * tokens, (heads + 2 * kv_heads) * head_dim), "cos": cos, "sin": sin, "keys": cache,
+            "values": cache, "heads": heads,
+        }  # fmt: skip
+        return Call("rope_cache", arguments, ("qkv", "keys", "values"))
+
+    return call
+
+
+def _beyond(lengths: Tensor, total: int, heads: int, head_dim: int) -> Tensor:
+    """True behind each row's length, (B, S, heads, d)."""
+    return (torch.arange(total) >= lengths[:, None])[:, :, None, None].expand(-1, -1, heads, head_dim)
+
+
+def _attention(
+    tokens: int, source: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int] | None,
+    scale: float | None = None,
+) -> Callable:  # fmt: skip
+    """q is a view of q/k/v; k and v are the cache's."""
+
+    def call(draw: Draw) -> Call:
+        batch = 2 if lengths is None else len(lengths)
+        real = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+        k, v = (draw(batch, source, kv_heads, head_dim) for _ in range(2))
+        q = Part(draw(batch, tokens, heads + 3, head_dim, scale=2.0), lambda whole: whole[:, :, 1 : heads + 1])
+        out = Empty((batch, tokens, heads * head_dim), FP8 if scale else draw.dtype)
+        hidden = {} if real is None else dict.fromkeys("kv", _beyond(real, source, kv_heads, head_dim))
+        arguments = {"q": q, "k": k, "v": v, "out": out, "lengths": real, "inverse_scale": scale}
+        return Call("attention", arguments, ("out",), hidden)
+
+    return call
+
+
+def _self_attention(images: int, tokens: int, heads: int, head_dim: int, scale: float | None = None) -> Callable:
+    """q, k and v are views of one product, as in the vision tower."""
+
+    def call(draw: Draw) -> Call:
+        qkv = draw(images, tokens, 3, heads, head_dim, scale=1.5)
+        parts = {name: Part(qkv, lambda whole, i=i: whole.unbind(2)[i]) for i, name in enumerate("qkv")}
+        out = Empty((images, tokens, heads * head_dim), FP8 if scale else draw.dtype)
+        return Call("attention", {**parts, "out": out, "lengths": None, "inverse_scale": scale}, ("out",))
+
+    return call
+
+
+def _suffix_attention(
+    tokens: int, prefix: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int], state_first: bool
+) -> Callable:
+    def call(draw: Draw) -> Call:
+        batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
+        caches = [draw(batch, n, kv_heads, head_dim) for n in (prefix, prefix, tokens, tokens)]
+        arguments = {
+            "q": draw(batch, tokens, heads, head_dim, scale=2.0), "prefix_k": caches[0], "prefix_v": caches[1],
+            "k": caches[2], "v": caches[3], "lengths": real,
+            "out": Empty((batch * tokens, heads * head_dim), draw.dtype),
+            "workspace": Workspace((batch, tokens, prefix, heads, kv_heads, head_dim)), "state_first": state_first,
+        }  # fmt: skip
+        beyond = _beyond(real, prefix, kv_heads, head_dim)
+        hidden: dict[str, Tensor] = {"prefix_k": beyond, "prefix_v": beyond}
+        return Call("suffix_attention", arguments, ("out",), hidden)
+
+    return call
+
+
+def _qkv_rope(
+    batch: int, tokens: int, width: int, heads: int, kv_heads: int, head_dim: int, adaptive: bool, fp8: bool
+) -> Callable:
+    def call(draw: Draw) -> Call:
+        columns = (heads + 2 * kv_heads) * head_dim
+        lengths = torch.arange(7, 7 + 20 * batch, 20, dtype=torch.int32)
+        cos, sin = fused.rope_tables(int(lengths[-1]) + tokens, head_dim, torch.device("cpu"))
+        arguments = {
+            "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(columns, width, fp8=fp8),
+            "scale": draw.wide(width, scale=0.3) if adaptive else None,
+            "shift": draw.wide(columns) if adaptive else None, "cos": cos, "sin": sin, "lengths": lengths,
+            "q": Empty((batch, tokens, heads, head_dim), draw.dtype),
+            "k": Empty((batch, tokens, kv_heads, head_dim), draw.dtype),
+            "v": Empty((batch, tokens, kv_heads, head_dim), draw.dtype), "eps": EPS,
+        }  # fmt: skip
+        return Call("qkv_rope", arguments, ("q", "k", "v"))
+
+    return call
+
+
+def _gate_up(rows: int, width: int, hidden: int, adaptive: bool, fp8: bool) -> Callable:
+    def call(draw: Draw) -> Call:
+        arguments = {
+            "x": draw(rows, width, scale=2.0), "layer": draw.linear(2 * hidden, width, fp8=fp8),
+            "scale": draw.wide(width, scale=0.3) if adaptive else None,
+            "shift": draw.wide(2 * hidden) if adaptive else None, "out": Empty((rows, hidden), draw.dtype), "eps": EPS,
+        }  # fmt: skip
+        return Call("gate_up_geglu", arguments, ("out",))
+
+    return call
+
+
+def _project(rows: int, n: int, k: int, tokens: int, what: str) -> Callable:
+    """`what`: letters of gate, bias, residual, skip the first, 8-bit."""
+
+    def call(draw: Draw) -> Call:
+        arguments = {
+            "a": draw(rows, k), "layer": draw.linear(n, k, fp8="8" in what, bias="b" in what),
+            "gate": draw.wide(n) if "g" in what else None, "x": draw(rows, n), "residual": "r" in what,
+            "tokens": tokens, "skip_first": "s" in what,
+        }  # fmt: skip
+        return Call("project", arguments, ("x",))
+
+    return call
+
+
+def _step(batch: int, tokens: int, horizon: int, width: int, actions: int, what: str) -> Callable:
+    """`what`: letters of first, last, norm shift, SiLU."""
+
+    def call(draw: Draw) -> Call:
+        stream = draw(batch * tokens, width, scale=3.0)
+        # Only the actions' tokens may be looked at.
+        hidden = (torch.arange(batch * tokens) % tokens < tokens - horizon)[:, None].expand_as(stream)
+        arguments = {
+            "x": stream, "scale": draw.wide(width, scale=0.3), "shift": draw.wide(width) if "n" in what else None,
+            "w_out": draw.wide(actions, width, scale=width**-0.5), "b_out": draw.wide(actions),
+            "actions": draw.wide(batch, horizon, actions), "w_in": draw.wide(actions, width),
+            "b_in": draw.wide(width), "following": draw(batch * tokens, width), "dt": -0.1, "eps": EPS,
+            "tokens": tokens, "first": "f" in what, "last": "l" in what, "silu": "s" in what,
+        }  # fmt: skip
+        return Call("step", arguments, ("actions", "following"), {"x": hidden})
+
+    return call
+
+
+def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
+    for layer in (False, True):
+        kind = "layer" if layer else "rms"
+        for rows, width, y in ((1, 1152, 1), (3, 4304, 3), (10, 256, 5), (16, 6, 16), (17, 72, None), (51, 1152, None)):
+            for scale in (None, 30.0):
+                name = f"add_norm {kind} {rows}x{width} y={y} fp8={scale is not None}"
+                yield name, _add_norm(rows, width, y, layer, scale, alias=False)
+                if y == rows:
+                    yield f"{name} in place", _add_norm(rows, width, y, layer, scale, alias=True)
+    for shape in ((2, 5, 3, 64), (1, 1, 10, 1152), (2, 4, 1, 4304)):
+        for scale in (None, 30.0):
+            yield f"embed_norm {shape} fp8={scale is not None}", _embed_norm(*shape, scale)
+    for op in ("geglu", "gelu"):
+        for rows, hidden in ((1, 4304), (3, 1152), (17, 20), (100, 72)):
+            for scale in (None, 60.0):
+                yield f"{op} {rows}x{hidden} fp8={scale is not None}", _activation(op, rows, hidden, scale)
+    for shape in ((2, 28, 14, 592), (3, 32, 16, 768), (1, 42, 14, 640)):
+        yield f"patchify {shape}", _patchify(*shape)
+    for shape in ((1, 3, 8, 1, 256), (2, 17, 4, 2, 64), (2, 10, 3, 3, 72), (1, 100, 0, 1, 256), (2, 5, 0, 2, 6)):
+        yield f"rope_cache {shape}", _rope_cache(*shape)
+    for shape in (
+        (1, 1, 1, 1, 64, [1]), (3, 70, 8, 1, 256, [50]), (17, 33, 4, 2, 72, [33, 7]), (64, 100, 4, 1, 64, [64, 65]),
+        (33, 130, 2, 2, 6, [129, 1]), (100, 100, 2, 1, 72, None), (10, 17, 2, 2, 256, None),
+    ):  # fmt: skip
+        yield f"attention {shape}", _attention(*shape)
+    yield "attention fp8", _attention(51, 64, 8, 1, 64, [40, 64], 200.0)
+    for shape in ((2, 16, 4, 72), (1, 51, 2, 64), (2, 100, 3, 72)):
+        yield f"self-attention {shape}", _self_attention(*shape)
+    yield "self-attention fp8", _self_attention(1, 64, 2, 72, 200.0)
+    for shape in (
+        (10, 70, 8, 1, 64, [70, 40], False), (51, 100, 8, 1, 256, [90], True), (10, 64, 4, 2, 64, [64], True),
+        (1, 3, 1, 1, 256, [2], False), (3, 65, 6, 3, 72, [65, 1], True), (16, 130, 8, 1, 72, [129], False),
+        (17, 40, 8, 1, 64, [7], True), (64, 17, 2, 1, 64, [17, 0], True), (100, 64, 1, 1, 64, [63], False),
+    ):  # fmt: skip
+        yield f"suffix_attention {shape}", _suffix_attention(*shape)
+    for shape in (
+        (1, 1, 1152, 2, 1, 64), (1, 3, 128, 2, 1, 256), (2, 5, 64, 4, 2, 64), (1, 16, 72, 3, 3, 72),
+        (1, 17, 320, 1, 1, 72), (1, 51, 256, 2, 1, 64), (1, 64, 1152, 1, 1, 64), (2, 50, 96, 1, 1, 256),
+    ):  # fmt: skip
+        for adaptive, fp8 in ((True, False), (False, True)):
+            yield f"qkv_rope {shape} adaptive={adaptive} fp8={fp8}", _qkv_rope(*shape, adaptive, fp8)
+    for shape in (
+        (1, 1152, 96), (3, 128, 4304), (10, 1024, 128), (16, 72, 20), (17, 1152, 72), (51, 256, 320), (64, 4304, 40),
+        (100, 64, 1152),
+    ):  # fmt: skip
+        for adaptive, fp8 in ((True, True), (False, False)):
+            yield f"gate_up_geglu {shape} adaptive={adaptive} fp8={fp8}", _gate_up(*shape, adaptive, fp8)
+    for shape in (
+        (1, 64, 4304, 1, "gr"), (3, 1152, 128, 3, "gr8"), (10, 128, 2048, 5, "gr"), (10, 20, 4096, 10, "r"),
+        (16, 72, 72, 4, "bs"), (17, 40, 1152, 17, "rb"), (51, 1152, 256, 51, "bs"), (64, 24, 4304, 32, "gr8"),
+        (100, 100, 320, 50, "gbrs"), (102, 64, 64, 51, "bs8"),
+    ):  # fmt: skip
+        yield f"project {shape}", _project(*shape)
+    for shape in (
+        (1, 1, 1, 128, 8, "fn"), (2, 5, 5, 1152, 8, "n"), (1, 10, 10, 72, 32, "ln"), (1, 51, 50, 256, 32, "s"),
+        (2, 4, 3, 64, 7, "fs"), (2, 17, 16, 1024, 32, "ls"),
+    ):  # fmt: skip
+        yield f"step {shape}", _step(*shape)
+
+
+CASES: dict[str, Callable[[Draw], Call]] = dict(_cases())
+
+
+def call_of(name: str, dtype: torch.dtype) -> Call:
+    """The case's call, the same every time."""
+    return CASES[name](Draw(name, dtype))

@@ -1,0 +1,153 @@
+"""Qwen-Image in diffusers' pipelines with our parts, on a tiny pipeline; and the two benchmarks' commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
+
+from vla_accel import cli  # noqa: E402
+from vla_accel.diffusion.measure import Parity, in_turns, parity, peak_memory  # noqa: E402
+from vla_accel.diffusion.picture import load_image  # noqa: E402
+from vla_accel.diffusion.qwen import accelerate, random_qwen_image  # noqa: E402
+from vla_accel.errors import ConfigError  # noqa: E402
+from vla_accel.ledger import Ledger  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    made = random_qwen_image(tiny=True, layers=2, dtype=torch.float32, device=CPU)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def generate(pipeline: Any) -> torch.Tensor:
+    embeds = torch.randn(1, 7, 24, generator=torch.Generator().manual_seed(1))
+    return pipeline(
+        prompt_embeds=embeds,
+        true_cfg_scale=1.0,
+        height=64,
+        width=96,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pt",
+    ).images
+
+
+@pytest.mark.parametrize("transformer", ["eager", "native"])
+def test_an_accelerated_pipeline_makes_the_same_picture(pipeline: Any, transformer: Any, tmp_path: Path) -> None:
+    want = generate(pipeline)
+    config = tmp_path / "vae.json"
+    config.write_text(json.dumps({"vae_type": "native"}))
+    ledger = Ledger()
+    undo = accelerate(pipeline, config, transformer, ledger=ledger)
+    got = generate(pipeline)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    assert ledger.entries["vae_decoder"].used == "native"
+    assert ("transformer" in ledger.entries) is (transformer == "native")
+    undo()
+    for part in (pipeline.vae, pipeline.transformer):
+        assert not {"encode", "decode", "forward"} & set(vars(part))
+    assert torch.equal(generate(pipeline), want) and want.std() > 0.05
+
+
+def test_the_guides_config_without_engines_says_so(pipeline: Any, tmp_path: Path) -> None:
+    path = tmp_path / "engines"
+    content = {"vae_type": "tensorrt", "trt_vae_config": {"trt_engine_path": str(path), "multi_profile": True}}
+    undo = accelerate(pipeline, content)
+    try:
+        with pytest.raises(ConfigError, match=r"no such folder; build it: vla-accel build-vae \(without --static\)"):
+            generate(pipeline)
+    finally:
+        undo()
+
+
+def test_bench_qwen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "bench-qwen --tiny --layers 1 --size 64 --steps 2 --dtype fp32 --rounds 1 --transformer native"
+    assert cli.main([*words.split(), "--output", str(tmp_path / "a.json")]) == 0
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert json.loads((tmp_path / "a.json").read_text()) == report
+    names = ["baseline", "VAE only", "transformer only (native)", "both (native)"]
+    assert [r["system"] for r in report["results"]] == names and report["layers"] == 1
+    assert all(r["parity"]["cosine"] > 0.9999 for r in report["results"])
+
+
+@pytest.mark.parametrize("vae", ["tiny-qwen-vae", "tiny-sd-vae"])
+def test_bench_vae(vae: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "both.png"
+    words = f"bench-vae --vae {vae} --sizes 64x64 96x64 --systems eager native --dtype fp32 --rounds 2"
+    assert cli.main([*words.split(), "--picture", str(picture), "--output", str(tmp_path / "a.json")]) == 0
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert report["passed"] and len(report["results"]) == 8
+    assert {(r["size"], r["side"], r["system"]) for r in report["results"]} == {
+        (size, side, system)
+        for size in ("64x64", "96x64")
+        for side in ("encoder", "decoder")
+        for system in ("eager", "native")
+    }
+    assert all(r["parity"]["cosine"] > 0.9999 and r["calls"] == 2 for r in report["results"])
+    assert load_image(picture).shape == (1, 3, 64, 192)
+
+
+def test_bench_vae_fails_on_disagreement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vla_accel.diffusion.vae import AcceleratedVae
+
+    real = AcceleratedVae.decode
+    monkeypatch.setattr(AcceleratedVae, "decode", lambda self, z: real(self, z) + 0.1)
+    words = "bench-vae --vae tiny-qwen-vae --sizes 64x64 --systems eager native --dtype fp32 --rounds 1"
+    assert cli.main(words.split()) == 1
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert [r["passed"] for r in report["results"]] == [True, True, True, False]
+
+
+def test_a_system_that_fails_is_reported_and_the_others_are_timed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vla_accel.diffusion.vae import AcceleratedVae
+
+    def broken(self: Any, latents: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(AcceleratedVae, "decode", broken)
+    words = "bench-vae --vae tiny-qwen-vae --sizes 64x64 --systems eager native --dtype fp32 --rounds 1"
+    assert cli.main(words.split()) == 1
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert report["errors"] == {"native decoder 64x64": "RuntimeError: no such kernel"}
+    assert [(r["side"], r["system"]) for r in report["results"]] == [
+        ("encoder", "eager"),
+        ("encoder", "native"),
+        ("decoder", "eager"),
+    ]
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------
+
+
+def test_parity_of_known_differences() -> None:
+    a = torch.tensor([0.0, 1.0, 2.0, 1.0])
+    same = parity(a, a)
+    assert same.mse == 0 and same.as_dict()["psnr_db"] == 999.0 and same.passes(1e-9, 0.999999)
+    off = parity(a + torch.tensor([0.0, 0.0, 0.0, 0.2]), a)
+    assert off.mse == pytest.approx(0.01) and off.max_error == pytest.approx(0.2)
+    # Range 2, root mean square error 0.1: 20 log10(20).
+    assert off.psnr_db == pytest.approx(26.0206, abs=1e-3)
+    assert off.cosine == pytest.approx(0.99741, abs=1e-4) and not off.passes(0.001, 0.9)
+    bad = parity(torch.tensor([torch.nan, 1.0, 2.0, 1.0]), a)
+    assert not bad.passes(1e9, -1.0) and set(bad.as_dict().values()) == {None}
+    assert isinstance(bad, Parity)
+
+
+def test_systems_take_turns() -> None:
+    order: list[str] = []
+    systems = {n: lambda n=n: order.append(n) for n in "abc"}
+    timings = in_turns(systems, rounds=3, device=CPU, warm_up=1)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab"
+    assert all(t.calls == 3 and t.min_ms <= t.p50_ms for t in timings.values())
+    assert peak_memory(CPU, lambda: order.append("x")) == 0.0 and order[-1] == "x"

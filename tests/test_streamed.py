@@ -1,0 +1,350 @@
+"""The streamed denoise loop (`native/streamed.py`) against what `ops/cuda/denoise.cu` expects of it, without a GPU:
+where the kernels look for each weight, structures and arguments, shared memory, launches."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.streamed_support import LOOPS, LoopCase, reason, recorded_loop, streamable
+from vla_accel.native import streamed
+from vla_accel.native.streamed import STAGE_BYTES, WARPS, Packed, fits, pack, pair_tiles, split_of
+from vla_accel.ops.fused import Linear
+
+SOURCE = streamed._SOURCE.read_text()
+CODE = re.sub(r"//.*", "", SOURCE)
+CUDA = torch.device("cuda")
+
+
+# -- where the kernels find their weights -----------------------------------------------------------------------------
+# A slow model of denoise.cu's addressing: it walks the packed bytes as the kernels' lanes do and says which row n and
+# columns k of the weight (N, K) each lane takes them for.
+
+Read = tuple[int, int, int]  # byte offset of 16 bytes, row n, first of eight columns k
+
+
+def normed_pairs(at: int, units: int, width: int, columns: Any) -> Iterator[Read]:
+    """`normed_pairs`: a unit is two tiles of eight rows, whole K. `columns(unit, tile)`: the tile's first row."""
+    for unit in range(units):
+        for kb in range(width // 32):
+            for tile in range(2):
+                for lane in range(32):
+                    offset = at + unit * 32 * width + ((kb * 2 + tile) * 32 + lane) * 16
+                    yield offset, columns(unit, tile) + (lane >> 2), kb * 32 + (lane & 3) * 8
+
+
+def plain_tile(at: int, n: int, k: int) -> Iterator[Read]:
+    """`plain_tile`: a unit is eight rows; K comes in chunks of 2048."""
+    chunk = min(k, 2048)
+    for unit in range(n // 8):
+        for i in range(k // chunk):
+            for kb in range(chunk // 32):
+                for lane in range(32):
+                    offset = at + (unit * (k // chunk) + i) * 16 * chunk + (kb * 32 + lane) * 16
+                    yield offset, unit * 8 + (lane >> 2), i * chunk + kb * 32 + (lane & 3) * 8
+
+
+def down(at: int, n: int, k: int, split: int) -> Iterator[Read]:
+    """`down`: a cluster of `split` blocks, each with a part of K, for `split` tiles of rows."""
+    part = k // split
+    chunk = min(part, 1024)
+    bytes_each = split * 16 * chunk
+    for block in range(n // 8):
+        rank, first = block % split, block // split * split
+        for i in range(part // chunk):
+            for kb in range(chunk // 32):
+                for tile in range(split):
+                    for lane in range(32):
+                        offset = (
+                            at + (block * (part // chunk) + i) * bytes_each + ((kb * split + tile) * 32 + lane) * 16
+                        )
+                        yield (
+                            offset,
+                            (first + tile) * 8 + (lane >> 2),
+                            rank * part + i * chunk + kb * 32 + (lane & 3) * 8,
+                        )
+
+
+def random_bits(n: int, k: int, seed: int) -> Linear:
+    """Random bits: eight weights in a row are like no other eight."""
+    bits = torch.randint(-(2**15), 2**15, (n, k), generator=torch.Generator().manual_seed(seed), dtype=torch.int16)
+    return Linear(bits.view(torch.bfloat16))
+
+
+def check_reads(packed: Packed, weight: Tensor, reads: Iterator[Read], taken: Tensor) -> None:
+    offsets, rows, columns = (torch.tensor(part) for part in zip(*reads, strict=True))
+    eight = torch.arange(8)
+    bits = packed.data.view(torch.int16)
+    places = (offsets // 2)[:, None] + eight
+    want = weight.view(torch.int16)[rows[:, None], columns[:, None] + eight]
+    assert torch.equal(bits[places], want)
+    taken.index_add_(0, places.flatten(), torch.ones(places.numel(), dtype=taken.dtype))
+    seen = torch.zeros(weight.shape, dtype=torch.int32)
+    seen.index_put_((rows[:, None].expand_as(places), columns[:, None] + eight), torch.ones(1, dtype=torch.int32), True)
+    assert torch.equal(seen, torch.ones_like(seen))
+
+
+@pytest.mark.parametrize(
+    ("width", "mlp", "heads", "kv_heads", "head_dim", "mix"),
+    [
+        (128, 512, 4, 1, 64, False),  # the demo
+        (64, 96, 2, 2, 128, True),  # one part of K; π0
+        (64, 1024, 1, 1, 256, False),  # two parts
+        (64, 2048, 64, 1, 64, True),  # four parts; two chunks of the output product
+        (32, 4096, 2, 1, 64, False),  # four parts of one chunk each
+        (32, 8192, 1, 1, 64, False),  # four parts of two chunks each
+    ],
+)
+def test_the_kernels_find_every_weight_once(
+    width: int, mlp: int, heads: int, kv_heads: int, head_dim: int, mix: bool
+) -> None:
+    attended, columns, half = heads * head_dim, (heads + 2 * kv_heads) * head_dim, head_dim // 2
+    layers = [
+        (random_bits(columns, width, 1 + i), random_bits(width, attended, 2 + i), random_bits(2 * mlp, width, 3 + i),
+         random_bits(width, mlp, 4 + i))
+        for i in (0, 1000)
+    ]  # fmt: skip
+    time_mlp = random_bits(width, width, 99) if mix else None
+    packed = Packed.of(layers, time_mlp, head_dim)
+    taken = torch.zeros(packed.data.numel() // 2, dtype=torch.int32)
+    if time_mlp is not None:
+        check_reads(packed, time_mlp.weight, plain_tile(0, width, width), taken)
+
+    def of_head(unit: int, tile: int) -> int:
+        # As `qkv` reads it: unit % (D / 16) eights of a half head; the second tile is the half's partner.
+        return unit // (head_dim // 16) * head_dim + unit % (head_dim // 16) * 8 + tile * half
+
+    for index, (qkv, o, gate_up, last) in enumerate(layers):
+        at = packed.layer_at + index * packed.layer_bytes
+        check_reads(packed, qkv.weight, normed_pairs(at, columns // 16, width, of_head), taken)
+        check_reads(packed, o.weight, plain_tile(at + packed.o_at, width, attended), taken)
+        pairs = normed_pairs(at + packed.gate_up_at, mlp // 8, width, lambda unit, tile: unit * 8 + tile * mlp)
+        check_reads(packed, gate_up.weight, pairs, taken)
+        check_reads(packed, last.weight, down(at + packed.down_at, width, mlp, split_of(width, mlp)), taken)
+    assert torch.equal(taken, torch.ones_like(taken))
+
+
+def test_pack_puts_lanes_in_order() -> None:
+    """Two units of one tile, 64 columns: the second block of 32 begins after the first block's 32 lanes of 16 bytes."""
+    tiles = torch.arange(2 * 8 * 64, dtype=torch.int16).view(2, 1, 8, 64).view(torch.bfloat16)
+    values = pack(tiles, 64).view(torch.int16).view(2, 2, 32, 8)
+    for unit, block, lane in ((0, 0, 0), (0, 0, 1), (0, 0, 4), (0, 1, 0), (1, 1, 31)):
+        row, column = lane // 4, block * 32 + lane % 4 * 8
+        assert values[unit, block, lane].tolist() == [unit * 512 + row * 64 + column + i for i in range(8)]
+
+
+def test_pair_tiles_keeps_partners_together() -> None:
+    weight = torch.arange(64).view(64, 1)
+    pairs = pair_tiles(weight, 16, 32)
+    assert pairs.shape == (4, 2, 8, 1)
+    assert pairs[1, :, :, 0].tolist() == [list(range(8, 16)), list(range(24, 32))]
+    assert pairs[2, :, :, 0].tolist() == [list(range(32, 40)), list(range(48, 56))]
+
+
+@pytest.mark.parametrize(
+    ("width", "k", "split"),
+    [(1024, 4096, 4), (128, 512, 1), (64, 1024, 2), (64, 2048, 4), (8, 4096, 1), (64, 1536, 2), (64, 3072, 4)],
+)
+def test_parts_of_the_last_product(width: int, k: int, split: int) -> None:
+    assert split_of(width, k) == split
+
+
+# -- fits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_cases_here_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reason(LOOPS[name], monkeypatch) == ""
+
+
+SMALL = LOOPS["demo"].config
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"expert": {"width": 136}}, "tiles"),
+        ({"expert": {"width": 2048}}, "tiles"),
+        ({"expert": {"mlp_dim": 528}}, "tiles"),
+        ({"expert": {"mlp_dim": 1536}}, "tiles"),
+        ({"expert": {"head_dim": 96}}, "tiles"),
+        ({"expert": {"head_dim": 320}}, "tiles"),
+        ({"expert": {"heads": 40}}, "tiles"),
+        ({"action_dim": 257}, "tiles"),
+        ({"action_horizon": 65}, "1 x 65 suffix rows are more than 64"),
+        ({"action_horizon": 64}, ""),
+        ({"kind": "pi0", "action_horizon": 64, "discrete_state_input": False}, "1 x 65 suffix rows are more than 64"),
+    ],
+)
+def test_what_does_not_fit_says_why(change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = dict(change)
+    expert = changes.pop("expert", {})
+    shared = {k: v for k, v in expert.items() if k in ("heads", "head_dim")}
+    config = dataclasses.replace(
+        SMALL, expert=dataclasses.replace(SMALL.expert, **expert), prefix=dataclasses.replace(SMALL.prefix, **shared),
+        **changes,
+    )  # fmt: skip
+    found = reason(LoopCase(config), monkeypatch)
+    assert (found == "") == (why == "") and why in found
+
+
+def test_batch_dtype_and_device_decide_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fits(SMALL, 1, torch.bfloat16, False, torch.device("cpu")) == "it needs compute capability 9.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
+    assert fits(SMALL, 6, torch.bfloat16, False, CUDA) == ""
+    assert fits(SMALL, 7, torch.bfloat16, False, CUDA) == "7 x 10 suffix rows are more than 64"
+    assert fits(SMALL, 1, torch.float32, False, CUDA) == fits(SMALL, 1, torch.bfloat16, True, CUDA)
+    assert "BF16 weights" in fits(SMALL, 1, torch.float32, False, CUDA)
+    for other in ((8, 9), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None, c=other: c)
+        assert fits(SMALL, 1, torch.bfloat16, False, CUDA) == "it needs compute capability 9.0"
+
+
+# -- what is handed to the kernels -----------------------------------------------------------------------------------
+
+
+def fields_of(struct: str) -> list[tuple[str, str]]:
+    """(type, name) of every field of a structure in the CUDA source; "pointer" for any pointer."""
+    match = re.search(rf"struct {struct} \{{(.*?)\n\}};", CODE, re.DOTALL)
+    assert match
+    fields = []
+    for declaration in match[1].split(";"):
+        words = declaration.split()
+        if not words:
+            continue
+        names = " ".join(words[2:] if words[0] in ("const", "unsigned") else words[1:])
+        names = names.removeprefix("char").strip()
+        base = words[1] if words[0] == "const" else words[0]
+        for name in names.split(","):
+            pointer = "*" in name or ("*" in declaration.split(",")[0] and name == names.split(",")[0] and "*" in base)
+            fields.append(("pointer" if pointer else base.strip("*"), name.strip(" *")))
+    return fields
+
+
+@pytest.mark.parametrize(("struct", "mirror"), [("Model", streamed._Model), ("Call", streamed._Call)])
+def test_structures_are_the_source_s(struct: str, mirror: type[ctypes.Structure]) -> None:
+    kinds = {"pointer": ctypes.c_void_p, "u64": ctypes.c_uint64, "int": ctypes.c_int}
+    expected = [(name, kinds[kind]) for kind, name in fields_of(struct)]
+    assert [(f[0], f[1]) for f in mirror._fields_] == expected
+    # Natural alignment, which C and ctypes share: 8-byte fields first leave no holes but at the end.
+    sizes = [ctypes.sizeof(kind) for _, kind in expected]
+    assert sizes == sorted(sizes, reverse=True)
+    assert ctypes.sizeof(mirror) == -(-sum(sizes) // 8) * 8
+
+
+def test_the_source_s_structures_were_read() -> None:
+    assert len(fields_of("Model")) == 21 and len(fields_of("Call")) == 16
+    assert fields_of("Model")[:2] == [("pointer", "weights"), ("u64", "layer_at")]
+    assert fields_of("Call")[-3:] == [("int", "s"), ("int", "sp"), ("int", "steps")]
+
+
+def constant(name: str) -> int:
+    match = re.search(rf"^#define {name} (\d+)$", SOURCE, re.MULTILINE)
+    assert match, name
+    return int(match[1])
+
+
+def test_constants_are_the_source_s() -> None:
+    assert (constant("WARPS"), constant("STAGE_BYTES"), constant("KEYS")) == (WARPS, STAGE_BYTES, streamed.KEYS)
+    assert streamed.THREADS == 32 * WARPS
+
+
+def parameters_of(kernel: str) -> list[type]:
+    match = re.search(rf"\b{kernel}\(const __grid_constant__ Model m, const __grid_constant__ Call c([^)]*)\)", CODE)
+    assert match, kernel
+    kinds = {"float": ctypes.c_float, "int": ctypes.c_int}
+    rest = [kinds[p.split()[0]] for p in match[1].split(",") if p.strip()]
+    return [streamed._Model, streamed._Call, *rest]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = LOOPS[name]
+    loop, module = recorded_loop(case, monkeypatch)
+    config, adaptive = case.config, case.config.kind == "pi05"
+    expert = config.expert
+    cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
+    keys, values = torch.randn(cache).bfloat16(), torch.randn(cache).bfloat16()
+    lengths = torch.full((case.batch,), case.prefix_tokens, dtype=torch.int32)
+    state = None if adaptive else torch.zeros(case.batch, expert.width)
+    actions = torch.zeros(case.batch, config.action_horizon, config.action_dim)
+    with torch.inference_mode():
+        loop.run({"keys": keys, "values": values, "lengths": lengths}, state, actions)
+    # The kernels read values with the keys along the contiguous axis.
+    assert torch.equal(loop.values_t[..., : case.prefix_tokens], values.permute(0, 1, 3, 4, 2))
+    assert not loop.values_t[..., case.prefix_tokens :].any() and loop.values_t.shape[-1] % streamed.KEYS == 0
+
+    phases = ["qkv", "attention", "output", "gate_up", "down"]
+    step = ["between", *([] if adaptive else ["mix"]), *phases * expert.depth]
+    assert [launch[0] for launch in module.launches] == [*step * case.steps, "between"]
+    assert [launch[-1] for launch in module.launches] == [False] + [True] * (len(module.launches) - 1)
+    defines = module.defines
+    rows = case.batch * config.suffix_tokens
+    assert (defines["M"], defines["MT"], defines["T"]) == (rows, -(-rows // 16), config.suffix_tokens)
+    grids = {
+        "qkv": (expert.heads + 2 * expert.kv_heads) * expert.head_dim // 16,
+        "output": expert.width // 8, "down": expert.width // 8, "mix": expert.width // 8,
+        "between": case.batch * (config.action_horizon + (not adaptive)),
+        "gate_up": -(-expert.mlp_dim // 8 // defines["GATE_UP_UNITS"]),
+        "attention": defines["CLUSTER"] * case.batch * expert.kv_heads
+        * -(-config.suffix_tokens * (expert.heads // expert.kv_heads) // 16),
+    }  # fmt: skip
+    clusters = {"attention": defines["CLUSTER"], "down": defines["SPLIT"]}
+    for kernel, blocks, threads, arguments, cluster, _ in module.launches:
+        assert [type(a) for a in arguments] == parameters_of(kernel), kernel
+        assert (blocks, threads, cluster) == (grids[kernel], streamed.THREADS, clusters.get(kernel, 1)), kernel
+        assert blocks % cluster == 0 and cluster <= streamed.MAX_CLUSTER
+        call = arguments[1]
+        assert (call.keys, call.lengths, call.actions) == (keys.data_ptr(), lengths.data_ptr(), actions.data_ptr())
+        assert call.state == (None if state is None else state.data_ptr())
+        assert (call.s, call.sp, call.steps) == (case.prefix_tokens, loop.values_t.shape[-1], case.steps)
+    numbers = [[a.value for a in launch[3][2:] if isinstance(a, ctypes.c_int)] for launch in module.launches]
+    of_phase = [[[s, n], [n], [s, n], [s, n], [s, n]] for s in range(case.steps) for n in range(expert.depth)]
+    got = [n for launch, n in zip(module.launches, numbers, strict=True) if launch[0] in phases]
+    assert got == [one for layer in of_phase for one in layer]
+    assert [n for launch, n in zip(module.launches, numbers, strict=True) if launch[0] == "between"] == [
+        [s] for s in range(case.steps + 1)
+    ]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_shared_memory_holds_what_the_kernels_put_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each area as the kernels lay it out: weights, then barriers, then what the reductions need."""
+    case = LOOPS[name]
+    _, module = recorded_loop(case, monkeypatch)
+    sizes, expert = module.defines, case.config.expert
+    tiles, split, units = sizes["MT"], sizes["SPLIT"], sizes["GATE_UP_UNITS"]
+    pairs = 4 if tiles == 1 else 2 if tiles == 2 else 1
+    squares = WARPS * 16 * tiles * 4
+    for kernel, count in (("qkv", 1), ("gate_up", units)):
+        assert 32 * expert.width <= STAGE_BYTES
+        assert module.shared[kernel] >= count * (STAGE_BYTES + 8) + squares
+        # The sums take the place of the weights of `pairs` units, the last of which may be fewer.
+        for done in range(0, count, pairs):
+            room = module.shared[kernel] - squares - 8 * count - done * STAGE_BYTES
+            assert WARPS * pairs * 2 * tiles * 4 * 32 * 4 <= max(room, 0), (kernel, done)
+    for kernel, k in (("output", expert.heads * expert.head_dim), ("mix", expert.width)):
+        chunk = min(k, 2048)
+        assert 16 * chunk <= STAGE_BYTES and module.shared[kernel] >= k // chunk * (STAGE_BYTES + 8)
+        assert WARPS * tiles * 4 * 32 * 4 <= STAGE_BYTES
+    part = expert.mlp_dim // split
+    room = max(part * split * 16, WARPS * tiles * 4 * 128)
+    assert module.shared["down"] >= room + split * tiles * 128 * 4 + 8 * -(-part // 1024)
+    assert all(size <= 227 * 1024 for size in module.shared.values())
+
+
+def test_a_buffer_that_is_not_dense_is_refused() -> None:
+    with pytest.raises(AssertionError, match="dense"):
+        streamed._address(torch.zeros(4, 4).t())
+    assert streamed._address(None) is None
+
+
+def test_streamable_differs_by_kind() -> None:
+    assert streamable("pi0", width=64, mlp=64, heads=1).suffix_tokens == 11

@@ -1,0 +1,482 @@
+"""The TensorRT runtime over a library that stands in for the real one, which needs a GPU.
+
+What is checked is what this package decides: which addresses, shapes and profile go to a context and in which order,
+what is shared, and what is refused before the library is asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vla_accel.component import Component, Loop, TensorSpec
+from vla_accel.config import EngineSpec, TensorrtOptions
+from vla_accel.engines import ENGINES, build, tensorrt, tensorrt_inspect, tensorrt_library, tensorrt_session
+from vla_accel.engines.cache import EngineCache, Entry
+from vla_accel.engines.tensorrt import TensorrtEngine, TensorrtRtxEngine, check_output
+from vla_accel.engines.tensorrt_library import Library, load_library, parse_target, runs_on
+from vla_accel.engines.tensorrt_plan import Obtained, content_key
+from vla_accel.errors import ConfigError, DependencyError, EngineError
+from vla_accel.ledger import Ledger
+
+CPU = torch.device("cpu")
+STREAM = 77
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def component(rows: int = 2, module: nn.Module | None = None) -> Component:
+    x = TensorSpec("x", (rows, 3), torch.float32, {0: (1, 4)})
+    return Component("double", module or Doubled(), (x,), (TensorSpec("y", (rows, 3), torch.float32),))
+
+
+class FakeContext:
+    """Doubles float32 arrays at the addresses it was given, and writes down every call."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine, self.log = engine, engine.log
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.memory: tuple[int, int] | None = None
+        self.profile: int | None = None
+
+    def set_optimization_profile_async(self, index: int, stream: int) -> bool:
+        self.profile = index
+        self.log.append(f"profile {index}")
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        assert self.profile is not None, "the profile comes first"
+        self.shapes[name] = shape
+        return True
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return next(iter(self.shapes.values()))
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        assert size >= self.engine.device_memory_size_v2
+        self.memory = (address, size)
+
+    def is_stream_capturable(self, stream: int) -> bool:
+        return self.engine.capturable
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        assert stream == STREAM and self.memory is not None
+        self.log.append("run")
+        if self.engine.broken:
+            return False
+        count = int(np.prod(next(iter(self.shapes.values()))))
+        places = [self.addresses[n] for n in self.engine.names[:2]]
+        source, target = (np.ctypeslib.as_array((ctypes.c_float * count).from_address(p)) for p in places)
+        target[:] = self.engine.factor * source
+        return True
+
+
+class FakeEngine:
+    names = ("x", "y")
+    num_io_tensors = 2
+    capturable, broken, factor = True, False, 2.0
+    device_memory_size_v2 = 1000
+    weight_streaming_budget_v2 = -1
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.contexts: list[FakeContext] = []
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.names[index]
+
+    def get_tensor_dtype(self, name: str) -> str:
+        return "DataType.FLOAT"
+
+    def get_weight_streaming_automatic_budget(self) -> int:
+        return 12345
+
+    def create_execution_context(self, strategy: str) -> FakeContext:
+        assert strategy == "user managed"
+        self.contexts.append(FakeContext(self))
+        return self.contexts[-1]
+
+
+class Fake:
+    """A stand-in for the module `tensorrt`."""
+
+    __version__ = "10.16.1"
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.engines: list[FakeEngine] = []
+        self.ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user managed")
+        self.loads = True
+        self.settings: dict[str, Any] = {}
+
+    def init_libnvinfer_plugins(self, logger: Any, space: str) -> None:
+        self.log.append("plugins")
+
+    def Runtime(self, logger: Any) -> Any:
+        def load(content: bytes) -> FakeEngine | None:
+            self.log.append("deserialise")
+            if not self.loads:
+                return None
+            engine = FakeEngine(self.log)
+            vars(engine).update(self.settings)
+            self.engines.append(engine)
+            return engine
+
+        return SimpleNamespace(deserialize_cuda_engine=load)
+
+
+@pytest.fixture
+def fake(monkeypatch: Any, tmp_path: Path) -> Iterator[Fake]:
+    """The library, a plan on disk, and a device that answers as a GPU of compute capability 8.9 would."""
+    trt = Fake()
+    library = Library("tensorrt", trt, trt.__version__)
+    monkeypatch.setattr(Library, "logger", SimpleNamespace(errors=[]))
+    monkeypatch.setattr(tensorrt, "load_library", lambda name: library)
+    monkeypatch.setattr(tensorrt_library, "capability_of", lambda device: (8, 9))
+    monkeypatch.setattr(tensorrt_library, "stream_of", lambda device: STREAM)
+    monkeypatch.setattr(tensorrt_library, "free_memory", lambda device: 10_000)
+    path = tmp_path / "double-0.engine"
+    path.write_bytes(b"plan")
+    profiles = [{"x": [[1, 3], [1, 3], [1, 3]]}, {"x": [[1, 3], [4, 3], [4, 3]]}]
+    about = {"profiles": profiles, "library": "tensorrt", "version": "10.16.1", "target": "sm89", "seconds": {}}
+    obtained = Obtained(Entry(path, about), built=False)
+    monkeypatch.setattr(tensorrt, "obtain", lambda *a, **k: obtained)
+    tensorrt_session.scratch_of.cache_clear()
+    tensorrt_session.init_plugins.cache_clear()
+    yield trt
+    tensorrt_session.scratch_of.cache_clear()
+
+
+def engine(rows: int = 2, **options: Any) -> TensorrtEngine:
+    return TensorrtEngine(component(rows), CPU, EngineSpec("tensorrt", tensorrt=TensorrtOptions(**options)))
+
+
+def test_it_runs_on_our_buffers(fake: Fake) -> None:
+    one = engine()
+    source = torch.arange(6.0).view(2, 3)
+    one.write("x", source)
+    before = fake.log.count("run")
+    one.run()
+    assert fake.log.count("run") == before + 1, "one enqueue a run"
+    assert torch.equal(one.outputs["y"], 2 * source)
+    context = fake.engines[0].contexts[0]
+    assert context.addresses == {"x": one.inputs["x"].data_ptr(), "y": one.outputs["y"].data_ptr()}
+    bound = torch.full((2, 3), 5.0)
+    one.bind("x", bound)
+    one.run()
+    assert context.addresses["x"] == bound.data_ptr() and float(one.outputs["y"][0, 0]) == 10.0
+
+
+def test_an_address_must_be_of_a_contiguous_tensor(fake: Fake) -> None:
+    with pytest.raises(EngineError, match=r"double\.x: expected a contiguous tensor"):
+        engine().bind("x", torch.zeros(3, 2).t())
+
+
+def test_plugins_come_before_the_engine_and_once(fake: Fake, tmp_path: Path) -> None:
+    first = engine()
+    gc.collect()
+    assert fake.log[:2] == ["plugins", "deserialise"]
+    del first
+    gc.collect()
+    engine()
+    assert fake.log.count("deserialise") == 2 and fake.log.count("plugins") == 1
+
+
+def test_the_profile_is_picked_by_shape(fake: Fake) -> None:
+    for rows, index in ((1, 0), (2, 1), (4, 1)):
+        fake.log.clear()
+        one = engine(rows)
+        assert f"profile {index}" in fake.log and one.session.profile == index
+
+
+def test_contexts_share_engine_and_scratch(fake: Fake) -> None:
+    one, two = engine(2), engine(3)
+    assert len(fake.engines) == 1 and len(fake.engines[0].contexts) == 2
+    a, b = fake.engines[0].contexts
+    assert a.memory == b.memory and a.memory is not None
+    # A larger engine moves everyone, and the old memory lives on for recorded graphs.
+    fake.settings["device_memory_size_v2"] = 5000
+    tensorrt_session._engines.clear()
+    three = engine(4)
+    assert a.memory == b.memory == fake.engines[1].contexts[0].memory and a.memory[1] == 5000
+    assert len(tensorrt_session.scratch_of(CPU).old) == 1
+    assert all(torch.equal(e.outputs["y"], 2 * e.inputs["x"]) for e in (one, two, three))
+
+
+def test_contexts_that_are_gone_are_forgotten(fake: Fake) -> None:
+    kept, gone = engine(2), engine(3)
+    scratch = tensorrt_session.scratch_of(CPU)
+    assert len(scratch.sessions) == 2
+    del gone
+    gc.collect()
+    assert list(scratch.sessions) == [kept.session]
+
+
+def test_too_little_gpu_memory_is_said(fake: Fake) -> None:
+    fake.settings["device_memory_size_v2"] = 200 * 2**20
+    with pytest.raises(EngineError, match="double: the engine needs 200 MiB of GPU memory, 0 MiB is free"):
+        engine()
+
+
+def test_weight_streaming_takes_the_librarys_budget(fake: Fake) -> None:
+    engine(weight_streaming=True)
+    assert fake.engines[0].weight_streaming_budget_v2 == 12345
+    tensorrt_session._engines.clear()
+    engine()
+    assert fake.engines[1].weight_streaming_budget_v2 == -1
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_the_library_says_whether_it_can_be_recorded(fake: Fake, capturable: bool) -> None:
+    fake.settings["capturable"] = capturable
+    assert engine().capturable is capturable
+
+
+def test_a_plan_that_does_not_load_is_named(fake: Fake) -> None:
+    fake.loads = False
+    with pytest.raises(EngineError, match=r"double-0\.engine: TensorRT 10\.16\.1 cannot load the engine"):
+        engine()
+
+
+def test_a_failed_run_raises(fake: Fake) -> None:
+    one = engine()
+    fake.engines[0].broken = True
+    with pytest.raises(EngineError, match="double: enqueueing failed"):
+        one.run()
+
+
+def test_an_engine_of_other_tensors_is_refused(fake: Fake) -> None:
+    fake.settings["names"] = ("x", "z")
+    with pytest.raises(EngineError, match="double: the engine has a tensor z that the component does not declare"):
+        engine()
+    tensorrt_session._engines.clear()
+    fake.settings["names"] = ("x", "y")
+    fake.settings["get_tensor_dtype"] = lambda name: "DataType.HALF"
+    with pytest.raises(
+        EngineError, match=r"double\.x: declared \(2, 3\) torch\.float32, the engine has \(2, 3\) torch\.float16"
+    ):
+        engine()
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        (float("nan"), r"double\.y: the engine gave 6 non-finite values of 6; FP16 overflows at 65504"),
+        (-2.0, r"double\.y: the engine differs from the module: cosine -1\.0000"),
+    ],
+)
+def test_the_first_run_is_compared_with_the_module(fake: Fake, factor: float, message: str) -> None:
+    fake.settings["factor"] = factor
+    with pytest.raises(EngineError, match=message):
+        engine()
+    tensorrt_session._engines.clear()
+    assert engine(verify=False).outputs["y"].shape == (2, 3)
+
+
+def test_nearly_equal_outputs_pass() -> None:
+    want = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    check_output("y", want.half(), want)
+    check_output("y", torch.zeros(3), torch.zeros(3))
+    with pytest.raises(EngineError):
+        check_output("y", torch.ones(3), torch.zeros(3))
+
+
+def test_a_loop_runs_its_body_from_buffer_to_buffer(fake: Fake) -> None:
+    fake.settings["names"] = ("noisy", "next", "row")
+    fake.settings["num_io_tensors"] = 3
+    one = TensorSpec("noisy", (2, 3), torch.float32)
+    inputs = (one, dataclasses.replace(one, name="row"))
+    body = Component("double", Doubled(), inputs, (dataclasses.replace(one, name="next"),))
+    rows = torch.arange(18.0).view(3, 2, 3)
+    loop = Loop(body, 3, ("noisy", "next"), "x", "y", {"row": rows})
+    whole = dataclasses.replace(component(), module=nn.Sequential(Doubled(), Doubled(), Doubled()), loop=lambda: loop)
+    about = {"profiles": [{s.name: [list(s.shape)] * 3 for s in inputs}], "library": "tensorrt", "version": "10"}
+    real: Any = tensorrt.obtain
+    obtained = real()
+    entry = Entry(obtained.entry.path, {**obtained.entry.about, **about})
+    seen: list[Any] = []
+
+    def obtain(component: Component, *args: Any, **given: Any) -> Obtained:
+        seen.append(component)
+        return Obtained(entry, built=False)
+
+    tensorrt.obtain = obtain
+    try:
+        made = TensorrtEngine(whole, CPU, EngineSpec("tensorrt"))
+    finally:
+        tensorrt.obtain = real
+    assert seen == [body], "the body is what is built"
+    steps: list[dict[str, int]] = []
+    context = fake.engines[0].contexts[0]
+    execute = context.execute_async_v3
+    context.execute_async_v3 = lambda stream: steps.append(dict(context.addresses)) or execute(stream)  # type: ignore
+    made.write("x", torch.ones(2, 3))
+    made.run()
+    assert made.outputs["y"].tolist() == [[8.0] * 3] * 2
+    assert torch.equal(made.inputs["x"], torch.ones(2, 3)), "the input is only read"
+    assert [s["row"] for s in steps] == [r.data_ptr() for r in made._rows["row"]]
+    assert steps[0]["noisy"] == made.inputs["x"].data_ptr() and steps[-1]["next"] == made.outputs["y"].data_ptr()
+    assert all(a["next"] == b["noisy"] for a, b in itertools.pairwise(steps))
+    assert all(s["noisy"] != s["next"] for s in steps)
+
+
+@pytest.mark.parametrize(("parses", "fits"), [(True, True), (False, True), (True, False)])
+def test_refitting_takes_every_weight_or_fails(fake: Fake, parses: bool, fits: bool) -> None:
+    calls: list[Any] = []
+    refitter = SimpleNamespace(refit_cuda_engine=lambda: fits, get_missing_weights=lambda: ["a.weight"])
+    fake.Refitter = lambda engine, logger: calls.append(engine) or refitter  # type: ignore[attr-defined]
+    parser = SimpleNamespace(refit_from_file=lambda path: calls.append(path) or parses)
+    fake.OnnxParserRefitter = lambda given, logger: parser  # type: ignore[attr-defined]
+    library = Library("tensorrt", fake, "10.16.1")
+    if parses and fits:
+        tensorrt_session.refit(library, "engine", Path("new.onnx"))
+        assert calls == ["engine", "new.onnx"]
+        return
+    with pytest.raises(EngineError, match=r"refit from new\.onnx: failed, missing or refused: a\.weight"):
+        tensorrt_session.refit(library, "engine", Path("new.onnx"))
+
+
+def module_like(**values: Any) -> ModuleType:
+    """A module that holds these values."""
+    made = ModuleType("tensorrt")
+    vars(made).update(values)
+    return made
+
+
+# -- before any library is asked ----------------------------------------------------------------------------------
+
+
+def rtx(folder: Path, **given: Any) -> EngineSpec:
+    return EngineSpec("tensorrt_rtx", tensorrt=TensorrtOptions(cache=str(folder)), **given)
+
+
+def test_without_a_gpu_it_says_what_can_be_done(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"run on a CUDA GPU, the device is cpu; `vla-accel build --target sm89`"):
+        TensorrtRtxEngine(component(), CPU, rtx(tmp_path))
+
+
+def test_a_gpu_that_the_library_does_not_run_on_is_in_the_ledger(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tensorrt_library, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(tensorrt, "load_library", lambda name: pytest.fail("must be known beforehand"))
+    spec = rtx(tmp_path, fallback=("eager",))
+    ledger = Ledger()
+    assert build(component(), spec, device=CPU, ledger=ledger).name == "eager"
+    assert ledger.entries["double"].reason.startswith("tensorrt_rtx: not built; not runnable on 9.0")
+    store = EngineCache(tmp_path)
+    content = content_key(component(), component().module, spec, "onnx")
+    for key, target in (("1", "sm89"), ("2", "sm120")):
+        store.put("double", key, b"plan", {"target": target, "content": content})
+    store.put("double", "3", b"plan", {"target": "sm80", "content": "of other weights"})
+    build(component(), spec, device=CPU, ledger=ledger)
+    entry = ledger.entries["double"]
+    assert entry.reason.startswith("tensorrt_rtx: built for 8.9, 12.0; not runnable on 9.0 (TensorRT-RTX runs on 7.5,")
+    assert entry.used == "eager" and entry.fell_back
+    with pytest.raises(EngineError, match=r"strict mode: .*built for 8\.9, 12\.0; not runnable on 9\.0"):
+        build(component(), spec, device=CPU, ledger=Ledger(strict=True))
+    with pytest.raises(EngineError, match=r"no engine could be built .*not runnable on 9\.0"):
+        build(component(), rtx(tmp_path), device=CPU, ledger=Ledger())
+
+
+def test_a_missing_library_may_fall_back_too(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tensorrt_library, "capability_of", lambda device: (8, 9))
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    ledger = Ledger()
+    used = build(component(), EngineSpec("tensorrt", ("eager",)), device=CPU, ledger=ledger)
+    assert used.name == "eager" and "pip install" in ledger.entries["double"].reason
+
+
+def test_every_engine_of_the_configuration_exists() -> None:
+    assert {"eager", "tensorrt", "tensorrt_rtx", "torch_tensorrt"} <= set(ENGINES)
+
+
+@pytest.mark.parametrize(
+    ("version", "ok"), [("10.0.1", True), ("11.4.0", True), ("9.3.0", False), ("8.6.1", False), ("12.0.0", False)]
+)
+def test_the_librarys_version_is_checked(monkeypatch: Any, version: str, ok: bool) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", module_like(__version__=version))
+    if ok:
+        assert load_library("tensorrt").title == f"TensorRT {version}"
+        return
+    with pytest.raises(DependencyError, match=rf"expected TensorRT at least 10\.0 and below 12\.0, got {version}"):
+        load_library("tensorrt")
+
+
+def test_a_stub_without_a_library_is_missing(monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", module_like())
+    with pytest.raises(
+        DependencyError, match=r"no usable TensorRT .*; install it: pip install 'vla_accel\[tensorrt\]'"
+    ):
+        load_library("tensorrt")
+
+
+def test_capabilities() -> None:
+    assert parse_target("sm89") == parse_target("8.9") == parse_target(" SM_89 ") == (8, 9)
+    assert parse_target("sm120") == parse_target("12.0") == (12, 0)
+    for text in ("ada", "sm", "89.x", ""):
+        with pytest.raises(ConfigError, match="target: expected a compute capability like sm89"):
+            parse_target(text)
+    assert runs_on("tensorrt", (9, 0)) and not runs_on("tensorrt_rtx", (9, 0))
+    assert runs_on("tensorrt_rtx", (8, 9)) and not runs_on("tensorrt", (7, 0))
+
+
+# -- inspecting ---------------------------------------------------------------------------------------------------
+
+
+def test_inspecting_reads_the_description_where_nothing_can_load(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    layers = [["matrix_multiply", "mm", "half"], ["softmax", "s", "half"], ["cast", "c", "bf16"]]
+    about = {"target": "sm89", "library": "tensorrt_rtx", "version": "1.7", "layers": layers, "profiles": [{"x": []}]}
+    path = EngineCache(tmp_path).put("double", "k", b"plan", about).path
+    found = tensorrt_inspect.inspect(path)
+    assert found["source"] == "description" and found["bytes"] == 4 and found["profiles"] == [{"x": []}]
+    assert found["dtypes"] == {"half": 2, "bf16": 1} and found["types"]["softmax"] == 1
+    assert found["layers"][0] == {"name": "mm", "type": "matrix_multiply", "dtype": "half"}
+    json.dumps(found)
+    path.write_bytes(b"pl")
+    with pytest.raises(EngineError, match="truncated: 2 of 4"):
+        tensorrt_inspect.inspect(path)
+    alone = tmp_path / "alone.engine"
+    alone.write_bytes(b"x")
+    with pytest.raises(EngineError, match="it has no description beside it, and no GPU here that could load it"):
+        tensorrt_inspect.inspect(alone)
+    with pytest.raises(EngineError, match="expected a file, there is none"):
+        tensorrt_inspect.inspect(tmp_path / "none.engine")
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (
+            {"Name": "mm", "LayerType": "gemm", "Outputs": [{"Format/Datatype": "Row major linear FP16 format"}]},
+            {"name": "mm", "type": "gemm", "dtype": "half"},
+        ),
+        (
+            {"Name": "mm", "LayerType": "Gemm", "Outputs": [{"DataType": "BF16"}]},
+            {"name": "mm", "type": "gemm", "dtype": "bf16"},
+        ),
+        ("only a name", {"name": "only a name", "type": "", "dtype": ""}),
+    ],
+)
+def test_the_inspectors_json_of_both_major_versions(item: Any, expected: Any) -> None:
+    assert tensorrt_inspect.layer_of(item) == expected

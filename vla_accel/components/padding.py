@@ -1,0 +1,21 @@
+"""Several lengths in one shape: which tokens are real, and how many views and tokens one engine may have to serve."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vla_accel.models.pi0 import Pi0
+
+MOST_VIEWS = 4
+"""Views that one engine with dynamic shapes serves, at least."""
+
+
+def longest_prompt(model: Pi0, length: int = 0) -> int:
+    """Prompt tokens that one engine with dynamic shapes serves: the model's longest, rounded up as padding does."""
+    return max(length, -(-model.config.max_token_len // 32) * 32)
+
+
+def real_tokens(lengths: Tensor, total: int) -> Tensor:
+    """Mask (B, total) bool of the first `lengths[b]` tokens."""
+    return torch.arange(total, device=lengths.device) < lengths[:, None]

@@ -1,0 +1,145 @@
+"""Autoencoder components: which sizes there are, and an encoder or decoder for one size or for all.
+
+Sizes are (height, width) in pixels. The runtime's key of a size and the name of its folder come from one function,
+`size_key`, so they cannot drift apart. Sizes, profiles and folder names: LightX2V's TensorRT guide.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+
+from vla_accel.component import Component, Program, TensorSpec
+from vla_accel.config import EngineSpec
+from vla_accel.errors import ConfigError
+from vla_accel.models.autoencoder import SCALE, Half
+from vla_accel.native.autoencoder import NativeHalf
+
+MULTIPLE = 16
+"""Of pixels a side: 8 for the latent, 2 for the transformer's patches."""
+SMALLEST, LARGEST = 64, 1920
+Size = tuple[int, int]
+Side = Literal["encoder", "decoder"]
+
+PROFILES: tuple[Size, ...] = (
+    (512, 512),
+    (1024, 1024),
+    (480, 848),
+    (720, 1280),
+    (1088, 1920),
+    (1280, 720),
+    (1920, 1088),
+    (768, 1024),
+    (1088, 1632),
+)
+"""The sizes that a multi-profile engine is tuned for, each over the whole range; 1080 and 1620 padded to 16."""
+
+RATIOS: dict[str, Size] = {
+    "16_9": (928, 1664),
+    "9_16": (1664, 928),
+    "1_1": (1328, 1328),
+    "4_3": (1136, 1472),
+    "3_4": (1024, 768),
+}
+"""The static text-to-image sizes. The guide's 4:3 is 1472x1140, which no latent fits: diffusers makes 1136 of it."""
+
+
+def padded_size(size: Size) -> Size:
+    """The smallest size that an engine takes and that holds `size`. Raises ConfigError above the largest."""
+    height, width = (max(SMALLEST, -(-n // MULTIPLE) * MULTIPLE) for n in size)
+    if min(size) < 1 or max(height, width) > LARGEST:
+        raise ConfigError(f"image size: expected {SMALLEST} to {LARGEST} pixels a side, got {_text(size)}")
+    return height, width
+
+
+def check_size(size: Size) -> Size:
+    """`size`, if engines take it. Raises ConfigError, naming the size to pad to."""
+    fitting = padded_size(size)
+    if fitting != size:
+        raise ConfigError(
+            f"image size: expected multiples of {MULTIPLE} from {SMALLEST} to {LARGEST}, got {_text(size)}: pad to "
+            f"{_text(fitting)}, or let pad='auto' pad it and crop the result back"
+        )
+    return size
+
+
+def size_key(size: Size) -> str:
+    """The name of a size: a ratio where it is one of the five, else WIDTHxHEIGHT. Folder and runtime key alike."""
+    names = {v: k for k, v in RATIOS.items()}
+    return names.get(size) or _text(size)
+
+
+def parse_size(text: str) -> Size:
+    """ "1664x928" (WIDTHxHEIGHT) or a ratio's name to (height, width). Raises ConfigError."""
+    if text in RATIOS:
+        return RATIOS[text]
+    width, cross, height = text.lower().partition("x")
+    if not (cross and width.isdigit() and height.isdigit()):
+        raise ConfigError(f"size: expected WIDTHxHEIGHT or one of {', '.join(RATIOS)}, got {text!r}")
+    return check_size((int(height), int(width)))
+
+
+def static_sizes(extra: Iterable[str] = ()) -> dict[str, Size]:
+    """Key to size: the five ratios and whatever is asked for besides."""
+    sizes = [*RATIOS.values(), *(parse_size(t) for t in extra)]
+    return {size_key(s): s for s in sizes}
+
+
+def vae_component(
+    half: Half,
+    side: Side,
+    size: Size,
+    *,
+    dynamic: bool = False,
+    batch: int = 1,
+    program: Program | None = None,
+) -> Component:
+    """`vae_encoder` (image to moments) or `vae_decoder` (latents to image) for one size.
+
+    `dynamic`: height and width range over every size, for engines that take many; `size` is then the example.
+    `program`: the native program to use, where one was made for another size before: its weights are shared.
+    """
+    check_size(size)
+    inside, outside = half.channels
+    frames = (1,) if half.frames else ()
+    first = 2 + len(frames)
+
+    def spec(name: str, channels: int, unit: int) -> TensorSpec:
+        ranges = {first + i: (SMALLEST // unit, LARGEST // unit) for i in range(2)} if dynamic else {}
+        shape = (batch, channels, *frames, size[0] // unit, size[1] // unit)
+        return TensorSpec(name, shape, half.dtype, ranges)
+
+    if side == "encoder":
+        source, target = spec("image", inside, 1), spec("moments", outside, SCALE)
+    else:
+        source, target = spec("latents", inside, SCALE), spec("image", outside, 1)
+
+    def native(_: EngineSpec) -> Program:
+        return program or NativeHalf(half)
+
+    return Component(f"vae_{side}", half, (source,), (target,), native)
+
+
+def profile_texts(component: Component, sizes: Iterable[Size] = PROFILES) -> tuple[str, ...]:
+    """One TensorRT profile a size, each over the component's whole range, in the form of `TensorrtOptions.profiles`."""
+    (source,) = component.inputs
+    unit = 1 if source.name == "image" else SCALE
+    return tuple(
+        ", ".join(
+            f"{source.name}.{dim}={low}:{n // unit}:{high}"
+            for (dim, (low, high)), n in zip(sorted(source.ranges.items()), size, strict=True)
+        )
+        for size in sizes
+    )
+
+
+def in_dtype(half: Half, dtype: torch.dtype) -> Half:
+    """A copy of `half` in `dtype`; itself where it is already."""
+    return half if half.dtype == dtype else copy.deepcopy(half).to(dtype)
+
+
+def _text(size: Size) -> str:
+    return f"{size[1]}x{size[0]}"

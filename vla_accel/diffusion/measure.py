@@ -1,0 +1,125 @@
+"""Timing several systems in turns, and how far their results are apart. Knows nothing about what it times."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_log = logging.getLogger("vla_accel.bench")
+
+
+@dataclass(frozen=True)
+class Parity:
+    """A result against a reference: mean squared and largest error, cosine, and PSNR over the reference's range."""
+
+    mse: float
+    cosine: float
+    max_error: float
+    psnr_db: float
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For JSON, which has neither: an exact result has a PSNR of 999, what is not finite is None."""
+        values = {**dataclasses.asdict(self), "psnr_db": 999.0 if self.psnr_db == math.inf else self.psnr_db}
+        return {k: v if math.isfinite(v) else None for k, v in values.items()}
+
+    def passes(self, mse: float, cosine: float) -> bool:
+        """Whether both are within bounds; never where a value is not finite."""
+        return self.mse < mse and self.cosine > cosine
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Wall-clock milliseconds of whole calls, each ended by a synchronise."""
+
+    p50_ms: float
+    mean_ms: float
+    min_ms: float
+    calls: int
+
+    def as_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class First:
+    """A system's first call: its result (a copy) and seconds, compiling and building included; or why it has none."""
+
+    result: Tensor | None
+    seconds: float
+    error: str = ""
+
+
+def first_calls(systems: Mapping[str, Callable[[], Tensor]]) -> dict[str, First]:
+    """Call every system once. One that fails is reported, not fatal: the others were paid for already.
+
+    Whoever asks must say so in the end: a benchmark with an error in it has failed.
+    """
+    found: dict[str, First] = {}
+    for name, run in systems.items():
+        began = time.perf_counter()
+        try:
+            result = run().float().clone()
+        except Exception as error:
+            _log.warning("%s failed", name, exc_info=True)
+            text = " ".join(str(error).split())[:500]
+            found[name] = First(None, time.perf_counter() - began, f"{type(error).__name__}: {text}")
+        else:
+            found[name] = First(result, time.perf_counter() - began)
+    return found
+
+
+def parity(result: Tensor, reference: Tensor) -> Parity:
+    """Compare in float64. A result that is not finite gives NaN, which no threshold passes."""
+    a, b = result.detach().double().flatten().cpu(), reference.detach().double().flatten().cpu()
+    error = a - b
+    mse = float(error.square().mean())
+    norm = float(a.norm() * b.norm())
+    span = float(b.max() - b.min())
+    psnr = math.inf if mse == 0 else 10 * math.log10(span**2 / mse) if span and math.isfinite(mse) else math.nan
+    cosine = float(a @ b) / norm if norm else float(torch.equal(a, b))
+    return Parity(mse, cosine, float(error.abs().max()), psnr)
+
+
+def in_turns(
+    systems: Mapping[str, Callable[[], object]], *, rounds: int, device: torch.device, warm_up: int = 2
+) -> dict[str, Timing]:
+    """Time every system once a round, in an order that turns, so that drift of clocks and heat hits all alike."""
+    names = list(systems)
+    for name in names:
+        for _ in range(warm_up):
+            systems[name]()
+    taken: dict[str, list[float]] = {n: [] for n in names}
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            synchronise(device)
+            began = time.perf_counter()
+            systems[name]()
+            synchronise(device)
+            taken[name].append((time.perf_counter() - began) * 1e3)
+    return {n: Timing(float(np.median(t)), float(np.mean(t)), float(np.min(t)), len(t)) for n, t in taken.items()}
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device, where there is something to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device, run: Callable[[], object]) -> float:
+    """GiB allocated at most while `run` runs, weights included; 0 without a GPU, where nobody counts."""
+    if device.type != "cuda":
+        run()
+        return 0.0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) / 2**30

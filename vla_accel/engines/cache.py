@@ -1,0 +1,223 @@
+"""Built engines on disk, found again by what they were built from.
+
+An entry is NAME-KEY.engine, the library's own file, and NAME-KEY.json beside it: what it was built from and the
+content's SHA-256. The description is written last, so an entry without one, or one that does not fit, was interrupted,
+cut off or put there by somebody else: it is named, removed and built again. Knows nothing about how engines are built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vla_accel.errors import EngineError
+from vla_accel.files import replacing
+
+SCHEMA = "vla_accel.engine/1"
+_CHUNK = 1 << 24
+
+
+def default_folder() -> Path:
+    """The user's cache folder (XDG), where engines go unless the configuration names another."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "vla_accel" / "engines"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One engine on disk. `about`: its description; `problem`: why it cannot be used, empty when it can."""
+
+    path: Path
+    about: Mapping[str, Any]
+    problem: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the engine file."""
+        return self.path.stat().st_size if self.path.is_file() else 0
+
+    @property
+    def used(self) -> float:
+        """When it was last loaded or written, in seconds since the epoch."""
+        described = self.path.with_suffix(".json")
+        return (described if described.is_file() else self.path).stat().st_mtime
+
+
+class EngineCache:
+    """A folder of engines with a size limit; the least recently used go first."""
+
+    def __init__(self, folder: Path | str | None = None, limit_gb: float = 20.0) -> None:
+        self.folder = default_folder() if folder is None else Path(folder).expanduser()
+        self.limit = int(limit_gb * 2**30)
+
+    def path(self, name: str, key: str) -> Path:
+        """Where the engine of a key lies, or would lie."""
+        return self.folder / f"{name}-{key[:20]}.engine"
+
+    def get(self, name: str, key: str) -> Entry | None:
+        """The entry of a key; None when there is none. One that cannot be used comes with its `problem`, and its
+        files are gone."""
+        path = self.path(name, key)
+        if not path.exists() and not path.with_suffix(".json").exists():
+            return None
+        entry = examine(path, key)
+        if entry.problem:
+            self.remove(entry)
+        else:
+            os.utime(path.with_suffix(".json"))
+        return entry
+
+    def put(self, name: str, key: str, content: Any, about: Mapping[str, Any]) -> Entry:
+        """Store an engine (anything with a buffer), then evict down to the limit. The new entry always stays.
+
+        Raises EngineError when the disk is too full.
+        """
+        path = self.path(name, key)
+        view = memoryview(content)
+        described = {
+            **about,
+            "schema": SCHEMA,
+            "name": name,
+            "key": key,
+            "bytes": view.nbytes,
+            "sha256": hashlib.sha256(view).hexdigest(),
+            "written": time.time(),
+        }
+        try:
+            # An old description must not vouch for the new content, should this end between the two.
+            path.with_suffix(".json").unlink(missing_ok=True)
+            with replacing(path) as temporary, open(temporary, "wb") as file:
+                file.write(view)
+            with replacing(path.with_suffix(".json")) as temporary:
+                temporary.write_text(json.dumps(described, indent=1))
+        except OSError as error:
+            raise EngineError(f"engine cache {self.folder}: cannot write {view.nbytes} bytes: {error}") from error
+        entry = Entry(path, described)
+        self.evict(keep=path)
+        return entry
+
+    def entries(self) -> list[Entry]:
+        """Every entry, the most recently used first, without reading the engines themselves."""
+        return sorted((examine(p, whole=False) for p in self._paths()), key=lambda e: e.used, reverse=True)
+
+    def verify(self) -> list[Entry]:
+        """Every entry, read whole and compared with its description."""
+        return [examine(path) for path in self._paths()]
+
+    def clear(self) -> tuple[int, int]:
+        """Remove all; the number of entries and bytes removed."""
+        entries = self.entries()
+        total = sum(e.size for e in entries)
+        for entry in entries:
+            self.remove(entry)
+        for path in self.folder.glob("*.timing"):
+            path.unlink(missing_ok=True)
+        return len(entries), total
+
+    def remove(self, entry: Entry) -> None:
+        """Remove an entry's files."""
+        for path in (entry.path.with_suffix(".json"), entry.path):
+            path.unlink(missing_ok=True)
+
+    def evict(self, keep: Path | None = None) -> list[Entry]:
+        """Remove the least recently used entries until the rest fits the limit; returns what went."""
+        entries, gone = self.entries(), []
+        total = sum(e.size for e in entries)
+        for entry in reversed(entries):
+            if total <= self.limit:
+                break
+            if entry.path != keep:
+                total -= entry.size
+                self.remove(entry)
+                gone.append(entry)
+        return gone
+
+    def targets(self, name: str, content: str) -> list[str]:
+        """Targets for which an engine of this content key is there."""
+        found = (e.about for e in self.entries() if not e.problem and e.about.get("name") == name)
+        return sorted({str(a["target"]) for a in found if a.get("content") == content})
+
+    def _paths(self) -> Iterator[Path]:
+        if not self.folder.is_dir():
+            return
+        names = {p.with_suffix(".engine") for p in self.folder.glob("*.json")} | set(self.folder.glob("*.engine"))
+        yield from sorted(p for p in names if not p.name.startswith("."))
+
+
+def examine(path: Path, key: str | None = None, *, whole: bool = True) -> Entry:
+    """An engine file and its description, with the first thing that is wrong. `whole` reads the content, too."""
+    described = path.with_suffix(".json")
+    if not described.is_file():
+        return Entry(path, {}, f"{path.name} has no description: its build was interrupted, or it is not ours")
+    try:
+        about = json.loads(described.read_text())
+    except (OSError, ValueError) as error:
+        return Entry(path, {}, f"{described.name} is damaged: {error}")
+    if not isinstance(about, dict) or about.get("schema") != SCHEMA:
+        return Entry(path, {}, f"{described.name} is not a description of an engine ({SCHEMA})")
+    if key is not None and about.get("key") != key:
+        return Entry(path, about, f"{path.name} was built from something else")
+    if not path.is_file():
+        return Entry(path, about, f"{path.name} is missing")
+    size = path.stat().st_size
+    if size != about.get("bytes"):
+        word = "truncated" if size < int(about.get("bytes", 0)) else "longer than it was"
+        return Entry(path, about, f"{path.name} is {word}: {size} of {about.get('bytes')} bytes")
+    if whole and _file_hash(path) != about.get("sha256"):
+        return Entry(path, about, f"{path.name} is damaged: its content does not have the recorded hash")
+    return Entry(path, about)
+
+
+def _file_hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+# -- keys ---------------------------------------------------------------------------------------------------------
+
+
+def key_of(parts: Mapping[str, Any]) -> str:
+    """One hash of plain data."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def weights_hash(module: nn.Module) -> str:
+    """A hash of every parameter and buffer of a module: names, shapes, dtypes and content."""
+    digest = hashlib.sha256()
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor_hash(tensor)}".encode())
+    return digest.hexdigest()
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """A hash of a tensor's content. Never remembered: a write through `.data` would go unnoticed."""
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(memoryview(content.numpy())).hexdigest()
+
+
+def code_hash(module: nn.Module, *more: Path) -> str:
+    """A hash of the source files that define a module's parts, and of `more`: other code is another engine."""
+    import sys
+
+    files = {Path(p) for p in more}
+    for part in module.modules():
+        source = getattr(sys.modules.get(type(part).__module__), "__file__", None)
+        if source is not None and type(part).__module__.startswith("vla_accel."):
+            files.add(Path(source))
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,349 @@
+"""A component as a checked ONNX file: exported, validated, and compared with the module before anything is built.
+
+Knows nothing about TensorRT. The comparison runs the exported graph itself, every narrow tensor of it widened to
+float32, in ONNX Runtime: a wrong graph cannot hide behind rounding, and no CPU kernel for BF16 is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vla_accel.component import Component, TensorSpec
+from vla_accel.config import EnginePrecision
+from vla_accel.errors import DependencyError, EngineError
+
+OPSET = 20
+"""The oldest with Gelu; later ones add nothing that is needed here."""
+SIMILARITY = 0.9999
+"""Least cosine between the graph and the module, both in float32."""
+SIMILARITY_QUANTISED = 0.999
+"""The same for a graph with quantisers: a sum in another order may round one FP8 value the other way, which every
+later layer then sees. A single quantised layer agrees to 0.9999."""
+_NARROW = (torch.float16, torch.bfloat16)
+_E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """An exported component: the graph's file (large weights lie beside it) and what is in it.
+
+    `operators`: how often each operator occurs. `similarity`: least cosine with the module at the checked shapes;
+    None when it was not compared. `seconds`: time of export and of comparison.
+    """
+
+    path: Path
+    operators: Mapping[str, int]
+    dtypes: tuple[torch.dtype, ...]
+    weight_bytes: int
+    similarity: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def module_at(component: Component, precision: EnginePrecision) -> nn.Module:
+    """The component's module at a precision: as it is ("auto", or what it computes in anyway), or its variant.
+
+    Raises EngineError for a precision that the component does not come in.
+    """
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if precision in component.variants:
+        return component.variants[precision]()
+    if precision == "auto" or names.get(precision) == component.outputs[0].dtype:
+        return component.module
+    have = ", ".join(("auto", *component.variants))
+    raise EngineError(f"{component.name}: precision {precision} was asked for; this component comes in {have}")
+
+
+def largest(spec: TensorSpec) -> tuple[int, ...]:
+    """A spec's shape with every dynamic dimension at its maximum: what a graph is traced with."""
+    return tuple(spec.ranges[i][1] if i in spec.ranges else n for i, n in enumerate(spec.shape))
+
+
+def smallest(spec: TensorSpec) -> tuple[int, ...]:
+    """A spec's shape with every dynamic dimension at its minimum."""
+    return tuple(spec.ranges[i][0] if i in spec.ranges else n for i, n in enumerate(spec.shape))
+
+
+def export(component: Component, module: nn.Module, folder: Path, *, verify: bool = True) -> OnnxFile:
+    """Export `module` with the component's names and dynamic dimensions to `folder`/NAME.onnx.
+
+    Raises DependencyError without onnx, onnxscript and, to verify, onnxruntime; EngineError for an operator that ONNX
+    lacks (named), a shape that cannot be dynamic, an invalid graph, or a graph that differs from the module.
+    """
+    onnx = _need("onnx")
+    _need("onnxscript")
+    began = time.perf_counter()
+    path = folder / f"{component.name}.onnx"
+    folder.mkdir(parents=True, exist_ok=True)
+    example = examples(component, largest)
+    hints = _dynamic(component, module)
+    try:
+        with torch.no_grad(), _quiet(), quantisers_as_operators():
+            exported = torch.export.export(module, example, dynamic_shapes=hints, strict=False)
+            program = torch.onnx.export(
+                exported,
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=[s.name for s in component.inputs],
+                output_names=[s.name for s in component.outputs],
+                custom_translation_table=_translations(),
+                verbose=False,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        raise EngineError(f"{component.name}: {_export_problem(error)}") from error
+    # Dynamic dimensions that the module fixes, and Python that cannot be traced, come as these.
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise EngineError(f"{component.name}: cannot be exported: {_first_line(error)}") from error
+    assert program is not None
+    program.save(path, external_data=True)
+    model = program.model
+    dtypes = _dtypes(model)
+    weight_bytes = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    operators = dict(Counter(node.op_type for node in model.graph))
+    del program, exported, model
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        raise EngineError(f"{component.name}: the exported graph is not valid ONNX: {_first_line(error)}") from error
+    seconds = {"export": time.perf_counter() - began}
+    similarity = None
+    if verify:
+        began = time.perf_counter()
+        least = SIMILARITY_QUANTISED if torch.float8_e4m3fn in dtypes else SIMILARITY
+        similarity = compare(component, module, path, least)
+        seconds["verify"] = time.perf_counter() - began
+    return OnnxFile(path, operators, dtypes, weight_bytes, similarity, seconds)
+
+
+def _dynamic(component: Component, module: nn.Module) -> tuple[Any, ...]:
+    """The dynamic dimensions of every input, in the structure of the module's arguments: `*rest` is a tuple in it."""
+    hints: list[Any] = [
+        {d: torch.export.Dim.DYNAMIC for d, (low, high) in s.ranges.items() if low < high} for s in component.inputs
+    ]
+    kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        fixed = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+        hints[fixed:] = [tuple(hints[fixed:])] if hints[fixed:] else []
+    return tuple(hints)
+
+
+def examples(component: Component, shape_of: Any = largest, seed: int = 0) -> tuple[Tensor, ...]:
+    """Random inputs on the module's device: normal floats, any bytes, token ids 0 or 1, masks of True."""
+    device = next((p.device for p in component.module.parameters()), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(spec: TensorSpec) -> Tensor:
+        shape = shape_of(spec)
+        if spec.dtype.is_floating_point:
+            value = torch.randn(shape, generator=generator)
+        elif spec.dtype == torch.bool:
+            value = torch.ones(shape)
+        else:
+            value = torch.randint(0, 256 if spec.dtype == torch.uint8 else 2, shape, generator=generator)
+        return value.to(spec.dtype).to(device)
+
+    return tuple(draw(s) for s in component.inputs)
+
+
+# -- comparing ----------------------------------------------------------------------------------------------------
+
+
+def compare(component: Component, module: nn.Module, path: Path, least: float = SIMILARITY) -> float:
+    """The least cosine between the graph and the module in float32, over outputs, at the ends of the ranges.
+
+    Raises EngineError below `least`, or for a value that is not finite.
+    """
+    runtime = _need("onnxruntime")
+    worst = 1.0
+    with tempfile.TemporaryDirectory(prefix="vla_accel-onnx-") as scratch:
+        wide = Path(scratch) / "wide.onnx"
+        _widen(path, wide)
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        # The graph as it is written: fusions of Q and DQ would also ask for kernels that FP8 does not have.
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        session = runtime.InferenceSession(str(wide), options, providers=["CPUExecutionProvider"])
+        dynamic = any(low < high for s in component.inputs for low, high in s.ranges.values())
+        for shape_of in (largest, smallest) if dynamic else (largest,):
+            inputs = tuple(_wide(x) for x in examples(component, shape_of))
+            expected = _in_float32(module, inputs)
+            feeds = {s.name: x.cpu().numpy() for s, x in zip(component.inputs, inputs, strict=True)}
+            # An input that the graph does not need is not there to be fed.
+            known = {i.name for i in session.get_inputs()}
+            results = session.run(None, {n: v for n, v in feeds.items() if n in known})
+            for spec, want, got in zip(component.outputs, expected, results, strict=True):
+                name = f"{component.name}.{spec.name}"
+                worst = min(worst, _cosine(name, want.cpu().numpy(), np.asarray(got), least))
+    return worst
+
+
+def _cosine(name: str, want: np.ndarray, got: np.ndarray, least: float) -> float:
+    if want.shape != got.shape:
+        raise EngineError(f"{name}: the ONNX graph gives shape {got.shape}, the module {want.shape}")
+    a, b = want.astype(np.float64).ravel(), got.astype(np.float64).ravel()
+    for values, who in ((a, "the module"), (b, "the ONNX graph")):
+        if not np.isfinite(values).all():
+            raise EngineError(f"{name}: {who} gives {int((~np.isfinite(values)).sum())} non-finite values")
+    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
+    cosine = float(a @ b) / scale if scale else float(np.array_equal(a, b))
+    if cosine < least:
+        raise EngineError(
+            f"{name}: the ONNX graph differs from the module: cosine {cosine:.6f}, expected at least {least}"
+        )
+    return cosine
+
+
+def _in_float32(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The module's outputs with every narrow weight widened, without touching the module."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    wide = {name: t.float() for name, t in tensors.items() if t.dtype in _NARROW}
+    with torch.no_grad(), _quiet(), quantisers_as_operators():
+        results = torch.func.functional_call(module, wide, tuple(inputs))
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in _NARROW else x
+
+
+def _widen(source: Path, target: Path) -> None:
+    """The graph of `source` with FLOAT16 and BFLOAT16 replaced by FLOAT everywhere."""
+    ir = _need("onnx_ir")
+    model = ir.load(source)
+    narrow = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+    def tensor(value: Any) -> Any:
+        return ir.tensor(value.numpy().astype(np.float32), name=value.name) if value.dtype in narrow else value
+
+    def retype(value: Any) -> None:
+        if value is not None and value.dtype in narrow:
+            value.dtype = ir.DataType.FLOAT
+
+    for value in model.graph.initializers.values():
+        value.const_value = tensor(value.const_value)
+        retype(value)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        retype(value)
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for value in node.outputs:
+            retype(value)
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.TENSOR:
+                node.attributes[name] = ir.AttrTensor(name, tensor(attribute.value))
+            # Cast's `to` and the like hold the number of a type.
+            elif attribute.type == ir.AttributeType.INT and name in ("to", "dtype", "output_dtype", "stash_type"):
+                wide = ir.DataType.FLOAT if ir.DataType(attribute.value) in narrow else attribute.value
+                node.attributes[name] = ir.AttrInt64(name, int(wide))
+    ir.save(model, target, external_data=f"{target.name}.data")
+
+
+# -- quantisation -------------------------------------------------------------------------------------------------
+
+
+def quantisers_as_operators() -> contextlib.AbstractContextManager[None]:
+    """ModelOpt's export mode, where a quantiser is traced as one operator; nothing unless ModelOpt was imported, which
+    every quantised module did."""
+    if "modelopt.torch.quantization" not in sys.modules:
+        return contextlib.nullcontext()
+    from modelopt.torch.quantization.utils import export_torch_mode
+
+    return export_torch_mode()
+
+
+def _translations() -> dict[Any, Any]:
+    """ONNX for ModelOpt's quantiser, where ModelOpt is loaded: Q and DQ in E4M3 with a scale of the tensor's dtype."""
+    if not hasattr(torch.ops.tensorrt, "quantize_op"):
+        return {}
+    onnx = _need("onnx")
+    from onnxscript import opset20 as op
+
+    def quantize(
+        x: Any, amax: Any, num_bits: int = 8, exponent_bits: int = 4, unsigned: bool = False, narrow_range: bool = False
+    ) -> Any:
+        if (num_bits, exponent_bits) != (8, 4):
+            raise NotImplementedError(f"quantiser of {num_bits} bits with {exponent_bits} of exponent: only FP8 E4M3")
+        scale = op.CastLike(op.Div(op.Cast(amax, to=onnx.TensorProto.FLOAT), op.Constant(value_float=_E4M3_MAX)), x)
+        zero = op.Cast(op.Constant(value_float=0.0), to=onnx.TensorProto.FLOAT8E4M3FN)
+        return op.DequantizeLinear(op.QuantizeLinear(x, scale, zero), scale, zero)
+
+    return {torch.ops.tensorrt.quantize_op.default: quantize}
+
+
+# -- small things -------------------------------------------------------------------------------------------------
+
+
+def _need(package: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise DependencyError(
+            f"ONNX export needs the package {package} ({error}); install it: pip install 'vla_accel[tensorrt-rtx]' "
+            "(or [tensorrt])"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's exporter warns about torch's own internals, that torchvision is absent, and of folds not made."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _dtypes(model: Any) -> tuple[torch.dtype, ...]:
+    """The floating-point dtypes that occur in a graph."""
+    names = {
+        "FLOAT": torch.float32,
+        "FLOAT16": torch.float16,
+        "BFLOAT16": torch.bfloat16,
+        "FLOAT8E4M3FN": torch.float8_e4m3fn,
+    }
+    values = [*model.graph.inputs, *model.graph.initializers.values()]
+    values += [v for node in model.graph for v in node.outputs]
+    found = {v.dtype.name for v in values if v.dtype is not None}
+    found |= {"FLOAT8E4M3FN"} if any(n.op_type == "QuantizeLinear" for n in model.graph) else set()
+    return tuple(d for n, d in names.items() if n in found)
+
+
+def _export_problem(error: BaseException) -> str:
+    """What the exporter stumbled over, in one line, with the operator's name."""
+    texts = []
+    current: BaseException | None = error
+    while current is not None:
+        texts.append(str(current))
+        current = current.__cause__
+    for text in reversed(texts):
+        match = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", text)
+        if match is not None:
+            return f"ONNX has no operator for {match[1]}: rewrite it, or keep this component on another engine"
+    return f"cannot be exported to ONNX: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:400] if lines else type(error).__name__

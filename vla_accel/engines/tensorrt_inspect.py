@@ -1,0 +1,85 @@
+"""What is inside a built engine: layers, precisions, profiles, size.
+
+From the library's engine inspector where a GPU can load the engine; elsewhere from the description that was written
+when it was built, whose layers are those of the parsed network, before fusion. The answer says which.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vla_accel.engines import tensorrt_library
+from vla_accel.engines.cache import examine
+from vla_accel.engines.tensorrt_library import Library, load_library, parse_target, runs_on
+from vla_accel.errors import EngineError
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """An engine file's contents as plain data.
+
+    Raises EngineError for a file that is missing, damaged, or that neither a description nor a GPU can explain.
+    """
+    if not path.is_file():
+        raise EngineError(f"engine {path}: expected a file, there is none")
+    entry = examine(path)
+    about = dict(entry.about)
+    if entry.problem and path.with_suffix(".json").is_file():
+        raise EngineError(f"engine {path}: {entry.problem}")
+    library = _loadable(about)
+    if library is None and not about:
+        raise EngineError(f"engine {path}: it has no description beside it, and no GPU here that could load it")
+    found: dict[str, Any] = {
+        "file": path.name,
+        "bytes": path.stat().st_size,
+        "name": about.get("name"),
+        "library": about.get("library"),
+        "version": about.get("version"),
+        "target": about.get("target"),
+        "precision": about.get("precision"),
+        "inputs": about.get("inputs", []),
+        "outputs": about.get("outputs", []),
+        "profiles": about.get("profiles", []),
+        "source": "description",
+        "layers": [{"name": n, "type": k, "dtype": d} for k, n, d in about.get("layers", [])],
+    }
+    if library is not None:
+        found |= {"source": "engine inspector", **_from_engine(library, path)}
+    found["dtypes"] = dict(Counter(layer["dtype"] for layer in found["layers"] if layer["dtype"]))
+    found["types"] = dict(Counter(layer["type"] for layer in found["layers"]).most_common())
+    return found
+
+
+def _loadable(about: dict[str, Any]) -> Library | None:
+    """The library that can load the engine on this machine's GPU, if there are both."""
+    if not torch.cuda.is_available():
+        return None
+    capability = tensorrt_library.capability_of(torch.device("cuda"))
+    name = about.get("library", "tensorrt")
+    targets = [parse_target(t) for t in str(about.get("target", "")).split("+") if t]
+    if not runs_on(name, capability) or (targets and capability not in targets):
+        return None
+    return load_library(name)
+
+
+def _from_engine(library: Library, path: Path) -> dict[str, Any]:
+    from vla_accel.engines.tensorrt_session import shared_engine
+
+    engine = shared_engine(library, path, torch.device("cuda"), False)
+    text = engine.create_engine_inspector().get_engine_information(library.trt.LayerInformationFormat.JSON)
+    return {"layers": [layer_of(item) for item in json.loads(text).get("Layers", [])]}
+
+
+def layer_of(item: Any) -> dict[str, str]:
+    """One layer of the inspector's JSON: 10.x calls a tensor's type `Format/Datatype`, 11 has `DataType`."""
+    if isinstance(item, str):
+        return {"name": item, "type": "", "dtype": ""}
+    outputs = item.get("Outputs") or [{}]
+    text = str(outputs[0].get("DataType") or outputs[0].get("Format/Datatype") or "")
+    words = {"FP32": "float", "FLOAT": "float", "FP16": "half", "HALF": "half", "BF16": "bf16", "FP8": "fp8"}
+    dtype = next((w for k, w in words.items() if k in text.upper()), text.lower())
+    return {"name": str(item.get("Name", "")), "type": str(item.get("LayerType", "")).lower(), "dtype": dtype}

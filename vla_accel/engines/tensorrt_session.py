@@ -1,0 +1,175 @@
+"""Deserialised engines and their execution contexts: one engine and one scratch memory for any number of contexts.
+
+No stream, no buffers and no synchronisation of its own: addresses and stream come with every `enqueue`. Knows nothing
+about components' modules, building or caching. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vla_accel.component import Component, TensorSpec
+from vla_accel.engines import tensorrt_library
+from vla_accel.engines.tensorrt_builder import Profile, pick_profile
+from vla_accel.engines.tensorrt_library import Library
+from vla_accel.errors import EngineError
+
+
+class Session:
+    """A deserialised plan with one execution context, its profile chosen for fixed shapes."""
+
+    def __init__(
+        self,
+        library: Library,
+        engine: Any,
+        profiles: Sequence[Profile],
+        component: Component,
+        device: torch.device,
+    ) -> None:
+        self.library, self.engine, self.what = library, engine, component.name
+        trt = library.trt
+        shapes = {s.name: tuple(s.shape) for s in component.inputs}
+        index = pick_profile(profiles, shapes, self.what)
+        self.context = self.engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if self.context is None:
+            raise EngineError(f"{self.what}: no execution context: {library.take_errors()}")
+        stream = tensorrt_library.stream_of(device)
+        if not self.context.set_optimization_profile_async(index, stream):
+            raise EngineError(f"{self.what}: profile {index} was refused: {library.take_errors()}")
+        self.profile = index
+        self.names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
+        self._check_tensors(component, shapes)
+        scratch_of(device).add(self, int(self.engine.device_memory_size_v2))
+        # Both libraries can be recorded; TensorRT-RTX says when a context cannot (it compiles on its first run).
+        ask = getattr(self.context, "is_stream_capturable", None)
+        self.capturable = True if ask is None else bool(ask(stream))
+
+    def _check_tensors(self, component: Component, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for name, shape in shapes.items():
+            # An input that the graph does not need is not in the engine.
+            if name in self.names and not self.context.set_input_shape(name, shape):
+                raise EngineError(f"{self.what}.{name}: shape {shape} was refused: {self.library.take_errors()}")
+        specs: dict[str, TensorSpec] = {s.name: s for s in (*component.inputs, *component.outputs)}
+        for name in self.names:
+            spec = specs.get(name)
+            if spec is None:
+                raise EngineError(f"{self.what}: the engine has a tensor {name} that the component does not declare")
+            shape = tuple(self.context.get_tensor_shape(name))
+            dtype = _torch_dtype(self.engine.get_tensor_dtype(name))
+            if shape != tuple(spec.shape) or dtype != spec.dtype:
+                raise EngineError(
+                    f"{self.what}.{name}: declared {tuple(spec.shape)} {spec.dtype}, the engine has {shape} {dtype}"
+                )
+
+    def enqueue(self, tensors: Mapping[str, Tensor], stream: int) -> None:
+        """Enqueue one run over these tensors, by name, on a stream."""
+        for name in self.names:
+            self.context.set_tensor_address(name, tensors[name].data_ptr())
+        if not self.context.execute_async_v3(stream):
+            raise EngineError(f"{self.what}: enqueueing failed: {self.library.take_errors()}")
+
+
+class Scratch:
+    """One device's memory for all contexts' activations: they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memory: Tensor | None = None
+        self.old: list[Tensor] = []
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+    def add(self, session: Session, size: int) -> None:
+        """Give a session's context its memory; a larger one than there is replaces it for all. Raises EngineError when
+        the GPU has too little."""
+        memory = self.memory
+        if memory is None or size > memory.numel():
+            free = tensorrt_library.free_memory(self.device)
+            if size > free:
+                sizes = f"{size / 2**20:.0f} MiB of GPU memory, {free / 2**20:.0f} MiB is free"
+                raise EngineError(f"{session.what}: the engine needs {sizes}")
+            if memory is not None:
+                # A recorded CUDA graph may hold the old address.
+                self.old.append(memory)
+            self.memory = memory = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)
+            for other in self.sessions:
+                other.context.set_device_memory(memory.data_ptr(), memory.numel())
+        self.sessions.add(session)
+        session.context.set_device_memory(memory.data_ptr(), memory.numel())
+
+
+@functools.cache
+def scratch_of(device: torch.device) -> Scratch:
+    """The scratch memory of a device."""
+    return Scratch(device)
+
+
+class _Shared:
+    """A deserialised engine that several contexts use, and the runtime it came from."""
+
+    def __init__(self, runtime: Any, engine: Any) -> None:
+        self.runtime, self.engine = runtime, engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+_engines: weakref.WeakValueDictionary[tuple[str, str, float], _Shared] = weakref.WeakValueDictionary()
+
+
+def shared_engine(library: Library, path: Path, device: torch.device, streaming: bool) -> Any:
+    """The engine of a plan file: deserialised once, its weights on the GPU once, for any number of contexts."""
+    key = (str(path), str(device), path.stat().st_mtime)
+    found = _engines.get(key)
+    if found is not None:
+        return found
+    init_plugins(library)
+    runtime = library.trt.Runtime(library.logger)
+    engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    if engine is None:
+        raise EngineError(f"{path.name}: {library.title} cannot load the engine: {library.take_errors()}")
+    if streaming:
+        engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
+    shared = _Shared(runtime, engine)
+    _engines[key] = shared
+    return shared
+
+
+@functools.cache
+def init_plugins(library: Library) -> None:
+    """Register the library's plugins, once a process: an engine that uses one cannot be loaded before."""
+    start = getattr(library.trt, "init_libnvinfer_plugins", None)
+    if start is not None:
+        start(library.logger, "")
+
+
+def refit(library: Library, engine: Any, graph: Path) -> None:
+    """Give a refittable engine the weights of another ONNX file of the same graph. Raises EngineError."""
+    trt = library.trt
+    refitter = trt.Refitter(engine, library.logger)
+    parser = trt.OnnxParserRefitter(refitter, library.logger)
+    if not parser.refit_from_file(str(graph)) or not refitter.refit_cuda_engine():
+        missing = ", ".join(refitter.get_missing_weights()) or library.take_errors()
+        raise EngineError(f"refit from {graph.name}: failed, missing or refused: {missing}")
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype | str:
+    names = {
+        "FLOAT": torch.float32,
+        "HALF": torch.float16,
+        "BF16": torch.bfloat16,
+        "INT32": torch.int32,
+        "INT64": torch.int64,
+        "UINT8": torch.uint8,
+        "INT8": torch.int8,
+        "BOOL": torch.bool,
+        "FP8": torch.float8_e4m3fn,
+    }
+    name = str(dtype).rpartition(".")[2]
+    return names.get(name, name)
