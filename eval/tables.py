@@ -224,15 +224,17 @@ def parity(results: list[dict[str, Any]]) -> str:
             f"{r['observations']} {'recorded' if r['recorded'] else 'random'}",
             str(r["num_steps"]),
             f"{r['actions']['cosine']:.6f}",
-            f"{r['actions']['worst_cosine']:.6f}",
             f"{r['threshold']:g}",
+            f"{r['actions']['median_cosine']:.6f}",
+            f"{r['actions']['worst_cosine']:.6f}",
             f"{r['robot_actions']['max_error']:.1e}",
             "yes" if r["passed"] else "**no**",
         ])  # fmt: skip
-    header = ["configuration", "weights", "observations", "steps", "cosine", "worst", "needed", "max error", "agrees"]
+    cosines = ["cosine", "needed", "median", "worst"]
+    header = ["configuration", "weights", "observations", "steps", *cosines, "max error", "agrees"]
     where = "; ".join(dict.fromkeys(_machine(r) for r in results))
-    text = "Cosine of the final actions with FP32 eager, over all observations and of the worst one; largest error in"
-    return rows(header, body) + f"\n{text} the robot's units. {where}.\n"
+    text = "Cosine of the final actions with FP32 eager, over all observations, of the median one and of the worst;"
+    return rows(header, body) + f"\n{text} largest error in the robot's units. {where}.\n"
 
 
 def paired(result: dict[str, Any]) -> str:

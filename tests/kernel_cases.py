@@ -184,10 +184,13 @@ def check(call: Call, got: list[Tensor], worst: float, mean: float, fp8_mean: fl
 
 
 def _fill_nan(buffer: Tensor) -> Tensor:
+    """NaN of a kind that no arithmetic makes, so that a computed NaN written over it shows; else a number too large."""
     if buffer.dtype == FP8:
-        buffer.view(torch.uint8).fill_(0x7F)
-    elif buffer.is_floating_point():
-        buffer.fill_(float("nan"))
+        buffer.view(torch.uint8).fill_(0xFF)
+    elif buffer.dtype == torch.bfloat16:
+        buffer.view(torch.int16).fill_(0x7FD5)
+    elif buffer.dtype == torch.float32:
+        buffer.view(torch.int32).fill_(0x7FD5A5A5)
     else:
         buffer.fill_(255 if buffer.dtype == torch.uint8 else 1_000_000)
     return buffer

@@ -82,7 +82,7 @@ class RecordedModule:
 
 def recorded_loop(case: LoopCase, monkeypatch: pytest.MonkeyPatch) -> tuple[StreamedLoop, RecordedModule]:
     """The loop of a case with random weights, on the CPU."""
-    monkeypatch.setattr(runtime, "Module", RecordedModule)
+    monkeypatch.setattr(runtime, "load_module", RecordedModule)
     model = random_model(case.config)
     with torch.inference_mode():
         weights = ExpertWeights.of(model.to_compute_dtype(torch.bfloat16), "bf16")

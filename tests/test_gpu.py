@@ -47,8 +47,8 @@ PROMPTS = ("pick up the bowl", "pick up the black bowl on the plate and place it
 NAN = float("nan")
 # What programs write before they read.
 SCRATCH = (
-    "patches", "embedded", "x", "y", "h", "qkv", "last_kv", "context", "hidden", "active", "last", "gate_up", "q", "k",
-    "v", "state_token",
+    "patches", "embedded", "x", "y", "h", "h_mlp", "qkv", "last_kv", "context", "hidden", "active", "last", "gate_up",
+    "q", "k", "v", "state_token",
 )  # fmt: skip
 
 
@@ -426,14 +426,25 @@ def test_eviction_frees_device_memory() -> None:
 
 
 def test_fp8_weights_take_half_the_memory() -> None:
-    model = on_gpu(random_model(streamable("pi05", width=128, mlp=512, heads=4, depth=3)))
+    """Of every product but q/k/v, which stays BF16: of the whole prefix nearly, where the MLP is as wide as usual."""
+    config = streamable("pi05", width=128, mlp=512, heads=4, depth=3)
+    config = replace(config, prefix=replace(config.prefix, width=256, mlp_dim=4096))
+    model = on_gpu(random_model(config))
     with torch.inference_mode():
         wide = PrefixWeights.of(model, "bf16", None)
         narrow = PrefixWeights.of(model, "fp8", Scales())
-    assert narrow.bytes * 2 == wide.bytes > 0
-    products = [p for layer in narrow.layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down) if p is not None]
-    assert len(products) == 9 and all(p.weight.element_size() == 1 for p in products)
-    assert sum(p.weight.untyped_storage().nbytes() for p in products) <= 1.01 * narrow.bytes
+
+    def products(weights: PrefixWeights) -> list[Any]:
+        return [p for layer in weights.layers[:-1] for p in (layer.o, layer.gate_up, layer.down)]
+
+    pairs = list(zip(products(narrow), products(wide), strict=True))
+    assert len(pairs) == 6
+    for small, large in pairs:
+        assert small.weight.dtype == torch.float8_e4m3fn
+        assert small.bytes * 2 == large.bytes == large.weight.untyped_storage().nbytes()
+        assert small.weight.untyped_storage().nbytes() == small.bytes
+    assert wide.bytes - narrow.bytes == sum(small.bytes for small, _ in pairs)
+    assert narrow.bytes < 0.56 * wide.bytes
 
 
 class Scales(Mapping[str, float]):

@@ -22,7 +22,7 @@ def save_observations(observations: Sequence[Mapping[str, Any]], path: Path) -> 
     keys = list(observations[0])
     columns = {key: np.stack([np.asarray(o[key]) for o in observations]) for key in keys}
     with replacing(path) as temporary, temporary.open("wb") as file:
-        np.savez_compressed(file, **columns)
+        np.savez_compressed(file, **columns)  # type: ignore[arg-type]
 
 
 def load_observations(path: Path, limit: int | None = None) -> list[dict[str, Any]]:

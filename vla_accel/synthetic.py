@@ -35,7 +35,7 @@ def published(kind: Kind, horizon: int) -> Pi0Config:
 
 @dataclass(frozen=True)
 class _Words:
-    """A stand-in for PaliGemma's tokenizer, whose files cannot be bundled: a token a word, about as many as it makes."""
+    """A stand-in for PaliGemma's tokenizer, whose files cannot be bundled: a token a word, about as many as that."""
 
     vocab_size: int
 

@@ -77,7 +77,8 @@ def main(arguments: list[str]) -> int:
     throughput = _throughput(factory, [n for n in names if n in CONFIGS], sweep[0], batches, chosen.calls)
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        "command": "vla-accel bench " + " ".join(arguments),
+        # Names of files, not where one machine keeps them.
+        "command": "vla-accel bench " + " ".join(Path(a).name if "/" in a else a for a in arguments),
         "hardware": hardware(device),
         "software": software(),
         "model": describe_sizes(factory.model.config, views) if factory.model is not None else {},

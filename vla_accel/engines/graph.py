@@ -5,6 +5,7 @@ Knows engines and buffers, not policies. Replaying costs one launch; the events 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,11 +57,17 @@ def capture(
     return captured
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures of a device: cuBLAS keeps a workspace for every stream it has ever seen."""
+    return torch.cuda.Stream(device)
+
+
 def _capture(engines: Sequence[tuple[str, Engine]], before: Callable[[], None], after: Callable[[], None]) -> Captured:
     device = engines[0][1].device
     with torch.cuda.device(device), torch.inference_mode():
         # Compiles kernels, picks algorithms and makes library handles, none of which may happen during capture.
-        side = torch.cuda.Stream()
+        side = _capture_stream(device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):

@@ -156,7 +156,7 @@ class StreamedLoop:
         mix_bias: Tensor | None, batch: int, prefix_tokens: int,
     ) -> None:  # fmt: skip
         from vla_accel.ops import fused
-        from vla_accel.ops.cuda.runtime import Module
+        from vla_accel.ops.cuda.runtime import load_module
 
         expert, tokens = config.expert, config.suffix_tokens
         device, rows = w_out.device, batch * tokens
@@ -204,7 +204,7 @@ class StreamedLoop:
             "mix": staged(1),
             "between": 0,
         }
-        self.module = Module(defines + _SOURCE.read_text(), shared, ARCHITECTURE, device)
+        self.module = load_module(defines + _SOURCE.read_text(), shared, ARCHITECTURE, device)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)

@@ -124,7 +124,8 @@ class NativeVision:
         heads = self.qkv.view(self.images, w.place.shape[0], 3, w.heads, -1)
         for index, layer in enumerate(w.layers):
             fused.linear(self.h, layer.qkv, self.qkv)
-            fused.attention(*heads.unbind(2), self.context, None, inverse_scale=layer.out.inverse_scale)
+            q, k, v = heads.unbind(2)
+            fused.attention(q, k, v, self.context, None, inverse_scale=layer.out.inverse_scale)
             fused.linear(self.context, layer.out, self.y)
             fused.add_norm(self.x, self.y, self.x, self.h, inverse_scale=layer.fc1.inverse_scale, **norm)
             if layer.fc1.weight_scale is None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from eval.libero.demo.collect import AUX_DIM, HORIZON
 from vla_accel import ops
+from vla_accel.models.gemma import AdaRmsNorm
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.tokenizer import SmallTokenizer
 
@@ -118,8 +119,7 @@ def initialise(policy: Pi0, tokenizer: SmallTokenizer, seed: int) -> None:
         rows = slice(first + 256 * i, first + 256 * (i + 1))
         policy.embed.weight.data[rows] = 0.3 * policy.embed.weight.data[rows] + features
     for module in policy.expert.modules():
-        dense = getattr(module, "dense", None)
-        if isinstance(dense, nn.Linear):
-            nn.init.normal_(dense.weight, std=0.02)
-            dense.bias.data[2 * dense.out_features // 3 :] = 1.0  # gate
+        if isinstance(module, AdaRmsNorm):
+            nn.init.normal_(module.dense.weight, std=0.02)
+            module.dense.bias.data[2 * module.dense.out_features // 3 :] = 1.0  # gate
     nn.init.zeros_(policy.action_out_proj.weight)

@@ -87,6 +87,17 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
 
 
+def load_module(source: str, shared: Mapping[str, int], architecture: str, device: torch.device) -> Module:
+    """A `Module`, loaded once for all who ask for the same: code is never unloaded."""
+    key = (source, tuple(sorted(shared.items())), architecture, str(device))
+    if key not in _LOADED:
+        _LOADED[key] = Module(source, shared, architecture, device)
+    return _LOADED[key]
+
+
+_LOADED: dict[tuple[Any, ...], Module] = {}
+
+
 class Module:
     """Kernels of one source, loaded on one device. `shared`: dynamic shared memory of each kernel, in bytes."""
 

@@ -73,9 +73,9 @@ def attention(
     grid = (triton.cdiv(tokens, block_m), heads, batch)
     _attention[grid](
         q, k, v, out, lengths if lengths is not None else out, tokens, q.stride(0), q.stride(1), q.stride(2),
-        k.stride(0), k.stride(1), k.stride(2), head_dim**-0.5 * LOG2E, inverse_scale or 1.0, source, heads, heads // kv_heads,
-        head_dim, max(16, power_of_two(head_dim)), block_m, block_n, lengths is not None, inverse_scale is not None,
-        num_warps=warps, num_stages=3,
+        k.stride(0), k.stride(1), k.stride(2), head_dim**-0.5 * LOG2E, inverse_scale or 1.0, source, heads,
+        heads // kv_heads, head_dim, max(16, power_of_two(head_dim)), block_m, block_n, lengths is not None,
+        inverse_scale is not None, num_warps=warps, num_stages=3,
     )  # fmt: skip
 
 
@@ -187,6 +187,7 @@ def suffix_attention(
     _suffix_attention[(splits, tiles, batch * kv_heads)](
         q, prefix_k, prefix_v, k, v, lengths, parts, stats, counters, out, tokens, prefix_tokens,
         head_dim**-0.5 * LOG2E, splits, prefix_splits, tiles, kv_heads, group, head_dim,
-        max(16, power_of_two(head_dim)), block_m, block_n, state_first, pdl, num_warps=4 if block_m == 16 else 8, num_stages=1,
+        max(16, power_of_two(head_dim)), block_m, block_n, state_first, pdl,
+        num_warps=4 if block_m == 16 else 8, num_stages=1,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
