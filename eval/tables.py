@@ -296,6 +296,36 @@ def _where(result: dict[str, Any]) -> str:
     )
 
 
+def autoencoders(result: dict[str, Any]) -> str:
+    """An autoencoder's systems: time and agreement with float32."""
+    body = [
+        [
+            r["size"],
+            r["side"],
+            r["system"],
+            f"{r['p50_ms']:.2f}",
+            f"{r['speedup']:.1f}×",
+            f"{r['parity']['cosine']:.6f}",
+        ]
+        for r in result["results"]
+    ]
+    header = ["size", "side", "system", "median ms", "speed-up", "cosine with FP32"]
+    return rows(header, body) + f"\n{_gpu(result)}; {result['vae']}, random weights.\n"
+
+
+def unets(result: dict[str, Any]) -> str:
+    """Stable Diffusion's systems: one guided UNet call, and the whole picture."""
+    body = []
+    for part, title in (("unet", "UNet, one guided call"), ("txt2img", "txt2img, 50 steps")):
+        for r in result.get(part) or []:
+            body.append([title, r["system"], f"{r['p50_ms']:.1f}", f"{r['speedup']:.1f}×"])
+    return rows(["what", "system", "median ms", "speed-up"], body) + f"\n{_gpu(result)}; random weights.\n"
+
+
+def _gpu(result: dict[str, Any]) -> str:
+    return f"{result['hardware'].get('gpu', result['hardware']['cpu'])}, torch {result['software']['torch']}"
+
+
 TABLES: dict[str, tuple[Callable[[Any], str], str]] = {
     "success": (success, "libero_spatial_demo_h200"),
     "tasks": (tasks, "libero_spatial_demo_h200"),
@@ -308,6 +338,8 @@ TABLES: dict[str, tuple[Callable[[Any], str], str]] = {
     "bench_pi0": (bench, "bench_pi0_h200"),
     "parity_demo": (parity, "parity_*"),
     "paired_libero": (paired, "libero_paired_h200"),
+    "qwen_vae": (autoencoders, "qwen_vae_h200"),
+    "sd_unet": (unets, "sd_unet_h200"),
 }
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 

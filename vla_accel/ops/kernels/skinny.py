@@ -237,7 +237,9 @@ def tiling(rows: int, k: int, columns: int) -> Tiling:
     if block_m == 16:
         parts = 16 if whole > 2048 else 8
         block_k = max(whole // 4, min(whole, parts * 32))
-        ahead = -(-k // block_k)
+        # Beyond 4096 the weights ahead would not fit in shared memory.
+        block_k = min(block_k, 1024)
+        ahead = -(-k // block_k) if whole <= 4096 else 1
     else:
         parts, block_k, ahead = 8, min(whole, 256), 1
     parts = max(1, min(parts, block_k // 16))
