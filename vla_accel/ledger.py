@@ -32,6 +32,8 @@ class Ledger:
 
     strict: bool = False
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
+    _plain: list[dict[str, object]] = field(default_factory=list, init=False, repr=False, compare=False)
+    _shown: tuple[LedgerEntry, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def record(self, entry: LedgerEntry) -> None:
         """Keep an entry; a fallback is also logged as a warning, or raises EngineError when strict."""
@@ -45,5 +47,10 @@ class Ledger:
         self.entries[entry.component] = entry
 
     def as_list(self) -> list[dict[str, object]]:
-        """Plain data for metadata and JSON."""
-        return [{**dataclasses.asdict(e), "fell_back": e.fell_back} for e in self.entries.values()]
+        """Plain data for metadata and JSON, as every call returns it: a list of one's own, the same rows until the
+        ledger changes."""
+        entries = tuple(self.entries.values())
+        if entries != self._shown:
+            self._shown = entries
+            self._plain = [{**dataclasses.asdict(e), "fell_back": e.fell_back} for e in entries]
+        return list(self._plain)
