@@ -102,7 +102,7 @@ def launches_of(config: Pi0Config, batch: int, views: int, length: int, precisio
     def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         found.append((kernel, args, options))
 
-    run, JITFunction.run = JITFunction.run, record
+    run, JITFunction.run = JITFunction.run, record  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment]
     try:
         for program in programs:

@@ -88,7 +88,7 @@ VALUES = st.recursive(
 
 def packed(value: Any) -> bytes:
     # A lone surrogate cannot be sent; what a stranger sends is not bound by that.
-    return msgpack.packb(value, unicode_errors="surrogatepass")
+    return msgpack.packb(value, unicode_errors="surrogatepass")  # pyright: ignore[reportReturnType]
 
 
 # Read once: what hypothesis draws from must not change during a run.

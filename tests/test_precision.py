@@ -76,8 +76,8 @@ def test_kept_modules_rescue_a_sum_that_float16_cannot_hold() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     with torch.no_grad():
         for layer, scale in ((net[0], 1.0), (net[1][0], 1e6), (net[1][1], 1e-6)):  # type: ignore[index]
-            layer.weight.copy_(scale * torch.eye(8))
-            layer.bias.zero_()
+            layer.weight.copy_(scale * torch.eye(8))  # pyright: ignore[reportCallIssue]
+            layer.bias.zero_()  # pyright: ignore[reportCallIssue]
     net.requires_grad_(False)
     x = torch.ones(1, 8)
     lost = apply_policy(net, PrecisionPolicy("fp16", ("1",)))

@@ -54,7 +54,7 @@ def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
 
 def test_it_speaks_openpis_protocol() -> None:
     with background(EchoPolicy(), LOCAL) as server, connect(server.address, compression=None) as client:
-        metadata = openpi_unpack(client.recv())
+        metadata = openpi_unpack(client.recv())  # pyright: ignore[reportArgumentType]
         assert metadata == {
             "policy": "echo",
             "action_horizon": 10,
@@ -64,7 +64,7 @@ def test_it_speaks_openpis_protocol() -> None:
         for index in range(2):
             obs = observation(1, 2, 3, image=True)
             client.send(openpi_pack(obs))
-            answer = openpi_unpack(client.recv())
+            answer = openpi_unpack(client.recv())  # pyright: ignore[reportArgumentType]
             np.testing.assert_array_equal(answer["actions"], expected_actions(obs["observation/state"]))
             timing = answer["server_timing"]
             assert timing["infer_ms"] > 0 and ("prev_total_ms" in timing) == (index == 1)

@@ -55,14 +55,14 @@ def is_lerobot(folder: Path) -> bool:
     path = folder / "config.json"
     if not path.is_file():
         return False
-    content = _read(path)
+    content = read_json(path)
     return "type" in content and "input_features" in content
 
 
 def read_folder(folder: Path) -> LerobotFolder:
     """Raises CheckpointError for another policy, missing files or statistics, and for steps that are not known."""
     path = folder / "config.json"
-    config = _read(path)
+    config = read_json(path)
     kind = config["type"]
     if kind not in ("pi0", "pi05"):
         raise CheckpointError(f"{path}: expected a policy of type pi0 or pi05, got {kind!r}")
@@ -179,7 +179,7 @@ def _statistics(folder: Path, steps: list[dict[str, Any]], step: str) -> dict[st
 def _steps(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path.parent}: expected {path.name} with the statistics, found no such file")
-    steps = _member(_read(path), "steps", list, path)
+    steps = _member(read_json(path), "steps", list, path)
     unknown = [str(s.get("registry_name", s.get("class"))) for s in steps if s.get("registry_name") not in _KNOWN_STEPS]
     if unknown:
         raise CheckpointError(
@@ -200,7 +200,8 @@ def _member(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any
     return value
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A checkpoint's JSON or YAML file. Raises CheckpointError."""
     try:
         return read_mapping(path)
     except ConfigError as error:

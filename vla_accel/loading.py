@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from vla_accel.config import PolicyConfig, read_mapping
+from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError
-from vla_accel.lerobot import is_lerobot, read_folder
+from vla_accel.lerobot import is_lerobot, read_folder, read_json
 from vla_accel.models.checkpoint import load_weights, read_config
 from vla_accel.models.dialects import Stated, dialect_of, infer_config
 from vla_accel.models.pi0 import Pi0, Pi0Config
@@ -129,7 +129,7 @@ def _is_ours(folder: Path) -> bool:
     """Our config says so itself; without any config, canonical names do, and then the config is what is missing."""
     path = folder / "config.json"
     if path.is_file():
-        return "format" in _read(path) or "kind" in _read(path)
+        return "format" in read_json(path) or "kind" in read_json(path)
     files = sorted(folder.glob("model*.safetensors"))
     return not files or dialect_of(SafetensorsWeights(folder).shapes)[0] == "vla_accel"
 
@@ -145,7 +145,7 @@ def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -
     """openpi's folder: weights, `assets/<asset_id>/norm_stats.json`, and the config.json that its converter writes;
     `pi05`, `max_token_len` and `discrete_state_input` in it are ours (`vla-accel convert`)."""
     path = folder / "config.json"
-    content = _read(path) if path.is_file() else {}
+    content = read_json(path) if path.is_file() else {}
     asset, statistics = _asset(folder, settings.checkpoint.asset_id)
     stated = Stated(
         kind=None if "pi05" not in content else ("pi05" if content["pi05"] else "pi0"),
@@ -237,10 +237,3 @@ def _whole(content: Mapping[str, Any], key: str, path: Path) -> int | None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise CheckpointError(f"{path}: {key}: expected a positive whole number, got {value!r}")
     return value
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_mapping(path)
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from error

@@ -100,15 +100,15 @@ class _Calibrated(nn.Module):
 
 def _fold_layer_norm(norm: nn.LayerNorm, linear: nn.Linear) -> None:
     assert linear.bias is not None
-    linear.bias += linear.weight @ norm.bias.to(linear.weight.dtype)
-    linear.weight *= norm.weight.to(linear.weight.dtype)
+    linear.bias.add_(linear.weight @ norm.bias.to(linear.weight.dtype))
+    linear.weight.mul_(norm.weight.to(linear.weight.dtype))
     norm.weight.fill_(1.0)
     norm.bias.zero_()
 
 
 def _fold_rms_norm(norm: nn.Module, linear: nn.Linear) -> None:
     assert isinstance(norm, RmsNorm)
-    linear.weight *= 1.0 + norm.weight.to(linear.weight.dtype)
+    linear.weight.mul_(1.0 + norm.weight.to(linear.weight.dtype))
     norm.weight.zero_()
 
 

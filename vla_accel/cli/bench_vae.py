@@ -149,7 +149,7 @@ class _Bench:
             encode, decode = torch.compile(self.vae._encode), torch.compile(self.vae._decode)
             return {"encoder": lambda: encode(image), "decoder": lambda: decode(latents).sample}
         if name == "inductor":
-            encoder, decoder = (h.to(memory_format=torch.channels_last) for h in split_autoencoder(self.vae))
+            encoder, decoder = (h.to(memory_format=torch.channels_last) for h in split_autoencoder(self.vae))  # pyright: ignore[reportCallIssue]
             compiled = torch.compile(encoder), torch.compile(decoder)
             return {"encoder": lambda: compiled[0](image), "decoder": lambda: compiled[1](latents)}
         accelerated = self._accelerated.get(name) or AcceleratedVae(self.vae, self._config(name), ledger=self.ledger)

@@ -141,7 +141,9 @@ def text_encoder(name: str, device: torch.device) -> Any:
     wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     real = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
     config = transformers.Qwen2Config(
-        vocab_size=200 if tiny else 152064, num_hidden_layers=TEXT_ENCODERS[name], **(wide if tiny else real)
+        vocab_size=200 if tiny else 152064,
+        num_hidden_layers=TEXT_ENCODERS[name],
+        **(wide if tiny else real),  # pyright: ignore[reportArgumentType]
     )
     return filled(lambda: transformers.Qwen2Model(config), dtype=torch.float32, device=device)
 

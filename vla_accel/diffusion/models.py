@@ -170,7 +170,11 @@ def random_stable_diffusion(*, tiny: bool, dtype: torch.dtype, device: torch.dev
     words = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
     tokenizer = transformers.CLIPTokenizer(vocab={w: i for i, w in enumerate(words)}, merges=[], model_max_length=77)
     text_config = transformers.CLIPTextConfig(
-        vocab_size=len(words) if tiny else 49408, max_position_embeddings=77, bos_token_id=0, eos_token_id=1, **sizes
+        vocab_size=len(words) if tiny else 49408,
+        max_position_embeddings=77,
+        bos_token_id=0,
+        eos_token_id=1,
+        **sizes,  # pyright: ignore[reportArgumentType]
     )
     return package.StableDiffusionPipeline(
         vae=random_model(f"{prefix}sd-vae", dtype=dtype, device=device, seed=seed),

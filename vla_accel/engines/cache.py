@@ -205,7 +205,7 @@ def weights_hash(module: nn.Module) -> str:
 def tensor_hash(tensor: Tensor) -> str:
     """A hash of a tensor's content. Never remembered: a write through `.data` would go unnoticed."""
     content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(memoryview(content.numpy())).hexdigest()
+    return hashlib.sha256(memoryview(content.numpy())).hexdigest()  # pyright: ignore[reportArgumentType]
 
 
 def code_hash(module: nn.Module, *more: Path) -> str:

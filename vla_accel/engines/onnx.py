@@ -277,9 +277,9 @@ def _translations() -> dict[Any, Any]:
     ) -> Any:
         if (num_bits, exponent_bits) != (8, 4):
             raise NotImplementedError(f"quantiser of {num_bits} bits with {exponent_bits} of exponent: only FP8 E4M3")
-        scale = op.CastLike(op.Div(op.Cast(amax, to=onnx.TensorProto.FLOAT), op.Constant(value_float=_E4M3_MAX)), x)
-        zero = op.Cast(op.Constant(value_float=0.0), to=onnx.TensorProto.FLOAT8E4M3FN)
-        return op.DequantizeLinear(op.QuantizeLinear(x, scale, zero), scale, zero)
+        scale = op.CastLike(op.Div(op.Cast(amax, to=onnx.TensorProto.FLOAT), op.Constant(value_float=_E4M3_MAX)), x)  # pyright: ignore[reportArgumentType]
+        zero = op.Cast(op.Constant(value_float=0.0), to=onnx.TensorProto.FLOAT8E4M3FN)  # pyright: ignore[reportArgumentType]
+        return op.DequantizeLinear(op.QuantizeLinear(x, scale, zero), scale, zero)  # pyright: ignore[reportArgumentType]
 
     return {torch.ops.tensorrt.quantize_op.default: quantize}
 

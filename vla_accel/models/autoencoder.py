@@ -174,7 +174,7 @@ def _conv2d(conv: nn.Conv2d | nn.Conv3d) -> nn.Conv2d:
             conv.out_channels,
             (height, width),
             stride=tuple(conv.stride[1:]),  # type: ignore[arg-type]
-            padding=(top, left),
+            padding=(top, left),  # pyright: ignore[reportArgumentType]
             dtype=conv.weight.dtype,
         )
     with torch.no_grad():

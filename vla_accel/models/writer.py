@@ -51,7 +51,7 @@ class SafetensorsWriter:
             raise ValueError(f"{name}: expected shape {shape}, once, got {tuple(tensor.shape)}")
         values = tensor.detach().to("cpu", dtype).contiguous().flatten()
         self._file.seek(self._start + offset)
-        self._file.write(memoryview(values.view(torch.uint8).numpy()))
+        self._file.write(memoryview(values.view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
         self._left.remove(name)
 
     def __enter__(self) -> SafetensorsWriter:

@@ -102,7 +102,7 @@ class CompiledHalf:
 
     def __init__(self, half: Half, backend: str = "inductor") -> None:
         self.detail = f"torch.compile ({backend}) of the channels-last form"
-        half = half.to(memory_format=torch.channels_last)
+        half = half.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self._run = torch.compile(half, backend=backend, dynamic=False)
 
     @torch.inference_mode()

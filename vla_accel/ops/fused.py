@@ -86,7 +86,7 @@ def make_linear(
 def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False) -> None:
     """out = x Wᵀ + b, then tanh GELU if `gelu` (BF16/FP16 only). x (R, K), out (R, N)."""
     if x.is_cuda:
-        if layer.weight_scale is not None:
+        if layer.weight_scale is not None and layer.input_scale is not None:
             torch._scaled_mm(
                 x, layer.weight.t(), scale_a=layer.input_scale, scale_b=layer.weight_scale, bias=layer.bias,
                 out_dtype=out.dtype, use_fast_accum=True, out=out,

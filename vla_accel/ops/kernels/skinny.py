@@ -93,20 +93,12 @@ def _modulated(x, scale_ptr, k0, K: tl.constexpr, PARTS: tl.constexpr, PIECE: tl
 
 
 @triton.jit
-def _qkv_rope(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, rows,
-              tokens, eps, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
-              AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    TILES: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
-    head, i0 = tl.program_id(0) // TILES, (tl.program_id(0) % TILES) * BLOCK_N
-    row0 = tl.program_id(1) * BLOCK_M
-    # Rotary embeddings mix columns i and i + HALF of a head: one program owns both.
-    low, high = head * (2 * HALF) + i0, head * (2 * HALF) + HALF + i0
-    low_end, high_end = low - i0 + HALF, high - i0 + HALF
-    wa0, wa1, wa2, wa3 = _ahead(w_ptr, low, K, BLOCK_N, PARTS, PIECE, low_end, AHEAD)
-    wb0, wb1, wb2, wb3 = _ahead(w_ptr, high, K, BLOCK_N, PARTS, PIECE, high_end, AHEAD)
-    i = i0 + tl.arange(0, BLOCK_N)[None, :]
-    in_head = i < HALF
+def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, second, second_end, eps,
+                 K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+                 PIECE: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Normed rows times two tiles of weight rows, from `first` and from `second`; waits for the previous kernel."""
+    wa0, wa1, wa2, wa3 = _ahead(w_ptr, first, K, BLOCK_N, PARTS, PIECE, first_end, AHEAD)
+    wb0, wb1, wb2, wb3 = _ahead(w_ptr, second, K, BLOCK_N, PARTS, PIECE, second_end, AHEAD)
     wait_for_previous(PDL)
     acc_a = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
     acc_b = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
@@ -119,15 +111,31 @@ def _qkv_rope(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, cos_ptr, sin_ptr, leng
         if k0 < AHEAD * PARTS * PIECE:
             wa, wb = _pick(wa0, wa1, wa2, wa3, k0 // (PARTS * PIECE)), _pick(wb0, wb1, wb2, wb3, k0 // (PARTS * PIECE))
         else:
-            wa = _weight_tile(w_ptr, low, k0, K, BLOCK_N, PARTS, PIECE, low_end)
-            wb = _weight_tile(w_ptr, high, k0, K, BLOCK_N, PARTS, PIECE, high_end)
+            wa = _weight_tile(w_ptr, first, k0, K, BLOCK_N, PARTS, PIECE, first_end)
+            wb = _weight_tile(w_ptr, second, k0, K, BLOCK_N, PARTS, PIECE, second_end)
         x, more = _modulated(x, scale_ptr, k0, K, PARTS, PIECE, HAS_SCALE)
         squares += more
         acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
         acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
     rstd = tl.rsqrt(squares / K + eps)[:, None]
-    a = tl.sum(acc_a, 0) * wscale * rstd
-    b = tl.sum(acc_b, 0) * wscale * rstd
+    return tl.sum(acc_a, 0) * wscale * rstd, tl.sum(acc_b, 0) * wscale * rstd
+
+
+@triton.jit
+def _qkv_rope(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, rows,
+              tokens, eps, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+              AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    TILES: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
+    head, i0 = tl.program_id(0) // TILES, (tl.program_id(0) % TILES) * BLOCK_N
+    row0 = tl.program_id(1) * BLOCK_M
+    # Rotary embeddings mix columns i and i + HALF of a head: one program owns both.
+    low, high = head * (2 * HALF) + i0, head * (2 * HALF) + HALF + i0
+    low_end, high_end = low - i0 + HALF, high - i0 + HALF
+    i = i0 + tl.arange(0, BLOCK_N)[None, :]
+    in_head = i < HALF
+    a, b = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, low, low_end, high, high_end, eps, K, BLOCK_M,
+                        BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PDL)  # fmt: skip
     if HAS_SCALE:
         a += tl.load(shift_ptr + head * (2 * HALF) + i, mask=in_head, other=0.0)
         b += tl.load(shift_ptr + head * (2 * HALF) + HALF + i, mask=in_head, other=0.0)
@@ -161,29 +169,8 @@ def _gate_up_geglu(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, out_ptr, rows, ep
                    PIECE: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr,
                    PDL: tl.constexpr):  # fmt: skip
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
-    wg0, wg1, wg2, wg3 = _ahead(w_ptr, n0, K, BLOCK_N, PARTS, PIECE, HIDDEN, AHEAD)
-    wu0, wu1, wu2, wu3 = _ahead(w_ptr, HIDDEN + n0, K, BLOCK_N, PARTS, PIECE, 2 * HIDDEN, AHEAD)
-    wait_for_previous(PDL)
-    gate = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
-    coming = _row_tile(x_ptr, row0, rows, 0, K, BLOCK_M, PARTS, PIECE)
-    for k0 in tl.static_range(0, K, PARTS * PIECE):
-        x = coming
-        if k0 + PARTS * PIECE < K:
-            coming = _row_tile(x_ptr, row0, rows, k0 + PARTS * PIECE, K, BLOCK_M, PARTS, PIECE)
-        if k0 < AHEAD * PARTS * PIECE:
-            wg, wu = _pick(wg0, wg1, wg2, wg3, k0 // (PARTS * PIECE)), _pick(wu0, wu1, wu2, wu3, k0 // (PARTS * PIECE))
-        else:
-            wg = _weight_tile(w_ptr, n0, k0, K, BLOCK_N, PARTS, PIECE, HIDDEN)
-            wu = _weight_tile(w_ptr, HIDDEN + n0, k0, K, BLOCK_N, PARTS, PIECE, 2 * HIDDEN)
-        x, more = _modulated(x, scale_ptr, k0, K, PARTS, PIECE, HAS_SCALE)
-        squares += more
-        gate = tl.dot(x, wg.to(x.dtype), gate)
-        up = tl.dot(x, wu.to(x.dtype), up)
-    rstd = tl.rsqrt(squares / K + eps)[:, None]
-    g = tl.sum(gate, 0) * wscale * rstd
-    u = tl.sum(up, 0) * wscale * rstd
+    g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN, eps, K,
+                        BLOCK_M, BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PDL)  # fmt: skip
     n = n0 + tl.arange(0, BLOCK_N)[None, :]
     if HAS_SCALE:
         g += tl.load(shift_ptr + n, mask=n < HIDDEN, other=0.0)
