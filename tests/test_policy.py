@@ -228,6 +228,15 @@ def test_a_refused_observation_leaves_the_policy_usable(policy: OptimizedPolicy)
     assert policy.latency_report()["samples"] == 2
 
 
+def test_a_control_loop_gets_the_actions_of_infer(policy: OptimizedPolicy) -> None:
+    policy.reset()
+    want = policy.infer(tiny_observation())["actions"]
+    policy.reset()
+    with policy.async_runner(20, max_wait_s=10.0) as runner:
+        runner.start(tiny_observation())
+        np.testing.assert_array_equal(runner.step(tiny_observation()), want[0])
+
+
 # -- threads and several policies ---------------------------------------------------------------------------------
 
 

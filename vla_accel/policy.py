@@ -28,6 +28,7 @@ from vla_accel.native import NativeStore
 from vla_accel.pipeline import Feed, Pipeline, Pipelines, Shape
 from vla_accel.processing import Inputs, Processor
 from vla_accel.quantize import load_scales
+from vla_accel.realtime import AsyncRunner
 
 __all__ = ["NAMED", "OptimizedPolicy"]
 
@@ -175,6 +176,13 @@ class OptimizedPolicy:
         """The same weights with another number of denoising steps, and a latency log of its own."""
         config = replace(self.config, num_steps=num_steps)
         return OptimizedPolicy(self.model, self.processor, config, name=self.name, store=self.store)
+
+    def async_runner(self, hz: float, **options: Any) -> AsyncRunner:
+        """A control loop at `hz` that is kept fed: the next chunk is computed while this one is executed.
+
+        `options` as `vla_accel.realtime.AsyncRunner` takes them; nobody else may use the policy meanwhile.
+        """
+        return AsyncRunner(self, hz, **options)
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
