@@ -5,7 +5,6 @@ openpi is used where it is installed (`rlinf-openpi` from the package index); it
 
 from __future__ import annotations
 
-import copy
 import gc
 import time
 from collections.abc import Mapping
@@ -142,7 +141,7 @@ def free() -> None:
 
 def without_graph(config: PolicyConfig) -> PolicyConfig:
     """The same engines launched one by one, for a profile."""
-    return replace(copy.copy(config), cuda_graph=False)
+    return replace(config, cuda_graph=False)
 
 
 def describe_sizes(config: Pi0Config, views: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import tyro
 
-from vla_accel.bench import SCHEMA, add_speedups, rates, run
+from vla_accel.bench import SCHEMA, System, add_speedups, rates, run
 from vla_accel.cli.common import print_table
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import replacing
@@ -116,10 +116,9 @@ def _throughput(factory: Factory, names: list[str], steps: int, batches: list[in
     for name in names:
         policy = factory._by_name[name].with_steps(steps)
         for batch in batches:
-            system = factory.make(name, steps)
             rng = np.random.default_rng(batch)
             observations = [random_observation(policy.processor, rng) for _ in range(batch)]
-            system.infer = lambda _, p=policy, o=observations: p.infer_batch(o)[0]
+            system = System(name, lambda _, p=policy, o=observations: p.infer_batch(o)[0], steps)
             row = run([system], lambda _: {}, calls=max(10, calls // 4))[0]
             rows.append({"system": name, "steps": steps, "batch": batch, "median_ms": row["median_ms"],
                          "per_second": 1e3 * batch / row["median_ms"]})  # fmt: skip

@@ -87,6 +87,4 @@ class NativeStore:
         return asked
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 __all__ = ["NativeStore"]

@@ -16,9 +16,9 @@ def compute_dtype(precision: str) -> torch.dtype:
     return {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
 
 
-def padded(size: int, multiple: int = 64) -> int:
-    """`size`, or the next multiple where it is not a multiple of 16 bytes' worth of FP8 tiles already."""
-    return size if size % 16 == 0 and size % multiple == 0 else -(-size // multiple) * multiple
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not below `size`."""
+    return -(-size // multiple) * multiple
 
 
 def fold_norm(linear: nn.Linear, norm: nn.LayerNorm | RmsNorm) -> tuple[Tensor, Tensor | None]:

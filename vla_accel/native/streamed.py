@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vla_accel.models.pi0 import Pi0Config
 from vla_accel.native.constants import StepTables
+from vla_accel.native.fold import round_up
 from vla_accel.ops.fused import Linear
 
 CAPABILITY = (9, 0)
@@ -169,7 +170,7 @@ class StreamedLoop:
         units = min(GATE_UP_UNITS, -(-pairs // 128))
         split = split_of(expert.width, expert.mlp_dim)
         part = expert.mlp_dim // split
-        splits = (_up(prefix_tokens, KEYS) + _up(tokens, KEYS)) // KEYS
+        splits = (round_up(prefix_tokens, KEYS) + round_up(tokens, KEYS)) // KEYS
         tiled = row_tiles * batch * expert.kv_heads
         # A block for every tile of keys where the clusters all fit on the chip at once.
         self.cluster = splits if MAX_PORTABLE < splits <= MAX_CLUSTER and tiled <= 7 else MAX_PORTABLE
@@ -210,13 +211,13 @@ class StreamedLoop:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         head = (expert.kv_heads, expert.head_dim)
-        self.padded = _up(prefix_tokens, KEYS)
+        self.padded = round_up(prefix_tokens, KEYS)
         self.values_t = zeros(expert.depth, batch, *head, self.padded)
         # Kept alive here: the kernels see bare addresses.
         self._buffers = {
             "xf": zeros(rows, expert.width, dtype=torch.float32), "xb": zeros(rows, expert.width),
             "hidden": zeros(rows, expert.width), "q": zeros(rows, expert.heads, expert.head_dim),
-            "ks": zeros(rows, *head), "vts": zeros(batch, *head, _up(tokens, KEYS)),
+            "ks": zeros(rows, *head), "vts": zeros(batch, *head, round_up(tokens, KEYS)),
             "context": zeros(rows, expert.heads * expert.head_dim), "active": zeros(rows, expert.mlp_dim),
         }  # fmt: skip
         cos, sin = fused.rope_tables(prefix_tokens + tokens, expert.head_dim, device)
@@ -265,7 +266,3 @@ def _address(tensor: Tensor | None) -> int | None:
         return None
     assert tensor.is_contiguous(), "the kernels read dense buffers"
     return tensor.data_ptr()
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

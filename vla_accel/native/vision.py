@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.siglip import SiglipLayer
-from vla_accel.native.fold import amax_of, compute_dtype, fold_norm, padded
+from vla_accel.native.fold import amax_of, compute_dtype, fold_norm, round_up
 from vla_accel.ops import fused
 from vla_accel.ops.fused import Linear, make_linear
 
@@ -53,7 +53,7 @@ class VisionWeights:
         for index, layer in enumerate(model.vision.layers):
             assert isinstance(layer, SiglipLayer)
             amax = amax_of(scales, precision, f"vision.layers.{index}")
-            hidden = padded(config.mlp_dim)
+            hidden = round_up(config.mlp_dim, 64)
             extra = hidden - config.mlp_dim
             layers.append(
                 VisionLayer(
@@ -80,7 +80,7 @@ def _patch_embedding(convolution: nn.Conv2d, position: Tensor, precision: str) -
     assert convolution.bias is not None
     offset = convolution.bias.double() - weight.sum(1)
     scaled = weight / 127.5
-    stride = padded(weight.shape[1], 16)
+    stride = round_up(weight.shape[1], 16)
     scaled = torch.nn.functional.pad(scaled, (0, stride - weight.shape[1]))
     if precision == "fp32":
         halves = torch.cat((scaled, torch.zeros_like(scaled)), 1).float()

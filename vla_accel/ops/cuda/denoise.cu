@@ -65,11 +65,6 @@ __device__ __forceinline__ float load_float(const float* p) {
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-__device__ __forceinline__ float4 load_float4(const float* p) {
-  float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
-  return v;
-}
 __device__ __forceinline__ float4 load_constant4(const float* p) { return __ldg((const float4*)p); }
 
 __device__ __forceinline__ u16 to_bf16(float x) {
