@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "server": {"wire", "realtime"},
     "engines": {"component", "config", "ledger", "ops"},
     "models": {"ops", "component", "config"},
-    "quantize": {"models", "config"},
+    "quantize": {"models", "config", "native"},
     "native": {"models", "ops", "component", "config"},
     "components": {"models", "engines", "native", "quantize", "component", "ops", "config"},
     "diffusion": {"component", "components", "config", "engines", "latency", "ledger", "models", "native"},

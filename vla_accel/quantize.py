@@ -23,6 +23,7 @@ from vla_accel.files import replacing
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.siglip import SiglipLayer
+from vla_accel.native.fold import fold_norm
 
 FORMAT = "vla_accel.fp8_scales/1"
 FILE = "fp8_scales.json"
@@ -80,12 +81,12 @@ class _Calibrated(nn.Module):
         with torch.no_grad():
             for layer in self.vision.layers:
                 assert isinstance(layer, SiglipLayer)
-                _fold_layer_norm(layer.layer_norm1, layer.qkv_proj)
-                _fold_layer_norm(layer.layer_norm2, layer.fc1)
+                _fold(layer.layer_norm1, layer.qkv_proj)
+                _fold(layer.layer_norm2, layer.fc1)
             for layer in self.prefix.layers:
                 assert isinstance(layer, GemmaLayer)
-                _fold_rms_norm(layer.input_layernorm, layer.qkv_proj)
-                _fold_rms_norm(layer.post_attention_layernorm, layer.gate_up_proj)
+                _fold(layer.input_layernorm, layer.qkv_proj)
+                _fold(layer.post_attention_layernorm, layer.gate_up_proj)
 
     def forward(self, model: Pi0, images: Tensor, tokens: Tensor) -> None:
         wide = self.vision.patch_embedding.weight.dtype
@@ -98,18 +99,17 @@ class _Calibrated(nn.Module):
         self.prefix(x, positions, None)
 
 
-def _fold_layer_norm(norm: nn.LayerNorm, linear: nn.Linear) -> None:
-    assert linear.bias is not None
-    linear.bias.add_(linear.weight @ norm.bias.to(linear.weight.dtype))
-    linear.weight.mul_(norm.weight.to(linear.weight.dtype))
-    norm.weight.fill_(1.0)
-    norm.bias.zero_()
-
-
-def _fold_rms_norm(norm: nn.Module, linear: nn.Linear) -> None:
-    assert isinstance(norm, RmsNorm)
-    linear.weight.mul_(1.0 + norm.weight.to(linear.weight.dtype))
-    norm.weight.zero_()
+def _fold(norm: nn.Module, linear: nn.Linear) -> None:
+    """Move a norm's weights into the product that follows, in place."""
+    assert isinstance(norm, (nn.LayerNorm, RmsNorm))
+    weight, bias = fold_norm(linear, norm)
+    linear.weight.copy_(weight)
+    if bias is not None:
+        linear.bias.copy_(bias)
+    # Gemma stores an offset from one.
+    norm.weight.fill_(0.0 if isinstance(norm, RmsNorm) else 1.0)
+    if isinstance(norm, nn.LayerNorm):
+        norm.bias.zero_()
 
 
 @torch.no_grad()
