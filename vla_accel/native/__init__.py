@@ -87,4 +87,6 @@ class NativeStore:
         return asked
 
 
-__all__ = ["NativeStore"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+__all__ = ["DTYPES", "NativeStore"]
