@@ -15,6 +15,9 @@ from typing import Any
 
 import tyro
 
+from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
+from eval.markdown import machine, rows
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
 TRAINING = ROOT / "vla_accel" / "assets" / "pi05_demo" / "training.json"
@@ -38,12 +41,6 @@ def load(name: str) -> Any:
         return [json.loads(path.read_text()) for path in paths]
     path = TRAINING if name == "training" else RESULTS / f"{name}.json"
     return json.loads(path.read_text())
-
-
-def rows(header: list[str], body: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *body]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def success(result: dict[str, Any]) -> str:
@@ -124,8 +121,9 @@ def builds(result: dict[str, Any]) -> str:
         took = f"{sum(seconds):.0f}"
         body.append([name, targets, precision, f"{inside}/{all_of}", similar, str(len(engines)), spread, took])
     header = ["component", "for", "precision", "operators", "ONNX cosine", "engines", "MB each", "s in all"]
-    machine = result["machine"]
-    place = machine["gpu"] or f"no GPU, {machine['cpu_threads']} CPU thread{'s' * (machine['cpu_threads'] > 1)}"
+    built_on = result["machine"]
+    threads = built_on["cpu_threads"]
+    place = built_on["gpu"] or f"no GPU, {threads} CPU thread{'s' * (threads > 1)}"
     library = ", ".join(dict.fromkeys(e["library"] for e in result["engines"]))
     through = next((e["torch_tensorrt"] for e in result["engines"] if e["torch_tensorrt"]), None)
     library += f" through torch-tensorrt {through}" if through else ""
@@ -203,7 +201,7 @@ def _conditions(result: dict[str, Any]) -> str:
         f"{model['kind']}, {model['views']} views, {model['action_horizon']} actions, random weights; " if model else ""
     )
     calls = {r["calls"] for r in result["rows"]}
-    text = f"{sizes}{_machine(result)}; {max(calls)} calls of each system, in turns; `{_command(result['command'])}`."
+    text = f"{sizes}{machine(result)}; {max(calls)} calls of each system, in turns; `{_command(result['command'])}`."
     if ceilings:
         text += (
             f" Ceilings measured on the same GPU: {ceilings['bf16_flops'] * 1e-12:.0f} TFLOP/s in BF16, "
@@ -221,20 +219,28 @@ def parity(results: list[dict[str, Any]]) -> str:
         body.append([
             r["name"] + _fell_back(r["engines"]),
             r["weights"],
-            f"{r['observations']} {'recorded' if r['recorded'] else 'random'}",
+            f"{r['observations']} {'recorded' if r['recorded'] else 'random'}"
+            + (f" × {r['draws']}" if r.get("draws", 1) > 1 else ""),
             str(r["num_steps"]),
             f"{r['actions']['cosine']:.6f}",
             f"{r['threshold']:g}",
             f"{r['actions']['median_cosine']:.6f}",
             f"{r['actions']['worst_cosine']:.6f}",
             f"{r['robot_actions']['max_error']:.1e}",
+            *(("-", "-") if "flipped" not in r else (str(r["flipped"]), _rest(r))),
             "yes" if r["passed"] else "**no**",
         ])  # fmt: skip
     cosines = ["cosine", "needed", "median", "worst"]
-    header = ["configuration", "weights", "observations", "steps", *cosines, "max error", "agrees"]
-    where = "; ".join(dict.fromkeys(_machine(r) for r in results))
+    flips = ["flipped", "cosine of the rest"]
+    header = ["configuration", "weights", "observations", "steps", *cosines, "max error", *flips, "agrees"]
+    where = "; ".join(dict.fromkeys(machine(r) for r in results))
     text = "Cosine of the final actions with FP32 eager, over all observations, of the median one and of the worst;"
-    return rows(header, body) + f"\n{text} largest error in the robot's units. {where}.\n"
+    more = "largest error in the robot's units; flipped: chunks in which a command (the gripper's) fell the other way."
+    return rows(header, body) + f"\n{text} {more} {where}.\n"
+
+
+def _rest(report: dict[str, Any]) -> str:
+    return "-" if report["rest_cosine"] is None else f"{report['rest_cosine']:.6f}"
 
 
 def paired(result: dict[str, Any]) -> str:
@@ -255,7 +261,7 @@ def paired(result: dict[str, Any]) -> str:
         ])  # fmt: skip
     reference = result["reference"]
     header = ["run", "steps", "success (95 %)", f"{reference} (95 %)", "pairs", "lost / gained", "p", "errors"]
-    machines = "; ".join(dict.fromkeys(_machine(p) for p in result["policies"].values()))
+    machines = "; ".join(dict.fromkeys(machine(p) for p in result["policies"].values()))
     note = f" {result['note']}" if result.get("note") else ""
     text = (
         f"Same tasks, initial states and seeds. Lost: pairs that only {reference} won; gained: pairs that only the run "
@@ -269,13 +275,6 @@ def _rate(rate: dict[str, Any]) -> str:
         return "-"
     low, high = 100 * rate["wilson_95_low"], 100 * rate["wilson_95_high"]
     return f"{100 * rate['rate']:.1f} % ({low:.1f} to {high:.1f})"
-
-
-def _machine(result: dict[str, Any]) -> str:
-    """Hardware and torch of a report."""
-    hardware = result["hardware"]
-    place = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['threads']} thread{'s' * (hardware['threads'] > 1)}"
-    return f"{place}, torch {result['software']['torch']}"
 
 
 def _command(command: str | list[str]) -> str:
@@ -296,36 +295,6 @@ def _where(result: dict[str, Any]) -> str:
     )
 
 
-def autoencoders(result: dict[str, Any]) -> str:
-    """An autoencoder's systems: time and agreement with float32."""
-    body = [
-        [
-            r["size"],
-            r["side"],
-            r["system"],
-            f"{r['p50_ms']:.2f}",
-            f"{r['speedup']:.1f}×",
-            f"{r['parity']['cosine']:.6f}",
-        ]
-        for r in result["results"]
-    ]
-    header = ["size", "side", "system", "median ms", "speed-up", "cosine with FP32"]
-    return rows(header, body) + f"\n{_gpu(result)}; {result['vae']}, random weights.\n"
-
-
-def unets(result: dict[str, Any]) -> str:
-    """Stable Diffusion's systems: one guided UNet call, and the whole picture."""
-    body = []
-    for part, title in (("unet", "UNet, one guided call"), ("txt2img", "txt2img, 50 steps")):
-        for r in result.get(part) or []:
-            body.append([title, r["system"], f"{r['p50_ms']:.1f}", f"{r['speedup']:.1f}×"])
-    return rows(["what", "system", "median ms", "speed-up"], body) + f"\n{_gpu(result)}; random weights.\n"
-
-
-def _gpu(result: dict[str, Any]) -> str:
-    return f"{result['hardware'].get('gpu', result['hardware']['cpu'])}, torch {result['software']['torch']}"
-
-
 TABLES: dict[str, tuple[Callable[[Any], str], str]] = {
     "success": (success, "libero_spatial_demo_h200"),
     "tasks": (tasks, "libero_spatial_demo_h200"),
@@ -339,7 +308,10 @@ TABLES: dict[str, tuple[Callable[[Any], str], str]] = {
     "parity_demo": (parity, "parity_*"),
     "paired_libero": (paired, "libero_paired_h200"),
     "qwen_vae": (autoencoders, "qwen_vae_h200"),
+    "qwen_vae_sizes": (autoencoder_sizes, "qwen_vae_sizes_h200"),
     "sd_unet": (unets, "sd_unet_h200"),
+    "qwen_image": (qwen_images, "qwen_image_h200"),
+    "precision": (precisions, "precision_*"),
 }
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from eval.image_tables import precisions
 from vla_accel import cli
 from vla_accel.errors import ConfigError
 from vla_accel.precision import (
@@ -147,6 +148,8 @@ def test_the_command_reports(model: str, capsys: pytest.CaptureFixture[str]) -> 
     report: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert report["weights_ratio"] == pytest.approx(0.5, abs=0.02) and list(report["parameters"]) == ["bfloat16"]
     assert report["parity"]["cosine"] > 0.998 and report["overflow"] == [] and report["kept_fp32"] == []
+    line = precisions([report]).splitlines()[2]
+    assert line.startswith(f"| {model} | BF16 | ") and " | - | - | " in line and line.endswith(" | 0 | none |")
 
 
 def test_the_command_fails_on_overflow_and_names_it(

@@ -11,9 +11,10 @@ import torch
 
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
+from eval.image_tables import autoencoder_sizes, autoencoders, qwen_images  # noqa: E402
 from vla_accel import cli  # noqa: E402
 from vla_accel.diffusion.measure import Parity, in_turns, parity, peak_memory  # noqa: E402
-from vla_accel.diffusion.picture import load_image  # noqa: E402
+from vla_accel.diffusion.picture import load_image, read_parameters  # noqa: E402
 from vla_accel.diffusion.qwen import accelerate, random_qwen_image  # noqa: E402
 from vla_accel.errors import ConfigError  # noqa: E402
 from vla_accel.ledger import Ledger  # noqa: E402
@@ -77,6 +78,9 @@ def test_bench_qwen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["baseline", "VAE only", "transformer only (native)", "both (native)"]
     assert [r["system"] for r in report["results"]] == names and report["layers"] == 1
     assert all(r["parity"]["cosine"] > 0.9999 for r in report["results"])
+    lines = qwen_images(report).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:6]] == [f"| {n}" for n in names]
+    assert lines[-1].startswith("64², 2 steps, 1 transformer layers, FP32")
 
 
 @pytest.mark.parametrize("vae", ["tiny-qwen-vae", "tiny-sd-vae"])
@@ -93,7 +97,10 @@ def test_bench_vae(vae: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         for system in ("eager", "native")
     }
     assert all(r["parity"]["cosine"] > 0.9999 and r["calls"] == 2 for r in report["results"])
-    assert load_image(picture).shape == (1, 3, 64, 192)
+    assert load_image(picture).shape == (1, 3, 64 + 14, 4 * 64)
+    shown = read_parameters(picture)
+    assert shown["panels"] == ["source", "eager fp32", "native fp32", "difference x 8"] and shown["random_weights"]
+    assert report["picture"]["parity"]["cosine"] > 0.9999 and report["picture"]["size"] == "64x64"
 
 
 def test_bench_vae_fails_on_disagreement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +112,7 @@ def test_bench_vae_fails_on_disagreement(capsys: pytest.CaptureFixture[str], mon
     assert cli.main(words.split()) == 1
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert [r["passed"] for r in report["results"]] == [True, True, True, False]
+    assert autoencoders(report).splitlines()[3].startswith("| 64x64 | native | ")
 
 
 def test_a_system_that_fails_is_reported_and_the_others_are_timed(
@@ -125,6 +133,9 @@ def test_a_system_that_fails_is_reported_and_the_others_are_timed(
         ("encoder", "native"),
         ("decoder", "eager"),
     ]
+    assert autoencoder_sizes(report).splitlines()[2].endswith(", 1.0× | - | 1.000000 |")
+    # No sum of one side.
+    assert autoencoders(report).splitlines()[3].endswith(" | - | - | - | 1.000000 | - |")
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------

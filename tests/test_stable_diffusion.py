@@ -12,6 +12,7 @@ import torch
 
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
+from eval.image_tables import unets  # noqa: E402
 from vla_accel import cli, latency  # noqa: E402
 from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.diffusion.models import random_stable_diffusion  # noqa: E402
@@ -266,6 +267,23 @@ def test_a_saved_pipeline_loads(parts: Any, tmp_path: Path) -> None:
         load_parts(tmp_path, device=CPU, dtype=torch.float32)
 
 
+def test_bench_unet_compares_with_both_eagers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "bench-unet --sd-dir tiny-random --systems eager-fp32 eager native --dtype bf16 --size 64 --steps 2"
+    assert cli.main([*words.split(), "--rounds", "1", "--unet-rounds", "1"]) == 0
+    report = last_json(capsys.readouterr().out)
+    for rows, names in (
+        (report["unet"], ("parity", "parity_eager")),
+        (report["txt2img"], ("parity", "parity_eager", "latents", "latents_eager")),
+    ):
+        wide, eager, _ = rows
+        for name in names:
+            own, other = (eager, wide) if name.endswith("eager") else (wide, eager)
+            assert own[name]["mse"] == 0 and other[name]["mse"] > 0
+    assert report["agreement_with"]["parity_eager"] == "eager in bf16"
+    text = unets(report)
+    assert "| txt2img, 2 steps | native |" in text and "cosine with eager BF16" in text and "img2img" not in text
+
+
 def test_bench_unet_compares_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "bench-unet --sd-dir tiny-random --systems eager-fp32 native --dtype fp32 --size 64 --steps 2 --rounds 1"
     picture, output = tmp_path / "both.png", tmp_path / "bench.json"
@@ -276,5 +294,7 @@ def test_bench_unet_compares_and_counts(tmp_path: Path, capsys: pytest.CaptureFi
     for rows in (report["unet"], report["txt2img"], report["img2img"]):
         assert [r["system"] for r in rows] == ["eager-fp32", "native"]
         assert rows[0]["speedup"] == 1.0 and rows[1]["parity"]["cosine"] > 0.9999
+        assert "parity_eager" not in rows[0]
+    assert all(r["latents"]["cosine"] > 0.9999 for part in ("txt2img", "img2img") for r in report[part])
     assert load_image(picture).shape == (1, 3, 64, 128)
     assert {"unet", "vae_decode", "total"} <= set(report["breakdown"]["native"])

@@ -6,26 +6,24 @@ JSON line. Exit status 1 if a picture disagrees with the baseline's.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vla_accel import latency
 from vla_accel.cli.common import (
     DTYPES,
     PARITY_COLUMNS,
-    Dtype,
+    BenchOptions,
+    finish,
     parity_cells,
     parse,
     pick_device,
     print_table,
-    write_json,
+    report,
 )
 from vla_accel.components.vae import check_size
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
@@ -38,7 +36,7 @@ COSINE = 0.999
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(BenchOptions):
     """Time Qwen-Image end to end, with and without our autoencoder and a faster transformer."""
 
     size: int = 1024
@@ -56,11 +54,6 @@ class Options:
     """QwenImageEditPipeline: a picture is encoded, too."""
     tokens: int = 128
     """Of the prompt."""
-    dtype: Dtype = "bf16"
-    rounds: int = 5
-    device: str = "auto"
-    output: Path | None = None
-    """Also write the JSON here."""
 
 
 def main(arguments: list[str]) -> int:
@@ -103,21 +96,15 @@ def main(arguments: list[str]) -> int:
         for n, t in timings.items()
     ]
     passed = all(a.cosine > COSINE for a in agreement.values()) and not errors
-    summary = {
-        "command": "bench-qwen",
+    content = {
         "size": options.size,
         "steps": options.steps,
         "layers": options.layers,
         "tiny": options.tiny,
         "edit": options.edit,
-        "dtype": options.dtype,
-        "hardware": latency.hardware(device),
-        "software": latency.software(),
         "engines": ledger.as_list(),
         "results": rows,
         "errors": errors,
-        "seconds": round(time.perf_counter() - began, 1),
-        "passed": passed,
     }
     name = "Qwen-Image Edit" if options.edit else "Qwen-Image"
     print_table(
@@ -129,14 +116,13 @@ def main(arguments: list[str]) -> int:
             for r in rows
         ],
     )  # fmt: skip
-    write_json(options.output, summary)
-    print(json.dumps(summary))
-    return 0 if passed else 1
+    return finish(report("bench-qwen", options, device, began, passed, content), options.output)
 
 
 def _call(options: Options, pipeline: Any, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     width = pipeline.transformer.config.joint_attention_dim
     embeds = torch.randn(1, options.tokens, width, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    mask = torch.ones(1, options.tokens, dtype=torch.int64, device=device)
     extra: dict[str, Any] = {"height": options.size, "width": options.size}
     if options.edit:
         from PIL import Image
@@ -147,7 +133,7 @@ def _call(options: Options, pipeline: Any, dtype: torch.dtype, device: torch.dev
     def run() -> Tensor:
         made = pipeline(
             prompt_embeds=embeds,
-            prompt_embeds_mask=None,
+            prompt_embeds_mask=mask,
             true_cfg_scale=1.0,
             num_inference_steps=options.steps,
             generator=torch.Generator("cpu").manual_seed(0),

@@ -1,12 +1,14 @@
 """`vla-accel bench-unet`: Stable Diffusion, whole pictures and single UNet calls, several systems in turns.
 
-Every system starts from the same weights (rounded to the narrow dtype), prompt and seed. Ends with one JSON line.
-Exit status 1 if a system's UNet disagrees with the float32 one beyond the threshold.
+Every system starts from the same weights (rounded to the narrow dtype), prompt and seed. Agreement is reported twice:
+with eager in float32, and with eager in the narrow dtype, of the latents and of the picture. Over many steps the first
+says what the dtype costs, the second what a system adds to that. Ends with one JSON line. Exit status 1 if a system's
+UNet disagrees with the float32 one beyond the threshold.
 """
 
 from __future__ import annotations
 
-import json
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,15 +18,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vla_accel import latency
 from vla_accel.cli.common import (
     DTYPES,
     PARITY_COLUMNS,
+    BenchOptions,
     Dtype,
+    finish,
     parity_cells,
     parse,
     pick_device,
     print_table,
+    report,
     write_json,
 )
 from vla_accel.cli.generate import RANDOM
@@ -41,7 +45,7 @@ COSINE = 0.9995
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(BenchOptions):
     """Time Stable Diffusion: systems in turns, wall clock of whole pictures and of single UNet calls."""
 
     sd_dir: str = "random"
@@ -55,12 +59,8 @@ class Options:
     """Time image to image, too (strength 0.8)."""
     dtype: Dtype = "fp16"
     """Of every system but eager-fp32."""
-    rounds: int = 5
     unet_rounds: int = 20
     seed: int = 0
-    device: str = "auto"
-    output: Path | None = None
-    """Also write the JSON here."""
     picture: Path | None = None
     """Write the reference's picture beside the last system's, as PNG, here."""
 
@@ -70,34 +70,19 @@ def main(arguments: list[str]) -> int:
     options = parse(Options, arguments, "vla-accel bench-unet", __doc__)
     began = time.perf_counter()
     bench = _Bench(options)
+    parts: dict[str, list[dict[str, Any]]] = {}
     with torch.inference_mode():
-        unet = bench.unet_calls()
-        tasks = {"txt2img": bench.pictures(None)}
-        if options.img2img:
-            tasks["img2img"] = bench.pictures(bench.input_image())
-    _print("UNet, one call (guidance pair)", unet)
-    for task, rows in tasks.items():
-        _print(f"{task}, {options.size}², {options.steps} steps", rows)
-    passed = all((r["parity"]["cosine"] or 0.0) > COSINE for r in unet) and not bench.errors
-    summary = {
-        "command": "bench-unet",
-        "model": options.sd_dir,
-        "size": options.size,
-        "steps": options.steps,
-        "dtype": options.dtype,
-        "hardware": latency.hardware(bench.device),
-        "software": latency.software(),
-        "engines": bench.engines(),
-        "unet": unet,
-        **tasks,
-        "breakdown": bench.breakdowns(),
-        "errors": bench.errors,
-        "seconds": round(time.perf_counter() - began, 1),
-        "passed": passed,
-    }
-    write_json(options.output, summary)
-    print(json.dumps(summary))
-    return 0 if passed else 1
+        for part in ("unet", "txt2img", *(("img2img",) if options.img2img else ())):
+            if part == "unet":
+                parts[part] = bench.unet_calls()
+                _print("UNet, one call (guidance pair)", parts[part])
+            else:
+                parts[part] = bench.pictures(bench.input_image() if part == "img2img" else None)
+                _print(f"{part}, {options.size}², {options.steps} steps", parts[part])
+            summary = bench.summary(began, parts)
+            # What was measured is kept, whatever becomes of the rest.
+            write_json(options.output, summary)
+    return finish(summary, options.output)
 
 
 class _Bench:
@@ -115,6 +100,27 @@ class _Bench:
         self._compiled: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
         self.errors: dict[str, str] = {}
+        self._latents: dict[str, Tensor] = {}
+
+    def summary(self, began: float, parts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+        """The report on the parts measured so far."""
+        passed = all((r["parity"]["cosine"] or 0.0) > COSINE for r in parts["unet"]) and not self.errors
+        content = {
+            "model": self.options.sd_dir,
+            "size": self.options.size,
+            "steps": self.options.steps,
+            "agreement_with": {
+                "parity": "eager in float32, the same weights",
+                "parity_eager": f"eager in {self.options.dtype}",
+                "latents": "of the last step: eager in float32",
+                "latents_eager": f"of the last step: eager in {self.options.dtype}",
+            },
+            "engines": self.engines(),
+            **parts,
+            "breakdown": self.breakdowns(),
+            "errors": self.errors,
+        }
+        return report("bench-unet", self.options, self.device, began, passed, content)
 
     def _load(self, dtype: torch.dtype) -> Any:
         name = self.options.sd_dir
@@ -145,9 +151,8 @@ class _Bench:
         runs = {n: self._unet(n, sample, timestep, states) for n in self.options.systems}
         want = self.wide.unet(sample.float(), timestep, states.float(), return_dict=False)[0]
         done = self._first("unet", runs)
-        agreement = {n: parity(r, want) for n, r in done.items()}
         timings = in_turns({n: runs[n] for n in done}, rounds=self.options.unet_rounds, device=self.device)
-        return self._rows(timings, agreement)
+        return self._rows(timings, {"parity": (done, want), "parity_eager": (done, done.get("eager"))})
 
     def _unet(self, name: str, sample: Tensor, timestep: Tensor, states: Tensor) -> Callable[[], Tensor]:
         if name == "eager-fp32":
@@ -164,10 +169,10 @@ class _Bench:
         if name == "eager":
             return self.parts.unet
         if name not in self._compiled:
-            # torch.compile at its best: channels-last, as its users set it.
-            unet = self.parts.unet.to(memory_format=torch.channels_last)
+            # torch.compile at its best: channels-last, as its users set it; a copy, since eager stays as it is.
+            unet = copy.deepcopy(self.parts.unet).to(memory_format=torch.channels_last)
             mode = "reduce-overhead" if name == "compile-graphs" else None
-            self._compiled[name] = torch.compile(unet, mode=mode)
+            self._compiled[name] = torch.compile(unet, mode=mode, dynamic=False)
         return self._compiled[name]
 
     # -- whole pictures ---------------------------------------------------------------------------------------------
@@ -181,16 +186,23 @@ class _Bench:
         """Every system's whole call."""
         runs = {n: self._picture(n, image) for n in self.options.systems}
         task = "txt2img" if image is None else "img2img"
+        self._latents.clear()
         results = {n: r.cpu() for n, r in self._first(task, runs).items()}
         runs = {n: runs[n] for n in results}
         memory = {n: peak_memory(self.device, run) for n, run in runs.items()}
         reference = results.get("eager-fp32", results[next(iter(results))])
-        agreement = {n: parity(r, reference) for n, r in results.items()}
+        latents = {n: self._latents[n] for n in results}
+        compared = {
+            "parity": (results, reference),
+            "parity_eager": (results, results.get("eager")),
+            "latents": (latents, latents.get("eager-fp32")),
+            "latents_eager": (latents, latents.get("eager")),
+        }
         timings = in_turns(runs, rounds=self.options.rounds, device=self.device, warm_up=1)
         if self.options.picture is not None and image is None:
             last = results[list(results)[-1]]
             side_by_side(self.options.picture, [(r * 2 - 1).permute(2, 0, 1)[None] for r in (reference, last)])
-        rows = self._rows(timings, agreement)
+        rows = self._rows(timings, compared)
         for row in rows:
             name = row["system"]
             row |= {"peak_gib": round(memory[name], 2), "first_call_s": round(self.seconds[f"{task} {name}"], 2)}
@@ -203,7 +215,13 @@ class _Bench:
             request = Request(
                 "a red bowl on a table", "blur", options.size, options.size, options.steps, seed=options.seed
             )
-            return lambda: torch.from_numpy(ours.generate(request, image).pixels / 255.0)
+
+            def generate() -> Tensor:
+                made = ours.generate(request, image)
+                self._latents.setdefault(name, made.latents.float().cpu())
+                return torch.from_numpy(made.pixels / 255.0)
+
+            return generate
         parts = self.wide if name == "eager-fp32" else self.parts
         unet = parts.unet if name == "eager-fp32" else self._compile(name)
         kind = "StableDiffusionPipeline" if image is None else "StableDiffusionImg2ImgPipeline"
@@ -214,8 +232,15 @@ class _Bench:
         extra: dict[str, Any] = {"height": options.size, "width": options.size}
         if image is not None:
             extra = {"image": image / 2 + 0.5, "strength": 0.8}
+        last: list[Any] = [None]
+
+        def keep(_pipeline: Any, _step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+            last[0] = values["latents"]
+            return {}
 
         def run() -> Tensor:
+            # Only the first call is watched: the others are timed.
+            watch = {} if name in self._latents else {"callback_on_step_end": keep}
             made = pipeline(
                 "a red bowl on a table",
                 negative_prompt="blur",
@@ -223,7 +248,10 @@ class _Bench:
                 generator=torch.Generator("cpu").manual_seed(options.seed),
                 output_type="np",
                 **extra,
+                **watch,
             )
+            if watch:
+                self._latents[name] = last[0].float().cpu()
             return torch.from_numpy(made.images[0])
 
         return run
@@ -241,7 +269,8 @@ class _Bench:
 
     # -- results ----------------------------------------------------------------------------------------------------
 
-    def _rows(self, timings: Any, agreement: Any) -> list[dict[str, Any]]:
+    def _rows(self, timings: Any, compared: dict[str, tuple[dict[str, Tensor], Tensor | None]]) -> list[dict[str, Any]]:
+        """Lines of the results; `compared`: name of an agreement to every system's result and what it is held to."""
         names = list(timings)
         return [
             {
@@ -249,7 +278,7 @@ class _Bench:
                 **timings[n].as_dict(),
                 "speedup": timings[names[0]].p50_ms / timings[n].p50_ms,
                 "speedup_over_compile": self._over(timings, n),
-                "parity": agreement[n].as_dict(),
+                **{k: parity(r[n], want).as_dict() for k, (r, want) in compared.items() if want is not None},
             }
             for n in names
         ]
@@ -271,7 +300,9 @@ class _Bench:
 def _print(title: str, rows: list[dict[str, Any]]) -> None:
     def line(r: dict[str, Any]) -> list[str]:
         over = f"{r['speedup_over_compile']:.2f}x" if r["speedup_over_compile"] else ""
-        return [r["system"], f"{r['p50_ms']:.2f}", f"{r['speedup']:.2f}x", over, *parity_cells(r["parity"])]
+        same = r.get("parity_eager") or {"cosine": None}
+        cosine = "-" if same["cosine"] is None else f"{same['cosine']:.6f}"
+        return [r["system"], f"{r['p50_ms']:.2f}", f"{r['speedup']:.2f}x", over, *parity_cells(r["parity"]), cosine]
 
-    columns = ["system", "median ms", "speed-up", "over compile", *PARITY_COLUMNS]
+    columns = ["system", "median ms", "speed-up", "over compile", *PARITY_COLUMNS, "with eager"]
     print_table(f"{title}; agreement with float32", columns, [line(r) for r in rows])

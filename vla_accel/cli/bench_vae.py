@@ -5,7 +5,6 @@ Ends with one JSON line. Exit status 1 if a system disagrees with the float32 re
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,21 +14,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vla_accel import latency
 from vla_accel.cli.common import (
     DTYPES,
     PARITY_COLUMNS,
-    Dtype,
+    BenchOptions,
+    finish,
     parity_cells,
     parse,
     pick_device,
     print_table,
-    write_json,
+    report,
 )
 from vla_accel.components.vae import PROFILES, Size, parse_size, size_key, static_sizes
 from vla_accel.diffusion.measure import Parity, Timing, first_calls, in_turns, parity
-from vla_accel.diffusion.models import load_model
+from vla_accel.diffusion.models import CONFIGS, load_model
 from vla_accel.diffusion.vae import AcceleratedVae
+from vla_accel.errors import ConfigError
 from vla_accel.ledger import Ledger
 from vla_accel.models.autoencoder import SCALE, split_autoencoder
 
@@ -39,7 +39,7 @@ MSE, COSINE = 1e-3, 0.9995
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(BenchOptions):
     """Time an autoencoder's encoder and decoder: systems in turns, wall clock of whole calls."""
 
     vae: str = "qwen-vae"
@@ -56,13 +56,10 @@ class Options:
     """Folder of engine files, for tensorrt and tensorrt_rtx."""
     multi_profile: bool = False
     """Whether that folder holds multi-profile engines."""
-    dtype: Dtype = "bf16"
     rounds: int = 10
-    device: str = "auto"
-    output: Path | None = None
-    """Also write the JSON here."""
     picture: Path | None = None
-    """Write a decoded image, the reference's beside the first accelerated system's, as PNG here."""
+    """Write a PNG: a drawn scene, encoded by eager, what eager and the first accelerated system decode from that, and
+    their difference, magnified. With random weights it looks like nothing; pixels can be compared all the same."""
 
 
 def main(arguments: list[str]) -> int:
@@ -78,23 +75,17 @@ def main(arguments: list[str]) -> int:
     rows = [bench.size(size) for size in _sizes(options.sizes).values()]
     results = [r for size_rows in rows for r in size_rows]
     _print(results)
+    picture = bench.picture() if options.picture else None
     passed = all(r["passed"] for r in results) and not bench.errors
-    summary = {
-        "command": "bench-vae",
+    content = {
         "vae": options.vae,
-        "dtype": options.dtype,
-        "rounds": options.rounds,
-        "hardware": latency.hardware(device),
-        "software": latency.software(),
+        "agreement_with": "eager in float32 with the same weights",
         "engines": bench.ledger.as_list(),
         "results": results,
+        "picture": picture,
         "errors": bench.errors,
-        "seconds": round(time.perf_counter() - began, 1),
-        "passed": passed,
     }
-    write_json(options.output, summary)
-    print(json.dumps(summary))
-    return 0 if passed else 1
+    return finish(report("bench-vae", options, device, began, passed, content), options.output)
 
 
 class _Bench:
@@ -119,7 +110,6 @@ class _Bench:
             references = self._diffusers(self.reference, image.float(), latents.float())
             want = {side: run().float() for side, run in references.items()}
             systems = {s: self._system(s, image, latents) for s in self.options.systems if self._takes_part(s, size)}
-            decoded: dict[str, Tensor] = {}
             for side in ("encoder", "decoder"):
                 runs = {name: system[side] for name, system in systems.items()}
                 first = first_calls(runs)
@@ -130,9 +120,6 @@ class _Bench:
                     row(size, side, n, timings[n], parity(r, want[side]), timings.get("eager"), first[n].seconds)
                     for n, r in done.items()
                 ]
-                if side == "decoder":
-                    decoded = done
-            self._save_picture(want["decoder"], decoded)
         if self.device.type == "cuda":
             torch.compiler.reset()
         return rows
@@ -146,11 +133,12 @@ class _Bench:
         if name == "eager":
             return self._diffusers(self.vae, image, latents)
         if name == "compile":
-            encode, decode = torch.compile(self.vae._encode), torch.compile(self.vae._decode)
+            # Every size compiles anew: a kernel for many sizes would be slower than the one that is to be beaten.
+            encode, decode = (torch.compile(f, dynamic=False) for f in (self.vae._encode, self.vae._decode))
             return {"encoder": lambda: encode(image), "decoder": lambda: decode(latents).sample}
         if name == "inductor":
             encoder, decoder = (h.to(memory_format=torch.channels_last) for h in split_autoencoder(self.vae))  # pyright: ignore[reportCallIssue]
-            compiled = torch.compile(encoder), torch.compile(decoder)
+            compiled = torch.compile(encoder, dynamic=False), torch.compile(decoder, dynamic=False)
             return {"encoder": lambda: compiled[0](image), "decoder": lambda: compiled[1](latents)}
         accelerated = self._accelerated.get(name) or AcceleratedVae(self.vae, self._config(name), ledger=self.ledger)
         self._accelerated[name] = accelerated
@@ -170,13 +158,39 @@ class _Bench:
             "decoder": lambda: vae.decode(latents).sample,
         }
 
-    def _save_picture(self, reference: Tensor, decoded: dict[str, Tensor]) -> None:
-        names = [n for n in decoded if n != "eager"]
-        if self.options.picture is None or not names:
-            return
-        from vla_accel.diffusion.picture import side_by_side
+    @torch.inference_mode()
+    def picture(self) -> dict[str, Any]:
+        """Write the picture of the first size; what is on it, and how far its two decodings are apart."""
+        from vla_accel.diffusion.picture import AMPLIFIED, compared, scene
 
-        side_by_side(self.options.picture, [reference, decoded[names[0]]])
+        assert self.options.picture is not None
+        size = next(iter(_sizes(self.options.sizes).values()))
+        other = next((s for s in self.options.systems if s not in ("eager", "compile")), None)
+        if other is None:
+            raise ConfigError(
+                f"picture: expected an accelerated system to compare with eager, got {', '.join(self.options.systems)}"
+            )
+        drawn = scene(size).to(self.device, self.dtype)
+        image = drawn[:, :, None] if self.frames else drawn
+        latents = self.vae.encode(image).latent_dist.mode()
+        eager, theirs = self.vae.decode(latents).sample, self._system(other, image, latents)["decoder"]()
+        exact = self.reference.decode(latents.float()).sample
+        dtype = self.options.dtype
+        pair = {f"eager {dtype}": eager, f"{other} {dtype}": theirs}
+        random = self.options.vae in CONFIGS
+        # Random weights decode to faint noise: shown over the whole range, both alike.
+        spread = float(eager.float().flatten()[::101].abs().quantile(0.99)) if random else 1.0
+        content = {
+            "vae": self.options.vae,
+            "size": f"{size[1]}x{size[0]}",
+            "systems": list(pair),
+            "magnified": AMPLIFIED,
+            "random_weights": random,
+            "parity": parity(theirs, eager).as_dict(),
+            "parity_fp32": {one: parity(image, exact).as_dict() for one, image in pair.items()},
+        }
+        compared(self.options.picture, image, pair, content, contrast=1 / spread)
+        return content
 
 
 def row(

@@ -50,7 +50,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class First:
-    """A system's first call: its result (a copy) and seconds, compiling and building included; or why it has none."""
+    """A system's first calls: the result (a copy) and the seconds of the very first, compiling and building included;
+    or why it has none."""
 
     result: Tensor | None
     seconds: float
@@ -58,21 +59,25 @@ class First:
 
 
 def first_calls(systems: Mapping[str, Callable[[], Tensor]]) -> dict[str, First]:
-    """Call every system once. One that fails is reported, not fatal: the others were paid for already.
+    """Call every system twice: some record a CUDA graph in their second call, which may fail as well.
 
-    Whoever asks must say so in the end: a benchmark with an error in it has failed.
+    One that fails is reported, not fatal: the others were paid for already. Whoever asks must say so in the end: a
+    benchmark with an error in it has failed.
     """
     found: dict[str, First] = {}
     for name, run in systems.items():
         began = time.perf_counter()
         try:
             result = run().float().clone()
+            seconds = time.perf_counter() - began
+            run()
         except Exception as error:
             _log.warning("%s failed", name, exc_info=True)
             text = " ".join(str(error).split())[:500]
             found[name] = First(None, time.perf_counter() - began, f"{type(error).__name__}: {text}")
         else:
-            found[name] = First(result, time.perf_counter() - began)
+            _log.info("%s: first call in %.1f s", name, seconds)
+            found[name] = First(result, seconds)
     return found
 
 

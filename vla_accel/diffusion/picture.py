@@ -1,4 +1,4 @@
-"""Pictures in and out: tensors in -1..1 to PNG with metadata, and files to tensors. Needs pillow."""
+"""Pictures in and out: tensors in -1..1 to PNG with metadata, files to tensors, a drawn scene. Needs pillow."""
 
 from __future__ import annotations
 
@@ -67,6 +67,62 @@ def load_image(path: Path, size: tuple[int, int] | None = None) -> Tensor:
 def side_by_side(path: Path, images: Sequence[Tensor]) -> None:
     """Several pictures of the same size in a row."""
     save_png(path, np.concatenate([to_uint8(i[0]) for i in images], axis=1), {"pictures": len(images)})
+
+
+AMPLIFIED = 8
+"""How many times `compared` magnifies a difference."""
+_PANEL = 192
+
+
+def compared(
+    path: Path, source: Tensor, pair: Mapping[str, Tensor], parameters: Mapping[str, Any], *, contrast: float = 1.0
+) -> None:
+    """A named row: `source` made small, the middle of each of two pictures pixel for pixel, and their difference.
+
+    The two are shown with `contrast`, their difference `AMPLIFIED` times as much, round grey. Only the middle: a file
+    of noise would be large.
+    """
+    _pillow()
+    from PIL import Image, ImageDraw
+
+    first, second = (_middle(image[0].float()) * contrast for image in pair.values())
+    small = Image.fromarray(to_uint8(source[0])).resize((first.shape[-1], first.shape[-2]), Image.Resampling.LANCZOS)
+    names = ("source", *pair, f"difference x {AMPLIFIED}")
+    panels = (np.asarray(small), *(to_uint8(p) for p in (first, second, (second - first) * AMPLIFIED)))
+    strips: list[np.ndarray] = []
+    for name, pixels in zip(names, panels, strict=True):
+        label = Image.new("RGB", (pixels.shape[1], 14), "white")
+        ImageDraw.Draw(label).text((2, 1), name, fill="black")
+        strips.append(np.concatenate([np.asarray(label), pixels]))
+    save_png(path, np.concatenate(strips, axis=1), {**parameters, "contrast": contrast, "panels": names})
+
+
+def _middle(image: Tensor) -> Tensor:
+    top, left = (max(0, (n - _PANEL) // 2) for n in image.shape[-2:])
+    return image[..., top : top + _PANEL, left : left + _PANEL]
+
+
+def scene(size: tuple[int, int]) -> Tensor:
+    """A drawn test picture, float32 (1, 3, H, W) in -1..1: shaded balls on a chequered table before a graded wall."""
+    rows, columns = (np.linspace(-1, 1, n) for n in size)
+    y, x = np.meshgrid(rows, columns, indexing="ij")
+    unit = np.stack([0.75 - 0.2 * y, 0.8 - 0.1 * x, 0.85 + 0 * x], axis=-1)
+    depth = 1 / np.maximum(y, 0.05)
+    squares = (np.floor(depth * 2) + np.floor(x * depth * 2)) % 2
+    table = np.stack([0.35 + 0.4 * squares, 0.25 + 0.35 * squares, 0.2 + 0.25 * squares], axis=-1)
+    unit = np.where((y > 0.1)[..., None], table * (1.1 - 0.3 * np.abs(x))[..., None], unit)
+    for centre_y, centre_x, radius, colour in (
+        (0.15, -0.4, 0.4, (0.9, 0.2, 0.15)),
+        (0.4, 0.35, 0.3, (0.15, 0.5, 0.9)),
+        (0.6, -0.1, 0.2, (0.95, 0.8, 0.2)),
+    ):
+        dy, dx = (y - centre_y) / radius, (x - centre_x) / radius
+        inside = np.clip(1 - dy**2 - dx**2, 0, None)
+        # A lamp up on the left, and its highlight.
+        light = np.clip(-0.5 * dx - 0.6 * dy + 0.62 * np.sqrt(inside), 0.08, None)
+        ball = np.asarray(colour) * light[..., None] + 0.7 * (light**24)[..., None]
+        unit = np.where((inside > 0)[..., None], ball, unit)
+    return torch.from_numpy(np.clip(unit, 0, 1).astype(np.float32) * 2 - 1).permute(2, 0, 1)[None]
 
 
 def _pillow() -> None:
