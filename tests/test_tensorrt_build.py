@@ -88,7 +88,8 @@ def test_the_demo_builds(library: Library, exported: Any, name: str, target: Cap
 
 def test_the_step_takes_the_time_as_an_input(exported: Any) -> None:
     component, graph = exported["denoise"]
-    assert [s.name for s in component.inputs] == ["noisy", "keys", "values", "dt", "condition"]
+    expected = ["noisy", "keys", "values", "target", "weights", "dt", "time", "gain", "condition"]
+    assert [s.name for s in component.inputs] == expected
     # One step, not ten: two attention products a layer and one softmax.
     assert graph.operators["Softmax"] == 6
 

@@ -95,7 +95,7 @@ def jobs(
     model: Pi0, config: PolicyConfig, shapes: Shapes, targets: Sequence[Capability], scales: Mapping[str, float] | None
 ) -> list[Job]:
     """What there is to build, in order. Raises EngineError for a target that a library does not know."""
-    padded = "native" in (config.kv_cache.engine, config.denoise.engine)
+    padded = config.pads_prompts
     tokens = -(-shapes.tokens // 32) * 32 if padded else shapes.tokens
     prefix_tokens = shapes.views * model.config.vision.tokens + tokens
     kv_cache = kv_cache_component(model, 1, shapes.views, tokens, padded)
@@ -104,7 +104,9 @@ def jobs(
     components = {
         "vision": vision_component(model, 1, shapes.views),
         "kv_cache": kv_cache,
-        "denoise": denoise_component(model, 1, prefix_tokens, config.num_steps, padded),
+        "denoise": denoise_component(
+            model, 1, prefix_tokens, config.num_steps, padded, max_weight=config.rtc.max_guidance_weight
+        ),
     }
     device = next(model.parameters()).device
     found = []

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,26 +128,60 @@ def obtain(
             cancel=cancel,
         )
     about = {
-        "component": component.name,
-        "precision": spec.precision,
+        **manifest(
+            component,
+            library,
+            precision=spec.precision,
+            target=target,
+            place=place,
+            content=content,
+            profiles=plan.profiles,
+            operators=sum(graph.operators.values()),
+            weight_bytes=graph.weight_bytes,
+            seconds={**graph.seconds, **plan.seconds},
+        ),
+        "operators": dict(graph.operators),
+        "similarity": graph.similarity,
+        "dtypes": layer_counts(plan),
+        "layers": plan.layers,
+    }
+    return Obtained(store.put(component.name, key, plan.content, about), built=True, note=note)
+
+
+def manifest(
+    body: Component,
+    library: Library,
+    *,
+    precision: str,
+    target: str,
+    place: Mapping[str, Any],
+    content: str,
+    profiles: Sequence[Mapping[str, Any]],
+    operators: int,
+    weight_bytes: int,
+    seconds: Mapping[str, float],
+    component: str | None = None,
+) -> dict[str, Any]:
+    """What stands beside every engine in the cache, whoever built it: what it is, for what, made in which time.
+
+    `component`: whose part `body` is, where it is a part. `operators`: all of them are in the engine.
+    """
+    return {
+        "component": component or body.name,
+        "precision": precision,
         "library": library.name,
         "version": library.version,
         "target": target,
         **place,
         "content": content,
-        "profiles": plan.profiles,
-        "inputs": [_described(s) for s in component.inputs],
-        "outputs": [_described(s) for s in component.outputs],
-        "operators": dict(graph.operators),
-        "coverage": {"operators": sum(graph.operators.values()), "in_engine": sum(graph.operators.values())},
-        "weight_bytes": graph.weight_bytes,
-        "similarity": graph.similarity,
-        "seconds": {**graph.seconds, **plan.seconds},
-        "dtypes": layer_counts(plan),
-        "layers": plan.layers,
+        "profiles": profiles,
+        "inputs": [_described(s) for s in body.inputs],
+        "outputs": [_described(s) for s in body.outputs],
+        "coverage": {"operators": operators, "in_engine": operators},
+        "weight_bytes": weight_bytes,
+        "seconds": dict(seconds),
         "torch": torch.__version__,
     }
-    return Obtained(store.put(component.name, key, plan.content, about), built=True, note=note)
 
 
 class Exports:

@@ -24,7 +24,7 @@ from vla_accel.engines import cache, onnx, tensorrt_library
 from vla_accel.engines.base import Engine
 from vla_accel.engines.tensorrt import check_output, refuse_if_not_runnable
 from vla_accel.engines.tensorrt_library import load_library, major_minor
-from vla_accel.engines.tensorrt_plan import Obtained, cache_of, content_key
+from vla_accel.engines.tensorrt_plan import Obtained, cache_of, content_key, manifest
 from vla_accel.engines.tensorrt_session import Session, shared_engine
 from vla_accel.engines.torch_tensorrt_versions import Flavour, conversion_options, find_flavour, load_torch_tensorrt
 from vla_accel.errors import DependencyError, EngineError
@@ -122,22 +122,19 @@ def build_islands(
             continue
         note = "" if found is None else f"; rebuilt: {found.problem}"
         converted = convert(torch_tensorrt, flavour.version, name, island.inner, inputs, spec)
-        about = {
-            "component": component.name,
-            "precision": spec.precision,
-            "library": library.name,
-            "version": library.version,
-            "target": target,
-            **place,
-            "content": content,
-            "profiles": [{s.name: [s.shape] * 3 for s in body.inputs}],
-            "inputs": [{"name": s.name, "dtype": str(s.dtype), "shape": s.shape} for s in body.inputs],
-            "outputs": [{"name": s.name, "dtype": str(s.dtype), "shape": s.shape} for s in body.outputs],
-            "coverage": {"operators": converted.operators, "in_engine": converted.operators},
-            "weight_bytes": sum(p.nbytes for p in island.inner.parameters()),
-            "seconds": dict(converted.seconds),
-            "torch": torch.__version__,
-        }
+        about = manifest(
+            body,
+            library,
+            component=component.name,
+            precision=spec.precision,
+            target=target,
+            place=place,
+            content=content,
+            profiles=[{s.name: [s.shape] * 3 for s in body.inputs}],
+            operators=converted.operators,
+            weight_bytes=sum(p.nbytes for p in island.inner.parameters()),
+            seconds=converted.seconds,
+        )
         results.append((island, Obtained(store.put(name, key, converted.content, about), built=True, note=note), body))
     return results
 
