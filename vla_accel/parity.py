@@ -38,6 +38,8 @@ class Thresholds:
 
 
 THRESHOLDS = Thresholds()
+FLIPPED = 1.0
+"""An error of a normalised action, half of its range of 2, from which on a command was decided the other way."""
 REFERENCE: dict[str, Any] = {"vision": EngineSpec(), "kv_cache": EngineSpec(), "denoise": EngineSpec()}
 
 
@@ -68,7 +70,12 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Report:
-    """A comparison. `dimensions`: the errors of each action dimension, robot's units."""
+    """A comparison. `dimensions`: the errors of each action dimension, robot's units.
+
+    `draws`: noises an observation. `flipped`: chunks in which a command fell the other way, as a gripper's does where
+    noise decides it; `rest_cosine`: of the others, None if there are none. Both explain the judgement and are no part
+    of it.
+    """
 
     name: str
     passed: bool
@@ -80,6 +87,9 @@ class Report:
     dimensions: list[dict[str, float]]
     components: dict[str, Agreement]
     engines: list[dict[str, object]]
+    draws: int = 1
+    flipped: int = 0
+    rest_cosine: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data (schema `vla_accel.parity/1`)."""
@@ -100,17 +110,21 @@ def compare(
     name: str,
     seed: int = 0,
     threshold: float | None = None,
+    draws: int = 1,
 ) -> Report:
-    """Run both on every observation, with the same noise, one at a time."""
+    """Run both on every observation, with the same noise, one at a time; `draws` noises each."""
     config = policy.model.config
     shape = (config.action_horizon, config.action_dim)
     rng = np.random.default_rng(seed)
     got, want = _Kept(), _Kept()
-    for observation in observations:
+    for observation, draw in ((o, d) for o in observations for d in range(draws)):
         noise = rng.standard_normal(shape).astype(np.float32)
-        got.add(policy, observation, noise)
-        want.add(reference, observation, noise)
-    actions = Agreement.of(got.stacked("actions"), want.stacked("actions"))
+        # The prefix does not see the noise: once is enough.
+        got.add(policy, observation, noise, components=draw == 0)
+        want.add(reference, observation, noise, components=draw == 0)
+    normalised, exact = got.stacked("actions"), want.stacked("actions")
+    actions = Agreement.of(normalised, exact)
+    kept = np.abs(normalised - exact).reshape(len(exact), -1).max(axis=1) < FLIPPED
     robot, true = got.stacked("robot"), want.stacked("robot")
     error = np.abs(robot - true)
     dimensions = [
@@ -134,6 +148,9 @@ def compare(
         dimensions=dimensions,
         components=components,
         engines=policy.ledger.as_list(),
+        draws=draws,
+        flipped=int((~kept).sum()),
+        rest_cosine=cosine(normalised[kept], exact[kept]) if kept.any() else None,
     )
 
 
@@ -143,10 +160,14 @@ class _Kept:
     def __init__(self) -> None:
         self.rows: dict[str, list[np.ndarray]] = {}
 
-    def add(self, policy: OptimizedPolicy, observation: Mapping[str, Any], noise: np.ndarray) -> None:
+    def add(
+        self, policy: OptimizedPolicy, observation: Mapping[str, Any], noise: np.ndarray, *, components: bool
+    ) -> None:
         result, raw = policy.infer_with_internals(observation, noise=noise)
         for key, value in {"robot": result["actions"], **raw}.items():
             # A few numbers of each tensor are enough to find a culprit, and all of them would not fit in memory.
+            if key not in ("robot", "actions") and not components:
+                continue
             flat = value if key in ("robot", "actions") else value.reshape(-1)[:: max(1, value.size // 65_536)]
             self.rows.setdefault(key, []).append(np.asarray(flat))
 

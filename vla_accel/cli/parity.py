@@ -14,8 +14,8 @@ from vla_accel.cli.common import print_table
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
-from vla_accel.latency import hardware, software
 from vla_accel.loading import load
+from vla_accel.machine import hardware, software
 from vla_accel.parity import Agreement, compare, reference_of
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.recording import load_observations
@@ -36,6 +36,8 @@ class Arguments:
     """Instead of a checkpoint: random weights of the published size."""
     count: int = 64
     """Observations at most."""
+    draws: int = 1
+    """Noises of each observation. Where noise decides a command, one draw of few observations says little."""
     num_steps: int | None = None
     device: str | None = None
     threshold: float | None = None
@@ -50,6 +52,8 @@ def main(arguments: list[str]) -> int:
     chosen = tyro.cli(Arguments, args=arguments, prog="vla-accel parity")
     if chosen.count < 1:
         raise ConfigError(f"count: expected at least 1, got {chosen.count}")
+    if chosen.draws < 1:
+        raise ConfigError(f"draws: expected at least 1, got {chosen.draws}")
     settings = load_config(chosen.config)
     if chosen.synthetic:
         policy, exact = random_policy(chosen.synthetic, settings, seed=chosen.seed, steps=chosen.num_steps,
@@ -67,13 +71,23 @@ def main(arguments: list[str]) -> int:
     else:
         observations = random_observations(policy, chosen.count, seed=chosen.seed)
     report = compare(
-        policy, reference, observations, name=chosen.config.stem, seed=chosen.seed, threshold=chosen.threshold
+        policy,
+        reference,
+        observations,
+        name=chosen.config.stem,
+        seed=chosen.seed,
+        threshold=chosen.threshold,
+        draws=chosen.draws,
     )
     rows = [[n, *_cells(a)] for n, a in report.components.items()]
     for label, a in (("actions (normalised)", report.actions), ("actions (robot)", report.robot_actions)):
         rows.append([label, *_cells(a)])
     title = f"{report.name} against FP32 eager, {report.observations} observations, {report.num_steps} steps"
     print_table(title, ["", "cosine", "median", "worst", "max error", "mean error"], rows)
+    if report.flipped:
+        chunks, rest = report.observations * report.draws, report.rest_cosine
+        print(f"a command fell the other way in {report.flipped} of {chunks} chunks"
+              + ("" if rest is None else f"; cosine of the rest {rest:.6f}"))  # fmt: skip
     verdict = "agrees" if report.passed else "does NOT agree"
     print(f"{verdict}: cosine {report.actions.cosine:.6f}, at least {report.threshold} wanted")
     content = {
