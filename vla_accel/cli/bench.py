@@ -16,7 +16,7 @@ from vla_accel.cli.common import print_table
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import replacing
 from vla_accel.floor import Work, measure_ceilings
-from vla_accel.latency import hardware, software
+from vla_accel.machine import hardware, software
 from vla_accel.policy import resolve_device
 from vla_accel.synthetic import random_observation
 from vla_accel.systems import CONFIGS, NAMES, OPENPI, Factory, describe_sizes, free, without_graph

@@ -1,21 +1,36 @@
-"""What image commands share: options, device, tables, JSON files."""
+"""What image commands share: options, device, tables, reports."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 
+from vla_accel import machine
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Options of every benchmark of image models."""
+
+    dtype: Dtype = "bf16"
+    rounds: int = 5
+    """Calls timed of each system; the systems take turns."""
+    device: str = "auto"
+    output: Path | None = None
+    """Also write the JSON here."""
 
 
 def parse(kind: type[T], arguments: Sequence[str], program: str, description: str | None) -> T:
@@ -66,3 +81,26 @@ def write_json(path: Path | None, content: Any) -> None:
     if path is not None:
         with replacing(path) as temporary:
             temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def report(
+    command: str, options: BenchOptions, device: torch.device, began: float, passed: bool, content: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What every benchmark's JSON holds, round its own content. `began`: `time.perf_counter()` at the start."""
+    return {
+        "command": command,
+        "dtype": options.dtype,
+        "rounds": options.rounds,
+        "hardware": machine.hardware(device),
+        "software": machine.software(),
+        **content,
+        "seconds": round(time.perf_counter() - began, 1),
+        "passed": passed,
+    }
+
+
+def finish(summary: dict[str, Any], output: Path | None) -> int:
+    """Write a report and print it as the last line; the exit status."""
+    write_json(output, summary)
+    print(json.dumps(summary))
+    return 0 if summary["passed"] else 1

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel import latency
+from vla_accel import machine
 from vla_accel.cli.common import DTYPES, Dtype, pick_device, print_table, write_json
 from vla_accel.config import EngineName, EngineSpec
 from vla_accel.diffusion.measure import parity
@@ -101,7 +101,7 @@ def run(options: TextOptions) -> int:
         "dtype": str(dtype).removeprefix("torch."),
         "scheduler": type(make_scheduler(parts.scheduler, request.scheduler)).__name__,
         "engines": {e["component"]: e["used"] for e in pipeline.ledger.as_list() if e["component"] != "call"},
-        "software": latency.software(),
+        "software": machine.software(),
     }
     save_png(options.out_img_path, result.pixels, settings)
     report = pipeline.latency_report(request.steps)

@@ -17,7 +17,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from vla_accel import latency
+from vla_accel import machine
 from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, parse, pick_device, print_table, write_json
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import CONFIGS, diffusers_module, filled, load_model
@@ -88,8 +88,8 @@ def main(arguments: list[str]) -> int:
         "command": "precision",
         "model": options.model,
         "dtype": options.dtype,
-        "hardware": latency.hardware(device),
-        "software": latency.software(),
+        "hardware": machine.hardware(device),
+        "software": machine.software(),
         "kept_fp32": kept,
         "parameters": dtype_counts(narrow),
         "before": dataclasses.asdict(before),

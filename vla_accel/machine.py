@@ -1,0 +1,86 @@
+"""What figures were measured on and with: machine, driver, versions, commit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on."""
+    info: dict[str, Any] = {"device": device.type, "cpu": _cpu_name(), "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        info |= {
+            "gpu": properties.name,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "driver": _driver(),
+        }
+    return info
+
+
+def _driver() -> str:
+    """Version of the NVIDIA driver, or "unknown"."""
+    with contextlib.suppress(OSError):
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
+    return "unknown"
+
+
+def commit() -> dict[str, Any] | None:
+    """Commit of this code and whether the tree differs from it; None outside a repository.
+
+    A copy without its repository may be told by the environment: VLA_ACCEL_COMMIT, with "+" for a changed tree.
+    """
+    told = os.environ.get("VLA_ACCEL_COMMIT")
+    if told:
+        return {"commit": told.removesuffix("+"), "modified": told.endswith("+")}
+    return _in_repository(Path(__file__).parent)
+
+
+@functools.cache
+def _in_repository(folder: Path) -> dict[str, Any] | None:
+    try:
+        found, changes = (
+            subprocess.run(
+                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"commit": found, "modified": bool(changes)}
+
+
+def software() -> dict[str, str]:
+    """Versions that decide speed or results."""
+    import vla_accel
+
+    versions = {"vla_accel": vla_accel.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    where = commit()
+    if where is not None:
+        versions["commit"] = where["commit"][:12] + ("+" if where["modified"] else "")
+    return versions
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux: platform knows
+    return platform.processor() or platform.machine()
