@@ -86,6 +86,16 @@ class GuidedPolicy(EchoPolicy):
         return super().infer(observation)
 
 
+class MixingPolicy(GuidedPolicy):
+    """A guided policy whose batches may hold guided and plain observations."""
+
+    def infer_batch(
+        self, observations: list[Mapping[str, Any]], *, prev_chunks: Any = None, inference_delays: Any = None
+    ) -> list[dict[str, Any]]:
+        self.got += zip(prev_chunks or [], inference_delays or [], strict=True)
+        return super().infer_batch(observations)
+
+
 def observation(*numbers: float, image: bool = False) -> dict[str, Any]:
     """An observation with up to eight numbers as its state."""
     state = np.zeros(8)

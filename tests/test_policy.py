@@ -18,6 +18,7 @@ from tiny import TOKENIZER, statistics, tiny_observation, write_tiny_checkpoint
 
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.component import Component
+from vla_accel.config import load_config
 from vla_accel.engines import ENGINES, Engine
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
 from vla_accel.models.pi0 import Kind
@@ -436,3 +437,14 @@ def test_settings_override_the_file(folders: dict[Kind, Path], tmp_path: Path) -
     assert np.isfinite(policy.infer(tiny_observation())["actions"]).all()
     with pytest.raises(ConfigError, match="num_steps: expected at least 1, got 0"):
         OptimizedPolicy.from_pretrained(folders["pi05"], num_steps=0)
+
+
+def test_an_engine_that_cannot_run_here_gives_way_to_the_native_one() -> None:
+    """The native engine takes lengths: a configuration that may fall back to it pads its prompts from the start."""
+    spec = {"engine": "tensorrt_rtx", "fallback": ["native", "eager"]}
+    config = load_config({"num_steps": 1, "vision": spec, "kv_cache": spec, "denoise": spec})
+    assert config.pads_prompts and not load_config({"kv_cache": {"engine": "tensorrt_rtx"}}).pads_prompts
+    policy = OptimizedPolicy.from_pretrained("demo", config, device="cpu")
+    assert {e["component"]: e["used"] for e in policy.metadata["engines"]} == dict.fromkeys(
+        ("vision", "kv_cache", "denoise"), "native"
+    )

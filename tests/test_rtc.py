@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from vla_accel.config import PolicyConfig, RtcConfig, Schedule, load_config
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.models.pi0 import euler_times
 from vla_accel.models.rtc import (
     Jacobian,
-    RtcConfig,
-    Schedule,
+    chunk_weights,
     guidance_weights,
     guided_euler,
     guided_velocity,
@@ -67,9 +67,9 @@ def test_delay_and_end_are_cut_to_what_there_is(schedule: Schedule) -> None:
     torch.testing.assert_close(prefix_weights(0, 0, 8, schedule), torch.zeros(8))
     assert prefix_weights(0, 12, 8, schedule).shape == (8,)
     config = RtcConfig(schedule, execution_horizon=4)
-    torch.testing.assert_close(config.weights(1, 3, 8), prefix_weights(1, 3, 8, schedule))
-    torch.testing.assert_close(config.weights(1, 6, 8), prefix_weights(1, 4, 8, schedule))
-    torch.testing.assert_close(RtcConfig(schedule).weights(1, 6, 8), prefix_weights(1, 6, 8, schedule))
+    torch.testing.assert_close(chunk_weights(config, 1, 3, 8), prefix_weights(1, 3, 8, schedule))
+    torch.testing.assert_close(chunk_weights(config, 1, 6, 8), prefix_weights(1, 4, 8, schedule))
+    torch.testing.assert_close(chunk_weights(RtcConfig(schedule), 1, 6, 8), prefix_weights(1, 6, 8, schedule))
 
 
 def test_the_guidance_weight_is_the_papers_and_bounded() -> None:
@@ -185,18 +185,25 @@ def test_a_short_chunk_is_padded_with_zeros() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": "cosine"}, "rtc.schedule: expected zeros, ones, linear or exp, got 'cosine'"),
-        ({"jacobian": "none"}, "rtc.jacobian"),
+        ({"schedule": "cosine"}, "rtc.schedule: expected .*zeros, .* got 'cosine'"),
         ({"max_guidance_weight": -1.0}, "rtc.max_guidance_weight"),
         ({"max_guidance_weight": math.nan}, "rtc.max_guidance_weight"),
+        ({"max_guidance_weight": math.inf}, "rtc.max_guidance_weight"),
         ({"execution_horizon": 0}, "rtc.execution_horizon"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RtcConfig(**changes)
+    with pytest.raises(ConfigError, match=message):
+        load_config({"rtc": changes})
     with pytest.raises(ConfigError, match="delay and end"):
         prefix_weights(-1, 3, 8, "ones")
+
+
+def test_a_configuration_names_them() -> None:
+    assert load_config({"rtc": {"schedule": "exp", "max_guidance_weight": 5}}).rtc == RtcConfig("exp", 5.0)
+    assert PolicyConfig().rtc == RtcConfig("linear", None, None)
 
 
 @pytest.mark.parity
@@ -212,7 +219,7 @@ def test_the_identity_jacobian_is_lerobots_guidance(request: pytest.FixtureReque
         noise, previous = torch.tensor(case["noise"]), torch.tensor(case["previous"])
         config = RtcConfig(case["schedule"], case["max_guidance_weight"], case["execution_horizon"])
         _, horizon, dim = noise.shape
-        weights = config.weights(case["delay"], previous.shape[1], horizon)
+        weights = chunk_weights(config, case["delay"], previous.shape[1], horizon)
         got = guided_euler(
             lambda x, step, mix=mix: torch.tanh(x.flatten(1) @ mix + 0.1 * step).view(x.shape) + 0.3 * x,
             noise,

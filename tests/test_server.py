@@ -19,6 +19,7 @@ pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 from server_support import (
     EchoPolicy,
     GuidedPolicy,
+    MixingPolicy,
     RawClient,
     expected_actions,
     get,
@@ -426,6 +427,32 @@ def test_guided_requests_run_one_by_one_beside_a_batch() -> None:
         assert [f.result(10) for f in futures] == [1, 2, 3, 4]
         blocker.result(10)
     assert policy.calls == [1, 2, 1, 1], "two and one of the plain ones, then the guided one"
+
+
+def test_a_policy_that_can_gets_guided_and_plain_requests_in_one_batch() -> None:
+    policy = MixingPolicy()
+    policy.gate.clear()
+    with background(policy, config(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
+
+        def ask(index: int) -> float:
+            options = {"prev_chunk": np.full((2, 7), index), "inference_delay": index} if index % 2 == 0 else {}
+            with PolicyClient(server.address) as client:
+                return client.infer(observation(index), **options)["actions"][0, 0]
+
+        blocker = pool.submit(ask, 1)
+        assert policy.entered.acquire(timeout=5)
+        policy.got.clear()
+        futures = []
+        for number, index in enumerate((1, 2, 3, 4), 1):
+            futures.append(pool.submit(ask, index))
+            eventually(lambda number=number: metric(server.address, "vla_accel_queue_depth") == number)
+        policy.gate.set()
+        assert [f.result(10) for f in futures] == [1, 2, 3, 4]
+        blocker.result(10)
+    assert policy.calls == [1, 4]
+    by_delay = {delay: chunk for chunk, delay in policy.got}
+    assert len(policy.got) == 4 and by_delay.keys() == {None, 2, 4} and by_delay[None] is None
+    assert all((by_delay[d] == d).all() for d in (2, 4))
 
 
 # -- time limits and the end --------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from vla_accel.errors import ConfigError
 Precision = Literal["auto", "fp32", "bf16"]
 EngineName = Literal["eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
 EnginePrecision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
+Attention = Literal["own", "sdpa", "flash_attn", "fastest"]
+Schedule = Literal["zeros", "ones", "linear", "exp"]
 T = typing.TypeVar("T")
 
 
@@ -68,13 +70,19 @@ class EngineSpec:
 
     `engine`: the engine asked for. `fallback`: engines to try, in order, if it cannot be built; empty means that
     failing to build is an error. `precision`: of the large products inside the engine; "auto" is the policy's.
-    `tensorrt`: options of the TensorRT engines.
+    `attention`: of the native engine's vision and kv_cache: its own kernels, torch's SDPA, flash-attn, or the one that
+    is measured to be the fastest when the engine is built. `tensorrt`: options of the TensorRT engines.
     """
 
     engine: EngineName = "eager"
     fallback: tuple[EngineName, ...] = ()
     precision: EnginePrecision = "auto"
+    attention: Attention = "own"
     tensorrt: TensorrtOptions = field(default_factory=TensorrtOptions)
+
+    def __post_init__(self) -> None:
+        if self.attention != "own" and "native" not in (self.engine, *self.fallback):
+            raise ConfigError(f"attention: only the native engine has a choice, got {self.attention} for {self.engine}")
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,30 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True)
+class RtcConfig:
+    """Real-time chunking: how strongly, and how far, a new chunk follows the previous one.
+
+    `schedule`: of the weights between the delay and the execution horizon. `max_guidance_weight`: bound of w(t); None
+    is the number of steps, because one Euler step moves x by w / steps of the error, so that more overshoots at t = 1
+    (lerobot: 10, for 10 steps). `execution_horizon`: the action up to which the previous chunk counts; None is all of
+    it (lerobot: 10).
+    """
+
+    schedule: Schedule = "linear"
+    max_guidance_weight: float | None = None
+    execution_horizon: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("zeros", "ones", "linear", "exp"):
+            raise ConfigError(f"rtc.schedule: expected zeros, ones, linear or exp, got {self.schedule!r}")
+        most = self.max_guidance_weight
+        if most is not None and not 0 <= most < float("inf"):
+            raise ConfigError(f"rtc.max_guidance_weight: expected a number of 0 or more, got {most}")
+        if self.execution_horizon is not None and self.execution_horizon < 1:
+            raise ConfigError(f"rtc.execution_horizon: expected at least 1, got {self.execution_horizon}")
+
+
+@dataclass(frozen=True)
 class PolicyConfig:
     """How a policy runs. What it computes is decided by the checkpoint and by `num_steps`.
 
@@ -109,7 +141,7 @@ class PolicyConfig:
     whole call into one graph where every engine allows it. `pipeline_memory_gib`: device memory for the buffers and
     graphs of all shapes together; the least recently used go first. `preset`: the robot's conventions (a name of
     `vla_accel.presets` or a YAML file), by default decided from the checkpoint. `checkpoint`: what the checkpoint does
-    not say of itself.
+    not say of itself. `rtc`: how a call that brings the previous chunk is guided by it.
     """
 
     num_steps: int = 10
@@ -122,6 +154,7 @@ class PolicyConfig:
     pipeline_memory_gib: float = 8.0
     preset: str | None = None
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    rtc: RtcConfig = field(default_factory=RtcConfig)
     vision: EngineSpec = field(default_factory=EngineSpec)
     kv_cache: EngineSpec = field(default_factory=EngineSpec)
     denoise: EngineSpec = field(default_factory=EngineSpec)
@@ -131,6 +164,12 @@ class PolicyConfig:
             raise ConfigError(f"num_steps: expected int, got {self.num_steps!r}")
         if self.num_steps < 1:
             raise ConfigError(f"num_steps: expected at least 1, got {self.num_steps}")
+
+    @property
+    def pads_prompts(self) -> bool:
+        """Whether prompts are padded and engines take lengths: where the native engine runs a part that reads the
+        prompt, or may have to step in for another. All parts must agree, and so must engines built ahead of time."""
+        return any("native" in (spec.engine, *spec.fallback) for spec in (self.kv_cache, self.denoise))
 
 
 def load_config(source: str | Path | Mapping[str, Any] | PolicyConfig | None) -> PolicyConfig:

@@ -81,6 +81,12 @@ class Normaliser:
         x = x[..., : len(self.low)]
         return (x + 1.0) / 2.0 * self.span + self.low if self.kind == "quantile" else x * self.span + self.low
 
+    def invert(self, x: np.ndarray) -> np.ndarray:
+        """What `restore` made x (..., n) of, float64 (..., n); 0 where the span is 0 and nothing is left to tell it."""
+        # Not `normalise`: that rounds as the training data were rounded.
+        scaled = np.divide(x - self.low, self.span, out=np.zeros(x.shape), where=self.span != 0)
+        return np.where(self.span != 0, scaled * 2.0 - 1.0, 0.0) if self.kind == "quantile" else scaled
+
 
 def load_statistics(path: Path) -> dict[str, Statistics]:
     """openpi's `norm_stats.json`: statistics of `state` and `actions`. Raises CheckpointError, never returns none."""

@@ -25,6 +25,9 @@ from vla_accel.native import NativeStore
 
 _log = logging.getLogger("vla_accel")
 
+_ALIGNMENT = 256
+"""Bytes; of what CUDA's own allocator gives, which kernels and libraries may count on."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -42,7 +45,8 @@ class Feed:
     """One call's inputs on the host, as NumPy arrays.
 
     images uint8 (B, V, S, S, 3); tokens int64 (B, L); lengths int32 (B,), real prefix tokens; noise float32 (B, H, A)
-    or None where it is drawn on the device; state float32 (B, A).
+    or None where it is drawn on the device; state float32 (B, A). Of real-time chunking, target float32 (B, H, A), the
+    previous chunk as the model would have given it, and weights float32 (B, H); None for a plain call.
     """
 
     images: np.ndarray
@@ -50,6 +54,8 @@ class Feed:
     lengths: np.ndarray
     state: np.ndarray
     noise: np.ndarray | None
+    target: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
 
 class Pipeline:
@@ -68,7 +74,9 @@ class Pipeline:
 
         vision = vision_component(model, shape.batch, shape.views, store)
         kv_cache = kv_cache_component(model, shape.batch, shape.views, shape.tokens, shape.padded, store)
-        denoise = denoise_component(model, shape.batch, prefix_tokens, shape.steps, shape.padded, store)
+        denoise = denoise_component(
+            model, shape.batch, prefix_tokens, shape.steps, shape.padded, store, config.rtc.max_guidance_weight
+        )
         self.vision = engine(vision, config.vision)
         self.kv_cache = engine(kv_cache, config.kv_cache)
         self.denoise = engine(denoise, config.denoise)
@@ -76,28 +84,42 @@ class Pipeline:
         self.kv_cache.bind("image_tokens", self.vision.outputs["image_tokens"])
         for name in ("keys", "values"):
             self.denoise.bind(name, self.kv_cache.outputs[name])
+        self._stage()
         if shape.padded:
             self.denoise.bind("lengths", self.kv_cache.inputs["lengths"])
-        self._stage()
         self.captured: Captured | None = None
         if device.type == "cuda" and config.cuda_graph:
             self._fill_for_capture()
             self.captured = capture(self.engines, self._upload, self._download, ledger)
 
     def _stage(self) -> None:
-        """Host buffers, pinned for a GPU, of every input that comes from the host, and of the actions."""
+        """Host buffers, pinned for a GPU, of every input that comes from the host, and of the actions.
+
+        All inputs of a call share one buffer on either side, so that they travel in one copy.
+        """
         pinned = self.device.type == "cuda"
 
         def beside(buffer: Tensor) -> Tensor:
             return torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=pinned)
 
         sources = [(self.vision, "images"), (self.kv_cache, "tokens")]
+        sources += [(self.denoise, "target"), (self.denoise, "weights")]
         if self.shape.padded:
             sources.append((self.kv_cache, "lengths"))
         if "state" in self.denoise.inputs:
             sources.append((self.denoise, "state"))
-        self._staged = [(engine, name, beside(engine.inputs[name])) for engine, name in sources]
-        self._host = {name: staged.numpy() for _, name, staged in self._staged}
+        places, end = [], 0
+        for engine, name in sources:
+            places.append(end)
+            end += -(-engine.inputs[name].nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._given = torch.zeros(end, dtype=torch.uint8, device=self.device)
+        self._staged = beside(self._given)
+        self._host: dict[str, np.ndarray] = {}
+        for (engine, name), start in zip(sources, places, strict=True):
+            like = engine.inputs[name]
+            part = slice(start, start + like.nbytes)
+            engine.bind(name, self._given[part].view(like.dtype).view(like.shape))
+            self._host[name] = self._staged[part].view(like.dtype).view(like.shape).numpy()
         self._noise = beside(self.denoise.inputs["noise"])
         self._actions = beside(self.denoise.outputs["actions"])
 
@@ -108,8 +130,7 @@ class Pipeline:
         self.denoise.inputs["noise"].zero_()
 
     def _upload(self) -> None:
-        for engine, name, staged in self._staged:
-            engine.inputs[name].copy_(staged, non_blocking=True)
+        self._given.copy_(self._staged, non_blocking=True)
 
     def _download(self) -> None:
         self._actions.copy_(self.denoise.outputs["actions"], non_blocking=True)
@@ -118,7 +139,11 @@ class Pipeline:
         """Put a call's inputs into the staging buffers; noise goes to the device, or is drawn there."""
         self.lengths = feed.lengths
         for name, array in self._host.items():
-            np.copyto(array, getattr(feed, name), casting="no")
+            given = getattr(feed, name)
+            if given is None:
+                array.fill(0)  # weights of zero: the graph that guides computes a plain call, too
+            else:
+                np.copyto(array, given, casting="no")
         noise = self.denoise.inputs["noise"]
         if feed.noise is None:
             noise.normal_(generator=generator)

@@ -24,6 +24,7 @@ from vla_accel.ledger import Ledger
 from vla_accel.loading import NAMED, find, load
 from vla_accel.models.checkpoint import describe
 from vla_accel.models.pi0 import Pi0
+from vla_accel.models.rtc import chunk_weights
 from vla_accel.native import NativeStore
 from vla_accel.pipeline import Feed, Pipeline, Pipelines, Shape
 from vla_accel.processing import Inputs, Processor
@@ -62,8 +63,7 @@ class OptimizedPolicy:
         self.pipelines = Pipelines(self.model, config, self.store, self.device, self.ledger)
         self._lock = threading.RLock()
         self._noise = torch.Generator(self.device).manual_seed(config.seed)
-        # One engine that takes lengths is enough for prompts to be padded: all three must agree.
-        self._padded = "native" in (config.kv_cache.engine, config.denoise.engine)
+        self._padded = config.pads_prompts
 
     @classmethod
     def from_pretrained(
@@ -93,29 +93,50 @@ class OptimizedPolicy:
 
     # -- acting ---------------------------------------------------------------------------------------------------
 
-    def infer(self, observation: Mapping[str, Any], *, noise: np.ndarray | None = None) -> dict[str, Any]:
+    def infer(
+        self,
+        observation: Mapping[str, Any],
+        *,
+        noise: np.ndarray | None = None,
+        prev_chunk: np.ndarray | None = None,
+        inference_delay: int | None = None,
+    ) -> dict[str, Any]:
         """One observation to one chunk of actions.
 
         Args: `observation`: openpi's LIBERO keys: `observation/image`, `observation/wrist_image` uint8
         (224, 224, 3), `observation/state` (8,), `prompt` str. `noise`: (horizon, action_dim), else drawn from the
-        policy's seeded generator.
+        policy's seeded generator. Real-time chunking: `prev_chunk` (k, 7), what an earlier `infer` returned, from the
+        action on that is due at this observation, k at most the horizon; `inference_delay`: how many of them will be
+        executed before the answer is used. The new chunk is guided to begin with those, and to leave them gradually
+        (`PolicyConfig.rtc`); with a delay of k or more, all of them are kept, as in lerobot.
         Returns: `actions` float64 (horizon, 7); `state` float64 (8,) as given; `policy_timing` in milliseconds:
         `infer_ms`, and per component; `engines`: the ledger.
         Raises ObservationError for a bad observation or noise, EngineError for non-finite actions.
         """
-        return self.infer_batch([observation], noise=None if noise is None else np.asarray(noise)[None])[0]
+        return self.infer_batch(
+            [observation],
+            noise=None if noise is None else np.asarray(noise)[None],
+            prev_chunks=[prev_chunk],
+            inference_delays=[inference_delay],
+        )[0]
 
     @torch.inference_mode()
     def infer_batch(
-        self, observations: Sequence[Mapping[str, Any]], *, noise: np.ndarray | None = None
+        self,
+        observations: Sequence[Mapping[str, Any]],
+        *,
+        noise: np.ndarray | None = None,
+        prev_chunks: Sequence[np.ndarray | None] | None = None,
+        inference_delays: Sequence[int | None] | None = None,
     ) -> list[dict[str, Any]]:
-        """Several independent observations in one pass; noise (batch, horizon, action_dim). Returns as `infer`."""
+        """Several independent observations in one pass; noise (batch, horizon, action_dim); `prev_chunks`,
+        `inference_delays`: one for each observation, or None. Returns as `infer`."""
         if not observations:
             raise ObservationError("observations: expected at least one, got none")
         with self._lock:
             began = time.perf_counter()
             inputs = [self.processor.prepare(o) for o in observations]
-            pipeline, feed = self._feed(inputs, noise)
+            pipeline, feed = self._feed(inputs, noise, *self._guidance(inputs, prev_chunks, inference_delays))
             pipeline.feed(feed, self._noise)
             launched = time.perf_counter()
             actions, times = pipeline.run()
@@ -224,7 +245,41 @@ class OptimizedPolicy:
             raise ObservationError("noise: expected finite numbers, got NaN or Inf")
         return noise
 
-    def _feed(self, inputs: list[Inputs], noise: np.ndarray | None) -> tuple[Pipeline, Feed]:
+    def _guidance(
+        self,
+        inputs: list[Inputs],
+        chunks: Sequence[np.ndarray | None] | None,
+        delays: Sequence[int | None] | None,
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Targets and weights of a `Feed`; None each when no observation brings a previous chunk."""
+        nothing = [None] * len(inputs)
+        chunks, delays = nothing if chunks is None else chunks, nothing if delays is None else delays
+        for name, given in (("prev_chunks", chunks), ("inference_delays", delays)):
+            if len(given) != len(inputs):
+                raise ObservationError(f"{name}: expected one for each of {len(inputs)} observations, got {len(given)}")
+        target = weights = None
+        horizon = self.model.config.action_horizon
+        for row, (one, chunk, delay) in enumerate(zip(inputs, chunks, delays, strict=True)):
+            if chunk is None and delay is None:
+                continue
+            if chunk is None or delay is None:
+                missing = "prev_chunk" if chunk is None else "inference_delay"
+                raise ObservationError(f"expected prev_chunk and inference_delay together, got no {missing}")
+            if isinstance(delay, (bool, np.bool_)) or not isinstance(delay, (int, np.integer)) or delay < 0:
+                raise ObservationError(f"inference_delay: expected a number of actions, 0 or more, got {delay!r:.60}")
+            previous = self.processor.begin(chunk, one)
+            if len(previous) > horizon:
+                raise ObservationError(f"prev_chunk: expected at most {horizon} actions, got {len(previous)}")
+            if target is None or weights is None:
+                target = np.zeros((len(inputs), horizon, self.model.config.action_dim), np.float32)
+                weights = np.zeros((len(inputs), horizon), np.float32)
+            target[row, : len(previous)] = previous
+            weights[row] = chunk_weights(self.config.rtc, int(delay), len(previous), horizon)
+        return target, weights
+
+    def _feed(
+        self, inputs: list[Inputs], noise: np.ndarray | None, target: np.ndarray | None, weights: np.ndarray | None
+    ) -> tuple[Pipeline, Feed]:
         """The pipeline for these inputs, and the inputs as its arrays."""
         batch, views = len(inputs), len(inputs[0].images)
         if noise is not None:
@@ -242,6 +297,8 @@ class OptimizedPolicy:
             lengths=np.array([images + len(i.tokens) for i in inputs], np.int32),
             state=np.stack([i.state for i in inputs]),
             noise=noise,
+            target=target,
+            weights=weights,
         )
         return self.pipelines.get(Shape(batch, views, width, self.config.num_steps, padded)), feed
 

@@ -107,6 +107,32 @@ class Processor:
             robot[:, grippers] = _aloha_gripper_command(robot[:, grippers])
         return robot
 
+    def begin(self, actions: Any, inputs: Inputs, name: str = "prev_chunk") -> np.ndarray:
+        """The inverse of `finish`: robot actions (k, robot's) to the model's, float32 (k, action_dim), padded with
+        zeros. Deltas become relative to the state of `inputs`, whenever the actions were computed. Raises
+        ObservationError, which calls them `name`."""
+        preset = self.preset
+        robot = _numbers(actions, name)
+        if robot.ndim != 2 or not len(robot) or robot.shape[1] != preset.action_dim:
+            raise ObservationError(f"{name}: expected shape (k, {preset.action_dim}), k at least 1, got {robot.shape}")
+        if not np.isfinite(robot).all():
+            raise ObservationError(f"{name}: expected finite numbers, got NaN or infinity")
+        if preset.gripper == "aloha":
+            grippers = list(preset.gripper_dims)
+            robot[:, grippers] = _aloha_gripper_output(robot[:, grippers])
+        robot[:, list(preset.flipped)] *= -1.0
+        moving = list(preset.delta_actions)
+        robot[:, moving] -= self._decoded(inputs.raw_state)[moving]
+        with np.errstate(over="ignore", invalid="ignore"):
+            normalised = self.actions.invert(robot).astype(np.float32)
+        if not np.isfinite(normalised).all():
+            raise ObservationError(
+                f"{name}: expected actions in the checkpoint's range, got up to {abs(robot).max():g}"
+            )
+        padded = np.zeros((len(robot), self.action_dim), np.float32)
+        padded[:, : preset.action_dim] = normalised
+        return padded
+
     def example(self) -> dict[str, Any]:
         """A valid observation with every view: black images and an ordinary state, to build and warm engines with."""
         preset, size = self.preset, self.image_size
@@ -234,3 +260,8 @@ def _aloha_gripper_angle(opening: np.ndarray) -> np.ndarray:
 def _aloha_gripper_command(angle: np.ndarray) -> np.ndarray:
     """The model's gripper output, radians from the angle's lower end, to ALOHA's scaled command."""
     return (angle + _ANGLE[0] - _COMMAND[0]) / (_COMMAND[1] - _COMMAND[0])
+
+
+def _aloha_gripper_output(command: np.ndarray) -> np.ndarray:
+    """The inverse of `_aloha_gripper_command`."""
+    return command * (_COMMAND[1] - _COMMAND[0]) + _COMMAND[0] - _ANGLE[0]

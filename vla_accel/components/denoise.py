@@ -12,37 +12,52 @@ from vla_accel.component import Component, TensorSpec
 from vla_accel.components.padding import MOST_VIEWS, longest_prompt, real_tokens
 from vla_accel.components.step import denoise_loop
 from vla_accel.models.pi0 import Pi0, euler_times
+from vla_accel.models.rtc import Guidance, step_gains
 
 if TYPE_CHECKING:
     from vla_accel.native import NativeStore
 
 
 class Denoise(nn.Module):
-    """noise (B, H, action_dim) float32, keys, values, then for π0 `state` (B, action_dim), then, when padded, `lengths`
-    (B,) int32 of the prefix, to normalised actions (B, H, action_dim) float32."""
+    """noise (B, H, action_dim) float32, keys, values, `target` (B, H, action_dim) and `weights` (B, H) float32 of the
+    guidance (weights of zero: a plain call), then for π0 `state` (B, action_dim), then, when padded, `lengths` (B,)
+    int32 of the prefix, to normalised actions (B, H, action_dim) float32. `max_weight`: as in `RtcConfig`."""
 
-    def __init__(self, model: Pi0, num_steps: int, takes_state: bool, padded: bool) -> None:
+    def __init__(
+        self, model: Pi0, num_steps: int, takes_state: bool, padded: bool, max_weight: float | None = None
+    ) -> None:
         super().__init__()
         self.embeddings: Tensor
         self.modulations: Tensor | None
         self.model = model
         self.takes_state, self.padded = takes_state, padded
         device = next(model.parameters()).device
+        self.times: list[float] = euler_times(num_steps).tolist()
+        self.gains = step_gains(self.times, max_weight)
         with torch.inference_mode():
             embeddings, modulations = model.conditioning(euler_times(num_steps).to(device))
         self.register_buffer("embeddings", embeddings, persistent=False)
         self.register_buffer("modulations", modulations, persistent=False)
 
-    def forward(self, noise: Tensor, keys: Tensor, values: Tensor, *rest: Tensor) -> Tensor:
+    def forward(
+        self, noise: Tensor, keys: Tensor, values: Tensor, target: Tensor, weights: Tensor, *rest: Tensor
+    ) -> Tensor:
         state = rest[0] if self.takes_state else None
         mask = real_tokens(rest[-1], keys.shape[2]) if self.padded else None
-        return self.model.integrate(noise, self.embeddings, self.modulations, keys, values, state, mask)
+        guidance = Guidance(target, weights, self.times, self.gains)
+        return self.model.integrate(noise, self.embeddings, self.modulations, keys, values, state, mask, guidance)
 
 
 def denoise_component(
-    model: Pi0, batch: int, prefix_tokens: int, num_steps: int, padded: bool, store: NativeStore | None = None
+    model: Pi0,
+    batch: int,
+    prefix_tokens: int,
+    num_steps: int,
+    padded: bool,
+    store: NativeStore | None = None,
+    max_weight: float | None = None,
 ) -> Component:
-    """The loop for a fixed number of steps and prefix tokens."""
+    """The loop for a fixed number of steps and prefix tokens. `max_weight`: of the guidance, as in `RtcConfig`."""
     config = model.config
     takes_state = config.kind == "pi0"
     actions = (batch, config.action_horizon, config.action_dim)
@@ -53,6 +68,8 @@ def denoise_component(
         TensorSpec("noise", actions, torch.float32),
         TensorSpec("keys", cache, model.dtype, ranges),
         TensorSpec("values", cache, model.dtype, ranges),
+        TensorSpec("target", actions, torch.float32),
+        TensorSpec("weights", actions[:2], torch.float32),
     ]
     if takes_state:
         inputs.append(TensorSpec("state", (batch, config.action_dim), torch.float32))
@@ -60,8 +77,8 @@ def denoise_component(
         inputs.append(TensorSpec("lengths", (batch,), torch.int32))
     native = None
     if store is not None and padded:
-        native = partial(store.denoise, batch, prefix_tokens, num_steps)
-    module = Denoise(model, num_steps, takes_state, padded)
+        native = partial(store.denoise, batch, prefix_tokens, num_steps, max_weight=max_weight)
+    module = Denoise(model, num_steps, takes_state, padded, max_weight)
     outputs = (TensorSpec("actions", actions, torch.float32),)
-    loop = denoise_loop(model, tuple(inputs), module.embeddings, module.modulations)
+    loop = denoise_loop(model, tuple(inputs), module.embeddings, module.modulations, module.times, module.gains)
     return Component("denoise", module, tuple(inputs), outputs, native, loop=loop)

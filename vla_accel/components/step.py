@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from vla_accel.component import Component, Loop, TensorSpec
 from vla_accel.components.padding import real_tokens
 from vla_accel.models.pi0 import Pi0
+from vla_accel.models.rtc import corrected
 
 
 class DenoiseStep(nn.Module):
-    """noisy (B, H, action_dim) float32, keys, values, `dt` (1,) float32 and `condition` (one row of the time's
-    modulations for π0.5, of its embedding for π0), then `state` for π0, then `lengths` when padded, to the next
-    noisy actions."""
+    """noisy (B, H, action_dim) float32, keys, values, `target` and `weights` as in `Denoise`, float32 (1,) each: `dt`,
+    the step's `time` and its guidance's `gain`; `condition` (one row of the time's modulations for π0.5, of its
+    embedding for π0), then `state` for π0, then `lengths` when padded, to the next noisy actions."""
 
     def __init__(self, model: Pi0, padded: bool) -> None:
         super().__init__()
@@ -23,19 +24,26 @@ class DenoiseStep(nn.Module):
         self.adaptive, self.padded = model.config.kind == "pi05", padded
 
     def forward(
-        self, noisy: Tensor, keys: Tensor, values: Tensor, dt: Tensor, condition: Tensor, *rest: Tensor
-    ) -> Tensor:
+        self, noisy: Tensor, keys: Tensor, values: Tensor, target: Tensor, weights: Tensor, dt: Tensor, time: Tensor,
+        gain: Tensor, condition: Tensor, *rest: Tensor,
+    ) -> Tensor:  # fmt: skip
         state = None if self.adaptive else rest[0]
         mask = real_tokens(rest[-1], keys.shape[2]) if self.padded else None
         modulations = condition if self.adaptive else None
-        v = self.model.velocity(noisy, condition, modulations, state, keys, values, mask)
-        return noisy + dt * v.to(noisy.dtype)
+        v = self.model.velocity(noisy, condition, modulations, state, keys, values, mask).to(noisy.dtype)
+        return noisy + dt * corrected(v, noisy, time, gain, target, weights)
 
 
 def denoise_loop(
-    model: Pi0, inputs: tuple[TensorSpec, ...], embeddings: Tensor, modulations: Tensor | None
+    model: Pi0,
+    inputs: tuple[TensorSpec, ...],
+    embeddings: Tensor,
+    modulations: Tensor | None,
+    times: Sequence[float],
+    gains: Sequence[float],
 ) -> Callable[[], Loop]:
-    """The loop of a denoise component with these inputs and these rows of `Pi0.conditioning`."""
+    """The loop of a denoise component with these inputs, these rows of `Pi0.conditioning` and, by step, the time and
+    the guidance's gain."""
 
     def make() -> Loop:
         rows = embeddings if modulations is None else modulations
@@ -46,7 +54,9 @@ def denoise_loop(
             TensorSpec("noisy", start.shape, start.dtype),
             specs["keys"],
             specs["values"],
-            TensorSpec("dt", (1,), torch.float32),
+            specs["target"],
+            specs["weights"],
+            *(TensorSpec(name, (1,), torch.float32) for name in ("dt", "time", "gain")),
             TensorSpec("condition", tuple(rows.shape[1:]), rows.dtype),
             *(specs[name] for name in ("state", "lengths") if name in specs),
         )
@@ -56,7 +66,8 @@ def denoise_loop(
             body_inputs,
             (TensorSpec("next", start.shape, start.dtype),),
         )
-        dt = torch.full((steps, 1), -1.0 / steps, device=rows.device)
-        return Loop(body, steps, ("noisy", "next"), "noise", "actions", {"dt": dt, "condition": rows.contiguous()})
+        scalars = {"dt": [-1.0 / steps] * steps, "time": times, "gain": gains}
+        tables = {n: torch.tensor(v, dtype=torch.float32, device=rows.device)[:, None] for n, v in scalars.items()}
+        return Loop(body, steps, ("noisy", "next"), "noise", "actions", {**tables, "condition": rows.contiguous()})
 
     return make

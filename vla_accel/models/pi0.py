@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
 from vla_accel.models.gemma import GemmaConfig, GemmaExpert, GemmaPrefix
+from vla_accel.models.rtc import Guidance
 from vla_accel.models.siglip import SiglipConfig, SiglipVision
 
 Kind = Literal["pi0", "pi05"]
@@ -264,14 +265,18 @@ class Pi0(nn.Module):
         values: Tensor,
         state: Tensor | None = None,
         prefix_mask: Tensor | None = None,
+        guidance: Guidance | None = None,
     ) -> Tensor:
-        """`denoise` with `conditioning(times)` already computed: one row of it a step."""
+        """`denoise` with `conditioning(times)` already computed: one row of it a step. `guidance`: towards a previous
+        chunk (`vla_accel.models.rtc`)."""
         steps = len(embeddings)
         x = noise
         for step in range(steps):
             row = None if modulations is None else modulations[step]
-            v = self.velocity(x, embeddings[step], row, state, keys, values, prefix_mask)
-            x = x + (-1.0 / steps) * v.to(x.dtype)
+            v = self.velocity(x, embeddings[step], row, state, keys, values, prefix_mask).to(x.dtype)
+            if guidance is not None:
+                v = guidance.corrected(v, x, step)
+            x = x + (-1.0 / steps) * v
         return x
 
     # -- all of it ------------------------------------------------------------------------------------------------

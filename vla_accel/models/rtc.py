@@ -8,8 +8,9 @@ At each step the flow's guess of the clean actions is x̂ = x − t·v(x, t). Th
 w(t) from `guidance_weights`, and J = ∂x̂/∂x, exact or taken as the identity.
 
 Source: Black, Galliker, Levine, "Real-Time Execution of Action Chunking Flow Policies" (2025), with their time
-reversed. lerobot's `RTCProcessor` (0.4.4) evaluates v before it asks for gradients, so that its J is the identity;
-that needs no backward pass and can be captured in a graph, and is the default here.
+reversed. lerobot's `RTCProcessor` (0.4.4) calls autograd, but evaluates v before it asks for gradients, so that its J
+is the identity, too. That is the form of every engine here (`corrected`, `Guidance`): it needs no backward pass and is
+elementwise, so one captured graph serves every delay. The exact J, the paper's, is in `guided_euler` alone.
 """
 
 from __future__ import annotations
@@ -22,41 +23,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vla_accel.config import RtcConfig, Schedule
 from vla_accel.errors import ConfigError, EngineError
 
-Schedule = Literal["zeros", "ones", "linear", "exp"]
 Jacobian = Literal["identity", "exact"]
 
 
-@dataclass(frozen=True)
-class RtcConfig:
-    """How strongly, and how far, a new chunk follows the previous one.
-
-    `schedule`: of the weights between the delay and the execution horizon. `max_guidance_weight`: bound of w(t); None
-    is the number of steps, because one Euler step moves x by w / steps of the error, so that more overshoots at t = 1
-    (lerobot: 10, for 10 steps). `execution_horizon`: the action up to which the previous chunk counts; None is all of
-    it. `jacobian`: see the module.
-    """
-
-    schedule: Schedule = "linear"
-    max_guidance_weight: float | None = None
-    execution_horizon: int | None = None
-    jacobian: Jacobian = "identity"
-
-    def __post_init__(self) -> None:
-        if self.schedule not in ("zeros", "ones", "linear", "exp"):
-            raise ConfigError(f"rtc.schedule: expected zeros, ones, linear or exp, got {self.schedule!r}")
-        if self.jacobian not in ("identity", "exact"):
-            raise ConfigError(f"rtc.jacobian: expected identity or exact, got {self.jacobian!r}")
-        if self.max_guidance_weight is not None and not self.max_guidance_weight >= 0:
-            raise ConfigError(f"rtc.max_guidance_weight: expected 0 or more, got {self.max_guidance_weight}")
-        if self.execution_horizon is not None and self.execution_horizon < 1:
-            raise ConfigError(f"rtc.execution_horizon: expected at least 1, got {self.execution_horizon}")
-
-    def weights(self, delay: int, previous: int, horizon: int) -> Tensor:
-        """`prefix_weights` (horizon,) for a previous chunk of which `previous` actions are left."""
-        end = previous if self.execution_horizon is None else min(self.execution_horizon, previous)
-        return prefix_weights(delay, end, horizon, self.schedule)
+def chunk_weights(config: RtcConfig, delay: int, previous: int, horizon: int) -> Tensor:
+    """`prefix_weights` (horizon,) for a previous chunk of which `previous` actions are left."""
+    end = previous if config.execution_horizon is None else min(config.execution_horizon, previous)
+    return prefix_weights(delay, end, horizon, config.schedule)
 
 
 def prefix_weights(delay: int, end: int, horizon: int, schedule: Schedule) -> Tensor:
@@ -91,6 +67,37 @@ def guidance_weights(times: Sequence[float], max_weight: float) -> list[float]:
     return result
 
 
+def step_gains(times: Sequence[float], max_weight: float | None) -> tuple[float, ...]:
+    """w(t) of every evaluation of a loop; `max_weight` None is the number of steps (see `RtcConfig`)."""
+    return tuple(guidance_weights(times, float(len(times)) if max_weight is None else max_weight))
+
+
+def corrected(
+    v: Tensor, x: Tensor, time: float | Tensor, gain: float | Tensor, target: Tensor, weights: Tensor
+) -> Tensor:
+    """The velocity v (B, H, A) at x, guided towards the target with the identity for a Jacobian.
+
+    `gain`: w(time); `weights` (B, H). Where a weight is zero it is v, bit for bit (but for the sign of a zero), as
+    long as everything is finite.
+    """
+    return v - gain * (weights.unsqueeze(-1) * (target - (x - time * v)))
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """What a guided loop takes besides a plain one: `target` (B, H, A), the padded previous chunk; `weights` (B, H);
+    by step, `times` t and `gains` w(t)."""
+
+    target: Tensor
+    weights: Tensor
+    times: Sequence[float]
+    gains: Sequence[float]
+
+    def corrected(self, v: Tensor, x: Tensor, step: int) -> Tensor:
+        """`corrected` for a step of the loop."""
+        return corrected(v, x, self.times[step], self.gains[step], self.target, self.weights)
+
+
 def pad_chunk(previous: Tensor, horizon: int, action_dim: int) -> Tensor:
     """A previous chunk (B, k, a) as (B, horizon, action_dim): zeros where it has nothing, cut after `horizon`."""
     if previous.ndim != 3 or previous.shape[2] > action_dim:
@@ -115,17 +122,16 @@ def guided_velocity(
     Args: `velocity` of x alone, at `time`; `weight`: w(time); `target` (B, H, A): the padded previous chunk; `weights`
     (H,) or (B, H). Raises EngineError for the exact Jacobian in inference mode, which keeps no graph.
     """
-    weights = weights.to(x).unsqueeze(-1)
+    weights = weights.to(x)
     if jacobian == "identity":
-        v = velocity(x).to(x.dtype)
-        return v - weight * (weights * (target - (x - time * v)))
+        return corrected(velocity(x).to(x.dtype), x, time, weight, target, weights)
     if torch.is_inference_mode_enabled():
         raise EngineError("rtc.jacobian: exact needs gradients, which inference mode does not keep; use no_grad")
     with torch.enable_grad():
         start = x.detach().requires_grad_(True)
         v = velocity(start).to(x.dtype)
         clean = start - time * v
-        error = (weights * (target - clean)).detach()
+        error = (weights.unsqueeze(-1) * (target - clean)).detach()
         (correction,) = torch.autograd.grad(clean, start, error)
     return v.detach() - weight * correction
 
@@ -146,9 +152,8 @@ def guided_euler(
     Returns actions (B, H, A) in the noise's dtype.
     """
     steps = len(times)
-    bounded = guidance_weights(times, float(steps) if max_weight is None else max_weight)
     x = noise
-    for step, (time, weight) in enumerate(zip(times, bounded, strict=True)):
+    for step, (time, weight) in enumerate(zip(times, step_gains(times, max_weight), strict=True)):
         v = guided_velocity(lambda y, step=step: velocity(y, step), x, time, weight, target, weights, jacobian)
         x = x + (-1.0 / steps) * v
     return x

@@ -12,7 +12,7 @@ from vla_accel.errors import EngineError, ServerError
 from vla_accel.server.limits import ServerConfig
 from vla_accel.server.queue import FairQueue
 from vla_accel.server.requests import Request
-from vla_accel.server.worker import Worker, run_requests
+from vla_accel.server.worker import Worker, batches_prev_chunks, run_requests
 
 
 @dataclass(eq=False)
@@ -34,6 +34,7 @@ class Dispatcher:
     def __init__(self, policy: Any, config: ServerConfig) -> None:
         self._policy, self._config = policy, config
         self._max_batch = config.max_batch if hasattr(policy, "infer_batch") else 1
+        self._mixed = batches_prev_chunks(policy)
         self._queue: FairQueue[Job] = FairQueue()
         self._more = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -86,7 +87,7 @@ class Dispatcher:
             jobs = await self._take()
             # Each group's answers leave before the next group begins; meanwhile clients may give up.
             while jobs := [job for job in jobs if not job.outcome.done()]:
-                group = next_group(jobs)
+                group = next_group(jobs, self._mixed)
                 jobs = [job for job in jobs if job not in group]
                 await self._run(group)
 
@@ -127,10 +128,11 @@ class Dispatcher:
                 pass
 
 
-def next_group(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs to run first: a power of two of plain ones together, else one guided one alone."""
-    plain = [job for job in jobs if not job.request.options]
-    return plain[: _power_of_two(len(plain))] if plain else [jobs[0]]
+def next_group(jobs: Sequence[Job], mixed: bool) -> list[Job]:
+    """The jobs to run first: a power of two of them together. Unless `mixed`, only plain ones make a batch, and a
+    guided one runs alone when there is no plain one."""
+    able = jobs if mixed else [job for job in jobs if not job.request.options]
+    return list(able[: _power_of_two(len(able))]) if able else [jobs[0]]
 
 
 def _power_of_two(count: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import queue
 import threading
@@ -13,6 +14,8 @@ from vla_accel.errors import EngineError
 from vla_accel.server.requests import Request
 
 logger = logging.getLogger("vla_accel.server")
+
+_OPTIONS = ("prev_chunk", "inference_delay")
 
 
 class Worker:
@@ -61,18 +64,27 @@ def _settle(future: asyncio.Future[Any], outcome: Any, error: BaseException | No
 def run_requests(policy: Any, requests: Sequence[Request]) -> list[dict[str, Any] | Exception]:
     """Run requests, several of them as one batch; for each one its result or its own error.
 
-    Requests of a batch have no options. When a batch fails its requests run one by one, so that one bad observation
-    fails alone.
+    Requests of a batch have no options, unless the policy `batches_prev_chunks`. When a batch fails its requests run
+    one by one, so that one bad observation fails alone.
     """
     if len(requests) > 1:
+        observations, options = [r.observation for r in requests], {}
+        if any(r.options for r in requests):
+            options = {f"{name}s": [r.options.get(name) for r in requests] for name in _OPTIONS}
         try:
-            results = policy.infer_batch([r.observation for r in requests])
+            results = policy.infer_batch(observations, **options)
             if len(results) != len(requests):
                 raise EngineError(f"policy: expected {len(requests)} results of a batch, got {len(results)}")
             return list(results)
         except Exception as error:
             logger.warning("a batch of %d failed, running one by one: %s", len(requests), error)
     return [run_one(policy, r) for r in requests]
+
+
+def batches_prev_chunks(policy: Any) -> bool:
+    """Whether `policy.infer_batch` takes a previous chunk and a delay, or None, for each observation."""
+    infer_batch = getattr(policy, "infer_batch", None)
+    return infer_batch is not None and {f"{n}s" for n in _OPTIONS} <= inspect.signature(infer_batch).parameters.keys()
 
 
 def run_one(policy: Any, request: Request) -> dict[str, Any] | Exception:
