@@ -1,4 +1,4 @@
-"""The streamed denoise loop (`native/streamed.py`) against what `ops/cuda/denoise.cu` expects of it, without a GPU:
+"""The streamed denoise loop (`native/streamed.py`) against what `ops/cuda/denoise/` expects of it, without a GPU:
 where the kernels look for each weight, structures and arguments, shared memory, launches."""
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 
 from tests.streamed_support import LOOPS, LoopCase, reason, recorded_loop, streamable
+from vla_accel.models.pi0 import euler_times
+from vla_accel.models.rtc import guidance_weights
 from vla_accel.native import streamed
-from vla_accel.native.streamed import STAGE_BYTES, WARPS, Packed, fits, pack, pair_tiles, split_of
+from vla_accel.native.packing import Packed, pack, pair_tiles, split_of
+from vla_accel.native.schedule import _FOLDER, KEYS, MAX_CLUSTER, RANKS, STAGE_BYTES, THREADS, WARPS, Attend, held_tiles
+from vla_accel.native.streamed import fits
 from vla_accel.ops.fused import Linear
 
-SOURCE = streamed._SOURCE.read_text()
+SOURCE = "".join(file.read_text() for file in sorted(_FOLDER.glob("*.cu")))
 CODE = re.sub(r"//.*", "", SOURCE)
 CUDA = torch.device("cuda")
 
 
 # -- where the kernels find their weights -----------------------------------------------------------------------------
-# A slow model of denoise.cu's addressing: it walks the packed bytes as the kernels' lanes do and says which row n and
+# A slow model of the kernels' addressing: it walks the packed bytes as the kernels' lanes do and says which row n and
 # columns k of the weight (N, K) each lane takes them for.
 
 Read = tuple[int, int, int]  # byte offset of 16 bytes, row n, first of eight columns k
@@ -40,19 +44,9 @@ def normed_pairs(at: int, units: int, width: int, columns: Any) -> Iterator[Read
                     yield offset, columns(unit, tile) + (lane >> 2), kb * 32 + (lane & 3) * 8
 
 
-def plain_tile(at: int, n: int, k: int) -> Iterator[Read]:
-    """`plain_tile`: a unit is eight rows; K comes in chunks of 2048."""
-    chunk = min(k, 2048)
-    for unit in range(n // 8):
-        for i in range(k // chunk):
-            for kb in range(chunk // 32):
-                for lane in range(32):
-                    offset = at + (unit * (k // chunk) + i) * 16 * chunk + (kb * 32 + lane) * 16
-                    yield offset, unit * 8 + (lane >> 2), i * chunk + kb * 32 + (lane & 3) * 8
-
-
-def down(at: int, n: int, k: int, split: int) -> Iterator[Read]:
-    """`down`: a cluster of `split` blocks, each with a part of K, for `split` tiles of rows."""
+def split_product(at: int, n: int, k: int) -> Iterator[Read]:
+    """`split_product`: a cluster of `split` blocks, each with a part of K, for `split` tiles of rows."""
+    split = split_of(n, k)
     part = k // split
     chunk = min(part, 1024)
     bytes_each = split * 16 * chunk
@@ -97,7 +91,7 @@ def check_reads(packed: Packed, weight: Tensor, reads: Iterator[Read], taken: Te
         (128, 512, 4, 1, 64, False),  # the demo
         (64, 96, 2, 2, 128, True),  # one part of K; π0
         (64, 1024, 1, 1, 256, False),  # two parts
-        (64, 2048, 64, 1, 64, True),  # four parts; two chunks of the output product
+        (64, 2048, 64, 1, 64, True),  # four parts of both products
         (32, 4096, 2, 1, 64, False),  # four parts of one chunk each
         (32, 8192, 1, 1, 64, False),  # four parts of two chunks each
     ],
@@ -115,7 +109,7 @@ def test_the_kernels_find_every_weight_once(
     packed = Packed.of(layers, time_mlp, head_dim)
     taken = torch.zeros(packed.data.numel() // 2, dtype=torch.int32)
     if time_mlp is not None:
-        check_reads(packed, time_mlp.weight, plain_tile(0, width, width), taken)
+        check_reads(packed, time_mlp.weight, split_product(0, width, width), taken)
 
     def of_head(unit: int, tile: int) -> int:
         # As `qkv` reads it: unit % (D / 16) eights of a half head; the second tile is the half's partner.
@@ -124,10 +118,10 @@ def test_the_kernels_find_every_weight_once(
     for index, (qkv, o, gate_up, last) in enumerate(layers):
         at = packed.layer_at + index * packed.layer_bytes
         check_reads(packed, qkv.weight, normed_pairs(at, columns // 16, width, of_head), taken)
-        check_reads(packed, o.weight, plain_tile(at + packed.o_at, width, attended), taken)
+        check_reads(packed, o.weight, split_product(at + packed.o_at, width, attended), taken)
         pairs = normed_pairs(at + packed.gate_up_at, mlp // 8, width, lambda unit, tile: unit * 8 + tile * mlp)
         check_reads(packed, gate_up.weight, pairs, taken)
-        check_reads(packed, last.weight, down(at + packed.down_at, width, mlp, split_of(width, mlp)), taken)
+        check_reads(packed, last.weight, split_product(at + packed.down_at, width, mlp), taken)
     assert torch.equal(taken, torch.ones_like(taken))
 
 
@@ -173,11 +167,12 @@ SMALL = LOOPS["demo"].config
         ({"expert": {"width": 136}}, "tiles"),
         ({"expert": {"width": 2048}}, "tiles"),
         ({"expert": {"mlp_dim": 528}}, "tiles"),
-        ({"expert": {"mlp_dim": 1536}}, "tiles"),
+        ({"expert": {"mlp_dim": 1568}}, "tiles"),
+        ({"expert": {"mlp_dim": 1536}}, ""),
         ({"expert": {"head_dim": 96}}, "tiles"),
         ({"expert": {"head_dim": 320}}, "tiles"),
-        ({"expert": {"heads": 40}}, "tiles"),
-        ({"action_dim": 257}, "tiles"),
+        ({"expert": {"heads": 33}}, "tiles"),
+        ({"action_dim": 65}, "tiles"),
         ({"action_horizon": 65}, "1 x 65 suffix rows are more than 64"),
         ({"action_horizon": 64}, ""),
         ({"kind": "pi0", "action_horizon": 64, "discrete_state_input": False}, "1 x 65 suffix rows are more than 64"),
@@ -240,7 +235,7 @@ def test_structures_are_the_source_s(struct: str, mirror: type[ctypes.Structure]
 
 
 def test_the_source_s_structures_were_read() -> None:
-    assert len(fields_of("Model")) == 21 and len(fields_of("Call")) == 16
+    assert len(fields_of("Model")) == 21 and len(fields_of("Call")) == len(streamed._Call._fields_)
     assert fields_of("Model")[:2] == [("pointer", "weights"), ("u64", "layer_at")]
     assert fields_of("Call")[-3:] == [("int", "s"), ("int", "sp"), ("int", "steps")]
 
@@ -252,8 +247,8 @@ def constant(name: str) -> int:
 
 
 def test_constants_are_the_source_s() -> None:
-    assert (constant("WARPS"), constant("STAGE_BYTES"), constant("KEYS")) == (WARPS, STAGE_BYTES, streamed.KEYS)
-    assert streamed.THREADS == 32 * WARPS
+    assert (constant("WARPS"), constant("STAGE_BYTES"), constant("KEYS")) == (WARPS, STAGE_BYTES, KEYS)
+    assert constant("RANKS") == RANKS and THREADS == 32 * WARPS
 
 
 def parameters_of(kernel: str) -> list[type]:
@@ -274,14 +269,19 @@ def test_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = torch.randn(cache).bfloat16(), torch.randn(cache).bfloat16()
     lengths = torch.full((case.batch,), case.prefix_tokens, dtype=torch.int32)
     state = None if adaptive else torch.zeros(case.batch, expert.width)
-    actions = torch.zeros(case.batch, config.action_horizon, config.action_dim)
+    actions, target = torch.zeros(2, case.batch, config.action_horizon, config.action_dim)
+    weights = torch.zeros(case.batch, config.action_horizon)
+    given = {"keys": keys, "values": values, "lengths": lengths, "target": target, "weights": weights}
     with torch.inference_mode():
-        loop.run({"keys": keys, "values": values, "lengths": lengths}, state, actions)
-    # The kernels read values with the keys along the contiguous axis.
-    assert torch.equal(loop.values_t[..., : case.prefix_tokens], values.permute(0, 1, 3, 4, 2))
-    assert not loop.values_t[..., case.prefix_tokens :].any() and loop.values_t.shape[-1] % streamed.KEYS == 0
+        loop.run(given, state, actions)
+    attend = loop.schedule.attend
+    assert (attend is None) == (loop.values_t is not None)
+    if loop.values_t is not None:
+        # The kernels read values with the keys along the contiguous axis.
+        assert torch.equal(loop.values_t[..., : case.prefix_tokens], values.permute(0, 1, 3, 4, 2))
+        assert not loop.values_t[..., case.prefix_tokens :].any() and loop.values_t.shape[-1] % KEYS == 0
 
-    phases = ["qkv", "attention", "output", "gate_up", "down"]
+    phases = [*(("qkv", "attention") if attend is None else ("attend",)), "output", "gate_up", "down"]
     step = ["between", *([] if adaptive else ["mix"]), *phases * expert.depth]
     assert [launch[0] for launch in module.launches] == [*step * case.steps, "between"]
     assert [launch[-1] for launch in module.launches] == [False] + [True] * (len(module.launches) - 1)
@@ -291,27 +291,41 @@ def test_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     grids = {
         "qkv": (expert.heads + 2 * expert.kv_heads) * expert.head_dim // 16,
         "output": expert.width // 8, "down": expert.width // 8, "mix": expert.width // 8,
-        "between": case.batch * (config.action_horizon + (not adaptive)),
+        "between": defines["STEP_BLOCKS"] * case.batch * (config.action_horizon + (not adaptive)),
         "gate_up": -(-expert.mlp_dim // 8 // defines["GATE_UP_UNITS"]),
         "attention": defines["CLUSTER"] * case.batch * expert.kv_heads
         * -(-config.suffix_tokens * (expert.heads // expert.kv_heads) // 16),
+        "attend": RANKS * expert.heads + 2 * expert.kv_heads * expert.head_dim // 16,
     }  # fmt: skip
-    clusters = {"attention": defines["CLUSTER"], "down": defines["SPLIT"]}
+    clusters = {
+        "attention": defines["CLUSTER"], "attend": RANKS, "down": defines["DOWN_SPLIT"],
+        "output": defines["OUTPUT_SPLIT"], "mix": defines["MIX_SPLIT"], "between": defines["STEP_BLOCKS"],
+    }  # fmt: skip
     for kernel, blocks, threads, arguments, cluster, _ in module.launches:
         assert [type(a) for a in arguments] == parameters_of(kernel), kernel
-        assert (blocks, threads, cluster) == (grids[kernel], streamed.THREADS, clusters.get(kernel, 1)), kernel
-        assert blocks % cluster == 0 and cluster <= streamed.MAX_CLUSTER
+        assert (blocks, threads, cluster) == (grids[kernel], THREADS, clusters.get(kernel, 1)), kernel
+        assert blocks % cluster == 0 and cluster <= MAX_CLUSTER
         call = arguments[1]
         assert (call.keys, call.lengths, call.actions) == (keys.data_ptr(), lengths.data_ptr(), actions.data_ptr())
         assert call.state == (None if state is None else state.data_ptr())
-        assert (call.s, call.sp, call.steps) == (case.prefix_tokens, loop.values_t.shape[-1], case.steps)
+        assert (call.target, call.follow) == (target.data_ptr(), weights.data_ptr())
+        assert (call.s, call.sp, call.steps) == (case.prefix_tokens, -(-case.prefix_tokens // KEYS) * KEYS, case.steps)
     numbers = [[a.value for a in launch[3][2:] if isinstance(a, ctypes.c_int)] for launch in module.launches]
-    of_phase = [[[s, n], [n], [s, n], [s, n], [s, n]] for s in range(case.steps) for n in range(expert.depth)]
+    of_phase = [
+        [*([[s, n], [n]] if attend is None else [[s, n, attend.keys]]), [s, n], [s, n], [s, n]]
+        for s in range(case.steps)
+        for n in range(expert.depth)
+    ]
     got = [n for launch, n in zip(module.launches, numbers, strict=True) if launch[0] in phases]
     assert got == [one for layer in of_phase for one in layer]
     assert [n for launch, n in zip(module.launches, numbers, strict=True) if launch[0] == "between"] == [
         [s] for s in range(case.steps + 1)
     ]
+    # Time and gain are those of the evaluation that has just ended.
+    floats = [[a.value for a in launch[3][2:] if isinstance(a, ctypes.c_float)] for launch in module.launches]
+    got = [n[1:] for launch, n in zip(module.launches, floats, strict=True) if launch[0] == "between"]
+    times = euler_times(case.steps).tolist()
+    assert got[1:] == [pytest.approx(pair) for pair in zip(times, guidance_weights(times, case.steps), strict=True)]
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -320,24 +334,62 @@ def test_shared_memory_holds_what_the_kernels_put_there(name: str, monkeypatch: 
     case = LOOPS[name]
     _, module = recorded_loop(case, monkeypatch)
     sizes, expert = module.defines, case.config.expert
-    tiles, split, units = sizes["MT"], sizes["SPLIT"], sizes["GATE_UP_UNITS"]
-    pairs = 4 if tiles == 1 else 2 if tiles == 2 else 1
-    squares = WARPS * 16 * tiles * 4
+    tiles, units, held = sizes["MT"], sizes["GATE_UP_UNITS"], held_tiles(sizes["M"])
+    pairs = 2 if tiles == 2 else 4
+    squares = 16 * (WARPS * held + tiles) * 4
     for kernel, count in (("qkv", 1), ("gate_up", units)):
+        if kernel not in module.shared:
+            continue
         assert 32 * expert.width <= STAGE_BYTES
         assert module.shared[kernel] >= count * (STAGE_BYTES + 8) + squares
-        # The sums take the place of the weights of `pairs` units, the last of which may be fewer.
-        for done in range(0, count, pairs):
+        # The sums take the place of the weights of `together` units, the last of which may be fewer.
+        together = min(count, pairs)
+        for done in range(0, count, together):
             room = module.shared[kernel] - squares - 8 * count - done * STAGE_BYTES
-            assert WARPS * pairs * 2 * tiles * 4 * 32 * 4 <= max(room, 0), (kernel, done)
-    for kernel, k in (("output", expert.heads * expert.head_dim), ("mix", expert.width)):
-        chunk = min(k, 2048)
-        assert 16 * chunk <= STAGE_BYTES and module.shared[kernel] >= k // chunk * (STAGE_BYTES + 8)
-        assert WARPS * tiles * 4 * 32 * 4 <= STAGE_BYTES
-    part = expert.mlp_dim // split
-    room = max(part * split * 16, WARPS * tiles * 4 * 128)
-    assert module.shared["down"] >= room + split * tiles * 128 * 4 + 8 * -(-part // 1024)
+            assert WARPS * together * 2 * held * 4 * 32 * 4 <= max(room, 0), (kernel, done)
+    for kernel, k in (("output", expert.heads * expert.head_dim), ("mix", expert.width), ("down", expert.mlp_dim)):
+        if kernel not in module.shared:
+            continue
+        split = sizes[f"{kernel.upper()}_SPLIT"]
+        part = k // split
+        room = max(part * split * 16, WARPS * split * held * 4 * 128)
+        assert module.shared[kernel] >= room + split * tiles * 128 * 4 + 8 * -(-part // 1024)
+        # Barriers are words of eight bytes, and follow the parts.
+        assert (room + split * tiles * 128 * 4) % 8 == 0
     assert all(size <= 227 * 1024 for size in module.shared.values())
+
+
+@pytest.mark.parametrize(("name", "prefix_tokens"), [("full", 544), ("full", 32), ("full pi0", 800), ("full pi0", 17)])
+def test_attend_deals_out_every_key_once(name: str, prefix_tokens: int) -> None:
+    config = LOOPS[name].config
+    attend = Attend.of(config, 1, prefix_tokens)
+    assert attend is not None
+    tokens, rows, d = config.suffix_tokens, -(-config.suffix_tokens // 16) * 16, config.expert.head_dim
+    padded = -(-prefix_tokens // 8) * 8
+    taken = torch.zeros(padded + -(-tokens // 8) * 8, dtype=torch.int32)
+    key_warps = WARPS if rows <= 32 else WARPS // 4
+    for rank in range(RANKS):
+        first = rank * attend.keys
+        mine = min(attend.keys, len(taken) - first)
+        for warp in range(key_warps):
+            for turn in range(attend.rounds):
+                tile = warp + key_warps * turn
+                if tile * 8 < mine:
+                    taken[first + tile * 8 : first + tile * 8 + 8] += 1
+    assert torch.equal(taken, torch.ones_like(taken))
+    # The areas one after the other: weights and what their sums need, keys, values, q, statistics, own q, a barrier.
+    units, sixteen = d // 16 // RANKS, -(-attend.keys // 16) * 16
+    areas = -(-(units * (STAGE_BYTES + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows)) // 16) * 16
+    areas += 2 * (d + 8) * (attend.keys + sixteen + rows) + 4 * rows * (2 * WARPS + 2 * RANKS) + 2 * rows * d // RANKS
+    assert attend.shared == areas + 8
+    # The parts take the place of the weights, the probabilities that of q.
+    assert 4 * rows * d <= units * STAGE_BYTES and 2 * rows * (sixteen + 8) <= 2 * rows * (d + 8)
+
+
+def test_attend_declines_what_it_cannot_hold() -> None:
+    full = LOOPS["full"].config
+    assert Attend.of(full, 2, 544) is None and Attend.of(LOOPS["demo"].config, 1, 100) is None
+    assert Attend.of(full, 1, 1500) is None
 
 
 def test_a_buffer_that_is_not_dense_is_refused() -> None:

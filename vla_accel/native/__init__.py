@@ -41,7 +41,7 @@ class NativeStore:
         if precision not in self._vision:
             with self._counted():
                 self._vision[precision] = VisionWeights.of(self.model, precision, self.scales)
-        return NativeVision(self._vision[precision], batch, views)
+        return NativeVision(self._vision[precision], batch, views, spec.attention)
 
     def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
         """The prefix program of `image_tokens` image tokens and `length` prompt tokens a row."""
@@ -49,10 +49,12 @@ class NativeStore:
         if precision not in self._prefix:
             with self._counted():
                 self._prefix[precision] = PrefixWeights.of(self.model, precision, self.scales)
-        return NativePrefix(self._prefix[precision], batch, image_tokens, length)
+        return NativePrefix(self._prefix[precision], batch, image_tokens, length, spec.attention)
 
-    def denoise(self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec) -> Program:
-        """The whole Euler loop of `num_steps`."""
+    def denoise(
+        self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None
+    ) -> Program:
+        """The whole Euler loop of `num_steps`. `max_weight`: of the guidance, as in `RtcConfig`."""
         precision = self._precision("denoise", spec, ("fp8",))
         if precision not in self._expert:
             with self._counted():
@@ -62,7 +64,7 @@ class NativeStore:
         if not fits(self.model.config, batch, weights.dtype, weights.narrow, device):
             with self._counted():
                 _ = weights.packed
-        return NativeDenoise(weights, self.model, batch, prefix_tokens, num_steps)
+        return NativeDenoise(weights, self.model, batch, prefix_tokens, num_steps, max_weight)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

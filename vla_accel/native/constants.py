@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.models.pi0 import Pi0, euler_times
+from vla_accel.models.rtc import step_gains
 from vla_accel.ops.fused import Linear
 
 
@@ -19,7 +20,8 @@ class StepTables:
     π0.5: `*_scale`, `*_gate` (steps, L, W) of the norm before q/k/v (input) and before the MLP (post); `*_shift`: the
     norm's shift already multiplied by the weight that follows, (steps, L, N); `final_*` (steps, W); `b_in` (W,).
     π0: None, but `final_scale` (W,), the norm's weight, and `b_in` (steps, W), which holds the time's part. `w_in`
-    (A, W): actions to suffix tokens; in π0 to the hidden layer of the time MLP.
+    (A, W): actions to suffix tokens; in π0 to the hidden layer of the time MLP. On the host: `times` t and `gains` w(t)
+    of the guidance (`vla_accel.models.rtc`).
     """
 
     input_scale: Tensor | None
@@ -32,7 +34,12 @@ class StepTables:
     final_shift: Tensor | None
     b_in: Tensor
     w_in: Tensor
-    steps: int
+    times: tuple[float, ...]
+    gains: tuple[float, ...]
+
+    @property
+    def steps(self) -> int:
+        return len(self.times)
 
     def of(self, table: Tensor | None, step: int, layer: int | None = None) -> Tensor | None:
         """A row of one of the tables; None where there is none."""
@@ -46,10 +53,16 @@ class StepTables:
 
 
 @torch.inference_mode()
-def step_tables(model: Pi0, products: Sequence[tuple[Linear, Linear]], num_steps: int) -> StepTables:
-    """The tables of a model for `num_steps`; `products`: each layer's q/k/v and gate/up as the programs use them."""
+def step_tables(
+    model: Pi0, products: Sequence[tuple[Linear, Linear]], num_steps: int, max_weight: float | None = None
+) -> StepTables:
+    """The tables of a model for `num_steps`; `products`: each layer's q/k/v and gate/up as the programs use them;
+    `max_weight`: of the guidance, as in `RtcConfig`."""
     device = model.action_in_proj.weight.device
-    embeddings, modulations = model.conditioning(euler_times(num_steps).to(device))
+    euler = euler_times(num_steps)
+    times = tuple(euler.tolist())
+    gains = step_gains(times, max_weight)
+    embeddings, modulations = model.conditioning(euler.to(device))
     action_in, bias_in = model.action_in_proj.weight.double(), model.action_in_proj.bias.double()
     if modulations is None:
         # Two linear maps in a row are one: actions → width → hidden layer. The time's half is a constant of the step.
@@ -59,7 +72,7 @@ def step_tables(model: Pi0, products: Sequence[tuple[Linear, Linear]], num_steps
         rows = (from_actions @ bias_in + bias + embeddings.double() @ from_time.T).float().contiguous()
         w_in = (from_actions @ action_in).T.float().contiguous()
         final = model.expert.norm.weight.float().contiguous()  # type: ignore[union-attr]
-        return StepTables(None, None, None, None, None, None, final, None, rows, w_in, num_steps)
+        return StepTables(None, None, None, None, None, None, final, None, rows, w_in, times, gains)
     scale, shift, gate = modulations.float().chunk(3, dim=-1)  # each (steps, 2 L + 1, W)
 
     def folded(which: int) -> Tensor:
@@ -73,5 +86,5 @@ def step_tables(model: Pi0, products: Sequence[tuple[Linear, Linear]], num_steps
         scale[:, 0:-1:2].contiguous(), folded(0), gate[:, 0:-1:2].contiguous(),
         scale[:, 1:-1:2].contiguous(), folded(1), gate[:, 1:-1:2].contiguous(),
         scale[:, -1].contiguous(), shift[:, -1].contiguous(), bias_in.float().contiguous(),
-        action_in.T.float().contiguous(), num_steps,
+        action_in.T.float().contiguous(), times, gains,
     )  # fmt: skip

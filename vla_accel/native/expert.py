@@ -19,7 +19,8 @@ from vla_accel.models.gemma import GemmaLayer, RmsNorm
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.native.constants import StepTables, step_tables
 from vla_accel.native.fold import compute_dtype, fold_norm
-from vla_accel.native.streamed import Packed, StreamedLoop, fits
+from vla_accel.native.packing import Packed
+from vla_accel.native.streamed import StreamedLoop, fits
 from vla_accel.ops import fused
 from vla_accel.ops.fused import Linear, make_linear
 
@@ -99,14 +100,19 @@ def _plain(norm: object) -> RmsNorm:
 
 
 class NativeDenoise:
-    """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d), `lengths` (B,) int32
-    and, for π0, `state` (B, A) float32; output `actions` (B, H, A) float32."""
+    """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d), `lengths` (B,) int32,
+    `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call) and, for π0, `state` (B, A)
+    float32; output `actions` (B, H, A) float32."""
 
-    def __init__(self, weights: ExpertWeights, model: Pi0, batch: int, prefix_tokens: int, num_steps: int) -> None:
+    def __init__(
+        self, weights: ExpertWeights, model: Pi0, batch: int, prefix_tokens: int, num_steps: int,
+        max_weight: float | None = None,
+    ) -> None:  # fmt: skip
         self.weights, self.config = weights, model.config
         config, expert = model.config, model.config.expert
         device = weights.w_out.device
-        self.tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], num_steps)
+        products = [(layer.qkv, layer.gate_up) for layer in weights.layers]
+        self.tables = step_tables(model, products, num_steps, max_weight)
         self.state_token = None
         if weights.state is not None:
             self.state_token = torch.zeros(batch, expert.width, device=device)
@@ -160,13 +166,13 @@ class _LayerLoop:
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
         """Enqueue the loop: `actions` hold the noise and are integrated in place."""
-        self._between(actions, state_token, 0)
+        self._between(inputs, actions, state_token, 0)
         for step in range(self.tables.steps):
             for layer in range(len(self.weights.layers)):
                 self._layer(step, layer, inputs)
-            self._between(actions, state_token, step + 1)
+            self._between(inputs, actions, state_token, step + 1)
 
-    def _between(self, actions: Tensor, state_token: Tensor | None, step: int) -> None:
+    def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int) -> None:
         """Finish evaluation step - 1 and prepare evaluation `step`."""
         w, tables = self.weights, self.tables
         first, last = step == 0, step == tables.steps
@@ -176,8 +182,9 @@ class _LayerLoop:
         following = self.x if w.mix is None else self.hidden
         # The first kernel of the chain must not start early.
         fused.step(
-            self.x, final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, actions, tables.w_in, b_in,
-            following, dt=-1.0 / tables.steps, eps=self.eps, tokens=self.tokens, first=first, last=last,
+            self.x, final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, actions, inputs["target"],
+            inputs["weights"], tables.w_in, b_in, following, dt=-1.0 / tables.steps, time=tables.times[done],
+            gain=tables.gains[done], eps=self.eps, tokens=self.tokens, first=first, last=last,
             silu=w.mix is not None, pdl=self.pdl and not first,
         )  # fmt: skip
         if w.mix is not None and not last:

@@ -1,0 +1,91 @@
+"""The expert's weights in the order in which the denoise kernels (`ops/cuda/denoise/`) read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vla_accel.ops.fused import Linear
+
+CHUNK = 1024
+"""Columns of K that a kernel waits for at once, where a block has more."""
+
+
+def pack(tiles: Tensor, k_chunk: int) -> Tensor:
+    """Weights in the order in which the kernel reads them.
+
+    tiles (units, T, 8, K): T tiles of eight output rows a unit. Returns bytes: unit, chunk of K, block of 32, tile,
+    lane, eight values; lane 4 g + t holds row g, columns 8 t … 8 t + 7 of the block.
+    """
+    units, count, _, k = tiles.shape
+    chunks = k // k_chunk
+    parts = tiles.reshape(units, count, 8, chunks, k_chunk // 32, 4, 8)
+    return parts.permute(0, 3, 4, 1, 2, 5, 6).contiguous().view(torch.uint8).flatten()
+
+
+def pair_tiles(weight: Tensor, apart: int, block: int) -> Tensor:
+    """(units, 2, 8, K) of a (N, K) weight: rows r and r + apart of every `block` rows share a unit."""
+    k = weight.shape[1]
+    blocks = weight.view(-1, block // apart, apart // 8, 8, k)
+    return blocks.transpose(1, 2).reshape(-1, 2, 8, k)
+
+
+def split_of(width: int, k: int) -> int:
+    """Blocks that share K of a product into the residual stream: as many as leave each a part that is worth a block."""
+
+    def suits(n: int) -> bool:
+        part = k // n
+        return width % (8 * n) == 0 and k % (32 * n) == 0 and part >= 512 and (part <= CHUNK or part % CHUNK == 0)
+
+    return next((n for n in (4, 2) if suits(n)), 1)
+
+
+def splits_well(width: int, k: int) -> bool:
+    """Whether the parts of K are whole chunks."""
+    part = k // split_of(width, k)
+    return part <= CHUNK or part % CHUNK == 0
+
+
+def pack_split(weight: Tensor) -> Tensor:
+    """A weight (N, K) by cluster of `split_of` blocks, part of K, chunk, then as `pack`."""
+    n, k = weight.shape
+    split = split_of(n, k)
+    part = k // split
+    tiles = weight.view(n // (8 * split), split, 8, split, part).permute(0, 3, 1, 2, 4)
+    return pack(tiles.reshape(-1, split, 8, part), min(part, CHUNK))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """All layers' weights in one buffer of bytes, and where each product starts."""
+
+    data: Tensor
+    layer_at: int
+    layer_bytes: int
+    o_at: int
+    gate_up_at: int
+    down_at: int
+
+    @classmethod
+    def of(cls, layers: list[tuple[Linear, Linear, Linear, Linear]], mix: Linear | None, head_dim: int) -> Packed:
+        """`layers`: q/k/v, o, gate/up and down of each layer, BF16."""
+        parts: list[Tensor] = []
+        if mix is not None:
+            parts.append(pack_split(mix.weight))
+        layer_at = parts[0].numel() if parts else 0
+        offsets = (0, 0, 0)
+        for qkv, o, gate_up, down in layers:
+            four = (
+                pack(pair_tiles(qkv.weight, head_dim // 2, head_dim), qkv.weight.shape[1]),
+                pack_split(o.weight),
+                pack(pair_tiles(gate_up.weight, gate_up.weight.shape[0] // 2, gate_up.weight.shape[0]),
+                     gate_up.weight.shape[1]),
+                pack_split(down.weight),
+            )  # fmt: skip
+            sizes = [part.numel() for part in four]
+            offsets = (sizes[0], sum(sizes[:2]), sum(sizes[:3]))
+            parts.extend(four)
+        data = torch.cat(parts)
+        return cls(data, layer_at, (data.numel() - layer_at) // len(layers), *offsets)

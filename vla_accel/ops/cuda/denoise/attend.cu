@@ -1,0 +1,312 @@
+// q/k/v and attention of one sequence in one kernel. Follows products.cu, whose products it uses.
+//
+// A cluster of eight blocks owns a query head: each block makes an eighth of the head's q and sends it to the other
+// seven, then attends to an eighth of the keys; the parts of the result, unnormalised, go to the block that owns their
+// columns. Nothing but the context goes through global memory. KV_UNITS blocks in front make the suffix's own keys and
+// values; who attends to those waits for them on a counter, while the other blocks are busy with the prefix.
+//
+// A block's place needs the eight of its cluster and the blocks in front to be resident together: a host that launches
+// this makes sure that the whole grid fits on the chip.
+
+#define RANKS 8
+#define Q_UNITS (D / 16 / RANKS)
+#define Q_COLUMNS (D / RANKS)
+#define KV_UNITS (2 * KV * D / 16)
+#define ROWS (16 * MT)
+// Rows in shared memory are 16 bytes longer than their data: eight of them, read at the same column, meet all banks.
+#define PITCH (D + 8)
+#define ROUND_UP(x, n) (((x) + (n)-1) / (n) * (n))
+
+__device__ __forceinline__ void load_tiles(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void load_tiles_transposed(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void announce(u32* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ void await_count(const u32* counter, u32 count) {
+  u32 seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  } while (seen < count);
+}
+
+// `keys_each`: keys of a block, a multiple of eight; all of them are the prefix, rounded up to eight, then the suffix.
+extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
+    attend(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, int layer, int keys_each) {
+  const u64 at = (u64)step * L + layer;
+  constexpr int VT = D / 64;  // tiles of eight value columns a warp
+  static_assert(D % 128 == 0 && WARPS == RANKS, "a warp's columns of the result belong to one block");
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  if (blockIdx.x >= KV_UNITS + H * RANKS) {
+    // Blocks that only keep the place: without them the next kernels' blocks would crowd where no block of this one is.
+    let_next_start();
+    wait_for_previous();
+    return;
+  }
+  const bool in_front = blockIdx.x < KV_UNITS;
+  const int rank = blockIdx.x % RANKS, head = in_front ? 0 : (blockIdx.x - KV_UNITS) / RANKS, kv = head / GROUP;
+  const int prefix = ROUND_UP(c.s, 8), first = rank * keys_each, keys = ROUND_UP(keys_each, 16);
+  const int mine = min(keys_each, prefix + ROUND_UP(T, 8) - first);  // may be none
+  const int cached = max(0, min(mine, c.s - first)), from_suffix = max(prefix - first, 0);
+  unsigned char* const k_tile = shared_memory + ROUND_UP(Q_UNITS * (STAGE_BYTES + 8) + 4 * (WARPS * HELD_TILES * 16 + ROWS), 16);
+  unsigned char* const v_tile = k_tile + keys_each * PITCH * 2;
+  unsigned char* const q_tile = v_tile + keys * PITCH * 2;
+  u16* const p_of = (u16*)q_tile;  // takes the place of q
+  float* const maxima = (float*)(q_tile + ROWS * PITCH * 2);
+  float* const totals = maxima + WARPS * ROWS;
+  float* const stats = totals + WARPS * ROWS;         // (RANKS, ROWS, 2), from every block of the cluster
+  u16* const own_q = (u16*)(stats + RANKS * ROWS * 2);  // (T, Q_UNITS, 2, 8)
+  const u32 kv_barrier = smem_of(own_q + ROWS * Q_COLUMNS);
+  float* const parts = (float*)shared_memory;  // (RANKS, ROWS, Q_COLUMNS), in the place of the weights
+  if (!in_front) {
+    arrive_started();
+    if (threadIdx.x == 0) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(kv_barrier) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(kv_barrier), "r"(cached * D * 4)
+                   : "memory");
+    }
+    sync_compute();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * cached; i += THREADS) {
+      const int key = i >> 1;
+      const u64 from = ((((u64)layer * c.s) + first + key) * KV + kv) * D;
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                       smem_of((i & 1 ? v_tile : k_tile) + key * PITCH * 2)),
+                   "l"((i & 1 ? c.values : c.keys) + from), "r"(D * 2), "r"(kv_barrier)
+                   : "memory");
+    }
+    // Between the prefix and the suffix, and beyond: a value there has probability zero, but must be a number.
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (keys - cached) * (D / 8); i += THREADS)
+      *(uint4*)(v_tile + (cached + i / (D / 8)) * PITCH * 2 + i % (D / 8) * 16) = make_uint4(0, 0, 0, 0);
+  }
+  // One piece of code for both kinds of blocks: instructions that are not in the cache cost more than branches.
+  const Units units = in_front ? Units{H * D / 16 + (int)blockIdx.x, 1, 1}
+                               : Units{(head * RANKS + rank) * Q_UNITS, 1, Q_UNITS};
+  normed_pairs<Q_UNITS>(
+      shared_memory, c, m.weights + m.layer_at + layer * m.layer_bytes, m.in_scale + at * W, units, eps,
+      [&](int unit, int row, int column) {
+        const int i = (unit % (D / 16)) * 8 + column, place = (c.lengths[0] + row) * (D / 2) + i;
+        const float* shift = m.in_shift + at * QKV + unit / (D / 16) * D + i;
+        return make_float4(ADAPTIVE ? __ldg(shift) : 0.f, ADAPTIVE ? __ldg(shift + D / 2) : 0.f, __ldg(m.cos + place),
+                           __ldg(m.sin + place));
+      },
+      [&](int unit, int row, int column, float a, float b, const float4& held) {
+        const int owner = unit / (D / 16), i = (unit % (D / 16)) * 8 + column;
+        a += held.x;
+        b += held.y;
+        u16* out = own_q + (row * Q_UNITS + unit % Q_UNITS) * 16 + column;
+        int apart = 8;
+        if (in_front) {
+          out = (owner < H + KV ? c.ks + ((u64)row * KV + owner - H) * D : c.vs + ((u64)row * KV + owner - H - KV) * D) + i;
+          apart = D / 2;
+        }
+        if (owner < H + KV) {
+          const float turned = a * held.z - b * held.w;
+          b = b * held.z + a * held.w;
+          a = turned;
+        }
+        out[0] = to_bf16(a);
+        out[apart] = to_bf16(b);
+      });
+  sync_compute();
+  if (in_front) {
+    if (threadIdx.x == 0) announce(c.ready + at);
+    return;
+  }
+  wait_cluster();  // the others have started
+#pragma unroll 1
+  for (int i = threadIdx.x; i < T * Q_UNITS * 2 * RANKS; i += THREADS) {
+    const int to = i % RANKS, part = i / RANKS, half = part & 1, row = part / (2 * Q_UNITS);
+    const int column = half * (D / 2) + (rank * Q_UNITS + part / 2 % Q_UNITS) * 8;
+    store_remote16(remote_address(smem_of(q_tile) + (row * PITCH + column) * 2, to), *(const uint4*)(own_q + part * 8));
+  }
+  arrive_cluster();
+  wait_parity(kv_barrier, 0);
+  wait_cluster();
+  // Scores: a warp takes every eighth tile of eight keys, against all rows. The suffix's come last.
+  const float scale = 1.4426950408889634f * rsqrtf((float)D);
+  const int length = c.lengths[0];
+  const int row_warp = warp % ROW_WARPS, key_warp = warp / ROW_WARPS;
+  float s[KEY_ROUNDS][HELD_TILES][4], best[HELD_TILES][2];
+#pragma unroll
+  for (int i = 0; i < KEY_ROUNDS * HELD_TILES * 4; ++i) ((float*)s)[i] = 0.f;
+#pragma unroll
+  for (int mt = 0; mt < HELD_TILES; ++mt) best[mt][0] = best[mt][1] = -INFINITE;
+  const u32 q_at = smem_of(q_tile) + ((row_warp * 16 + (lane & 15)) * PITCH + (lane >> 4) * 8) * 2;
+  // Where a warp has many tiles of keys it keeps q in registers.
+  constexpr bool KEEP = KEY_ROUNDS > 2 && HELD_TILES == 1;
+  constexpr int UNROLL = KEEP ? D / 32 : 2;
+  u32 q[KEEP ? D / 16 : 1][4];
+#pragma unroll
+  for (int i = 0; KEEP && i < D / 16; ++i) load_tiles(q[i], q_at + i * 32);
+  const auto score = [&](int tile, float(&sum)[HELD_TILES][4]) {
+    const u32 k_at = smem_of(k_tile) + ((tile * 8 + (lane & 7)) * PITCH + (lane >> 3) * 8) * 2;
+    float other[HELD_TILES][4];  // a second chain of sums: half the latency
+#pragma unroll
+    for (int i = 0; i < HELD_TILES * 4; ++i) ((float*)other)[i] = 0.f;
+#pragma unroll UNROLL
+    for (int i = 0; i < D / 32; ++i) {
+      u32 b[4];
+      load_tiles(b, k_at + i * 64);
+#pragma unroll
+      for (int mt = 0; mt < HELD_TILES; ++mt) {
+        u32 first_half[4], second_half[4];
+        if (!KEEP) {
+          load_tiles(first_half, q_at + mt * 16 * PITCH * 2 + i * 64);
+          load_tiles(second_half, q_at + mt * 16 * PITCH * 2 + i * 64 + 32);
+        }
+        const u32(&a)[4] = KEEP ? q[KEEP ? 2 * i : 0] : first_half;
+        const u32(&c)[4] = KEEP ? q[KEEP ? 2 * i + 1 : 0] : second_half;
+        mma16(sum[mt], a[0], a[1], a[2], a[3], b[0], b[1]);
+        mma16(other[mt], c[0], c[1], c[2], c[3], b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < HELD_TILES * 4; ++i) ((float*)sum)[i] += ((float*)other)[i];
+  };
+#pragma unroll 1
+  for (int suffix = 0; suffix < 2; ++suffix) {
+    if (suffix) {
+      if (mine <= from_suffix) break;
+      if (threadIdx.x == 0) await_count(c.ready + at, KV_UNITS);
+      sync_compute();
+      const int base = first + from_suffix - prefix;  // the first token
+#pragma unroll 1
+      for (int i = threadIdx.x; i < min(mine - from_suffix, T - base) * (D / 8); i += THREADS) {
+        const int key = i / (D / 8), column = i % (D / 8) * 8, to = ((from_suffix + key) * PITCH + column) * 2;
+        const u64 from = ((u64)(base + key) * KV + kv) * D + column;
+        *(uint4*)(k_tile + to) = load16(c.ks + from);
+        *(uint4*)(v_tile + to) = load16(c.vs + from);
+      }
+      sync_compute();
+    }
+#pragma unroll
+    for (int r = 0; r < KEY_ROUNDS; ++r) {
+      const int tile = key_warp + K_WARPS * r;
+      if (tile * 8 < mine && tile * 8 >= from_suffix == suffix) score(tile, s[r]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < KEY_ROUNDS; ++r) {
+    const int tile = key_warp + K_WARPS * r;
+#pragma unroll
+    for (int mt = 0; mt < HELD_TILES; ++mt)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = first + tile * 8 + 2 * t + (i & 1), row = (row_warp + mt) * 16 + g + (i >> 1) * 8;
+        const bool inside = tile * 8 < mine;
+        // π0's state token is a block of its own: it does not see the actions.
+        const bool seen = key < prefix ? key < length : key - prefix < T && (ADAPTIVE || row > 0 || key == prefix);
+        s[r][mt][i] = inside && seen ? s[r][mt][i] * scale : -INFINITE;
+        best[mt][i >> 1] = fmaxf(best[mt][i >> 1], s[r][mt][i]);
+      }
+  }
+#pragma unroll
+  for (int mt = 0; mt < HELD_TILES; ++mt)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float one = best[mt][half];
+      one = fmaxf(one, __shfl_xor_sync(~0u, one, 1));
+      one = fmaxf(one, __shfl_xor_sync(~0u, one, 2));
+      const int row = (row_warp + mt) * 16 + half * 8 + g;
+      if (t == 0 && row < ROWS) maxima[key_warp * ROWS + row] = one;
+    }
+  sync_compute();
+  const int p_pitch = keys + 8;
+#pragma unroll
+  for (int mt = 0; mt < HELD_TILES; ++mt) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = (row_warp + mt) * 16 + half * 8 + g;
+      float one = -INFINITE, total = 0.f;
+      // Three tiles of rows leave a fourth of the warps without any.
+      if (row >= ROWS) continue;
+#pragma unroll
+      for (int w = 0; w < K_WARPS; ++w) one = fmaxf(one, maxima[w * ROWS + row]);
+      // A block none of whose keys are seen must not compute inf - inf.
+      one = one == -INFINITE ? 0.f : one;
+#pragma unroll
+      for (int r = 0; r < KEY_ROUNDS; ++r) {
+        const int tile = key_warp + K_WARPS * r;
+        const float p0 = exp2_fast(s[r][mt][half * 2] - one), p1 = exp2_fast(s[r][mt][half * 2 + 1] - one);
+        total += p0 + p1;
+        if (tile * 8 < keys) *(u32*)(p_of + row * p_pitch + tile * 8 + 2 * t) = to_bf16x2(p0, p1);
+      }
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      if (t == 0) totals[key_warp * ROWS + row] = total;
+    }
+  }
+  sync_compute();
+  if (threadIdx.x < T) {
+    float one = -INFINITE, total = 0.f;
+#pragma unroll
+    for (int w = 0; w < K_WARPS; ++w) {
+      one = fmaxf(one, maxima[w * ROWS + threadIdx.x]);
+      total += totals[w * ROWS + threadIdx.x];
+    }
+#pragma unroll
+    for (int to = 0; to < RANKS; ++to)
+      store_remote8(remote_address(smem_of(stats + (rank * ROWS + threadIdx.x) * 2), to), one, total);
+  }
+  float o[MT][VT][4];
+#pragma unroll
+  for (int i = 0; i < MT * VT * 4; ++i) ((float*)o)[i] = 0.f;
+#pragma unroll 2
+  for (int k = 0; k < keys; k += 16) {
+    u32 b[VT / 2][4];
+#pragma unroll
+    for (int i = 0; i < VT / 2; ++i)
+      load_tiles_transposed(b[i], smem_of(v_tile) + ((k + (lane & 15)) * PITCH + (warp * VT + i * 2 + (lane >> 4)) * 8) * 2);
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt) {
+      u32 a[4];
+      load_tiles(a, smem_of(p_of) + ((mt * 16 + (lane & 15)) * p_pitch + k + (lane >> 4) * 8) * 2);
+#pragma unroll
+      for (int i = 0; i < VT; ++i) mma16(o[mt][i], a[0], a[1], a[2], a[3], b[i / 2][i % 2 * 2], b[i / 2][i % 2 * 2 + 1]);
+    }
+  }
+  // A warp's columns are those of the block of its number.
+  const u32 part_at = remote_address(smem_of(parts + rank * ROWS * Q_COLUMNS), warp);
+#pragma unroll
+  for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = mt * 16 + half * 8 + g;
+      if (row < T)
+#pragma unroll
+        for (int i = 0; i < VT; ++i)
+          store_remote8(part_at + (row * Q_COLUMNS + i * 8 + 2 * t) * 4, o[mt][i][half * 2], o[mt][i][half * 2 + 1]);
+    }
+  arrive_cluster();
+  wait_cluster();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < T * Q_COLUMNS / 2; i += THREADS) {
+    const int row = i / (Q_COLUMNS / 2), column = i % (Q_COLUMNS / 2) * 2;
+    float2 stat[RANKS];
+    float one = -INFINITE, total = 0.f, a = 0.f, b = 0.f;
+#pragma unroll
+    for (int from = 0; from < RANKS; ++from) {
+      stat[from] = *(const float2*)(stats + (from * ROWS + row) * 2);
+      one = fmaxf(one, stat[from].x);
+    }
+#pragma unroll
+    for (int from = 0; from < RANKS; ++from) {
+      const float weight = exp2_fast(stat[from].x - one);
+      const float2 part = *(const float2*)(parts + (from * ROWS + row) * Q_COLUMNS + column);
+      total += weight * stat[from].y;
+      a += weight * part.x;
+      b += weight * part.y;
+    }
+    *(u32*)(c.context + ((u64)row * H + head) * D + rank * Q_COLUMNS + column) = to_bf16x2(a / total, b / total);
+  }
+}

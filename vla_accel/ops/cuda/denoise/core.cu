@@ -1,0 +1,181 @@
+// The denoise loop for few rows: sizes, structures and what all its kernels use. The files of this folder are compiled
+// as one source, in the order core, products, phases, then attention or attend, then step.
+//
+// A phase is a kernel (q/k/v and attention in one or two, output, gate and up, down), with one more between two steps.
+// They are launched with programmatic dependence: a kernel starts while its predecessors still run, fetches its weights
+// into shared memory with bulk copies, and only then waits. Weights so stream through the chip without a pause while
+// the phases hand their few kilobytes of activations on. Every kernel waits for its predecessor's end, so that whatever
+// the predecessor's predecessors read may be overwritten.
+//
+// Sizes arrive as macros: M rows in MT tiles of 16 (BATCH sequences of T tokens, the last HZ of them actions), W width,
+// MLP, H query heads, KV key heads, D head size, L layers, A action size, GATE_UP_UNITS a block, CLUSTER blocks that share
+// an attention tile, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that share K of a product, STEP_BLOCKS those that share
+// a row between steps, KEY_ROUNDS tiles of keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state).
+//
+// Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
+// its cache cost a phase of 4 us more than a loop does.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+#define WARPS 8
+#define INFINITE __int_as_float(0x7f800000)
+#define THREADS (WARPS * 32)
+#define STAGE_BYTES 32768
+#define GROUP (H / KV)
+#define QKV ((H + 2 * KV) * D)
+#define KEYS 64
+
+struct Model {
+  const unsigned char* weights;  // packed: π0's time MLP, then the layers, layer_bytes apart
+  u64 layer_at, layer_bytes, o_at, gate_up_at, down_at;
+  const float *in_scale, *in_shift, *in_gate, *post_scale, *post_shift, *post_gate;  // (steps, L, ...)
+  const float *final_scale, *final_shift, *b_in;                                     // (steps, W)
+  const float *w_in, *w_out, *b_out, *mix_bias, *cos, *sin;
+};
+
+struct Call {
+  const u16* keys;      // (L, BATCH, S, KV, D)
+  const u16* values_t;  // (L, BATCH, KV, D, SP)
+  const int* lengths;   // (BATCH,)
+  const float* state;   // (BATCH, W): π0's state token
+  float* actions;       // (BATCH, HZ, A)
+  float* xf;            // (M, W): the residual stream, and as BF16 for whoever multiplies it
+  u16 *xb, *hidden, *q, *ks, *vts, *vs, *context, *active;
+  const u16* values;  // as keys
+  u32* ready;         // (steps, L): blocks of `attend` that have made the suffix's keys and values
+  const float *target, *follow;  // (BATCH, HZ, A), (BATCH, HZ): the previous chunk, and how much its actions count
+  int s, sp, steps;
+};
+
+__device__ __forceinline__ u32 smem_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Activations come from other multiprocessors: L1 may be stale, L2 is not.
+__device__ __forceinline__ uint4 load16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ float load_float(const float* p) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ float4 load_constant4(const float* p) { return __ldg((const float4*)p); }
+
+__device__ __forceinline__ u16 to_bf16(float x) {
+  u16 v;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(x));
+  return v;
+}
+__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+__device__ __forceinline__ float low_of(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high_of(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ void mma16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// 32 of K: a.lo and a.hi are rows g and g + 8, w is column g.
+__device__ __forceinline__ void mma32(float (&c)[4], const uint4& lo, const uint4& hi, const uint4& w) {
+  mma16(c, lo.x, hi.x, lo.y, hi.y, w.x, w.y);
+  mma16(c, lo.z, hi.z, lo.w, hi.w, w.z, w.w);
+}
+
+__device__ __forceinline__ void sync_compute() { __syncthreads(); }
+
+__device__ __forceinline__ void wait_parity(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra again;\n"
+      "done:\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// -- weights ----------------------------------------------------------------------------------------------------------
+
+// A block's weights: every chunk has its place, fetched once, before the wait.
+struct Stages {
+  unsigned char* memory;
+  u32 barriers;
+  int next;
+  __device__ __forceinline__ Stages(unsigned char* shared, int count)
+      : Stages(shared, 0, smem_of(shared + count * STAGE_BYTES), count) {}
+  __device__ __forceinline__ Stages(unsigned char* shared, int start, u32 at, int count)
+      : memory(shared), barriers(at), next(start) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < count; ++i)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + i * 8) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+  }
+  // Thread 0 only.
+  __device__ __forceinline__ void expect(int stage, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barriers + stage * 8), "r"(bytes)
+                 : "memory");
+  }
+  __device__ __forceinline__ void copy(int stage, u32 to, const unsigned char* from, u32 bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     smem_of(memory + to)),
+                 "l"(from), "r"(bytes), "r"(barriers + stage * 8)
+                 : "memory");
+  }
+  __device__ __forceinline__ void fetch(int stage, const unsigned char* from, u32 bytes) {
+    expect(stage, bytes);
+    copy(stage, stage * STAGE_BYTES, from, bytes);
+  }
+  // The next chunk, arrived.
+  __device__ __forceinline__ const unsigned char* take() {
+    wait_parity(barriers + next * 8, 0);
+    return memory + STAGE_BYTES * next++;
+  }
+};
+
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Until all that was launched before has finished. Before it, only constants and the prefix may be read.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// -- clusters ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float load_remote(u32 address, int rank) {
+  u32 there;
+  float v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there));
+  return v;
+}
+// Another block's place in shared memory. Written to with the stores below, once it is known that the block has started.
+__device__ __forceinline__ u32 remote_address(u32 address, int rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+__device__ __forceinline__ void store_remote4(u32 address, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+__device__ __forceinline__ void store_remote8(u32 address, float a, float b) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+__device__ __forceinline__ void store_remote16(u32 address, const uint4& v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// A block that has only started has nothing to show yet.
+__device__ __forceinline__ void arrive_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+extern __shared__ __align__(128) unsigned char shared_memory[];

@@ -1,0 +1,60 @@
+// The phases that are a product: q/k/v, output, gate and up, down, and π0's second layer of the time MLP. Follows
+// products.cu.
+
+extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
+    gate_up(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, int layer) {
+  const u64 at = (u64)step * L + layer;
+  normed_pairs<GATE_UP_UNITS>(
+      shared_memory, c, m.weights + m.layer_at + layer * m.layer_bytes + m.gate_up_at, m.post_scale + at * W, Units::dealt(MLP / 8), eps,
+      [&](int unit, int, int column) {
+        const float* shift = m.post_shift + at * 2 * MLP + unit * 8 + column;
+        return make_float2(ADAPTIVE ? __ldg(shift) : 0.f, ADAPTIVE ? __ldg(shift + MLP) : 0.f);
+      },
+      [&](int unit, int row, int column, float gate, float up, const float2& held) {
+        gate += held.x;
+        up += held.y;
+        const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+        const float y = gate / (1.f + exp2_fast(-2.8853900817779268f * inner)) * up;
+        c.active[(u64)row * MLP + unit * 8 + column] = to_bf16(y);
+      });
+}
+
+// x += gate ∘ (rows Wᵀ), the residual stream in float32 and in BF16.
+template <int K, int PARTS>
+__device__ __forceinline__ void into_stream(const Call& c, const u16* rows, const unsigned char* weights,
+                                            const float* gate) {
+  split_product<K, PARTS>(
+      rows, weights, [&](int column) { return ADAPTIVE ? __ldg(gate + column) : 1.f; },
+      [&](int row, int column) { return load_float(c.xf + (u64)row * W + column); },
+      [&](int row, int column, float sum, float held, float present) {
+        sum = present + held * sum;
+        c.xf[(u64)row * W + column] = sum;
+        c.xb[(u64)row * W + column] = to_bf16(sum);
+      });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    output(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
+  into_stream<H * D, OUTPUT_SPLIT>(c, c.context, m.weights + m.layer_at + layer * m.layer_bytes + m.o_at,
+                                   m.in_gate + ((u64)step * L + layer) * W);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    down(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
+  into_stream<MLP, DOWN_SPLIT>(c, c.active, m.weights + m.layer_at + layer * m.layer_bytes + m.down_at,
+                               m.post_gate + ((u64)step * L + layer) * W);
+}
+
+#if !ADAPTIVE
+// The state's row is already in the stream.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    mix(const __grid_constant__ Model m, const __grid_constant__ Call c) {
+  split_product<W, MIX_SPLIT>(
+      c.hidden, m.weights, [&](int column) { return __ldg(m.mix_bias + column); }, [](int, int) { return 0.f; },
+      [&](int row, int column, float sum, float bias, float) {
+        if (row % T == 0) return;
+        c.xf[(u64)row * W + column] = sum + bias;
+        c.xb[(u64)row * W + column] = to_bf16(sum + bias);
+      });
+}
+#endif

@@ -1,0 +1,285 @@
+// Products of few rows with weights. Follows core.cu.
+//
+// Eight warps a block share K, so activations go from L2 straight into the registers of the product that needs them, and
+// the partial sums meet in shared memory. K is permuted alike in both operands of every product: lane t of a quad holds
+// k = 8 t ... 8 t + 7 of a block of 32, one 16-byte load, where mma.m16n8k16 would have it hold four pairs. A sum does not
+// mind the order of its terms.
+
+// Pairs of output tiles that share one reduction: as many as keep the sums in registers.
+#define PAIRS (MT == 2 ? 2 : 4)
+#define KC(K) ((K) > 2048 ? 2048 : (K))
+// Few rows: all warps share K, and each has all rows. Many: four warps take a tile of rows each, and two share K, so
+// that a warp's sums are few.
+#define ROW_WARPS (MT > 2 ? 4 : 1)
+#define HELD_TILES (MT > 2 ? 1 : MT)
+#define K_WARPS (WARPS / ROW_WARPS)
+#define ROUNDS(K) ((KC(K) / 32 + K_WARPS - 1) / K_WARPS)
+// Whether every warp has a block of 32 in round i: said of constants, the compiler then asks nothing at run time.
+#define WHOLE(i, K) (K_WARPS * ((i) + 1) <= (K) / 32)
+// Rounds of rows that a warp holds at once, twice; as many as fit in registers.
+#define HELD (MT == 2 ? 4 : 8)
+#define BATCHED(K) (ROUNDS(K) < HELD ? ROUNDS(K) : HELD)
+
+
+// Rows of activations, one block of 32 columns: `a` (M, K) BF16.
+__device__ __forceinline__ void load_rows(uint4 (&a)[HELD_TILES][2], const u16* base, int k, int stride, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3, first = warp % ROW_WARPS * 16;
+#pragma unroll
+  for (int mt = 0; mt < HELD_TILES; ++mt)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Rows beyond the last repeat it: a load without a condition, whose sums nobody takes.
+      const int row = min(first + mt * 16 + half * 8 + g, M - 1);
+      a[mt][half] = load16(base + (u64)row * stride + k + t * 8);
+    }
+}
+
+__device__ __forceinline__ float squares_of(const uint4& v) {
+  const u32 w[4] = {v.x, v.y, v.z, v.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float a = low_of(w[i]), b = high_of(w[i]);
+    sum += a * a + b * b;
+  }
+  return sum;
+}
+__device__ __forceinline__ uint4 scaled(const uint4& v, const float4& s, const float4& r) {
+  return make_uint4(to_bf16x2(low_of(v.x) * (1.f + s.x), high_of(v.x) * (1.f + s.y)),
+                    to_bf16x2(low_of(v.y) * (1.f + s.z), high_of(v.y) * (1.f + s.w)),
+                    to_bf16x2(low_of(v.z) * (1.f + r.x), high_of(v.z) * (1.f + r.y)),
+                    to_bf16x2(low_of(v.w) * (1.f + r.z), high_of(v.w) * (1.f + r.w)));
+}
+
+// COUNT rounds of a chunk with TILES tiles of eight columns, from round `first`, against rows already in registers.
+template <int KCHUNK, int TILES, int COUNT>
+__device__ __forceinline__ void multiply(const unsigned char* data, float (&acc)[TILES][HELD_TILES][4], const uint4 (&a)[COUNT][HELD_TILES][2], int first,
+                                         int warp, int lane) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const int kb = warp / ROW_WARPS + K_WARPS * (first + i);
+    if (WHOLE(first + i, KCHUNK) || kb < KCHUNK / 32) {
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        const uint4 w = *(const uint4*)(data + ((kb * TILES + tile) * 32 + lane) * 16);
+#pragma unroll
+        for (int mt = 0; mt < HELD_TILES; ++mt) mma32(acc[tile][mt], a[i][mt][0], a[i][mt][1], w);
+      }
+    }
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void put_sums(float* sums, const float* acc, int warp, int lane) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) sums[(warp * N + i) * 32 + lane] = acc[i];
+}
+// Where the sums of an accumulator go: element e of a reduction over tiles of 16 rows and 8 columns. `r`: the accumulator
+// within its tile of columns, in the warps of `row_warp`.
+struct Place {
+  int tile, row, column, row_warp, r, from;
+  __device__ __forceinline__ explicit Place(int e)
+      : tile(e / (MT * 128)), row((e / 128) % MT * 16 + ((e & 31) >> 2) + 8 * ((e >> 6) & 1)),
+        column((e & 3) * 2 + ((e >> 5) & 1)), row_warp(e / 128 % MT % ROW_WARPS),
+        r((e / 128) % MT / ROW_WARPS * 4 + ((e >> 5) & 3)), from(e & 31) {}
+};
+
+// The sum, over the warps that share K, of what belongs at `at` in a tile of columns, where every warp put N.
+template <int N>
+__device__ __forceinline__ float take_sum(const float* sums, int tile, const Place& at) {
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < K_WARPS; ++w)
+    sum += sums[((w * ROW_WARPS + at.row_warp) * N + tile * HELD_TILES * 4 + at.r) * 32 + at.from];
+  return sum;
+}
+
+// The units of a block: `count` of them, `stride` apart.
+struct Units {
+  int first, stride, count;
+  __device__ __forceinline__ int at(int i) const { return first + i * stride; }
+  // Dealt out to all blocks in turn.
+  static __device__ __forceinline__ Units dealt(int all) {
+    const int block = blockIdx.x, blocks = gridDim.x;
+    return {block, blocks, (all - block + blocks - 1) / blocks};
+  }
+};
+
+// x ∘ (1 + scale) times pairs of tiles. `emit(unit, row, column, first, second, held)` gets both tiles' sums, times rstd;
+// `hold(unit, row, column)` fetches, before the wait, the constants that emit needs.
+template <int COUNT, class Hold, class Emit>
+__device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& c, const unsigned char* weights,
+                                             const float* scale, const Units& units, float eps, Hold hold, Emit emit) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, mine = units.count;
+  constexpr int TOGETHER = COUNT < PAIRS ? COUNT : PAIRS;
+  Stages stages(shared, COUNT);  // at most COUNT units a block
+  float* squares_at = (float*)(shared + COUNT * (STAGE_BYTES + 8));
+  float* rstd_at = squares_at + WARPS * 16 * HELD_TILES;
+  if (threadIdx.x == 0)
+    for (int i = 0; i < mine; ++i)
+      stages.fetch(i, weights + (u64)units.at(i) * (32 * W), 32 * W);
+  let_next_start();
+  constexpr int N = TOGETHER * 2 * HELD_TILES * 4, EACH = (TOGETHER * MT * 128 + THREADS - 1) / THREADS;
+  uint4 a[ROUNDS(W)][HELD_TILES][2];
+  float4 factor[ROUNDS(W)][2];
+#pragma unroll
+  for (int i = 0; i < ROUNDS(W); ++i) {
+    const int kb = warp / ROW_WARPS + K_WARPS * i;
+    if (ADAPTIVE && MT <= 2 && (WHOLE(i, W) || kb < W / 32)) {
+      factor[i][0] = load_constant4(scale + kb * 32 + (lane & 3) * 8);
+      factor[i][1] = load_constant4(scale + kb * 32 + (lane & 3) * 8 + 4);
+    }
+  }
+  decltype(hold(0, 0, 0)) held[EACH];
+  const auto fetch_held = [&](int first) {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const Place at(threadIdx.x + n * THREADS);
+      held[n] = hold(units.at(min(first + at.tile, mine - 1)), min(at.row, M - 1), at.column);
+    }
+  };
+  fetch_held(0);
+  sync_compute();
+  wait_for_previous();
+  float squares[HELD_TILES][2];
+#pragma unroll
+  for (int i = 0; i < ROUNDS(W); ++i) {
+    const int kb = warp / ROW_WARPS + K_WARPS * i;
+    if (WHOLE(i, W) || kb < W / 32) load_rows(a[i], c.xb, kb * 32, W, warp, lane);
+  }
+#pragma unroll
+  for (int mt = 0; mt < HELD_TILES; ++mt) squares[mt][0] = squares[mt][1] = 0.f;
+#pragma unroll
+  for (int i = 0; i < ROUNDS(W); ++i) {
+    const int kb = warp / ROW_WARPS + K_WARPS * i;
+    if (ADAPTIVE && MT > 2 && (WHOLE(i, W) || kb < W / 32)) {
+      factor[i][0] = load_constant4(scale + kb * 32 + (lane & 3) * 8);
+      factor[i][1] = load_constant4(scale + kb * 32 + (lane & 3) * 8 + 4);
+    }
+    if (WHOLE(i, W) || kb < W / 32)
+#pragma unroll
+      for (int mt = 0; mt < HELD_TILES; ++mt)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          squares[mt][half] += squares_of(a[i][mt][half]);
+          if (ADAPTIVE) a[i][mt][half] = scaled(a[i][mt][half], factor[i][0], factor[i][1]);
+        }
+  }
+#pragma unroll
+  for (int mt = 0; mt < HELD_TILES; ++mt)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = squares[mt][half];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if ((lane & 3) == 0) squares_at[(warp * HELD_TILES + mt) * 16 + half * 8 + (lane >> 2)] = sum;
+    }
+  for (int done = 0; done < mine; done += TOGETHER) {
+    float acc[TOGETHER][2][HELD_TILES][4];
+#pragma unroll
+    for (int i = 0; i < N; ++i) ((float*)acc)[i] = 0.f;
+    if (done) fetch_held(done);
+    // The sums take the place of the weights that made them.
+    float* sums = (float*)(shared + done * STAGE_BYTES);
+#pragma unroll
+    for (int j = 0; j < TOGETHER; ++j)
+      if (done + j < mine) multiply<W, 2, ROUNDS(W)>(stages.take(), acc[j], a, 0, warp, lane);
+    sync_compute();
+    put_sums<N>(sums, (float*)acc, warp, lane);
+    if (done == 0 && threadIdx.x < 16 * MT) {
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < K_WARPS; ++w) sum += squares_at[w * ROW_WARPS * HELD_TILES * 16 + threadIdx.x];
+      rstd_at[threadIdx.x] = rsqrtf(sum / W + eps);
+    }
+    sync_compute();
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const Place at(threadIdx.x + n * THREADS);
+      if (at.tile < TOGETHER && done + at.tile < mine && at.row < M) {
+        const float rstd = rstd_at[at.row];
+        emit(units.at(done + at.tile), at.row, at.column, rstd * take_sum<N>(sums, at.tile * 2, at),
+             rstd * take_sum<N>(sums, at.tile * 2 + 1, at), held[n]);
+      }
+    }
+  }
+}
+
+// A cluster of PARTS blocks shares PARTS tiles of columns: each block takes a part of K, which spares the others its
+// activations, and finishes one tile. Weights are packed by cluster, part of K, block of 32, tile.
+// `emit(row, column, sum, held, present)`: `hold(column)` fetches a constant before the wait, `late(row, column)`, after
+// it, what others wrote.
+template <int K, int PARTS, class Hold, class Late, class Emit>
+__device__ __forceinline__ void split_product(const u16* rows, const unsigned char* weights, Hold hold, Late late,
+                                              Emit emit) {
+  constexpr int PART = K / PARTS, CHUNK = PART > 1024 ? 1024 : PART, CHUNKS = PART / CHUNK, N = PARTS * HELD_TILES * 4;
+  constexpr u32 BYTES = PARTS * 16 * CHUNK, STEP = BYTES > STAGE_BYTES ? STAGE_BYTES : BYTES;
+  constexpr u32 LEAST = WARPS * N * 128, ROOM = CHUNKS * BYTES > LEAST ? CHUNKS * BYTES : LEAST;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x % PARTS, first = blockIdx.x / PARTS * PARTS;
+  unsigned char* shared = shared_memory;
+  float* parts = (float*)(shared + ROOM);  // PARTS x MT x 128: every block's part of this block's tile
+  Stages stages(shared, 0, smem_of(parts + PARTS * MT * 128), CHUNKS);
+  if (threadIdx.x == 0)
+    for (int i = 0; i < CHUNKS; ++i) {
+      stages.expect(i, BYTES);
+      for (u32 at = 0; at < BYTES; at += STEP)
+        stages.copy(i, i * BYTES + at, weights + (u64)(blockIdx.x * CHUNKS + i) * BYTES + at, STEP);
+    }
+  let_next_start();
+  if (PARTS > 1) arrive_started();
+  const int column = (first + rank) * 8 + (threadIdx.x & 3) * 2 + ((threadIdx.x >> 5) & 1);
+  const float held = hold(column);
+  sync_compute();
+  wait_for_previous();
+  constexpr int EACH = (MT * 128 + THREADS - 1) / THREADS;
+  float present[EACH];
+#pragma unroll
+  for (int n = 0; n < EACH; ++n)
+    present[n] = late(min(Place(threadIdx.x + n * THREADS).row, M - 1), column);
+  float acc[PARTS][HELD_TILES][4];
+#pragma unroll
+  for (int i = 0; i < N; ++i) ((float*)acc)[i] = 0.f;
+#pragma unroll
+  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+    // As many rounds at once as leave registers for a second block: where rows are many, clusters need all places.
+    constexpr int AT_ONCE = ROUNDS(CHUNK) < HELD ? ROUNDS(CHUNK) : HELD;
+#pragma unroll
+    for (int round = 0; round < ROUNDS(CHUNK); round += AT_ONCE) {
+      uint4 a[AT_ONCE][HELD_TILES][2];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int kb = warp / ROW_WARPS + K_WARPS * (round + i);
+        if (WHOLE(round + i, CHUNK) || kb < CHUNK / 32) load_rows(a[i], rows, rank * PART + chunk * CHUNK + kb * 32, K, warp, lane);
+      }
+      if (round == 0) wait_parity(stages.barriers + chunk * 8, 0);
+      multiply<CHUNK, PARTS, AT_ONCE>(shared + chunk * BYTES, acc, a, round, warp, lane);
+    }
+  }
+  sync_compute();
+  if (PARTS > 1) wait_cluster();  // the others have started
+  // The warps' sums take the place of the weights.
+  float* sums = (float*)shared;
+  put_sums<N>(sums, (float*)acc, warp, lane);
+  sync_compute();
+  for (int e = threadIdx.x; e < PARTS * MT * 128; e += THREADS) {
+    const Place at(e);
+    store_remote4(remote_address(smem_of(parts + rank * MT * 128 + e % (MT * 128)), at.tile), take_sum<N>(sums, at.tile, at));
+  }
+  if (PARTS > 1) {
+    arrive_cluster();
+    wait_cluster();
+  } else {
+    sync_compute();
+  }
+#pragma unroll
+  for (int n = 0; n < EACH; ++n) {
+    const int e = threadIdx.x + n * THREADS;
+    const Place at(e);
+    if (at.tile == 0 && at.row < M) {
+      float sum = 0.f;
+#pragma unroll
+      for (int from = 0; from < PARTS; ++from) sum += parts[from * MT * 128 + e];
+      emit(at.row, column, sum, held, present[n]);
+    }
+  }
+}

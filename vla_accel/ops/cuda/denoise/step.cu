@@ -1,0 +1,141 @@
+// Between two evaluations of the expert. Follows core.cu.
+
+// Final norm, output projection and Euler step of evaluation `step - 1`, then the input of evaluation `step`. The velocity
+// is guided to the target: `time` t and `gain` w(t) of that evaluation. Where `follow` is zero no bit changes.
+// A cluster of STEP_BLOCKS takes a row, a block a part of its columns; their parts of the velocity go to all of them.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    between(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, float time,
+            float gain) {
+  constexpr int COLUMNS = W / STEP_BLOCKS, VECTORS = (COLUMNS + 127) / 128, EACH = (A + WARPS - 1) / WARPS;
+  __shared__ float dots[STEP_BLOCKS][A][2], squares[STEP_BLOCKS], action[A];
+  __shared__ __align__(16) float sums[WARPS][VECTORS * 128];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int rank = blockIdx.x % STEP_BLOCKS, row = blockIdx.x / STEP_BLOCKS, first = rank * COLUMNS;
+  arrive_started();
+  let_next_start();
+  wait_cluster();  // all have started
+  if (row >= BATCH * HZ) {
+    // π0: blocks of their own for the state's token.
+    wait_for_previous();
+    if (step < c.steps)
+      for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
+        const u64 at = (u64)(row - BATCH * HZ) * T * W + first + i;
+        const float one = c.state[(u64)(row - BATCH * HZ) * W + first + i];
+        c.xf[at] = one;
+        c.xb[at] = to_bf16(one);
+      }
+    return;
+  }
+  const int token_row = row / HZ * T + (T - HZ) + row % HZ;
+  const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
+  // Constants come before the wait. A warp takes every eighth action, a lane every 32nd four columns.
+  float4 out[EACH][VECTORS], in[EACH][VECTORS];
+  float shifted[EACH];
+#pragma unroll
+  for (int n = 0; n < EACH; ++n) {
+    const int a = warp + WARPS * n;
+    shifted[n] = 0.f;
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      const int i = v * 128 + lane * 4;
+      const bool real = a < A && i < COLUMNS;
+      in[n][v] = real && step < c.steps ? load_constant4(m.w_in + (u64)a * W + first + i) : none;
+      out[n][v] = real && step > 0 ? load_constant4(m.w_out + (u64)a * W + first + i) : none;
+      if (step > 0 && i < COLUMNS) {
+        const u64 at = (ADAPTIVE ? (u64)(step - 1) * W : 0) + first + i;
+        const float4 scale = load_constant4(m.final_scale + at);
+        if (ADAPTIVE) {
+          const float4 shift = load_constant4(m.final_shift + at);
+          shifted[n] += shift.x * out[n][v].x + shift.y * out[n][v].y + shift.z * out[n][v].z + shift.w * out[n][v].w;
+        }
+        out[n][v].x *= 1.f + scale.x;
+        out[n][v].y *= 1.f + scale.y;
+        out[n][v].z *= 1.f + scale.z;
+        out[n][v].w *= 1.f + scale.w;
+      }
+    }
+  }
+  wait_for_previous();
+  if (step > 0) {
+    float dot[EACH], square = 0.f;
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) dot[n] = 0.f;
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      const int i = v * 128 + lane * 4;
+      float4 x = none;
+      if (i < COLUMNS) {
+        const uint4 bits = load16(c.xf + (u64)token_row * W + first + i);
+        x = *(const float4*)&bits;
+      }
+      square += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+#pragma unroll
+      for (int n = 0; n < EACH; ++n)
+        dot[n] += x.x * out[n][v].x + x.y * out[n][v].y + x.z * out[n][v].z + x.w * out[n][v].w;
+    }
+    const int a = threadIdx.x;
+    const float present = a < A ? load_float(c.actions + (u64)row * A + a) : 0.f;
+#pragma unroll
+    for (int offset = 16; offset; offset >>= 1) {
+      square += __shfl_xor_sync(~0u, square, offset);
+#pragma unroll
+      for (int n = 0; n < EACH; ++n) {
+        dot[n] += __shfl_xor_sync(~0u, dot[n], offset);
+        shifted[n] += __shfl_xor_sync(~0u, shifted[n], offset);
+      }
+    }
+    if (lane < STEP_BLOCKS) {
+#pragma unroll
+      for (int n = 0; n < EACH; ++n)
+        if (warp + WARPS * n < A)
+          store_remote8(remote_address(smem_of(dots[rank][warp + WARPS * n]), lane), dot[n], shifted[n]);
+      if (warp == 0) store_remote4(remote_address(smem_of(squares + rank), lane), square);
+    }
+    arrive_cluster();
+    wait_cluster();
+    if (a < A) {
+      float sum = 0.f, scaled = 0.f, velocity = m.b_out[a];
+#pragma unroll
+      for (int from = 0; from < STEP_BLOCKS; ++from) {
+        sum += squares[from];
+        scaled += dots[from][a][0];
+        velocity += dots[from][a][1];
+      }
+      velocity += rsqrtf(sum / W + eps) * scaled;
+      const float off = c.follow[row] * (c.target[(u64)row * A + a] - (present - time * velocity));
+      const float moved = present - 1.f / (float)c.steps * (velocity - gain * off);
+      if (rank == 0) c.actions[(u64)row * A + a] = moved;
+      action[a] = moved;
+    }
+  } else if (threadIdx.x < A) {
+    action[threadIdx.x] = load_float(c.actions + (u64)row * A + threadIdx.x);
+  }
+  if (step == c.steps) return;
+  sync_compute();
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    float4 sum = none;
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const float one = warp + WARPS * n < A ? action[warp + WARPS * n] : 0.f;
+      sum.x += in[n][v].x * one;
+      sum.y += in[n][v].y * one;
+      sum.z += in[n][v].z * one;
+      sum.w += in[n][v].w * one;
+    }
+    *(float4*)(sums[warp] + v * 128 + lane * 4) = sum;
+  }
+  sync_compute();
+  for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
+    float sum = m.b_in[(ADAPTIVE ? 0 : (u64)step * W) + first + i];
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) sum += sums[w][i];
+    const u64 at = (u64)token_row * W + first + i;
+    if (ADAPTIVE) {
+      c.xf[at] = sum;
+      c.xb[at] = to_bf16(sum);
+    } else {
+      c.hidden[at] = to_bf16(sum / (1.f + __expf(-sum)));
+    }
+  }
+}
