@@ -79,7 +79,7 @@ def launches_of(config: Pi0Config, batch: int, views: int, length: int, precisio
     )  # fmt: skip
     loop = programs[2].loop  # type: ignore[attr-defined]
     assert isinstance(loop, expert._LayerLoop)
-    loop.pdl = True
+    loop.pdl = programs[0].pdl = programs[1].pdl = True  # type: ignore[attr-defined]
     sizes = attention.suffix_workspace(
         batch, config.suffix_tokens, total, config.expert.heads, config.expert.kv_heads, config.expert.head_dim
     )
@@ -96,7 +96,8 @@ def launches_of(config: Pi0Config, batch: int, views: int, length: int, precisio
         "image_tokens": buffer(batch, images, config.prefix.width), "keys": buffer(*cache), "values": buffer(*cache),
         "tokens": buffer(batch, length, dtype=torch.int64), "lengths": buffer(batch, dtype=torch.int32),
         "state": buffer(batch, config.action_dim, dtype=torch.float32), "noise": buffer(*actions, dtype=torch.float32),
-        "actions": buffer(*actions, dtype=torch.float32),
+        "actions": buffer(*actions, dtype=torch.float32), "target": buffer(*actions, dtype=torch.float32),
+        "weights": buffer(*actions[:2], dtype=torch.float32),
     }  # fmt: skip
 
     def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

@@ -1,4 +1,5 @@
-"""A script: the cases of kernel_cases.py named on its command line, or all, in Triton's interpreter on a CPU.
+"""A script: the cases of kernel_cases.py and kernel_shapes.py named on its command line, or all that are fast, in
+Triton's interpreter on a CPU.
 
 Prints a JSON list a case: its name, what is wrong or nothing, the worst difference. Run by test_kernels.py in a process
 of its own, because the interpreter is chosen when triton is first imported.
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from tests import kernel_cases as cases
+from tests import kernel_shapes as shapes
 
 CPU = torch.device("cpu")
 # The interpreter multiplies BF16 wrongly.
@@ -58,7 +60,7 @@ def round_as_hardware_does() -> None:
 
 def run(name: str) -> tuple[str, float]:
     """What is wrong, or nothing, and the worst difference of outputs that are not FP8."""
-    call = cases.call_of(name, DTYPE)
+    call = shapes.call_of(name, DTYPE)
     try:
         with kernels():
             got = cases.outputs_of(call, CPU, kernel=True, repeat=2 if call.op == "suffix_attention" else 1)
@@ -74,5 +76,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     round_as_hardware_does()
     torch.Tensor.is_cuda = property(lambda _: _kernels_run)  # type: ignore[assignment]
-    for case in sys.argv[1:] or cases.CASES:
+    for case in sys.argv[1:] or (*cases.CASES, *shapes.TALL):
         print(json.dumps([case, *run(case)]), flush=True)

@@ -21,7 +21,10 @@ from vla_accel.ops import fused
 from vla_accel.ops.fused import FP8, Linear
 
 MARGIN = 1024  # elements; keeps the alignment that compilers count on
-TAKES_PDL = ("qkv_rope", "gate_up_geglu", "project", "step", "suffix_attention")
+TAKES_PDL = (
+    "add_norm", "geglu", "gelu", "rope_cache", "attention", "qkv_rope", "gate_up_geglu", "project", "step",
+    "suffix_attention",
+)  # fmt: skip
 EPS = 1e-6
 
 
@@ -245,12 +248,14 @@ def _embed_norm(batch: int, images: int, length: int, width: int, scale: float |
     return call
 
 
-def _activation(op: str, rows: int, hidden: int, scale: float | None) -> Callable:
+def _activation(op: str, rows: int, hidden: int, scale: float | None, paired: bool = False) -> Callable:
     def call(draw: Draw) -> Call:
         # Wide enough for both tails of GELU; in FP8 some saturate.
         x = draw(rows, hidden * (2 if op == "geglu" else 1), scale=4.0)
         out = Empty((rows, hidden), FP8 if scale else draw.dtype)
         arguments = {"gate_up" if op == "geglu" else "x": x, "out": out, "inverse_scale": scale}
+        if paired:
+            arguments["paired"] = True
         return Call(op, arguments, ("out",))
 
     return call
@@ -391,8 +396,9 @@ def _step(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
         arguments = {
             "x": stream, "scale": draw.wide(width, scale=0.3), "shift": draw.wide(width) if "n" in what else None,
             "w_out": draw.wide(actions, width, scale=width**-0.5), "b_out": draw.wide(actions),
-            "actions": draw.wide(batch, horizon, actions), "w_in": draw.wide(actions, width),
-            "b_in": draw.wide(width), "following": draw(batch * tokens, width), "dt": -0.1, "eps": EPS,
+            "actions": draw.wide(batch, horizon, actions), "target": draw.wide(batch, horizon, actions),
+            "weights": draw.wide(batch, horizon), "w_in": draw.wide(actions, width), "b_in": draw.wide(width),
+            "following": draw(batch * tokens, width), "dt": -0.1, "time": 0.7, "gain": 2.5, "eps": EPS,
             "tokens": tokens, "first": "f" in what, "last": "l" in what, "silu": "s" in what,
         }  # fmt: skip
         return Call("step", arguments, ("actions", "following"), {"x": hidden})
@@ -416,6 +422,10 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         for rows, hidden in ((1, 4304), (3, 1152), (17, 20), (100, 72)):
             for scale in (None, 60.0):
                 yield f"{op} {rows}x{hidden} fp8={scale is not None}", _activation(op, rows, hidden, scale)
+    for rows, hidden in ((1, 4352), (17, 72)):
+        for scale in (None, 60.0):
+            name = f"geglu paired {rows}x{hidden} fp8={scale is not None}"
+            yield name, _activation("geglu", rows, hidden, scale, paired=True)
     for shape in ((2, 28, 14, 592), (3, 32, 16, 768), (1, 42, 14, 640)):
         yield f"patchify {shape}", _patchify(*shape)
     for shape in ((1, 3, 8, 1, 256), (2, 17, 4, 2, 64), (2, 10, 3, 3, 72), (1, 100, 0, 1, 256), (2, 5, 0, 2, 6)):

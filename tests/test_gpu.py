@@ -24,6 +24,7 @@ from tests import kernel_cases as cases
 from tests.streamed_support import LOOPS, LoopCase, streamable
 from tests.tiny import TOKENIZER, statistics, tiny_config, tiny_observation
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.config import RtcConfig
 from vla_accel.errors import EngineError
 from vla_accel.ledger import Ledger
 from vla_accel.models.checkpoint import save_checkpoint
@@ -111,9 +112,11 @@ def noise_for(policy: OptimizedPolicy, batch: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def actions_of(policy: OptimizedPolicy, observations: list[dict[str, Any]], noise: np.ndarray) -> np.ndarray:
+def actions_of(
+    policy: OptimizedPolicy, observations: list[dict[str, Any]], noise: np.ndarray, **options: Any
+) -> np.ndarray:
     """Robot actions without what the normalisation adds, which would flatter the cosine."""
-    results = policy.infer_batch(observations, noise=noise)
+    results = policy.infer_batch(observations, noise=noise, **options)
     processor = policy.processor
     offsets = [processor.finish(np.zeros_like(noise[0]), processor.prepare(o)) for o in observations]
     return np.stack([r["actions"] - o for r, o in zip(results, offsets, strict=True)])
@@ -331,9 +334,17 @@ def test_stale_buffers_do_not_leak_into_a_call(name: str, folders: dict[str, Pat
     native = load(folders[name])
     observations, noise = [tiny_observation(i, PROMPTS[i]) for i in range(2)], noise_for(native, 2)
     want = [r["actions"] for r in native.infer_batch(observations, noise=noise)]
+    poison(native)
+    for _ in range(2):
+        got = [r["actions"] for r in native.infer_batch(observations, noise=noise)]
+        np.testing.assert_array_equal(got, want)
+
+
+def poison(policy: OptimizedPolicy) -> None:
+    """NaN into every buffer of every shape that a call must have written before it reads."""
     poisoned = 0
     with torch.inference_mode():
-        for pipeline, _ in native.pipelines._kept.values():
+        for pipeline, _ in policy.pipelines._kept.values():
             buffers: list[Tensor] = [pipeline._actions, pipeline._noise]
             for _, engine in pipeline.engines:
                 buffers += [*engine.inputs.values(), *engine.outputs.values(), *scratch_of(engine.program)]  # type: ignore[attr-defined]
@@ -344,9 +355,59 @@ def test_stale_buffers_do_not_leak_into_a_call(name: str, folders: dict[str, Pat
                     buffer.fill_(NAN if buffer.is_floating_point() else 1)
                 poisoned += 1
     assert poisoned > 30
-    for _ in range(2):
-        got = [r["actions"] for r in native.infer_batch(observations, noise=noise)]
-        np.testing.assert_array_equal(got, want)
+
+
+# -- real-time chunking -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_guided_and_plain_calls_share_a_graph(name: str, folders: dict[str, Path]) -> None:
+    native, eager = load(folders[name]), load(folders[name], EAGER)
+    observations, noise = [tiny_observation(i, PROMPTS[i]) for i in range(2)], noise_for(native, 2)
+    horizon = native.model.config.action_horizon
+    previous = np.random.default_rng(1).uniform(-1, 2, (horizon - 2, 7))
+    options = [
+        {"prev_chunks": [None, previous], "inference_delays": [None, 3]},
+        {"prev_chunks": [previous[1:], previous[:1]], "inference_delays": [1, 0]},
+    ]
+    plain, exact = (actions_of(p, observations, noise) for p in (native, eager))
+    graphs = [p.captured for p, _ in native.pipelines._kept.values()]
+    assert all(graph is not None for graph in graphs)
+    first = [actions_of(native, observations, noise, **o) for o in options]
+    for got, one in zip(first, options, strict=True):
+        want = actions_of(eager, observations, noise, **one)
+        assert cosines(got, want).min() >= BF16_COSINE
+        for row, chunk in enumerate(one["prev_chunks"]):
+            if chunk is None:
+                np.testing.assert_array_equal(got[row], plain[row])
+            else:
+                # What guidance adds, without what both have anyway.
+                assert cosines((got - plain)[row : row + 1], (want - exact)[row : row + 1]).min() >= 0.995
+    poison(native)
+    for i in (1, 0):
+        np.testing.assert_array_equal(actions_of(native, observations, noise, **options[i]), first[i])
+    np.testing.assert_array_equal(actions_of(native, observations, noise), plain)
+    now = [p.captured for p, _ in native.pipelines._kept.values()]
+    assert len(now) == len(graphs) and all(a is b for a, b in zip(now, graphs, strict=True)), "captured again"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_guidance_of_zero_changes_no_bit(name: str, folders: dict[str, Path]) -> None:
+    native = load(folders[name], replace(NATIVE, rtc=RtcConfig("zeros")))
+    observation, noise = tiny_observation(0, PROMPTS[0]), noise_for(native, 1)[0]
+    plain = native.infer(observation, noise=noise)["actions"]
+    previous = np.random.default_rng(1).uniform(-50, 50, (4, 7))
+    guided = native.infer(observation, noise=noise, prev_chunk=previous, inference_delay=0)["actions"]
+    np.testing.assert_array_equal(guided, plain)
+    moved = native.infer(observation, noise=noise, prev_chunk=previous, inference_delay=1)["actions"]
+    assert np.abs(moved - plain).max() > 1e-2
+
+
+def test_one_step_reproduces_the_previous_chunk(folder: Path) -> None:
+    native = load(folder, replace(NATIVE, num_steps=1, rtc=RtcConfig("ones")))
+    previous = np.random.default_rng(1).uniform(-1, 2, (5, 7))
+    got = native.infer(tiny_observation(0), prev_chunk=previous, inference_delay=2)["actions"]
+    np.testing.assert_allclose(got[:5], previous, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf")])
@@ -591,7 +652,8 @@ BATCHED = {
 
 
 def loops_inputs(case: LoopCase) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:
-    """keys, values and lengths, the state's token and the noise, on the CPU. Beyond a row's length there is rubbish."""
+    """keys, values, lengths and guidance, the state's token and the noise, on the CPU. Beyond a row's length there is
+    rubbish."""
     config, generator = case.config, torch.Generator().manual_seed(case.batch)
     expert = config.expert
     cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
@@ -601,7 +663,10 @@ def loops_inputs(case: LoopCase) -> tuple[dict[str, Tensor], Tensor | None, Tens
     keys, values = keys.masked_fill(beyond, 1e3), values.masked_fill(beyond, -1e3)
     state = torch.randn(case.batch, expert.width, generator=generator) if config.kind == "pi0" else None
     noise = torch.randn(case.batch, config.action_horizon, config.action_dim, generator=generator)
-    return {"keys": keys, "values": values, "lengths": lengths}, state, noise
+    target, weights = torch.randn(noise.shape, generator=generator), torch.rand(noise.shape[:2], generator=generator)
+    weights[:, -1] = 0
+    given = {"keys": keys, "values": values, "lengths": lengths, "target": target, "weights": weights}
+    return given, state, noise
 
 
 def run_loop(loop: Any, inputs: dict[str, Tensor], state: Tensor | None, noise: Tensor, device: str) -> np.ndarray:

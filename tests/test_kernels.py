@@ -16,6 +16,7 @@ import torch
 
 from tests import kernel_cases as cases
 from tests.kernel_cases import FP8, Call, Draw, Empty, Same
+from tests.kernel_shapes import TALL
 from vla_accel.ops import fused
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +44,7 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", (*cases.CASES, *TALL))
 def test_a_kernel_computes_what_its_reference_does(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == ""
 
@@ -101,8 +102,8 @@ def test_writing_where_nothing_should_is_found(what: str, monkeypatch: pytest.Mo
     call = Call("gelu", {"x": x, "out": Empty((4, 6), torch.float32), "inverse_scale": None}, ("out",))
     honest = fused.gelu
 
-    def careless(x: torch.Tensor, out: torch.Tensor, *, inverse_scale: float | None) -> None:
-        honest(x, out, inverse_scale=inverse_scale)
+    def careless(x: torch.Tensor, out: torch.Tensor, *, inverse_scale: float | None, pdl: bool) -> None:
+        honest(x, out, inverse_scale=inverse_scale, pdl=pdl)
         if what == "input":
             x[0, 0] += 1
         else:

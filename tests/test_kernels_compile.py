@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.streamed_support import LOOPS, recorded_loop
+from tests.test_product import TABLE, TILINGS
 from vla_accel.errors import EngineError
-from vla_accel.ops.cuda import runtime
+from vla_accel.ops.cuda import product, runtime
+from vla_accel.ops.cuda.product import Tiling
 
 ROOT = Path(__file__).parents[1]
 SHARED_LIMIT = 227 * 1024
@@ -25,8 +28,8 @@ KERNELS = {
     "_qkv_rope", "_gate_up_geglu", "_project", "_step",
 }  # fmt: skip
 PRODUCTS = {"_attention", "_suffix_attention", "_qkv_rope", "_gate_up_geglu", "_project"}
-# The denoise loop's.
-CHAINED = {"_suffix_attention", "_qkv_rope", "_gate_up_geglu", "_project", "_step"}
+# All but the first of each program's chain.
+CHAINED = KERNELS - {"_patchify", "_embed_norm"}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +113,34 @@ def test_the_streamed_kernels_compile(name: str, nvrtc: ctypes.CDLL, monkeypatch
     assert code.startswith(b"\x7fELF")
     for kernel in module.shared:
         assert b".text." + kernel.encode() + b"\0" in code, kernel
+
+
+def layout_of(structure: type[ctypes.Structure], name: str) -> str:
+    """C++ that compiles only where the structure of this name has the same fields at the same places."""
+    fields = [field for field, *_ in structure._fields_]
+    offsets = [f"__builtin_offsetof({name}, {f}) == {getattr(structure, f).offset}" for f in fields]
+    return f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)} && {" && ".join(offsets)}, "{name}");\n'
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_the_products_compile(tiling: Tiling, nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
+    cases = [(torch.bfloat16, False, "none"), (torch.float8_e4m3fn, True, "geglu"), (torch.float16, True, "gelu")]
+    for kind, narrow, activation in cases:
+        text = product.source(kind, narrow, activation, tiling) + layout_of(product._Call, "Call")
+        text += layout_of(product._Map, "Map")
+        assert runtime.compile_source(text, product.ARCHITECTURE).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize(("key", "least", "most", "tiling"), TABLE)
+def test_the_products_in_use_compile(
+    key: tuple[str, str, int, int], least: int, most: int, tiling: Tiling, nvrtc: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
+    dtype = torch.float8_e4m3fn if key[0] == "fp8" else torch.bfloat16
+    text = product.source(dtype, key[0] == "fp8" and key[1] != "none", key[1], tiling)
+    assert runtime.compile_source(text, product.ARCHITECTURE).startswith(b"\x7fELF")
 
 
 def test_a_source_that_does_not_compile_says_where(nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

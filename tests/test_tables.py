@@ -184,13 +184,16 @@ def test_parity_reports_are_rows() -> None:
     ]
     lines = tables.parity(reports).splitlines()
     assert lines[2:6] == [
-        "| native | demo | 64 recorded | 10 | 0.999950 | 0.998 | 0.999940 | 0.999850 | 1.0e-02 | yes |",
+        "| native | demo | 64 recorded | 10 | 0.999950 | 0.998 | 0.999940 | 0.999850 | 1.0e-02 | 0 | - | yes |",
         "| native (kv_cache ran eager) | demo "
-        "| 64 recorded | 3 | 0.999900 | 0.998 | 0.999890 | 0.999800 | 1.0e-02 | yes |",
-        "| native_fp8 | demo | 64 recorded | 10 | 0.999120 | 0.998 | 0.999110 | 0.999020 | 1.0e-02 | yes |",
-        "| native | pi05 | 64 random | 10 | 0.500000 | 0.998 | 0.499990 | 0.499900 | 1.0e-02 | **no** |",
+        "| 64 recorded | 3 | 0.999900 | 0.998 | 0.999890 | 0.999800 | 1.0e-02 | 0 | - | yes |",
+        "| native_fp8 | demo | 64 recorded | 10 | 0.999120 | 0.998 | 0.999110 | 0.999020 | 1.0e-02 | 0 | - | yes |",
+        "| native | pi05 | 64 random | 10 | 0.500000 | 0.998 | 0.499990 | 0.499900 | 1.0e-02 | 0 | - | **no** |",
     ]
     assert lines[-1].endswith("NVIDIA X, torch 2.11.0; Some CPU, 1 thread, torch 2.13.0.")
+    drawn = {**reports[0], "draws": 8, "flipped": 3, "rest_cosine": 0.99991}
+    (line,) = tables.parity([drawn]).splitlines()[2:3]
+    assert " | 64 recorded × 8 | " in line and line.endswith(" | 3 | 0.999910 | yes |")
 
 
 def test_several_stored_results_make_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from vla_accel.component import Component
 from vla_accel.config import EngineSpec
 from vla_accel.engines.base import Engine
 from vla_accel.errors import EngineError
+from vla_accel.ops.attending import Choice
 
 MINIMUM_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
@@ -42,6 +43,8 @@ class NativeEngine(Engine):
                 raise EngineError(f"{component.name}: the native engine needs triton: pip install triton")
         self._allocate()
         self.program = component.native(spec)
+        if spec.attention != "own" and not isinstance(getattr(self.program, "attention", None), Choice):
+            raise EngineError(f"{component.name}: its attention has own kernels only, got {spec.attention}")
         self.capturable = device.type == "cuda"
         self.detail = self.program.detail if self.capturable else f"{self.program.detail}, torch reference ops (no GPU)"
 

@@ -16,7 +16,8 @@ from vla_accel.models.gemma import GemmaLayer, RmsNorm
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.fold import amax_of, compute_dtype, fold_norm
 from vla_accel.ops import fused
-from vla_accel.ops.fused import Linear, make_linear
+from vla_accel.ops.attending import Sizes, attend, choose
+from vla_accel.ops.fused import Linear, make_linear, pair
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class PrefixWeights:
                 PrefixLayer(
                     qkv,
                     make_linear(layer.o_proj.weight, None, dtype, amax("o_proj")),
-                    make_linear(*fold_norm(layer.gate_up_proj, second), dtype, amax("gate_up_proj")),
+                    pair(make_linear(*fold_norm(layer.gate_up_proj, second), dtype, amax("gate_up_proj"))),
                     make_linear(layer.down_proj.weight, None, dtype, amax("down_proj")),
                 )
             )
@@ -84,7 +85,9 @@ class NativePrefix:
     """The program. Inputs `image_tokens` (B, I, W), `tokens` (B, L) int64, `lengths` (B,) int32, the real tokens of a
     row, which come first; outputs `keys`, `values` (depth, B, I + L, kv_heads, d)."""
 
-    def __init__(self, weights: PrefixWeights, batch: int, image_tokens: int, length: int) -> None:
+    def __init__(
+        self, weights: PrefixWeights, batch: int, image_tokens: int, length: int, attention: str = "own"
+    ) -> None:
         self.weights = weights
         first, dtype, device = weights.layers[0], weights.dtype, weights.table.device
         quantised = first.o is not None and first.o.weight_scale is not None
@@ -92,6 +95,22 @@ class NativePrefix:
         self.batch, self.tokens = batch, image_tokens + length
         rows, width = batch * self.tokens, weights.table.shape[1]
         narrow = fused.FP8 if quantised else dtype
+        sizes = Sizes(
+            batch, self.tokens, self.tokens, weights.heads, weights.kv_heads, weights.head_dim, dtype, padded=True,
+            quantised=quantised,
+        )  # fmt: skip
+        self.attention = choose(attention, sizes, device)
+        self.detail += f", {self.attention.detail}"
+        found = ""
+        if first.o is not None and first.gate_up is not None and first.down is not None:
+            four = {
+                "qkv": (first.qkv, "none"), "o": (first.o, "none"), "gate_up": (first.gate_up, "geglu"),
+                "down": (first.down, "none"),
+            }  # fmt: skip
+            found = fused.products_by(rows, four)
+        self.detail += found
+        # Beside the library's products, which wait for all before them, starting early costs more than it saves.
+        self.pdl = bool(found) and fused.dependent_launches(device)
 
         def buffer(columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(rows, columns, dtype=kind, device=device)
@@ -106,7 +125,7 @@ class NativePrefix:
         self.cos, self.sin = fused.rope_tables(self.tokens, weights.head_dim, device)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        w, lengths = self.weights, inputs["lengths"]
+        w, lengths, pdl = self.weights, inputs["lengths"], self.pdl
         fused.embed_norm(
             inputs["image_tokens"], inputs["tokens"], w.table, self.x, self.h, eps=w.eps, inverse_scale=None
         )
@@ -114,20 +133,25 @@ class NativePrefix:
         for index, layer in enumerate(w.layers):
             keys, values = outputs["keys"][index], outputs["values"][index]
             if layer.o is None or layer.gate_up is None or layer.down is None:
-                fused.linear(self.h, layer.qkv, self.last_kv)
-                fused.rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0)
+                fused.linear(self.h, layer.qkv, self.last_kv, pdl=pdl)
+                fused.rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0, pdl=pdl)
                 break
-            fused.linear(self.h, layer.qkv, self.qkv)
-            fused.rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads)
-            fused.attention(q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale)
-            fused.linear(self.context, layer.o, self.y)
+            fused.linear(self.h, layer.qkv, self.qkv, pdl=pdl)
+            fused.rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads, pdl=pdl)
+            attend(
+                self.attention.way, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
+                pdl=pdl,
+            )  # fmt: skip
+            fused.linear(self.context, layer.o, self.y, pdl=pdl)
             self._residual(self.h_mlp, layer.gate_up)
-            fused.linear(self.h_mlp, layer.gate_up, self.gate_up)
-            fused.geglu(self.gate_up, self.active, inverse_scale=layer.down.inverse_scale)
-            fused.linear(self.active, layer.down, self.y)
+            fused.gate_up(
+                self.h_mlp, layer.gate_up, self.gate_up, self.active, inverse_scale=layer.down.inverse_scale, pdl=pdl
+            )
+            fused.linear(self.active, layer.down, self.y, pdl=pdl)
             self._residual(self.h, w.layers[index + 1].qkv)
 
     def _residual(self, normed: Tensor, following: Linear) -> None:
         fused.add_norm(
-            self.x, self.y, self.x, normed, layer=False, eps=self.weights.eps, inverse_scale=following.inverse_scale
-        )
+            self.x, self.y, self.x, normed, layer=False, eps=self.weights.eps, inverse_scale=following.inverse_scale,
+            pdl=self.pdl,
+        )  # fmt: skip

@@ -16,6 +16,7 @@ from vla_accel.models.pi0 import Pi0
 from vla_accel.models.siglip import SiglipLayer
 from vla_accel.native.fold import amax_of, compute_dtype, fold_norm, round_up
 from vla_accel.ops import fused
+from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.fused import Linear, make_linear
 
 
@@ -93,7 +94,7 @@ def _patch_embedding(convolution: nn.Conv2d, position: Tensor, precision: str) -
 class NativeVision:
     """The program. Input `images` uint8 (B, V, S, S, 3); output `image_tokens` (B, V * T, W) in the prefix's dtype."""
 
-    def __init__(self, weights: VisionWeights, batch: int, views: int) -> None:
+    def __init__(self, weights: VisionWeights, batch: int, views: int, attention: str = "own") -> None:
         self.weights = weights
         self.images = batch * views
         self.detail = f"fused ops, {'FP8' if weights.layers[0].qkv.weight_scale is not None else weights.dtype}"
@@ -105,6 +106,20 @@ class NativeVision:
             quantised = like is not None and like.weight_scale is not None
             return torch.empty(rows, columns, dtype=fused.FP8 if quantised else dtype, device=device)
 
+        sizes = Sizes(
+            self.images, weights.place.shape[0], weights.place.shape[0], weights.heads, weights.heads,
+            width // weights.heads, dtype, padded=False, quantised=first.out.weight_scale is not None,
+        )  # fmt: skip
+        self.attention = choose(attention, sizes, device)
+        self.detail += f", {self.attention.detail}"
+        four = {
+            "qkv": (first.qkv, "none"), "out": (first.out, "none"), "fc1": (first.fc1, "gelu"),
+            "fc2": (first.fc2, "none"),
+        }  # fmt: skip
+        found = fused.products_by(rows, four)
+        self.detail += found
+        # Beside the library's products, which wait for all before them, starting early costs more than it saves.
+        self.pdl = bool(found) and fused.dependent_launches(device)
         self.patches = torch.empty(rows, weights.patch.shape[1], dtype=weights.patch.dtype, device=device)
         self.embedded = torch.empty(rows, width, dtype=torch.float32, device=device)
         self.x, self.y = buffer(width), buffer(width)
@@ -121,19 +136,18 @@ class NativeVision:
         fused.patch_product(self.patches, w.patch, self.embedded)
         first = w.layers[0].qkv
         fused.add_norm(self.embedded, w.place, self.x, self.h, inverse_scale=first.inverse_scale, **norm)
+        pdl = norm["pdl"] = self.pdl
         heads = self.qkv.view(self.images, w.place.shape[0], 3, w.heads, -1)
         for index, layer in enumerate(w.layers):
-            fused.linear(self.h, layer.qkv, self.qkv)
+            fused.linear(self.h, layer.qkv, self.qkv, pdl=pdl)
             q, k, v = heads.unbind(2)
-            fused.attention(q, k, v, self.context, None, inverse_scale=layer.out.inverse_scale)
-            fused.linear(self.context, layer.out, self.y)
+            attend(self.attention.way, q, k, v, self.context, None, inverse_scale=layer.out.inverse_scale, pdl=pdl)
+            fused.linear(self.context, layer.out, self.y, pdl=pdl)
             fused.add_norm(self.x, self.y, self.x, self.h, inverse_scale=layer.fc1.inverse_scale, **norm)
-            if layer.fc1.weight_scale is None:
-                fused.linear(self.h, layer.fc1, self.hidden, gelu=True)
-            else:
-                fused.linear(self.h, layer.fc1, self.hidden)
-                fused.gelu(self.hidden, self.active, inverse_scale=layer.fc2.inverse_scale)
-            fused.linear(self.active, layer.fc2, self.y)
+            fused.linear_gelu(
+                self.h, layer.fc1, self.hidden, self.active, inverse_scale=layer.fc2.inverse_scale, pdl=pdl
+            )
+            fused.linear(self.active, layer.fc2, self.y, pdl=pdl)
             final = index + 1 == len(w.layers)
             following = None if final else w.layers[index + 1].qkv.inverse_scale
             fused.add_norm(self.x, self.y, self.x, self.last if final else self.h, inverse_scale=following, **norm)

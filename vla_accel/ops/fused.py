@@ -7,7 +7,8 @@ of them, which defines what it computes. Knows nothing about models. Conventions
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from vla_accel.ops import reference
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+
+
+def dependent_launches(device: torch.device) -> bool:
+    """Whether kernels of this device can be launched while their predecessors still run."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _kernels(module: str) -> Any:
@@ -38,7 +44,8 @@ class Linear:
 
     `weight` (N, K) in BF16/FP16/FP32, or float8_e4m3fn with `weight_scale` (true weight = stored x scale) and
     `input_scale` (true input = stored x scale), both of which are 0-dimensional float32 on the weight's device;
-    `bias` (N,) or None. The `*_value` fields are the same scales on the host.
+    `bias` (N,) or None. The `*_value` fields are the same scales on the host. `paired`: the rows of gate and up of a
+    GeGLU by turns, eight of each, so that one block of the tensor cores has both.
     """
 
     weight: Tensor
@@ -47,6 +54,7 @@ class Linear:
     input_scale: Tensor | None = None
     weight_scale_value: float = 1.0
     input_scale_value: float = 1.0
+    paired: bool = False
 
     @property
     def inverse_scale(self) -> float | None:
@@ -83,9 +91,82 @@ def make_linear(
     )  # fmt: skip
 
 
-def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False) -> None:
-    """out = x Wᵀ + b, then tanh GELU if `gelu` (BF16/FP16 only). x (R, K), out (R, N)."""
+def pair(layer: Linear) -> Linear:
+    """A product whose first half of rows are a GeGLU's gate and the others its up, with its rows `paired`.
+
+    The same product where those halves are no whole eights.
+    """
+    if layer.weight.shape[0] % 16:
+        return layer
+
+    def mixed(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2).contiguous()
+
+    return replace(layer, weight=mixed(layer.weight), bias=mixed(layer.bias), paired=True)
+
+
+def _own_product(
+    x: Tensor, layer: Linear, out: Tensor, activation: str, inverse_scale: float | None, pdl: bool
+) -> bool:
+    """Whether the project's own Hopper kernel has taken this product: where it is the fastest."""
+    from vla_accel.ops.cuda import product
+
+    tiling = product.plan(x, layer.weight, out, activation)
+    if tiling is None or (activation == "geglu" and layer.bias is not None):
+        return False
+    scale = layer.input_scale_value * layer.weight_scale_value
+    product.product(
+        x, layer.weight, layer.bias, out, tiling=tiling, activation=activation, scale=scale,
+        inverse_scale=inverse_scale, dependent=pdl,
+    )  # fmt: skip
+    return True
+
+
+def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> str:
+    """What to add to a program's line in the ledger: whose kernels take its products, by name (with each its weight and
+    its activation: none, gelu, geglu). Empty where all are the library's."""
+    from vla_accel.ops.cuda import product
+
+    own, library = [], []
+    for name, (layer, activation) in products.items():
+        weight = layer.weight
+        tiling = product.planned(weight.device, weight.dtype, activation, rows, *weight.shape)
+        (library if tiling is None else own).append(name)
+    if not own:
+        return ""
+    return f", products in CUDA C++: {', '.join(own)}" + (f"; cuBLAS: {', '.join(library)}" if library else "")
+
+
+def gate_up(
+    x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False
+) -> None:
+    """out = gelu_tanh(gate) * up, of gate and up = x Wᵀ + b. x (R, K), out (R, H), scratch (R, 2 H) may be used."""
+    if x.is_cuda and layer.paired and _own_product(x, layer, out, "geglu", inverse_scale, pdl):
+        return
+    linear(x, layer, scratch, pdl=pdl)
+    geglu(scratch, out, inverse_scale=inverse_scale, paired=layer.paired, pdl=pdl)
+
+
+def linear_gelu(
+    x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False
+) -> None:
+    """out = gelu_tanh(x Wᵀ + b). x (R, K), out (R, N), scratch (R, N), which may be used and may be `out`."""
+    if x.is_cuda and _own_product(x, layer, out, "gelu", inverse_scale, pdl):
+        return
+    if layer.weight_scale is None and inverse_scale is None:
+        return linear(x, layer, out, gelu=True)
+    linear(x, layer, scratch, pdl=pdl)
+    gelu(scratch, out, inverse_scale=inverse_scale, pdl=pdl)
+
+
+def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bool = False) -> None:
+    """out = x Wᵀ + b, then tanh GELU if `gelu` (BF16/FP16 only). x (R, K), out (R, N).
+
+    `pdl`: where the kernel can, it starts before its predecessor has finished, and waits for it itself.
+    """
     if x.is_cuda:
+        if not gelu and _own_product(x, layer, out, "none", None, pdl):
+            return
         if layer.weight_scale is not None and layer.input_scale is not None:
             torch._scaled_mm(
                 x, layer.weight.t(), scale_a=layer.input_scale, scale_b=layer.weight_scale, bias=layer.bias,
@@ -134,15 +215,16 @@ def _normed(x: Tensor, layer: bool, eps: float) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None
-) -> None:
+    x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
+    pdl: bool = False,
+) -> None:  # fmt: skip
     """x_out = x + y, h = norm(x_out), without weights: those are folded into the product that follows.
 
     x, x_out (R, W); y (R', W), R a multiple of R' (repeated), or None: x_out is not written. `layer`: LayerNorm,
     otherwise RMSNorm.
     """
     if x.is_cuda:
-        return _kernels("rows").add_norm(x, y, x_out, h, layer=layer, eps=eps, inverse_scale=inverse_scale)
+        return _kernels("rows").add_norm(x, y, x_out, h, layer=layer, eps=eps, inverse_scale=inverse_scale, pdl=pdl)
     if y is not None:
         x_out.copy_(x + y.repeat(x.shape[0] // y.shape[0], 1).to(x.dtype))
         x = x_out
@@ -161,17 +243,21 @@ def embed_norm(
     _store(h, _normed(x, False, eps), inverse_scale)
 
 
-def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
-    """out (R, H) = gelu_tanh(gate) * up of (R, 2 H), gate first."""
+def geglu(
+    gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False, pdl: bool = False
+) -> None:
+    """out (R, H) = gelu_tanh(gate) * up of (R, 2 H): gate first, or, `paired`, by turns eight of gate, eight of up."""
     if gate_up.is_cuda:
-        return _kernels("rows").geglu(gate_up, out, inverse_scale=inverse_scale)
+        return _kernels("rows").geglu(gate_up, out, inverse_scale=inverse_scale, paired=paired, pdl=pdl)
+    if paired:
+        gate_up = gate_up.unflatten(1, (-1, 2, 8)).transpose(1, 2).flatten(1)
     _store(out, reference.geglu(gate_up), inverse_scale)
 
 
-def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
+def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False) -> None:
     """out = gelu_tanh(x)."""
     if x.is_cuda:
-        return _kernels("rows").gelu(x, out, inverse_scale=inverse_scale)
+        return _kernels("rows").gelu(x, out, inverse_scale=inverse_scale, pdl=pdl)
     _store(out, F.gelu(x, approximate="tanh"), inverse_scale)
 
 
@@ -181,13 +267,15 @@ def rope_tables(length: int, head_dim: int, device: torch.device) -> tuple[Tenso
     return cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
 
-def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int) -> None:
+def rope_cache(
+    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int, *, pdl: bool = False
+) -> None:
     """Rotate q inside `qkv` (B * S, (heads + 2 kv_heads) * d) in place; rotated k and v go to the cache.
 
     keys, values (B, S, kv_heads, d), contiguous. The position of a row is its place in the sequence.
     """
     if qkv.is_cuda:
-        return _kernels("rows").rope_cache(qkv, cos, sin, keys, values, heads)
+        return _kernels("rows").rope_cache(qkv, cos, sin, keys, values, heads, pdl=pdl)
     batch, tokens, kv_heads, head_dim = keys.shape
     parts = qkv.view(batch, tokens, heads + 2 * kv_heads, head_dim)
     c, s = cos[:tokens, None].to(qkv.dtype), sin[:tokens, None].to(qkv.dtype)
@@ -197,15 +285,21 @@ def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tens
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None = None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None = None,
+    pdl: bool = False,
+) -> None:  # fmt: skip
     """Every query sees the first `lengths[b]` keys (all of them for None).
 
     q (B, T, heads, d), k, v (B, S, kv_heads, d), k and v of equal strides, any strides but the last; out (B, T,
-    heads * d) contiguous; lengths (B,) int32.
+    heads * d) contiguous; lengths (B,) int32. On a Hopper the shapes of the full-size models run CUDA C++
+    (`vla_accel.ops.cuda.attention`).
     """
     if q.is_cuda:
-        return _kernels("attention").attention(q, k, v, out, lengths, inverse_scale=inverse_scale)
+        from vla_accel.ops.cuda import attention as hopper
+
+        if kernel := hopper.kernel_of(q, k, v, out, lengths):
+            return hopper.attention(kernel, q, k, v, out, lengths, inverse_scale=inverse_scale, pdl=pdl)
+        return _kernels("attention").attention(q, k, v, out, lengths, inverse_scale=inverse_scale, pdl=pdl)
     mask = None
     if lengths is not None:
         mask = (torch.arange(k.shape[1], device=q.device) < lengths[:, None])[:, None].expand(-1, q.shape[1], -1)
@@ -321,19 +415,20 @@ def project(
 
 def step(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
-    w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, eps: float, tokens: int, first: bool, last: bool,
-    silu: bool, pdl: bool = False,
+    target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
+    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Between two evaluations: final norm, output projection, Euler step, and the next evaluation's input.
 
     actions (B, H, A) float32 += dt * velocity, unless `first`; following (B * T, W) gets actions · w_in + b_in (SiLU of
     it if `silu`) in its last H tokens of every T, unless `last`. w_out, w_in (A, W) float32, b_out (A,), b_in (W,);
-    scale (W,): the norm multiplies by 1 + scale; shift (W,) or None.
+    scale (W,): the norm multiplies by 1 + scale; shift (W,) or None. The velocity is guided towards `target` (B, H, A):
+    gain * weights ∘ (target - (actions - time * velocity)) less, weights (B, H) float32; zero changes no bit.
     """
     if x.is_cuda:
         return _kernels("skinny").step(
-            x, scale, shift, w_out, b_out, actions, w_in, b_in, following, dt=dt, eps=eps, tokens=tokens, first=first,
-            last=last, silu=silu, pdl=pdl,
+            x, scale, shift, w_out, b_out, actions, target, weights, w_in, b_in, following, dt=dt, time=time,
+            gain=gain, eps=eps, tokens=tokens, first=first, last=last, silu=silu, pdl=pdl,
         )  # fmt: skip
     batch, horizon, _ = actions.shape
     if not first:
@@ -341,7 +436,9 @@ def step(
         tail = x.view(batch, tokens, -1)[:, tokens - horizon :]
         normed = _normed(tail, False, eps) * (1.0 + scale)
         normed = normed if shift is None else normed + shift
-        actions += dt * (normed @ w_out.T + b_out).to(actions.dtype)
+        velocity = (normed @ w_out.T + b_out).to(actions.dtype)
+        velocity = velocity - gain * (weights[..., None] * (target - (actions - time * velocity)))
+        actions += dt * velocity
     if not last:
         embedded = actions.to(w_in.dtype) @ w_in + b_in
         embedded = F.silu(embedded) if silu else embedded

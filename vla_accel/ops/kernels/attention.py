@@ -18,8 +18,9 @@ LOG2E = 1.4426950408889634
 def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_token, q_head, k_batch,
                k_token, k_head, scale, inverse_scale, SOURCE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
                HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               HAS_LENGTHS: tl.constexpr, QUANT: tl.constexpr):  # fmt: skip
+               HAS_LENGTHS: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    wait_for_previous(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -60,8 +61,9 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None,
+    pdl: bool = False,
+) -> None:  # fmt: skip
     """See `vla_accel.ops.fused.attention`."""
     batch, tokens, heads, head_dim = q.shape
     source, kv_heads = k.shape[1:3]
@@ -75,7 +77,7 @@ def attention(
         q, k, v, out, lengths if lengths is not None else out, tokens, q.stride(0), q.stride(1), q.stride(2),
         k.stride(0), k.stride(1), k.stride(2), head_dim**-0.5 * LOG2E, inverse_scale or 1.0, source, heads,
         heads // kv_heads, head_dim, max(16, power_of_two(head_dim)), block_m, block_n, lengths is not None,
-        inverse_scale is not None, num_warps=warps, num_stages=3,
+        inverse_scale is not None, pdl, num_warps=warps, num_stages=3, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 

@@ -30,6 +30,18 @@ def wait_for_previous(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """The next kernel may start; it waits by itself for what this one writes."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """Options of a launch that may start before its predecessor has finished."""
+    return {"launch_pdl": True} if pdl else {}
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is not below n."""
     return triton.next_power_of_2(n)

@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import gelu_tanh, power_of_two, to_fp8
+from vla_accel.ops.kernels.common import (
+    gelu_tanh,
+    launch_options,
+    let_next_start,
+    power_of_two,
+    to_fp8,
+    wait_for_previous,
+)
 
 
 @triton.jit
@@ -52,7 +59,9 @@ def _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexp
 
 @triton.jit
 def _add_norm(x_ptr, y_ptr, x_out_ptr, h_ptr, y_rows, eps, inverse_scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-              LAYER: tl.constexpr, HAS_Y: tl.constexpr, QUANT: tl.constexpr):  # fmt: skip
+              LAYER: tl.constexpr, HAS_Y: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     keep = column < WIDTH
@@ -68,14 +77,16 @@ def _add_norm(x_ptr, y_ptr, x_out_ptr, h_ptr, y_rows, eps, inverse_scale, WIDTH:
 
 
 def add_norm(
-    x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None
-) -> None:
+    x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
+    pdl: bool = False,
+) -> None:  # fmt: skip
     """See `vla_accel.ops.fused.add_norm`."""
     rows, width = x.shape
     block = power_of_two(width)
     _add_norm[(rows,)](
         x, y if y is not None else x, x_out, h, y.shape[0] if y is not None else 1, eps, inverse_scale or 1.0,
-        width, block, layer, y is not None, inverse_scale is not None, num_warps=4 if block <= 2048 else 8,
+        width, block, layer, y is not None, inverse_scale is not None, pdl, num_warps=4 if block <= 2048 else 8,
+        **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -112,12 +123,16 @@ def embed_norm(
 
 
 @triton.jit
-def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr):
+def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr,
+           PAIRED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keep = column < HIDDEN
-    gate = tl.load(x_ptr + row * (2 * HIDDEN) + column, mask=keep, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * (2 * HIDDEN) + HIDDEN + column, mask=keep, other=0.0).to(tl.float32)
+    source = x_ptr + row * (2 * HIDDEN) + (column // 8 * 16 + column % 8 if PAIRED else column)
+    gate = tl.load(source, mask=keep, other=0.0).to(tl.float32)
+    up = tl.load(source + (8 if PAIRED else HIDDEN), mask=keep, other=0.0).to(tl.float32)
     y = gelu_tanh(gate) * up
     if QUANT:
         tl.store(out_ptr + row * HIDDEN + column, to_fp8(y, inverse_scale), mask=keep)
@@ -125,16 +140,23 @@ def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.conste
         tl.store(out_ptr + row * HIDDEN + column, y.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
+def geglu(
+    gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False, pdl: bool = False
+) -> None:
     """See `vla_accel.ops.fused.geglu`."""
     rows, hidden = out.shape
     block = min(2048, power_of_two(hidden))
     grid = (triton.cdiv(hidden, block), rows)
-    _geglu[grid](gate_up, out, inverse_scale or 1.0, hidden, block, inverse_scale is not None, num_warps=8)
+    _geglu[grid](
+        gate_up, out, inverse_scale or 1.0, hidden, block, inverse_scale is not None, paired, pdl, num_warps=8,
+        **launch_options(pdl),
+    )  # fmt: skip
 
 
 @triton.jit
-def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, QUANT: tl.constexpr):
+def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = offset < total
     y = gelu_tanh(tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32))
@@ -144,17 +166,20 @@ def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, QUANT: tl.c
         tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
+def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False) -> None:
     """See `vla_accel.ops.fused.gelu`."""
     total = x.numel()
-    _gelu[(triton.cdiv(total, 4096),)](x, out, total, inverse_scale or 1.0, 4096, inverse_scale is not None,
-                                       num_warps=8)  # fmt: skip
+    _gelu[(triton.cdiv(total, 4096),)](
+        x, out, total, inverse_scale or 1.0, 4096, inverse_scale is not None, pdl, num_warps=8, **launch_options(pdl)
+    )
 
 
 @triton.jit
 def _rope_cache(qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
                 KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-                BLOCK_HALF: tl.constexpr):  # fmt: skip
+                BLOCK_HALF: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     i = tl.arange(0, BLOCK_HALF)[None, :]
@@ -180,10 +205,12 @@ def _rope_cache(qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, TOKENS: tl.constexpr, H
     tl.store(v + HALF, b.to(kind), mask=is_v)
 
 
-def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int) -> None:
+def rope_cache(
+    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int, *, pdl: bool = False
+) -> None:
     """See `vla_accel.ops.fused.rope_cache`."""
     tokens, kv_heads, head_dim = keys.shape[1:]
     _rope_cache[(qkv.shape[0],)](
         qkv, cos, sin, keys, values, tokens, heads, kv_heads, head_dim // 2, power_of_two(heads + 2 * kv_heads),
-        power_of_two(head_dim // 2), num_warps=4,
+        power_of_two(head_dim // 2), pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip

@@ -288,10 +288,10 @@ def project(
 
 
 @triton.jit
-def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, w_in_ptr, b_in_ptr, next_ptr, dt, eps,
-          tokens, horizon, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, ACTIONS: tl.constexpr, BLOCK_A: tl.constexpr,
-          FIRST: tl.constexpr, LAST: tl.constexpr, HAS_SHIFT: tl.constexpr, SILU: tl.constexpr,
-          PDL: tl.constexpr):  # fmt: skip
+def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target_ptr, weights_ptr, w_in_ptr,
+          b_in_ptr, next_ptr, dt, time, gain, eps, tokens, horizon, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
+          ACTIONS: tl.constexpr, BLOCK_A: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+          HAS_SHIFT: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     batch, place = row // horizon, row % horizon
     token_row = batch * tokens + (tokens - horizon) + place
@@ -315,6 +315,8 @@ def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, w_in_p
             normed = normed * (1.0 + scale)
         w_out = tl.load(w_out_ptr + tile, mask=both, other=0.0)
         velocity = tl.sum(w_out * normed[None, :], 1) + tl.load(b_out_ptr + action, mask=in_actions, other=0.0)
+        target = tl.load(target_ptr + row * ACTIONS + action, mask=in_actions, other=0.0)
+        velocity -= gain * (tl.load(weights_ptr + row) * (target - (noisy - time * velocity)))
         noisy += dt * velocity
         tl.store(actions_ptr + row * ACTIONS + action, noisy, mask=in_actions)
     if not LAST:
@@ -327,14 +329,15 @@ def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, w_in_p
 
 def step(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
-    w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, eps: float, tokens: int, first: bool, last: bool,
-    silu: bool, pdl: bool,
+    target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
+    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pdl: bool,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.fused.step`."""
     batch, horizon, action_dim = actions.shape
     width = w_out.shape[1]
     _step[(batch * horizon,)](
-        x, scale if scale is not None else x, shift if shift is not None else x, w_out, b_out, actions, w_in, b_in,
-        following, dt, eps, tokens, horizon, width, power_of_two(width), action_dim, power_of_two(action_dim), first,
-        last, shift is not None, silu, pdl, num_warps=8, num_stages=1, **({"launch_pdl": True} if pdl else {}),
+        x, scale if scale is not None else x, shift if shift is not None else x, w_out, b_out, actions, target,
+        weights, w_in, b_in, following, dt, time, gain, eps, tokens, horizon, width, power_of_two(width), action_dim,
+        power_of_two(action_dim), first, last, shift is not None, silu, pdl, num_warps=8, num_stages=1,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

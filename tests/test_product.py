@@ -1,0 +1,305 @@
+"""The Hopper products (`ops/cuda/product.py`) against what `product.cu` expects of them, without a GPU: tilings, what
+blocks fetch for each other, tensor maps, launches, and the ops that use them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vla_accel.errors import EngineError
+from vla_accel.ops import fused
+from vla_accel.ops.cuda import product, runtime
+from vla_accel.ops.cuda.product import Tiling
+from vla_accel.ops.fused import FP8, Linear, make_linear, pair
+
+SOURCE = product._SOURCE.read_text()
+BF16 = torch.bfloat16
+# One of every kind: plain, several blocks and parts, sharing either operand or both, split, persistent, by turns.
+TILINGS = (
+    Tiling(1, 1, 1, 64, 4), Tiling(2, 2, 1, 128, 3), Tiling(2, 1, 2, 136, 4), Tiling(1, 1, 1, 136, 4, 2, 1),
+    Tiling(1, 1, 1, 104, 4, 2, 2), Tiling(2, 1, 1, 88, 3, 1, 3), Tiling(2, 1, 1, 136, 4, 1, 1, 2),
+    Tiling(1, 1, 1, 128, 3, 1, 2, 3), Tiling(1, 1, 1, 128, 3, resident=2), Tiling(3, 1, 1, 104, 4),
+    Tiling(2, 1, 2, 136, 3, persistent=True), Tiling(2, 1, 1, 72, 4, 2, 1, persistent=True),
+    Tiling(2, 2, 1, 136, 5, persistent=True, turns=True),
+)  # fmt: skip
+TABLE = [(key, *row) for key, rows in product._TABLE.items() for row in rows]
+
+
+def macro(name: str) -> str:
+    """A macro's text, its lines joined."""
+    found = re.search(rf"#define {name}(?:\([^)]*\))? (.*)", SOURCE)
+    assert found, name
+    return found[1]
+
+
+def share(rows: int, count: int) -> int:
+    """SHARE of the source."""
+    text = macro("SHARE").replace("ROWS", str(rows)).replace("COUNT", str(count)).replace("/", "//")
+    return eval(text)
+
+
+def start(rows: int, count: int, i: int) -> int:
+    """START of the source for one of several."""
+    text = macro("START").split(":", 1)[1].rsplit(")", 1)[0].replace("SHARE(ROWS, COUNT)", str(share(rows, count)))
+    text = text.replace("(COUNT > 1 ? COUNT - 1 : 1)", str(count - 1)).replace("ROWS", str(rows)).replace("/", "//")
+    return eval(re.sub(r"\bi\b", str(i), text))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+def test_blocks_fetch_every_row_for_each_other(count: int) -> None:
+    for rows in range(64, 513, 8):
+        size = share(rows, count)
+        places = [start(rows, count, i) for i in range(count)]
+        assert size % 8 == 0 and all(place % 8 == 0 for place in places)
+        assert {row for place in places for row in range(place, place + size)} == set(range(rows))
+        tiling = Tiling(1, 1, 1, 64, 2, 1, count)
+        if rows == tiling.weight_rows:
+            assert tiling.shares[0] == size
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("activation", list(product.ACTIVATIONS))
+def test_shared_memory_holds_all(tiling: Tiling, activation: str) -> None:
+    assert tiling.check(activation) == ""
+    staging, barriers, size = tiling.memory(activation)
+    ring = tiling.stages * (tiling.weight_rows + tiling.tokens) * 128
+    pitch = (32 if activation == "geglu" else 64) * 2 + 16
+    share = -(-tiling.tokens // 8 // tiling.split) * 8
+    tokens = tiling.width if tiling.split == 1 else share
+    assert barriers >= max(ring, staging + tiling.groups * tokens * pitch) and staging % 16 == barriers % 16 == 0
+    assert barriers + 16 * tiling.stages + 1024 <= size <= product.SHARED_LIMIT
+    if tiling.persistent:
+        # The next tile's stages arrive while the output is staged.
+        assert staging >= ring
+    if tiling.split > 1:
+        assert staging >= tiling.weight_rows * share * tiling.split * 4
+    begin, fetching, multiplying = tiling.registers
+    assert begin * tiling.threads * tiling.resident <= 65_536
+    assert fetching + tiling.groups * multiplying <= begin * (tiling.groups + 1)
+    assert not (begin % 8 or fetching % 8 or multiplying % 8)
+
+
+@pytest.mark.parametrize(
+    ("tiling", "text"),
+    [
+        (Tiling(1, 1, 1, 60, 4), "multiple of 8"),
+        (Tiling(1, 1, 1, 264, 4), "multiple of 8"),
+        (Tiling(1, 1, 1, 128, 4, 1, 1, 2, persistent=True), "split"),
+        (Tiling(2, 1, 1, 128, 4, turns=True), "turns"),
+        (Tiling(1, 1, 1, 128, 4, 8, 3), "cluster"),
+        (Tiling(1, 1, 1, 128, 12), "shared memory"),
+        (Tiling(1, 1, 1, 128, 6, resident=2), "shared memory"),
+        (Tiling(2, 2, 1, 208, 3), "registers"),
+        (Tiling(1, 1, 1, 128, 2, resident=3), "registers"),
+    ],
+)
+def test_what_a_kernel_cannot_hold_is_refused(tiling: Tiling, text: str) -> None:
+    assert text in tiling.check()
+
+
+@pytest.mark.parametrize(("key", "least", "most", "tiling"), TABLE)
+def test_the_table_is_of_tilings_that_run(
+    key: tuple[str, str, int, int], least: int, most: int, tiling: Tiling
+) -> None:
+    kind, activation, n, k = key
+    chunks = -(-k * (1 if kind == "fp8" else 2) // 128)
+    assert kind in ("fp8", "half") and tiling.check(activation) == ""
+    assert -(-chunks // tiling.split) * (tiling.split - 1) < chunks
+    # No tile is all padding, and little of the tiles is.
+    whole = -(-most // (tiling.tokens * tiling.along)) * tiling.tokens * tiling.along
+    assert n % 64 == 0 and 0 < least <= most and whole < 1.2 * least
+    assert [row[:2] for row in product._TABLE[key]] == sorted(row[:2] for row in product._TABLE[key])
+
+
+# -- launches ---------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands for a loaded module and for the driver that makes tensor maps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches: list[dict[str, Any]] = []
+        self.maps: list[tuple[Any, ...]] = []
+        self.source = ""
+        monkeypatch.setattr(runtime, "load_module", self.load)
+        monkeypatch.setattr(runtime, "_driver", lambda: self)
+        monkeypatch.setattr(product, "_multiprocessors", lambda _: 132)
+
+    def load(self, source: str, shared: dict[str, int], architecture: str, device: torch.device) -> Recorder:
+        assert architecture == "sm_90a"
+        self.source, self.shared = source, shared["product"]
+        return self
+
+    def launch(self, name: str, blocks: int, threads: int, arguments: tuple[Any, ...], **options: Any) -> None:
+        call = arguments[2]
+        values = {field: getattr(call, field) for field, *_ in call._fields_}
+        self.launches.append({"name": name, "blocks": blocks, "threads": threads, **values, **options})
+
+    def cuTensorMapEncodeTiled(self, *arguments: Any) -> int:
+        at, kind, rank, address, sizes, strides, box, steps, interleave, swizzle, _, fill = arguments
+        assert (
+            at.value % 64 == 0
+            and rank.value == 2
+            and list(steps) == [1, 1]
+            and (interleave, swizzle, fill) == (0, 3, 0)
+        )
+        ctypes.memset(at, 0x5A, 128)
+        self.maps.append((kind, address.value, list(sizes), list(strides), list(box)))
+        return 0
+
+
+def operands(rows: int, n: int, k: int, kind: torch.dtype, activation: str = "none") -> tuple[Tensor, Tensor, Tensor]:
+    out = torch.zeros(rows, n // 2 if activation == "geglu" else n, dtype=BF16)
+    return torch.zeros(rows, k).to(kind), torch.zeros(n, k).to(kind), out
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("rows", [1, 100, 544])
+def test_a_launch_covers_the_output(tiling: Tiling, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    for (n, k), kind in itertools.product(((1152, 4352), (64, 1152)), (BF16, FP8)):
+        x, weight, out = operands(rows, n, k, kind)
+        product.product(x, weight, None, out, tiling=tiling, scale=0.5, dependent=False)
+        got, maps = recorder.launches[-1], recorder.maps[-2:]
+        assert got["blocks"] % tiling.cluster == 0 and got["cluster"] == tiling.cluster and not got["dependent"]
+        assert got["threads"] == tiling.threads and got["scale"] == 0.5 and got["bias"] is None
+        assert got["rows"] == rows and got["columns"] == n and got["chunks"] * 128 >= k * x.element_size()
+        across = tiling.weight_rows * tiling.across
+        assert (
+            (got["token_tiles"] - 1) * tiling.tokens * tiling.along
+            < rows
+            <= got["token_tiles"] * tiling.tokens * tiling.along
+        )
+        assert got["tiles"] % got["token_tiles"] == 0
+        assert got["tiles"] // got["token_tiles"] * across >= n > (got["tiles"] // got["token_tiles"] - 1) * across
+        if tiling.persistent:
+            assert got["blocks"] <= 132 * tiling.resident
+        else:
+            assert got["blocks"] == got["tiles"] * tiling.cluster
+        for (code, address, sizes, strides, box), matrix, share in zip(maps, (weight, x), tiling.shares, strict=True):
+            assert code == (0 if kind == FP8 else 9) and address == matrix.data_ptr()
+            assert sizes == [k, matrix.shape[0]] and strides == [k * matrix.element_size()]
+            assert box[0] * matrix.element_size() == 128 and box[1] <= 256 and share % box[1] == 0
+
+
+def test_a_product_says_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorder(monkeypatch)
+    tiling = TILINGS[0]
+    x, weight, out = operands(8, 128, 64, BF16)
+    wrong = [
+        ((x.float(), weight, None, out), {}, "x is torch.float32"),
+        ((x, weight, None, out.half()), {}, "out is torch.float16"),
+        ((x, weight[:, :32], None, out), {}, "the weight"),
+        ((x, weight, None, out[:, :64]), {}, "out"),
+        ((x[:, :60], weight[:, :60], None, out), {}, "16 bytes"),
+        ((x, weight, None, out.t().contiguous().t()), {}, "contiguous"),
+        ((x, weight, out[0], out[:, :64].contiguous()), {"activation": "geglu"}, "no bias"),
+        ((x, weight, None, out), {"tiling": Tiling(1, 1, 1, 64, 4, 1, 1, 2)}, "part of 2 empty"),
+        ((x, weight, None, out), {"tiling": Tiling(1, 1, 1, 60, 4)}, "multiple of 8"),
+    ]  # fmt: skip
+    for arguments, options, text in wrong:
+        with pytest.raises(EngineError, match=text):
+            product.product(*arguments, **{"tiling": tiling, **options})
+
+
+def test_elsewhere_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = ("half", "none", 128, 64)
+    monkeypatch.setitem(product._TABLE, key, ((9, 16, TILINGS[0]), (20, 64, TILINGS[1])))
+    x, weight, out = operands(8, 128, 64, BF16)
+    assert product.plan(x, weight, out, "none") is None
+    cuda = torch.device("cuda")
+    for hopper in (False, True):
+        monkeypatch.setattr(product, "_hopper", lambda _, hopper=hopper: hopper)
+        found = [product.planned(cuda, BF16, "none", rows, 128, 64) for rows in (8, 9, 16, 17, 20, 64, 65)]
+        assert found == ([None, *[TILINGS[0]] * 2, None, *[TILINGS[1]] * 2, None] if hopper else [None] * 7)
+    assert (
+        product.planned(cuda, FP8, "none", 8, 128, 64) is None
+        and product.planned(cuda, BF16, "gelu", 8, 128, 64) is None
+    )
+
+
+def test_the_ledger_names_whose_products_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_linear(torch.zeros(128, 64), None, BF16)
+    products = {"a": (layer, "none"), "b": (layer, "gelu")}
+    assert fused.products_by(8, products) == ""
+    monkeypatch.setattr(
+        product, "planned", lambda device, kind, activation, *_: TILINGS[0] if activation == "none" else None
+    )
+    assert fused.products_by(8, products) == ", products in CUDA C++: a; cuBLAS: b"
+
+
+# -- the ops, on the CPU ----------------------------------------------------------------------------------------------
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_gate_and_up_by_eights_are_the_same_product(fp8: bool) -> None:
+    x, weight, bias = draw(5, 32), draw(48, 32, seed=1), draw(48, seed=2)
+    whole = make_linear(weight, bias, torch.float32, 4.0 if fp8 else None)
+    paired = pair(whole)
+    assert paired.paired and paired.weight.shape == whole.weight.shape and paired.bytes == whole.bytes
+    # Gate's first eight rows, up's first eight, gate's next eight …
+    bits = (lambda t: t.view(torch.uint8)) if fp8 else (lambda t: t)
+    assert torch.equal(bits(paired.weight)[:8], bits(whole.weight)[:8])
+    assert torch.equal(bits(paired.weight)[8:16], bits(whole.weight)[24:32])
+    assert torch.equal(bits(paired.weight)[40:48], bits(whole.weight)[40:48])
+    x = x.to(FP8) if fp8 else x
+    scale = whole.input_scale_value * whole.weight_scale_value
+    gate, up = F.linear(x.float() * scale, whole.weight.float(), bias).chunk(2, 1)
+    want = F.gelu(gate, approximate="tanh") * up
+    for layer in (whole, paired):
+        got, scratch = torch.empty(5, 24), torch.empty(5, 48)
+        fused.gate_up(x, layer, scratch, got, inverse_scale=None)
+        torch.testing.assert_close(got, want)
+        narrow = torch.empty(5, 24).to(FP8)
+        fused.gate_up(x, layer, scratch, narrow, inverse_scale=10.0)
+        torch.testing.assert_close(narrow.float(), (want * 10).clamp(-448, 448).to(FP8).float())
+
+
+def test_halves_that_are_no_eights_stay_as_they_are() -> None:
+    layer = make_linear(draw(24, 8), None, torch.float32)
+    assert pair(layer) is layer
+
+
+def test_linear_gelu_is_linear_and_gelu() -> None:
+    x, layer = draw(3, 16), make_linear(draw(32, 16, seed=1), draw(32, seed=2), torch.float32)
+    want = F.gelu(F.linear(x, layer.weight, layer.bias), approximate="tanh")
+    out = torch.empty(3, 32)
+    fused.linear_gelu(x, layer, out, out, inverse_scale=None)
+    torch.testing.assert_close(out, want)
+    narrow = torch.empty(3, 32).to(FP8)
+    fused.linear_gelu(x, layer, out, narrow, inverse_scale=30.0)
+    torch.testing.assert_close(narrow.float(), (want * 30).clamp(-448, 448).to(FP8).float())
+
+
+def test_an_own_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(product, "plan", lambda *_: TILINGS[0])
+    monkeypatch.setattr(
+        product, "product", lambda x, weight, bias, out, **options: seen.append({"bias": bias, **options})
+    )
+    layer = Linear(torch.zeros(32, 16).to(FP8), torch.ones(32), torch.tensor(0.5), torch.tensor(0.25), 0.5, 0.25)
+    x, out = torch.zeros(2, 16).to(FP8), torch.zeros(2, 32)
+    assert fused._own_product(x, layer, out, "gelu", 3.0, True)
+    assert seen == [
+        {
+            "bias": layer.bias,
+            "tiling": TILINGS[0],
+            "activation": "gelu",
+            "scale": 0.125,
+            "inverse_scale": 3.0,
+            "dependent": True,
+        }
+    ]
+    # A GeGLU's product has no bias.
+    assert not fused._own_product(x, pair(layer), out[:, :16], "geglu", None, True) and len(seen) == 1

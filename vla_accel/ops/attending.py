@@ -1,0 +1,220 @@
+"""The ways to attend: the project's own kernels, torch's SDPA, flash-attn; by name, or the fastest of them, measured.
+
+All compute what `vla_accel.ops.fused.attention` says, masked keys and FP8 output included. A library's kernel returns a
+tensor of its own, which is then copied (or quantised) into the output. Knows shapes, not models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vla_accel.errors import DependencyError, EngineError
+from vla_accel.ops import fused
+
+WAYS = ("own", "sdpa", "flash_attn")
+HALVES = (torch.bfloat16, torch.float16)
+CALLS, ROUNDS = 20, 5  # of a measurement: the best round of so many calls
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One attention of a program. `padded`: rows may have fewer keys than `source`; `quantised`: FP8 output."""
+
+    batch: int
+    tokens: int
+    source: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    padded: bool
+    quantised: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The way taken, and how the ledger puts it: with the measured times where it was measured."""
+
+    way: str
+    detail: str
+
+
+def attend(
+    way: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *,
+    inverse_scale: float | None = None, pdl: bool = False,
+) -> None:  # fmt: skip
+    """`vla_accel.ops.fused.attention` by a way of `WAYS`. `pdl` is for own kernels; libraries' wait."""
+    if way == "own":
+        fused.attention(q, k, v, out, lengths, inverse_scale=inverse_scale, pdl=pdl)
+    else:
+        fused._store(out, {"sdpa": _sdpa, "flash_attn": _flash}[way](q, k, v, lengths), inverse_scale)
+
+
+def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
+    """The way that a program takes: `asked`, or for "fastest" the one that takes the least time on `device`.
+
+    Raises DependencyError where flash-attn is asked for and missing, EngineError where a way cannot run these sizes:
+    each but the own kernels is tried once.
+    """
+    if asked == "own":
+        return Choice("own", f"attention own ({kernel_name(sizes, device)})")
+    if asked in WAYS:
+        _trial(asked, sizes, device)()
+        return Choice(asked, f"attention {asked}")
+    if asked != "fastest":
+        raise EngineError(f"attention: expected {', '.join(WAYS)} or fastest, got {asked!r}")
+    times: dict[str, float] = {}
+    found: list[str] = []
+    for way in WAYS:
+        if way == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+            found.append("flash_attn not installed")
+            continue
+        try:
+            times[way] = _time(_trial(way, sizes, device), device)
+            found.append(f"{way} {times[way]:.1f} µs")
+        except EngineError as error:
+            # A candidate that cannot run is out of the race, and the ledger says why.
+            found.append(f"{way} out: {error}")
+    best = min(times, key=lambda way: times[way])
+    return Choice(best, f"attention {best}, the fastest ({'; '.join(found)})")
+
+
+def kernel_name(sizes: Sizes, device: torch.device) -> str:
+    """What "own" is here."""
+    if device.type != "cuda":
+        return "reference"
+    q, k, v, out, lengths = _tensors(sizes, device)
+    from vla_accel.ops.cuda import attention
+
+    return "CUDA C++" if attention.kernel_of(q, k, v, out, lengths) else "Triton"
+
+
+# -- libraries --------------------------------------------------------------------------------------------------------
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+    """(B, T, heads, d). On a GPU by cuDNN's, flash or memory-efficient kernels, never by materialised scores."""
+    mask, heads = None, q.shape[2]
+    if lengths is not None:
+        real = torch.arange(k.shape[1], device=k.device) < lengths[:, None]
+        mask = real[:, None, None].expand(-1, -1, q.shape[1], -1)
+        # A bias of -inf does not stop a NaN behind the last key, nor a weight of 0 one among the values.
+        k, v = (x.masked_fill(~real[:, :, None, None], 0) for x in (k, v))
+    if k.shape[2] != heads:
+        k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v))
+    with _kernels_only(q.device):
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+    return out.transpose(1, 2)
+
+
+def _kernels_only(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    return sdpa_kernel(kernels, set_priority=True)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+    """(B, T, heads, d). Keys and values behind a row's length are not read: the cache's own call takes lengths."""
+    module = flash_module()
+    if lengths is None:
+        return module.flash_attn_func(q, k, v)
+    return module.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+
+
+def flash_module() -> Any:
+    """flash-attn. Raises DependencyError where it is missing or cannot be imported."""
+    try:
+        module = importlib.import_module("flash_attn")
+        _ = module.flash_attn_func, module.flash_attn_with_kvcache
+    except (ImportError, AttributeError) as error:
+        raise DependencyError(
+            f"attention flash_attn: it needs flash-attn 2.8 or newer: pip install 'vla_accel[flash]' ({error})"
+        ) from error
+    return module
+
+
+# -- trying and measuring ---------------------------------------------------------------------------------------------
+
+
+def _tensors(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k, v, out and lengths, laid out as the programs' are, with random values."""
+    s, generator = sizes, torch.Generator(device).manual_seed(0)
+    columns = s.heads + 2 * s.kv_heads
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(s.dtype)
+
+    qkv = normal(s.batch, s.tokens, columns, s.head_dim)
+    q = qkv[:, :, : s.heads]
+    if s.padded or s.tokens != s.source:
+        k, v = (normal(s.batch, s.source, s.kv_heads, s.head_dim) for _ in range(2))
+    else:
+        k, v = qkv[:, :, s.heads : s.heads + s.kv_heads], qkv[:, :, s.heads + s.kv_heads :]
+    kind = fused.FP8 if s.quantised else s.dtype
+    out = torch.empty(s.batch, s.tokens, s.heads * s.head_dim, dtype=kind, device=device)
+    lengths = torch.full((s.batch,), s.source, dtype=torch.int32, device=device) if s.padded else None
+    return q, k, v, out, lengths
+
+
+def _trial(way: str, sizes: Sizes, device: torch.device) -> Callable[[], None]:
+    """A call on tensors of these sizes, run once. Raises EngineError where it cannot be."""
+    if way == "flash_attn":
+        flash_module()
+        if device.type != "cuda" or sizes.dtype not in HALVES:
+            raise EngineError(
+                f"attention flash_attn: expected bfloat16 or float16 on a GPU, got {sizes.dtype} on {device.type}"
+            )
+    q, k, v, out, lengths = _tensors(sizes, device)
+
+    def call() -> None:
+        attend(way, q, k, v, out, lengths, inverse_scale=1.0 if sizes.quantised else None)
+
+    try:
+        with torch.inference_mode():
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise EngineError(f"attention {way}: it cannot run {sizes} ({str(error).splitlines()[0]})") from error
+    return call
+
+
+def _time(call: Callable[[], None], device: torch.device) -> float:
+    """Microseconds of a call: on a GPU within a graph, so that only the device's time counts."""
+    with torch.inference_mode():
+        if device.type != "cuda":
+            rounds = []
+            for _ in range(ROUNDS):
+                began = time.perf_counter()
+                call()
+                rounds.append((time.perf_counter() - began) * 1e6)
+            return min(rounds)
+        with torch.cuda.device(device):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(CALLS):
+                    call()
+            rounds = []
+            for _ in range(ROUNDS + 1):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                rounds.append(start.elapsed_time(end) * 1e3 / CALLS)
+            return min(rounds[1:])

@@ -1,0 +1,212 @@
+"""Attention of many queries in CUDA C++ (`attention.cu`): which shapes it takes, its source, and its launches.
+
+For Hopper. Where `kernel_of` names none, the Triton kernel runs; results are the same up to rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vla_accel.ops.cuda import runtime
+
+CAPABILITY = (9, 0)
+ARCHITECTURE = "sm_90a"
+LOG2E = 1.4426950408889634
+SLOTS = 3
+_SOURCE = Path(__file__).with_name("attention.cu")
+_KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def product(name: str, n: int, kind: str, *, registers: bool) -> str:
+    """C++ of a function around one wgmma of 64 x n x 16: d (+)= a b.
+
+    `registers`: a is four packed registers and b lies with its columns in a row (values); otherwise both lie in shared
+    memory with k in a row (queries and keys).
+    """
+    count = n // 2
+    outputs = ", ".join(f"%{i}" for i in range(count))
+    constraints = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    if registers:
+        parameters = "u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int more"
+        a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+        inputs = ", ".join(f'"r"(a{i})' for i in range(4))
+        b, more, tail = f"%{count + 4}", f"%{count + 5}", "p, 1, 1, 1"
+    else:
+        parameters, a, inputs = "u64 a, u64 b, int more", f"%{count}", '"l"(a)'
+        b, more, tail = f"%{count + 1}", f"%{count + 2}", "p, 1, 1, 0, 0"
+    return f"""__device__ __forceinline__ void {name}(float (&d)[{count}], {parameters}) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {more}, 0;\\n"
+      "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{outputs}}}, {a}, {b}, {tail};\\n}}"
+      : {constraints} : {inputs}, "l"(b), "r"(more));
+}}
+"""
+
+
+def _source(sizes: dict[str, int], products: dict[str, int], dtype: torch.dtype) -> str:
+    """`products`: columns of each."""
+    kind = _KINDS[dtype]
+    return "".join((
+        "typedef unsigned int u32;\ntypedef unsigned long long u64;\ntypedef unsigned short u16;\n",
+        *(f"#define {name} {value}\n" for name, value in sizes.items()),
+        *(product(f"product_{name}", n, kind, registers=name != "scores") for name, n in products.items()),
+        _SOURCE.read_text(),
+    ))  # fmt: skip
+
+
+class _Output(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("inverse_scale", ctypes.c_float)]
+
+
+class _Whole(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "qkv"),
+        *((name, ctypes.c_uint64) for name in ("q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head")),
+        ("out", _Output),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("tokens", "tiles", "heads")),
+    ]
+
+
+class _SharedKeys(ctypes.Structure):
+    _fields_ = [
+        ("lengths", ctypes.c_void_p),
+        ("out", _Output),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("tokens", "tiles", "source")),
+    ]
+
+
+def kernel_of(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) -> str:
+    """The kernel that runs this call: "whole", "shared_keys", or "" where neither does. Arguments as
+    `vla_accel.ops.fused.attention` has them."""
+    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != CAPABILITY:
+        return ""
+    return takes(q, k, v, out, lengths)
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) -> str:
+    """`kernel_of` by shapes, layouts and dtypes alone."""
+    heads, head_dim = q.shape[2:]
+    source, kv_heads = k.shape[1:3]
+    if q.dtype not in _KINDS or not q.dtype == k.dtype == v.dtype or k.stride() != v.stride():
+        return ""
+    if out.dtype not in (q.dtype, torch.float8_e4m3fn):
+        return ""
+    # Sixteen bytes at a time, from every row of every head.
+    steps = (*q.stride()[:3], *k.stride()[:3])
+    if any(step % 8 for step in steps) or any(x.data_ptr() % 16 or x.stride(-1) != 1 for x in (q, k, v, out)):
+        return ""
+    if lengths is None and heads == kv_heads and head_dim in (64, 72, 80) and source <= 256:
+        return "whole"
+    group = heads // kv_heads
+    if group > 1 and 64 % group == 0 and head_dim == 256:
+        return "shared_keys"
+    return ""
+
+
+def attention(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None,
+    pdl: bool,
+) -> None:  # fmt: skip
+    """Launch what `kernel_of` named. `pdl`: the launch may begin before its predecessor has ended; the next one may
+    begin early in any case, if it is launched so."""
+    (whole if kernel == "whole" else shared_keys)(q, k, v, out, lengths, inverse_scale, pdl=pdl)
+
+
+def whole(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, *,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """All keys at once: no lengths, as many key heads as query heads, a small head, at most 256 keys."""
+    batch, tokens, heads, head_dim = q.shape
+    source = k.shape[1]
+    tiles = -(-tokens // 64)
+    call = _Whole(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), *q.stride()[:3], *k.stride()[:3],
+        _Output(out.data_ptr(), inverse_scale or 1.0), head_dim**-0.5 * LOG2E, tokens, tiles, heads,
+    )  # fmt: skip
+    module = _module("whole", q.dtype, inverse_scale is not None, q.device, D=head_dim, S=source)
+    boxes = (_map(q, (64, 1, 64, 1)), *(_map(x, (64, 1, round_up(source, 64), 1)) for x in (k, v)))
+    module.launch("whole", batch * heads * tiles, 256, (_bytes(boxes), call), dependent=pdl)
+
+
+def shared_keys(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, *,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """Several query heads a key head, heads of a multiple of 64 up to 256, any number of keys."""
+    batch, tokens, heads, head_dim = q.shape
+    source, kv_heads = k.shape[1:3]
+    group = heads // kv_heads
+    tiles = -(-tokens * group // 64)
+    boxes = (_map(q, (64, group, 64 // group, 1)), *(_map(x, (64, 1, rows, 1)) for x in (k, v) for rows in (64, 16)))
+    call = _SharedKeys(
+        lengths.data_ptr() if lengths is not None else None, _Output(out.data_ptr(), inverse_scale or 1.0),
+        head_dim**-0.5 * LOG2E, tokens, tiles, source,
+    )  # fmt: skip
+    sizes = {"D": head_dim, "GROUP": group, "KV": kv_heads}
+    module = _module("shared_keys", q.dtype, inverse_scale is not None, q.device, **sizes)
+    module.launch("shared_keys", batch * kv_heads * tiles, 256, (_bytes(boxes), call), dependent=pdl)
+
+
+def _bytes(parts: Iterable[bytes]) -> ctypes.Array[ctypes.c_ubyte]:
+    """Arguments of a kernel as they lie in memory."""
+    joined = b"".join(parts)
+    return (ctypes.c_ubyte * len(joined)).from_buffer_copy(joined)
+
+
+@functools.cache
+def _module(kernel: str, dtype: torch.dtype, quantised: bool, device: torch.device, **sizes: int) -> runtime.Module:
+    source, shared = plan(kernel, dtype, quantised, **sizes)
+    return runtime.load_module(source, {kernel: shared}, ARCHITECTURE, device)
+
+
+def plan(kernel: str, dtype: torch.dtype, quantised: bool, **sizes: int) -> tuple[str, int]:
+    """Source of a kernel for these sizes, and the bytes of shared memory that it takes."""
+    head_dim = sizes["D"]
+    macros = {kernel.upper(): 1, "QUANT": int(quantised), "HALF": int(dtype == torch.float16), **sizes}
+    if kernel == "whole":
+        keys, chunks = round_up(sizes["S"], 64), head_dim // 8
+        # Swizzled rows of 128 bytes, what is left of them, two barriers, both halves' exchange and statistics.
+        shared = 128 * (64 + 2 * keys) + 16 * (2 * 64 + 4 * keys) + 16 + 16 * 128 * chunks + 16 * 256
+        products = {"scores": keys // 2, "values": 64, **({"rest": head_dim - 64} if head_dim > 64 else {})}
+        return _source(macros, products, dtype), shared
+    # Tiles of queries, keys and values, barriers.
+    source = _source({"SLOTS": SLOTS, **macros}, {"scores": 64, "values": head_dim}, dtype)
+    return source, (1 + 2 * SLOTS) * head_dim * 128 + (1 + 4 * SLOTS) * 8
+
+
+def round_up(n: int, step: int) -> int:
+    """The smallest multiple of `step` that is not below n."""
+    return -(-n // step) * step
+
+
+def _map(x: Tensor, box: tuple[int, int, int, int]) -> bytes:
+    """A tensor map of x (B, N, heads, d) for boxes of (d, heads, N, B), swizzled in 128 bytes, zeros outside of x."""
+    return _encode(x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), box)
+
+
+@functools.lru_cache(maxsize=4096)
+def _encode(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> bytes:
+    raw = (ctypes.c_ubyte * 192)()
+    at = round_up(ctypes.addressof(raw), 64)
+    dims = (ctypes.c_uint64 * 4)(*reversed(shape))
+    steps = (ctypes.c_uint64 * 3)(*(2 * step for step in reversed(strides[:3])))
+    boxes, ones = (ctypes.c_uint32 * 4)(*box), (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+    kind = {torch.float16: 6, torch.bfloat16: 9}[dtype]  # CUtensorMapDataType
+    # No interleaving, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, zeros outside.
+    runtime._check_driver(
+        runtime._driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(at), kind, 4, ctypes.c_void_p(address), dims, steps, boxes, ones, 0, 3, 2, 0
+        ),
+        f"tensor map of {shape}",
+    )  # fmt: skip
+    return ctypes.string_at(at, 128)

@@ -1,0 +1,448 @@
+// A product of many rows on Hopper: out = epilogue(scale * x Wᵀ + bias), x (M, K), W (N, K), FP8, BF16 or FP16.
+//
+// The weights are the tensor cores' M (blocks of 64 rows), the tokens their N (any multiple of 8), so that 544 tokens
+// are exactly 4 x 136. One thread fetches tiles of both by TMA into a ring of stages; its four warps give their
+// registers to the others: GROUPS groups of four warps that multiply with wgmma, each BLOCKS blocks of 64 weight rows
+// by PARTS times WIDTH tokens. Blocks of a cluster share what they fetch: ACROSS blocks take the same tokens, ALONG the
+// same weights, and SPLIT share K and add up their sums through distributed shared memory.
+//
+// Launched with programmatic dependence a kernel fetches its first WEIGHTS while its predecessor still runs, and only
+// then waits. What makes that safe, for all kernels of a chain: each executes griddepcontrol.wait before it reads or
+// writes anything but constants, and the wait returns when the predecessor has finished and its writes are visible,
+// hence (it waited as well) when all kernels before have. So a kernel that has started early cannot overwrite what an
+// older one still reads. Every kernel of a chain must execute the wait, whether it needs its predecessor's data or not.
+// Here the thread that fetches waits, and the others write only after tokens have arrived that it fetched.
+//
+// Macros: KIND (0 BF16, 1 FP16, 2 FP8 e4m3), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (0 none, 1
+// tanh GELU, 2 GeGLU of weight rows by turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH, STAGES,
+// ACROSS, ALONG, SPLIT, TURNS (each group takes a tile of its own), STAGING and BARRIERS (where in shared memory the
+// output is staged and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of
+// either kind), REGISTERS, A, B, ADD and OPERANDS (of one wgmma: names in assembly, and in C++).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+#define TOGETHER (TURNS ? 1 : GROUPS)  // groups that share a tile
+#define TILE_W (64 * BLOCKS * TOGETHER)
+#define TILE_T (PARTS * WIDTH)
+#define STAGE ((TILE_W + TILE_T) * 128)
+#define CLUSTER (ACROSS * ALONG * SPLIT)
+#define CONSUMERS (GROUPS * 128)
+// A tile that COUNT blocks fetch for each other is cut into shares of whole eights of rows; where that does not come
+// out even, shares overlap and write the same rows twice.
+#define SHARE(ROWS, COUNT) ((ROWS + 8 * COUNT - 1) / (8 * COUNT) * 8)
+#define START(ROWS, COUNT, i) (COUNT == 1 ? 0 : i * (ROWS - SHARE(ROWS, COUNT)) / (COUNT > 1 ? COUNT - 1 : 1) / 8 * 8)
+#define W_ROWS SHARE(TILE_W, ALONG)
+#define T_ROWS SHARE(TILE_T, ACROSS)
+#define ARRIVING ((W_ROWS * ALONG + T_ROWS * ACROSS) * 128)
+// Rows in one copy: a box has at most 256.
+#define W_BOX (W_ROWS > 256 ? W_ROWS / 2 : W_ROWS)
+#define T_BOX (T_ROWS > 256 ? T_ROWS / 2 : T_ROWS)
+#define CHUNK (KIND == 2 ? 128 : 64)
+// Output columns of one block of 64 weight rows, and the pitch of their staging: rows 16 bytes apart modulo 128.
+#define COLUMNS (ACTIVATION == 2 ? 32 : 64)
+#define PITCH (COLUMNS * 2 + 16)
+
+struct alignas(64) Map {
+  unsigned char bytes[128];
+};
+
+struct Call {
+  const u16* bias;
+  void* out;
+  float scale, inverse;  // of the sums; of an FP8 output
+  int rows, columns;     // of out
+  int chunks;            // of 128 bytes along K
+  int token_tiles, tiles;  // in clusters
+};
+
+__device__ __forceinline__ u32 smem_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void wait_parity(u32 barrier, u32 parity) {
+#ifdef MAX_POLLS
+  for (u32 i = 0; i < MAX_POLLS; ++i) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    if (done) return;
+  }
+  asm volatile("trap;");
+#else
+  asm volatile(
+      "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra again;\n"
+      "done:\n}" ::"r"(barrier), "r"(parity) : "memory");
+#endif
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Nothing was written that the others must see: a release beyond this block would be a memory barrier a stage.
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
+#if CLUSTER > 1
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
+#else
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// A box of `map` to shared memory, in every block of the cluster that `mask` names.
+__device__ __forceinline__ void fetch(const Map* map, u32 to, int k, int row, u32 barrier, u16 mask, u64 policy) {
+  if (mask)
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier),
+        "h"(mask), "l"(policy) : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// Rows of 128 bytes, swizzled: groups of eight rows are 1024 bytes apart.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+  return (u64)((address & 0x3ffff) >> 4) | ((u64)1 << 16) | ((u64)64 << 32) | ((u64)1 << 62);
+}
+
+#if KIND == 2
+#define WGMMA_TYPE "k32.f32.e4m3.e4m3"
+#define WGMMA_TAIL "p, 1, 1;\n}"
+#elif KIND == 1
+#define WGMMA_TYPE "k16.f32.f16.f16"
+#define WGMMA_TAIL "p, 1, 1, 0, 0;\n}"
+#else
+#define WGMMA_TYPE "k16.f32.bf16.bf16"
+#define WGMMA_TAIL "p, 1, 1, 0, 0;\n}"
+#endif
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+
+// d (+)= 64 weight rows by WIDTH tokens, 32 bytes of K.
+__device__ __forceinline__ void wgmma(float (&d)[WIDTH / 2], u64 a, u64 b, int add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" TEXT(WIDTH) WGMMA_TYPE
+               " {" REGISTERS "}, " A ", " B ", " WGMMA_TAIL
+               : OPERANDS(d)
+               : "l"(a), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// -- the epilogue -----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float gelu(float x) {
+  const float u = x * fmaf(0.0356774081f * x, x, 0.7978845608f), h = 0.5f * x;
+  float t;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(u));
+  return fmaf(h, t, h);
+}
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 v;
+#if KIND == 1
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+#endif
+  return v;
+}
+__device__ __forceinline__ float widen(u16 v) {
+#if KIND == 1
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+  return f;
+#else
+  return __uint_as_float((u32)v << 16);
+#endif
+}
+// Two BF16 as two E4M3, saturated.
+__device__ __forceinline__ u32 narrow(u32 two, float inverse) {
+  u16 v;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+      : "=h"(v) : "f"(widen((u16)(two >> 16)) * inverse), "f"(widen((u16)two) * inverse));
+  return v;
+}
+__device__ __forceinline__ u32 narrow4(u32 a, u32 b, float inverse) {
+  return narrow(a, inverse) | (narrow(b, inverse) << 16);
+}
+
+// COUNT times eight tokens from `token`, those before `end`, of one block of weight rows whose first output column is
+// `column`: sums in the layout of wgmma (lane 4 g + t: weight rows g and g + 8 of its warp's 16, tokens 2 t and
+// 2 t + 1) to memory. A warp's matrices of 8 x 8 are transposed on their way to the staging, where a token's columns lie side by side.
+template <int COUNT>
+__device__ __forceinline__ void emit(const float* sums, u32 staging, int token, int end, int column,
+                                     float first_bias, float second_bias, const Call& c, int group) {
+  constexpr int MATRICES = ACTIVATION == 2 ? COUNT : 2 * COUNT;
+  const int thread = threadIdx.x & 127, lane = thread & 31, warp = thread >> 5;
+  u32 packed[MATRICES];
+#pragma unroll
+  for (int j = 0; j < COUNT; ++j) {
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = fmaf(sums[4 * j + i], c.scale, i < 2 ? first_bias : second_bias);
+    if (ACTIVATION == 2) {
+      packed[j] = pack(gelu(v[0]) * v[2], gelu(v[1]) * v[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (ACTIVATION == 1) v[i] = gelu(v[i]);
+      packed[2 * j % MATRICES] = pack(v[0], v[1]);
+      packed[(2 * j + 1) % MATRICES] = pack(v[2], v[3]);
+    }
+  }
+  // Lanes 8 i to 8 i + 7 name the rows of matrix i.
+  const int row = lane & 7, matrix = lane >> 3;
+  const u32 at = ACTIVATION == 2 ? staging + (matrix * 8 + row) * PITCH + warp * 16
+                                 : staging + ((matrix >> 1) * 8 + row) * PITCH + warp * 32 + (matrix & 1) * 16;
+  constexpr int STEP = (ACTIVATION == 2 ? 8 : 4) * PITCH;  // from a matrix to the next, on average
+  constexpr int FOURS = MATRICES / 4 * 4;
+#pragma unroll
+  for (int i = 0; i < FOURS; i += 4)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at + i * STEP),
+                 "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]), "r"(packed[i + 3]) : "memory");
+  if (MATRICES % 4 >= 2)
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at + FOURS * STEP),
+                 "r"(packed[FOURS % MATRICES]), "r"(packed[(FOURS + 1) % MATRICES]) : "memory");
+  if (MATRICES % 2)
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at + (MATRICES - 1) * STEP),
+                 "r"(packed[MATRICES - 1]) : "memory");
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+  constexpr int EACH = NARROW ? 16 : 8, PIECES = COLUMNS / EACH;  // columns a thread, threads a token
+#pragma unroll
+  for (int i = thread; i < COUNT * 8 * PIECES; i += 128) {
+    const int t = i / PIECES, piece = i % PIECES, to = column + piece * EACH;
+    const u32 from = staging + t * PITCH + piece * EACH * 2;
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+#if NARROW
+    uint4 w;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from + 16));
+    v = make_uint4(narrow4(v.x, v.y, c.inverse), narrow4(v.z, v.w, c.inverse), narrow4(w.x, w.y, c.inverse),
+                   narrow4(w.z, w.w, c.inverse));
+#endif
+    if (token + t < end && to < c.columns)
+      *(uint4*)((unsigned char*)c.out + ((u64)(token + t) * c.columns + to) * (NARROW ? 1 : 2)) = v;
+  }
+  // The staging may be written again.
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+}
+
+// The bias of a thread's two weight rows in a block of 64; the columns of a GeGLU have none.
+__device__ __forceinline__ void take_bias(const Call& c, int column, float& first, float& second) {
+  first = second = 0.f;
+  if (ACTIVATION == 2 || !c.bias) return;
+  const int at = column + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
+  if (at < c.columns) first = widen(__ldg(c.bias + at));
+  if (at + 8 < c.columns) second = widen(__ldg(c.bias + at + 8));
+}
+
+// -- the kernel -------------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __maxnreg__(LIMIT)
+    product(const __grid_constant__ Map weights, const __grid_constant__ Map tokens, const Call c) {
+  extern __shared__ unsigned char memory[];
+  const u32 base = (smem_of(memory) + 1023) & ~1023u;
+  const u32 full = base + BARRIERS, empty = full + STAGES * 8;
+  const int rank = blockIdx.x % CLUSTER, across = rank % ACROSS, along = rank / ACROSS % ALONG,
+            part = rank / (ACROSS * ALONG);
+  const int per_part = (c.chunks + SPLIT - 1) / SPLIT;
+  const int first = part * per_part, last = min(first + per_part, c.chunks);
+  const int step = gridDim.x / CLUSTER, mine = blockIdx.x / CLUSTER;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+
+  if (threadIdx.x == CONSUMERS) {
+    for (int i = 0; i < STAGES; ++i) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + i * 8) : "memory");
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + i * 8),
+                   "r"(4 * TOGETHER * (ACROSS + ALONG - 1)) : "memory");
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&weights) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&tokens) : "memory");
+  }
+  let_next_start();
+#if CLUSTER > 1
+  cluster_arrive();
+  cluster_wait();
+#else
+  __syncthreads();
+#endif
+
+  if (warp >= CONSUMERS / 32) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCHING));
+    if (threadIdx.x == CONSUMERS) {
+      u64 once, often;
+      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+      u16 same_weights = 0, same_tokens = 0;
+      if (ALONG > 1)
+        for (int i = 0; i < ALONG; ++i) same_weights |= 1 << (across + ACROSS * (i + ALONG * part));
+      if (ACROSS > 1)
+        for (int i = 0; i < ACROSS; ++i) same_tokens |= 1 << (i + ACROSS * (along + ALONG * part));
+      const int w_start = START(TILE_W, ALONG, along), t_start = START(TILE_T, ACROSS, across);
+      const auto fetch_weights = [&](int tile, int chunk, int stage) {
+        const int row = (tile / c.token_tiles * ACROSS + across) * TILE_W + w_start;
+        const u32 to = base + stage * STAGE + w_start * 128;
+#pragma unroll
+        for (int i = 0; i < W_ROWS; i += W_BOX)
+          fetch(&weights, to + i * 128, chunk * CHUNK, row + i, full + stage * 8, same_weights, once);
+      };
+      const auto fetch_tokens = [&](int tile, int chunk, int stage) {
+        const int row = (tile % c.token_tiles * ALONG + along) * TILE_T + t_start;
+        const u32 to = base + stage * STAGE + (TILE_W + t_start) * 128;
+#pragma unroll
+        for (int i = 0; i < T_ROWS; i += T_BOX)
+          fetch(&tokens, to + i * 128, chunk * CHUNK, row + i, full + stage * 8, same_tokens, often);
+      };
+      const int ahead = min(STAGES, last - first);
+      for (int i = 0; i < ahead; ++i) {
+        expect(full + i * 8, ARRIVING);
+        fetch_weights(mine, first + i, i);
+      }
+      wait_for_previous();
+      for (int i = 0; i < ahead; ++i) fetch_tokens(mine, first + i, i);
+      int done = ahead, begin = first + ahead;
+      for (int tile = mine; tile < c.tiles; tile += step) {
+        for (int chunk = begin; chunk < last; ++chunk, ++done) {
+          const int stage = done % STAGES;
+          if (done >= STAGES) wait_parity(empty + stage * 8, (done / STAGES - 1) & 1);
+          expect(full + stage * 8, ARRIVING);
+          fetch_weights(tile, chunk, stage);
+          fetch_tokens(tile, chunk, stage);
+        }
+        begin = first;
+      }
+    }
+    __syncwarp();
+    // As often as the others do.
+    for (int i = 0; i < (SPLIT > 1 ? 2 : CLUSTER > 1); ++i) {
+      cluster_arrive();
+      cluster_wait();
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
+    const int group = warp >> 2;
+    const auto release = [&](int stage) {
+      // All blocks that send to this stage; this one is both in its row and in its column.
+      if (lane < ACROSS + ALONG - 1) {
+        const int to = lane < ACROSS ? lane + ACROSS * (along + ALONG * part)
+                                     : across + ACROSS * (((lane - ACROSS) + (lane - ACROSS >= along)) + ALONG * part);
+        arrive_at(empty + stage * 8, to);
+      }
+    };
+    float sums[BLOCKS][PARTS][WIDTH / 2];
+    // Where groups take turns, one multiplies while the other writes its tile's output.
+    const int turn = TURNS ? group : 0, place = TURNS ? 0 : group;
+    int done = turn * (last - first);
+    for (int tile = mine + turn * step; tile < c.tiles; tile += step * (GROUPS / TOGETHER)) {
+      for (int chunk = first; chunk < last; ++chunk, ++done) {
+        const int stage = done % STAGES;
+        wait_parity(full + stage * 8, (done / STAGES) & 1);
+        const u32 a = base + stage * STAGE + place * BLOCKS * 64 * 128, b = base + stage * STAGE + TILE_W * 128;
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+#pragma unroll
+          for (int m = 0; m < BLOCKS; ++m)
+#pragma unroll
+            for (int n = 0; n < PARTS; ++n)
+              wgmma(sums[m][n], descriptor(a + m * 64 * 128 + k * 32), descriptor(b + n * WIDTH * 128 + k * 32),
+                    chunk > first || k > 0);
+        wgmma_commit();
+        if (chunk > first) {
+          wgmma_wait<1>();
+          release((done - 1) % STAGES);
+        }
+      }
+      wgmma_wait<0>();
+      release((done - 1) % STAGES);
+#if SPLIT == 1
+#if STAGING == 0
+      // The staging takes the place of stages that others may still read.
+      asm volatile("bar.sync 15, %0;" ::"n"(CONSUMERS) : "memory");
+#endif
+      const int row = (tile / c.token_tiles * ACROSS + across) * TILE_W + place * BLOCKS * 64;
+      const int token = (tile % c.token_tiles * ALONG + along) * TILE_T;
+      const u32 staging = base + STAGING + group * WIDTH * PITCH;
+#pragma unroll
+      for (int m = 0; m < BLOCKS; ++m) {
+        const int column = (row + m * 64) / (64 / COLUMNS);
+        float first_bias, second_bias;
+        take_bias(c, column, first_bias, second_bias);
+#pragma unroll
+        for (int n = 0; n < PARTS; ++n)
+          emit<WIDTH / 8>(sums[m][n], staging, token + n * WIDTH, c.rows, column, first_bias, second_bias, c, group);
+      }
+      done += (GROUPS / TOGETHER - 1) * (last - first);
+#endif
+    }
+#if SPLIT > 1
+    // Each block adds up the sums of its share of the tokens: eights of tokens, EIGHTS of them a block.
+    constexpr int ALL = PARTS * WIDTH / 8, EIGHTS = (ALL + SPLIT - 1) / SPLIT;
+    cluster_arrive();
+    cluster_wait();  // nobody reads its stages any more
+#pragma unroll
+    for (int q = 0; q < SPLIT; ++q) {
+      u32 there;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                   : "=r"(there) : "r"(base + threadIdx.x * 16), "r"(across + ACROSS * (along + ALONG * q)));
+#pragma unroll
+      for (int i = 0; i < EIGHTS; ++i)
+#pragma unroll
+        for (int m = 0; m < BLOCKS; ++m) {
+          constexpr int PER = WIDTH / 8;
+          const int e = q * EIGHTS + i;
+          if (e >= ALL) continue;
+          const float* v = sums[m][e / PER] + e % PER * 4;
+          asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
+                           there + ((part * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16),
+                       "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+        }
+    }
+    cluster_arrive();
+    cluster_wait();
+    const int row = (mine / c.token_tiles * ACROSS + across) * TILE_W + place * BLOCKS * 64;
+    const int start = (mine % c.token_tiles * ALONG + along) * TILE_T, token = start + part * EIGHTS * 8;
+    const int end = min(c.rows, start + TILE_T);
+    const u32 staging = base + STAGING + group * EIGHTS * 8 * PITCH;
+#pragma unroll
+    for (int m = 0; m < BLOCKS; ++m) {
+      const int column = (row + m * 64) / (64 / COLUMNS);
+      float first_bias, second_bias, total[EIGHTS * 4];
+      take_bias(c, column, first_bias, second_bias);
+#pragma unroll
+      for (int i = 0; i < EIGHTS * 4; ++i) total[i] = 0.f;
+#pragma unroll
+      for (int q = 0; q < SPLIT; ++q)
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) {
+          float v[4];
+          asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                       : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                       : "r"(base + threadIdx.x * 16 + ((q * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16));
+#pragma unroll
+          for (int j = 0; j < 4; ++j) total[i * 4 + j] += v[j];
+        }
+      emit<EIGHTS>(total, staging, token, end, column, first_bias, second_bias, c, group);
+    }
+#elif CLUSTER > 1
+    // Others may still announce to this block that they have read a stage.
+    cluster_arrive();
+    cluster_wait();
+#endif
+  }
+}

@@ -1,0 +1,270 @@
+"""Products of many rows on Hopper in CUDA C++ (`product.cu`): tiles, their shared memory, tensor maps and launches.
+
+Knows matrices and epilogues, not layers or models. Which tiling is fast for which shape is `plan`'s table, measured on
+an H200; every tiling that `Tiling.check` accepts is right for every shape that `fits` accepts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vla_accel.errors import EngineError
+
+CAPABILITY = (9, 0)
+ARCHITECTURE = "sm_90a"
+SHARED_LIMIT, SHARED_MULTIPROCESSOR = 232_448, 233_472
+_SOURCE = Path(__file__).with_name("product.cu")
+_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
+_MAP_TYPES = {torch.bfloat16: 9, torch.float16: 6, torch.float8_e4m3fn: 0}  # CUtensorMapDataType; bytes for FP8
+_SWIZZLE_128, _PROMOTE_256 = 3, 3
+ACTIVATIONS = {"none": 0, "gelu": 1, "geglu": 2}
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut; the names are `product.cu`'s.
+
+    A block takes 64 * groups * blocks weight rows and parts * width tokens; a cluster is across * along * split blocks.
+    `resident`: blocks a multiprocessor; `persistent`: as many blocks as fit at once take all tiles, one after another;
+    `turns`: and each group a tile of its own, so that one multiplies while another writes its output.
+    """
+
+    groups: int
+    blocks: int
+    parts: int
+    width: int
+    stages: int
+    across: int = 1
+    along: int = 1
+    split: int = 1
+    resident: int = 1
+    persistent: bool = False
+    turns: bool = False
+
+    @property
+    def weight_rows(self) -> int:
+        """Weight rows of a block."""
+        return 64 * self.blocks * (1 if self.turns else self.groups)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a block."""
+        return self.parts * self.width
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """Rows of weights and of tokens that a block fetches for itself and those that share them: whole eights."""
+        return _round_up(-(-self.weight_rows // self.along), 8), _round_up(-(-self.tokens // self.across), 8)
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.across * self.along * self.split
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the groups that multiply and the one that fetches."""
+        return (self.groups + 1) * 128
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Registers of a thread: at the start, then of one that fetches, and of one that multiplies."""
+        # Every quarter of a multiprocessor has a quarter of them and of a group's warps.
+        start = min(65_536 // (self.resident * self.threads) // 8 * 8, 248)
+        fetching = 40
+        return start, fetching, min((start * (self.groups + 1) - fetching) // self.groups // 8 * 8, 248)
+
+    def memory(self, activation: str) -> tuple[int, int, int]:
+        """(where the output is staged, where the barriers are, bytes) of a block's shared memory."""
+        ring = self.stages * (self.weight_rows + self.tokens) * 128
+        pitch = (32 if activation == "geglu" else 64) * 2 + 16
+        if self.split > 1:
+            share = 8 * -(-self.tokens // (8 * self.split))
+            sums = self.weight_rows * share * self.split * 4
+            staging, end = sums, sums + self.groups * share * pitch
+        else:
+            staging = ring if self.persistent else 0
+            end = staging + self.groups * self.width * pitch
+        barriers = _round_up(max(ring, end), 16)
+        return staging, barriers, barriers + 16 * self.stages + 1024
+
+    def check(self, activation: str = "none") -> str:
+        """Empty for a tiling that the kernel can run; otherwise the reason."""
+        if self.width % 8 or not 8 <= self.width <= 256:
+            return f"a width of {self.width} is no multiple of 8 up to 256"
+        if self.split > 1 and self.persistent:
+            return "a split tile cannot be persistent"
+        if self.turns and not self.persistent:
+            return "only persistent groups take turns"
+        if max(self.shares) > 512 or self.cluster > 16 or any(share > 256 and share % 16 for share in self.shares):
+            return "it fetches too many rows, or its cluster is too large"
+        if self.memory(activation)[2] > min(SHARED_LIMIT, SHARED_MULTIPROCESSOR // self.resident - 1024):
+            return "it needs too much shared memory"
+        accumulators = self.blocks * self.tokens // 2
+        # One wgmma's must fit among those of the start, too.
+        if accumulators + 32 > self.registers[2] or self.width // 2 + 24 > self.registers[0]:
+            return "it needs too many registers"
+        return ""
+
+
+def source(kind: torch.dtype, narrow: bool, activation: str, tiling: Tiling) -> str:
+    """The CUDA C++ of one kernel. `kind`: dtype of both operands; `narrow`: FP8 output."""
+    staging, barriers, _ = tiling.memory(activation)
+    count = tiling.width // 2
+    sizes = {
+        "KIND": _KINDS[kind], "NARROW": int(narrow), "ACTIVATION": ACTIVATIONS[activation], "GROUPS": tiling.groups,
+        "BLOCKS": tiling.blocks, "PARTS": tiling.parts, "WIDTH": tiling.width, "STAGES": tiling.stages,
+        "ACROSS": tiling.across, "ALONG": tiling.along, "SPLIT": tiling.split, "TURNS": int(tiling.turns),
+        **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tiling.registers, strict=True)),
+        "STAGING": staging, "BARRIERS": barriers, "REGISTERS": '"' + ", ".join(f"%{i}" for i in range(count)) + '"',
+        "A": f'"%{count}"', "B": f'"%{count + 1}"', "ADD": f'"%{count + 2}"',
+        "OPERANDS(d)": ", ".join(f'"+f"(d[{i}])' for i in range(count)),
+    }  # fmt: skip
+    return "".join(f"#define {name} {value}\n" for name, value in sizes.items()) + _SOURCE.read_text()
+
+
+class _Map(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 128)]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("bias", ctypes.c_void_p), ("out", ctypes.c_void_p), ("scale", ctypes.c_float), ("inverse", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "chunks", "token_tiles", "tiles")),
+    ]  # fmt: skip
+
+
+def _map(matrix: Tensor, box: int) -> _Map:
+    """The tensor map of a row-major matrix: boxes of `box` rows by 128 bytes, swizzled; what is outside reads zero."""
+    from vla_accel.ops.cuda.runtime import _check_driver, _driver
+
+    rows, columns = matrix.shape
+    size = matrix.element_size()
+    memory = ctypes.create_string_buffer(192)
+    aligned = _round_up(ctypes.addressof(memory), 64)
+    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned), _MAP_TYPES[matrix.dtype], u32(2), ctypes.c_void_p(matrix.data_ptr()),
+        (u64 * 2)(columns, rows), (u64 * 1)(columns * size), (u32 * 2)(128 // size, box), (u32 * 2)(1, 1), 0,
+        _SWIZZLE_128, _PROMOTE_256, 0,
+    )  # fmt: skip
+    _check_driver(status, f"tensor map of {tuple(matrix.shape)} {matrix.dtype}")
+    return _Map.from_buffer_copy(ctypes.string_at(aligned, 128))
+
+
+_GATE_UP = Tiling(2, 1, 2, 136, 4, persistent=True)
+# By dtype, activation and (N, K): from how many rows to how many, and the tiling, for Gemma 2B and SigLIP. The fastest
+# of many on an H200: SigLIP's inside the chain of two and of three views; Gemma's of two views and a prompt (544 rows),
+# alone and together; Gemma's of three views (800 rows) follow from those by counting waves. cuBLAS does the BF16
+# products of SigLIP, and the last FP8 one of two views, at least as fast.
+_TABLE: dict[tuple[str, str, int, int], tuple[tuple[int, int, Tiling], ...]] = {
+    ("fp8", "geglu", 32_768, 2048): ((504, 544, _GATE_UP), (756, 816, _GATE_UP)),
+    ("fp8", "none", 2048, 16_384): ((504, 544, Tiling(2, 1, 1, 136, 6, split=2)),
+                                    (756, 800, Tiling(2, 1, 1, 200, 5, split=2))),
+    ("fp8", "none", 2048, 2048): ((504, 544, Tiling(1, 1, 1, 136, 8)), (756, 800, Tiling(1, 1, 1, 200, 6))),
+    ("half", "geglu", 32_768, 2048): ((504, 544, _GATE_UP), (756, 816, _GATE_UP)),
+    ("half", "none", 2048, 16_384): ((504, 544, Tiling(2, 1, 1, 136, 6, split=2)),
+                                     (756, 800, Tiling(2, 1, 1, 200, 5, split=2))),
+    ("half", "none", 2048, 2048): ((504, 544, Tiling(1, 1, 1, 136, 8)), (756, 800, Tiling(1, 1, 1, 200, 6))),
+    ("half", "none", 2560, 2048): ((504, 552, Tiling(1, 1, 1, 184, 6)), (756, 800, Tiling(2, 1, 1, 160, 5))),
+    ("fp8", "none", 3456, 1152): ((449, 512, Tiling(2, 1, 1, 128, 4)), (705, 784, Tiling(3, 1, 1, 112, 5))),
+    ("fp8", "none", 1152, 1152): ((449, 512, Tiling(1, 1, 1, 128, 8)), (705, 768, Tiling(1, 1, 1, 128, 8))),
+    ("fp8", "gelu", 4352, 1152): ((449, 528, Tiling(2, 1, 1, 176, 4)), (705, 768, Tiling(2, 1, 1, 256, 4))),
+    ("fp8", "none", 1152, 4352): ((705, 768, Tiling(1, 1, 1, 128, 8)),),
+}  # fmt: skip
+
+
+def plan(x: Tensor, weight: Tensor, out: Tensor, activation: str) -> Tiling | None:
+    """The tiling for a product that this kernel does faster than cuBLAS; None for others."""
+    if unfit(x, weight, out, activation):
+        return None
+    return planned(x.device, x.dtype, activation, x.shape[0], *weight.shape)
+
+
+def planned(device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> Tiling | None:
+    """What `plan` takes for these sizes; `kind` is the dtype of both operands."""
+    if device.type != "cuda" or not _hopper(device):
+        return None
+    name = "fp8" if kind == torch.float8_e4m3fn else "half"
+    for least, most, tiling in _TABLE.get((name, activation, n, k), ()):
+        if least <= rows <= most:
+            return tiling
+    return None
+
+
+def unfit(x: Tensor, weight: Tensor, out: Tensor, activation: str) -> str:
+    """Empty when the kernel can take these matrices; otherwise the reason."""
+    if x.dtype not in _KINDS or weight.dtype != x.dtype:
+        return f"x is {x.dtype}, the weight {weight.dtype}; it takes two of BF16, FP16 or FP8"
+    wide = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
+    if out.dtype not in (wide, torch.float8_e4m3fn):
+        return f"out is {out.dtype}; for {x.dtype} it is {wide} or FP8"
+    (rows, k), (n, k_weight) = x.shape, weight.shape
+    columns = n // 2 if activation == "geglu" else n
+    if k != k_weight or out.shape != (rows, columns) or (activation == "geglu" and n % 16):
+        return f"x is {tuple(x.shape)}, the weight {tuple(weight.shape)}, out {tuple(out.shape)}"
+    if k * x.element_size() % 16 or columns * out.element_size() % 16 or not rows:
+        return "rows of x and of out are whole pieces of 16 bytes"
+    if not (x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()):
+        return "its matrices are contiguous"
+    return ""
+
+
+@functools.cache
+def _hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == CAPABILITY
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, tiling: Tiling, activation: str = "none",
+    scale: float = 1.0, inverse_scale: float | None = None, dependent: bool = True, prelude: str = "",
+) -> None:  # fmt: skip
+    """out = activation(scale * x weightᵀ + bias), times `inverse_scale` and saturated where out is float8_e4m3fn.
+
+    x (M, K), weight (N, K), bias (N,), out (M, N), or (M, N / 2) for "geglu", whose weight rows alternate: eight of
+    gate, eight of up. `dependent`: may start before its predecessor on the stream has finished. `prelude`: macros more,
+    of tests (MAX_POLLS bounds every wait). Raises EngineError for what the kernel cannot take.
+    """
+    from vla_accel.ops.cuda.runtime import load_module
+
+    chunks = -(-x.shape[1] * x.element_size() // 128)
+    reason = unfit(x, weight, out, activation) or tiling.check(activation)
+    if activation == "geglu" and bias is not None:
+        reason = reason or "a GeGLU has no bias"
+    if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
+        reason = reason or f"{chunks} chunks of K leave a part of {tiling.split} empty"
+    if reason:
+        raise EngineError(f"product: {reason}")
+    narrow = out.dtype == torch.float8_e4m3fn
+    text = prelude + source(x.dtype, narrow, activation, tiling)
+    module = load_module(text, {"product": tiling.memory(activation)[2]}, ARCHITECTURE, x.device)
+    rows, n = x.shape[0], weight.shape[0]
+    boxes = [share // 2 if share > 256 else share for share in tiling.shares]
+    maps = (_map(weight, boxes[0]), _map(x, boxes[1]))
+    token_tiles = -(-rows // (tiling.tokens * tiling.along))
+    tiles = token_tiles * -(-n // (tiling.weight_rows * tiling.across))
+    call = _Call(
+        bias.data_ptr() if bias is not None else None, out.data_ptr(), scale, inverse_scale or 1.0, rows, out.shape[1],
+        chunks, token_tiles, tiles,
+    )  # fmt: skip
+    clusters = tiles
+    if tiling.persistent:
+        clusters = min(tiles, _multiprocessors(x.device) * tiling.resident // tiling.cluster)
+    module.launch(
+        "product", clusters * tiling.cluster, tiling.threads, (*maps, call), cluster=tiling.cluster, dependent=dependent
+    )
