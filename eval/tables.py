@@ -156,6 +156,23 @@ def bench(result: dict[str, Any]) -> str:
     return text + "\n" + _conditions(result)
 
 
+def whole_calls(result: dict[str, Any]) -> str:
+    """Of one `vla-accel bench`, the whole calls only."""
+    return bench({**result, "rows": [{**r, "parts_ms": {}} for r in result["rows"]], "throughput": []})
+
+
+def openpi_agreement(result: dict[str, Any]) -> str:
+    """`tests/parity/compare_with_openpi.py` at full size: final actions of both codes on the same weights."""
+    body = []
+    for kind in ("pi0", "pi05"):
+        for name in ("batch1", "batch3"):
+            one, batch = result[kind][name], name.removeprefix("batch")
+            errors = ("float32_max", "bfloat16_rms_to_float32", "openpi_bfloat16_rms_to_float32")
+            body.append([kind, batch, f"{one['actions_rms']:.2f}", *(f"{one[e]:.1e}" for e in errors)])
+    header = ["model", "batch", "rms of the actions", "FP32, largest difference", "our BF16", "openpi's BF16"]
+    return rows(header, body) + f"\nBF16: rms difference from FP32. {result['gpu']}; {result['software']}.\n"
+
+
 def _ran(found: dict[tuple[str, int], dict[str, Any]], system: str, steps: list[int]) -> str:
     """A system's name, and what ran in place of the engines that it asked for."""
     row = next(found[system, n] for n in steps if (system, n) in found)
@@ -305,6 +322,8 @@ TABLES: dict[str, tuple[Callable[[Any], str], str]] = {
     "builds_torch": (builds, "torch_tensorrt_h200"),
     "bench_pi05": (bench, "bench_pi05_h200"),
     "bench_pi0": (bench, "bench_pi0_h200"),
+    "bench_compile": (whole_calls, "bench_compile_h200"),
+    "openpi_agreement": (openpi_agreement, "openpi_parity_h200"),
     "parity_demo": (parity, "parity_*"),
     "paired_libero": (paired, "libero_paired_h200"),
     "qwen_vae": (autoencoders, "qwen_vae_h200"),

@@ -142,7 +142,7 @@ class Placed:
         if name in self.call.hidden:
             value = value.masked_fill(self.call.hidden[name], float("nan") if self.kernel else 0.0)
         if not self.kernel:
-            return (value.float() if value.dtype == torch.bfloat16 else value).clone()
+            return (value.float() if value.dtype in (torch.bfloat16, torch.float16) else value).clone()
         return self._guarded(value)
 
     def _guarded(self, value: Tensor) -> Tensor:
@@ -192,6 +192,8 @@ def _fill_nan(buffer: Tensor) -> Tensor:
         buffer.view(torch.uint8).fill_(0xFF)
     elif buffer.dtype == torch.bfloat16:
         buffer.view(torch.int16).fill_(0x7FD5)
+    elif buffer.dtype == torch.float16:
+        buffer.view(torch.int16).fill_(0x7ED5)
     elif buffer.dtype == torch.float32:
         buffer.view(torch.int32).fill_(0x7FD5A5A5)
     else:

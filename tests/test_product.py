@@ -21,13 +21,12 @@ from vla_accel.ops.fused import FP8, Linear, make_linear, pair
 
 SOURCE = product._SOURCE.read_text()
 BF16 = torch.bfloat16
-# One of every kind: plain, several blocks and parts, sharing either operand or both, split, persistent, by turns.
+# One of every kind: plain, several blocks and parts, sharing either operand or both, split, persistent.
 TILINGS = (
     Tiling(1, 1, 1, 64, 4), Tiling(2, 2, 1, 128, 3), Tiling(2, 1, 2, 136, 4), Tiling(1, 1, 1, 136, 4, 2, 1),
     Tiling(1, 1, 1, 104, 4, 2, 2), Tiling(2, 1, 1, 88, 3, 1, 3), Tiling(2, 1, 1, 136, 4, 1, 1, 2),
     Tiling(1, 1, 1, 128, 3, 1, 2, 3), Tiling(1, 1, 1, 128, 3, resident=2), Tiling(3, 1, 1, 104, 4),
     Tiling(2, 1, 2, 136, 3, persistent=True), Tiling(2, 1, 1, 72, 4, 2, 1, persistent=True),
-    Tiling(2, 2, 1, 136, 5, persistent=True, turns=True),
 )  # fmt: skip
 TABLE = [(key, *row) for key, rows in product._TABLE.items() for row in rows]
 
@@ -92,7 +91,6 @@ def test_shared_memory_holds_all(tiling: Tiling, activation: str) -> None:
         (Tiling(1, 1, 1, 60, 4), "multiple of 8"),
         (Tiling(1, 1, 1, 264, 4), "multiple of 8"),
         (Tiling(1, 1, 1, 128, 4, 1, 1, 2, persistent=True), "split"),
-        (Tiling(2, 1, 1, 128, 4, turns=True), "turns"),
         (Tiling(1, 1, 1, 128, 4, 8, 3), "cluster"),
         (Tiling(1, 1, 1, 128, 12), "shared memory"),
         (Tiling(1, 1, 1, 128, 6, resident=2), "shared memory"),

@@ -15,16 +15,14 @@
 //
 // Macros: KIND (0 BF16, 1 FP16, 2 FP8 e4m3), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (0 none, 1
 // tanh GELU, 2 GeGLU of weight rows by turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH, STAGES,
-// ACROSS, ALONG, SPLIT, TURNS (each group takes a tile of its own), STAGING and BARRIERS (where in shared memory the
-// output is staged and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of
+// ACROSS, ALONG, SPLIT, STAGING and BARRIERS (where in shared memory the output is staged and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of
 // either kind), REGISTERS, A, B, ADD and OPERANDS (of one wgmma: names in assembly, and in C++).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-#define TOGETHER (TURNS ? 1 : GROUPS)  // groups that share a tile
-#define TILE_W (64 * BLOCKS * TOGETHER)
+#define TILE_W (64 * BLOCKS * GROUPS)
 #define TILE_T (PARTS * WIDTH)
 #define STAGE ((TILE_W + TILE_T) * 128)
 #define CLUSTER (ACROSS * ALONG * SPLIT)
@@ -268,7 +266,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
     for (int i = 0; i < STAGES; ++i) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + i * 8) : "memory");
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + i * 8),
-                   "r"(4 * TOGETHER * (ACROSS + ALONG - 1)) : "memory");
+                   "r"(4 * GROUPS * (ACROSS + ALONG - 1)) : "memory");
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(&weights) : "memory");
@@ -345,14 +343,12 @@ extern "C" __global__ void __maxnreg__(LIMIT)
       }
     };
     float sums[BLOCKS][PARTS][WIDTH / 2];
-    // Where groups take turns, one multiplies while the other writes its tile's output.
-    const int turn = TURNS ? group : 0, place = TURNS ? 0 : group;
-    int done = turn * (last - first);
-    for (int tile = mine + turn * step; tile < c.tiles; tile += step * (GROUPS / TOGETHER)) {
+    int done = 0;
+    for (int tile = mine; tile < c.tiles; tile += step) {
       for (int chunk = first; chunk < last; ++chunk, ++done) {
         const int stage = done % STAGES;
         wait_parity(full + stage * 8, (done / STAGES) & 1);
-        const u32 a = base + stage * STAGE + place * BLOCKS * 64 * 128, b = base + stage * STAGE + TILE_W * 128;
+        const u32 a = base + stage * STAGE + group * BLOCKS * 64 * 128, b = base + stage * STAGE + TILE_W * 128;
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
@@ -375,7 +371,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
       // The staging takes the place of stages that others may still read.
       asm volatile("bar.sync 15, %0;" ::"n"(CONSUMERS) : "memory");
 #endif
-      const int row = (tile / c.token_tiles * ACROSS + across) * TILE_W + place * BLOCKS * 64;
+      const int row = (tile / c.token_tiles * ACROSS + across) * TILE_W + group * BLOCKS * 64;
       const int token = (tile % c.token_tiles * ALONG + along) * TILE_T;
       const u32 staging = base + STAGING + group * WIDTH * PITCH;
 #pragma unroll
@@ -387,7 +383,6 @@ extern "C" __global__ void __maxnreg__(LIMIT)
         for (int n = 0; n < PARTS; ++n)
           emit<WIDTH / 8>(sums[m][n], staging, token + n * WIDTH, c.rows, column, first_bias, second_bias, c, group);
       }
-      done += (GROUPS / TOGETHER - 1) * (last - first);
 #endif
     }
 #if SPLIT > 1
@@ -415,7 +410,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
     }
     cluster_arrive();
     cluster_wait();
-    const int row = (mine / c.token_tiles * ACROSS + across) * TILE_W + place * BLOCKS * 64;
+    const int row = (mine / c.token_tiles * ACROSS + across) * TILE_W + group * BLOCKS * 64;
     const int start = (mine % c.token_tiles * ALONG + along) * TILE_T, token = start + part * EIGHTS * 8;
     const int end = min(c.rows, start + TILE_T);
     const u32 staging = base + STAGING + group * EIGHTS * 8 * PITCH;

@@ -35,8 +35,7 @@ class Tiling:
     """How a product is cut; the names are `product.cu`'s.
 
     A block takes 64 * groups * blocks weight rows and parts * width tokens; a cluster is across * along * split blocks.
-    `resident`: blocks a multiprocessor; `persistent`: as many blocks as fit at once take all tiles, one after another;
-    `turns`: and each group a tile of its own, so that one multiplies while another writes its output.
+    `resident`: blocks a multiprocessor; `persistent`: as many blocks as fit at once take all tiles, one after another.
     """
 
     groups: int
@@ -49,12 +48,11 @@ class Tiling:
     split: int = 1
     resident: int = 1
     persistent: bool = False
-    turns: bool = False
 
     @property
     def weight_rows(self) -> int:
         """Weight rows of a block."""
-        return 64 * self.blocks * (1 if self.turns else self.groups)
+        return 64 * self.blocks * self.groups
 
     @property
     def tokens(self) -> int:
@@ -104,8 +102,6 @@ class Tiling:
             return f"a width of {self.width} is no multiple of 8 up to 256"
         if self.split > 1 and self.persistent:
             return "a split tile cannot be persistent"
-        if self.turns and not self.persistent:
-            return "only persistent groups take turns"
         if max(self.shares) > 512 or self.cluster > 16 or any(share > 256 and share % 16 for share in self.shares):
             return "it fetches too many rows, or its cluster is too large"
         if self.memory(activation)[2] > min(SHARED_LIMIT, SHARED_MULTIPROCESSOR // self.resident - 1024):
@@ -124,7 +120,7 @@ def source(kind: torch.dtype, narrow: bool, activation: str, tiling: Tiling) -> 
     sizes = {
         "KIND": _KINDS[kind], "NARROW": int(narrow), "ACTIVATION": ACTIVATIONS[activation], "GROUPS": tiling.groups,
         "BLOCKS": tiling.blocks, "PARTS": tiling.parts, "WIDTH": tiling.width, "STAGES": tiling.stages,
-        "ACROSS": tiling.across, "ALONG": tiling.along, "SPLIT": tiling.split, "TURNS": int(tiling.turns),
+        "ACROSS": tiling.across, "ALONG": tiling.along, "SPLIT": tiling.split,
         **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tiling.registers, strict=True)),
         "STAGING": staging, "BARRIERS": barriers, "REGISTERS": '"' + ", ".join(f"%{i}" for i in range(count)) + '"',
         "A": f'"%{count}"', "B": f'"%{count + 1}"', "ADD": f'"%{count + 2}"',
