@@ -19,7 +19,7 @@ from vla_accel.ops.cuda import runtime
 
 CPU = torch.device("cpu")
 SHARED_LIMIT, MULTIPROCESSOR = 227 * 1024, 228 * 1024
-CODE = re.sub(r"//.*", "", hopper._SOURCE.read_text())
+CODE = re.sub(r"//.*", "", runtime.source_of("", "attention"))
 TOWER = Sizes(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
 PREFIX = Sizes(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
 __all__ = ["nvrtc"]

@@ -19,7 +19,7 @@ from vla_accel.ops.cuda import product, runtime
 from vla_accel.ops.cuda.product import Tiling
 from vla_accel.ops.fused import FP8, Linear, make_linear, pair
 
-SOURCE = product._SOURCE.read_text()
+SOURCE = runtime.source_of("", "product")
 BF16 = torch.bfloat16
 # One of every kind: plain, several blocks and parts, sharing either operand or both, split, persistent.
 TILINGS = (

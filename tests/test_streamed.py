@@ -18,11 +18,12 @@ from vla_accel.models.pi0 import euler_times
 from vla_accel.models.rtc import guidance_weights
 from vla_accel.native import streamed
 from vla_accel.native.packing import Packed, pack, pair_tiles, split_of
-from vla_accel.native.schedule import _FOLDER, KEYS, MAX_CLUSTER, RANKS, STAGE_BYTES, THREADS, WARPS, Attend, held_tiles
+from vla_accel.native.schedule import KEYS, MAX_CLUSTER, RANKS, STAGE_BYTES, THREADS, WARPS, Attend, held_tiles
 from vla_accel.native.streamed import fits
+from vla_accel.ops.cuda import runtime
 from vla_accel.ops.fused import Linear
 
-SOURCE = "".join(file.read_text() for file in sorted(_FOLDER.glob("*.cu")))
+SOURCE = runtime.source_of("", *(f"denoise/{n}" for n in ("core", "products", "phases", "attention", "attend", "step")))
 CODE = re.sub(r"//.*", "", SOURCE)
 CUDA = torch.device("cuda")
 

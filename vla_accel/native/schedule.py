@@ -4,11 +4,11 @@ the source is compiled with. Plain arithmetic, which must agree with the source;
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from vla_accel.models.pi0 import Pi0Config
 from vla_accel.native.fold import round_up
 from vla_accel.native.packing import CHUNK, split_of
+from vla_accel.ops.cuda.runtime import source_of
 
 STAGE_BYTES, WARPS, KEYS = 32_768, 8, 64
 THREADS = WARPS * 32
@@ -17,7 +17,6 @@ RANKS = 8
 """Blocks of `attend` that share a head."""
 MULTIPROCESSORS, SHARED_LIMIT = 132, 232_448
 """Of an H200; shared memory a block may have, in bytes."""
-_FOLDER = Path(__file__).parents[1] / "ops" / "cuda" / "denoise"
 
 
 def held_tiles(rows: int) -> int:
@@ -128,4 +127,4 @@ class Schedule:
         """The kernels' source, sizes first."""
         defines = "".join(f"#define {name} {value}\n" for name, value in self.sizes.items())
         names = ("core", "products", "phases", "attention" if self.attend is None else "attend", "step")
-        return defines + "".join((_FOLDER / f"{name}.cu").read_text() for name in names)
+        return source_of(defines, *(f"denoise/{name}" for name in names))

@@ -16,12 +16,6 @@ struct Output {
   float inverse_scale;
 };
 
-__device__ __forceinline__ u32 smem_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 // Two neighbours, the first in the lower half.
 __device__ __forceinline__ u32 narrow(float low, float high) {
   u32 v;
@@ -41,9 +35,6 @@ __device__ __forceinline__ void store(const Output& out, u64 at, float first, fl
   *(u32*)((u16*)out.data + at) = narrow(first, second);
 #endif
 }
-
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
@@ -110,16 +101,8 @@ __device__ __forceinline__ void copy_box(u32 to, const Map& map, int x, int y, i
       : "memory");
 }
 __device__ __forceinline__ void know(const Map& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait_parity(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra again;\n"
-      "done:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
 #ifdef WHOLE

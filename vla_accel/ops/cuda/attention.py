@@ -19,7 +19,6 @@ CAPABILITY = (9, 0)
 ARCHITECTURE = "sm_90a"
 LOG2E = 1.4426950408889634
 SLOTS = 3
-_SOURCE = Path(__file__).with_name("attention.cu")
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -51,12 +50,9 @@ def product(name: str, n: int, kind: str, *, registers: bool) -> str:
 def _source(sizes: dict[str, int], products: dict[str, int], dtype: torch.dtype) -> str:
     """`products`: columns of each."""
     kind = _KINDS[dtype]
-    return "".join((
-        "typedef unsigned int u32;\ntypedef unsigned long long u64;\ntypedef unsigned short u16;\n",
-        *(f"#define {name} {value}\n" for name, value in sizes.items()),
-        *(product(f"product_{name}", n, kind, registers=name != "scores") for name, n in products.items()),
-        _SOURCE.read_text(),
-    ))  # fmt: skip
+    defines = "".join(f"#define {name} {value}\n" for name, value in sizes.items())
+    wrapped = (product(f"product_{name}", n, kind, registers=name != "scores") for name, n in products.items())
+    return runtime.source_of(defines) + "".join(wrapped) + Path(__file__).with_name("attention.cu").read_text()
 
 
 class _Output(ctypes.Structure):

@@ -18,10 +18,6 @@
 // ACROSS, ALONG, SPLIT, STAGING and BARRIERS (where in shared memory the output is staged and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of
 // either kind), REGISTERS, A, B, ADD and OPERANDS (of one wgmma: names in assembly, and in C++).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
 #define TILE_W (64 * BLOCKS * GROUPS)
 #define TILE_T (PARTS * WIDTH)
 #define STAGE ((TILE_W + TILE_T) * 128)
@@ -55,30 +51,6 @@ struct Call {
   int token_tiles, tiles;  // in clusters
 };
 
-__device__ __forceinline__ u32 smem_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void wait_parity(u32 barrier, u32 parity) {
-#ifdef MAX_POLLS
-  for (u32 i = 0; i < MAX_POLLS; ++i) {
-    u32 done;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    if (done) return;
-  }
-  asm volatile("trap;");
-#else
-  asm volatile(
-      "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra again;\n"
-      "done:\n}" ::"r"(barrier), "r"(parity) : "memory");
-#endif
-}
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 // Nothing was written that the others must see: a release beyond this block would be a memory barrier a stage.
 __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
 #if CLUSTER > 1

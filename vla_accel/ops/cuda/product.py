@@ -9,17 +9,16 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vla_accel.errors import EngineError
+from vla_accel.ops.cuda.runtime import source_of
 
 CAPABILITY = (9, 0)
 ARCHITECTURE = "sm_90a"
 SHARED_LIMIT, SHARED_MULTIPROCESSOR = 232_448, 233_472
-_SOURCE = Path(__file__).with_name("product.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 _MAP_TYPES = {torch.bfloat16: 9, torch.float16: 6, torch.float8_e4m3fn: 0}  # CUtensorMapDataType; bytes for FP8
 _SWIZZLE_128, _PROMOTE_256 = 3, 3
@@ -126,7 +125,7 @@ def source(kind: torch.dtype, narrow: bool, activation: str, tiling: Tiling) -> 
         "A": f'"%{count}"', "B": f'"%{count + 1}"', "ADD": f'"%{count + 2}"',
         "OPERANDS(d)": ", ".join(f'"+f"(d[{i}])' for i in range(count)),
     }  # fmt: skip
-    return "".join(f"#define {name} {value}\n" for name, value in sizes.items()) + _SOURCE.read_text()
+    return source_of("".join(f"#define {name} {value}\n" for name, value in sizes.items()), "product")
 
 
 class _Map(ctypes.Structure):

@@ -11,6 +11,7 @@ import glob
 import os
 import sysconfig
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,12 @@ def _check_driver(status: int, what: str) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(status, ctypes.byref(text))
         raise EngineError(f"{what}: CUDA error {status} ({(text.value or b'unknown').decode()})")
+
+
+def source_of(defines: str, *names: str) -> str:
+    """`defines`, then `common.cu`, then the files of these names (without ".cu") in this folder."""
+    folder = Path(__file__).parent
+    return defines + "".join((folder / f"{name}.cu").read_text() for name in ("common", *names))
 
 
 @functools.cache

@@ -15,10 +15,6 @@
 // Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
 // its cache cost a phase of 4 us more than a loop does.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
 #define WARPS 8
 #define INFINITE __int_as_float(0x7f800000)
 #define THREADS (WARPS * 32)
@@ -49,8 +45,6 @@ struct Call {
   int s, sp, steps;
 };
 
-__device__ __forceinline__ u32 smem_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
 // Activations come from other multiprocessors: L1 may be stale, L2 is not.
 __device__ __forceinline__ uint4 load16(const void* p) {
   uint4 v;
@@ -76,11 +70,6 @@ __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
 }
 __device__ __forceinline__ float low_of(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high_of(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 __device__ __forceinline__ void mma16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm(
@@ -95,12 +84,6 @@ __device__ __forceinline__ void mma32(float (&c)[4], const uint4& lo, const uint
 }
 
 __device__ __forceinline__ void sync_compute() { __syncthreads(); }
-
-__device__ __forceinline__ void wait_parity(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra again;\n"
-      "done:\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
 
 // -- weights ----------------------------------------------------------------------------------------------------------
 
@@ -121,8 +104,7 @@ struct Stages {
   }
   // Thread 0 only.
   __device__ __forceinline__ void expect(int stage, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barriers + stage * 8), "r"(bytes)
-                 : "memory");
+    ::expect(barriers + stage * 8, bytes);
   }
   __device__ __forceinline__ void copy(int stage, u32 to, const unsigned char* from, u32 bytes) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -140,10 +122,6 @@ struct Stages {
     return memory + STAGE_BYTES * next++;
   }
 };
-
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Until all that was launched before has finished. Before it, only constants and the prefix may be read.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // -- clusters ---------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,38 @@
+// What all CUDA C++ here begins with: types, shared memory's addresses and barriers, dependent launches. The first file of
+// every source (`runtime.source_of`).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+__device__ __forceinline__ u32 smem_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Until all that was launched before has finished. Before it, only what no kernel of the chain writes may be read.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Tests set MAX_POLLS: a wait that never ends becomes an error.
+__device__ __forceinline__ void wait_parity(u32 barrier, u32 parity) {
+#ifdef MAX_POLLS
+  for (u32 i = 0; i < MAX_POLLS; ++i) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    if (done) return;
+  }
+  asm volatile("trap;");
+#else
+  asm volatile(
+      "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra again;\n"
+      "done:\n}" ::"r"(barrier), "r"(parity) : "memory");
+#endif
+}
