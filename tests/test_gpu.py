@@ -326,7 +326,8 @@ def scratch_of(program: Any) -> Iterator[Tensor]:
         tokens = loop._buffers["q"].shape[0] // loop._buffers["vts"].shape[0]
         for name, buffer in loop._buffers.items():
             yield buffer[..., :tokens] if name == "vts" else buffer
-        yield loop.values_t[..., : loop.prefix_tokens]
+        if loop.values_t is not None:
+            yield loop.values_t[..., : loop.prefix_tokens]
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -281,3 +281,20 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         if MACHINE_PATH.search(line)
     ]
     assert not lines, "\n".join(lines)
+
+
+def test_an_installed_package_has_its_data() -> None:
+    """What is not Python comes along only if pyproject.toml says so."""
+    import fnmatch
+
+    text = (ROOT / "pyproject.toml").read_text()
+    match = re.search(r"^\[tool\.setuptools\.package-data\]\nvla_accel = (\[.*\])$", text, re.MULTILINE)
+    assert match
+    patterns = ast.literal_eval(match[1])
+    package = ROOT / "vla_accel"
+    files = [
+        p.relative_to(package).as_posix() for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts
+    ]
+    others = [f for f in files if not f.endswith(".py")]
+    assert [f for f in others if f.endswith(".cu")]
+    assert [f for f in others if not any(fnmatch.fnmatch(f, p.replace("**/", "*")) for p in patterns)] == []
