@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(kv_barrier), "r"(cached * D * 4)
                    : "memory");
     }
-    sync_compute();
+    __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < 2 * cached; i += THREADS) {
       const int key = i >> 1;
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
         out[0] = to_bf16(a);
         out[apart] = to_bf16(b);
       });
-  sync_compute();
+  __syncthreads();
   if (in_front) {
     if (threadIdx.x == 0) announce(c.ready + at);
     return;
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     if (suffix) {
       if (mine <= from_suffix) break;
       if (threadIdx.x == 0) await_count(c.ready + at, KV_UNITS);
-      sync_compute();
+      __syncthreads();
       const int base = first + from_suffix - prefix;  // the first token
 #pragma unroll 1
       for (int i = threadIdx.x; i < min(mine - from_suffix, T - base) * (D / 8); i += THREADS) {
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
         *(uint4*)(k_tile + to) = load16(c.ks + from);
         *(uint4*)(v_tile + to) = load16(c.vs + from);
       }
-      sync_compute();
+      __syncthreads();
     }
 #pragma unroll
     for (int r = 0; r < KEY_ROUNDS; ++r) {
@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       const int row = (row_warp + mt) * 16 + half * 8 + g;
       if (t == 0 && row < ROWS) maxima[key_warp * ROWS + row] = one;
     }
-  sync_compute();
+  __syncthreads();
   const int p_pitch = keys + 8;
 #pragma unroll
   for (int mt = 0; mt < HELD_TILES; ++mt) {
@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       if (t == 0) totals[key_warp * ROWS + row] = total;
     }
   }
-  sync_compute();
+  __syncthreads();
   if (threadIdx.x < T) {
     float one = -INFINITE, total = 0.f;
 #pragma unroll

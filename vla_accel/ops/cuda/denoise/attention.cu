@@ -108,12 +108,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       low_max = fmaxf(low_max, __shfl_xor_sync(~0u, low_max, step));
       high_max = fmaxf(high_max, __shfl_xor_sync(~0u, high_max, step));
     }
-    sync_compute();
+    __syncthreads();
     if (t == 0) {
       maxima[warp * 16 + g] = low_max;
       maxima[warp * 16 + g + 8] = high_max;
     }
-    sync_compute();
+    __syncthreads();
     low_max = low_best;
     high_max = high_best;
 #pragma unroll
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     high_total = high_total * high_shrink + p2 + p3;
     *(u32*)(p_of + g * (KEYS + 8) + warp * 8 + 2 * t) = to_bf16x2(p0, p1);
     *(u32*)(p_of + (g + 8) * (KEYS + 8) + warp * 8 + 2 * t) = to_bf16x2(p2, p3);
-    sync_compute();
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < VT; ++i) {
       o[i][0] *= low_shrink;
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     *(float2*)(part + g * (D + 4) + column) = make_float2(o[i][0], o[i][1]);
     *(float2*)(part + (g + 8) * (D + 4) + column) = make_float2(o[i][2], o[i][3]);
   }
-  sync_compute();
+  __syncthreads();
   if (threadIdx.x < 16) {
     float total = 0.f;
 #pragma unroll

@@ -83,19 +83,17 @@ __device__ __forceinline__ void mma32(float (&c)[4], const uint4& lo, const uint
   mma16(c, lo.z, hi.z, lo.w, hi.w, w.z, w.w);
 }
 
-__device__ __forceinline__ void sync_compute() { __syncthreads(); }
-
 // -- weights ----------------------------------------------------------------------------------------------------------
 
 // A block's weights: every chunk has its place, fetched once, before the wait.
 struct Stages {
   unsigned char* memory;
   u32 barriers;
-  int next;
+  int next = 0;
   __device__ __forceinline__ Stages(unsigned char* shared, int count)
-      : Stages(shared, 0, smem_of(shared + count * STAGE_BYTES), count) {}
-  __device__ __forceinline__ Stages(unsigned char* shared, int start, u32 at, int count)
-      : memory(shared), barriers(at), next(start) {
+      : Stages(shared, smem_of(shared + count * STAGE_BYTES), count) {}
+  __device__ __forceinline__ Stages(unsigned char* shared, u32 at, int count)
+      : memory(shared), barriers(at) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < count; ++i)
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + i * 8) : "memory");

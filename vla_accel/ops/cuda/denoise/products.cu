@@ -7,19 +7,18 @@
 
 // Pairs of output tiles that share one reduction: as many as keep the sums in registers.
 #define PAIRS (MT == 2 ? 2 : 4)
-#define KC(K) ((K) > 2048 ? 2048 : (K))
 // Few rows: all warps share K, and each has all rows. Many: four warps take a tile of rows each, and two share K, so
 // that a warp's sums are few.
 #define ROW_WARPS (MT > 2 ? 4 : 1)
 #define HELD_TILES (MT > 2 ? 1 : MT)
 #define K_WARPS (WARPS / ROW_WARPS)
-#define ROUNDS(K) ((KC(K) / 32 + K_WARPS - 1) / K_WARPS)
+#define ROUNDS(K) (((K) / 32 + K_WARPS - 1) / K_WARPS)
 // Whether every warp has a block of 32 in round i: said of constants, the compiler then asks nothing at run time.
 #define WHOLE(i, K) (K_WARPS * ((i) + 1) <= (K) / 32)
-// Rounds of rows that a warp holds at once, twice; as many as fit in registers.
+// Rounds of rows that a warp of a split product holds at once: as many as leave registers for a second block, since
+// clusters need all places where rows are many.
 #define HELD (MT == 2 ? 4 : 8)
 #define BATCHED(K) (ROUNDS(K) < HELD ? ROUNDS(K) : HELD)
-
 
 // Rows of activations, one block of 32 columns: `a` (M, K) BF16.
 __device__ __forceinline__ void load_rows(uint4 (&a)[HELD_TILES][2], const u16* base, int k, int stride, int warp, int lane) {
@@ -139,7 +138,7 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
     }
   };
   fetch_held(0);
-  sync_compute();
+  __syncthreads();
   wait_for_previous();
   float squares[HELD_TILES][2];
 #pragma unroll
@@ -184,7 +183,7 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
 #pragma unroll
     for (int j = 0; j < TOGETHER; ++j)
       if (done + j < mine) multiply<W, 2, ROUNDS(W)>(stages.take(), acc[j], a, 0, warp, lane);
-    sync_compute();
+    __syncthreads();
     put_sums<N>(sums, (float*)acc, warp, lane);
     if (done == 0 && threadIdx.x < 16 * MT) {
       float sum = 0.f;
@@ -192,7 +191,7 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
       for (int w = 0; w < K_WARPS; ++w) sum += squares_at[w * ROW_WARPS * HELD_TILES * 16 + threadIdx.x];
       rstd_at[threadIdx.x] = rsqrtf(sum / W + eps);
     }
-    sync_compute();
+    __syncthreads();
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const Place at(threadIdx.x + n * THREADS);
@@ -216,9 +215,8 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   constexpr u32 BYTES = PARTS * 16 * CHUNK, STEP = BYTES > STAGE_BYTES ? STAGE_BYTES : BYTES;
   constexpr u32 LEAST = WARPS * N * 128, ROOM = CHUNKS * BYTES > LEAST ? CHUNKS * BYTES : LEAST;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x % PARTS, first = blockIdx.x / PARTS * PARTS;
-  unsigned char* shared = shared_memory;
-  float* parts = (float*)(shared + ROOM);  // PARTS x MT x 128: every block's part of this block's tile
-  Stages stages(shared, 0, smem_of(parts + PARTS * MT * 128), CHUNKS);
+  float* parts = (float*)(shared_memory + ROOM);  // PARTS x MT x 128: every block's part of this block's tile
+  Stages stages(shared_memory, smem_of(parts + PARTS * MT * 128), CHUNKS);
   if (threadIdx.x == 0)
     for (int i = 0; i < CHUNKS; ++i) {
       stages.expect(i, BYTES);
@@ -229,7 +227,7 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   if (PARTS > 1) arrive_started();
   const int column = (first + rank) * 8 + (threadIdx.x & 3) * 2 + ((threadIdx.x >> 5) & 1);
   const float held = hold(column);
-  sync_compute();
+  __syncthreads();
   wait_for_previous();
   constexpr int EACH = (MT * 128 + THREADS - 1) / THREADS;
   float present[EACH];
@@ -241,8 +239,7 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   for (int i = 0; i < N; ++i) ((float*)acc)[i] = 0.f;
 #pragma unroll
   for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-    // As many rounds at once as leave registers for a second block: where rows are many, clusters need all places.
-    constexpr int AT_ONCE = ROUNDS(CHUNK) < HELD ? ROUNDS(CHUNK) : HELD;
+    constexpr int AT_ONCE = BATCHED(CHUNK);
 #pragma unroll
     for (int round = 0; round < ROUNDS(CHUNK); round += AT_ONCE) {
       uint4 a[AT_ONCE][HELD_TILES][2];
@@ -252,15 +249,15 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
         if (WHOLE(round + i, CHUNK) || kb < CHUNK / 32) load_rows(a[i], rows, rank * PART + chunk * CHUNK + kb * 32, K, warp, lane);
       }
       if (round == 0) wait_parity(stages.barriers + chunk * 8, 0);
-      multiply<CHUNK, PARTS, AT_ONCE>(shared + chunk * BYTES, acc, a, round, warp, lane);
+      multiply<CHUNK, PARTS, AT_ONCE>(shared_memory + chunk * BYTES, acc, a, round, warp, lane);
     }
   }
-  sync_compute();
+  __syncthreads();
   if (PARTS > 1) wait_cluster();  // the others have started
   // The warps' sums take the place of the weights.
-  float* sums = (float*)shared;
+  float* sums = (float*)shared_memory;
   put_sums<N>(sums, (float*)acc, warp, lane);
-  sync_compute();
+  __syncthreads();
   for (int e = threadIdx.x; e < PARTS * MT * 128; e += THREADS) {
     const Place at(e);
     store_remote4(remote_address(smem_of(parts + rank * MT * 128 + e % (MT * 128)), at.tile), take_sum<N>(sums, at.tile, at));
@@ -269,7 +266,7 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
     arrive_cluster();
     wait_cluster();
   } else {
-    sync_compute();
+    __syncthreads();
   }
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {

@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     action[threadIdx.x] = load_float(c.actions + (u64)row * A + threadIdx.x);
   }
   if (step == c.steps) return;
-  sync_compute();
+  __syncthreads();
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
     float4 sum = none;
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     *(float4*)(sums[warp] + v * 128 + lane * 4) = sum;
   }
-  sync_compute();
+  __syncthreads();
   for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
     float sum = m.b_in[(ADAPTIVE ? 0 : (u64)step * W) + first + i];
 #pragma unroll
