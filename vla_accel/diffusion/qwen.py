@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vla_accel.diffusion.config import VaeConfig
 from vla_accel.diffusion.models import diffusers_module, filled, random_model
 from vla_accel.diffusion.vae import AcceleratedVae, plug_in
+from vla_accel.engines.graph import recording
 from vla_accel.errors import EngineError
 from vla_accel.ledger import Ledger, LedgerEntry
 
@@ -133,7 +134,7 @@ class GraphedForward:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            with recording(graph, side):
                 output = run()
         except torch.OutOfMemoryError:
             raise

@@ -5,8 +5,9 @@ Knows engines and buffers, not policies. Replaying costs one launch; the events 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,24 @@ def capture(
     return captured
 
 
+@contextlib.contextmanager
+def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """What is enqueued inside goes into a graph that is replayed long after; `stream` may have been warmed up on.
+
+    The graph owns the workspaces of its matrix products. cuBLAS keeps one for every stream: that of the warm-up lies
+    outside the graph's memory, and whoever clears the workspaces (as torch.compile's mode reduce-overhead does when it
+    records) frees it. The graph would then write into other tensors, or where no memory is mapped. Costs every graph a
+    workspace (32 MiB on a Hopper); graphs recorded elsewhere, with a workspace outside their memory, lose it here.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            yield
+    finally:
+        # Nobody else may write there either.
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures of a device: cuBLAS keeps a workspace for every stream it has ever seen."""
@@ -80,7 +99,7 @@ def _capture(engines: Sequence[tuple[str, Engine]], before: Callable[[], None], 
         graph = torch.cuda.CUDAGraph()
         events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(engines) + 1)]
         try:
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            with recording(graph, side):
                 before()
                 events[0].record()
                 for (_, engine), event in zip(engines, events[1:], strict=True):
