@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
 from eval.image_tables import unets  # noqa: E402
 from vla_accel import cli, latency  # noqa: E402
+from vla_accel.cli import bench_unet  # noqa: E402
 from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.diffusion.models import random_stable_diffusion  # noqa: E402
 from vla_accel.diffusion.picture import load_image, read_parameters, save_png, to_uint8  # noqa: E402
@@ -298,3 +300,45 @@ def test_bench_unet_compares_and_counts(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(r["latents"]["cosine"] > 0.9999 for part in ("txt2img", "img2img") for r in report[part])
     assert load_image(picture).shape == (1, 3, 64, 128)
     assert {"unet", "vae_decode", "total"} <= set(report["breakdown"]["native"])
+
+
+class NarrowDrawsDiffer(TorchFunctionMode):
+    """As on some machines, where a generator's float16 values are others than its float32 values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        drawn = func(*args, **kwargs)
+        return -drawn if func is torch.randn and kwargs.get("dtype") is torch.bfloat16 else drawn
+
+
+@pytest.mark.parametrize("scheduler", ["PNDMScheduler", "DDPMScheduler"])
+def test_bench_unet_starts_both_dtypes_from_the_same_noise(
+    scheduler: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def parts(**given: Any) -> Any:
+        made = random_stable_diffusion(**given)
+        # The second draws in every step, too.
+        made.scheduler = getattr(diffusers, scheduler).from_config(made.scheduler.config)
+        return made
+
+    monkeypatch.setattr(bench_unet, "random_stable_diffusion", parts)
+    words = "bench-unet --sd-dir tiny-random --systems eager-fp32 eager native --dtype bf16 --size 64 --steps 3"
+    with NarrowDrawsDiffer():
+        assert cli.main([*words.split(), "--rounds", "1", "--unet-rounds", "1", "--img2img"]) == 0
+    report = last_json(capsys.readouterr().out)
+    for row in (*report["txt2img"], *report["img2img"]):
+        assert row["latents"]["cosine"] > 0.999 and row["parity"]["cosine"] > 0.999, row["system"]
+
+
+def test_bench_unet_leaves_behind_where_it_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    output = tmp_path / "bench.json"
+    monkeypatch.setattr(bench_unet, "in_turns", die)
+    words = "bench-unet --sd-dir tiny-random --systems eager native --dtype fp32 --size 64 --steps 2 --output"
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        cli.main([*words.split(), str(output)])
+    report = json.loads(output.read_text())
+    assert report["errors"] == {"unet": "not finished"} and not report["passed"]
+    assert set(report["first_calls_s"]) == {"unet eager", "unet native"} and "unet" not in report

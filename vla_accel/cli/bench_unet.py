@@ -1,14 +1,19 @@
 """`vla-accel bench-unet`: Stable Diffusion, whole pictures and single UNet calls, several systems in turns.
 
-Every system starts from the same weights (rounded to the narrow dtype), prompt and seed. Agreement is reported twice:
-with eager in float32, and with eager in the narrow dtype, of the latents and of the picture. Over many steps the first
-says what the dtype costs, the second what a system adds to that. Ends with one JSON line. Exit status 1 if a system's
-UNet disagrees with the float32 one beyond the threshold.
+Every system starts from the same weights (rounded to the narrow dtype), prompt and noise: eager-fp32 draws in the
+narrow dtype, too, since a generator's float16 values can be others than its float32 values. Not so for a scheduler that
+draws in float32 at every step whatever the model's dtype (diffusers' SDE solvers of DPM++): its noise differs.
+
+Agreement is reported twice: with eager in float32, and with eager in the narrow dtype, of the latents and of the
+picture. Over many steps the first says what the dtype costs, the second what a system adds to that. Ends with one JSON
+line. Exit status 1 if a system's UNet disagrees with the float32 one beyond the threshold.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from vla_accel.cli.common import (
     DTYPES,
@@ -42,6 +48,7 @@ from vla_accel.models.unet import TEXT_TOKENS
 
 System = Literal["eager-fp32", "eager", "compile", "compile-graphs", "native", "tensorrt", "tensorrt_rtx"]
 COSINE = 0.9995
+UNFINISHED = "not finished"
 
 
 @dataclass(frozen=True)
@@ -68,25 +75,18 @@ class Options(BenchOptions):
 def main(arguments: list[str]) -> int:
     """Run the command; the exit status."""
     options = parse(Options, arguments, "vla-accel bench-unet", __doc__)
-    began = time.perf_counter()
     bench = _Bench(options)
-    parts: dict[str, list[dict[str, Any]]] = {}
     with torch.inference_mode():
-        for part in ("unet", "txt2img", *(("img2img",) if options.img2img else ())):
-            if part == "unet":
-                parts[part] = bench.unet_calls()
-                _print("UNet, one call (guidance pair)", parts[part])
-            else:
-                parts[part] = bench.pictures(bench.input_image() if part == "img2img" else None)
-                _print(f"{part}, {options.size}², {options.steps} steps", parts[part])
-            summary = bench.summary(began, parts)
-            # What was measured is kept, whatever becomes of the rest.
-            write_json(options.output, summary)
-    return finish(summary, options.output)
+        bench.measure("unet", "UNet, one call (guidance pair)", bench.unet_calls)
+        for part, image in {"txt2img": None, **({"img2img": bench.input_image()} if options.img2img else {})}.items():
+            title = f"{part}, {options.size}², {options.steps} steps"
+            bench.measure(part, title, functools.partial(bench.pictures, image))
+    return finish(bench.summary(), options.output)
 
 
 class _Bench:
     def __init__(self, options: Options) -> None:
+        self.began = time.perf_counter()
         self.options = options
         self.device = pick_device(options.device)
         self.dtype = DTYPES[options.dtype]
@@ -101,10 +101,21 @@ class _Bench:
         self.seconds: dict[str, float] = {}
         self.errors: dict[str, str] = {}
         self._latents: dict[str, Tensor] = {}
+        self._rows_of: dict[str, list[dict[str, Any]]] = {}
 
-    def summary(self, began: float, parts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-        """The report on the parts measured so far."""
-        passed = all((r["parity"]["cosine"] or 0.0) > COSINE for r in parts["unet"]) and not self.errors
+    def measure(self, part: str, title: str, run: Callable[[], list[dict[str, Any]]]) -> None:
+        """Measure one part and print its table. The report is written meanwhile, so that a process which dies in it
+        (nothing works on a GPU after an illegal access) leaves what it had found, and where it was, behind."""
+        self.errors[part] = UNFINISHED
+        self._rows_of[part] = run()
+        del self.errors[part]
+        _print(title, self._rows_of[part])
+        write_json(self.options.output, self.summary())
+
+    def summary(self) -> dict[str, Any]:
+        """The report on what was measured so far."""
+        unets = self._rows_of.get("unet", [])
+        passed = all((r["parity"]["cosine"] or 0.0) > COSINE for r in unets) and not self.errors
         content = {
             "model": self.options.sd_dir,
             "size": self.options.size,
@@ -116,11 +127,12 @@ class _Bench:
                 "latents_eager": f"of the last step: eager in {self.options.dtype}",
             },
             "engines": self.engines(),
-            **parts,
+            "first_calls_s": {n: round(s, 2) for n, s in self.seconds.items()},
+            **self._rows_of,
             "breakdown": self.breakdowns(),
             "errors": self.errors,
         }
-        return report("bench-unet", self.options, self.device, began, passed, content)
+        return report("bench-unet", self.options, self.device, self.began, passed, content)
 
     def _load(self, dtype: torch.dtype) -> Any:
         name = self.options.sd_dir
@@ -135,6 +147,7 @@ class _Bench:
         first = first_calls(runs)
         self.seconds |= {f"{task} {n}": f.seconds for n, f in first.items()}
         self.errors |= {f"{task} {n}": f.error for n, f in first.items() if f.error}
+        write_json(self.options.output, self.summary())
         return {n: f.result for n, f in first.items() if f.result is not None}
 
     # -- single calls -----------------------------------------------------------------------------------------------
@@ -239,17 +252,18 @@ class _Bench:
             return {}
 
         def run() -> Tensor:
-            # Only the first call is watched: the others are timed.
+            # Only the first call is compared, and watched: the others are timed.
             watch = {} if name in self._latents else {"callback_on_step_end": keep}
-            made = pipeline(
-                "a red bowl on a table",
-                negative_prompt="blur",
-                num_inference_steps=options.steps,
-                generator=torch.Generator("cpu").manual_seed(options.seed),
-                output_type="np",
-                **extra,
-                **watch,
-            )
+            with _Drawn(self.dtype) if watch else contextlib.nullcontext():
+                made = pipeline(
+                    "a red bowl on a table",
+                    negative_prompt="blur",
+                    num_inference_steps=options.steps,
+                    generator=torch.Generator("cpu").manual_seed(options.seed),
+                    output_type="np",
+                    **extra,
+                    **watch,
+                )
             if watch:
                 self._latents[name] = last[0].float().cpu()
             return torch.from_numpy(made.images[0])
@@ -295,6 +309,20 @@ class _Bench:
     def breakdowns(self) -> dict[str, Any]:
         """Latency breakdown of our systems over the calls timed."""
         return {n: o.latency_report(self.options.steps)["components"] for n, o in self._ours.items()}
+
+
+class _Drawn(TorchFunctionMode):
+    """Inside, normal noise from a generator is drawn in one dtype, whatever dtype it is asked for in."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.randn or kwargs.get("generator") is None:
+            return func(*args, **kwargs)
+        return func(*args, **{**kwargs, "dtype": self.dtype}).to(kwargs.get("dtype") or torch.get_default_dtype())
 
 
 def _print(title: str, rows: list[dict[str, Any]]) -> None:
