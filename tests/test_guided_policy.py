@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from test_presets import inputs_of, processor_of
-from tiny import TOKENIZER, random_model, statistics, tiny_config, tiny_observation, write_tiny_checkpoint
+from tiny import TOKENIZER, random_model, statistics, tiny_config, tiny_observation, write_tiny_checkpoints
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,11 +36,7 @@ CONFIGS = {"eager": EAGER, "native": NATIVE}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
-    root = tmp_path_factory.mktemp("guided")
-    kinds: tuple[Kind, ...] = ("pi0", "pi05")
-    for kind in kinds:
-        write_tiny_checkpoint(root / kind, kind)
-    return {kind: root / kind for kind in kinds}
+    return write_tiny_checkpoints(tmp_path_factory.mktemp("guided"))
 
 
 @pytest.fixture(scope="module", params=["pi0", "pi05"])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import TOKENIZER, statistics, tiny_observation, write_tiny_checkpoint
+from tiny import TOKENIZER, statistics, tiny_observation, write_tiny_checkpoint, write_tiny_checkpoints
 
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.component import Component
@@ -31,11 +31,7 @@ FP32 = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    kinds: tuple[Kind, ...] = ("pi0", "pi05")
-    for kind in kinds:
-        write_tiny_checkpoint(root / kind, kind)
-    return {kind: root / kind for kind in kinds}
+    return write_tiny_checkpoints(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

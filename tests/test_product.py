@@ -226,11 +226,13 @@ def test_elsewhere_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_ledger_names_whose_products_run(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_linear(torch.zeros(128, 64), None, BF16)
     products = {"a": (layer, "none"), "b": (layer, "gelu")}
-    assert fused.products_by(8, products) == ""
+    assert fused.products_by(8, products) == ("", False)
     monkeypatch.setattr(
         product, "planned", lambda device, kind, activation, *_: TILINGS[0] if activation == "none" else None
     )
-    assert fused.products_by(8, products) == ", products in CUDA C++: a; cuBLAS: b"
+    for early in (False, True):
+        monkeypatch.setattr(fused, "dependent_launches", lambda _, early=early: early)
+        assert fused.products_by(8, products) == (", products in CUDA C++: a; cuBLAS: b", early)
 
 
 # -- the ops, on the CPU ----------------------------------------------------------------------------------------------

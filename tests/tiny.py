@@ -70,6 +70,14 @@ def write_tiny_checkpoint(folder: Path, kind: Kind = "pi05", seed: int = 0, **ch
     return config
 
 
+def write_tiny_checkpoints(root: Path) -> dict[Kind, Path]:
+    """The folders of a whole checkpoint of each kind."""
+    kinds: tuple[Kind, ...] = ("pi0", "pi05")
+    for kind in kinds:
+        write_tiny_checkpoint(root / kind, kind)
+    return {kind: root / kind for kind in kinds}
+
+
 def statistics() -> dict[str, dict[str, list[float]]]:
     """Unequal for every entry and not symmetric; the state's quantiles hold [0, 1]."""
     state, actions = np.arange(8), np.arange(7)

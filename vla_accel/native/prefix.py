@@ -101,16 +101,14 @@ class NativePrefix:
         )  # fmt: skip
         self.attention = choose(attention, sizes, device)
         self.detail += f", {self.attention.detail}"
-        found = ""
+        products, self.pdl = "", False
         if first.o is not None and first.gate_up is not None and first.down is not None:
             four = {
                 "qkv": (first.qkv, "none"), "o": (first.o, "none"), "gate_up": (first.gate_up, "geglu"),
                 "down": (first.down, "none"),
             }  # fmt: skip
-            found = fused.products_by(rows, four)
-        self.detail += found
-        # Beside the library's products, which wait for all before them, starting early costs more than it saves.
-        self.pdl = bool(found) and fused.dependent_launches(device)
+            products, self.pdl = fused.products_by(rows, four)
+        self.detail += products
 
         def buffer(columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(rows, columns, dtype=kind, device=device)

@@ -116,10 +116,8 @@ class NativeVision:
             "qkv": (first.qkv, "none"), "out": (first.out, "none"), "fc1": (first.fc1, "gelu"),
             "fc2": (first.fc2, "none"),
         }  # fmt: skip
-        found = fused.products_by(rows, four)
-        self.detail += found
-        # Beside the library's products, which wait for all before them, starting early costs more than it saves.
-        self.pdl = bool(found) and fused.dependent_launches(device)
+        products, self.pdl = fused.products_by(rows, four)
+        self.detail += products
         self.patches = torch.empty(rows, weights.patch.shape[1], dtype=weights.patch.dtype, device=device)
         self.embedded = torch.empty(rows, width, dtype=torch.float32, device=device)
         self.x, self.y = buffer(width), buffer(width)

@@ -122,9 +122,13 @@ def _own_product(
     return True
 
 
-def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> str:
-    """What to add to a program's line in the ledger: whose kernels take its products, by name (with each its weight and
-    its activation: none, gelu, geglu). Empty where all are the library's."""
+def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[str, bool]:
+    """What to add to a program's line in the ledger, and whether its kernels should start before others end.
+
+    `products`: by name, each with its activation (none, gelu, geglu). The line says whose kernels take them, and is
+    empty where all are the library's: those wait for all before them, and to start early beside them costs more than it
+    saves.
+    """
     from vla_accel.ops.cuda import product
 
     own, library = [], []
@@ -133,8 +137,9 @@ def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> str:
         tiling = product.planned(weight.device, weight.dtype, activation, rows, *weight.shape)
         (library if tiling is None else own).append(name)
     if not own:
-        return ""
-    return f", products in CUDA C++: {', '.join(own)}" + (f"; cuBLAS: {', '.join(library)}" if library else "")
+        return "", False
+    detail = f", products in CUDA C++: {', '.join(own)}" + (f"; cuBLAS: {', '.join(library)}" if library else "")
+    return detail, all(dependent_launches(layer.weight.device) for layer, _ in products.values())
 
 
 def gate_up(
