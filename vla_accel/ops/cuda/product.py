@@ -160,8 +160,8 @@ def _map(matrix: Tensor, box: int) -> _Map:
 _GATE_UP = Tiling(2, 1, 2, 136, 4, persistent=True)
 # By dtype, activation and (N, K): from how many rows to how many, and the tiling, for Gemma 2B and SigLIP. The fastest
 # of many on an H200: SigLIP's inside the chain of two and of three views; Gemma's of two views and a prompt (544 rows),
-# alone and together; Gemma's of three views (800 rows) follow from those by counting waves. cuBLAS does the BF16
-# products of SigLIP, and the last FP8 one of two views, at least as fast.
+# alone and together; Gemma's of three views (800 rows) follow from those by counting waves, and were then timed together.
+# cuBLAS does the BF16 products of two views in SigLIP, and the last FP8 one, at least as fast.
 _TABLE: dict[tuple[str, str, int, int], tuple[tuple[int, int, Tiling], ...]] = {
     ("fp8", "geglu", 32_768, 2048): ((504, 544, _GATE_UP), (756, 816, _GATE_UP)),
     ("fp8", "none", 2048, 16_384): ((504, 544, Tiling(2, 1, 1, 136, 6, split=2)),
@@ -172,6 +172,10 @@ _TABLE: dict[tuple[str, str, int, int], tuple[tuple[int, int, Tiling], ...]] = {
                                      (756, 800, Tiling(2, 1, 1, 200, 5, split=2))),
     ("half", "none", 2048, 2048): ((504, 544, Tiling(1, 1, 1, 136, 8)), (756, 800, Tiling(1, 1, 1, 200, 6))),
     ("half", "none", 2560, 2048): ((504, 552, Tiling(1, 1, 1, 184, 6)), (756, 800, Tiling(2, 1, 1, 160, 5))),
+    ("half", "none", 3456, 1152): ((705, 784, Tiling(3, 1, 1, 112, 5)),),
+    ("half", "none", 1152, 1152): ((705, 768, Tiling(1, 1, 1, 128, 8)),),
+    ("half", "gelu", 4352, 1152): ((705, 768, Tiling(2, 1, 1, 256, 4)),),
+    ("half", "none", 1152, 4352): ((705, 768, Tiling(1, 1, 1, 128, 8)),),
     ("fp8", "none", 3456, 1152): ((449, 512, Tiling(2, 1, 1, 128, 4)), (705, 784, Tiling(3, 1, 1, 112, 5))),
     ("fp8", "none", 1152, 1152): ((449, 512, Tiling(1, 1, 1, 128, 8)), (705, 768, Tiling(1, 1, 1, 128, 8))),
     ("fp8", "gelu", 4352, 1152): ((449, 528, Tiling(2, 1, 1, 176, 4)), (705, 768, Tiling(2, 1, 1, 256, 4))),
