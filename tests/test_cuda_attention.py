@@ -1,4 +1,4 @@
-"""The CUDA attention (`ops/cuda/attention.py`) against what `attention.cu` expects of it, without a GPU: which calls it
+"""The CUDA attention (`ops/cuda/attention.py`) against what its kernels expect of it, without a GPU: which calls it
 takes, structures, launches, tensor maps, shared memory, and that it compiles without spilling a register."""
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from vla_accel.ops.cuda import runtime
 
 CPU = torch.device("cpu")
 SHARED_LIMIT, MULTIPROCESSOR = 227 * 1024, 228 * 1024
-CODE = re.sub(r"//.*", "", runtime.source_of("", "attention"))
+CODE = re.sub(r"//.*", "", runtime.source_of("", "attention", "whole", "shared_keys"))
+MULTIPROCESSORS = 132
 TOWER = Sizes(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
 PREFIX = Sizes(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
 __all__ = ["nvrtc"]
@@ -88,8 +89,10 @@ class Recorded:
         self.source, self.shared, self.architecture = source, shared, architecture
         self.launches: list[tuple[Any, ...]] = []
 
-    def launch(self, name: str, blocks: int, threads: int, arguments: tuple[Any, ...], *, dependent: bool) -> None:
-        self.launches.append((name, blocks, threads, arguments, dependent))
+    def launch(
+        self, name: str, blocks: int, threads: int, arguments: tuple[Any, ...], *, cluster: int = 1, dependent: bool
+    ) -> None:
+        self.launches.append((name, blocks, threads, arguments, cluster, dependent))
 
 
 def launched(
@@ -109,6 +112,7 @@ def launched(
 
     monkeypatch.setattr(runtime, "load_module", load)
     monkeypatch.setattr(hopper, "_encode", encode)
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: MULTIPROCESSORS)
     hopper._module.cache_clear()
     q, k, v, out, lengths = attending._tensors(sizes, CPU)
     scale = 200.0 if sizes.quantised else None
@@ -123,10 +127,12 @@ def launched(
 @pytest.mark.parametrize(("tokens", "tiles"), [(256, 4), (200, 4), (65, 2), (64, 1)])
 def test_a_tower_s_launch(tokens: int, tiles: int, pdl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = changed(TOWER, tokens=tokens, source=tokens, quantised=pdl)
-    (name, blocks, threads, (boxes, call), dependent), maps, tensors, module = launched(sizes, monkeypatch, pdl)
+    (name, blocks, threads, (boxes, call), cluster, dependent), maps, tensors, module = launched(
+        sizes, monkeypatch, pdl
+    )
     q, k, v, out, _ = tensors
     assert q is not None and k is not None and v is not None and out is not None
-    assert (name, blocks, threads, dependent) == ("whole", 2 * 16 * tiles, 256, pdl)
+    assert (name, blocks, threads, cluster, dependent) == ("whole", 2 * 16 * tiles, 256, 1, pdl)
     assert (call.q, call.k, call.v, call.out.data) == tuple(x.data_ptr() for x in (q, k, v, out))
     assert (call.q_batch, call.q_token, call.q_head) == (tokens * 48 * 72, 48 * 72, 72)
     assert (call.k_batch, call.k_token, call.k_head) == (tokens * 48 * 72, 48 * 72, 72)
@@ -143,40 +149,49 @@ def test_a_tower_s_launch(tokens: int, tiles: int, pdl: bool, monkeypatch: pytes
     assert f"#define S {tokens}\n" in module.source and f"#define QUANT {int(pdl)}\n" in module.source
 
 
-@pytest.mark.parametrize(("tokens", "kv_heads", "tiles"), [(544, 1, 68), (800, 1, 100), (10, 1, 2), (544, 2, 34)])
-def test_a_prefix_s_launch(tokens: int, kv_heads: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = changed(PREFIX, batch=3, tokens=tokens, source=tokens, kv_heads=kv_heads, dtype=torch.float16)
-    (name, blocks, threads, (boxes, call), dependent), maps, tensors, module = launched(sizes, monkeypatch)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "kv_heads", "tiles", "splits"),
+    [(1, 544, 1, 34, 3), (1, 800, 1, 50, 2), (2, 544, 1, 34, 1), (3, 10, 1, 1, 3), (1, 545, 2, 18, 3)],
+)
+def test_a_prefix_s_launch(
+    batch: int, tokens: int, kv_heads: int, tiles: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = changed(PREFIX, batch=batch, tokens=tokens, source=tokens, kv_heads=kv_heads, dtype=torch.float16)
+    (name, blocks, threads, (boxes, call), cluster, dependent), maps, tensors, module = launched(sizes, monkeypatch)
     q, k, v, out, lengths = tensors
     assert q is not None and k is not None and v is not None and out is not None and lengths is not None
-    assert (name, blocks, threads, dependent) == ("shared_keys", 3 * kv_heads * tiles, 256, False)
+    # Two warpgroups that multiply, one that fetches.
+    assert (name, blocks, threads, dependent) == ("shared_keys", batch * kv_heads * tiles * splits, 384, False)
+    assert cluster == call.splits == splits
     assert (call.lengths, call.out.data) == (lengths.data_ptr(), out.data_ptr())
     assert (call.tokens, call.tiles, call.source) == (tokens, tiles, tokens)
+    # Two tiles of 64 rows a block.
+    assert (tiles - 1) * 128 < tokens * (8 // kv_heads) <= tiles * 128
     assert bytes(boxes) == b"".join(bytes([i]) * 128 for i in range(1, 6))
     group = 8 // kv_heads
     # A tile is a few tokens times all heads of a group.
-    assert maps[0][2:] == ((3, tokens, 8, 256), q.stride(), (64, group, 64 // group, 1))
+    assert maps[0][2:] == ((batch, tokens, 8, 256), q.stride(), (64, group, 64 // group, 1))
     assert [m[4] for m in maps[1:]] == [(64, 1, 64, 1), (64, 1, 16, 1)] * 2
     assert [m[0] for m in maps[1:]] == [k.data_ptr()] * 2 + [v.data_ptr()] * 2
     assert "#define HALF 1\n" in module.source and f"#define GROUP {group}\n" in module.source
 
 
 def test_no_lengths_are_a_null_pointer(monkeypatch: pytest.MonkeyPatch) -> None:
-    (_, _, _, (_, call), _), *_ = launched(changed(PREFIX, padded=False), monkeypatch)
+    (_, _, _, (_, call), *_), *_ = launched(changed(PREFIX, padded=False), monkeypatch)
     assert call.lengths is None
 
 
+@pytest.mark.parametrize("multiprocessors", [78, 114, 132])
+def test_all_clusters_run_at_once(multiprocessors: int) -> None:
+    counts = [hopper.splits_of(blocks, multiprocessors) for blocks in range(1, 200)]
+    assert counts[0] == hopper.MAX_SPLITS and counts[-1] == 1 and counts == sorted(counts, reverse=True)
+    # Of a group of 16 multiprocessors a cluster of three leaves one over.
+    rooms = {1: 10**9, 2: 8 * (multiprocessors // 16), 3: 5 * (multiprocessors // 16)}
+    for blocks, splits in enumerate(counts, 1):
+        assert blocks <= rooms[splits] and (splits == hopper.MAX_SPLITS or blocks > rooms[splits + 1])
+
+
 # -- the source -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("n", "registers"), [(8, True), (64, False), (256, True)])
-def test_a_product_names_every_register_once(n: int, registers: bool) -> None:
-    text = hopper.product("p", n, "bf16", registers=registers)
-    used = [int(i) for i in re.findall(r"%(\d+)", text)]
-    # Accumulators, the operands, and whether to add.
-    count = n // 2 + (4 if registers else 1) + 2
-    assert sorted(used) == list(range(count)) and text.count('"+f"') == n // 2
-    assert f"m64n{n}k16.f32.bf16.bf16" in text and text.count('"r"') + text.count('"l"') == count - n // 2
 
 
 SOURCES = {

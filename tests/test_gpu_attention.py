@@ -25,6 +25,8 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 TOWER = Sizes(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
 PREFIX = Sizes(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
+# Clusters of three blocks, of two, and none.
+PREFIXES = [PREFIX, replace(PREFIX, tokens=800, source=800), replace(PREFIX, batch=2)]
 NAMES = [n for n in shapes.WIDE if n.startswith(("attention", "self-attention"))]
 
 
@@ -67,7 +69,7 @@ def chain(given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], results: 
         source = result.view(q.shape)
 
 
-@pytest.mark.parametrize("sizes", [TOWER, PREFIX, replace(TOWER, batch=3), replace(PREFIX, batch=2)])
+@pytest.mark.parametrize("sizes", [TOWER, replace(TOWER, batch=3), *PREFIXES])
 def test_dependent_launches_wait_for_what_they_read(sizes: Sizes) -> None:
     with torch.inference_mode():
         given = attending._tensors(sizes, GPU)
@@ -83,9 +85,10 @@ def test_dependent_launches_wait_for_what_they_read(sizes: Sizes) -> None:
             assert torch.equal(got, want)
 
 
-def test_lengths_are_read_when_the_kernel_runs() -> None:
+@pytest.mark.parametrize("sizes", PREFIXES)
+def test_lengths_are_read_when_the_kernel_runs(sizes: Sizes) -> None:
     """One graph serves every prompt of its bucket."""
-    q, k, v, out, lengths = attending._tensors(PREFIX, GPU)
+    q, k, v, out, lengths = attending._tensors(sizes, GPU)
     assert lengths is not None
     fused.attention(q, k, v, out, lengths)
     graph = torch.cuda.CUDAGraph()
@@ -104,7 +107,9 @@ def test_lengths_are_read_when_the_kernel_runs() -> None:
 
 @pytest.mark.parametrize("way", ["sdpa", "flash_attn"])
 @pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize("shape", [TOWER, PREFIX, replace(PREFIX, batch=2), replace(TOWER, head_dim=64, heads=4)])
+@pytest.mark.parametrize(
+    "shape", [TOWER, PREFIX, replace(PREFIX, batch=2), replace(TOWER, head_dim=64, heads=4, kv_heads=4)]
+)
 def test_a_library_agrees(way: str, quantised: bool, shape: Sizes) -> None:
     if way == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("NOT RUN: needs flash-attn: pip install 'vla_accel[flash]'")
@@ -134,8 +139,8 @@ def test_the_fastest_is_measured(sizes: Sizes) -> None:
 
 
 def test_a_shape_that_a_library_cannot_do_is_refused() -> None:
-    with pytest.raises(EngineError, match=r"attention sdpa: it cannot run .*head_dim=520"):
-        choose("sdpa", replace(TOWER, head_dim=520, dtype=torch.float32), GPU)
+    with pytest.raises(EngineError, match=r"attention sdpa: it cannot run .*torch.float64"):
+        choose("sdpa", replace(TOWER, dtype=torch.float64), GPU)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "fastest"])

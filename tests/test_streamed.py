@@ -18,7 +18,17 @@ from vla_accel.models.pi0 import euler_times
 from vla_accel.models.rtc import guidance_weights
 from vla_accel.native import streamed
 from vla_accel.native.packing import Packed, pack, pair_tiles, split_of
-from vla_accel.native.schedule import KEYS, MAX_CLUSTER, RANKS, STAGE_BYTES, THREADS, WARPS, Attend, held_tiles
+from vla_accel.native.schedule import (
+    KEYS,
+    MAX_CLUSTER,
+    RANKS,
+    STAGE_BYTES,
+    THREADS,
+    WARPS,
+    Attend,
+    held_tiles,
+    shared_by,
+)
 from vla_accel.native.streamed import fits
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.fused import Linear
@@ -29,42 +39,36 @@ CUDA = torch.device("cuda")
 
 
 # -- where the kernels find their weights -----------------------------------------------------------------------------
-# A slow model of the kernels' addressing: it walks the packed bytes as the kernels' lanes do and says which row n and
-# columns k of the weight (N, K) each lane takes them for.
+# A slow model of the kernels' addressing: it walks the packed bytes as the kernels do and says which row n and which
+# columns k of the weight (N, K) they take them for.
 
-Read = tuple[int, int, int]  # byte offset of 16 bytes, row n, first of eight columns k
+Read = tuple[int, int, int]  # byte offset of 512 bytes, first of eight rows n, first of 32 columns k
 
 
 def normed_pairs(at: int, units: int, width: int, columns: Any) -> Iterator[Read]:
     """`normed_pairs`: a unit is two tiles of eight rows, whole K. `columns(unit, tile)`: the tile's first row."""
     for unit in range(units):
-        for kb in range(width // 32):
-            for tile in range(2):
-                for lane in range(32):
-                    offset = at + unit * 32 * width + ((kb * 2 + tile) * 32 + lane) * 16
-                    yield offset, columns(unit, tile) + (lane >> 2), kb * 32 + (lane & 3) * 8
+        for tile in range(2):
+            for kb in range(width // 32):
+                yield at + unit * 32 * width + tile * 16 * width + kb * 512, columns(unit, tile), kb * 32
 
 
-def split_product(at: int, n: int, k: int) -> Iterator[Read]:
-    """`split_product`: a cluster of `split` blocks, each with a part of K, for `split` tiles of rows."""
-    split = split_of(n, k)
-    part = k // split
+def split_product(at: int, n: int, k: int, tiles: int) -> Iterator[Read]:
+    """`split_product`: a cluster of `parts` blocks, each with a part of K, for `parts` tiles of rows; `tiles` of 16
+    activations' rows."""
+    packed = split_of(n, k)
+    parts = shared_by(n, k, packed, tiles)
+    part, ratio = k // parts, parts // packed
     chunk = min(part, 1024)
-    bytes_each = split * 16 * chunk
+    chunks = part // chunk
     for block in range(n // 8):
-        rank, first = block % split, block // split * split
-        for i in range(part // chunk):
-            for kb in range(chunk // 32):
-                for tile in range(split):
-                    for lane in range(32):
-                        offset = (
-                            at + (block * (part // chunk) + i) * bytes_each + ((kb * split + tile) * 32 + lane) * 16
-                        )
-                        yield (
-                            offset,
-                            (first + tile) * 8 + (lane >> 2),
-                            rank * part + i * chunk + kb * 32 + (lane & 3) * 8,
-                        )
+        rank, first = block % parts, block // parts * parts
+        for i in range(chunks):
+            for tile in range(first, first + parts):
+                whole = (tile // packed * packed + rank // ratio) * chunks + i
+                offset = at + whole * packed * ratio * 16 * chunk + (tile % packed * ratio + rank % ratio) * 16 * chunk
+                for kb in range(chunk // 32):
+                    yield offset + kb * 512, tile * 8, rank * part + i * chunk + kb * 32
 
 
 def random_bits(n: int, k: int, seed: int) -> Linear:
@@ -74,15 +78,17 @@ def random_bits(n: int, k: int, seed: int) -> Linear:
 
 
 def check_reads(packed: Packed, weight: Tensor, reads: Iterator[Read], taken: Tensor) -> None:
-    offsets, rows, columns = (torch.tensor(part) for part in zip(*reads, strict=True))
-    eight = torch.arange(8)
-    bits = packed.data.view(torch.int16)
-    places = (offsets // 2)[:, None] + eight
-    want = weight.view(torch.int16)[rows[:, None], columns[:, None] + eight]
-    assert torch.equal(bits[places], want)
+    offsets, rows, columns = (torch.tensor(part)[:, None, None, None] for part in zip(*reads, strict=True))
+    # ldmatrix and wgmma alike: a pair of lane 4 g + t from each of four matrices of 8 x 16 bytes. What activations it
+    # meets: `load_rows` has lane t hold columns 8 t … 8 t + 7.
+    matrix, lane, pair = torch.arange(4)[:, None, None], torch.arange(32)[:, None], torch.arange(2)
+    places = offsets // 2 + matrix * 64 + lane * 2 + pair
+    rows = (rows + (lane >> 2)).expand_as(places)
+    columns = (columns + (lane & 3) * 8 + matrix * 2 + pair).expand_as(places)
+    assert torch.equal(packed.data.view(torch.int16)[places], weight.view(torch.int16)[rows, columns])
     taken.index_add_(0, places.flatten(), torch.ones(places.numel(), dtype=taken.dtype))
     seen = torch.zeros(weight.shape, dtype=torch.int32)
-    seen.index_put_((rows[:, None].expand_as(places), columns[:, None] + eight), torch.ones(1, dtype=torch.int32), True)
+    seen.index_put_((rows, columns), torch.ones(1, dtype=torch.int32), True)
     assert torch.equal(seen, torch.ones_like(seen))
 
 
@@ -97,8 +103,9 @@ def check_reads(packed: Packed, weight: Tensor, reads: Iterator[Read], taken: Te
         (32, 8192, 1, 1, 64, False),  # four parts of two chunks each
     ],
 )
+@pytest.mark.parametrize("tiles", [1, 4])  # of rows: many rows have more blocks share K
 def test_the_kernels_find_every_weight_once(
-    width: int, mlp: int, heads: int, kv_heads: int, head_dim: int, mix: bool
+    width: int, mlp: int, heads: int, kv_heads: int, head_dim: int, mix: bool, tiles: int
 ) -> None:
     attended, columns, half = heads * head_dim, (heads + 2 * kv_heads) * head_dim, head_dim // 2
     layers = [
@@ -110,7 +117,7 @@ def test_the_kernels_find_every_weight_once(
     packed = Packed.of(layers, time_mlp, head_dim)
     taken = torch.zeros(packed.data.numel() // 2, dtype=torch.int32)
     if time_mlp is not None:
-        check_reads(packed, time_mlp.weight, split_product(0, width, width), taken)
+        check_reads(packed, time_mlp.weight, split_product(0, width, width, tiles), taken)
 
     def of_head(unit: int, tile: int) -> int:
         # As `qkv` reads it: unit % (D / 16) eights of a half head; the second tile is the half's partner.
@@ -119,20 +126,26 @@ def test_the_kernels_find_every_weight_once(
     for index, (qkv, o, gate_up, last) in enumerate(layers):
         at = packed.layer_at + index * packed.layer_bytes
         check_reads(packed, qkv.weight, normed_pairs(at, columns // 16, width, of_head), taken)
-        check_reads(packed, o.weight, split_product(at + packed.o_at, width, attended), taken)
+        check_reads(packed, o.weight, split_product(at + packed.o_at, width, attended, tiles), taken)
         pairs = normed_pairs(at + packed.gate_up_at, mlp // 8, width, lambda unit, tile: unit * 8 + tile * mlp)
         check_reads(packed, gate_up.weight, pairs, taken)
-        check_reads(packed, last.weight, split_product(at + packed.down_at, width, mlp), taken)
+        check_reads(packed, last.weight, split_product(at + packed.down_at, width, mlp, tiles), taken)
     assert torch.equal(taken, torch.ones_like(taken))
 
 
-def test_pack_puts_lanes_in_order() -> None:
-    """Two units of one tile, 64 columns: the second block of 32 begins after the first block's 32 lanes of 16 bytes."""
+def test_more_blocks_share_k_where_rows_are_many() -> None:
+    assert [shared_by(1024, 4096, 4, tiles) for tiles in (1, 2, 3, 4)] == [4, 4, 8, 8]
+    # Fewer parts, columns that eight blocks cannot share, a part of two chunks: as packed.
+    assert [shared_by(*sizes, 4) for sizes in ((1024, 1024, 2), (32, 4096, 4), (1024, 8192, 4))] == [2, 4, 4]
+
+
+def test_pack_puts_pairs_in_order() -> None:
+    """Two units of one tile, 64 columns: the second block of 32 begins after the first block's four matrices."""
     tiles = torch.arange(2 * 8 * 64, dtype=torch.int16).view(2, 1, 8, 64).view(torch.bfloat16)
-    values = pack(tiles, 64).view(torch.int16).view(2, 2, 32, 8)
-    for unit, block, lane in ((0, 0, 0), (0, 0, 1), (0, 0, 4), (0, 1, 0), (1, 1, 31)):
-        row, column = lane // 4, block * 32 + lane % 4 * 8
-        assert values[unit, block, lane].tolist() == [unit * 512 + row * 64 + column + i for i in range(8)]
+    values = pack(tiles, 64).view(torch.int16).view(2, 2, 4, 8, 8)
+    for unit, block, matrix, row in ((0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 0, 4), (0, 1, 3, 0), (1, 1, 2, 7)):
+        first = unit * 512 + row * 64 + block * 32 + matrix * 2
+        assert values[unit, block, matrix, row].tolist() == [first + t * 8 + i for t in range(4) for i in (0, 1)]
 
 
 def test_pair_tiles_keeps_partners_together() -> None:
@@ -313,7 +326,12 @@ def test_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (call.s, call.sp, call.steps) == (case.prefix_tokens, -(-case.prefix_tokens // KEYS) * KEYS, case.steps)
     numbers = [[a.value for a in launch[3][2:] if isinstance(a, ctypes.c_int)] for launch in module.launches]
     of_phase = [
-        [*([[s, n], [n]] if attend is None else [[s, n, attend.keys]]), [s, n], [s, n], [s, n]]
+        [
+            *([[s, n], [n]] if attend is None else [[s, n, attend.prefix_keys, attend.suffix_keys]]),
+            [s, n],
+            [s, n],
+            [s, n],
+        ]
         for s in range(case.steps)
         for n in range(expert.depth)
     ]
@@ -366,22 +384,28 @@ def test_attend_deals_out_every_key_once(name: str, prefix_tokens: int) -> None:
     attend = Attend.of(config, 1, prefix_tokens)
     assert attend is not None
     tokens, rows, d = config.suffix_tokens, -(-config.suffix_tokens // 16) * 16, config.expert.head_dim
-    padded = -(-prefix_tokens // 8) * 8
-    taken = torch.zeros(padded + -(-tokens // 8) * 8, dtype=torch.int32)
+    keys = attend.prefix_keys + attend.suffix_keys
+    assert attend.prefix_keys % 8 == attend.suffix_keys % 8 == 0
+    taken = torch.zeros(prefix_tokens + tokens, dtype=torch.int32)
     key_warps = WARPS if rows <= 32 else WARPS // 4
     for rank in range(RANKS):
-        first = rank * attend.keys
-        mine = min(attend.keys, len(taken) - first)
         for warp in range(key_warps):
             for turn in range(attend.rounds):
-                tile = warp + key_warps * turn
-                if tile * 8 < mine:
-                    taken[first + tile * 8 : first + tile * 8 + 8] += 1
+                tile = (warp + key_warps * turn) * 8
+                for key in range(tile, tile + 8):
+                    of_prefix, of_suffix = (
+                        rank * attend.prefix_keys + key,
+                        rank * attend.suffix_keys - attend.prefix_keys + key,
+                    )
+                    if key < attend.prefix_keys and of_prefix < prefix_tokens:
+                        taken[of_prefix] += 1
+                    elif attend.prefix_keys <= key < keys and of_suffix < tokens:
+                        taken[prefix_tokens + of_suffix] += 1
     assert torch.equal(taken, torch.ones_like(taken))
     # The areas one after the other: weights and what their sums need, keys, values, q, statistics, own q, a barrier.
-    units, sixteen = d // 16 // RANKS, -(-attend.keys // 16) * 16
+    units, sixteen = d // 16 // RANKS, -(-keys // 16) * 16
     areas = -(-(units * (STAGE_BYTES + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows)) // 16) * 16
-    areas += 2 * (d + 8) * (attend.keys + sixteen + rows) + 4 * rows * (2 * WARPS + 2 * RANKS) + 2 * rows * d // RANKS
+    areas += 2 * (d + 8) * (keys + sixteen + rows) + 4 * rows * (2 * WARPS + 2 * RANKS) + 2 * rows * d // RANKS
     assert attend.shared == areas + 8
     # The parts take the place of the weights, the probabilities that of q.
     assert 4 * rows * d <= units * STAGE_BYTES and 2 * rows * (sixteen + 8) <= 2 * rows * (d + 8)

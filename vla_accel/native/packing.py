@@ -16,13 +16,13 @@ CHUNK = 1024
 def pack(tiles: Tensor, k_chunk: int) -> Tensor:
     """Weights in the order in which the kernel reads them.
 
-    tiles (units, T, 8, K): T tiles of eight output rows a unit. Returns bytes: unit, chunk of K, block of 32, tile,
-    lane, eight values; lane 4 g + t holds row g, columns 8 t … 8 t + 7 of the block.
+    tiles (units, T, 8, K): T tiles of eight output rows a unit. Returns bytes: unit, chunk of K, tile, block of 32,
+    then four matrices of 8 x 8; row g of matrix c holds columns 8 t + 2 c and 8 t + 2 c + 1 of the block, t = 0 … 3.
     """
     units, count, _, k = tiles.shape
     chunks = k // k_chunk
-    parts = tiles.reshape(units, count, 8, chunks, k_chunk // 32, 4, 8)
-    return parts.permute(0, 3, 4, 1, 2, 5, 6).contiguous().view(torch.uint8).flatten()
+    parts = tiles.reshape(units, count, 8, chunks, k_chunk // 32, 4, 4, 2)
+    return parts.permute(0, 3, 1, 4, 6, 2, 5, 7).contiguous().view(torch.uint8).flatten()
 
 
 def pair_tiles(weight: Tensor, apart: int, block: int) -> Tensor:

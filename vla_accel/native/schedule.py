@@ -9,6 +9,7 @@ from vla_accel.models.pi0 import Pi0Config
 from vla_accel.native.fold import round_up
 from vla_accel.native.packing import CHUNK, split_of
 from vla_accel.ops.cuda.runtime import source_of
+from vla_accel.ops.cuda.wgmma import product
 
 STAGE_BYTES, WARPS, KEYS = 32_768, 8, 64
 THREADS = WARPS * 32
@@ -25,12 +26,21 @@ def held_tiles(rows: int) -> int:
     return tiles if tiles <= 2 else 1
 
 
+def shared_by(width: int, k: int, packed: int, tiles: int) -> int:
+    """Blocks that share K of a product whose weights are packed for `packed` parts: where rows are many they weigh more
+    than weights, and twice as many blocks share K."""
+    twice = 2 * packed
+    divides = width % (8 * twice) == 0 and k % (32 * twice) == 0 and k // packed <= CHUNK
+    return twice if tiles > 2 and packed == 4 and divides else packed
+
+
 @dataclass(frozen=True)
 class Attend:
-    """How `attend`, q/k/v and attention in one kernel, deals out its work. `keys`: keys of each block of a cluster;
-    `rounds`: tiles of eight of them a warp; `shared`: bytes."""
+    """How `attend`, q/k/v and attention in one kernel, deals out its work. `prefix_keys`, `suffix_keys`: keys of each
+    block of a cluster; `rounds`: tiles of eight of them a warp; `shared`: bytes."""
 
-    keys: int
+    prefix_keys: int
+    suffix_keys: int
     blocks: int
     shared: int
     rounds: int
@@ -42,7 +52,8 @@ class Attend:
         d, in_front = expert.head_dim, 2 * expert.kv_heads * expert.head_dim // 16
         if batch != 1 or d % 128 or in_front % RANKS:
             return None
-        keys = round_up(round_up(prefix_tokens, 8) + round_up(tokens, 8), 8 * RANKS) // RANKS
+        prefix_keys, suffix_keys = (round_up(-(-n // RANKS), 8) for n in (prefix_tokens, tokens))
+        keys = prefix_keys + suffix_keys
         rows, pitch, units = round_up(tokens, 16), 2 * (d + 8), d // 16 // RANKS
         shared = round_up(units * (STAGE_BYTES + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows), 16)
         shared += (keys + round_up(keys, 16) + rows) * pitch
@@ -52,7 +63,7 @@ class Attend:
         if shared > SHARED_LIMIT or blocks > MULTIPROCESSORS or probabilities > rows * pitch:
             return None
         key_warps = WARPS if rows <= 32 else WARPS // 4
-        return cls(keys, blocks, shared, -(-round_up(keys, 16) // (8 * key_warps)))
+        return cls(prefix_keys, suffix_keys, blocks, shared, -(-round_up(keys, 16) // (8 * key_warps)))
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,11 @@ class Schedule:
         # As many units a block as leave all blocks of gate and up a place at once: two blocks a multiprocessor where
         # rows are few, one where they take its registers.
         units = min(3 if tiles <= 2 else 4, -(-pairs // 128))
-        down, output, mix = (split_of(expert.width, k) for k in (expert.mlp_dim, attended, expert.width))
+        packed = [split_of(expert.width, k) for k in (expert.mlp_dim, attended, expert.width)]
+        down, output, mix = (
+            shared_by(expert.width, k, parts, tiles)
+            for k, parts in zip((expert.mlp_dim, attended, expert.width), packed, strict=True)
+        )
         # Blocks for a row between two evaluations: each has whole vectors of its columns.
         most = 8 if batch * config.action_horizon <= 16 else 4
         step_blocks = next(n for n in (8, 4, 2, 1) if n <= most and (n == 1 or expert.width % (128 * n) == 0))
@@ -87,7 +102,8 @@ class Schedule:
             "MT": tiles, "M": rows, "BATCH": batch, "T": tokens, "HZ": config.action_horizon, "W": expert.width,
             "MLP": expert.mlp_dim, "H": expert.heads, "KV": expert.kv_heads, "D": expert.head_dim, "L": expert.depth,
             "A": config.action_dim, "GATE_UP_UNITS": units, "CLUSTER": cluster, "DOWN_SPLIT": down,
-            "OUTPUT_SPLIT": output, "MIX_SPLIT": mix, "STEP_BLOCKS": step_blocks, "ADAPTIVE": int(adaptive),
+            "OUTPUT_SPLIT": output, "MIX_SPLIT": mix, "DOWN_PACKED": packed[0], "OUTPUT_PACKED": packed[1],
+            "MIX_PACKED": packed[2], "STEP_BLOCKS": step_blocks, "ADAPTIVE": int(adaptive),
             "KEY_ROUNDS": 0 if attend is None else attend.rounds,
         }  # fmt: skip
         squares = 4 * 16 * (WARPS * held + tiles)
@@ -127,4 +143,13 @@ class Schedule:
         """The kernels' source, sizes first."""
         defines = "".join(f"#define {name} {value}\n" for name, value in self.sizes.items())
         names = ("core", "products", "phases", "attention" if self.attend is None else "attend", "step")
-        return source_of(defines, *(f"denoise/{name}" for name in names))
+        return source_of(defines, *(f"denoise/{name}" for name in names), generated=self._wide_products)
+
+    @property
+    def _wide_products(self) -> str:
+        """Wrappers of the products of many rows, one for each number of columns."""
+        if self.sizes["MT"] <= 2:
+            return ""
+        units = {1, self.sizes["GATE_UP_UNITS"], self.sizes["D"] // 16 // RANKS}
+        columns = {16 * n for n in units if n} | {8 * self.sizes[f"{k}_SPLIT"] for k in ("DOWN", "OUTPUT", "MIX")}
+        return "".join(product("wide_product", n, "bf16", registers=True) for n in sorted(columns))

@@ -55,8 +55,8 @@ class _Model(ctypes.Structure):
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("keys", "values_t", "lengths", "state", "actions", "xf", "xb", "hidden", "q")),
-        *((name, _P) for name in ("ks", "vts", "vs", "context", "active", "values", "ready")),
+        *((name, _P) for name in ("keys", "values_t", "lengths", "state", "actions", "xf")),
+        *((name, _P) for name in ("xb", "hidden", "context", "active", "q", "ks", "vts", "vs", "values", "ready")),
         *((name, _P) for name in ("target", "follow")),
         *((name, ctypes.c_int) for name in ("s", "sp", "steps")),
     ]
@@ -86,12 +86,13 @@ class StreamedLoop:
         self.padded = round_up(prefix_tokens, KEYS)
         fused_attention = schedule.attend is not None
         self.values_t = None if fused_attention else zeros(expert.depth, batch, *head, self.padded)
+        whole = round_up(rows, 16)  # what is multiplied lies in tiles of 16 rows
         # Kept alive here: the kernels see bare addresses.
         self._buffers = {
-            "xf": zeros(rows, expert.width, dtype=torch.float32), "xb": zeros(rows, expert.width),
-            "hidden": zeros(rows, expert.width), "q": zeros(rows, expert.heads, expert.head_dim),
+            "xf": zeros(rows, expert.width, dtype=torch.float32), "xb": zeros(whole, expert.width),
+            "hidden": zeros(whole, expert.width), "context": zeros(whole, expert.heads * expert.head_dim),
+            "active": zeros(whole, expert.mlp_dim), "q": zeros(rows, expert.heads, expert.head_dim),
             "ks": zeros(rows, *head), "vs": zeros(rows, *head), "vts": zeros(batch, *head, round_up(tokens, KEYS)),
-            "context": zeros(rows, expert.heads * expert.head_dim), "active": zeros(rows, expert.mlp_dim),
             "ready": zeros(tables.steps, expert.depth, dtype=torch.int32),
         }  # fmt: skip
         cos, sin = fused.rope_tables(prefix_tokens + tokens, expert.head_dim, device)
@@ -136,7 +137,8 @@ class StreamedLoop:
                 launch("mix")
             for layer in range(self.depth):
                 if self.schedule.attend is not None:
-                    launch("attend", self._eps, step, layer, self.schedule.attend.keys)
+                    attend = self.schedule.attend
+                    launch("attend", self._eps, step, layer, attend.prefix_keys, attend.suffix_keys)
                 else:
                     launch("qkv", self._eps, step, layer)
                     launch("attention", layer)

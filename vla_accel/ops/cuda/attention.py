@@ -1,4 +1,4 @@
-"""Attention of many queries in CUDA C++ (`attention.cu`): which shapes it takes, its source, and its launches.
+"""Attention of many queries in CUDA C++ (`whole.cu`, `shared_keys.cu`): which shapes it takes, its source, launches.
 
 For Hopper. Where `kernel_of` names none, the Triton kernel runs; results are the same up to rounding.
 """
@@ -8,51 +8,19 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vla_accel.ops.cuda import runtime
+from vla_accel.ops.cuda.wgmma import product
 
 CAPABILITY = (9, 0)
 ARCHITECTURE = "sm_90a"
 LOG2E = 1.4426950408889634
-SLOTS = 3
+SLOTS = 5
+MAX_SPLITS = 3
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
-
-
-def product(name: str, n: int, kind: str, *, registers: bool) -> str:
-    """C++ of a function around one wgmma of 64 x n x 16: d (+)= a b.
-
-    `registers`: a is four packed registers and b lies with its columns in a row (values); otherwise both lie in shared
-    memory with k in a row (queries and keys).
-    """
-    count = n // 2
-    outputs = ", ".join(f"%{i}" for i in range(count))
-    constraints = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    if registers:
-        parameters = "u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int more"
-        a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
-        inputs = ", ".join(f'"r"(a{i})' for i in range(4))
-        b, more, tail = f"%{count + 4}", f"%{count + 5}", "p, 1, 1, 1"
-    else:
-        parameters, a, inputs = "u64 a, u64 b, int more", f"%{count}", '"l"(a)'
-        b, more, tail = f"%{count + 1}", f"%{count + 2}", "p, 1, 1, 0, 0"
-    return f"""__device__ __forceinline__ void {name}(float (&d)[{count}], {parameters}) {{
-  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {more}, 0;\\n"
-      "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{outputs}}}, {a}, {b}, {tail};\\n}}"
-      : {constraints} : {inputs}, "l"(b), "r"(more));
-}}
-"""
-
-
-def _source(sizes: dict[str, int], products: dict[str, int], dtype: torch.dtype) -> str:
-    """`products`: columns of each."""
-    kind = _KINDS[dtype]
-    defines = "".join(f"#define {name} {value}\n" for name, value in sizes.items())
-    wrapped = (product(f"product_{name}", n, kind, registers=name != "scores") for name, n in products.items())
-    return runtime.source_of(defines) + "".join(wrapped) + Path(__file__).with_name("attention.cu").read_text()
 
 
 class _Output(ctypes.Structure):
@@ -74,7 +42,7 @@ class _SharedKeys(ctypes.Structure):
         ("lengths", ctypes.c_void_p),
         ("out", _Output),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("tokens", "tiles", "source")),
+        *((name, ctypes.c_int) for name in ("tokens", "tiles", "source", "splits")),
     ]
 
 
@@ -136,19 +104,33 @@ def shared_keys(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, *,
     pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Several query heads a key head, heads of a multiple of 64 up to 256, any number of keys."""
+    """Several query heads a key head, a head of 256, any number of keys."""
     batch, tokens, heads, head_dim = q.shape
     source, kv_heads = k.shape[1:3]
     group = heads // kv_heads
-    tiles = -(-tokens * group // 64)
+    tiles = -(-tokens * group // 128)
+    blocks = batch * kv_heads * tiles
+    splits = splits_of(blocks, _multiprocessors(q.device))
     boxes = (_map(q, (64, group, 64 // group, 1)), *(_map(x, (64, 1, rows, 1)) for x in (k, v) for rows in (64, 16)))
     call = _SharedKeys(
         lengths.data_ptr() if lengths is not None else None, _Output(out.data_ptr(), inverse_scale or 1.0),
-        head_dim**-0.5 * LOG2E, tokens, tiles, source,
+        head_dim**-0.5 * LOG2E, tokens, tiles, source, splits,
     )  # fmt: skip
     sizes = {"D": head_dim, "GROUP": group, "KV": kv_heads}
     module = _module("shared_keys", q.dtype, inverse_scale is not None, q.device, **sizes)
-    module.launch("shared_keys", batch * kv_heads * tiles, 256, (_bytes(boxes), call), dependent=pdl)
+    module.launch("shared_keys", blocks * splits, 384, (_bytes(boxes), call), cluster=splits, dependent=pdl)
+
+
+def splits_of(blocks: int, multiprocessors: int) -> int:
+    """Blocks of a cluster, which share the keys that each of `blocks` would read alone: as many as run all at once."""
+    # A multiprocessor has room for one block, and a cluster lies within one of the chip's groups of 16 or 18.
+    fitting = (n for n in range(MAX_SPLITS, 1, -1) if blocks <= multiprocessors // 16 * (16 // n))
+    return next(fitting, 1)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _bytes(parts: Iterable[bytes]) -> ctypes.Array[ctypes.c_ubyte]:
@@ -166,16 +148,28 @@ def _module(kernel: str, dtype: torch.dtype, quantised: bool, device: torch.devi
 def plan(kernel: str, dtype: torch.dtype, quantised: bool, **sizes: int) -> tuple[str, int]:
     """Source of a kernel for these sizes, and the bytes of shared memory that it takes."""
     head_dim = sizes["D"]
-    macros = {kernel.upper(): 1, "QUANT": int(quantised), "HALF": int(dtype == torch.float16), **sizes}
+    macros = {"QUANT": int(quantised), "HALF": int(dtype == torch.float16), **sizes}
     if kernel == "whole":
         keys, chunks = round_up(sizes["S"], 64), head_dim // 8
         # Swizzled rows of 128 bytes, what is left of them, two barriers, both halves' exchange and statistics.
         shared = 128 * (64 + 2 * keys) + 16 * (2 * 64 + 4 * keys) + 16 + 16 * 128 * chunks + 16 * 256
         products = {"scores": keys // 2, "values": 64, **({"rest": head_dim - 64} if head_dim > 64 else {})}
-        return _source(macros, products, dtype), shared
-    # Tiles of queries, keys and values, barriers.
-    source = _source({"SLOTS": SLOTS, **macros}, {"scores": 64, "values": head_dim}, dtype)
-    return source, (1 + 2 * SLOTS) * head_dim * 128 + (1 + 4 * SLOTS) * 8
+    else:
+        macros |= {"SLOTS": SLOTS, "MAX_SPLITS": MAX_SPLITS}
+        # Two tiles of queries, keys and values; barriers of both tiles, of full and empty slots, and of eight warps.
+        shared = (2 + SLOTS) * head_dim * 128 + (2 + 2 * SLOTS + 8) * 8
+        products = {"scores": 64, "values": head_dim}
+    return _source(kernel, macros, products, dtype), shared
+
+
+def _source(kernel: str, macros: dict[str, int], products: dict[str, int], dtype: torch.dtype) -> str:
+    """`products`: columns of each. Those of queries and keys find k in a row; the others' weights are in registers."""
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    wrapped = (
+        product(f"product_{name}", n, _KINDS[dtype], registers=name != "scores", values=name != "scores")
+        for name, n in products.items()
+    )
+    return runtime.source_of(defines, "attention", kernel, generated="".join(wrapped))
 
 
 def round_up(n: int, step: int) -> int:

@@ -1,4 +1,4 @@
-// What all CUDA C++ here begins with: types, shared memory's addresses and barriers, dependent launches. The first file of
+// What all CUDA C++ here begins with: types, shared memory's addresses and barriers, dependent launches, clusters. The first file of
 // every source (`runtime.source_of`).
 
 typedef unsigned int u32;
@@ -35,4 +35,15 @@ __device__ __forceinline__ void wait_parity(u32 barrier, u32 parity) {
       "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra again;\n"
       "done:\n}" ::"r"(barrier), "r"(parity) : "memory");
 #endif
+}
+
+// Of a cluster. An arrival without release is for a block that has nothing to show: that has only started, or only read.
+__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void arrive_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Another block's place in shared memory. Written to once it is known that the block has started.
+__device__ __forceinline__ u32 remote_address(u32 address, int rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
 }

@@ -61,10 +61,6 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 #endif
 }
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // A box of `map` to shared memory, in every block of the cluster that `mask` names.
 __device__ __forceinline__ void fetch(const Map* map, u32 to, int k, int row, u32 barrier, u16 mask, u64 policy) {
@@ -246,8 +242,8 @@ extern "C" __global__ void __maxnreg__(LIMIT)
   }
   let_next_start();
 #if CLUSTER > 1
-  cluster_arrive();
-  cluster_wait();
+  arrive_cluster();
+  wait_cluster();
 #else
   __syncthreads();
 #endif
@@ -300,8 +296,8 @@ extern "C" __global__ void __maxnreg__(LIMIT)
     __syncwarp();
     // As often as the others do.
     for (int i = 0; i < (SPLIT > 1 ? 2 : CLUSTER > 1); ++i) {
-      cluster_arrive();
-      cluster_wait();
+      arrive_cluster();
+      wait_cluster();
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
@@ -360,13 +356,11 @@ extern "C" __global__ void __maxnreg__(LIMIT)
 #if SPLIT > 1
     // Each block adds up the sums of its share of the tokens: eights of tokens, EIGHTS of them a block.
     constexpr int ALL = PARTS * WIDTH / 8, EIGHTS = (ALL + SPLIT - 1) / SPLIT;
-    cluster_arrive();
-    cluster_wait();  // nobody reads its stages any more
+    arrive_cluster();
+    wait_cluster();  // nobody reads its stages any more
 #pragma unroll
     for (int q = 0; q < SPLIT; ++q) {
-      u32 there;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                   : "=r"(there) : "r"(base + threadIdx.x * 16), "r"(across + ACROSS * (along + ALONG * q)));
+      const u32 there = remote_address(base + threadIdx.x * 16, across + ACROSS * (along + ALONG * q));
 #pragma unroll
       for (int i = 0; i < EIGHTS; ++i)
 #pragma unroll
@@ -380,8 +374,8 @@ extern "C" __global__ void __maxnreg__(LIMIT)
                        "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
         }
     }
-    cluster_arrive();
-    cluster_wait();
+    arrive_cluster();
+    wait_cluster();
     const int row = (mine / c.token_tiles * ACROSS + across) * TILE_W + group * BLOCKS * 64;
     const int start = (mine % c.token_tiles * ALONG + along) * TILE_T, token = start + part * EIGHTS * 8;
     const int end = min(c.rows, start + TILE_T);
@@ -408,8 +402,8 @@ extern "C" __global__ void __maxnreg__(LIMIT)
     }
 #elif CLUSTER > 1
     // Others may still announce to this block that they have read a stage.
-    cluster_arrive();
-    cluster_wait();
+    arrive_cluster();
+    wait_cluster();
 #endif
   }
 }

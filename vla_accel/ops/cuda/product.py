@@ -160,7 +160,7 @@ def _map(matrix: Tensor, box: int) -> _Map:
 _GATE_UP = Tiling(2, 1, 2, 136, 4, persistent=True)
 # By dtype, activation and (N, K): from how many rows to how many, and the tiling, for Gemma 2B and SigLIP. The fastest
 # of many on an H200: SigLIP's inside the chain of two and of three views; Gemma's of two views and a prompt (544 rows),
-# alone and together; Gemma's of three views (800 rows) follow from those by counting waves, and were then timed together.
+# alone and together; Gemma's of three views (800 rows) follow from those by counting waves, and were timed together.
 # cuBLAS does the BF16 products of two views in SigLIP, and the last FP8 one, at least as fast.
 _TABLE: dict[tuple[str, str, int, int], tuple[tuple[int, int, Tiling], ...]] = {
     ("fp8", "geglu", 32_768, 2048): ((504, 544, _GATE_UP), (756, 816, _GATE_UP)),

@@ -50,10 +50,11 @@ def _check_driver(status: int, what: str) -> None:
         raise EngineError(f"{what}: CUDA error {status} ({(text.value or b'unknown').decode()})")
 
 
-def source_of(defines: str, *names: str) -> str:
-    """`defines`, then `common.cu`, then the files of these names (without ".cu") in this folder."""
+def source_of(defines: str, *names: str, generated: str = "") -> str:
+    """`defines`, `common.cu`, `generated` code, then the files of these names (without ".cu") in this folder."""
     folder = Path(__file__).parent
-    return defines + "".join((folder / f"{name}.cu").read_text() for name in ("common", *names))
+    common, *rest = ((folder / f"{name}.cu").read_text() for name in ("common", *names))
+    return defines + common + generated + "".join(rest)
 
 
 @functools.cache

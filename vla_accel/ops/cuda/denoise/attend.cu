@@ -1,9 +1,9 @@
 // q/k/v and attention of one sequence in one kernel. Follows products.cu, whose products it uses.
 //
 // A cluster of eight blocks owns a query head: each block makes an eighth of the head's q and sends it to the other
-// seven, then attends to an eighth of the keys; the parts of the result, unnormalised, go to the block that owns their
-// columns. Nothing but the context goes through global memory. KV_UNITS blocks in front make the suffix's own keys and
-// values; who attends to those waits for them on a counter, while the other blocks are busy with the prefix.
+// seven, then attends to an eighth of the prefix's keys and to an eighth of the suffix's own; the parts of the result,
+// unnormalised, go to the block that owns their columns. Nothing but the context goes through global memory. KV_UNITS
+// blocks in front make the suffix's keys and values; the others wait for them on a counter, after the prefix's scores.
 //
 // A block's place needs the eight of its cluster and the blocks in front to be resident together: a host that launches
 // this makes sure that the whole grid fits on the chip.
@@ -17,11 +17,6 @@
 #define PITCH (D + 8)
 #define ROUND_UP(x, n) (((x) + (n)-1) / (n) * (n))
 
-__device__ __forceinline__ void load_tiles(u32 (&r)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
 __device__ __forceinline__ void load_tiles_transposed(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -37,9 +32,10 @@ __device__ __forceinline__ void await_count(const u32* counter, u32 count) {
   } while (seen < count);
 }
 
-// `keys_each`: keys of a block, a multiple of eight; all of them are the prefix, rounded up to eight, then the suffix.
+// A block's keys: `prefix_each` of the prefix, then `suffix_each` of the suffix, both multiples of eight.
 extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
-    attend(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, int layer, int keys_each) {
+    attend(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, int layer, int prefix_each,
+           int suffix_each) {
   const u64 at = (u64)step * L + layer;
   constexpr int VT = D / 64;  // tiles of eight value columns a warp
   static_assert(D % 128 == 0 && WARPS == RANKS, "a warp's columns of the result belong to one block");
@@ -52,9 +48,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   }
   const bool in_front = blockIdx.x < KV_UNITS;
   const int rank = blockIdx.x % RANKS, head = in_front ? 0 : (blockIdx.x - KV_UNITS) / RANKS, kv = head / GROUP;
-  const int prefix = ROUND_UP(c.s, 8), first = rank * keys_each, keys = ROUND_UP(keys_each, 16);
-  const int mine = min(keys_each, prefix + ROUND_UP(T, 8) - first);  // may be none
-  const int cached = max(0, min(mine, c.s - first)), from_suffix = max(prefix - first, 0);
+  const int keys_each = prefix_each + suffix_each, keys = ROUND_UP(keys_each, 16);
+  const int first = rank * prefix_each, cached = max(0, min(prefix_each, c.s - first));
+  const int first_own = rank * suffix_each, own = max(0, min(suffix_each, T - first_own));  // tokens
   unsigned char* const k_tile = shared_memory + ROUND_UP(Q_UNITS * (STAGE_BYTES + 8) + 4 * (WARPS * HELD_TILES * 16 + ROWS), 16);
   unsigned char* const v_tile = k_tile + keys_each * PITCH * 2;
   unsigned char* const q_tile = v_tile + keys * PITCH * 2;
@@ -83,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
                    "l"((i & 1 ? c.values : c.keys) + from), "r"(D * 2), "r"(kv_barrier)
                    : "memory");
     }
-    // Between the prefix and the suffix, and beyond: a value there has probability zero, but must be a number.
+    // Beyond the prefix's, and beyond the suffix's: a value there has probability zero, but must be a number.
 #pragma unroll 1
     for (int i = threadIdx.x; i < (keys - cached) * (D / 8); i += THREADS)
       *(uint4*)(v_tile + (cached + i / (D / 8)) * PITCH * 2 + i % (D / 8) * 16) = make_uint4(0, 0, 0, 0);
@@ -117,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
         out[0] = to_bf16(a);
         out[apart] = to_bf16(b);
       });
+  prefetch_share(m.weights + m.layer_at + layer * m.layer_bytes + m.o_at, H * D * W * 2, KV_UNITS + H * RANKS);
   __syncthreads();
   if (in_front) {
     if (threadIdx.x == 0) announce(c.ready + at);
@@ -176,14 +173,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
 #pragma unroll 1
   for (int suffix = 0; suffix < 2; ++suffix) {
     if (suffix) {
-      if (mine <= from_suffix) break;
+      if (own == 0) break;
       if (threadIdx.x == 0) await_count(c.ready + at, KV_UNITS);
       __syncthreads();
-      const int base = first + from_suffix - prefix;  // the first token
 #pragma unroll 1
-      for (int i = threadIdx.x; i < min(mine - from_suffix, T - base) * (D / 8); i += THREADS) {
-        const int key = i / (D / 8), column = i % (D / 8) * 8, to = ((from_suffix + key) * PITCH + column) * 2;
-        const u64 from = ((u64)(base + key) * KV + kv) * D + column;
+      for (int i = threadIdx.x; i < own * (D / 8); i += THREADS) {
+        const int key = i / (D / 8), column = i % (D / 8) * 8, to = ((prefix_each + key) * PITCH + column) * 2;
+        const u64 from = ((u64)(first_own + key) * KV + kv) * D + column;
         *(uint4*)(k_tile + to) = load16(c.ks + from);
         *(uint4*)(v_tile + to) = load16(c.vs + from);
       }
@@ -192,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
 #pragma unroll
     for (int r = 0; r < KEY_ROUNDS; ++r) {
       const int tile = key_warp + K_WARPS * r;
-      if (tile * 8 < mine && tile * 8 >= from_suffix == suffix) score(tile, s[r]);
+      if (tile * 8 < keys_each && tile * 8 >= prefix_each == suffix) score(tile, s[r]);
     }
   }
 #pragma unroll
@@ -202,11 +198,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     for (int mt = 0; mt < HELD_TILES; ++mt)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int key = first + tile * 8 + 2 * t + (i & 1), row = (row_warp + mt) * 16 + g + (i >> 1) * 8;
-        const bool inside = tile * 8 < mine;
+        const int key = tile * 8 + 2 * t + (i & 1), row = (row_warp + mt) * 16 + g + (i >> 1) * 8;
+        const int token = first_own + key - prefix_each;
         // π0's state token is a block of its own: it does not see the actions.
-        const bool seen = key < prefix ? key < length : key - prefix < T && (ADAPTIVE || row > 0 || key == prefix);
-        s[r][mt][i] = inside && seen ? s[r][mt][i] * scale : -INFINITE;
+        const bool seen = key < prefix_each ? first + key < length
+                                            : key - prefix_each < own && (ADAPTIVE || row > 0 || token == 0);
+        s[r][mt][i] = seen ? s[r][mt][i] * scale : -INFINITE;
         best[mt][i >> 1] = fmaxf(best[mt][i >> 1], s[r][mt][i]);
       }
   }
@@ -307,6 +304,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       a += weight * part.x;
       b += weight * part.y;
     }
-    *(u32*)(c.context + ((u64)row * H + head) * D + rank * Q_COLUMNS + column) = to_bf16x2(a / total, b / total);
+    *(u32*)(c.context + place_of(row, head * D + rank * Q_COLUMNS + column, H * D)) = to_bf16x2(a / total, b / total);
   }
 }

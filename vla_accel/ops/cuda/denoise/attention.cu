@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         total += weight * sums[other];
         sum += weight * parts[other];
       }
-      c.context[(((u64)batch * T + token) * H + kv * GROUP + r % GROUP) * D + column] = to_bf16(sum / total);
+      c.context[place_of(batch * T + token, (kv * GROUP + r % GROUP) * D + column, H * D)] = to_bf16(sum / total);
     }
   }
   // No block may leave while another still reads its part.

@@ -9,8 +9,8 @@
 //
 // Sizes arrive as macros: M rows in MT tiles of 16 (BATCH sequences of T tokens, the last HZ of them actions), W width,
 // MLP, H query heads, KV key heads, D head size, L layers, A action size, GATE_UP_UNITS a block, CLUSTER blocks that share
-// an attention tile, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that share K of a product, STEP_BLOCKS those that share
-// a row between steps, KEY_ROUNDS tiles of keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state).
+// an attention tile, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that share K of a product, whose weights are packed for
+// DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those that share a row between steps, KEY_ROUNDS tiles of keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state).
 //
 // Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
 // its cache cost a phase of 4 us more than a loop does.
@@ -19,6 +19,7 @@
 #define INFINITE __int_as_float(0x7f800000)
 #define THREADS (WARPS * 32)
 #define STAGE_BYTES 32768
+#define TILE_BYTES (STAGE_BYTES / 2)
 #define GROUP (H / KV)
 #define QKV ((H + 2 * KV) * D)
 #define KEYS 64
@@ -37,8 +38,9 @@ struct Call {
   const int* lengths;   // (BATCH,)
   const float* state;   // (BATCH, W): π0's state token
   float* actions;       // (BATCH, HZ, A)
-  float* xf;            // (M, W): the residual stream, and as BF16 for whoever multiplies it
-  u16 *xb, *hidden, *q, *ks, *vts, *vs, *context, *active;
+  float* xf;            // (M, W): the residual stream
+  u16 *xb, *hidden, *context, *active;  // what is multiplied, BF16, in the order of `place_of`: the stream is xb
+  u16 *q, *ks, *vts, *vs;
   const u16* values;  // as keys
   u32* ready;         // (steps, L): blocks of `attend` that have made the suffix's keys and values
   const float *target, *follow;  // (BATCH, HZ, A), (BATCH, HZ): the previous chunk, and how much its actions count
@@ -57,6 +59,12 @@ __device__ __forceinline__ float load_float(const float* p) {
   return v;
 }
 __device__ __forceinline__ float4 load_constant4(const float* p) { return __ldg((const float4*)p); }
+
+// Rows that are multiplied lie in the order in which warps read them: 16 rows, 32 columns, half of the rows, then as `load_rows`
+// has it, 512 bytes that one load of a warp fetches as whole lines.
+__device__ __forceinline__ u64 place_of(int row, int column, int width) {
+  return ((row / 16 * (width / 32) + column / 32) * 2 + row / 8 % 2) * 256 + (row % 8 * 4 + column / 8 % 4) * 8 + column % 8;
+}
 
 __device__ __forceinline__ u16 to_bf16(float x) {
   u16 v;
@@ -81,6 +89,12 @@ __device__ __forceinline__ void mma16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32
 __device__ __forceinline__ void mma32(float (&c)[4], const uint4& lo, const uint4& hi, const uint4& w) {
   mma16(c, lo.x, hi.x, lo.y, hi.y, w.x, w.y);
   mma16(c, lo.z, hi.z, lo.w, hi.w, w.z, w.w);
+}
+// Four matrices of 8 x 16 bytes, whose rows begin where the lanes say: lane 4 g + t gets word t of row g of each.
+__device__ __forceinline__ void load_tiles(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
 }
 
 // -- weights ----------------------------------------------------------------------------------------------------------
@@ -110,31 +124,36 @@ struct Stages {
                  "l"(from), "r"(bytes), "r"(barriers + stage * 8)
                  : "memory");
   }
+  // A unit: two tiles of columns, each in its half of the stage.
   __device__ __forceinline__ void fetch(int stage, const unsigned char* from, u32 bytes) {
     expect(stage, bytes);
-    copy(stage, stage * STAGE_BYTES, from, bytes);
+    for (int tile = 0; tile < 2; ++tile)
+      copy(stage, stage * STAGE_BYTES + tile * TILE_BYTES, from + tile * (bytes / 2), bytes / 2);
   }
   // The next chunk, arrived.
-  __device__ __forceinline__ const unsigned char* take() {
+  __device__ __forceinline__ u32 take() {
     wait_parity(barriers + next * 8, 0);
-    return memory + STAGE_BYTES * next++;
+    return smem_of(memory) + STAGE_BYTES * next++;
   }
 };
+
+// The share of one of `blocks` blocks of weights into L2, for a kernel that finds no place beside the one before it and
+// so fetches them late.
+__device__ __forceinline__ void prefetch_share(const unsigned char* weights, u32 bytes, u32 blocks) {
+#ifdef NO_PREFETCH
+  return;
+#endif
+  const u32 each = (bytes / 128 + blocks - 1) / blocks * 128, first = blockIdx.x * each;
+  if (threadIdx.x == 0 && first < bytes)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(weights + first), "r"(min(each, bytes - first)) : "memory");
+}
 
 // -- clusters ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float load_remote(u32 address, int rank) {
-  u32 there;
   float v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote_address(address, rank)));
   return v;
-}
-// Another block's place in shared memory. Written to with the stores below, once it is known that the block has started.
-__device__ __forceinline__ u32 remote_address(u32 address, int rank) {
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
 }
 __device__ __forceinline__ void store_remote4(u32 address, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
@@ -146,12 +165,9 @@ __device__ __forceinline__ void store_remote16(u32 address, const uint4& v) {
   asm volatile("st.shared::cluster.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
-__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// A block that has only started has nothing to show yet.
-__device__ __forceinline__ void arrive_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  arrive_cluster();
+  wait_cluster();
 }
 
 extern __shared__ __align__(128) unsigned char shared_memory[];

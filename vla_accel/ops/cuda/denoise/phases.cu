@@ -15,33 +15,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
         up += held.y;
         const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
         const float y = gate / (1.f + exp2_fast(-2.8853900817779268f * inner)) * up;
-        c.active[(u64)row * MLP + unit * 8 + column] = to_bf16(y);
+        c.active[place_of(row, unit * 8 + column, MLP)] = to_bf16(y);
       });
+  // q/k/v of the next layer; after the last, of the next step's first.
+  prefetch_share(m.weights + m.layer_at + (layer + 1) % L * m.layer_bytes, QKV * W * 2, gridDim.x);
 }
 
 // x += gate ∘ (rows Wᵀ), the residual stream in float32 and in BF16.
-template <int K, int PARTS>
+template <int K, int PARTS, int PACKED>
 __device__ __forceinline__ void into_stream(const Call& c, const u16* rows, const unsigned char* weights,
                                             const float* gate) {
-  split_product<K, PARTS>(
+  split_product<K, PARTS, PACKED>(
       rows, weights, [&](int column) { return ADAPTIVE ? __ldg(gate + column) : 1.f; },
       [&](int row, int column) { return load_float(c.xf + (u64)row * W + column); },
       [&](int row, int column, float sum, float held, float present) {
         sum = present + held * sum;
         c.xf[(u64)row * W + column] = sum;
-        c.xb[(u64)row * W + column] = to_bf16(sum);
+        c.xb[place_of(row, column, W)] = to_bf16(sum);
       });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     output(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
-  into_stream<H * D, OUTPUT_SPLIT>(c, c.context, m.weights + m.layer_at + layer * m.layer_bytes + m.o_at,
+  into_stream<H * D, OUTPUT_SPLIT, OUTPUT_PACKED>(c, c.context, m.weights + m.layer_at + layer * m.layer_bytes + m.o_at,
                                    m.in_gate + ((u64)step * L + layer) * W);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     down(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
-  into_stream<MLP, DOWN_SPLIT>(c, c.active, m.weights + m.layer_at + layer * m.layer_bytes + m.down_at,
+  into_stream<MLP, DOWN_SPLIT, DOWN_PACKED>(c, c.active, m.weights + m.layer_at + layer * m.layer_bytes + m.down_at,
                                m.post_gate + ((u64)step * L + layer) * W);
 }
 
@@ -49,12 +51,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 // The state's row is already in the stream.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     mix(const __grid_constant__ Model m, const __grid_constant__ Call c) {
-  split_product<W, MIX_SPLIT>(
+  split_product<W, MIX_SPLIT, MIX_PACKED>(
       c.hidden, m.weights, [&](int column) { return __ldg(m.mix_bias + column); }, [](int, int) { return 0.f; },
       [&](int row, int column, float sum, float bias, float) {
         if (row % T == 0) return;
         c.xf[(u64)row * W + column] = sum + bias;
-        c.xb[(u64)row * W + column] = to_bf16(sum + bias);
+        c.xb[place_of(row, column, W)] = to_bf16(sum + bias);
       });
 }
 #endif

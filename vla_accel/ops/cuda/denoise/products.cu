@@ -4,6 +4,10 @@
 // the partial sums meet in shared memory. K is permuted alike in both operands of every product: lane t of a quad holds
 // k = 8 t ... 8 t + 7 of a block of 32, one 16-byte load, where mma.m16n8k16 would have it hold four pairs. A sum does not
 // mind the order of its terms.
+//
+// Weights lie in tiles of eight columns, a tile in blocks of 32 of K: four matrices of 8 x 16 bytes, of which the first has
+// each lane's first pair and so on. ldmatrix reads them for few rows, wgmma for many: there, four warps would otherwise
+// fetch the same weights, and their sums would take mma.sync's time.
 
 // Pairs of output tiles that share one reduction: as many as keep the sums in registers.
 #define PAIRS (MT == 2 ? 2 : 4)
@@ -20,8 +24,8 @@
 #define HELD (MT == 2 ? 4 : 8)
 #define BATCHED(K) (ROUNDS(K) < HELD ? ROUNDS(K) : HELD)
 
-// Rows of activations, one block of 32 columns: `a` (M, K) BF16.
-__device__ __forceinline__ void load_rows(uint4 (&a)[HELD_TILES][2], const u16* base, int k, int stride, int warp, int lane) {
+// Rows of activations, the block `kb` of 32 columns: `base` (M, width) BF16 in the order of `place_of`.
+__device__ __forceinline__ void load_rows(uint4 (&a)[HELD_TILES][2], const u16* base, int kb, int width, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3, first = warp % ROW_WARPS * 16;
 #pragma unroll
   for (int mt = 0; mt < HELD_TILES; ++mt)
@@ -29,7 +33,7 @@ __device__ __forceinline__ void load_rows(uint4 (&a)[HELD_TILES][2], const u16* 
     for (int half = 0; half < 2; ++half) {
       // Rows beyond the last repeat it: a load without a condition, whose sums nobody takes.
       const int row = min(first + mt * 16 + half * 8 + g, M - 1);
-      a[mt][half] = load16(base + (u64)row * stride + k + t * 8);
+      a[mt][half] = load16(base + place_of(row, t * 8, width) + kb * 512);
     }
 }
 
@@ -50,22 +54,44 @@ __device__ __forceinline__ uint4 scaled(const uint4& v, const float4& s, const f
                     to_bf16x2(low_of(v.w) * (1.f + r.z), high_of(v.w) * (1.f + r.w)));
 }
 
-// COUNT rounds of a chunk with TILES tiles of eight columns, from round `first`, against rows already in registers.
+// COUNT rounds of a chunk with TILES tiles of columns, `pitch` bytes apart, from round `first`, against rows already in
+// registers.
 template <int KCHUNK, int TILES, int COUNT>
-__device__ __forceinline__ void multiply(const unsigned char* data, float (&acc)[TILES][HELD_TILES][4], const uint4 (&a)[COUNT][HELD_TILES][2], int first,
-                                         int warp, int lane) {
+__device__ __forceinline__ void multiply(u32 data, u32 pitch, float (&acc)[TILES][HELD_TILES][4], const uint4 (&a)[COUNT][HELD_TILES][2],
+                                         int first, int warp, int lane) {
+#if MT > 2
+  // A descriptor counts in 16 bytes: the place, the next matrix along K, the next tile. In a cluster a place has the
+  // block's rank in its upper bits, which do not belong here.
+  const u64 matrix = (u64)(128 >> 4) << 16 | (u64)(pitch >> 4) << 32;
+  float(&sums)[TILES * 4] = (float(&)[TILES * 4])acc;
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     const int kb = warp / ROW_WARPS + K_WARPS * (first + i);
     if (WHOLE(first + i, KCHUNK) || kb < KCHUNK / 32) {
+#if MT > 2
+      const u64 b = matrix | (data + kb * 512 & 0x3ffff) >> 4;
+      const uint4 &lo = a[i][0][0], &hi = a[i][0][1];
+      wide_product(sums, lo.x, hi.x, lo.y, hi.y, b, 1);
+      wide_product(sums, lo.z, hi.z, lo.w, hi.w, b + (256 >> 4), 1);
+#else
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
-        const uint4 w = *(const uint4*)(data + ((kb * TILES + tile) * 32 + lane) * 16);
+        u32 w[4];
+        load_tiles(w, data + tile * pitch + kb * 512 + lane * 16);
 #pragma unroll
-        for (int mt = 0; mt < HELD_TILES; ++mt) mma32(acc[tile][mt], a[i][mt][0], a[i][mt][1], w);
+        for (int mt = 0; mt < HELD_TILES; ++mt)
+          mma32(acc[tile][mt], a[i][mt][0], a[i][mt][1], make_uint4(w[0], w[1], w[2], w[3]));
       }
+#endif
     }
   }
+#if MT > 2
+  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < TILES * 4; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+#endif
 }
 
 template <int N>
@@ -91,6 +117,21 @@ __device__ __forceinline__ float take_sum(const float* sums, int tile, const Pla
   for (int w = 0; w < K_WARPS; ++w)
     sum += sums[((w * ROW_WARPS + at.row_warp) * N + tile * HELD_TILES * 4 + at.r) * 32 + at.from];
   return sum;
+}
+
+// Four neighbours' sums, from one place on.
+template <int N>
+__device__ __forceinline__ uint4 take_sums(const float* sums, int tile, const Place& at) {
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int w = 0; w < K_WARPS; ++w) {
+    const float4 one = *(const float4*)(sums + ((w * ROW_WARPS + at.row_warp) * N + tile * HELD_TILES * 4 + at.r) * 32 + at.from);
+    sum.x += one.x;
+    sum.y += one.y;
+    sum.z += one.z;
+    sum.w += one.w;
+  }
+  return *(const uint4*)&sum;
 }
 
 // The units of a block: `count` of them, `stride` apart.
@@ -144,7 +185,7 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
 #pragma unroll
   for (int i = 0; i < ROUNDS(W); ++i) {
     const int kb = warp / ROW_WARPS + K_WARPS * i;
-    if (WHOLE(i, W) || kb < W / 32) load_rows(a[i], c.xb, kb * 32, W, warp, lane);
+    if (WHOLE(i, W) || kb < W / 32) load_rows(a[i], c.xb, kb, W, warp, lane);
   }
 #pragma unroll
   for (int mt = 0; mt < HELD_TILES; ++mt) squares[mt][0] = squares[mt][1] = 0.f;
@@ -180,9 +221,15 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
     if (done) fetch_held(done);
     // The sums take the place of the weights that made them.
     float* sums = (float*)(shared + done * STAGE_BYTES);
+#if MT > 2
+    // One product of all tiles: those of a unit that is not there yield sums that nobody takes.
+    for (int j = 0; j < TOGETHER && done + j < mine; ++j) stages.take();
+    multiply<W, 2 * TOGETHER, ROUNDS(W)>(smem_of(sums), TILE_BYTES, (float(&)[2 * TOGETHER][HELD_TILES][4])acc, a, 0, warp, lane);
+#else
 #pragma unroll
     for (int j = 0; j < TOGETHER; ++j)
-      if (done + j < mine) multiply<W, 2, ROUNDS(W)>(stages.take(), acc[j], a, 0, warp, lane);
+      if (done + j < mine) multiply<W, 2, ROUNDS(W)>(stages.take(), TILE_BYTES, acc[j], a, 0, warp, lane);
+#endif
     __syncthreads();
     put_sums<N>(sums, (float*)acc, warp, lane);
     if (done == 0 && threadIdx.x < 16 * MT) {
@@ -205,14 +252,17 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
 }
 
 // A cluster of PARTS blocks shares PARTS tiles of columns: each block takes a part of K, which spares the others its
-// activations, and finishes one tile. Weights are packed by cluster, part of K, block of 32, tile.
+// activations, and finishes one tile. Weights are packed for PACKED parts of K, which many rows divide further: by PACKED
+// tiles, part of K, tile.
 // `emit(row, column, sum, held, present)`: `hold(column)` fetches a constant before the wait, `late(row, column)`, after
 // it, what others wrote.
-template <int K, int PARTS, class Hold, class Late, class Emit>
+template <int K, int PARTS, int PACKED, class Hold, class Late, class Emit>
 __device__ __forceinline__ void split_product(const u16* rows, const unsigned char* weights, Hold hold, Late late,
                                               Emit emit) {
   constexpr int PART = K / PARTS, CHUNK = PART > 1024 ? 1024 : PART, CHUNKS = PART / CHUNK, N = PARTS * HELD_TILES * 4;
-  constexpr u32 BYTES = PARTS * 16 * CHUNK, STEP = BYTES > STAGE_BYTES ? STAGE_BYTES : BYTES;
+  constexpr int RATIO = PARTS / PACKED;
+  static_assert(PARTS % PACKED == 0 && (RATIO == 1 || CHUNKS == 1), "a part of K lies in one packed chunk");
+  constexpr u32 TILE = 16 * CHUNK, BYTES = PARTS * TILE;
   constexpr u32 LEAST = WARPS * N * 128, ROOM = CHUNKS * BYTES > LEAST ? CHUNKS * BYTES : LEAST;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x % PARTS, first = blockIdx.x / PARTS * PARTS;
   float* parts = (float*)(shared_memory + ROOM);  // PARTS x MT x 128: every block's part of this block's tile
@@ -220,8 +270,10 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   if (threadIdx.x == 0)
     for (int i = 0; i < CHUNKS; ++i) {
       stages.expect(i, BYTES);
-      for (u32 at = 0; at < BYTES; at += STEP)
-        stages.copy(i, i * BYTES + at, weights + (u64)(blockIdx.x * CHUNKS + i) * BYTES + at, STEP);
+      for (int tile = 0; tile < PARTS; ++tile) {
+        const int packed = (first + tile) / PACKED * PACKED + rank / RATIO, in_chunk = (first + tile) % PACKED * RATIO + rank % RATIO;
+        stages.copy(i, i * BYTES + tile * TILE, weights + (u64)(packed * CHUNKS + i) * (PACKED * RATIO * TILE) + in_chunk * TILE, TILE);
+      }
     }
   let_next_start();
   if (PARTS > 1) arrive_started();
@@ -246,10 +298,10 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         const int kb = warp / ROW_WARPS + K_WARPS * (round + i);
-        if (WHOLE(round + i, CHUNK) || kb < CHUNK / 32) load_rows(a[i], rows, rank * PART + chunk * CHUNK + kb * 32, K, warp, lane);
+        if (WHOLE(round + i, CHUNK) || kb < CHUNK / 32) load_rows(a[i], rows, (rank * PART + chunk * CHUNK) / 32 + kb, K, warp, lane);
       }
       if (round == 0) wait_parity(stages.barriers + chunk * 8, 0);
-      multiply<CHUNK, PARTS, AT_ONCE>(shared_memory + chunk * BYTES, acc, a, round, warp, lane);
+      multiply<CHUNK, PARTS, AT_ONCE>(smem_of(shared_memory) + chunk * BYTES, TILE, acc, a, round, warp, lane);
     }
   }
   __syncthreads();
@@ -258,9 +310,9 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   float* sums = (float*)shared_memory;
   put_sums<N>(sums, (float*)acc, warp, lane);
   __syncthreads();
-  for (int e = threadIdx.x; e < PARTS * MT * 128; e += THREADS) {
+  for (int e = threadIdx.x * 4; e < PARTS * MT * 128; e += THREADS * 4) {
     const Place at(e);
-    store_remote4(remote_address(smem_of(parts + rank * MT * 128 + e % (MT * 128)), at.tile), take_sum<N>(sums, at.tile, at));
+    store_remote16(remote_address(smem_of(parts + rank * MT * 128 + e % (MT * 128)), at.tile), take_sums<N>(sums, at.tile, at));
   }
   if (PARTS > 1) {
     arrive_cluster();

@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const u64 at = (u64)(row - BATCH * HZ) * T * W + first + i;
         const float one = c.state[(u64)(row - BATCH * HZ) * W + first + i];
         c.xf[at] = one;
-        c.xb[at] = to_bf16(one);
+        c.xb[place_of((row - BATCH * HZ) * T, first + i, W)] = to_bf16(one);
       }
     return;
   }
@@ -130,12 +130,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float sum = m.b_in[(ADAPTIVE ? 0 : (u64)step * W) + first + i];
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) sum += sums[w][i];
-    const u64 at = (u64)token_row * W + first + i;
     if (ADAPTIVE) {
-      c.xf[at] = sum;
-      c.xb[at] = to_bf16(sum);
+      c.xf[(u64)token_row * W + first + i] = sum;
+      c.xb[place_of(token_row, first + i, W)] = to_bf16(sum);
     } else {
-      c.hidden[at] = to_bf16(sum / (1.f + __expf(-sum)));
+      c.hidden[place_of(token_row, first + i, W)] = to_bf16(sum / (1.f + __expf(-sum)));
     }
   }
 }

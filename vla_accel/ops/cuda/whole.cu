@@ -1,0 +1,174 @@
+// Attention of a vision tower: up to 256 keys and a head of 64, 72 or 80. Follows attention.cu.
+//
+// A block has 64 queries and all keys of a head at once: no running maximum. A row's first 128 bytes come swizzled through a
+// tensor map; what is left of it comes in pieces of 16 bytes, and 72 is filled up to 80 with zeros, in shared memory only. Each of
+// two warpgroups has half of the keys. S: keys.
+
+#define CHUNKS (D / 8)                  // of 16 bytes
+#define REST (CHUNKS - 8)               // chunks beyond the first 128 bytes of a row
+#define KEYS ((S + 63) / 64 * 64)
+#define PART (KEYS / 2)                 // keys of a warpgroup
+#define FIRST ((CHUNKS + 1) / 2)        // chunks that the first warpgroup puts out; the second has the rest
+
+struct WholeMaps {
+  Map q, k, v;
+};
+struct Whole {
+  const u16 *q, *k, *v;
+  u64 q_batch, q_token, q_head, k_batch, k_token, k_head;  // elements
+  Output out;
+  float scale;
+  int tokens, tiles, heads;
+};
+
+__device__ __forceinline__ void store(const Output& out, u64 at, float first, float second) {
+#if QUANT
+  *(u16*)((unsigned char*)out.data + at) = finished(out, first, second);
+#else
+  *(u32*)((u16*)out.data + at) = finished(out, first, second);
+#endif
+}
+
+// Scores to weights, packed as the next product's operand; the lane's sums.
+template <int N>
+__device__ __forceinline__ void weights_of(float (&s)[N], u32 (&p)[N / 2], float scale, float low, float high,
+                                           float& low_sum, float& high_sum) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    const float a = exp2_fast(s[i] * scale - low), b = exp2_fast(s[i + 1] * scale - low);
+    const float c = exp2_fast(s[i + 2] * scale - high), d = exp2_fast(s[i + 3] * scale - high);
+    low_sum += a + b;
+    high_sum += c + d;
+    p[i / 2] = narrow(a, b);
+    p[i / 2 + 1] = narrow(c, d);
+  }
+}
+
+// What does not fit a swizzled row of 128 bytes: chunk j of row r at (j * rows + r) * 16. Zeros for rows that are not there.
+template <int ROWS>
+__device__ __forceinline__ void fetch_rest(u32 to, const u16* from, u64 stride, int last) {
+#pragma unroll
+  for (int n = 0; n < (REST * ROWS + 255) / 256; ++n) {
+    const int i = threadIdx.x + n * 256, row = REST == 2 ? i / 2 : i, j = REST == 2 ? i % 2 : 0;
+    if (REST * ROWS % 256 == 0 || row < ROWS)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + (j * ROWS + row) * 16),
+                   "l"(from + (u64)min(row, last) * stride + 64 + j * 8), "r"(row <= last ? 16 : 0)
+                   : "memory");
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2)
+    whole(const __grid_constant__ WholeMaps maps, const __grid_constant__ Whole c) {
+  constexpr u32 q_bytes = 64 * 128, k_bytes = KEYS * 128;
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, half = warp >> 2;
+  const u32 q_at = smem_of(shared_memory), k_at = q_at + q_bytes, v_at = k_at + k_bytes;
+  const u32 q_rest = v_at + k_bytes, k_rest = q_rest + 2 * 64 * 16, v_rest = k_rest + 2 * KEYS * 16, full = v_rest + 2 * KEYS * 16;
+  float* meet = (float*)(shared_memory + q_bytes + 2 * k_bytes + (2 * 64 + 4 * KEYS) * 16 + 16);
+  const int tile = blockIdx.x % c.tiles, head = blockIdx.x / c.tiles % c.heads, batch = blockIdx.x / c.tiles / c.heads;
+  if (threadIdx.x == 0) {
+    know(maps.q), know(maps.k), know(maps.v);
+    make_barrier(full, 1);
+    make_barrier(full + 8, 1);
+    show_barriers();
+  }
+  if (REST == 1)
+    for (int i = threadIdx.x; i < 64 + KEYS; i += 256) {
+      const u32 at = i < 64 ? q_rest + (64 + i) * 16 : k_rest + (KEYS + i - 64) * 16;
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+    }
+  let_next_start();
+  wait_for_previous();
+  if (threadIdx.x == 0) {
+    expect(full, q_bytes + k_bytes);
+    copy_box(q_at, maps.q, 0, head, tile * 64, batch, full);
+    copy_box(k_at, maps.k, 0, head, 0, batch, full);
+    expect(full + 8, k_bytes);
+    copy_box(v_at, maps.v, 0, head, 0, batch, full + 8);
+  }
+  if (REST) {
+    const u64 kv = batch * c.k_batch + head * c.k_head;
+    fetch_rest<64>(q_rest, c.q + batch * c.q_batch + head * c.q_head + (u64)tile * 64 * c.q_token, c.q_token, c.tokens - 1 - tile * 64);
+    fetch_rest<KEYS>(k_rest, c.k + kv, c.k_token, S - 1);
+    fetch_rest<KEYS>(v_rest, c.v + kv, c.k_token, S - 1);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    show_products();
+  }
+  __syncthreads();
+  wait_parity(full, 0);
+  float s[PART / 2];
+  begin_products();
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    product_scores(s, operand(q_at + i * 32, 16, 1024, true), operand(k_at + half * PART * 128 + i * 32, 16, 1024, true), i > 0);
+  if (REST)
+    product_scores(s, operand(q_rest, 64 * 16, 128, false), operand(k_rest + half * PART * 16, KEYS * 16, 128, false), 1);
+  commit_products();
+  end_products();
+  if (S < KEYS)
+#pragma unroll
+    for (int i = 0; i < PART / 2; ++i)
+      if (half * PART + i / 4 * 8 + lane % 4 * 2 + i % 2 >= S) s[i] = -INFINITE;
+  float low_best = -INFINITE, high_best = -INFINITE, low_sum = 0.f, high_sum = 0.f;
+  maxima_of(s, low_best, high_best);
+  // The second half of the keys may be all padding: its maximum must not be infinite, its weights are 0.
+  low_best = fmaxf(low_best * c.scale, -1e30f);
+  high_best = fmaxf(high_best * c.scale, -1e30f);
+  u32 p[PART / 4];
+  weights_of(s, p, c.scale, low_best, high_best, low_sum, high_sum);
+  wait_parity(full + 8, 0);
+  float o[32], rest[REST ? REST * 4 : 4] = {};
+  begin_products();
+#pragma unroll
+  for (int i = 0; i < PART / 16; ++i) {
+    product_values(o, p[i * 4], p[i * 4 + 1], p[i * 4 + 2], p[i * 4 + 3],
+                   operand(v_at + half * PART * 128 + i * 2048, 1024, 1024, true), i > 0);
+#if D > 64
+    product_rest(rest, p[i * 4], p[i * 4 + 1], p[i * 4 + 2], p[i * 4 + 3],
+                 operand(v_rest + (half * PART + i * 16) * 16, 128, KEYS * 16, false), i > 0);
+#endif
+  }
+  commit_products();
+  low_sum = quad_sum(low_sum);
+  high_sum = quad_sum(high_sum);
+  // Each half sends the other the columns that the other puts out.
+  float* from_second = meet;
+  float* from_first = meet + 128 * (FIRST * 4);
+  float* stats = meet + 128 * CHUNKS * 4;
+  *(float4*)(stats + threadIdx.x * 4) = make_float4(low_best, low_sum, high_best, high_sum);
+  end_products();
+  const auto sum_of = [&](int i) -> float { return i < 32 ? o[i & 31] : rest[(i - 32) & (REST > 1 ? 7 : 3)]; };
+  const int other = threadIdx.x % 128;
+  const bool up = half;
+#pragma unroll
+  for (int j = 0; j < FIRST; ++j) {
+    // Whoever has the second part of the columns may have one chunk less.
+    constexpr int LAST = CHUNKS - 1;
+    const int high = min(FIRST + j, LAST);
+    float4 given;
+    given.x = up ? sum_of(j * 4) : sum_of(high * 4), given.y = up ? sum_of(j * 4 + 1) : sum_of(high * 4 + 1);
+    given.z = up ? sum_of(j * 4 + 2) : sum_of(high * 4 + 2), given.w = up ? sum_of(j * 4 + 3) : sum_of(high * 4 + 3);
+    if (FIRST + j <= LAST || up) *(float4*)((up ? from_second : from_first) + (j * 128 + other) * 4) = given;
+  }
+  __syncthreads();
+  const float4 theirs = *(const float4*)(stats + (threadIdx.x ^ 128) * 4);
+  const float low_max = fmaxf(low_best, theirs.x), high_max = fmaxf(high_best, theirs.z);
+  float low_mine = exp2_fast(low_best - low_max), low_theirs = exp2_fast(theirs.x - low_max);
+  float high_mine = exp2_fast(high_best - high_max), high_theirs = exp2_fast(theirs.z - high_max);
+  const float low_scale = 1.f / (low_mine * low_sum + low_theirs * theirs.y);
+  const float high_scale = 1.f / (high_mine * high_sum + high_theirs * theirs.w);
+  low_mine *= low_scale, low_theirs *= low_scale, high_mine *= high_scale, high_theirs *= high_scale;
+  const int row = tile * 64 + warp % 4 * 16 + lane / 4;
+  const u64 at = (((u64)batch * c.tokens + row) * c.heads + head) * D + lane % 4 * 2, below = 8ull * c.heads * D;
+#pragma unroll
+  for (int j = 0; j < FIRST; ++j) {
+    constexpr int LAST = CHUNKS - 1;
+    const int high = min(FIRST + j, LAST);
+    const bool there = FIRST + j <= LAST || !up;
+    const float4 t = *(const float4*)((up ? from_first : from_second) + (j * 128 + other) * 4);
+    const u64 to = at + (up ? high : j) * 8;
+    const float a = up ? sum_of(high * 4) : sum_of(j * 4), b = up ? sum_of(high * 4 + 1) : sum_of(j * 4 + 1);
+    const float e = up ? sum_of(high * 4 + 2) : sum_of(j * 4 + 2), f = up ? sum_of(high * 4 + 3) : sum_of(j * 4 + 3);
+    if (there && row < c.tokens) store(c.out, to, a * low_mine + t.x * low_theirs, b * low_mine + t.y * low_theirs);
+    if (there && row + 8 < c.tokens) store(c.out, to + below, e * high_mine + t.z * high_theirs, f * high_mine + t.w * high_theirs);
+  }
+}
