@@ -113,7 +113,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
         out[0] = to_bf16(a);
         out[apart] = to_bf16(b);
       });
-  prefetch_share(m.weights + m.layer_at + layer * m.layer_bytes + m.o_at, H * D * W * 2, KV_UNITS + H * RANKS);
   __syncthreads();
   if (in_front) {
     if (threadIdx.x == 0) announce(c.ready + at);

@@ -137,17 +137,6 @@ struct Stages {
   }
 };
 
-// The share of one of `blocks` blocks of weights into L2, for a kernel that finds no place beside the one before it and
-// so fetches them late.
-__device__ __forceinline__ void prefetch_share(const unsigned char* weights, u32 bytes, u32 blocks) {
-#ifdef NO_PREFETCH
-  return;
-#endif
-  const u32 each = (bytes / 128 + blocks - 1) / blocks * 128, first = blockIdx.x * each;
-  if (threadIdx.x == 0 && first < bytes)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(weights + first), "r"(min(each, bytes - first)) : "memory");
-}
-
 // -- clusters ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float load_remote(u32 address, int rank) {

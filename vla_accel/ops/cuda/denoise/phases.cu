@@ -17,8 +17,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
         const float y = gate / (1.f + exp2_fast(-2.8853900817779268f * inner)) * up;
         c.active[place_of(row, unit * 8 + column, MLP)] = to_bf16(y);
       });
-  // q/k/v of the next layer; after the last, of the next step's first.
-  prefetch_share(m.weights + m.layer_at + (layer + 1) % L * m.layer_bytes, QKV * W * 2, gridDim.x);
 }
 
 // x += gate ∘ (rows Wᵀ), the residual stream in float32 and in BF16.
