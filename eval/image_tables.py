@@ -80,7 +80,7 @@ def unets(result: dict[str, Any]) -> str:
     dtype = _dtype(result)
     cosines = ["cosine with eager FP32", f"cosine with eager {dtype}"]
     text = (
-        f"Median ms; all but eager-fp32 in {dtype}; over torch.compile: over the faster of its two. One UNet call "
+        f"Median ms; all but eager-fp32 in {dtype}; over torch.compile: over the faster of its modes. One UNet call "
         "shows a system's error; a picture of many steps, what the dtype made of it (with FP32) and what the system "
         f"added (with {dtype})."
     )
