@@ -1,5 +1,5 @@
-// What all CUDA C++ here begins with: types, shared memory's addresses and barriers, dependent launches, clusters. The first file of
-// every source (`runtime.source_of`).
+// What all CUDA C++ here begins with: types, shared memory's addresses and barriers, dependent launches, clusters. The
+// first file of every source (`runtime.source_of`).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

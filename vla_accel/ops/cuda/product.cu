@@ -15,8 +15,9 @@
 //
 // Macros: KIND (0 BF16, 1 FP16, 2 FP8 e4m3), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (0 none, 1
 // tanh GELU, 2 GeGLU of weight rows by turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH, STAGES,
-// ACROSS, ALONG, SPLIT, STAGING and BARRIERS (where in shared memory the output is staged and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of
-// either kind), REGISTERS, A, B, ADD and OPERANDS (of one wgmma: names in assembly, and in C++).
+// ACROSS, ALONG, SPLIT, STAGING and BARRIERS (where in shared memory the output is staged and the barriers are), LIMIT,
+// FETCHING and MULTIPLYING (registers a thread: at the start, then of either kind), REGISTERS, A, B, ADD and OPERANDS (of
+// one wgmma: names in assembly, and in C++).
 
 #define TILE_W (64 * BLOCKS * GROUPS)
 #define TILE_T (PARTS * WIDTH)

@@ -10,7 +10,8 @@
 // Sizes arrive as macros: M rows in MT tiles of 16 (BATCH sequences of T tokens, the last HZ of them actions), W width,
 // MLP, H query heads, KV key heads, D head size, L layers, A action size, GATE_UP_UNITS a block, CLUSTER blocks that share
 // an attention tile, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that share K of a product, whose weights are packed for
-// DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those that share a row between steps, KEY_ROUNDS tiles of keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state).
+// DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those that share a row between steps, KEY_ROUNDS tiles of
+// keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state).
 //
 // Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
 // its cache cost a phase of 4 us more than a loop does.
