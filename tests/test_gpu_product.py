@@ -89,6 +89,51 @@ def test_tilings_compute_the_epilogues(tiling: Tiling, activation: str, narrow: 
         check(tiling, kind, rows, 4352, 1152, activation, narrow)
 
 
+def check_folded(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: str = "none") -> None:
+    """The product added to a residual, with the moments of its rows, and the product of normed rows."""
+    draw = torch.Generator(device=DEVICE).manual_seed(rows)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=DEVICE, generator=draw)
+
+    wide = torch.bfloat16 if kind == FP8 else kind
+    x, weight, bias = normal(rows, k).to(kind), normal(n, k).to(kind), normal(n).to(wide)
+    options = {"tiling": tiling, "scale": k**-0.5, "prelude": BOUNDED}
+    if activation == "none" and not tiling.check(residual=True) and n % 64 == 0:
+        whole = (3 * normal(rows + 16, n) + 1).to(wide)
+        before, onto = whole.clone(), whole[8:-8]
+        moments = torch.full((n // 64 + 2, rows, 2), float("nan"), device=DEVICE)
+        product.product(x, weight, bias, onto, moments=moments[1:-1], **options)
+        want = before[8:-8].float() + expected(x, weight, bias, k**-0.5, "none").to(wide).float()
+        assert ((onto.float() - want).abs() / (want.abs() + 1)).max() < 0.02
+        assert torch.equal(whole[:8], before[:8]) and torch.equal(whole[-8:], before[-8:])
+        parts = onto.float().view(rows, -1, 64)
+        torch.testing.assert_close(moments[1:-1, :, 0].T, parts.mean(2), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(moments[1:-1, :, 1].T, parts.var(2, unbiased=False) * 64, atol=1e-3, rtol=1e-5)
+        assert moments[0].isnan().all() and moments[-1].isnan().all()
+    if kind != FP8 and not tiling.check(activation, normed=True):
+        x = (x.float() * 2 + 3 * normal(rows, 1)).to(kind)
+        parts = x.float().view(rows, -1, 64).transpose(0, 1)
+        moments = torch.stack((parts.mean(2), parts.var(2, unbiased=False) * 64), 2)
+        sums = weight.float().sum(1)
+        for kept in (None, sums):
+            out = torch.full((rows, n), float("nan"), device=DEVICE, dtype=kind)
+            norm = product.Norm(moments, kept, 1e-6)
+            product.product(x, weight, bias, out, norm=norm, activation=activation, **options)
+            normed = F.layer_norm if kept is not None else F.rms_norm
+            want = expected(normed(x.float(), (k,), eps=1e-6), weight, bias, k**-0.5, activation)
+            assert (out.float() - want).norm() / want.norm() < 0.006, (rows, n, k, kept is None)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tilings_take_norms_in(tiling: Tiling, kind: torch.dtype) -> None:
+    for rows, (n, k) in itertools.product((1, 100, 531, 800), ((1152, 4352), (2048, 2048), (64, 1152))):
+        chunks = -(-k * (1 if kind == FP8 else 2) // 128)
+        if -(-chunks // tiling.split) * (tiling.split - 1) < chunks:
+            check_folded(tiling, kind, rows, n, k)
+
+
 @pytest.mark.parametrize("key", list(product._TABLE))
 def test_the_tilings_in_use(key: tuple[str, str, int, int]) -> None:
     kind, activation, n, k = key
@@ -96,6 +141,8 @@ def test_the_tilings_in_use(key: tuple[str, str, int, int]) -> None:
         for rows in {1, least, most - 13, most}:
             for dtype in (FP8,) if kind == "fp8" else (torch.bfloat16, torch.float16):
                 check(tiling, dtype, rows, n, k, activation, kind == "fp8" and activation != "none")
+                if activation != "geglu" and not (dtype == torch.float16 and k > 8192):
+                    check_folded(tiling, dtype, rows, n, k, activation)
 
 
 def test_a_chain_of_dependent_launches_is_ordered() -> None:

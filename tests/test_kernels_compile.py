@@ -139,8 +139,14 @@ def test_the_products_in_use_compile(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
     dtype = torch.float8_e4m3fn if key[0] == "fp8" else torch.bfloat16
-    text = product.source(dtype, key[0] == "fp8" and key[1] != "none", key[1], tiling)
-    assert runtime.compile_source(text, product.ARCHITECTURE).startswith(b"\x7fELF")
+    narrow = key[0] == "fp8" and key[1] != "none"
+    texts = [product.source(dtype, narrow, key[1], tiling)]
+    if key[1] == "none" and not tiling.check(residual=True):
+        texts.append(product.source(dtype, False, "none", tiling, residual=True))
+    if key[0] == "half" and not tiling.check(key[1], normed=True):
+        texts += [product.source(dtype, False, key[1], tiling, norm=norm, k=key[3]) for norm in ("rms", "layer")]
+    for text in texts:
+        assert runtime.compile_source(text, product.ARCHITECTURE).startswith(b"\x7fELF")
 
 
 def test_a_source_that_does_not_compile_says_where(nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import Kind, tiny_observation, write_tiny_checkpoint
+from tests.tiny import Kind, tiny_config, tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import EngineError
+from vla_accel.models.gemma import GemmaConfig
+from vla_accel.models.siglip import SiglipConfig
 from vla_accel.native import NativeStore
+from vla_accel.ops import fused
 from vla_accel.policy import TOKEN_BUCKET
 
 EAGER = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
@@ -51,6 +54,28 @@ def test_native_agrees_with_eager(folder: Path, component: str, batch: int) -> N
     np.testing.assert_allclose([r["actions"] for r in results], want, rtol=0, atol=2e-4)
     used = {e["component"]: e["used"] for e in results[0]["engines"]}
     assert used == {c: "native" if component in (c, "all") else "eager" for c in used}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_norms_inside_the_products_agree_with_eager(
+    batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU does where all products are own kernels, deep enough that every product follows every other."""
+    vision = SiglipConfig(width=128, depth=3, mlp_dim=80, heads=2, image_size=28, patch_size=14)
+    prefix = GemmaConfig(width=192, depth=4, mlp_dim=96, heads=4, kv_heads=2, head_dim=6)
+    write_tiny_checkpoint(
+        tmp_path, "pi05", vision=vision, prefix=prefix, expert=replace(tiny_config("pi05").expert, depth=4)
+    )
+    monkeypatch.setattr(fused, "folds_norms", lambda *_: True)
+    eager, native = (OptimizedPolicy.from_pretrained(tmp_path, c) for c in (EAGER, NATIVE))
+    observations = [tiny_observation(seed, PROMPTS[seed % 2]) for seed in range(batch)]
+    start = noise(eager, batch)
+    for order in (1, -1):  # twice: what a call leaves behind must not matter to the next
+        want = [r["actions"] for r in eager.infer_batch(observations[::order], noise=start)]
+        results = native.infer_batch(observations[::order], noise=start)
+        np.testing.assert_allclose([r["actions"] for r in results], want, rtol=0, atol=2e-4)
+    details = {e["component"]: str(e["detail"]) for e in results[0]["engines"]}
+    assert "norms inside" in details["vision"] and "norm of q/k/v inside" in details["kv_cache"]
 
 
 def test_one_pipeline_serves_a_bucket_of_prompts(folder: Path) -> None:

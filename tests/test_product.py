@@ -19,7 +19,7 @@ from vla_accel.ops.cuda import product, runtime
 from vla_accel.ops.cuda.product import Tiling
 from vla_accel.ops.fused import FP8, Linear, make_linear, pair
 
-SOURCE = runtime.source_of("", "product")
+SOURCE = runtime.source_of("", "epilogue", "product")
 BF16 = torch.bfloat16
 # One of every kind: plain, several blocks and parts, sharing either operand or both, split, persistent.
 TILINGS = (
@@ -27,6 +27,7 @@ TILINGS = (
     Tiling(1, 1, 1, 104, 4, 2, 2), Tiling(2, 1, 1, 88, 3, 1, 3), Tiling(2, 1, 1, 136, 4, 1, 1, 2),
     Tiling(1, 1, 1, 128, 3, 1, 2, 3), Tiling(1, 1, 1, 128, 3, resident=2), Tiling(3, 1, 1, 104, 4),
     Tiling(2, 1, 2, 136, 3, persistent=True), Tiling(2, 1, 1, 72, 4, 2, 1, persistent=True),
+    Tiling(2, 1, 1, 128, 6, 1, 1, 3),
 )  # fmt: skip
 TABLE = [(key, *row) for key, rows in product._TABLE.items() for row in rows]
 
@@ -67,18 +68,25 @@ def test_blocks_fetch_every_row_for_each_other(count: int) -> None:
 @pytest.mark.parametrize("activation", list(product.ACTIVATIONS))
 def test_shared_memory_holds_all(tiling: Tiling, activation: str) -> None:
     assert tiling.check(activation) == ""
-    staging, barriers, size = tiling.memory(activation)
     ring = tiling.stages * (tiling.weight_rows + tiling.tokens) * 128
     pitch = (32 if activation == "geglu" else 64) * 2 + 16
     share = -(-tiling.tokens // 8 // tiling.split) * 8
     tokens = tiling.width if tiling.split == 1 else share
-    assert barriers >= max(ring, staging + tiling.groups * tokens * pitch) and staging % 16 == barriers % 16 == 0
-    assert barriers + 16 * tiling.stages + 1024 <= size <= product.SHARED_LIMIT
-    if tiling.persistent:
-        # The next tile's stages arrive while the output is staged.
-        assert staging >= ring
-    if tiling.split > 1:
-        assert staging >= tiling.weight_rows * share * tiling.split * 4
+    for normed in (False, True):
+        staging, exchange, barriers, size = tiling.memory(activation, normed)
+        staged = staging + tiling.groups * tokens * pitch
+        assert barriers >= max(ring, staged) and staging % 16 == exchange % 16 == barriers % 16 == 0
+        assert barriers + 16 * tiling.stages + (8 * tiling.tokens if normed else 0) + 1024 <= size
+        assert size <= product.SHARED_LIMIT or (normed and tiling.check(activation, normed=True))
+        if tiling.persistent:
+            # The next tile's stages arrive while the output is staged.
+            assert staging >= ring
+        if tiling.split > 1:
+            sums = tiling.weight_rows * share * (tiling.split - 1) * 4
+            assert exchange + sums <= barriers
+            # The staging is written while sums are read; sums arrive while stages are read, or after all are.
+            assert staging >= exchange + sums or staged <= exchange
+            assert exchange == 0 or exchange >= ring
     begin, fetching, multiplying = tiling.registers
     assert begin * tiling.threads * tiling.resident <= 65_536
     assert fetching + tiling.groups * multiplying <= begin * (tiling.groups + 1)
@@ -102,6 +110,16 @@ def test_what_a_kernel_cannot_hold_is_refused(tiling: Tiling, text: str) -> None
     assert text in tiling.check()
 
 
+def test_a_residual_and_norms_take_room() -> None:
+    wide = Tiling(3, 1, 1, 200, 3)
+    assert wide.check() == "" and "registers" in wide.check(residual=True)
+    sizes = itertools.product(range(2, 13), range(8, 257, 8))
+    many = (Tiling(1, 1, 1, width, stages) for stages, width in sizes)
+    full = next(t for t in many if t.memory("none").size <= 232_448 < t.memory("none", True).size)
+    assert full.check() == "" and "shared memory" in full.check(normed=True)
+    assert "norms of one" in Tiling(2, 1, 2, 136, 3, persistent=True).check(normed=True)
+
+
 @pytest.mark.parametrize(("key", "least", "most", "tiling"), TABLE)
 def test_the_table_is_of_tilings_that_run(
     key: tuple[str, str, int, int], least: int, most: int, tiling: Tiling
@@ -109,6 +127,10 @@ def test_the_table_is_of_tilings_that_run(
     kind, activation, n, k = key
     chunks = -(-k * (1 if kind == "fp8" else 2) // 128)
     assert kind in ("fp8", "half") and tiling.check(activation) == ""
+    if (n, k) in ((1152, 1152), (1152, 4352), (2048, 16_384)):
+        assert tiling.check(activation, residual=True) == ""
+    elif kind == "half" and activation != "geglu":
+        assert tiling.check(activation, normed=True) == ""
     assert -(-chunks // tiling.split) * (tiling.split - 1) < chunks
     # No tile is all padding, and little of the tiles is.
     whole = -(-most // (tiling.tokens * tiling.along)) * tiling.tokens * tiling.along
@@ -185,6 +207,50 @@ def test_a_launch_covers_the_output(tiling: Tiling, rows: int, monkeypatch: pyte
             assert code == (0 if kind == FP8 else 9) and address == matrix.data_ptr()
             assert sizes == [k, matrix.shape[0]] and strides == [k * matrix.element_size()]
             assert box[0] * matrix.element_size() == 128 and box[1] <= 256 and share % box[1] == 0
+
+
+def test_a_launch_takes_moments_and_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    x, weight, out = operands(100, 128, 192, BF16)
+    product.product(x, weight, None, out, tiling=TILINGS[0])
+    got = recorder.launches[-1]
+    plain = recorder.shared
+    assert got["moments_out"] is None and got["moments"] is None and got["weight_sums"] is None
+    for macro_of in ("#define RESIDUAL 0\n", "#define NORM 0\n"):
+        assert macro_of in recorder.source
+    moments, sums = torch.zeros(2, 100, 2), torch.zeros(128)
+    product.product(x, weight, None, out, tiling=TILINGS[0], moments=moments)
+    assert recorder.launches[-1]["moments_out"] == moments.data_ptr() and "#define RESIDUAL 1\n" in recorder.source
+    of_x = torch.zeros(3, 100, 2)
+    for weight_sums, number in ((None, 1), (sums, 2)):
+        product.product(x, weight, None, out, tiling=TILINGS[0], norm=product.Norm(of_x, weight_sums, 1e-3))
+        got = recorder.launches[-1]
+        assert got["moments"] == of_x.data_ptr() and abs(got["eps"] - 1e-3) < 1e-9
+        assert got["weight_sums"] == (None if weight_sums is None else sums.data_ptr())
+        assert f"#define NORM {number}\n" in recorder.source and "#define MOMENTS 3\n" in recorder.source
+        assert recorder.shared == plain + 8 * TILINGS[0].tokens
+
+
+def test_moments_and_norms_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorder(monkeypatch)
+    x, weight, out = operands(100, 128, 192, BF16)
+    good, norm = torch.zeros(2, 100, 2), product.Norm(torch.zeros(3, 100, 2), torch.zeros(128), 1e-6)
+    narrow, quantised = out.to(FP8), (x.to(FP8), weight.to(FP8))
+    wrong = [
+        ((x, weight, None, out), {"moments": torch.zeros(100, 2, 2)}, r"\(2, 100, 2\), got torch.float32 \(100"),
+        ((x, weight, None, out), {"moments": good.double()}, "got torch.float64"),
+        ((x, weight, None, out), {"moments": good.transpose(0, 1).contiguous().transpose(0, 1)}, "whole"),
+        ((x, weight, None, out), {"moments": good, "activation": "gelu"}, "plain product"),
+        ((x, weight, None, narrow), {"moments": good, "inverse_scale": 1.0}, "plain product"),
+        ((x, weight, None, out), {"norm": product.Norm(good, None, 1e-6)}, r"\(3, 100, 2\)"),
+        ((x, weight, None, out), {"norm": product.Norm(norm.moments, torch.zeros(64), 1e-6)}, "128 weight rows"),
+        ((x, weight, None, out[:, :64].contiguous()), {"norm": norm, "activation": "geglu"}, "not for a GeGLU"),
+        ((*quantised, None, out), {"norm": norm}, "only BF16"),
+        ((x, weight, None, out), {"norm": norm, "tiling": Tiling(2, 1, 2, 136, 3, persistent=True)}, "norms of one"),
+    ]  # fmt: skip
+    for arguments, options, text in wrong:
+        with pytest.raises(EngineError, match=text):
+            product.product(*arguments, **{"tiling": TILINGS[0], **options})
 
 
 def test_a_product_says_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,3 +369,48 @@ def test_an_own_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     # A GeGLU's product has no bias.
     assert not fused._own_product(x, pair(layer), out[:, :16], "geglu", None, True) and len(seen) == 1
+
+
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_norms_inside_the_products_are_the_norms(offset: float) -> None:
+    """A residual of great mean, too: what is normed varies by one part in hundreds."""
+    rows, width, hidden = 7, 192, 40
+    x, a = draw(rows, width) + offset, draw(rows, 32, seed=1)
+    first = make_linear(draw(width, 32, seed=2), draw(width, seed=3), torch.float32)
+    second = fused.with_sums(make_linear(draw(hidden, width, seed=4), draw(hidden, seed=5), torch.float32))
+    moments = torch.full((3, rows, 2), float("nan"))
+    residual = x.clone()
+    fused.residual_linear(a, first, residual, moments)
+    want = x + F.linear(a, first.weight, first.bias)
+    torch.testing.assert_close(residual, want)
+    parts = want.view(rows, 3, 64)
+    torch.testing.assert_close(moments[..., 0].T, parts.mean(2))
+    torch.testing.assert_close(moments[..., 1].T, parts.var(2, unbiased=False) * 64)
+    out = torch.empty(rows, hidden)
+    for layer_norm, gelu in itertools.product((False, True), repeat=2):
+        fused.normed_linear(want, moments, second, out, layer_norm=layer_norm, eps=1e-6, gelu=gelu)
+        normed = F.layer_norm(want, (width,), eps=1e-6) if layer_norm else F.rms_norm(want, (width,), eps=1e-6)
+        expected = F.linear(
+            normed.double(), second.weight.double(), second.bias.double() if second.bias is not None else None
+        )
+        expected = F.gelu(expected, approximate="tanh") if gelu else expected
+        torch.testing.assert_close(out.double(), expected, atol=2e-3 if offset else 2e-5, rtol=1e-4)
+
+
+def test_normed_rows_have_moments_that_change_nothing() -> None:
+    x, layer = (
+        F.layer_norm(draw(5, 128), (128,)),
+        fused.with_sums(make_linear(draw(16, 128, seed=1), None, torch.float32)),
+    )
+    moments, out = fused.moments_buffer(5, 128, x.device, 1e-3), torch.empty(5, 16)
+    for layer_norm in (False, True):
+        fused.normed_linear(x, moments, layer, out, layer_norm=layer_norm, eps=1e-3)
+        torch.testing.assert_close(out, F.linear(x, layer.weight))
+
+
+def test_norms_are_folded_where_every_product_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = [(make_linear(torch.zeros(n, 64), None, BF16), "none") for n in (64, 128)]
+    assert not fused.folds_norms(8, *products)
+    for known in ((64,), (64, 128)):
+        monkeypatch.setattr(product, "planned", lambda *sizes, known=known: TILINGS[0] if sizes[4] in known else None)
+        assert fused.folds_norms(8, *products) == (len(known) == 2)

@@ -109,6 +109,11 @@ class NativePrefix:
             }  # fmt: skip
             products, self.pdl = fused.products_by(rows, four)
         self.detail += products
+        self.folded = first.down is not None and fused.folds_norms(rows, (first.down, "none"), (first.qkv, "none"))
+        if self.folded:
+            self.detail += ", norm of q/k/v inside"
+        self.moments = fused.moments_buffer(rows, width, device)
+        self.normed = fused.moments_buffer(rows, width, device, weights.eps)
 
         def buffer(columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(rows, columns, dtype=kind, device=device)
@@ -128,13 +133,22 @@ class NativePrefix:
             inputs["image_tokens"], inputs["tokens"], w.table, self.x, self.h, eps=w.eps, inverse_scale=None
         )
         q = self.qkv.view(self.batch, self.tokens, -1, w.head_dim)[:, :, : w.heads]
+        # What the next q/k/v multiplies: rows that are normed, or rows that are not and their moments.
+        x, moments = self.h, self.normed
         for index, layer in enumerate(w.layers):
             keys, values = outputs["keys"][index], outputs["values"][index]
             if layer.o is None or layer.gate_up is None or layer.down is None:
+                if self.folded and index:
+                    fused.add_norm(
+                        self.x, None, self.x, self.h, layer=False, eps=w.eps, inverse_scale=None, pdl=pdl
+                    )  # fmt: skip
                 fused.linear(self.h, layer.qkv, self.last_kv, pdl=pdl)
                 fused.rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0, pdl=pdl)
                 break
-            fused.linear(self.h, layer.qkv, self.qkv, pdl=pdl)
+            if self.folded:
+                fused.normed_linear(x, moments, layer.qkv, self.qkv, layer_norm=False, eps=w.eps, pdl=pdl)
+            else:
+                fused.linear(self.h, layer.qkv, self.qkv, pdl=pdl)
             fused.rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads, pdl=pdl)
             attend(
                 self.attention.way, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
@@ -145,8 +159,12 @@ class NativePrefix:
             fused.gate_up(
                 self.h_mlp, layer.gate_up, self.gate_up, self.active, inverse_scale=layer.down.inverse_scale, pdl=pdl
             )
-            fused.linear(self.active, layer.down, self.y, pdl=pdl)
-            self._residual(self.h, w.layers[index + 1].qkv)
+            if self.folded:
+                x, moments = self.x, self.moments
+                fused.residual_linear(self.active, layer.down, x, moments, pdl=pdl)
+            else:
+                fused.linear(self.active, layer.down, self.y, pdl=pdl)
+                self._residual(self.h, w.layers[index + 1].qkv)
 
     def _residual(self, normed: Tensor, following: Linear) -> None:
         fused.add_norm(

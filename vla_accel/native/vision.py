@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from vla_accel.models.siglip import SiglipLayer
 from vla_accel.native.fold import amax_of, compute_dtype, fold_norm, round_up
 from vla_accel.ops import fused
 from vla_accel.ops.attending import Sizes, attend, choose
-from vla_accel.ops.fused import Linear, make_linear
+from vla_accel.ops.fused import Linear, make_linear, with_sums
+from vla_accel.ops.reference import MOMENTS_OF
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ class VisionWeights:
             extra = hidden - config.mlp_dim
             layers.append(
                 VisionLayer(
-                    make_linear(*fold_norm(layer.qkv_proj, layer.layer_norm1), dtype, amax("qkv_proj")),
+                    with_sums(make_linear(*fold_norm(layer.qkv_proj, layer.layer_norm1), dtype, amax("qkv_proj"))),
                     make_linear(layer.out_proj.weight, layer.out_proj.bias, dtype, amax("out_proj")),
-                    make_linear(*fold_norm(layer.fc1, layer.layer_norm2), dtype, amax("fc1"), pad_n=extra),
+                    with_sums(make_linear(*fold_norm(layer.fc1, layer.layer_norm2), dtype, amax("fc1"), pad_n=extra)),
                     make_linear(layer.fc2.weight, layer.fc2.bias, dtype, amax("fc2"), pad_k=extra),
                 )
             )
@@ -118,6 +120,12 @@ class NativeVision:
         }  # fmt: skip
         products, self.pdl = fused.products_by(rows, four)
         self.detail += products
+        quantised = first.qkv.weight_scale is not None
+        self.folded = not quantised and width % MOMENTS_OF == 0 and fused.folds_norms(rows, *four.values())
+        if self.folded:
+            self.detail += ", norms inside"
+        self.moments = fused.moments_buffer(rows, width, device)
+        self.normed = fused.moments_buffer(rows, width, device, weights.eps)
         self.patches = torch.empty(rows, weights.patch.shape[1], dtype=weights.patch.dtype, device=device)
         self.embedded = torch.empty(rows, width, dtype=torch.float32, device=device)
         self.x, self.y = buffer(width), buffer(width)
@@ -129,17 +137,46 @@ class NativeVision:
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, images = self.weights, inputs["images"]
-        norm = {"layer": True, "eps": w.eps}
+        norm: dict[str, Any] = {"layer": True, "eps": w.eps}
         fused.patchify(images.flatten(0, 1), self.patches, w.patch_size)
         fused.patch_product(self.patches, w.patch, self.embedded)
         first = w.layers[0].qkv
         fused.add_norm(self.embedded, w.place, self.x, self.h, inverse_scale=first.inverse_scale, **norm)
-        pdl = norm["pdl"] = self.pdl
-        heads = self.qkv.view(self.images, w.place.shape[0], 3, w.heads, -1)
+        norm["pdl"] = self.pdl
+        if self.folded:
+            self._folded_layers()
+            fused.add_norm(self.x, None, self.x, self.last, inverse_scale=None, **norm)
+        else:
+            self._layers(norm)
+        tokens = outputs["image_tokens"].flatten(0, 1)
+        if tokens.dtype == self.last.dtype:
+            fused.linear(self.last, w.projector, tokens)
+        else:
+            # The cast bridge: an FP16 tower before a BF16 prefix.
+            tokens.copy_(torch.addmm(w.projector.bias, self.last, w.projector.weight.t()))  # type: ignore[arg-type]
+
+    def _attend(self, layer: VisionLayer) -> None:
+        heads = self.qkv.view(self.images, self.weights.place.shape[0], 3, self.weights.heads, -1)
+        q, k, v = heads.unbind(2)
+        attend(self.attention.way, q, k, v, self.context, None, inverse_scale=layer.out.inverse_scale, pdl=self.pdl)
+
+    def _folded_layers(self) -> None:
+        """Products that add to the residual write its moments, and those after them norm with these."""
+        pdl, norm = self.pdl, {"layer_norm": True, "eps": self.weights.eps, "pdl": self.pdl}
+        x, moments = self.h, self.normed
+        for layer in self.weights.layers:
+            fused.normed_linear(x, moments, layer.qkv, self.qkv, **norm)
+            self._attend(layer)
+            x, moments = self.x, self.moments
+            fused.residual_linear(self.context, layer.out, x, moments, pdl=pdl)
+            fused.normed_linear(x, moments, layer.fc1, self.active, gelu=True, **norm)
+            fused.residual_linear(self.active, layer.fc2, x, moments, pdl=pdl)
+
+    def _layers(self, norm: dict[str, Any]) -> None:
+        w, pdl = self.weights, self.pdl
         for index, layer in enumerate(w.layers):
             fused.linear(self.h, layer.qkv, self.qkv, pdl=pdl)
-            q, k, v = heads.unbind(2)
-            attend(self.attention.way, q, k, v, self.context, None, inverse_scale=layer.out.inverse_scale, pdl=pdl)
+            self._attend(layer)
             fused.linear(self.context, layer.out, self.y, pdl=pdl)
             fused.add_norm(self.x, self.y, self.x, self.h, inverse_scale=layer.fc1.inverse_scale, **norm)
             fused.linear_gelu(
@@ -149,9 +186,3 @@ class NativeVision:
             final = index + 1 == len(w.layers)
             following = None if final else w.layers[index + 1].qkv.inverse_scale
             fused.add_norm(self.x, self.y, self.x, self.last if final else self.h, inverse_scale=following, **norm)
-        tokens = outputs["image_tokens"].flatten(0, 1)
-        if tokens.dtype == self.last.dtype:
-            fused.linear(self.last, w.projector, tokens)
-        else:
-            # The cast bridge: an FP16 tower before a BF16 prefix.
-            tokens.copy_(torch.addmm(w.projector.bias, self.last, w.projector.weight.t()))  # type: ignore[arg-type]

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+MOMENTS_OF = 64
+"""Columns of a row that a pair of moments, their mean and their sum of squared deviations, is of."""
+
 
 def _wide(x: Tensor) -> Tensor:
     """float32 for the narrow dtypes; float32 and float64 stay as they are."""

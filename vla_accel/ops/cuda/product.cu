@@ -1,4 +1,5 @@
-// A product of many rows on Hopper: out = epilogue(scale * x Wᵀ + bias), x (M, K), W (N, K), FP8, BF16 or FP16.
+// A product of many rows on Hopper: out = epilogue(scale * x Wᵀ + bias), x (M, K), W (N, K), FP8, BF16 or FP16. Follows
+// epilogue.cu.
 //
 // The weights are the tensor cores' M (blocks of 64 rows), the tokens their N (any multiple of 8), so that 544 tokens
 // are exactly 4 x 136. One thread fetches tiles of both by TMA into a ring of stages; its four warps give their
@@ -15,15 +16,11 @@
 //
 // Macros: KIND (0 BF16, 1 FP16, 2 FP8 e4m3), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (0 none, 1
 // tanh GELU, 2 GeGLU of weight rows by turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH, STAGES,
-// ACROSS, ALONG, SPLIT, STAGING and BARRIERS (where in shared memory the output is staged and the barriers are), LIMIT,
+// ACROSS, ALONG, SPLIT, STAGING, EXCHANGE and BARRIERS (where in shared memory the output is staged, others' sums arrive
+// and the barriers are), LIMIT,
 // FETCHING and MULTIPLYING (registers a thread: at the start, then of either kind), REGISTERS, A, B, ADD and OPERANDS (of
 // one wgmma: names in assembly, and in C++).
 
-#define TILE_W (64 * BLOCKS * GROUPS)
-#define TILE_T (PARTS * WIDTH)
-#define STAGE ((TILE_W + TILE_T) * 128)
-#define CLUSTER (ACROSS * ALONG * SPLIT)
-#define CONSUMERS (GROUPS * 128)
 // A tile that COUNT blocks fetch for each other is cut into shares of whole eights of rows; where that does not come
 // out even, shares overlap and write the same rows twice.
 #define SHARE(ROWS, COUNT) ((ROWS + 8 * COUNT - 1) / (8 * COUNT) * 8)
@@ -35,21 +32,9 @@
 #define W_BOX (W_ROWS > 256 ? W_ROWS / 2 : W_ROWS)
 #define T_BOX (T_ROWS > 256 ? T_ROWS / 2 : T_ROWS)
 #define CHUNK (KIND == 2 ? 128 : 64)
-// Output columns of one block of 64 weight rows, and the pitch of their staging: rows 16 bytes apart modulo 128.
-#define COLUMNS (ACTIVATION == 2 ? 32 : 64)
-#define PITCH (COLUMNS * 2 + 16)
 
 struct alignas(64) Map {
   unsigned char bytes[128];
-};
-
-struct Call {
-  const u16* bias;
-  void* out;
-  float scale, inverse;  // of the sums; of an FP8 output
-  int rows, columns;     // of out
-  int chunks;            // of 128 bytes along K
-  int token_tiles, tiles;  // in clusters
 };
 
 // Nothing was written that the others must see: a release beyond this block would be a memory barrier a stage.
@@ -109,113 +94,11 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// -- the epilogue -----------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float gelu(float x) {
-  const float u = x * fmaf(0.0356774081f * x, x, 0.7978845608f), h = 0.5f * x;
-  float t;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(u));
-  return fmaf(h, t, h);
-}
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 v;
-#if KIND == 1
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+#if RESIDUAL
+#define HELD(m, n) held[m][n]
 #else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+#define HELD(m, n) nullptr
 #endif
-  return v;
-}
-__device__ __forceinline__ float widen(u16 v) {
-#if KIND == 1
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-  return f;
-#else
-  return __uint_as_float((u32)v << 16);
-#endif
-}
-// Two BF16 as two E4M3, saturated.
-__device__ __forceinline__ u32 narrow(u32 two, float inverse) {
-  u16 v;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-      : "=h"(v) : "f"(widen((u16)(two >> 16)) * inverse), "f"(widen((u16)two) * inverse));
-  return v;
-}
-__device__ __forceinline__ u32 narrow4(u32 a, u32 b, float inverse) {
-  return narrow(a, inverse) | (narrow(b, inverse) << 16);
-}
-
-// COUNT times eight tokens from `token`, those before `end`, of one block of weight rows whose first output column is
-// `column`: sums in the layout of wgmma (lane 4 g + t: weight rows g and g + 8 of its warp's 16, tokens 2 t and
-// 2 t + 1) to memory. A warp's matrices of 8 x 8 are transposed on their way to the staging, where a token's columns lie side by side.
-template <int COUNT>
-__device__ __forceinline__ void emit(const float* sums, u32 staging, int token, int end, int column,
-                                     float first_bias, float second_bias, const Call& c, int group) {
-  constexpr int MATRICES = ACTIVATION == 2 ? COUNT : 2 * COUNT;
-  const int thread = threadIdx.x & 127, lane = thread & 31, warp = thread >> 5;
-  u32 packed[MATRICES];
-#pragma unroll
-  for (int j = 0; j < COUNT; ++j) {
-    float v[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = fmaf(sums[4 * j + i], c.scale, i < 2 ? first_bias : second_bias);
-    if (ACTIVATION == 2) {
-      packed[j] = pack(gelu(v[0]) * v[2], gelu(v[1]) * v[3]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (ACTIVATION == 1) v[i] = gelu(v[i]);
-      packed[2 * j % MATRICES] = pack(v[0], v[1]);
-      packed[(2 * j + 1) % MATRICES] = pack(v[2], v[3]);
-    }
-  }
-  // Lanes 8 i to 8 i + 7 name the rows of matrix i.
-  const int row = lane & 7, matrix = lane >> 3;
-  const u32 at = ACTIVATION == 2 ? staging + (matrix * 8 + row) * PITCH + warp * 16
-                                 : staging + ((matrix >> 1) * 8 + row) * PITCH + warp * 32 + (matrix & 1) * 16;
-  constexpr int STEP = (ACTIVATION == 2 ? 8 : 4) * PITCH;  // from a matrix to the next, on average
-  constexpr int FOURS = MATRICES / 4 * 4;
-#pragma unroll
-  for (int i = 0; i < FOURS; i += 4)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at + i * STEP),
-                 "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]), "r"(packed[i + 3]) : "memory");
-  if (MATRICES % 4 >= 2)
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at + FOURS * STEP),
-                 "r"(packed[FOURS % MATRICES]), "r"(packed[(FOURS + 1) % MATRICES]) : "memory");
-  if (MATRICES % 2)
-    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at + (MATRICES - 1) * STEP),
-                 "r"(packed[MATRICES - 1]) : "memory");
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
-  constexpr int EACH = NARROW ? 16 : 8, PIECES = COLUMNS / EACH;  // columns a thread, threads a token
-#pragma unroll
-  for (int i = thread; i < COUNT * 8 * PIECES; i += 128) {
-    const int t = i / PIECES, piece = i % PIECES, to = column + piece * EACH;
-    const u32 from = staging + t * PITCH + piece * EACH * 2;
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
-#if NARROW
-    uint4 w;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from + 16));
-    v = make_uint4(narrow4(v.x, v.y, c.inverse), narrow4(v.z, v.w, c.inverse), narrow4(w.x, w.y, c.inverse),
-                   narrow4(w.z, w.w, c.inverse));
-#endif
-    if (token + t < end && to < c.columns)
-      *(uint4*)((unsigned char*)c.out + ((u64)(token + t) * c.columns + to) * (NARROW ? 1 : 2)) = v;
-  }
-  // The staging may be written again.
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
-}
-
-// The bias of a thread's two weight rows in a block of 64; the columns of a GeGLU have none.
-__device__ __forceinline__ void take_bias(const Call& c, int column, float& first, float& second) {
-  first = second = 0.f;
-  if (ACTIVATION == 2 || !c.bias) return;
-  const int at = column + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
-  if (at < c.columns) first = widen(__ldg(c.bias + at));
-  if (at + 8 < c.columns) second = widen(__ldg(c.bias + at + 8));
-}
 
 // -- the kernel -------------------------------------------------------------------------------------------------------
 
@@ -223,7 +106,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
     product(const __grid_constant__ Map weights, const __grid_constant__ Map tokens, const Call c) {
   extern __shared__ unsigned char memory[];
   const u32 base = (smem_of(memory) + 1023) & ~1023u;
-  const u32 full = base + BARRIERS, empty = full + STAGES * 8;
+  const u32 full = base + BARRIERS, empty = full + STAGES * 8, norms = empty + STAGES * 8;
   const int rank = blockIdx.x % CLUSTER, across = rank % ACROSS, along = rank / ACROSS % ALONG,
             part = rank / (ACROSS * ALONG);
   const int per_part = (c.chunks + SPLIT - 1) / SPLIT;
@@ -294,15 +177,24 @@ extern "C" __global__ void __maxnreg__(LIMIT)
         begin = first;
       }
     }
+#if NORM
+    if (warp > CONSUMERS / 32) {
+      wait_for_previous();
+      take_norms(norms, (mine % c.token_tiles * ALONG + along) * TILE_T, c);
+    }
+#endif
     __syncwarp();
     // As often as the others do.
-    for (int i = 0; i < (SPLIT > 1 ? 2 : CLUSTER > 1); ++i) {
+    for (int i = 0; i < (CLUSTER > 1) + (SPLIT > 1 && EXCHANGE == 0); ++i) {
       arrive_cluster();
       wait_cluster();
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
     const int group = warp >> 2;
+#if RESIDUAL
+    wait_for_previous();  // these threads, too, read what others wrote
+#endif
     const auto release = [&](int stage) {
       // All blocks that send to this stage; this one is both in its row and in its column.
       if (lane < ACROSS + ALONG - 1) {
@@ -333,35 +225,61 @@ extern "C" __global__ void __maxnreg__(LIMIT)
           release((done - 1) % STAGES);
         }
       }
+#if SPLIT == 1
+      const int row = (tile / c.token_tiles * ACROSS + across) * TILE_W + group * BLOCKS * 64;
+      const int token = (tile % c.token_tiles * ALONG + along) * TILE_T;
+#if RESIDUAL
+      uint4 held[BLOCKS][PARTS][(WIDTH / 8 + 1) / 2];
+#pragma unroll
+      for (int m = 0; m < BLOCKS; ++m)
+#pragma unroll
+        for (int n = 0; n < PARTS; ++n)
+          take_residual<WIDTH / 8>(held[m][n], token + n * WIDTH, c.rows, row + m * 64, c);
+#endif
+#endif
       wgmma_wait<0>();
       release((done - 1) % STAGES);
+#if NORM
+      await_norms();
+#endif
 #if SPLIT == 1
 #if STAGING == 0
       // The staging takes the place of stages that others may still read.
       asm volatile("bar.sync 15, %0;" ::"n"(CONSUMERS) : "memory");
 #endif
-      const int row = (tile / c.token_tiles * ACROSS + across) * TILE_W + group * BLOCKS * 64;
-      const int token = (tile % c.token_tiles * ALONG + along) * TILE_T;
       const u32 staging = base + STAGING + group * WIDTH * PITCH;
 #pragma unroll
       for (int m = 0; m < BLOCKS; ++m) {
         const int column = (row + m * 64) / (64 / COLUMNS);
-        float first_bias, second_bias;
-        take_bias(c, column, first_bias, second_bias);
+        const Rows rows = take_rows(c, column);
 #pragma unroll
         for (int n = 0; n < PARTS; ++n)
-          emit<WIDTH / 8>(sums[m][n], staging, token + n * WIDTH, c.rows, column, first_bias, second_bias, c, group);
+          emit<WIDTH / 8>(sums[m][n], staging, token + n * WIDTH, c.rows, column, rows, c, group, HELD(m, n),
+                          norms + n * WIDTH * 8);
       }
 #endif
     }
 #if SPLIT > 1
     // Each block adds up the sums of its share of the tokens: eights of tokens, EIGHTS of them a block.
     constexpr int ALL = PARTS * WIDTH / 8, EIGHTS = (ALL + SPLIT - 1) / SPLIT;
+    const int row = (mine / c.token_tiles * ACROSS + across) * TILE_W + group * BLOCKS * 64;
+    const int start = (mine % c.token_tiles * ALONG + along) * TILE_T, token = start + part * EIGHTS * 8;
+    const int end = min(c.rows, start + TILE_T);
+#if EXCHANGE == 0
     arrive_cluster();
-    wait_cluster();  // nobody reads its stages any more
+#endif
+#if RESIDUAL
+    uint4 held[BLOCKS][1][(EIGHTS + 1) / 2];
+#pragma unroll
+    for (int m = 0; m < BLOCKS; ++m) take_residual<EIGHTS>(held[m][0], token, end, row + m * 64, c);
+#endif
+#if EXCHANGE == 0
+    wait_cluster();  // sums arrive in the place of stages, which nobody reads any more
+#endif
+    float total[BLOCKS][EIGHTS * 4];
 #pragma unroll
     for (int q = 0; q < SPLIT; ++q) {
-      const u32 there = remote_address(base + threadIdx.x * 16, across + ACROSS * (along + ALONG * q));
+      const u32 there = remote_address(base + EXCHANGE + threadIdx.x * 16, across + ACROSS * (along + ALONG * q));
 #pragma unroll
       for (int i = 0; i < EIGHTS; ++i)
 #pragma unroll
@@ -370,36 +288,35 @@ extern "C" __global__ void __maxnreg__(LIMIT)
           const int e = q * EIGHTS + i;
           if (e >= ALL) continue;
           const float* v = sums[m][e / PER] + e % PER * 4;
-          asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                           there + ((part * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16),
-                       "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+          if (q == part) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) total[m][i * 4 + j] = v[j];
+          } else {
+            asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
+                             there + (((part - (part > q)) * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16),
+                         "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+          }
         }
     }
     arrive_cluster();
     wait_cluster();
-    const int row = (mine / c.token_tiles * ACROSS + across) * TILE_W + group * BLOCKS * 64;
-    const int start = (mine % c.token_tiles * ALONG + along) * TILE_T, token = start + part * EIGHTS * 8;
-    const int end = min(c.rows, start + TILE_T);
     const u32 staging = base + STAGING + group * EIGHTS * 8 * PITCH;
 #pragma unroll
     for (int m = 0; m < BLOCKS; ++m) {
       const int column = (row + m * 64) / (64 / COLUMNS);
-      float first_bias, second_bias, total[EIGHTS * 4];
-      take_bias(c, column, first_bias, second_bias);
+      const Rows rows = take_rows(c, column);
 #pragma unroll
-      for (int i = 0; i < EIGHTS * 4; ++i) total[i] = 0.f;
-#pragma unroll
-      for (int q = 0; q < SPLIT; ++q)
+      for (int q = 0; q < SPLIT - 1; ++q)
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) {
           float v[4];
           asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                        : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                       : "r"(base + threadIdx.x * 16 + ((q * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16));
+                       : "r"(base + EXCHANGE + threadIdx.x * 16 + ((q * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16));
 #pragma unroll
-          for (int j = 0; j < 4; ++j) total[i * 4 + j] += v[j];
+          for (int j = 0; j < 4; ++j) total[m][i * 4 + j] += v[j];
         }
-      emit<EIGHTS>(total, staging, token, end, column, first_bias, second_bias, c, group);
+      emit<EIGHTS>(total[m], staging, token, end, column, rows, c, group, HELD(m, 0), norms + part * EIGHTS * 64);
     }
 #elif CLUSTER > 1
     // Others may still announce to this block that they have read a stage.

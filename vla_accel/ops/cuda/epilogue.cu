@@ -1,0 +1,244 @@
+// From the sums of `product.cu` to memory: bias, activation, rounding, the residual, and the norms on either side.
+//
+// A norm without weights (they are folded into the product that follows) needs two numbers of a row, so it costs no
+// pass over the rows: who writes them (RESIDUAL) writes the moments of every 64 columns, too, and who reads them (NORM)
+// multiplies them as they are, and scales and shifts the sums: norm(x) W = rstd (x W - mean (1 W)).
+//
+// Macros besides `product.cu`'s: RESIDUAL (out += the product), NORM (0 none, 1 RMS, 2 mean and variance), MOMENTS (of
+// a row of x: one for every 64 of its columns).
+
+#define TILE_W (64 * BLOCKS * GROUPS)
+#define TILE_T (PARTS * WIDTH)
+#define STAGE ((TILE_W + TILE_T) * 128)
+#define CLUSTER (ACROSS * ALONG * SPLIT)
+#define CONSUMERS (GROUPS * 128)
+// Output columns of one block of 64 weight rows, and the pitch of their staging: rows 16 bytes apart modulo 128.
+#define COLUMNS (ACTIVATION == 2 ? 32 : 64)
+#define PITCH (COLUMNS * 2 + 16)
+
+struct Call {
+  const u16* bias;
+  void* out;
+  float scale, inverse;  // of the sums; of an FP8 output
+  int rows, columns;     // of out
+  int chunks;            // of 128 bytes along K
+  int token_tiles, tiles;  // in clusters
+  // Mean and sum of squared deviations of 64 columns: (columns / 64, rows) of out, (MOMENTS, rows) of x.
+  float2* moments_out;
+  const float2* moments;
+  const float* weight_sums;  // of each row of the weights
+  float eps;
+};
+
+__device__ __forceinline__ float gelu(float x) {
+  const float u = x * fmaf(0.0356774081f * x, x, 0.7978845608f), h = 0.5f * x;
+  float t;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(u));
+  return fmaf(h, t, h);
+}
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 v;
+#if KIND == 1
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+#endif
+  return v;
+}
+__device__ __forceinline__ float widen(u16 v) {
+#if KIND == 1
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+  return f;
+#else
+  return __uint_as_float((u32)v << 16);
+#endif
+}
+// Two BF16 as two E4M3, saturated.
+__device__ __forceinline__ u32 narrow(u32 two, float inverse) {
+  u16 v;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+      : "=h"(v) : "f"(widen((u16)(two >> 16)) * inverse), "f"(widen((u16)two) * inverse));
+  return v;
+}
+__device__ __forceinline__ u32 narrow4(u32 a, u32 b, float inverse) {
+  return narrow(a, inverse) | (narrow(b, inverse) << 16);
+}
+
+#if NORM
+#define NORMING 96
+// What the sums of TILE_T tokens from `token` on are multiplied by, and what is added to them for a weight row that sums
+// up to one, to shared memory. By the three warps that would be idle: it takes as long as a tile's first chunks.
+__device__ __forceinline__ void take_norms(u32 norms, int token, const Call& c) {
+  for (int t = threadIdx.x - CONSUMERS - 32; t < TILE_T; t += NORMING) {
+    // Deviations from the first mean, so that nothing cancels.
+    float first = 0.f, one = 0.f, two = 0.f, inside = 0.f;
+    if (token + t < c.rows) {
+      const float2* from = c.moments + token + t;
+      if (NORM == 2) first = from->x;
+#pragma unroll 6
+      for (int i = 0; i < MOMENTS; ++i) {
+        const float2 part = from[(u64)i * c.rows];
+        one += part.x - first;
+        two += (part.x - first) * (part.x - first);
+        inside += part.y;
+      }
+    }
+    const float apart = one / MOMENTS;
+    if (NORM == 2) two -= one * apart;
+    const float rstd = rsqrtf((inside / 64.f + two) / MOMENTS + c.eps);
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(norms + t * 8), "f"(rstd * c.scale),
+                 "f"(NORM == 2 ? -rstd * (first + apart) : 0.f) : "memory");
+  }
+  asm volatile("bar.arrive 14, %0;" ::"n"(CONSUMERS + NORMING) : "memory");
+}
+__device__ __forceinline__ void await_norms() {
+  asm volatile("bar.sync 14, %0;" ::"n"(CONSUMERS + NORMING) : "memory");
+}
+#endif
+
+#if RESIDUAL
+// What `emit` of the same tokens and columns will add to. Early: it comes from far.
+template <int COUNT>
+__device__ __forceinline__ void take_residual(uint4 (&held)[(COUNT + 1) / 2], int token, int end, int column,
+                                              const Call& c) {
+#pragma unroll
+  for (int n = 0; n < (COUNT + 1) / 2; ++n) {
+    const int i = (threadIdx.x & 127) + 128 * n, t = i / 8, to = column + i % 8 * 8;
+    held[n] = make_uint4(0, 0, 0, 0);
+    if (i < COUNT * 64 && token + t < end && to < c.columns)
+      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(held[n].x), "=r"(held[n].y), "=r"(held[n].z), "=r"(held[n].w)
+                   : "l"((u16*)c.out + (u64)(token + t) * c.columns + to) : "memory");
+  }
+}
+
+__device__ __forceinline__ u32 add_two(u32 a, u32 b, float& low, float& high) {
+  const u32 sum = pack(widen((u16)a) + widen((u16)b), widen((u16)(a >> 16)) + widen((u16)(b >> 16)));
+  low = widen((u16)sum);
+  high = widen((u16)(sum >> 16));
+  return sum;
+}
+// Over the eight lanes that hold 64 columns of a token.
+__device__ __forceinline__ float sum_of_eight(float v) {
+  v += __shfl_xor_sync(~0u, v, 1);
+  v += __shfl_xor_sync(~0u, v, 2);
+  return v + __shfl_xor_sync(~0u, v, 4);
+}
+// held + v; the moments of the rounded sum, which is what the norm sees.
+__device__ __forceinline__ uint4 add_residual(const uint4& v, const uint4& held, float2& moments) {
+  float r[8];
+  const uint4 sum = make_uint4(add_two(v.x, held.x, r[0], r[1]), add_two(v.y, held.y, r[2], r[3]),
+                               add_two(v.z, held.z, r[4], r[5]), add_two(v.w, held.w, r[6], r[7]));
+  float one = 0.f, two = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) one += r[i];
+  const float mean = sum_of_eight(one) / 64.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) two += (r[i] - mean) * (r[i] - mean);
+  moments = make_float2(mean, sum_of_eight(two));
+  return sum;
+}
+#endif
+
+// Of a thread's two weight rows in a block of 64, whose first is `column`. The columns of a GeGLU have no bias.
+struct Rows {
+  float first_bias, second_bias, first_sum, second_sum;
+};
+__device__ __forceinline__ Rows take_rows(const Call& c, int column) {
+  Rows rows = {0.f, 0.f, 0.f, 0.f};
+  const int at = column + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
+  if (ACTIVATION != 2 && c.bias) {
+    if (at < c.columns) rows.first_bias = widen(__ldg(c.bias + at));
+    if (at + 8 < c.columns) rows.second_bias = widen(__ldg(c.bias + at + 8));
+  }
+  if (NORM == 2) {
+    if (at < c.columns) rows.first_sum = __ldg(c.weight_sums + at);
+    if (at + 8 < c.columns) rows.second_sum = __ldg(c.weight_sums + at + 8);
+  }
+  return rows;
+}
+
+// COUNT times eight tokens from `token`, those before `end`, of one block of weight rows whose first output column is
+// `column`: sums in the layout of wgmma (lane 4 g + t: weight rows g and g + 8 of its warp's 16, tokens 2 t and
+// 2 t + 1) to memory. A warp's matrices of 8 x 8 are transposed on their way to the staging, where a token's columns
+// lie side by side. `held`: what `take_residual` took; `norms`: of the first token.
+template <int COUNT>
+__device__ __forceinline__ void emit(const float* sums, u32 staging, int token, int end, int column, const Rows& rows,
+                                     const Call& c, int group, const uint4* held, u32 norms) {
+  constexpr int MATRICES = ACTIVATION == 2 ? COUNT : 2 * COUNT;
+  const int thread = threadIdx.x & 127, lane = thread & 31, warp = thread >> 5;
+  u32 packed[MATRICES];
+#pragma unroll
+  for (int j = 0; j < COUNT; ++j) {
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = i < 2 ? rows.first_bias : rows.second_bias;
+#if NORM
+    float n[4];  // of two tokens
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(n[0]), "=f"(n[1]), "=f"(n[2]), "=f"(n[3]) : "r"(norms + (j * 8 + lane % 4 * 2) * 8));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (NORM == 2) v[i] = fmaf(n[i % 2 * 2 + 1], i < 2 ? rows.first_sum : rows.second_sum, v[i]);
+      v[i] = fmaf(sums[4 * j + i], n[i % 2 * 2], v[i]);
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = fmaf(sums[4 * j + i], c.scale, v[i]);
+#endif
+    if (ACTIVATION == 2) {
+      packed[j] = pack(gelu(v[0]) * v[2], gelu(v[1]) * v[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (ACTIVATION == 1) v[i] = gelu(v[i]);
+      packed[2 * j % MATRICES] = pack(v[0], v[1]);
+      packed[(2 * j + 1) % MATRICES] = pack(v[2], v[3]);
+    }
+  }
+  // Lanes 8 i to 8 i + 7 name the rows of matrix i.
+  const int row = lane & 7, matrix = lane >> 3;
+  const u32 at = ACTIVATION == 2 ? staging + (matrix * 8 + row) * PITCH + warp * 16
+                                 : staging + ((matrix >> 1) * 8 + row) * PITCH + warp * 32 + (matrix & 1) * 16;
+  constexpr int STEP = (ACTIVATION == 2 ? 8 : 4) * PITCH;  // from a matrix to the next, on average
+  constexpr int FOURS = MATRICES / 4 * 4;
+#pragma unroll
+  for (int i = 0; i < FOURS; i += 4)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at + i * STEP),
+                 "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]), "r"(packed[i + 3]) : "memory");
+  if (MATRICES % 4 >= 2)
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at + FOURS * STEP),
+                 "r"(packed[FOURS % MATRICES]), "r"(packed[(FOURS + 1) % MATRICES]) : "memory");
+  if (MATRICES % 2)
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at + (MATRICES - 1) * STEP),
+                 "r"(packed[MATRICES - 1]) : "memory");
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+  constexpr int EACH = NARROW ? 16 : 8, PIECES = COLUMNS / EACH;  // columns a thread, threads a token
+#pragma unroll
+  for (int n = 0; n < (COUNT * 8 * PIECES + 127) / 128; ++n) {
+    const int i = thread + 128 * n;
+    if (i >= COUNT * 8 * PIECES) break;  // whole warps
+    const int t = i / PIECES, piece = i % PIECES, to = column + piece * EACH;
+    const u32 from = staging + t * PITCH + piece * EACH * 2;
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+#if NARROW
+    uint4 w;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from + 16));
+    v = make_uint4(narrow4(v.x, v.y, c.inverse), narrow4(v.z, v.w, c.inverse), narrow4(w.x, w.y, c.inverse),
+                   narrow4(w.z, w.w, c.inverse));
+#endif
+#if RESIDUAL
+    float2 moments;
+    v = add_residual(v, held[n], moments);
+    if (piece == 0 && token + t < end && to < c.columns)
+      c.moments_out[(u64)(column / 64) * c.rows + token + t] = moments;
+#endif
+    if (token + t < end && to < c.columns)
+      *(uint4*)((unsigned char*)c.out + ((u64)(token + t) * c.columns + to) * (NARROW ? 1 : 2)) = v;
+  }
+  // The staging may be written again.
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+}
