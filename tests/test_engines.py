@@ -221,3 +221,16 @@ def test_the_ledger_keeps_the_newest_entry_of_each_component() -> None:
     for name, used in (("a", "eager"), ("b", "eager"), ("a", "other")):
         ledger.record(LedgerEntry(name, used, used))
     assert [(e["component"], e["used"]) for e in ledger.as_list()] == [("a", "other"), ("b", "eager")]
+
+
+def test_what_the_ledger_says_is_its_askers_own_and_never_old() -> None:
+    ledger = Ledger()
+    assert ledger.as_list() == []
+    ledger.record(LedgerEntry("a", "eager", "eager"))
+    said = ledger.as_list()
+    said[0]["used"] = "changed by a caller"
+    said.clear()
+    assert [(e["component"], e["used"]) for e in ledger.as_list()] == [("a", "eager")]
+    ledger.record(LedgerEntry("a", "native", "eager", "why"))
+    (entry,) = ledger.as_list()
+    assert (entry["requested"], entry["reason"], entry["fell_back"]) == ("native", "why", True)

@@ -247,10 +247,10 @@ def feed_of(model: Pi0, shape: Shape, seed: int) -> Feed:
     rng, config = np.random.default_rng(seed), model.config
     size, images = config.vision.image_size, shape.views * config.vision.tokens
     return Feed(
-        images=rng.integers(0, 256, (shape.batch, shape.views, size, size, 3), dtype=np.uint8),
-        tokens=rng.integers(0, config.vocab_size, (shape.batch, shape.tokens)),
+        images=list(rng.integers(0, 256, (shape.batch, shape.views, size, size, 3), dtype=np.uint8)),
+        tokens=list(rng.integers(0, config.vocab_size, (shape.batch, shape.tokens))),
         lengths=(images + rng.integers(1, shape.tokens + 1, shape.batch)).astype(np.int32),
-        state=rng.standard_normal((shape.batch, config.action_dim)).astype(np.float32),
+        state=list(rng.standard_normal((shape.batch, config.action_dim)).astype(np.float32)),
         noise=rng.standard_normal((shape.batch, config.action_horizon, config.action_dim)).astype(np.float32),
     )
 

@@ -79,7 +79,7 @@ def by_hand(policy: OptimizedPolicy, kind: Kind, observation: Mapping[str, Any],
     state = torch.zeros(1, 8, dtype=torch.float64)
     centre, half = scaling(kind, "state")
     state[0] = torch.from_numpy((observation["observation/state"] - centre) / half)
-    pixels = torch.from_numpy(inputs.images).permute(0, 3, 1, 2)[None].double() / 255 * 2 - 1
+    pixels = torch.from_numpy(np.stack(inputs.images)).permute(0, 3, 1, 2)[None].double() / 255 * 2 - 1
     keys, values = model.prefix_cache(model.embed_images(pixels), torch.from_numpy(inputs.tokens)[None])
     centre, half = scaling(kind, "actions")
     target = np.zeros((1, 5, 8))

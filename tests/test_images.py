@@ -13,7 +13,7 @@ from PIL import Image
 from vla_accel.errors import DependencyError, ObservationError
 from vla_accel.images import fitted, resize, to_uint8
 
-SIZES = [(480, 640), (640, 480), (256, 256), (100, 30), (28, 300), (56, 56), (20, 20), (29, 28)]
+SIZES = [(480, 640), (640, 480), (256, 256), (100, 30), (28, 300), (56, 56), (20, 20), (29, 28), (112, 112)]
 
 
 def picture(height: int, width: int) -> np.ndarray:
@@ -21,8 +21,8 @@ def picture(height: int, width: int) -> np.ndarray:
 
 
 def resized(image: np.ndarray, method: str, size: int = 56) -> np.ndarray:
-    out = np.full((size, size, 3), 77, np.uint8)
-    resize(image, out, method)
+    out = resize(image, size, method)
+    assert out.shape == (size, size, 3) and out.dtype == np.uint8
     return out
 
 
@@ -60,10 +60,10 @@ def test_bilinear_is_torchs(height: int, width: int) -> None:
     assert difference <= 0.51
 
 
-def test_the_right_size_is_copied() -> None:
+def test_the_right_size_is_not_even_copied() -> None:
     image = picture(56, 56)
     for given in (image, image[::-1], np.asfortranarray(image)):
-        np.testing.assert_array_equal(resized(given, "antialias"), given)
+        assert resized(given, "antialias") is given
 
 
 def test_a_flipped_view_can_be_resized() -> None:

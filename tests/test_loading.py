@@ -401,7 +401,7 @@ def test_other_robots_keep_lerobots_keys(tmp_path: Path) -> None:
     assert processor.preset.images == ("observation.images.image", "observation.images.hand")
     picture = np.zeros((28, 28, 3), np.uint8)
     observation = {"observation.images.hand": picture, "observation.state": np.zeros(8), "task": "pick up the bowl"}
-    assert processor.prepare(observation).images.shape == (1, 28, 28, 3)
+    assert processor.prepare(observation).images[0].shape == (28, 28, 3)
     _, chosen = load(tmp_path, PolicyConfig(preset="libero"))
     assert (chosen.preset.images, chosen.preset.resize) == (PRESETS["libero"].images, "bilinear")
 

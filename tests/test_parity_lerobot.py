@@ -105,7 +105,7 @@ def test_whole_observations(reference: Reference, record_property: Any) -> None:
         )
         views, length = len(inputs.images), len(inputs.tokens)
         actions = model.sample_actions(
-            images=torch.from_numpy(inputs.images)[None].permute(0, 1, 4, 2, 3).float() / 255 * 2 - 1,
+            images=torch.from_numpy(np.stack(inputs.images))[None].permute(0, 1, 4, 2, 3).float() / 255 * 2 - 1,
             image_mask=torch.ones(1, views, dtype=torch.bool),
             tokens=torch.from_numpy(inputs.tokens.copy())[None],
             token_mask=torch.ones(1, length, dtype=torch.bool),

@@ -56,7 +56,7 @@ ALL = ("cam_high", "cam_left_wrist", "cam_right_wrist")
 
 
 def inputs_of(raw: np.ndarray) -> Inputs:
-    return Inputs(np.zeros((1, 28, 28, 3), np.uint8), np.zeros(1, np.int64), np.zeros(32, np.float32), raw)
+    return Inputs((np.zeros((28, 28, 3), np.uint8),), np.zeros(1, np.int64), np.zeros(32, np.float32), raw)
 
 
 # -- DROID --------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_alohas_actions() -> None:
 def test_missing_wrist_cameras_are_dropped_in_the_models_order(cameras: tuple[str, ...]) -> None:
     inputs = processor_of(PRESETS["aloha"]).prepare(aloha(*cameras))
     present = [c for c in ALL if c in cameras]
-    assert inputs.images.shape == (len(present), 28, 28, 3)
+    assert [v.shape for v in inputs.images] == [(28, 28, 3)] * len(present)
     assert [v[0, 0, 0] for v in inputs.images] == [cameras.index(c) + 1 for c in present]
 
 
@@ -203,7 +203,7 @@ def test_a_preset_from_yaml(tmp_path: Path) -> None:
     preset = load_preset(str(path))
     observation = {"front": image(5), "pose": [1, 2, 3], "prompt": "pick"}
     inputs = processor_of(preset).prepare(observation)
-    assert inputs.images.shape == (1, 28, 28, 3) and inputs.raw_state.tolist() == [1, 2, 3]
+    assert [v.shape for v in inputs.images] == [(28, 28, 3)] and inputs.raw_state.tolist() == [1, 2, 3]
 
 
 def test_at_least_one_camera_is_needed() -> None:

@@ -351,15 +351,17 @@ def test_plain_prompts_are_tokenised_once() -> None:
     assert len(processor._prompts) <= 1024
 
 
-def test_prepared_arrays_are_the_callers_no_longer() -> None:
+def test_images_are_the_callers_own_and_the_state_is_a_copy() -> None:
     observation = tiny_observation()
     observation["observation/state"] = observation["observation/state"].astype(np.float64)
     inputs = make_processor().prepare(observation)
-    kept = inputs.images.copy(), inputs.raw_state.copy()
-    observation["observation/image"][:] = 0
+    assert inputs.images[0] is observation["observation/image"]
+    # Also where only its axes are in another order; no image is ever written to.
+    moved = {**observation, "observation/image": np.moveaxis(observation["observation/image"], -1, 0).copy()}
+    assert np.shares_memory(make_processor().prepare(moved).images[0], moved["observation/image"])
+    kept = inputs.raw_state.copy()
     observation["observation/state"][:] = 0
-    np.testing.assert_array_equal(inputs.images, kept[0])
-    np.testing.assert_array_equal(inputs.raw_state, kept[1])
+    np.testing.assert_array_equal(inputs.raw_state, kept)
 
 
 def test_statistics_may_be_longer_than_the_robots_numbers() -> None:
@@ -376,7 +378,7 @@ def test_statistics_may_be_longer_than_the_robots_numbers() -> None:
 def test_the_example_is_a_valid_observation() -> None:
     processor = make_processor()
     inputs = processor.prepare(processor.example())
-    assert inputs.images.shape == (2, 28, 28, 3) and not inputs.images.any()
+    assert [v.shape for v in inputs.images] == [(28, 28, 3)] * 2 and not any(v.any() for v in inputs.images)
     np.testing.assert_allclose(inputs.state[:8], 0, atol=1e-6)
     assert len(inputs.tokens) == len(processor.prepare(tiny_observation(prompt=processor.example()["prompt"])).tokens)
     assert make_processor(default_prompt="pick it").example()["prompt"] == "pick it"

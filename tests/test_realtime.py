@@ -118,6 +118,30 @@ def test_every_tick_gets_its_own_action_across_chunks() -> None:
     stopped(loop)
 
 
+def test_the_policy_sees_the_frame_of_its_tick_though_the_robot_writes_the_next_one() -> None:
+    seen: list[np.ndarray] = []
+    policy = Plain()
+
+    class Late:
+        def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+            result = policy.infer(observation)  # waits for the gate, and looks at its images only then
+            seen.extend([observation["image"].copy(), observation["images"]["left"]["top"].copy()])
+            return result
+
+    flat, nested = np.zeros((2, 2), np.uint8), np.zeros((2, 2), np.uint8)
+    observation = {"tick": np.zeros(1), "image": flat, "images": {"left": {"top": nested}, "note": "x"}}
+    with AsyncRunner(Late(), 50.0, replan_ticks=1, max_wait_s=0.0, margin_ticks=0) as runner:
+        policy.gate.release()
+        runner.start(observation)
+        runner.step(observation)
+        runner.step(observation)  # begins the second inference
+        flat[:], nested[:] = 7, 7
+        policy.gate.release()
+        with runner._condition:
+            assert runner._condition.wait_for(lambda: runner._done is not None, 5)
+    assert len(seen) == 4 and not any(image.any() for image in seen)
+
+
 def test_a_guided_policy_gets_the_rest_of_the_chunk_and_the_delay() -> None:
     loop = Loop(Guided(), replan_ticks=3)
     assert loop.runner.real_time_chunking

@@ -41,22 +41,24 @@ def fitted(height: int, width: int, size: int) -> tuple[int, int, int, int]:
     return (size - inner_height) // 2, (size - inner_width) // 2, inner_height, inner_width
 
 
-def resize(image: np.ndarray, out: np.ndarray, method: str) -> None:
-    """Write uint8 (H, W, 3) into `out`, uint8 (size, size, 3), with black bars where the aspect ratio differs.
+def resize(image: np.ndarray, size: int, method: str) -> np.ndarray:
+    """Uint8 (H, W, 3) as uint8 (size, size, 3), with black bars where the aspect ratio differs. An image of that size
+    is returned itself, not a copy.
 
     `method`: "antialias" is Pillow's bilinear filter, as in openpi; "bilinear" samples four neighbours, as in
     lerobot, rounded to whole numbers (lerobot keeps fractions, and pads beyond the range of an image).
     """
-    size = len(out)
-    if image.shape == out.shape:
-        out[...] = image
-        return
+    if image.shape == (size, size, 3):
+        return image
     top, left, height, width = fitted(image.shape[0], image.shape[1], size)
     if not (height and width):
         raise ObservationError(f"image: expected a shape that can be resized to {size}, got {image.shape}")
     inner = _filtered(image, height, width) if method == "antialias" else _sampled(image, height, width)
-    out[...] = 0
+    if height == width == size:
+        return inner
+    out = np.zeros((size, size, 3), np.uint8)
     out[top : top + height, left : left + width] = inner
+    return out
 
 
 def _filtered(image: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -32,8 +32,9 @@ class Ledger:
 
     strict: bool = False
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
-    _plain: list[dict[str, object]] = field(default_factory=list, init=False, repr=False, compare=False)
-    _shown: tuple[LedgerEntry, ...] = field(default=(), init=False, repr=False, compare=False)
+    _shown: tuple[tuple[LedgerEntry, ...], tuple[dict[str, object], ...]] = field(
+        default=((), ()), init=False, repr=False, compare=False
+    )
 
     def record(self, entry: LedgerEntry) -> None:
         """Keep an entry; a fallback is also logged as a warning, or raises EngineError when strict."""
@@ -47,10 +48,11 @@ class Ledger:
         self.entries[entry.component] = entry
 
     def as_list(self) -> list[dict[str, object]]:
-        """Plain data for metadata and JSON, as every call returns it: a list of one's own, the same rows until the
-        ledger changes."""
+        """Plain data for metadata and JSON, as every call returns it. The caller's own: it may be changed."""
         entries = tuple(self.entries.values())
-        if entries != self._shown:
-            self._shown = entries
-            self._plain = [{**dataclasses.asdict(e), "fell_back": e.fell_back} for e in entries]
-        return list(self._plain)
+        shown, rows = self._shown
+        if entries != shown:
+            rows = tuple({**dataclasses.asdict(e), "fell_back": e.fell_back} for e in entries)
+            # Both at once: other threads ask, too.
+            self._shown = entries, rows
+        return [row.copy() for row in rows]

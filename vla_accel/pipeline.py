@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,17 +43,18 @@ class Shape:
 
 @dataclass(frozen=True)
 class Feed:
-    """One call's inputs on the host, as NumPy arrays.
+    """One call's inputs on the host, as NumPy arrays, or a sequence of them where each row has its own.
 
-    images uint8 (B, V, S, S, 3); tokens int64 (B, L); lengths int32 (B,), real prefix tokens; noise float32 (B, H, A)
-    or None where it is drawn on the device; state float32 (B, A). Of real-time chunking, target float32 (B, H, A), the
-    previous chunk as the model would have given it, and weights float32 (B, H); None for a plain call.
+    images uint8 (S, S, 3), V of them for each of the B rows; tokens int64 (up to L,) of each row; lengths int32 (B,),
+    real prefix tokens; state float32 (A,) of each row; noise float32 (B, H, A) or None where it is drawn on the device.
+    Of real-time chunking, target float32 (B, H, A), the previous chunk as the model would have given it, and weights
+    float32 (B, H); both or None for a plain call.
     """
 
-    images: np.ndarray
-    tokens: np.ndarray
+    images: Sequence[Sequence[np.ndarray]]
+    tokens: Sequence[np.ndarray]
     lengths: np.ndarray
-    state: np.ndarray
+    state: Sequence[np.ndarray]
     noise: np.ndarray | None
     target: np.ndarray | None = None
     weights: np.ndarray | None = None
@@ -67,6 +69,8 @@ class Pipeline:
         self.shape, self.device = shape, device
         self.lengths = np.zeros(shape.batch, np.int32)
         """Real prefix tokens of the newest call's rows."""
+        self._guided = False
+        """Whether the staged target and weights may differ from zero."""
         prefix_tokens = shape.views * model.config.vision.tokens + shape.tokens
 
         def engine(component: Component, spec: EngineSpec) -> Engine:
@@ -136,20 +140,39 @@ class Pipeline:
         self._actions.copy_(self.denoise.outputs["actions"], non_blocking=True)
 
     def feed(self, feed: Feed, generator: torch.Generator) -> None:
-        """Put a call's inputs into the staging buffers; noise goes to the device, or is drawn there."""
+        """Put a call's inputs into the staging buffers; noise goes to the device, or is drawn there.
+
+        The only copy of the images on the host; afterwards they may be overwritten.
+        """
         self.lengths = feed.lengths
-        for name, array in self._host.items():
-            given = getattr(feed, name)
-            if given is None:
-                array.fill(0)  # weights of zero: the graph that guides computes a plain call, too
-            else:
-                np.copyto(array, given, casting="no")
+        host = self._host
+        for places, views in zip(host["images"], feed.images, strict=True):
+            _write(places, views)
+        for row, tokens in zip(host["tokens"], feed.tokens, strict=True):
+            np.copyto(row[: len(tokens)], tokens, casting="no")
+            row[len(tokens) :] = 0
+        if "lengths" in host:
+            np.copyto(host["lengths"], feed.lengths, casting="no")
+        if "state" in host:
+            _write(host["state"], feed.state)
+        self._guide(feed.target, feed.weights)
         noise = self.denoise.inputs["noise"]
         if feed.noise is None:
             noise.normal_(generator=generator)
         else:
             self._noise.numpy()[:] = feed.noise
             noise.copy_(self._noise, non_blocking=True)
+
+    def _guide(self, target: np.ndarray | None, weights: np.ndarray | None) -> None:
+        """Stage what guides the actions. Weights of zero: the graph that guides computes a plain call, too."""
+        if target is not None and weights is not None:
+            self._guided = True
+            np.copyto(self._host["target"], target, casting="no")
+            np.copyto(self._host["weights"], weights, casting="no")
+        elif self._guided:
+            self._host["target"].fill(0)
+            self._host["weights"].fill(0)
+            self._guided = False
 
     def run(self) -> tuple[np.ndarray, dict[str, float]]:
         """Actions float32 (B, H, A) and milliseconds by engine, and of `transfer`: launch, copies and waiting.
@@ -191,6 +214,11 @@ class Pipeline:
         return {n: a.elapsed_time(b) for (n, _), a, b in zip(self.engines, events, events[1:], strict=False)}
 
 
+def _write(rows: np.ndarray, given: Sequence[np.ndarray]) -> None:
+    for row, one in zip(rows, given, strict=True):
+        np.copyto(row, one, casting="no")
+
+
 class Pipelines:
     """Pipelines by shape, most recently used last, within `limit` shapes and a budget of device memory."""
 
@@ -218,9 +246,10 @@ class Pipelines:
 
     def get(self, shape: Shape) -> Pipeline:
         """The pipeline of a shape, built on first use."""
-        if shape in self._kept:
+        known = self._kept.get(shape)
+        if known is not None:
             self._kept.move_to_end(shape)
-            return self._kept[shape][0]
+            return known[0]
         store = self._parts[2]
         before = self._allocated() - store.bytes
         pipeline = Pipeline(*self._parts, shape, self.device, self.ledger)

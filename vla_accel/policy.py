@@ -154,11 +154,11 @@ class OptimizedPolicy:
             self.latency.add(sample)
             timing = {"infer_ms": sample.total_ms, "total_ms": sample.total_ms}
             timing |= {f"{name}_ms": value for name, value in sections.items()}
-            engines = self.ledger.as_list()
-        return [
-            {"actions": a, "state": i.raw_state, "policy_timing": dict(timing), "engines": engines}
-            for a, i in zip(robot, inputs, strict=True)
-        ]
+            # Nothing is shared between results, so that one may be changed.
+            return [
+                {"actions": a, "state": i.raw_state, "policy_timing": timing.copy(), "engines": self.ledger.as_list()}
+                for a, i in zip(robot, inputs, strict=True)
+            ]
 
     def infer_with_internals(
         self, observation: Mapping[str, Any], *, noise: np.ndarray
@@ -284,18 +284,18 @@ class OptimizedPolicy:
         batch, views = len(inputs), len(inputs[0].images)
         if noise is not None:
             noise = self._given_noise(noise, batch)
-        longest = max(len(i.tokens) for i in inputs)
+        counts = [len(i.tokens) for i in inputs]
+        longest = max(counts)
         width = -(-longest // TOKEN_BUCKET) * TOKEN_BUCKET if self._padded else longest
-        padded = self._padded or any(len(i.tokens) != longest for i in inputs)
-        tokens = np.zeros((batch, width), np.int64)
-        for row, one in enumerate(inputs):
-            tokens[row, : len(one.tokens)] = one.tokens
+        padded = self._padded or min(counts) != longest
+        if any(len(i.images) != views for i in inputs):
+            raise ObservationError(f"batch: expected as many views of each, got {[len(i.images) for i in inputs]}")
         images = views * self.model.config.vision.tokens
         feed = Feed(
-            images=np.stack([i.images for i in inputs]) if batch > 1 else inputs[0].images[None],
-            tokens=tokens,
-            lengths=np.array([images + len(i.tokens) for i in inputs], np.int32),
-            state=np.stack([i.state for i in inputs]),
+            images=[i.images for i in inputs],
+            tokens=[i.tokens for i in inputs],
+            lengths=np.array([images + n for n in counts], np.int32),
+            state=[i.state for i in inputs],
             noise=noise,
             target=target,
             weights=weights,

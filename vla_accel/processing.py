@@ -26,10 +26,13 @@ _KEPT_PROMPTS = 1024
 
 @dataclass(frozen=True)
 class Inputs:
-    """One observation, ready: images uint8 (views, size, size, 3) of the views that are there; tokens int64 (L,);
-    state float32 (action_dim,) normalised and padded; raw_state float64 (state_dim,) as the robot gave it."""
+    """One observation, ready: images uint8 (size, size, 3) each, of the views that are there; tokens int64 (L,);
+    state float32 (action_dim,) normalised and padded; raw_state float64 (state_dim,) as the robot gave it.
 
-    images: np.ndarray
+    An image that needs no conversion is the observation's own array (or a view of it): copy it to keep it.
+    """
+
+    images: tuple[np.ndarray, ...]
     tokens: np.ndarray
     state: np.ndarray
     raw_state: np.ndarray
@@ -56,10 +59,17 @@ class Processor:
     prompt_state_dim: int | None = None
     _prompts: dict[str, np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
     _siblings: dict[str, frozenset[str]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    # The preset's dimensions as NumPy indexes with them.
+    _moving: np.ndarray = field(init=False, repr=False, compare=False)
+    _flipped: np.ndarray = field(init=False, repr=False, compare=False)
+    _grippers: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "state", self.state.cut(self.preset.state_dim, "state"))
         object.__setattr__(self, "actions", self.actions.cut(self.preset.action_dim, "actions"))
+        object.__setattr__(self, "_moving", np.array(self.preset.delta_actions, np.intp))
+        object.__setattr__(self, "_flipped", np.array(self.preset.flipped, np.intp))
+        object.__setattr__(self, "_grippers", np.array(self.preset.gripper_dims, np.intp))
         others = {key.rpartition("/")[0] for key in (*self.preset.state, self.preset.prompt)}
         for key in (*self.preset.images, *self.preset.ignored_images):
             parent, _, name = key.rpartition("/")
@@ -78,10 +88,7 @@ class Processor:
             self._report_missing(observation, {k for k, _ in views}, prompt)
         self._refuse_unknown_images(observation)
 
-        size = self.image_size
-        images = np.empty((len(views), size, size, 3), np.uint8)
-        for row, (key, image) in zip(images, views, strict=True):
-            resize(to_uint8(image, key), row, preset.resize)
+        images = tuple(resize(to_uint8(image, key), self.image_size, preset.resize) for key, image in views)
         raw = self._raw_state(states)
         normalised = self.state.normalise(self._decoded(raw))
         padded = np.zeros(self.action_dim, np.float32)
@@ -95,16 +102,14 @@ class Processor:
 
     def finish(self, actions: np.ndarray, inputs: Inputs | None = None) -> np.ndarray:
         """Normalised actions (H, action_dim) of the observation `inputs` to the robot's, float64 (H, robot's)."""
-        preset = self.preset
         robot = self.actions.restore(actions.astype(np.float64))
-        if preset.delta_actions:
+        if self._moving.size:
             assert inputs is not None
-            moving = list(preset.delta_actions)
-            robot[:, moving] += self._decoded(inputs.raw_state)[moving]
-        robot[:, list(preset.flipped)] *= -1.0
-        if preset.gripper == "aloha":
-            grippers = list(preset.gripper_dims)
-            robot[:, grippers] = _aloha_gripper_command(robot[:, grippers])
+            robot[:, self._moving] += self._decoded(inputs.raw_state)[self._moving]
+        if self._flipped.size:
+            robot[:, self._flipped] *= -1.0
+        if self.preset.gripper == "aloha":
+            robot[:, self._grippers] = _aloha_gripper_command(robot[:, self._grippers])
         return robot
 
     def begin(self, actions: Any, inputs: Inputs, name: str = "prev_chunk") -> np.ndarray:
@@ -118,11 +123,11 @@ class Processor:
         if not np.isfinite(robot).all():
             raise ObservationError(f"{name}: expected finite numbers, got NaN or infinity")
         if preset.gripper == "aloha":
-            grippers = list(preset.gripper_dims)
-            robot[:, grippers] = _aloha_gripper_output(robot[:, grippers])
-        robot[:, list(preset.flipped)] *= -1.0
-        moving = list(preset.delta_actions)
-        robot[:, moving] -= self._decoded(inputs.raw_state)[moving]
+            robot[:, self._grippers] = _aloha_gripper_output(robot[:, self._grippers])
+        if self._flipped.size:
+            robot[:, self._flipped] *= -1.0
+        if self._moving.size:
+            robot[:, self._moving] -= self._decoded(inputs.raw_state)[self._moving]
         with np.errstate(over="ignore", invalid="ignore"):
             normalised = self.actions.invert(robot).astype(np.float32)
         if not np.isfinite(normalised).all():
@@ -189,14 +194,12 @@ class Processor:
 
     def _decoded(self, raw: np.ndarray) -> np.ndarray:
         """The robot's state in the model's conventions, before normalisation."""
-        preset = self.preset
-        if not preset.flipped and preset.gripper == "none":
+        if not self._flipped.size and self.preset.gripper == "none":
             return raw
         state = raw.copy()
-        state[list(preset.flipped)] *= -1.0
-        if preset.gripper == "aloha":
-            grippers = list(preset.gripper_dims)
-            state[grippers] = _aloha_gripper_angle(state[grippers])
+        state[self._flipped] *= -1.0
+        if self.preset.gripper == "aloha":
+            state[self._grippers] = _aloha_gripper_angle(state[self._grippers])
         return state
 
     def _tokens(self, prompt: Any, state: np.ndarray) -> np.ndarray:
@@ -254,7 +257,7 @@ def _aloha_gripper_angle(opening: np.ndarray) -> np.ndarray:
     linear = opening * (_LINEAR[1] - _LINEAR[0]) + _LINEAR[0]
     with np.errstate(divide="ignore"):
         sine = (_HORN**2 + linear**2 - _ARM**2) / (2 * _HORN * linear)
-    return (np.arcsin(np.clip(sine, -1.0, 1.0)) - _ANGLE[0]) / (_ANGLE[1] - _ANGLE[0])
+    return (np.arcsin(sine.clip(-1.0, 1.0)) - _ANGLE[0]) / (_ANGLE[1] - _ANGLE[0])
 
 
 def _aloha_gripper_command(angle: np.ndarray) -> np.ndarray:

@@ -113,11 +113,13 @@ def _fold(norm: nn.Module, linear: nn.Linear) -> None:
 
 
 @torch.no_grad()
-def calibrate(model: Pi0, inputs: Iterable[tuple[np.ndarray, np.ndarray]], source: str) -> Scales:
+def calibrate(
+    model: Pi0, inputs: Iterable[tuple[Sequence[np.ndarray] | np.ndarray, np.ndarray]], source: str
+) -> Scales:
     """Scales from observations.
 
-    Args: `inputs`: (images uint8 (views, S, S, 3), tokens int64 (L,)) of each observation, as a `Processor` makes them;
-    `source`: where they come from, for the record.
+    Args: `inputs`: (images uint8 (S, S, 3) of each view, tokens int64 (L,)) of each observation, as a `Processor` makes
+    them; `source`: where they come from, for the record.
     Raises DependencyError without ModelOpt, CheckpointError where some product saw nothing finite.
     """
     try:
@@ -135,7 +137,7 @@ def calibrate(model: Pi0, inputs: Iterable[tuple[np.ndarray, np.ndarray]], sourc
 
     def forward(quantised: Any) -> None:
         for images, tokens in observations:
-            quantised(model, torch.from_numpy(images).to(device), torch.from_numpy(tokens)[None].to(device))
+            quantised(model, torch.from_numpy(np.asarray(images)).to(device), torch.from_numpy(tokens)[None].to(device))
 
     mtq.quantize(folded, mtq.FP8_DEFAULT_CFG, forward)
     amax: dict[str, float] = {}

@@ -255,7 +255,7 @@ class AsyncRunner:
         remaining = None if self._chunk is None else self._chunk.remaining(self._tick)
         guided = self.real_time_chunking and remaining is not None and len(remaining) > 0
         # The robot's loop may write its next frame into the same arrays.
-        copied = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in observation.items()}
+        copied = _copied(observation)
         previous = remaining.copy() if guided and remaining is not None else None
         # What is not in the previous chunk cannot be kept.
         delay = min(self._expected_delay(), 0 if previous is None else len(previous))
@@ -338,6 +338,13 @@ class AsyncRunner:
         if not np.isfinite(actions).all():
             raise EngineError("actions: expected finite numbers, got NaN or infinity")
         return actions
+
+
+def _copied(observation: Any) -> Any:
+    """The observation with arrays of its own, those in nested mappings (of cameras) included."""
+    if isinstance(observation, Mapping):
+        return {k: _copied(v) for k, v in observation.items()}
+    return observation.copy() if isinstance(observation, np.ndarray) else observation
 
 
 def takes_prev_chunk(policy: Any) -> bool:
