@@ -104,8 +104,11 @@ def check_folded(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, a
         before, onto = whole.clone(), whole[8:-8]
         moments = torch.full((n // 64 + 2, rows, 2), float("nan"), device=DEVICE)
         product.product(x, weight, bias, onto, moments=moments[1:-1], **options)
-        want = before[8:-8].float() + expected(x, weight, bias, k**-0.5, "none").to(wide).float()
-        assert ((onto.float() - want).abs() / (want.abs() + 1)).max() < 0.02
+        y = expected(x, weight, bias, k**-0.5, "none").to(wide).float()
+        want = before[8:-8].float() + y
+        # The product is rounded, and so is the sum; the tensor cores add up FP8 products in fewer bits than float32.
+        slack = 0.03 * (y.abs() + 1) if kind == FP8 else 1e-3
+        assert ((onto.float() - want).abs() <= 2 * torch.finfo(wide).eps * (y.abs() + want.abs()) + slack).all()
         assert torch.equal(whole[:8], before[:8]) and torch.equal(whole[-8:], before[-8:])
         parts = onto.float().view(rows, -1, 64)
         torch.testing.assert_close(moments[1:-1, :, 0].T, parts.mean(2), atol=1e-5, rtol=1e-5)

@@ -86,9 +86,9 @@ __device__ __forceinline__ void take_norms(u32 norms, int token, const Call& c) 
     }
     const float apart = one / MOMENTS;
     if (NORM == 2) two -= one * apart;
-    const float rstd = rsqrtf((inside / 64.f + two) / MOMENTS + c.eps);
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(norms + t * 8), "f"(rstd * c.scale),
-                 "f"(NORM == 2 ? -rstd * (first + apart) : 0.f) : "memory");
+    const float factor = rsqrtf((inside / 64.f + two) / MOMENTS + c.eps) * c.scale;
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(norms + t * 8), "f"(factor),
+                 "f"(NORM == 2 ? -factor * (first + apart) : 0.f) : "memory");
   }
   asm volatile("bar.arrive 14, %0;" ::"n"(CONSUMERS + NORMING) : "memory");
 }

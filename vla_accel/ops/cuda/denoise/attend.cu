@@ -60,7 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   float* const stats = totals + WARPS * ROWS;         // (RANKS, ROWS, 2), from every block of the cluster
   u16* const own_q = (u16*)(stats + RANKS * ROWS * 2);  // (T, Q_UNITS, 2, 8)
   const u32 kv_barrier = smem_of(own_q + ROWS * Q_COLUMNS);
-  float* const parts = (float*)shared_memory;  // (RANKS, ROWS, Q_COLUMNS), in the place of the weights
+  // (RANKS, MT, VT, 32, 4) as lanes hold the sums, in the place of the weights
+  unsigned char* const parts = shared_memory;
   if (!in_front) {
     arrive_started();
     if (threadIdx.x == 0) {
@@ -272,37 +273,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     }
   }
   // A warp's columns are those of the block of its number.
-  const u32 part_at = remote_address(smem_of(parts + rank * ROWS * Q_COLUMNS), warp);
+  const u32 part_at = remote_address(smem_of(parts + (rank * MT * VT * 32 + lane) * 16), warp);
 #pragma unroll
-  for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = mt * 16 + half * 8 + g;
-      if (row < T)
-#pragma unroll
-        for (int i = 0; i < VT; ++i)
-          store_remote8(part_at + (row * Q_COLUMNS + i * 8 + 2 * t) * 4, o[mt][i][half * 2], o[mt][i][half * 2 + 1]);
-    }
+  for (int i = 0; i < MT * VT; ++i) {
+    const float(&v)[4] = o[i / VT][i % VT];
+    store_remote16(part_at + i * 512, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                                                 __float_as_uint(v[3])));
+  }
   arrive_cluster();
   wait_cluster();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < T * Q_COLUMNS / 2; i += THREADS) {
-    const int row = i / (Q_COLUMNS / 2), column = i % (Q_COLUMNS / 2) * 2;
-    float2 stat[RANKS];
-    float one = -INFINITE, total = 0.f, a = 0.f, b = 0.f;
+  for (int i = threadIdx.x; i < MT * VT * 32; i += THREADS) {
+    const int row = i / (VT * 32) * 16 + g, column = i / 32 % VT * 8 + 2 * t;
+    float2 stat[2][RANKS];
+    float one[2] = {-INFINITE, -INFINITE}, total[2] = {0.f, 0.f}, sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int from = 0; from < RANKS; ++from) {
+        stat[half][from] = *(const float2*)(stats + (from * ROWS + row + half * 8) * 2);
+        one[half] = fmaxf(one[half], stat[half][from].x);
+      }
 #pragma unroll
     for (int from = 0; from < RANKS; ++from) {
-      stat[from] = *(const float2*)(stats + (from * ROWS + row) * 2);
-      one = fmaxf(one, stat[from].x);
+      const float4 part = *(const float4*)(parts + (from * MT * VT * 32 + i) * 16);
+      const float first = exp2_fast(stat[0][from].x - one[0]), second = exp2_fast(stat[1][from].x - one[1]);
+      total[0] += first * stat[0][from].y;
+      total[1] += second * stat[1][from].y;
+      sum[0] += first * part.x;
+      sum[1] += first * part.y;
+      sum[2] += second * part.z;
+      sum[3] += second * part.w;
     }
 #pragma unroll
-    for (int from = 0; from < RANKS; ++from) {
-      const float weight = exp2_fast(stat[from].x - one);
-      const float2 part = *(const float2*)(parts + (from * ROWS + row) * Q_COLUMNS + column);
-      total += weight * stat[from].y;
-      a += weight * part.x;
-      b += weight * part.y;
-    }
-    *(u32*)(c.context + place_of(row, head * D + rank * Q_COLUMNS + column, H * D)) = to_bf16x2(a / total, b / total);
+    for (int half = 0; half < 2; ++half)
+      if (row + half * 8 < T)
+        *(u32*)(c.context + place_of(row + half * 8, head * D + rank * Q_COLUMNS + column, H * D)) =
+            to_bf16x2(sum[half * 2] / total[half], sum[half * 2 + 1] / total[half]);
   }
 }
