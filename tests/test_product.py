@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vla_accel.errors import EngineError
-from vla_accel.ops import fused
+from vla_accel.ops import folded, fused
 from vla_accel.ops.cuda import product, runtime
 from vla_accel.ops.cuda.product import Tiling
 from vla_accel.ops.fused import FP8, Linear, make_linear, pair
@@ -348,7 +348,7 @@ def test_linear_gelu_is_linear_and_gelu() -> None:
     torch.testing.assert_close(narrow.float(), (want * 30).clamp(-448, 448).to(FP8).float())
 
 
-def test_an_own_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anown_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(product, "plan", lambda *_: TILINGS[0])
     monkeypatch.setattr(
@@ -356,7 +356,7 @@ def test_an_own_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     layer = Linear(torch.zeros(32, 16).to(FP8), torch.ones(32), torch.tensor(0.5), torch.tensor(0.25), 0.5, 0.25)
     x, out = torch.zeros(2, 16).to(FP8), torch.zeros(2, 32)
-    assert fused._own_product(x, layer, out, "gelu", 3.0, True)
+    assert fused.own_product(x, layer, out, "gelu", 3.0, True)
     assert seen == [
         {
             "bias": layer.bias,
@@ -368,7 +368,7 @@ def test_an_own_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         }
     ]
     # A GeGLU's product has no bias.
-    assert not fused._own_product(x, pair(layer), out[:, :16], "geglu", None, True) and len(seen) == 1
+    assert not fused.own_product(x, pair(layer), out[:, :16], "geglu", None, True) and len(seen) == 1
 
 
 @pytest.mark.parametrize("offset", [0.0, 300.0])
@@ -377,10 +377,10 @@ def test_norms_inside_the_products_are_the_norms(offset: float) -> None:
     rows, width, hidden = 7, 192, 40
     x, a = draw(rows, width) + offset, draw(rows, 32, seed=1)
     first = make_linear(draw(width, 32, seed=2), draw(width, seed=3), torch.float32)
-    second = fused.with_sums(make_linear(draw(hidden, width, seed=4), draw(hidden, seed=5), torch.float32))
+    second = folded.with_sums(make_linear(draw(hidden, width, seed=4), draw(hidden, seed=5), torch.float32))
     moments = torch.full((3, rows, 2), float("nan"))
     residual = x.clone()
-    fused.residual_linear(a, first, residual, moments)
+    folded.residual_linear(a, first, residual, moments)
     want = x + F.linear(a, first.weight, first.bias)
     torch.testing.assert_close(residual, want)
     parts = want.view(rows, 3, 64)
@@ -388,7 +388,7 @@ def test_norms_inside_the_products_are_the_norms(offset: float) -> None:
     torch.testing.assert_close(moments[..., 1].T, parts.var(2, unbiased=False) * 64)
     out = torch.empty(rows, hidden)
     for layer_norm, gelu in itertools.product((False, True), repeat=2):
-        fused.normed_linear(want, moments, second, out, layer_norm=layer_norm, eps=1e-6, gelu=gelu)
+        folded.normed_linear(want, moments, second, out, layer_norm=layer_norm, eps=1e-6, gelu=gelu)
         normed = F.layer_norm(want, (width,), eps=1e-6) if layer_norm else F.rms_norm(want, (width,), eps=1e-6)
         expected = F.linear(
             normed.double(), second.weight.double(), second.bias.double() if second.bias is not None else None
@@ -400,17 +400,17 @@ def test_norms_inside_the_products_are_the_norms(offset: float) -> None:
 def test_normed_rows_have_moments_that_change_nothing() -> None:
     x, layer = (
         F.layer_norm(draw(5, 128), (128,)),
-        fused.with_sums(make_linear(draw(16, 128, seed=1), None, torch.float32)),
+        folded.with_sums(make_linear(draw(16, 128, seed=1), None, torch.float32)),
     )
-    moments, out = fused.moments_buffer(5, 128, x.device, 1e-3), torch.empty(5, 16)
+    moments, out = folded.moments_buffer(5, 128, x.device, 1e-3), torch.empty(5, 16)
     for layer_norm in (False, True):
-        fused.normed_linear(x, moments, layer, out, layer_norm=layer_norm, eps=1e-3)
+        folded.normed_linear(x, moments, layer, out, layer_norm=layer_norm, eps=1e-3)
         torch.testing.assert_close(out, F.linear(x, layer.weight))
 
 
 def test_norms_are_folded_where_every_product_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     products = [(make_linear(torch.zeros(n, 64), None, BF16), "none") for n in (64, 128)]
-    assert not fused.folds_norms(8, *products)
+    assert not folded.folds_norms(8, *products)
     for known in ((64,), (64, 128)):
         monkeypatch.setattr(product, "planned", lambda *sizes, known=known: TILINGS[0] if sizes[4] in known else None)
-        assert fused.folds_norms(8, *products) == (len(known) == 2)
+        assert folded.folds_norms(8, *products) == (len(known) == 2)

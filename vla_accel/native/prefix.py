@@ -15,7 +15,7 @@ from torch import Tensor
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.fold import amax_of, compute_dtype, fold_norm
-from vla_accel.ops import fused
+from vla_accel.ops import folded, fused
 from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.fused import Linear, make_linear, pair
 
@@ -109,11 +109,11 @@ class NativePrefix:
             }  # fmt: skip
             products, self.pdl = fused.products_by(rows, four)
         self.detail += products
-        self.folded = first.down is not None and fused.folds_norms(rows, (first.down, "none"), (first.qkv, "none"))
+        self.folded = first.down is not None and folded.folds_norms(rows, (first.down, "none"), (first.qkv, "none"))
         if self.folded:
             self.detail += ", norm of q/k/v inside"
-        self.moments = fused.moments_buffer(rows, width, device)
-        self.normed = fused.moments_buffer(rows, width, device, weights.eps)
+        self.moments = folded.moments_buffer(rows, width, device)
+        self.normed = folded.moments_buffer(rows, width, device, weights.eps)
 
         def buffer(columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(rows, columns, dtype=kind, device=device)
@@ -146,7 +146,7 @@ class NativePrefix:
                 fused.rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0, pdl=pdl)
                 break
             if self.folded:
-                fused.normed_linear(x, moments, layer.qkv, self.qkv, layer_norm=False, eps=w.eps, pdl=pdl)
+                folded.normed_linear(x, moments, layer.qkv, self.qkv, layer_norm=False, eps=w.eps, pdl=pdl)
             else:
                 fused.linear(self.h, layer.qkv, self.qkv, pdl=pdl)
             fused.rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads, pdl=pdl)
@@ -161,7 +161,7 @@ class NativePrefix:
             )
             if self.folded:
                 x, moments = self.x, self.moments
-                fused.residual_linear(self.active, layer.down, x, moments, pdl=pdl)
+                folded.residual_linear(self.active, layer.down, x, moments, pdl=pdl)
             else:
                 fused.linear(self.active, layer.down, self.y, pdl=pdl)
                 self._residual(self.h, w.layers[index + 1].qkv)

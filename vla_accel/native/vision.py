@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.siglip import SiglipLayer
 from vla_accel.native.fold import amax_of, compute_dtype, fold_norm, round_up
-from vla_accel.ops import fused
+from vla_accel.ops import folded, fused
 from vla_accel.ops.attending import Sizes, attend, choose
-from vla_accel.ops.fused import Linear, make_linear, with_sums
+from vla_accel.ops.folded import with_sums
+from vla_accel.ops.fused import Linear, make_linear
 from vla_accel.ops.reference import MOMENTS_OF
 
 
@@ -121,11 +122,11 @@ class NativeVision:
         products, self.pdl = fused.products_by(rows, four)
         self.detail += products
         quantised = first.qkv.weight_scale is not None
-        self.folded = not quantised and width % MOMENTS_OF == 0 and fused.folds_norms(rows, *four.values())
+        self.folded = not quantised and width % MOMENTS_OF == 0 and folded.folds_norms(rows, *four.values())
         if self.folded:
             self.detail += ", norms inside"
-        self.moments = fused.moments_buffer(rows, width, device)
-        self.normed = fused.moments_buffer(rows, width, device, weights.eps)
+        self.moments = folded.moments_buffer(rows, width, device)
+        self.normed = folded.moments_buffer(rows, width, device, weights.eps)
         self.patches = torch.empty(rows, weights.patch.shape[1], dtype=weights.patch.dtype, device=device)
         self.embedded = torch.empty(rows, width, dtype=torch.float32, device=device)
         self.x, self.y = buffer(width), buffer(width)
@@ -165,12 +166,12 @@ class NativeVision:
         pdl, norm = self.pdl, {"layer_norm": True, "eps": self.weights.eps, "pdl": self.pdl}
         x, moments = self.h, self.normed
         for layer in self.weights.layers:
-            fused.normed_linear(x, moments, layer.qkv, self.qkv, **norm)
+            folded.normed_linear(x, moments, layer.qkv, self.qkv, **norm)
             self._attend(layer)
             x, moments = self.x, self.moments
-            fused.residual_linear(self.context, layer.out, x, moments, pdl=pdl)
-            fused.normed_linear(x, moments, layer.fc1, self.active, gelu=True, **norm)
-            fused.residual_linear(self.active, layer.fc2, x, moments, pdl=pdl)
+            folded.residual_linear(self.context, layer.out, x, moments, pdl=pdl)
+            folded.normed_linear(x, moments, layer.fc1, self.active, gelu=True, **norm)
+            folded.residual_linear(self.active, layer.fc2, x, moments, pdl=pdl)
 
     def _layers(self, norm: dict[str, Any]) -> None:
         w, pdl = self.weights, self.pdl

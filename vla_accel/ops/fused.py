@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_accel.errors import EngineError
 from vla_accel.ops import reference
-from vla_accel.ops.reference import MOMENTS_OF
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -109,14 +107,7 @@ def pair(layer: Linear) -> Linear:
     return replace(layer, weight=mixed(layer.weight), bias=mixed(layer.bias), paired=True)
 
 
-def with_sums(layer: Linear) -> Linear:
-    """A product that `normed_linear` can take after a LayerNorm; an FP8 one, which it cannot, as it is."""
-    if layer.weight_scale is not None:
-        return layer
-    return replace(layer, sums=layer.weight.double().sum(1).float())
-
-
-def _own_product(
+def own_product(
     x: Tensor, layer: Linear, out: Tensor, activation: str, inverse_scale: float | None, pdl: bool, **norms: Any
 ) -> bool:
     """Whether the project's own Hopper kernel has taken this product: where it is the fastest."""
@@ -153,78 +144,11 @@ def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[
     return detail, all(dependent_launches(layer.weight.device) for layer, _ in products.values())
 
 
-def folds_norms(rows: int, *products: tuple[Linear, str]) -> bool:
-    """Whether `residual_linear` and `normed_linear` can take these products, each with its activation, on this GPU."""
-    from vla_accel.ops.cuda import product
-
-    def own(weight: Tensor, activation: str) -> bool:
-        return product.planned(weight.device, weight.dtype, activation, rows, *weight.shape) is not None
-
-    return all(own(layer.weight, activation) for layer, activation in products)
-
-
-def moments_buffer(rows: int, width: int, device: torch.device, eps: float | None = None) -> Tensor:
-    """Moments (width / 64, rows, 2) of rows of this width: for rows with norms of one already, with `eps`."""
-    moments = torch.zeros(-(-width // MOMENTS_OF), rows, 2, device=device)
-    if eps is not None:
-        moments[..., 1] = MOMENTS_OF * (1.0 - eps)
-    return moments
-
-
-def residual_linear(x: Tensor, layer: Linear, onto: Tensor, moments: Tensor, *, pdl: bool = False) -> None:
-    """onto += x Wᵀ + b, and the moments of its new rows. x (R, K), onto (R, N), N a multiple of 64.
-
-    moments (N / 64, R, 2) float32: mean and sum of squared deviations of every 64 columns. Only where `folds_norms`.
-    """
-    if x.is_cuda:
-        if not _own_product(x, layer, onto, "none", None, pdl, moments=moments):
-            raise EngineError(f"residual_linear: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")
-        return
-    y = torch.empty_like(onto)
-    linear(x, layer, y)
-    onto += y
-    parts = onto.to(moments.dtype).unflatten(1, (-1, MOMENTS_OF))
-    mean = parts.mean(2)
-    moments[..., 0] = mean.T
-    moments[..., 1] = (parts - mean[..., None]).square().sum(2).T
-
-
-def normed_linear(
-    x: Tensor, moments: Tensor, layer: Linear, out: Tensor, *, layer_norm: bool, eps: float, gelu: bool = False,
-    pdl: bool = False,
-) -> None:  # fmt: skip
-    """out = norm(x) Wᵀ + b, then tanh GELU if `gelu`. x (R, K) as it is, and its `moments`; out (R, N).
-
-    The product is of x itself, so that the norm rounds nothing: rstd (x Wᵀ - mean (1 Wᵀ)). A LayerNorm needs
-    `with_sums`; otherwise it is an RMSNorm. Only where `folds_norms`.
-    """
-    assert not layer_norm or layer.sums is not None
-    if x.is_cuda:
-        from vla_accel.ops.cuda.product import Norm
-
-        norm = Norm(moments, layer.sums if layer_norm else None, eps)
-        if not _own_product(x, layer, out, "gelu" if gelu else "none", None, pdl, norm=norm):
-            raise EngineError(f"normed_linear: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")
-        return
-    wide = torch.promote_types(torch.float32, out.dtype)
-    mean, square = moments[..., 0].to(wide), moments[..., 1].to(wide).sum(0)
-    middle = mean.mean(0) if layer_norm else torch.zeros_like(mean[0])
-    square = square + MOMENTS_OF * (mean - middle).square().sum(0)
-    rstd = torch.rsqrt(square / x.shape[1] + eps)
-    y = x.to(wide) @ layer.weight.to(wide).T
-    if layer.sums is not None and layer_norm:
-        y = y - middle[:, None] * layer.sums.to(wide)
-    y = y * rstd[:, None]
-    if layer.bias is not None:
-        y = y + layer.bias.to(wide)
-    out.copy_(F.gelu(y, approximate="tanh") if gelu else y)
-
-
 def gate_up(
     x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False
 ) -> None:
     """out = gelu_tanh(gate) * up, of gate and up = x Wᵀ + b. x (R, K), out (R, H), scratch (R, 2 H) may be used."""
-    if x.is_cuda and layer.paired and _own_product(x, layer, out, "geglu", inverse_scale, pdl):
+    if x.is_cuda and layer.paired and own_product(x, layer, out, "geglu", inverse_scale, pdl):
         return
     linear(x, layer, scratch, pdl=pdl)
     geglu(scratch, out, inverse_scale=inverse_scale, paired=layer.paired, pdl=pdl)
@@ -234,7 +158,7 @@ def linear_gelu(
     x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False
 ) -> None:
     """out = gelu_tanh(x Wᵀ + b). x (R, K), out (R, N), scratch (R, N), which may be used and may be `out`."""
-    if x.is_cuda and _own_product(x, layer, out, "gelu", inverse_scale, pdl):
+    if x.is_cuda and own_product(x, layer, out, "gelu", inverse_scale, pdl):
         return
     if layer.weight_scale is None and inverse_scale is None:
         return linear(x, layer, out, gelu=True)
@@ -248,7 +172,7 @@ def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bo
     `pdl`: where the kernel can, it starts before its predecessor has finished, and waits for it itself.
     """
     if x.is_cuda:
-        if not gelu and _own_product(x, layer, out, "none", None, pdl):
+        if not gelu and own_product(x, layer, out, "none", None, pdl):
             return
         if layer.weight_scale is not None and layer.input_scale is not None:
             torch._scaled_mm(
