@@ -137,7 +137,7 @@ def calibrate(
 
     def forward(quantised: Any) -> None:
         for images, tokens in observations:
-            quantised(model, torch.tensor(np.stack(images)).to(device), torch.tensor(tokens)[None].to(device))
+            quantised(model, torch.from_numpy(np.array(images)).to(device), torch.tensor(tokens)[None].to(device))
 
     mtq.quantize(folded, mtq.FP8_DEFAULT_CFG, forward)
     amax: dict[str, float] = {}
