@@ -112,7 +112,7 @@ def launched(
 
     monkeypatch.setattr(runtime, "load_module", load)
     monkeypatch.setattr(hopper, "_encode", encode)
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(hopper.runtime, "multiprocessors", lambda device: MULTIPROCESSORS)
     hopper._module.cache_clear()
     q, k, v, out, lengths = attending._tensors(sizes, CPU)
     scale = 200.0 if sizes.quantised else None

@@ -150,7 +150,7 @@ class Recorder:
         self.source = ""
         monkeypatch.setattr(runtime, "load_module", self.load)
         monkeypatch.setattr(runtime, "_driver", lambda: self)
-        monkeypatch.setattr(product, "_multiprocessors", lambda _: 132)
+        monkeypatch.setattr(product, "multiprocessors", lambda _: 132)
 
     def load(self, source: str, shared: dict[str, int], architecture: str, device: torch.device) -> Recorder:
         assert architecture == "sm_90a"

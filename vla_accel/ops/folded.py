@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vla_accel.errors import EngineError
-from vla_accel.ops.fused import Linear, linear, own_product
+from vla_accel.ops.fused import Linear, has_own_product, linear, own_product
 from vla_accel.ops.reference import MOMENTS_OF
 
 
@@ -22,17 +22,12 @@ def with_sums(layer: Linear) -> Linear:
     """A product that `normed_linear` can take after a LayerNorm; an FP8 one, which it cannot, as it is."""
     if layer.weight_scale is not None:
         return layer
-    return replace(layer, sums=layer.weight.double().sum(1).float())
+    return replace(layer, sums=layer.weight.sum(1, dtype=torch.float64).float())
 
 
 def folds_norms(rows: int, *products: tuple[Linear, str]) -> bool:
     """Whether `residual_linear` and `normed_linear` can take these products, each with its activation, on this GPU."""
-    from vla_accel.ops.cuda import product
-
-    def own(weight: Tensor, activation: str) -> bool:
-        return product.planned(weight.device, weight.dtype, activation, rows, *weight.shape) is not None
-
-    return all(own(layer.weight, activation) for layer, activation in products)
+    return all(has_own_product(rows, layer, activation) for layer, activation in products)
 
 
 def moments_buffer(rows: int, width: int, device: torch.device, eps: float | None = None) -> Tensor:

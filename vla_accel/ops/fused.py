@@ -124,6 +124,14 @@ def own_product(
     return True
 
 
+def has_own_product(rows: int, layer: Linear, activation: str) -> bool:
+    """Whether `own_product` will take `rows` rows by this weight, on its device. `activation`: none, gelu or geglu."""
+    from vla_accel.ops.cuda import product
+
+    weight = layer.weight
+    return product.planned(weight.device, weight.dtype, activation, rows, *weight.shape) is not None
+
+
 def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[str, bool]:
     """What to add to a program's line in the ledger, and whether its kernels should start before others end.
 
@@ -131,13 +139,9 @@ def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[
     empty where all are the library's: those wait for all before them, and to start early beside them costs more than it
     saves.
     """
-    from vla_accel.ops.cuda import product
-
     own, library = [], []
     for name, (layer, activation) in products.items():
-        weight = layer.weight
-        tiling = product.planned(weight.device, weight.dtype, activation, rows, *weight.shape)
-        (library if tiling is None else own).append(name)
+        (own if has_own_product(rows, layer, activation) else library).append(name)
     if not own:
         return "", False
     detail = f", products in CUDA C++: {', '.join(own)}" + (f"; cuBLAS: {', '.join(library)}" if library else "")

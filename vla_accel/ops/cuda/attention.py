@@ -110,7 +110,7 @@ def shared_keys(
     group = heads // kv_heads
     tiles = -(-tokens * group // 128)
     blocks = batch * kv_heads * tiles
-    splits = splits_of(blocks, _multiprocessors(q.device))
+    splits = splits_of(blocks, runtime.multiprocessors(q.device))
     boxes = (_map(q, (64, group, 64 // group, 1)), *(_map(x, (64, 1, rows, 1)) for x in (k, v) for rows in (64, 16)))
     call = _SharedKeys(
         lengths.data_ptr() if lengths is not None else None, _Output(out.data_ptr(), inverse_scale or 1.0),
@@ -126,11 +126,6 @@ def splits_of(blocks: int, multiprocessors: int) -> int:
     # A multiprocessor has room for one block, and a cluster lies within one of the chip's groups of 16 or 18.
     fitting = (n for n in range(MAX_SPLITS, 1, -1) if blocks <= multiprocessors // 16 * (16 // n))
     return next(fitting, 1)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _bytes(parts: Iterable[bytes]) -> ctypes.Array[ctypes.c_ubyte]:

@@ -17,9 +17,8 @@
 // Macros: KIND (0 BF16, 1 FP16, 2 FP8 e4m3), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (0 none, 1
 // tanh GELU, 2 GeGLU of weight rows by turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH, STAGES,
 // ACROSS, ALONG, SPLIT, STAGING, EXCHANGE and BARRIERS (where in shared memory the output is staged, others' sums arrive
-// and the barriers are), LIMIT,
-// FETCHING and MULTIPLYING (registers a thread: at the start, then of either kind), REGISTERS, A, B, ADD and OPERANDS (of
-// one wgmma: names in assembly, and in C++).
+// and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of either kind),
+// REGISTERS, A, B, ADD and OPERANDS (of one wgmma: names in assembly, and in C++).
 
 // A tile that COUNT blocks fetch for each other is cut into shares of whole eights of rows; where that does not come
 // out even, shares overlap and write the same rows twice.

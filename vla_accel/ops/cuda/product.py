@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.errors import EngineError
-from vla_accel.ops.cuda.runtime import source_of
+from vla_accel.ops.cuda.runtime import multiprocessors, source_of
 from vla_accel.ops.reference import MOMENTS_OF
 
 CAPABILITY = (9, 0)
@@ -274,11 +274,6 @@ def _hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == CAPABILITY
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, tiling: Tiling, activation: str = "none",
     scale: float = 1.0, inverse_scale: float | None = None, moments: Tensor | None = None, norm: Norm | None = None,
@@ -322,7 +317,7 @@ def product(
     )  # fmt: skip
     clusters = tiles
     if tiling.persistent:
-        clusters = min(tiles, _multiprocessors(x.device) * tiling.resident // tiling.cluster)
+        clusters = min(tiles, multiprocessors(x.device) * tiling.resident // tiling.cluster)
     module.launch(
         "product", clusters * tiling.cluster, tiling.threads, (*maps, call), cluster=tiling.cluster, dependent=dependent
     )

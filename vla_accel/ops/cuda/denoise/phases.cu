@@ -36,13 +36,13 @@ __device__ __forceinline__ void into_stream(const Call& c, const u16* rows, cons
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     output(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
   into_stream<H * D, OUTPUT_SPLIT, OUTPUT_PACKED>(c, c.context, m.weights + m.layer_at + layer * m.layer_bytes + m.o_at,
-                                   m.in_gate + ((u64)step * L + layer) * W);
+                                                  m.in_gate + ((u64)step * L + layer) * W);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     down(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
   into_stream<MLP, DOWN_SPLIT, DOWN_PACKED>(c, c.active, m.weights + m.layer_at + layer * m.layer_bytes + m.down_at,
-                               m.post_gate + ((u64)step * L + layer) * W);
+                                            m.post_gate + ((u64)step * L + layer) * W);
 }
 
 #if !ADAPTIVE
