@@ -140,8 +140,8 @@ class PolicyConfig:
     noise, where the caller gives none. `default_prompt`: used when an observation carries none. `cuda_graph`: record a
     whole call into one graph where every engine allows it. `pipeline_memory_gib`: device memory for the buffers and
     graphs of all shapes together; the least recently used go first. `preset`: the robot's conventions (a name of
-    `vla_accel.presets` or a YAML file), by default decided from the checkpoint. `checkpoint`: what the checkpoint does
-    not say of itself. `rtc`: how a call that brings the previous chunk is guided by it.
+    `vla_accel.transforms.robots` or a YAML file), by default decided from the checkpoint. `checkpoint`: what the
+    checkpoint does not say of itself. `rtc`: how a call that brings the previous chunk is guided by it.
     """
 
     num_steps: int = 10

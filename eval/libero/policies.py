@@ -113,7 +113,7 @@ def identity(source: PolicySource, policy: Any) -> dict[str, Any]:
     if source.kind == "remote":
         known = {k: policy.metadata[k] for k in REMOTE_IDENTITY if k in policy.metadata}
         return {"kind": "remote", "address": source.where, "metadata": known}
-    from vla_accel.policy import NAMED
+    from vla_accel.policy.optimized import NAMED
 
     config = asdict(policy.config)
     del config["num_steps"]  # the protocol's

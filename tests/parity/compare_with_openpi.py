@@ -28,7 +28,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # openpi compiles sample_actions with n
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path.insert(0, str(HERE.parents[1]))
 FP32_ATOL = 1e-4
 # Ours to openpi's float32, beside openpi's own bfloat16 to it: as near, within the spread of two roundings.
 BF16_RATIO = 1.5
@@ -117,9 +117,9 @@ def randomise(model: Any, reference: Any, generator: torch.Generator) -> None:
 def compare(family: str, sizes: Any, reference: Any, device: str, folder: Path, seed: int) -> dict[str, Any]:
     from safetensors.torch import save_model
 
-    from vla_accel.models.checkpoint import load_weights
-    from vla_accel.models.dialects import Stated, infer_config
-    from vla_accel.models.weights import SafetensorsWeights
+    from vla_accel.checkpoints.checkpoint import load_weights
+    from vla_accel.checkpoints.dialects import Stated, infer_config
+    from vla_accel.checkpoints.weights import SafetensorsWeights
 
     started = time.perf_counter()
     with torch.device(device):

@@ -11,15 +11,15 @@ from typing import Any, Literal
 
 import tyro
 
-from vla_accel.bench import SCHEMA, System, add_speedups, rates, run
 from vla_accel.cli.common import print_table
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import replacing
-from vla_accel.floor import Work, measure_ceilings
 from vla_accel.machine import hardware, software
-from vla_accel.policy import resolve_device
-from vla_accel.synthetic import random_observation
-from vla_accel.systems import CONFIGS, NAMES, OPENPI, Factory, describe_sizes, free, without_graph
+from vla_accel.measure.bench import SCHEMA, System, add_speedups, rates, run
+from vla_accel.measure.roofline import Work, measure_ceilings
+from vla_accel.measure.synthetic import random_observation
+from vla_accel.measure.systems import CONFIGS, NAMES, OPENPI, Factory, describe_sizes, free, without_graph
+from vla_accel.policy.optimized import resolve_device
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from vla_accel import building
-from vla_accel.building import Job, Shapes
 from vla_accel.cli.common import parse, print_table
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.engines.tensorrt_library import parse_target
 from vla_accel.engines.tensorrt_plan import Exports
 from vla_accel.files import replacing
 from vla_accel.models.pi0 import Pi0
+from vla_accel.policy import ahead_of_time as building
+from vla_accel.policy.ahead_of_time import Job, Shapes
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _model(options: Options, config: PolicyConfig) -> tuple[Pi0, Shapes, dict[st
     if options.random:
         model = building.sized_model(options.random, dtype, device, options.depth)
         return model, Shapes(), building.random_scales(model) if fp8 else None
-    from vla_accel.loading import find, load
+    from vla_accel.checkpoints.loading import find, load
 
     model, processor = load(options.checkpoint, config, device=device, dtype=dtype)
     example = processor.prepare(processor.example())

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import tyro
 
+from vla_accel.checkpoints.loading import find, load
 from vla_accel.errors import CheckpointError
-from vla_accel.loading import find, load
-from vla_accel.policy import resolve_device
+from vla_accel.measure.recording import load_observations
+from vla_accel.policy.optimized import resolve_device
 from vla_accel.quantize import FILE, calibrate
-from vla_accel.recording import load_observations
 
 
 @dataclass(frozen=True)

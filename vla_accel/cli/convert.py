@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from vla_accel.checkpoints.convert import Precision, Report, Row, convert
+from vla_accel.checkpoints.orbax import OrbaxParameters
 from vla_accel.errors import ConfigError
-from vla_accel.models.convert import Precision, Report, Row, convert
-from vla_accel.models.orbax import OrbaxParameters
-from vla_accel.presets import OPENPI_CONFIGS
+from vla_accel.transforms.robots import OPENPI_CONFIGS
 
 _ROOT = "paligemma_with_expert."
 

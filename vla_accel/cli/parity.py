@@ -10,16 +10,16 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from vla_accel.checkpoints.loading import load
 from vla_accel.cli.common import print_table
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
-from vla_accel.loading import load
 from vla_accel.machine import hardware, software
-from vla_accel.parity import Agreement, compare, reference_of
+from vla_accel.measure.parity import Agreement, compare, reference_of
+from vla_accel.measure.recording import load_observations
+from vla_accel.measure.synthetic import random_observations, random_policy
 from vla_accel.policy import OptimizedPolicy
-from vla_accel.recording import load_observations
-from vla_accel.synthetic import random_observations, random_policy
 
 
 @dataclass(frozen=True)

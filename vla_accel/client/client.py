@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from vla_accel import wire
 from vla_accel.errors import ConfigError, DependencyError, ServerError, WireError
+from vla_accel.remote import wire
 
 
 @dataclass(frozen=True)

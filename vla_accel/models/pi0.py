@@ -124,7 +124,7 @@ def _kept_wide(name: str) -> bool:
 
 
 class Pi0(nn.Module):
-    """The model. Module names are the canonical checkpoint keys (see `vla_accel.models.checkpoint`)."""
+    """The model. Module names are the canonical checkpoint keys (see `vla_accel.checkpoints.checkpoint`)."""
 
     def __init__(self, config: Pi0Config) -> None:
         super().__init__()

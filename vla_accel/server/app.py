@@ -19,9 +19,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vla_accel import wire
 from vla_accel.errors import ConfigError, EngineError, ObservationError, ServerError, WireError
-from vla_accel.realtime import takes_prev_chunk
+from vla_accel.remote import wire
+from vla_accel.remote.async_runner import takes_prev_chunk
 from vla_accel.server.connection import SPARE_SOCKETS, connection_class, websockets_server
 from vla_accel.server.dispatch import ClientGone, Dispatcher
 from vla_accel.server.limits import ServerConfig

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from vla_accel import wire
 from vla_accel.errors import ObservationError
+from vla_accel.remote import wire
 
 
 @dataclass(frozen=True)

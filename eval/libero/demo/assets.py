@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from eval.libero import simulator
-from vla_accel.tokenizer import SmallTokenizer
+from vla_accel.transforms.tokenizer import SmallTokenizer
 
 # Lowest and highest end-effector position (m), axis-angle (rad) and finger opening (m) that libero_spatial reaches.
 STATE_LOW = (-0.40, -0.45, 0.85, 1.6, -3.6, -1.8, -0.002, -0.043)

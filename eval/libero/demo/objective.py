@@ -16,7 +16,7 @@ from eval.libero.demo.collect import AUX_DIM, HORIZON
 from vla_accel import ops
 from vla_accel.models.gemma import AdaRmsNorm
 from vla_accel.models.pi0 import Pi0, Pi0Config
-from vla_accel.tokenizer import SmallTokenizer
+from vla_accel.transforms.tokenizer import SmallTokenizer
 
 
 class Heads(nn.Module):

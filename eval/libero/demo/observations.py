@@ -15,7 +15,7 @@ import numpy as np
 import tyro
 
 from vla_accel.errors import ConfigError
-from vla_accel.recording import save_observations
+from vla_accel.measure.recording import save_observations
 
 
 @dataclass(frozen=True)

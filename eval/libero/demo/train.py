@@ -29,8 +29,8 @@ from eval.libero.demo.crew import TASKS, Crew, Store
 from eval.libero.demo.objective import Trainee, initialise
 from vla_accel.files import replacing
 from vla_accel.models.pi0 import Pi0, pi05_demo
-from vla_accel.processing import Normaliser, load_statistics
-from vla_accel.tokenizer import SmallTokenizer, tokenize_prompt
+from vla_accel.transforms.processing import Normaliser, load_statistics
+from vla_accel.transforms.tokenizer import SmallTokenizer, tokenize_prompt
 
 REPORT_EVERY_S = 20.0
 AGREE_EVERY = 20

@@ -1,0 +1,276 @@
+"""Loading weights: every key is accounted for, in both dialects, and every kind of damage is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.openpi_dialect import EMBED_TOKENS, EXPERT, LANGUAGE, LM_HEAD, ROOT, TOWER, to_openpi
+from tests.support.tiny import random_state, tiny_config
+from vla_accel.checkpoints.checkpoint import describe, load_checkpoint, load_tensors, save_checkpoint
+from vla_accel.errors import CheckpointError
+from vla_accel.models.pi0 import Kind, Pi0
+
+KINDS: tuple[Kind, ...] = ("pi0", "pi05")
+CONFIG = tiny_config("pi05")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_checkpoint(random_state(CONFIG), CONFIG, tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def equal_weights(model: Pi0, state: dict[str, Tensor]) -> None:
+    loaded = model.state_dict()
+    assert loaded.keys() == state.keys()
+    for name, value in state.items():
+        assert loaded[name].dtype == value.dtype and torch.equal(loaded[name], value), name
+
+
+# -- our dialect --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_round_trip(tmp_path: Path, kind: Kind, dtype: torch.dtype) -> None:
+    config, state = tiny_config(kind), random_state(tiny_config(kind), dtype=dtype)
+    save_checkpoint(state, config, tmp_path / "new" / "folder")
+    model = load_checkpoint(tmp_path / "new" / "folder")
+    assert model.config == config
+    equal_weights(model, state)
+    assert not model.training and not any(p.requires_grad or p.is_meta for p in model.parameters())
+    assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == ["config.json", "model.safetensors"]
+    equal_weights(load_checkpoint(tmp_path / "new" / "folder" / "model.safetensors"), state)
+    for file in (tmp_path / "new" / "folder").iterdir():
+        assert file.stat().st_mode & 0o444 == 0o444, f"{file.name} is not readable by all"
+
+
+def test_describe_counts_parameters(folder: Path) -> None:
+    told = describe(CONFIG, load_checkpoint(folder))
+    assert told["parameters"] == sum(v.numel() for v in random_state(CONFIG).values())
+    assert (told["kind"], told["action_horizon"], told["action_dim"]) == ("pi05", 5, 8)
+
+
+def broken(folder: Path, change: str) -> str:
+    """Change one tensor of the checkpoint in a way that must be noticed; returns the message expected."""
+    state = load_file(folder / "model.safetensors")
+    name = "expert.layers.1.o_proj.weight"
+    if change == "missing":
+        del state[name]
+        message = rf"1 missing: {name}$"
+    elif change == "extra":
+        state["expert.layers.9.o_proj.weight"] = torch.zeros(2)
+        message = r"1 left over: expert\.layers\.9\.o_proj\.weight$"
+    elif change == "misshaped":
+        state[name] = state[name].T.contiguous()
+        message = rf"1 misshaped: {name} \(expected \(14, 24\), got \(24, 14\)\)$"
+    elif change == "integer":
+        state[name] = torch.zeros(14, 24, dtype=torch.int8)
+        message = rf"1 not float: {name} \(torch\.int8\)$"
+    else:
+        state[name][3, 4] = float(change)
+        message = rf"non-finite values in {name}$"
+    save_file(state, folder / "model.safetensors")
+    return message
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "misshaped", "integer", "nan", "inf"])
+def test_a_wrong_key_is_named(folder: Path, change: str) -> None:
+    message = broken(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(folder)
+
+
+def test_several_wrong_keys_are_all_counted(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    gone = [n for n in state if n.startswith("vision.")]
+    state = {k: v for k, v in state.items() if k not in gone} | {"stray": torch.zeros(1)}
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(folder)
+    text = str(caught.value)
+    assert f"{len(gone)} missing: " in text and f" and {len(gone) - 8} more" in text and "1 left over: stray" in text
+
+
+def test_every_single_key_is_needed() -> None:
+    state = random_state(CONFIG)
+    for name in state:
+        with pytest.raises(CheckpointError, match="1 missing"):
+            load_tensors({k: v for k, v in state.items() if k != name}, CONFIG, "memory")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "header"])
+def test_a_damaged_file_is_named(folder: Path, damage: str) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(
+        {
+            "truncated": content[: len(content) // 2],
+            "garbage": b"\x80\x02" + content[2:],
+            "empty": b"",
+            "header": content[:8] + b"x" + content[9:],
+        }[damage]
+    )
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged safetensors file"):
+        load_checkpoint(folder)
+
+
+def test_no_such_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere: no such file or folder"):
+        load_checkpoint(tmp_path / "nowhere")
+
+
+def test_no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"expected config\.json, found model\.safetensors"):
+        load_checkpoint(folder)
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors, found config\.json"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("acton_dim",), 8, r"unknown key acton_dim: did you mean action_dim\?"),
+        (("prefix", "hedas"), 4, r"unknown key prefix\.hedas: did you mean prefix\.heads\?"),
+        (("action_dim",), "8", "action_dim: expected int, got '8'"),
+        (("vision", "eps"), "small", r"vision\.eps: expected float"),
+        (("kind",), "pi06", "kind: expected one of pi0, pi05, got 'pi06'"),
+        (("prefix",), 3, "prefix: expected a mapping, got 3"),
+        (("prefix", "head_dim"), 8, r"prefix\.head_dim 8 and expert\.head_dim 6 must be equal"),
+        (("format",), "other/1", r"expected format 'vla_accel\.checkpoint/1'"),
+    ],
+)
+def test_a_bad_config_is_named(folder: Path, path: tuple[str, ...], value: object, message: str) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    place = content
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_checkpoint(folder)
+    assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", ""])
+def test_an_unreadable_config_is_named(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_checkpoint(folder)
+
+
+def test_weights_in_several_files(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    names = sorted(state)
+    (folder / "model.safetensors").unlink()
+    save_file({n: state[n] for n in names[:9]}, folder / "model-00001-of-00002.safetensors")
+    save_file({n: state[n] for n in names[9:]}, folder / "model-00002-of-00002.safetensors")
+    save_file({"scale": torch.ones(1)}, folder / "calibration.safetensors")
+    equal_weights(load_checkpoint(folder), state)
+    save_file({n: state[n] for n in names[8:]}, folder / "model-00002-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=rf"key {names[8]} is in more than one file"):
+        load_checkpoint(folder)
+
+
+# -- openpi's dialect ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("embedding", ["head", "table", "both"])
+def test_openpi_weights_load_to_the_same_tensors(tmp_path: Path, kind: Kind, embedding: str) -> None:
+    config, state = tiny_config(kind), random_state(tiny_config(kind))
+    theirs = to_openpi(state, config)
+    assert not theirs.keys() & {n for n in state if "." in n and n.split(".")[0] in ("vision", "prefix", "expert")}
+    if embedding != "head":
+        theirs[EMBED_TOKENS] = theirs[LM_HEAD].clone()
+    if embedding == "table":
+        del theirs[LM_HEAD]
+    before = dict(theirs)
+    equal_weights(load_tensors(theirs, config, "memory"), state)
+    assert theirs.keys() == before.keys(), "the caller's mapping was changed"
+    save_file(theirs, tmp_path / "model.safetensors")
+    equal_weights(load_checkpoint(tmp_path, config), state)
+
+
+def test_pieces_of_one_matrix_may_differ_in_dtype() -> None:
+    """The wider dtype holds both exactly, whichever piece comes first."""
+    state = random_state(CONFIG, dtype=torch.bfloat16)
+    for wide in ("q_proj", "v_proj"):
+        theirs = to_openpi(state, CONFIG)
+        name = f"{LANGUAGE}layers.0.self_attn.{wide}.weight"
+        theirs[name] = theirs[name].float() + 1e-4
+        fused = load_tensors(theirs, CONFIG, "memory").state_dict()["prefix.layers.0.qkv_proj.weight"]
+        parts = [theirs[f"{LANGUAGE}layers.0.self_attn.{p}.weight"].float() for p in ("q_proj", "k_proj", "v_proj")]
+        assert fused.dtype == torch.float32 and torch.equal(fused, torch.cat(parts))
+
+
+def test_openpi_without_its_dead_weights() -> None:
+    """The expert's head and the prefix's last norm are never read, so their absence is no loss."""
+    state = random_state(CONFIG)
+    theirs = to_openpi(state, CONFIG)
+    del theirs[ROOT + "gemma_expert.lm_head.weight"], theirs[LANGUAGE + "norm.weight"]
+    equal_weights(load_tensors(theirs, CONFIG, "memory"), state)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        TOWER + "encoder.layers.1.self_attn.k_proj.bias",
+        LANGUAGE + "layers.2.self_attn.v_proj.weight",
+        LANGUAGE + "layers.0.mlp.up_proj.weight",
+        EXPERT + "layers.1.self_attn.q_proj.weight",
+    ],
+)
+def test_a_missing_piece_of_a_fused_matrix_is_named(name: str) -> None:
+    theirs = to_openpi(random_state(CONFIG), CONFIG)
+    del theirs[name]
+    with pytest.raises(CheckpointError, match=rf"memory does not fit pi05: 1 missing: {name}$"):
+        load_tensors(theirs, CONFIG, "memory")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_single_openpi_key_is_needed(kind: Kind) -> None:
+    config = tiny_config(kind)
+    theirs = to_openpi(random_state(config), config)
+    dead = {ROOT + "gemma_expert.lm_head.weight", LANGUAGE + "norm.weight"}
+    for name in theirs.keys() - dead:
+        with pytest.raises(CheckpointError, match="1 missing"):
+            load_tensors({k: v for k, v in theirs.items() if k != name}, config, "memory")
+
+
+def test_an_unknown_openpi_key_is_left_over() -> None:
+    theirs = to_openpi(random_state(CONFIG), CONFIG)
+    stray = EXPERT + "layers.3.self_attn.q_proj.weight"
+    with pytest.raises(CheckpointError, match=rf"1 left over: {stray}$"):
+        load_tensors({**theirs, stray: torch.zeros(3)}, CONFIG, "memory")
+
+
+def test_tied_embeddings_that_differ_are_refused() -> None:
+    theirs = to_openpi(random_state(CONFIG), CONFIG)
+    theirs[EMBED_TOKENS] = theirs[LM_HEAD] + 1
+    with pytest.raises(CheckpointError, match="are tied, but differ"):
+        load_tensors(theirs, CONFIG, "memory")
+
+
+def test_the_other_kind_is_refused() -> None:
+    theirs = to_openpi(random_state(tiny_config("pi0")), tiny_config("pi0"))
+    with pytest.raises(CheckpointError, match=r"does not fit pi05: .*missing: .*time_mlp_in"):
+        load_tensors(theirs, CONFIG, "memory")
+
+
+def test_a_non_finite_openpi_weight_is_named() -> None:
+    theirs = to_openpi(random_state(CONFIG), CONFIG)
+    theirs[EXPERT + "layers.0.mlp.down_proj.weight"][0, 0] = torch.nan
+    with pytest.raises(CheckpointError, match=r"non-finite values in expert\.layers\.0\.down_proj\.weight"):
+        load_tensors(theirs, CONFIG, "memory")

@@ -1,0 +1,416 @@
+"""JAX parameters to PyTorch tensors: each layout by the product it stands for, and every parameter accounted for."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.support.jax_dialect import jax_shapes, jax_tree
+from tests.support.openpi_dialect import EMBED_TOKENS, LM_HEAD, ROOT, TOWER, to_openpi
+from tests.support.tiny import random_state, tiny_config
+from vla_accel.checkpoints.checkpoint import load_checkpoint
+from vla_accel.checkpoints.convert import ParameterTree, convert
+from vla_accel.checkpoints.dialects import Stated, infer_config
+from vla_accel.checkpoints.jax_layout import targets
+from vla_accel.checkpoints.orbax import OrbaxParameters
+from vla_accel.checkpoints.writer import SafetensorsWriter
+from vla_accel.cli.convert import main, table
+from vla_accel.errors import CheckpointError, ConfigError, DependencyError
+from vla_accel.models.gemma import GemmaConfig
+from vla_accel.models.pi0 import PRESETS, Kind, Pi0Config
+from vla_accel.models.siglip import SiglipConfig
+
+KINDS: tuple[Kind, ...] = ("pi0", "pi05")
+
+
+def small(kind: Kind) -> Pi0Config:
+    """As the tiny model, with one key/value head and a tower whose heads can be told, as in every real checkpoint."""
+    return tiny_config(
+        kind,
+        vision=SiglipConfig(width=144, depth=2, mlp_dim=20, heads=2, image_size=28, patch_size=14),
+        prefix=GemmaConfig(width=18, depth=3, mlp_dim=22, heads=4, head_dim=6),
+        expert=GemmaConfig(width=14, depth=3, mlp_dim=26, heads=4, head_dim=6),
+    )
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+    """Config, JAX arrays, PyTorch tensors, folder."""
+    config = small(request.param)
+    tree, folder = jax_tree(config), tmp_path_factory.mktemp(request.param)
+    convert(ParameterTree(tree), folder, action_horizon=5, precision="float32")
+    return config, tree, load_file(folder / "model.safetensors"), folder
+
+
+def close(ours: torch.Tensor, theirs: np.ndarray) -> None:
+    np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-4)
+
+
+def draw(*shape: int) -> np.ndarray:
+    return np.random.default_rng(7).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(("stack", "suffix"), [("paligemma.model.language_model", ""), ("gemma_expert.model", "_1")])
+def test_gemma_products(converted: tuple[Any, ...], stack: str, suffix: str) -> None:
+    """openpi's einsums on one side, x @ weight.T on the other."""
+    config, tree, tensors, _ = converted
+    sizes: GemmaConfig = config.prefix if not suffix else config.expert
+    llm = "PaliGemma/llm/layers/"
+    x, y = draw(5, sizes.width), draw(5, sizes.heads, sizes.head_dim)
+    hidden = draw(5, sizes.mlp_dim)
+    for i in range(sizes.depth):
+
+        def ours(name: str, value: np.ndarray, i: int = i) -> torch.Tensor:
+            return torch.from_numpy(value) @ tensors[f"{ROOT}{stack}.layers.{i}.{name}.weight"].T
+
+        q = np.einsum("td,ndh->tnh", x, tree[f"{llm}attn/q_einsum{suffix}/w"][i])
+        k, v = np.einsum("td,ckdh->ctkh", x, tree[f"{llm}attn/kv_einsum{suffix}/w"][i])
+        close(ours("self_attn.q_proj", x), q.reshape(5, -1))
+        close(ours("self_attn.k_proj", x), k.reshape(5, -1))
+        close(ours("self_attn.v_proj", x), v.reshape(5, -1))
+        o = np.einsum("tnh,nhd->td", y, tree[f"{llm}attn/attn_vec_einsum{suffix}/w"][i])
+        close(ours("self_attn.o_proj", y.reshape(5, -1)), o)
+        gate, up = np.einsum("td,cdm->ctm", x, tree[f"{llm}mlp{suffix}/gating_einsum"][i])
+        close(ours("mlp.gate_proj", x), gate)
+        close(ours("mlp.up_proj", x), up)
+        close(ours("mlp.down_proj", hidden), hidden @ tree[f"{llm}mlp{suffix}/linear"][i])
+        for theirs, name in (("pre_attention_norm", "input_layernorm"), ("pre_ffw_norm", "post_attention_layernorm")):
+            if suffix and config.kind == "pi05":
+                dense = f"{llm}{theirs}_1/Dense_0/"
+                close(ours(f"{name}.dense", x), x @ tree[dense + "kernel"][i])
+                close(tensors[f"{ROOT}{stack}.layers.{i}.{name}.dense.bias"], tree[dense + "bias"][i])
+            else:
+                close(tensors[f"{ROOT}{stack}.layers.{i}.{name}.weight"], tree[f"{llm}{theirs}{suffix}/scale"][i])
+
+
+def test_siglip_products(converted: tuple[Any, ...]) -> None:
+    config, tree, tensors, _ = converted
+    v = config.vision
+    block = "PaliGemma/img/Transformer/encoderblock/"
+    x, y, hidden = draw(5, v.width), draw(5, v.heads, v.head_dim), draw(5, v.mlp_dim)
+    for i in range(v.depth):
+        start = f"{TOWER}encoder.layers.{i}."
+
+        def linear(name: str, value: np.ndarray, start: str = start) -> torch.Tensor:
+            return torch.nn.functional.linear(
+                torch.from_numpy(value), tensors[f"{start}{name}.weight"], tensors[f"{start}{name}.bias"]
+            )
+
+        attention = block + "MultiHeadDotProductAttention_0/"
+        for theirs, name in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
+            product = np.einsum("td,dnh->tnh", x, tree[f"{attention}{theirs}/kernel"][i])
+            product += tree[f"{attention}{theirs}/bias"][i]
+            close(linear(f"self_attn.{name}", x), product.reshape(5, -1))
+        product = np.einsum("tnh,nhd->td", y, tree[attention + "out/kernel"][i]) + tree[attention + "out/bias"][i]
+        close(linear("self_attn.out_proj", y.reshape(5, -1)), product)
+        close(
+            linear("mlp.fc1", x),
+            x @ tree[block + "MlpBlock_0/Dense_0/kernel"][i] + tree[block + "MlpBlock_0/Dense_0/bias"][i],
+        )
+        close(
+            linear("mlp.fc2", hidden),
+            hidden @ tree[block + "MlpBlock_0/Dense_1/kernel"][i] + tree[block + "MlpBlock_0/Dense_1/bias"][i],
+        )
+        for j in (0, 1):
+            close(tensors[f"{start}layer_norm{j + 1}.weight"], tree[f"{block}LayerNorm_{j}/scale"][i])
+            close(tensors[f"{start}layer_norm{j + 1}.bias"], tree[f"{block}LayerNorm_{j}/bias"][i])
+    pixels = draw(1, 28, 28, 3)
+    patches = np.einsum("apbqc,pqcd->abd", pixels[0].reshape(2, 14, 2, 14, 3), tree["PaliGemma/img/embedding/kernel"])
+    conv = torch.nn.functional.conv2d(
+        torch.from_numpy(pixels).permute(0, 3, 1, 2), tensors[TOWER + "embeddings.patch_embedding.weight"], stride=14
+    )
+    close(conv[0].permute(1, 2, 0), patches)
+    close(tensors[TOWER + "embeddings.position_embedding.weight"], tree["PaliGemma/img/pos_embedding"][0])
+    close(tensors[TOWER + "post_layernorm.weight"], tree["PaliGemma/img/Transformer/encoder_norm/scale"])
+    projector = ROOT + "paligemma.model.multi_modal_projector.linear.weight"
+    close(torch.from_numpy(x) @ tensors[projector].T, x @ tree["PaliGemma/img/head/kernel"])
+
+
+def test_small_projections_and_the_table(converted: tuple[Any, ...]) -> None:
+    config, tree, tensors, _ = converted
+    for name in {k.split("/")[0] for k in tree} - {"PaliGemma"}:
+        x = draw(3, tree[f"{name}/kernel"].shape[0])
+        close(torch.from_numpy(x) @ tensors[f"{name}.weight"].T, x @ tree[f"{name}/kernel"])
+        close(tensors[f"{name}.bias"], tree[f"{name}/bias"])
+    close(tensors[LM_HEAD], tree["PaliGemma/llm/embedder/input_embedding"])
+    final = ROOT + "gemma_expert.model.norm."
+    if config.kind == "pi05":
+        x = draw(3, config.expert.width)
+        kernel = tree["PaliGemma/llm/final_norm_1/Dense_0/kernel"]
+        close(torch.from_numpy(x) @ tensors[final + "dense.weight"].T, x @ kernel)
+    else:
+        close(tensors[final + "weight"], tree["PaliGemma/llm/final_norm_1/scale"])
+
+
+def test_the_names_are_those_openpi_saves(converted: tuple[Any, ...]) -> None:
+    config, _, tensors, _ = converted
+    expected = to_openpi(random_state(config), config)
+    expected.pop(ROOT + "gemma_expert.lm_head.weight")
+    assert {k: v.shape for k, v in tensors.items()} == {k: v.shape for k, v in expected.items()}
+
+
+def test_the_result_loads(converted: tuple[Any, ...]) -> None:
+    config, tree, _, folder = converted
+    written = json.loads((folder / "config.json").read_text())
+    assert written == {
+        "action_dim": 8,
+        "action_horizon": 5,
+        "precision": "float32",
+        "pi05": config.kind == "pi05",
+        "max_token_len": 200 if config.kind == "pi05" else 48,
+    }
+    state = load_checkpoint(folder, config).state_dict()
+    close(state["embed.weight"], tree["PaliGemma/llm/embedder/input_embedding"])
+    for file in folder.iterdir():
+        assert file.stat().st_mode & stat.S_IROTH, f"{file.name} is not readable by all"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_report(kind: Kind, tmp_path: Path) -> None:
+    config = small(kind)
+    tree = jax_tree(config)
+    seen: list[str] = []
+    report = convert(
+        ParameterTree(tree), tmp_path, action_horizon=5, source="here", unused_head=True, advance=seen.append
+    )
+    assert sorted(seen) == sorted(tree) and len(seen) == len(set(seen))
+    assert json.loads((tmp_path / "conversion.json").read_text()) == report.as_dict()
+    assert {r.source for r in report.rows} == tree.keys()
+    assert report.parameters == sum(a.size for a in tree.values()), "every number has one place"
+    row = next(r for r in report.rows if r.target.endswith("language_model.layers.1.mlp.up_proj.weight"))
+    up = tree["PaliGemma/llm/layers/mlp/gating_einsum"][1, 1]
+    assert (row.index, row.shape, row.source_dtype) == ([1, 1], [22, 18], "float32")
+    assert row.rms == pytest.approx(float(np.sqrt(np.square(up).mean())), rel=1e-5)
+    shown = [str(c) for column in table(report).columns for c in column.cells]
+    assert "gemma_expert.model.layers.{0..2}.mlp.up_proj.weight" in shown
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert file.metadata()[EMBED_TOKENS] == LM_HEAD
+        head = file.get_tensor(ROOT + "gemma_expert.lm_head.weight")
+    assert head.shape == (40, 14) and not head.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["mixed", "bfloat16", "float32"])
+def test_precision(kind: Kind, stored: str, precision: Any, tmp_path: Path) -> None:
+    config = small(kind)
+    tree = {k: torch.from_numpy(v).to(getattr(torch, stored)) for k, v in jax_tree(config).items()}
+
+    class Stored:
+        def __init__(self) -> None:
+            self.shapes = {k: tuple(v.shape) for k, v in tree.items()}
+            self.dtypes = dict.fromkeys(tree, stored)
+
+        def read(self, name: str) -> np.ndarray:
+            value = tree[name]
+            if stored == "float32":
+                return value.numpy()
+            ml_dtypes = pytest.importorskip("ml_dtypes", reason="numpy has no bfloat16 of its own")
+            return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+    convert(Stored(), tmp_path, action_horizon=5, precision=precision)
+    tensors = load_file(tmp_path / "model.safetensors")
+    wide, narrow = tensors["action_in_proj.weight"], tensors[LM_HEAD]
+    assert wide.dtype == (torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    assert narrow.dtype == (torch.float32 if precision == "float32" else torch.bfloat16)
+    assert torch.equal(wide, tree["action_in_proj/kernel"].T.to(wide.dtype))
+    assert torch.equal(narrow, tree["PaliGemma/llm/embedder/input_embedding"].to(narrow.dtype))
+
+
+def test_several_key_heads_keep_their_order() -> None:
+    """No published model has them; the layout says how they would go."""
+    array = draw(3, 2, 2, 5, 4)  # layers, keys and values, heads, width, head
+    name = "PaliGemma/llm/layers/attn/kv_einsum/w"
+    places = {t.index: t for t in targets({name: array.shape}, "x")}
+    assert set(places) == {(layer, part) for layer in range(3) for part in (0, 1)}
+    x = draw(6, 5)
+    product = np.einsum("td,kdh->tkh", x, array[1, 0]).reshape(6, 8)
+    np.testing.assert_allclose(x @ places[1, 0].cut(array).T, product, atol=1e-5)
+
+
+# -- accounting ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_published_size(kind: Kind) -> None:
+    """Real names and shapes: 3.2 billion numbers, none of them made."""
+    config = PRESETS[kind](action_horizon=10)
+    places = targets(jax_shapes(config), "published")
+    shapes = {t.name: t.shape for t in places}
+    assert infer_config(shapes, "", Stated(action_horizon=10, variants=("gemma_2b", "gemma_300m")), "x") == config
+    assert len(shapes) == {"pi0": 776, "pi05": 811}[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_is_needed(kind: Kind, tmp_path: Path) -> None:
+    tree = jax_tree(small(kind))
+    for name in tree.keys() - {"PaliGemma/llm/final_norm/scale"}:
+        with pytest.raises(CheckpointError):
+            convert(ParameterTree({k: v for k, v in tree.items() if k != name}), tmp_path / "out", action_horizon=5)
+    assert not (tmp_path / "out").exists(), "nothing is written before everything is checked"
+
+
+def broken(change: str) -> tuple[dict[str, np.ndarray], str]:
+    tree = jax_tree(small("pi05"))
+    name = "PaliGemma/llm/layers/attn/q_einsum/w"
+    if change == "unknown":
+        tree["PaliGemma/llm/layers/attn/q_norm/scale"] = np.zeros(3)
+        return tree, r"1 parameters have no place in π0: PaliGemma/llm/layers/attn/q_norm/scale"
+    if change == "lora":
+        tree["PaliGemma/llm/layers/attn/q_einsum/lora_a"] = np.zeros((3, 4, 18, 2))
+        return tree, r"found 1 LoRA adapters, which would be lost: PaliGemma/llm/layers/attn/q_einsum/lora_a"
+    if change == "rank":
+        tree[name] = tree[name][0]
+        return tree, rf"{name}: expected 4 axes \(n d h -> \(n h\) d\), got shape \(4, 18, 6\)"
+    if change == "parts":
+        tree["PaliGemma/llm/layers/attn/kv_einsum/w"] = tree["PaliGemma/llm/layers/attn/kv_einsum/w"][:, :1]
+        return tree, r"kv_einsum/w: expected 2 parts, got shape"
+    if change == "depth":
+        tree[name] = tree[name][:2]
+        return tree, r"does not fit pi05: 1 missing: .*language_model\.layers\.2\.self_attn\.q_proj\.weight"
+    if change == "both":
+        tree |= {k: v for k, v in jax_tree(small("pi0")).items() if k.startswith("state_proj")}
+        return tree, r"expected weights of π0 .* or of π0\.5"
+    tree[name][1, 2, 3, 4] = np.nan
+    return tree, rf"non-finite values in {name}"
+
+
+@pytest.mark.parametrize("change", ["unknown", "lora", "rank", "parts", "depth", "both", "nan"])
+def test_a_wrong_tree_is_named(change: str, tmp_path: Path) -> None:
+    tree, message = broken(change)
+    with pytest.raises(CheckpointError, match=message):
+        convert(ParameterTree(tree), tmp_path, action_horizon=5)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_assets_come_along(tmp_path: Path) -> None:
+    assets = tmp_path / "assets" / "droid"
+    assets.mkdir(parents=True)
+    (assets / "norm_stats.json").write_text("{}")
+    convert(
+        ParameterTree(jax_tree(small("pi05"))),
+        tmp_path / "out",
+        action_horizon=5,
+        assets=tmp_path / "assets",
+        preset="droid",
+        discrete_state_input=True,
+    )
+    assert (tmp_path / "out/assets/droid/norm_stats.json").read_text() == "{}"
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert (written["preset"], written["discrete_state_input"]) == ("droid", True)
+
+
+# -- the command, and reading without jax -------------------------------------------------------------------------
+
+
+def test_the_command_asks_for_a_horizon(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected --config or --action-horizon"):
+        main([str(tmp_path), str(tmp_path / "out")])
+    with pytest.raises(ConfigError, match=r"--action-horizon 50 and --config pi05_libero \(10\) contradict"):
+        main([str(tmp_path), str(tmp_path / "out"), "--config", "pi05_libero", "--action-horizon", "50"])
+    with pytest.raises(ConfigError, match=r"config: expected one of pi0_libero, .* got 'pi06'"):
+        main([str(tmp_path), str(tmp_path / "out"), "--config", "pi06"])
+
+
+def test_the_command_prints_table_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = ParameterTree(jax_tree(small("pi05")))
+    tree.folder = tmp_path / "params"  # type: ignore[attr-defined]
+    monkeypatch.setattr("vla_accel.cli.convert.OrbaxParameters", lambda folder: tree)
+    assert main([str(tmp_path), str(tmp_path / "out"), "--config", "pi05_libero"]) == 0
+    printed = capsys.readouterr()
+    line = json.loads(printed.out.splitlines()[-1])
+    assert (line["kind"], line["tensors"]) == ("pi05", len(targets(tree.shapes, "")))
+    assert line["bytes"] == (tmp_path / "out/model.safetensors").stat().st_size
+    assert "attn/kv_einsum_1/w" in printed.out and "no assets/<asset_id>/norm_stats.json" in printed.err
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert (written["action_horizon"], written["discrete_state_input"], written["preset"]) == (10, False, "libero")
+
+
+def test_without_jax_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(DependencyError, match=r"pip install 'vla_accel\[jax\]'"):
+        OrbaxParameters(tmp_path)
+
+
+@pytest.mark.slow
+def test_orbax_round_trip(tmp_path: Path) -> None:
+    """Saved by orbax with openpi's outer `params` and nnx's inner `value`, in a process that may import jax."""
+    pytest.importorskip("orbax.checkpoint", reason="NOT RUN: needs pip install 'vla_accel[jax]'")
+    tree: Any = jax_tree(small("pi05"))
+    np.savez(tmp_path / "tree.npz", **tree)
+    script = f"""
+import numpy as np, orbax.checkpoint as ocp
+from pathlib import Path
+from vla_accel.checkpoints.orbax import OrbaxParameters
+tree = {{}}
+arrays = dict(np.load({str(tmp_path / "tree.npz")!r}))
+for name, value in arrays.items():
+    place = tree
+    for key in name.split("/"):
+        place = place.setdefault(key, {{}})
+    place["value"] = value
+ocp.PyTreeCheckpointer().save(Path({str(tmp_path / "params")!r}), {{"params": tree}})
+read = OrbaxParameters(Path({str(tmp_path)!r}))
+assert read.shapes == {{k: v.shape for k, v in arrays.items()}}
+assert set(read.dtypes.values()) == {{"float32"}}
+assert all(np.array_equal(read.read(k), v) for k, v in arrays.items())
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+
+
+# -- the writer ---------------------------------------------------------------------------------------------------
+
+
+def test_the_writer_writes_safetensors(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.randn(3, 5).bfloat16(),
+        "a": torch.randn(7),
+        "c": torch.randn(1, 1).double(),
+        "d": torch.ones(()),
+    }
+    with SafetensorsWriter(tmp_path / "x", {k: (v.dtype, tuple(v.shape)) for k, v in tensors.items()}, {"m": "n"}) as w:
+        for name in ("c", "a", "d", "b"):
+            w.write(name, tensors[name])
+    loaded = load_file(tmp_path / "x")
+    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[k], v) for k, v in tensors.items())
+    with safe_open(tmp_path / "x", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "m": "n"}
+
+
+def test_the_writer_refuses_what_was_not_announced(tmp_path: Path) -> None:
+    entries = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
+    with (
+        pytest.raises(ValueError, match=r"1 tensors were not written: \['b'\]"),
+        SafetensorsWriter(tmp_path / "x", entries) as writer,
+    ):
+        writer.write("a", torch.zeros(2))
+    with (
+        pytest.raises(ValueError, match=r"a: expected shape \(2,\), once"),
+        SafetensorsWriter(tmp_path / "x", entries) as writer,
+    ):
+        writer.write("a", torch.zeros(3))
+    with (
+        pytest.raises(ValueError, match=r"a: expected shape \(2,\), once"),
+        SafetensorsWriter(tmp_path / "x", entries) as writer,
+    ):
+        writer.write("a", torch.zeros(2))
+        writer.write("a", torch.zeros(2))
+
+
+def test_a_config_that_is_no_pi0_is_refused(tmp_path: Path) -> None:
+    config = replace(small("pi05"), vision=SiglipConfig(width=100, depth=1, mlp_dim=8, heads=2, image_size=28))
+    with pytest.raises(CheckpointError, match=r"vision\.width 100: not a So400m tower"):
+        convert(ParameterTree(jax_tree(config)), tmp_path, action_horizon=5)

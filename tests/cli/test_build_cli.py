@@ -1,0 +1,220 @@
+"""`vla-accel build`, `cache` and `inspect`, with real TensorRT-RTX builds of a tiny policy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny import write_tiny_checkpoint
+from vla_accel import OptimizedPolicy
+from vla_accel.cli import main
+from vla_accel.config import load_config
+from vla_accel.engines import torch_tensorrt_versions
+from vla_accel.engines.tensorrt_plan import obtain
+from vla_accel.errors import CheckpointError, ConfigError, EngineError
+from vla_accel.policy import ahead_of_time as building
+from vla_accel.policy.ahead_of_time import Shapes, sized_model
+from vla_accel.quantize import Scales
+
+pytestmark = pytest.mark.tensorrt
+CONFIG = """# test
+vision: {engine: tensorrt_rtx, precision: fp16}
+denoise: {engine: tensorrt_rtx}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write_tiny_checkpoint(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def run(*words: Any) -> int:
+    return main([str(w) for w in words])
+
+
+def last_line(capsys: Any) -> Any:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_build_cache_and_inspect(config: Path, checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    cache = tmp_path / "engines"
+    common = ("build", config, "--checkpoint", checkpoint, "--cache", cache, "--target", "sm89,sm120")
+    assert run(*common, "--dry-run") == 0
+    planned = last_line(capsys)
+    assert len(planned["jobs"]) == 4 and set(planned["states"]) == {"to build"} and not cache.exists()
+
+    assert run(*common) == 0
+    made = last_line(capsys)
+    assert made["schema"] == "vla_accel.build/1" and made["checkpoint"] == str(checkpoint)
+    assert made == json.loads((cache / "manifests" / "config.json").read_text())
+    rows = made["engines"]
+    assert [(r["name"], r["target"]) for r in rows] == [
+        ("vision", "sm89"),
+        ("vision", "sm120"),
+        ("denoise_step", "sm89"),
+        ("denoise_step", "sm120"),
+    ]
+    for row in rows:
+        assert row["built"] and row["bytes"] == (cache / row["file"]).stat().st_size > 1000
+        assert row["coverage"]["in_engine"] == row["coverage"]["operators"] > 10
+        assert row["similarity"] > 0.9999 and set(row["seconds"]) == {"export", "verify", "parse", "build"}
+        assert row["library"].startswith("TensorRT-RTX 1.")
+
+    assert run(*common) == 0
+    assert [r["built"] for r in last_line(capsys)["engines"]] == [False] * 4
+    assert run(*common, "--dry-run") == 0
+    assert set(last_line(capsys)["states"]) == {"in the cache"}
+
+    assert run("cache", "list", "--cache", cache) == 0
+    listed = last_line(capsys)
+    assert len(listed["engines"]) == 4 and listed["problems"] == 0
+    engine = cache / rows[0]["file"]
+    assert run("inspect", engine, "--layers") == 0
+    seen = last_line(capsys)
+    assert seen["source"] == "description" and seen["target"] == "sm89" and seen["dtypes"]["half"] > 10
+    assert seen["profiles"] == [{"images": [[1, 1, 28, 28, 3], [1, 4, 28, 28, 3], [1, 4, 28, 28, 3]]}]
+    assert {"name", "type", "dtype"} == set(seen["layers"][0])
+
+    engine.write_bytes(engine.read_bytes()[:-5])
+    assert run("cache", "verify", "--cache", cache) == 1
+    assert last_line(capsys)["problems"] == 1
+    assert run("inspect", engine) == 1
+    assert "truncated" in capsys.readouterr().err
+    assert run(*common) == 0
+    again = last_line(capsys)["engines"]
+    assert [r["built"] for r in again] == [True, False, False, False] and "is truncated" in again[0]["note"]
+    assert run("cache", "clear", "--cache", cache) == 0
+    assert last_line(capsys)["removed"] == 4 and not list(cache.glob("*.engine"))
+
+
+def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(config: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """The same key from the command and from the policy's own components, at another example size."""
+    from vla_accel.checkpoints.loading import load
+    from vla_accel.engines.tensorrt_library import load_library
+
+    cache = tmp_path / "engines"
+    assert run("build", config, "--checkpoint", checkpoint, "--cache", cache, "--target", "sm89", "--no-verify") == 0
+    settings = load_config(config)
+    model, _ = load(checkpoint, settings, dtype=torch.bfloat16)
+    todo = building.jobs(model, settings, Shapes(views=1, tokens=3), [(8, 9)], None)
+    for job in todo:
+        spec = building.dataclasses.replace(
+            job.spec, tensorrt=building.dataclasses.replace(job.spec.tensorrt, cache=str(cache))
+        )
+        body = building.body_of(job.component)
+        assert not obtain(body, spec, load_library("tensorrt_rtx"), [(8, 9)], device=torch.device("cpu")).built
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("vision: eager", (), r"nothing to build: the configuration names no TensorRT engine \(vision eager,"),
+        (CONFIG, ("--target", "ada"), "target: expected a compute capability like sm89 or 8.9, got 'ada'"),
+        (CONFIG, ("--target", "sm90"), "TensorRT-RTX does not run on compute capability 9.0; it runs on 7.5,"),
+        (CONFIG, (), "there is no GPU to build for; name the GPUs, as in --target sm89,sm120"),
+        (CONFIG, ("--target", "sm89", "--random", "pi7"), "random: expected one of pi0, pi05, pi05_demo, got 'pi7'"),
+        ("vision: {engine: tensorrt}", (), "no usable TensorRT"),
+        ("vision: {engine: tensorrt_rtx, tensorrt: {targets: [x]}}", (), "target: expected a compute capability"),
+        ("vision: {engine: tensorrt_rtx, tensorrt: {refits: true}}", (), "vision.tensorrt.refits: did you mean"),
+        ("vision: {engine: tensorrt_rtx, tensorrt: {optimization_level: 9}}", (), "expected 0 to 5, got 9"),
+        ("vision: {engine: tensorrt_rtx, tensorrt: {cache_gb: 0}}", (), "cache_gb: expected more than 0"),
+        ("vision: {engine: tensorrt_rtx, tensorrt: {workspace_mb: 0}}", (), "workspace_mb: expected at least 1"),
+        (
+            "kv_cache: {engine: tensorrt_rtx, precision: fp8}",
+            ("--target", "sm89"),
+            "FP8 needs calibrated scales",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_said_in_one_line(
+    tmp_path: Path, checkpoint: Path, capsys: Any, monkeypatch: Any, text: str, words: Any, message: str
+) -> None:
+    import re
+
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    assert run("build", path, "--checkpoint", checkpoint, "--cache", tmp_path / "e", *words) == 1
+    said = capsys.readouterr().err.strip()
+    pattern = message if "\\" in message else re.escape(message)
+    assert re.search(pattern, said), said
+    assert len(said.splitlines()) == 1
+
+
+def test_everything_that_is_missing_comes_in_one_error(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    monkeypatch.setattr(torch_tensorrt_versions, "installed_version", lambda package: None)
+    path = tmp_path / "c.yaml"
+    path.write_text("vision: torch_tensorrt\nkv_cache: tensorrt\ndenoise: tensorrt_rtx\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run("build", path, "--cache", tmp_path / "e") == 1
+    said = capsys.readouterr().err
+    for part in ("torch-tensorrt is not installed; the set for torch", "no usable TensorRT", "name the GPUs"):
+        assert part in said
+    assert said.count("pip install") == 2
+
+
+def test_an_interrupted_build_keeps_what_is_whole(
+    config: Path, checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    real = building.build
+    cache = tmp_path / "engines"
+
+    def interrupted(job: Any, *args: Any, **given: Any) -> Any:
+        if job.component.name == "denoise":
+            raise KeyboardInterrupt
+        return real(job, *args, **given)
+
+    monkeypatch.setattr(building, "build", interrupted)
+    words = ("build", config, "--checkpoint", checkpoint, "--cache", cache, "--target", "sm89", "--no-verify")
+    assert run(*words) == 130
+    assert "interrupted after 1 engines; they are in the cache" in capsys.readouterr().err
+    assert len(list(cache.glob("*.engine"))) == 1 and not (cache / "manifests").exists()
+    monkeypatch.undo()
+    assert run(*words) == 0
+    assert [r["built"] for r in last_line(capsys)["engines"]] == [False, True]
+
+
+def test_sized_models_for_measuring(tmp_path: Path) -> None:
+    model = sized_model("pi05_demo", torch.bfloat16, torch.device("cpu"), depth=1)
+    assert (len(model.prefix.layers), len(model.expert.layers), len(model.vision.layers)) == (1, 1, 5)
+    assert all(bool(p.isfinite().all()) and float(p.float().abs().max()) > 0 for p in model.parameters())
+    assert model.dtype == torch.bfloat16 and model.action_in_proj.weight.dtype == torch.float32
+    with pytest.raises(ConfigError):
+        sized_model("pi05_demo2", torch.bfloat16, torch.device("cpu"))
+
+
+def test_scales(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"FP8 needs calibrated scales \(fp8_scales\.json\); make them with"):
+        building.stored_scales(tmp_path)
+    model = sized_model("pi05_demo", torch.float32, torch.device("cpu"), depth=2)
+    scales = building.random_scales(model)
+    assert {f"prefix.layers.0.{n}" for n in ("gate_up_proj", "down_proj")} <= set(scales)
+    Scales(scales, 1, "test", "0").save(tmp_path)
+    assert building.stored_scales(tmp_path) == pytest.approx(scales, rel=1e-5)
+
+
+def test_a_policy_without_such_a_gpu_falls_back_loudly(checkpoint: Path, tmp_path: Path) -> None:
+    options = {"cache": str(tmp_path / "e"), "targets": ["sm89"]}
+    part = {"engine": "tensorrt_rtx", "fallback": ["eager"], "tensorrt": options}
+    policy = OptimizedPolicy.from_pretrained(checkpoint, {"device": "cpu", "vision": part, "denoise": part})
+    engines = {e["component"]: e for e in policy.metadata["engines"]}
+    for name in ("vision", "denoise"):
+        assert engines[name]["used"] == "eager" and engines[name]["fell_back"]
+        assert "TensorRT engines run on a CUDA GPU, the device is cpu" in str(engines[name]["reason"])
+    with pytest.raises(EngineError, match=r"strict mode: vision: asked for engine tensorrt_rtx, using eager"):
+        OptimizedPolicy.from_pretrained(checkpoint, {"device": "cpu", "strict": True, "vision": part})

@@ -1,0 +1,106 @@
+"""`vla-accel serve` as users start it: the bundled checkpoint, the key, SIGTERM; and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("websockets", reason="needs websockets")
+pytest.importorskip("msgpack", reason="the wire format needs msgpack")
+
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.support.server_support import get, metric, serve_command
+from tests.support.tiny import tiny_observation, write_tiny_checkpoint
+from vla_accel import OptimizedPolicy
+from vla_accel.cli import main
+from vla_accel.cli.serve import is_loopback, read_key
+from vla_accel.client import PolicyClient
+from vla_accel.errors import ConfigError, ServerError
+
+CONFIG = "configs/eager_fp32.yaml"
+
+
+def frame(prompt: str = "pick up the black bowl on the stove and place it on the plate") -> dict:
+    image = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+    return {
+        "observation/image": image,
+        "observation/wrist_image": image[::-1],
+        "observation/state": np.linspace(0.0, 0.3, 8),
+        "prompt": prompt,
+    }
+
+
+@pytest.mark.slow
+def test_the_bundled_checkpoint_is_served_and_answers_as_in_process(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("a secret\n")
+    words = (CONFIG, "--num-steps", "2", "--device", "cpu", "--api-key-file", str(key))
+    local = OptimizedPolicy.from_pretrained("demo", CONFIG, device="cpu", num_steps=2)
+    expected = [local.infer(frame())["actions"] for _ in range(2)]
+    with serve_command(*words) as address:
+        with pytest.raises(ServerError, match="HTTP 401"):
+            PolicyClient(address)
+        with PolicyClient(address, api_key="a secret") as client:
+            assert client.metadata["policy"] == "demo" and client.metadata["num_steps"] == 2
+            for actions in expected:  # the noise of both begins with the configured seed
+                np.testing.assert_allclose(client.infer(frame())["actions"], actions, rtol=0, atol=1e-5)
+            with pytest.raises(ServerError, match="reported: ObservationError: observation/state: expected shape"):
+                client.infer({**frame(), "observation/state": np.zeros(7)})
+            result = client.infer(frame())
+            assert result["engines"][0]["component"] == "vision"
+        page = get(address, "/metrics", {"Authorization": "Api-Key a secret"})[2]
+    for component in ("preprocess", "vision", "kv_cache", "denoise", "postprocess", "total"):
+        assert f'vla_accel_component_seconds_count{{component="{component}"}} 3' in page
+
+
+def test_a_real_policy_answers_batches_of_different_observations(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "tiny")
+    words = (CONFIG, "--checkpoint", str(tmp_path / "tiny"), "--device", "cpu", "--max-batch", "4")
+    with serve_command(*words, "--max-wait-ms", "300") as address, ThreadPoolExecutor(4) as pool:
+        clients = [PolicyClient(address) for _ in range(4)]
+
+        def ask(index: int) -> dict:
+            return clients[index].infer(tiny_observation(index, "pick up the bowl" if index % 2 else "pick it"))
+
+        results = list(pool.map(ask, range(4)))
+        assert {r["server_timing"]["batch"] for r in results} == {4}
+        for index, result in enumerate(results):
+            np.testing.assert_array_equal(result["state"], tiny_observation(index)["observation/state"])
+            clients[index].close()
+        assert metric(address, "vla_accel_batch_size_sum") == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("no/such.yaml",), "no/such.yaml"),
+        ((CONFIG, "--checkpoint", "no/such/folder"), "checkpoint: expected a folder or one of demo"),
+        ((CONFIG, "--max-clients", "0"), "max_clients: expected at least 1"),
+        ((CONFIG, "--api-key-file", "no/such/file"), "api key no/such/file: expected a readable text file"),
+    ],
+)
+def test_what_cannot_be_served_is_one_clear_line(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_key_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("  key \n")
+    assert read_key(file) == "key"
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="empty file"):
+        read_key(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="readable text"):
+        read_key(file)
+
+
+def test_who_can_reach_an_address() -> None:
+    assert [is_loopback(h) for h in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
+    assert [is_loopback(h) for h in ("0.0.0.0", "::", "192.168.1.5", "robot", "")] == [False] * 5

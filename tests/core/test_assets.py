@@ -1,0 +1,146 @@
+"""The bundled demo checkpoint: small, whole, loadable, and not trained on a state that evaluation uses."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vla_accel import OptimizedPolicy
+from vla_accel.checkpoints.checkpoint import read_tensors
+from vla_accel.policy.optimized import NAMED
+from vla_accel.transforms.processing import load_statistics
+from vla_accel.transforms.tokenizer import SmallTokenizer, tokenize_prompt
+
+FOLDER = NAMED["demo"]
+EVALUATION_SEED = 7
+INSTRUCTIONS: list[str] = json.loads((FOLDER / "instructions.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    return json.loads((FOLDER / "training.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def policy() -> OptimizedPolicy:
+    return OptimizedPolicy.from_pretrained("demo", device="cpu", num_steps=1)
+
+
+def test_the_files_and_their_size() -> None:
+    files = {p.name: p.stat().st_size for p in FOLDER.iterdir()}
+    assert files.keys() == {
+        "config.json",
+        "instructions.json",
+        "model.safetensors",
+        "norm_stats.json",
+        "tokenizer.json",
+        "training.json",
+        "fp8_scales.json",
+    }
+    assert sum(files.values()) <= 25_000_000
+
+
+def test_the_weights_are_half_precision() -> None:
+    assert {t.dtype for t in read_tensors(FOLDER).values()} <= {torch.float16, torch.bfloat16}
+
+
+def test_it_loads_and_acts(policy: OptimizedPolicy) -> None:
+    config = policy.model.config
+    assert (config.kind, config.action_horizon, config.discrete_state_input) == ("pi05", 10, True)
+    image = np.full((224, 224, 3), 127, np.uint8)
+    observation = {
+        "observation/image": image,
+        "observation/wrist_image": image,
+        "observation/state": np.array([-0.2, 0.0, 1.2, 3.1, 0.0, 0.0, 0.03, -0.03]),
+    }
+    noise = np.random.default_rng(0).normal(size=(10, config.action_dim))
+    chunks = [policy.infer({**observation, "prompt": p}, noise=noise)["actions"] for p in INSTRUCTIONS]
+    assert all(np.abs(c).max() < 2 for c in chunks), "actions live in [-1, 1]"
+    assert np.abs(chunks[0] - chunks[1]).max() > 1e-3, "language must matter"
+
+
+def test_every_instruction_is_equally_long_and_known() -> None:
+    tokenizer = SmallTokenizer.load(FOLDER / "tokenizer.json")
+    assert len(set(INSTRUCTIONS)) == 10
+    prompts = [tokenize_prompt(tokenizer, p, np.zeros(8), 64) for p in INSTRUCTIONS]
+    assert {len(p) for p in prompts} == {tokenizer.fill_to}
+    assert all(2 not in p for p in prompts), "an unknown word"
+    assert len({tuple(p) for p in prompts}) == 10
+
+
+def test_statistics_bound_the_actions() -> None:
+    statistics = load_statistics(FOLDER / "norm_stats.json")
+    for name, count in (("state", 8), ("actions", 7)):
+        low, high = statistics[name].q01, statistics[name].q99
+        assert low is not None and high is not None and low.shape == (count,) and (high > low).all()
+
+
+# -- what it was trained on ---------------------------------------------------------------------------------------
+
+
+def test_the_record_keeps_evaluation_states_apart(record: dict[str, Any]) -> None:
+    manifest = record["start_states"]
+    assert manifest["suite"] == "libero_spatial" and manifest["tolerance_m"] >= 1e-3
+    assert manifest["tasks"].keys() == {str(i) for i in range(10)}
+    spans = []
+    for entry in manifest["tasks"].values():
+        assert entry["shipped_states_compared"] == 50
+        assert entry["min_distance_m"] > manifest["tolerance_m"]
+        drawn = set(range(entry["first_seed"], entry["last_seed"] + 1)) - set(entry["refused_seeds"])
+        assert len(drawn) == entry["count"] > 0
+        assert EVALUATION_SEED not in drawn and entry["first_seed"] > 1000
+        spans.append((entry["first_seed"], entry["last_seed"]))
+    spans.sort()
+    assert all(a[1] < b[0] for a, b in pairwise(spans)), "tasks share seeds"
+    assert record["settings"]["seed"] != EVALUATION_SEED
+
+
+def test_the_record_says_how_it_was_trained(record: dict[str, Any]) -> None:
+    assert record["steps"] > 0 and record["seconds"] > 0 and record["gpus"] >= 1 and record["history"]
+    text = json.dumps(record)
+    assert '"/' not in text, "a path of the training machine"
+    assert Path(record["start_states"]["tasks"]["0"]["file"]).name == record["start_states"]["tasks"]["0"]["file"]
+
+
+@pytest.mark.slow
+def test_recorded_seeds_give_states_away_from_the_shipped_ones(record: dict[str, Any]) -> None:
+    """Four of one task's training states, drawn again in the simulator as the record says they were."""
+    pytest.importorskip("libero", reason="needs LIBERO")
+    from eval.libero.simulator import LiberoEnv, load_task
+
+    entry = record["start_states"]["tasks"]["0"]
+    first, last = entry["first_seed"], entry["last_seed"]
+    seeds = [s for s in (first, first + 1, (first + last) // 2, last) if s not in entry["refused_seeds"]]
+    task = load_task("libero_spatial", 0)
+    assert task.name == entry["task"]
+    env = LiberoEnv(task, render=False, hard_reset=True)
+    try:
+        addresses = [1 + env.object_qpos[name] for name in entry["objects"]]
+        assert sorted(env.object_qpos) == entry["objects"]
+
+        def positions(states: np.ndarray) -> np.ndarray:
+            return np.stack([states[:, a : a + 2] for a in addresses], 1)
+
+        def draw(seed: int) -> np.ndarray:
+            np.random.seed(seed)
+            return env.sample_placement()
+
+        drawn = np.stack([draw(seed) for seed in seeds])
+        again = draw(seeds[0])
+    finally:
+        env.close()
+    np.testing.assert_array_equal(again, drawn[0])
+    shipped = positions(task.initial_states)
+    assert len(shipped) == entry["shipped_states_compared"]
+    gaps = np.linalg.norm(positions(drawn)[:, None] - shipped[None], axis=-1).max(-1)
+    assert gaps.shape == (len(seeds), 50)
+    # No drawn state may be nearer than the record's nearest.
+    assert gaps.min() >= entry["min_distance_m"] - 1e-9 and gaps.min() < 0.5
+    # The training states differ among themselves, too.
+    assert min(np.abs(drawn[i] - drawn[j]).max() for i in range(len(drawn)) for j in range(i)) > 1e-3

@@ -1,0 +1,130 @@
+"""Policy configurations: files, mappings, and every way to be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vla_accel.config import EngineSpec, PolicyConfig, load_config
+from vla_accel.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_yaml_json_and_mapping_agree(tmp_path: Path) -> None:
+    content = {
+        "num_steps": 3,
+        "precision": "fp32",
+        "strict": True,
+        "default_prompt": "pick",
+        "vision": "eager",
+        "denoise": {"engine": "eager", "fallback": ["eager"]},
+    }
+    expected = PolicyConfig(
+        num_steps=3,
+        precision="fp32",
+        strict=True,
+        default_prompt="pick",
+        denoise=EngineSpec("eager", ("eager",)),
+    )
+    text = (
+        "num_steps: 3\nprecision: fp32\nstrict: true\ndefault_prompt: pick\nvision: eager\n"
+        "denoise:\n  engine: eager\n  fallback: [eager]\n"
+    )
+    assert load_config(content) == expected
+    assert load_config(write(tmp_path, "a.json", json.dumps(content))) == expected
+    assert load_config(write(tmp_path, "a.yaml", text)) == expected
+    assert load_config(str(write(tmp_path, "a.yml", text))) == expected
+    assert load_config(expected) is expected
+
+
+def test_defaults() -> None:
+    config = load_config(None)
+    assert config == PolicyConfig() == load_config({})
+    assert (config.num_steps, config.precision, config.device, config.strict, config.seed) == (
+        10,
+        "auto",
+        "auto",
+        False,
+        0,
+    )
+    assert config.default_prompt is None and config.denoise == EngineSpec("eager", ())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"num_step": 3}, r"unknown key num_step: did you mean num_steps\?"),
+        ({"kvcache": "eager"}, r"unknown key kvcache: did you mean kv_cache\?"),
+        ({"vision": {"engin": "eager"}}, r"unknown key vision\.engin: did you mean vision\.engine\?"),
+        ({3: 4}, r"unknown key 3: did you mean "),
+        ({"num_steps": 0}, "num_steps: expected at least 1, got 0"),
+        ({"num_steps": -2}, "num_steps: expected at least 1, got -2"),
+        ({"num_steps": "3"}, "num_steps: expected int, got '3'"),
+        ({"num_steps": 2.5}, r"num_steps: expected int, got 2\.5"),
+        ({"num_steps": True}, "num_steps: expected int, got True"),
+        ({"num_steps": None}, "num_steps: expected int, got None"),
+        ({"strict": 1}, "strict: expected bool, got 1"),
+        ({"device": 0}, "device: expected str, got 0"),
+        ({"default_prompt": 1}, "default_prompt: expected str, got 1"),
+        ({"precision": "fp8"}, "precision: expected one of auto, fp32, bf16, got 'fp8'"),
+        ({"precision": ["fp32"]}, "precision: expected one of"),
+        ({"vision": "warp"}, r"vision\.engine: expected one of eager.*, got 'warp'"),
+        ({"denoise": {"fallback": ["eager", "warp"]}}, r"denoise\.fallback\[1\]: expected one of eager.*, got 'warp'"),
+        ({"denoise": {"fallback": "eager"}}, r"denoise\.fallback: expected a list, got 'eager'"),
+        ({"kv_cache": 3}, "kv_cache: expected a mapping, got 3"),
+    ],
+)
+def test_a_bad_value_is_named(content: dict[Any, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(content)
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 2.5, "3", None])
+def test_steps_are_checked_without_a_file_too(steps: Any) -> None:
+    with pytest.raises(ConfigError, match="num_steps: expected"):
+        PolicyConfig(num_steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "a: [", "readable YAML or JSON"),
+        ("a.json", "{", "readable YAML or JSON"),
+        ("a.yaml", "- 1", "expected a mapping, got list"),
+        ("a.json", "3", "expected a mapping, got int"),
+        ("a.yaml", "", "expected a mapping, got NoneType"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(write(tmp_path, name, text))
+    assert name in str(caught.value)
+
+
+def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(ConfigError, match=r"binary\.yaml"):
+        load_config(tmp_path / "binary.yaml")
+
+
+def test_there_are_shipped_configs() -> None:
+    assert {p.name for p in CONFIGS} >= {"eager.yaml", "eager_fp32.yaml"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_every_shipped_config_loads(path: Path) -> None:
+    config = load_config(path)
+    assert config.num_steps >= 1
+    assert path.read_text().startswith("#"), "say what the combination is for"

@@ -1,0 +1,269 @@
+"""The layout's rules: imports run downwards only, optional packages are imported late, machine paths stay out."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE = {"errors", "files"}
+# What each part of vla_accel may import of vla_accel, besides itself, `errors` and `files`.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "files": set(),
+    "config": set(),
+    "component": {"config"},
+    "ledger": set(),
+    "machine": set(),
+    "latency": {"machine"},
+    "ops": set(),
+    "models": {"config", "ops"},
+    "native": {"component", "config", "models", "ops"},
+    "quantize": {"models", "native"},
+    "components": {"component", "config", "models", "native", "ops"},
+    "engines": {"component", "config", "ledger", "ops"},
+    "transforms": {"config"},
+    "checkpoints": {"config", "models", "transforms"},
+    "remote": set(),
+    "client": {"remote"},
+    "server": {"remote"},
+    "policy": {
+        "checkpoints",
+        "component",
+        "components",
+        "config",
+        "engines",
+        "latency",
+        "ledger",
+        "models",
+        "native",
+        "quantize",
+        "remote",
+        "transforms",
+    },
+    "measure": {"config", "models", "policy", "quantize", "transforms"},
+    "diffusion": {"component", "components", "config", "engines", "latency", "ledger", "models", "native"},
+    "cli": {
+        "checkpoints",
+        "components",
+        "config",
+        "diffusion",
+        "engines",
+        "ledger",
+        "machine",
+        "measure",
+        "models",
+        "policy",
+        "quantize",
+        "server",
+        "transforms",
+    },
+    "__main__": {"cli"},
+}
+# The harness sees a policy and its timings; only the demo's own training opens the model.
+EVAL = {"checkpoints", "client", "latency", "machine", "policy"}
+DEMO = {"checkpoints", "measure", "models", "ops", "policy", "transforms"}
+# Imported only inside functions: a robot's client, or a user without the simulator, has none of these.
+OPTIONAL = {
+    "PIL",
+    "cv2",
+    "diffusers",
+    "flash_attn",
+    "huggingface_hub",
+    "imageio",
+    "jax",
+    "libero",
+    "matplotlib",
+    "modelopt",
+    "msgpack",
+    "mujoco",
+    "onnx",
+    "onnx_ir",
+    "onnxruntime",
+    "onnxscript",
+    "orbax",
+    "robosuite",
+    "sentencepiece",
+    "tensorrt",
+    "tensorrt_rtx",
+    "tokenizers",
+    "torch_tensorrt",
+    "transformers",
+    "websockets",
+}
+
+PACKAGE = sorted((ROOT / "vla_accel").rglob("*.py"))
+HARNESS = sorted((ROOT / "eval").rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(p) for p in (*PACKAGE, *HARNESS)}
+
+
+def imports(path: Path, *, top_only: bool = False) -> set[str]:
+    """Absolute names of every module imported; `from a import b` counts as a.b where that is a module."""
+    tree = ast.parse(path.read_text())
+    found: set[str] = set()
+    inside = {
+        id(n)
+        for f in ast.walk(tree)
+        if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_type_checking(f)
+        for n in ast.walk(f)
+    }
+    for node in ast.walk(tree):
+        if top_only and id(node) in inside:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            name = node.module or ""
+            whole = {f"{name}.{alias.name}" for alias in node.names}
+            found |= {w if w in MODULES else name for w in whole}
+    return found
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def parts_used(path: Path) -> set[str]:
+    """The parts of vla_accel that a file imports ("" for the package itself)."""
+    names = [n.split(".") for n in imports(path) if n.split(".")[0] == "vla_accel"]
+    return {n[1] if len(n) > 1 else "" for n in names}
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=relative)
+def test_the_package_imports_downwards(path: Path) -> None:
+    inner = path.relative_to(ROOT / "vla_accel").with_suffix("").parts
+    part = inner[0]
+    if part == "__init__":
+        assert parts_used(path) <= {"config", "policy"}
+        return
+    assert part in ALLOWED, f"vla_accel/{part} is new: give it a row here and in README's layout"
+    # The package itself carries the version, which the breakdown and the command line name.
+    root = {""} if part in ("machine", "cli") else set()
+    assert parts_used(path) <= ALLOWED[part] | CORE | {part} | root
+
+
+@pytest.mark.parametrize("path", HARNESS, ids=relative)
+def test_the_harness_imports_the_policy_only(path: Path) -> None:
+    demo = "demo" in path.parts
+    assert parts_used(path) <= CORE | (DEMO if demo else EVAL)
+    used = {n for n in imports(path) if n.startswith("eval.libero.demo")}
+    if not demo:
+        assert used <= {"eval.libero.demo", "eval.libero.demo.expert"}, "evaluation must not depend on training"
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    graph = {module_of(p): imports(p) & MODULES - {module_of(p), "vla_accel"} for p in (*PACKAGE, *HARNESS)}
+    # A package's __init__ only gathers its own modules, for users from outside.
+    packages = {module_of(p) for p in (*PACKAGE, *HARNESS) if p.name == "__init__.py"}
+    graph = {m: {u for u in used if not (u in packages and m.startswith(u + "."))} for m, used in graph.items()}
+    assert any(graph.values())
+    while graph:
+        leaves = {m for m, used in graph.items() if not used & graph.keys()}
+        assert leaves, f"a circle within {sorted(graph)}"
+        graph = {m: used for m, used in graph.items() if m not in leaves}
+
+
+@pytest.mark.parametrize("path", [*PACKAGE, *HARNESS], ids=relative)
+def test_optional_packages_are_imported_where_they_are_used(path: Path) -> None:
+    assert not {n.split(".")[0] for n in imports(path, top_only=True)} & OPTIONAL
+
+
+def test_the_package_never_imports_the_harness() -> None:
+    for path in PACKAGE:
+        assert not {n for n in imports(path) if n.split(".")[0] in ("eval", "tests")}, relative(path)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level packages in a fresh interpreter after a statement."""
+    code = f"{statement}\nimport sys\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_needs_neither_torch_nor_options() -> None:
+    loaded = loaded_by("import vla_accel")
+    assert "vla_accel" in loaded and not loaded & (OPTIONAL | {"torch", "numpy", "yaml", "safetensors"})
+
+
+def test_the_policy_needs_no_options() -> None:
+    loaded = loaded_by("from vla_accel import OptimizedPolicy")
+    assert "torch" in loaded
+    # torch brings some of these itself where they are installed.
+    assert not loaded & (OPTIONAL - loaded_by("import torch"))
+
+
+def test_public_names() -> None:
+    import vla_accel
+
+    assert {n: getattr(vla_accel, n).__name__ for n in vla_accel.__all__ if n != "__version__"} == {
+        "EngineSpec": "EngineSpec",
+        "OptimizedPolicy": "OptimizedPolicy",
+        "PolicyConfig": "PolicyConfig",
+        "load_config": "load_config",
+    }
+    with pytest.raises(AttributeError, match="no attribute 'Policy'"):
+        _ = vla_accel.Policy
+
+
+TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".sh", ""}
+MACHINE_PATH = re.compile(r"(?<![\w.*~:/])/(?:work|home|root|mnt|scratch|Users)/\w|(?<![\w.*~:/])/tmp/\w")
+
+
+def project_files() -> list[Path]:
+    found = [p for p in ROOT.iterdir() if p.is_file() and not p.name.startswith(".git")]
+    for folder in ("vla_accel", "eval", "tests", "configs", ".ci"):
+        found += [p for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    return sorted(p for p in found if p.suffix in TEXT)
+
+
+def test_the_path_pattern_finds_paths() -> None:
+    for text in ("cd /work" + "/main", "'/home" + "/me/x'", "open(/tmp" + "/x)"):
+        assert MACHINE_PATH.search(text), text
+    for text in ("a/work/b", "https://host/home/x", "framework/", "/proc/cpuinfo"):
+        assert not MACHINE_PATH.search(text), text
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    files = project_files()
+    assert {"pyproject.toml", "optimized.py", "simulator.py"} <= {p.name for p in files}
+    lines = [
+        f"{relative(p)}:{i}: {line.strip()[:100]}"
+        for p in files
+        for i, line in enumerate(p.read_text().splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert not lines, "\n".join(lines)
+
+
+def test_an_installed_package_has_its_data() -> None:
+    """What is not Python comes along only if pyproject.toml says so."""
+    import fnmatch
+
+    text = (ROOT / "pyproject.toml").read_text()
+    match = re.search(r"^\[tool\.setuptools\.package-data\]\nvla_accel = (\[.*\])$", text, re.MULTILINE)
+    assert match
+    patterns = ast.literal_eval(match[1])
+    package = ROOT / "vla_accel"
+    files = [
+        p.relative_to(package).as_posix() for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts
+    ]
+    others = [f for f in files if not f.endswith(".py")]
+    assert [f for f in others if f.endswith(".cu")]
+    assert [f for f in others if not any(fnmatch.fnmatch(f, p.replace("**/", "*")) for p in patterns)] == []

@@ -1,0 +1,266 @@
+"""Components as checked ONNX: what is compared, what is refused, and that the comparison can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.tiny import random_model, tiny_config
+from vla_accel.component import Component, TensorSpec
+from vla_accel.components import denoise_component, kv_cache_component, vision_component
+from vla_accel.components.precision import QuantisedKvCache
+from vla_accel.components.step import DenoiseStep
+from vla_accel.engines import onnx
+from vla_accel.engines.onnx import SIMILARITY, compare, examples, export, largest, smallest
+from vla_accel.errors import DependencyError, EngineError
+from vla_accel.models.pi0 import Pi0
+from vla_accel.quantize import calibrate
+
+pytestmark = pytest.mark.tensorrt
+
+
+class Layer(nn.Module):
+    """Two products and a nonlinearity, in any dtype."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.nn.functional.gelu(self.a(x), approximate="tanh"))
+
+
+def layer(dtype: torch.dtype = torch.float32, most: int = 6) -> Component:
+    x = TensorSpec("x", (2, 8), dtype, {0: (1, most)})
+    return Component("layer", Layer(dtype).requires_grad_(False), (x,), (TensorSpec("y", (2, 4), dtype),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_graph_is_the_module_in_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    component = layer(dtype)
+    graph = export(component, component.module, tmp_path)
+    assert graph.similarity is not None and graph.similarity > 1 - 1e-9
+    assert dtype in graph.dtypes and sum(graph.operators.get(n, 0) for n in ("MatMul", "Gemm")) == 2
+    size = torch.tensor([], dtype=dtype).element_size()
+    assert graph.weight_bytes >= size * (8 * 16 + 16 + 16 * 4 + 4)
+    assert graph.path.read_bytes()[:1] and (tmp_path / "layer.onnx.data").is_file(), "weights lie beside the graph"
+
+
+def test_the_module_is_left_as_it_was(tmp_path: Path) -> None:
+    component = layer(torch.bfloat16)
+    before = {n: p.clone() for n, p in component.module.named_parameters()}
+    export(component, component.module, tmp_path)
+    for name, parameter in component.module.named_parameters():
+        assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, before[name])
+
+
+def test_both_ends_of_a_range_are_compared(tmp_path: Path, monkeypatch: Any) -> None:
+    component = layer()
+    seen: list[tuple[int, ...]] = []
+    real = onnx._in_float32
+    monkeypatch.setattr(onnx, "_in_float32", lambda m, x: seen.append(tuple(x[0].shape)) or real(m, x))
+    export(component, component.module, tmp_path)
+    assert seen == [(6, 8), (1, 8)]
+
+
+def test_another_modules_graph_is_refused(tmp_path: Path) -> None:
+    component = layer()
+    graph = export(component, component.module, tmp_path, verify=False)
+    assert graph.similarity is None
+    other = Layer()
+    with torch.no_grad():
+        other.a.weight[0] += 1.0
+    with pytest.raises(
+        EngineError, match=rf"layer\.y: the ONNX graph differs from the module: cosine 0\.\d+, .*{SIMILARITY}"
+    ):
+        compare(component, other, graph.path)
+
+
+class Overflow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 0.0
+
+
+def test_non_finite_values_are_refused(tmp_path: Path) -> None:
+    component = dataclasses.replace(layer(), module=Overflow(), outputs=(TensorSpec("y", (2, 8), torch.float32),))
+    with pytest.raises(EngineError, match=r"layer\.y: the module gives 48 non-finite values"):
+        export(component, component.module, tmp_path)
+
+
+class Fixed(nn.Module):
+    """Takes exactly six rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.ones(6, 8)
+
+
+def test_a_dimension_that_cannot_be_dynamic_is_refused(tmp_path: Path) -> None:
+    component = dataclasses.replace(layer(), module=Fixed())
+    with pytest.raises(EngineError, match="layer: cannot be exported"):
+        export(component, component.module, tmp_path)
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_package_is_named(tmp_path: Path, package: str, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    component = layer()
+    with pytest.raises(
+        DependencyError, match=rf"needs the package {package} .*pip install 'vla_accel\[tensorrt-rtx\]'"
+    ):
+        export(component, component.module, tmp_path)
+
+
+def test_examples_fit_their_specs() -> None:
+    specs = (
+        TensorSpec("a", (2, 3), torch.bfloat16, {0: (1, 5)}),
+        TensorSpec("b", (4,), torch.uint8),
+        TensorSpec("c", (4,), torch.int64),
+        TensorSpec("d", (4,), torch.bool),
+    )
+    component = Component("c", nn.Identity(), specs, ())
+    for shape_of, rows in ((largest, 5), (smallest, 1), (lambda s: s.shape, 2)):
+        values = examples(component, shape_of)
+        assert tuple(values[0].shape) == (rows, 3)
+        assert [v.dtype for v in values] == [s.dtype for s in specs]
+    assert int(values[2].max()) <= 1 and bool(values[3].all())
+
+
+# -- the policy's own components ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pi05", "pi0"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_steps_of_the_loop_are_the_component(kind: Any, padded: bool) -> None:
+    model = random_model(tiny_config(kind))
+    component = denoise_component(model, 2, 11, 4, padded)
+    assert component.loop is not None
+    loop = component.loop()
+    assert loop.count == 4 and isinstance(loop.body.module, DenoiseStep)
+    values = dict(zip([s.name for s in component.inputs], examples(component, lambda s: s.shape), strict=True))
+    if padded:
+        values["lengths"] = torch.tensor([11, 7], dtype=torch.int32)
+    x = values[loop.start]
+    for step in range(loop.count):
+        given = {**values, **{n: r[step] for n, r in loop.rows.items()}, loop.carry[0]: x}
+        x = loop.body.module(*(given[s.name] for s in loop.body.inputs))
+    expected = component.module(*(values[s.name] for s in component.inputs))
+    assert torch.allclose(x, expected, atol=1e-6), float((x - expected).abs().max())
+    assert [s.name for s in loop.body.outputs] == [loop.carry[1]]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_padded_and_the_plain_prefix_export(tmp_path: Path, padded: bool) -> None:
+    model = random_model(tiny_config("pi05"))
+    component = kv_cache_component(model, 1, 2, 9, padded)
+    graph = export(component, component.module, tmp_path)
+    assert graph.similarity is not None and graph.similarity > 0.999999
+
+
+def test_a_pi0_step_exports(tmp_path: Path) -> None:
+    model = random_model(tiny_config("pi0"))
+    loop = denoise_component(model, 1, 17, 3, False).loop
+    assert loop is not None
+    graph = export(loop().body, loop().body.module, tmp_path)
+    assert graph.similarity is not None and graph.similarity > 0.999999
+
+
+def test_the_narrow_tower_is_the_component(tmp_path: Path) -> None:
+    model = random_model(tiny_config("pi05")).to_compute_dtype(torch.bfloat16)
+    component = vision_component(model, 2, 3)
+    images = examples(component, lambda s: s.shape)
+    narrow = component.variants["fp16"]()
+    got, want = narrow(*images), component.module(*images)
+    assert got.dtype == want.dtype == torch.bfloat16 and got.shape == want.shape
+    assert float(nn.functional.cosine_similarity(got.float().flatten(), want.float().flatten(), 0)) > 0.9995
+    tower = narrow.tower.inner
+    assert {p.dtype for p in tower.layers.parameters()} == {torch.float16}  # pyright: ignore[reportAttributeAccessIssue]
+    assert tower.patch_embedding.weight.dtype == torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+    assert narrow.projector is model.projector, "the projector is the model's own, in BF16"
+    assert {p.dtype for p in model.vision.layers.parameters()} == {torch.bfloat16}, (
+        "the policy's own tower is untouched"
+    )
+
+
+# -- FP8 ----------------------------------------------------------------------------------------------------------
+
+
+def scales_of(model: Pi0) -> dict[str, float]:
+    """Calibrated on one random observation: two views and nine tokens."""
+    rng = np.random.default_rng(3)
+    return calibrate(model, [(rng.integers(0, 256, (2, 28, 28, 3), np.uint8), rng.integers(0, 40, 9))], "test").amax
+
+
+def prefix_inputs(model: Pi0) -> tuple[Tensor, Tensor]:
+    """What that observation gives the prefix."""
+    rng = np.random.default_rng(3)
+    images, tokens = rng.integers(0, 256, (2, 28, 28, 3), np.uint8), rng.integers(0, 40, 9)
+    vision = vision_component(model, 1, 2).module
+    return vision(torch.from_numpy(images)[None]), torch.from_numpy(tokens)[None]
+
+
+def test_the_quantised_prefix_is_nearly_the_component() -> None:
+    model = random_model(tiny_config("pi05"))
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    component = kv_cache_component(model, 1, 2, 9, False)
+    inputs = prefix_inputs(model)
+    quantised = QuantisedKvCache(model, scales_of(model))
+    results = list(zip(quantised(*inputs), component.module(*inputs), strict=True))
+    for got, want in results:
+        assert torch.equal(got[0], want[0]), "the first layer's keys and values come before any MLP"
+        difference = float((got - want).norm() / want.norm())
+        assert 1e-4 < difference < 0.05, "FP8, and only FP8, differs"
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert type(model.prefix.layers[0].down_proj) is nn.Linear
+
+
+def test_without_quantisers_the_folded_prefix_is_the_component() -> None:
+    model = random_model(tiny_config("pi05"))
+    component = kv_cache_component(model, 1, 2, 9, True)
+    module = QuantisedKvCache(model, scales_of(model))
+    for island in module.mlps:
+        for name in ("gate_up_proj", "down_proj"):
+            getattr(island.inner, name).input_quantizer.disable()
+            getattr(island.inner, name).weight_quantizer.disable()
+    inputs = (*prefix_inputs(model), torch.tensor([14], dtype=torch.int32))
+    for got, want in zip(module(*inputs), component.module(*inputs), strict=True):
+        assert torch.allclose(got, want, atol=1e-5), "the norm's weight is folded into gate and up"
+
+
+def test_scales_are_powers_of_two_and_cut_nothing_off() -> None:
+    model = random_model(tiny_config("pi05"))
+    scales = scales_of(model)
+    quantised = QuantisedKvCache(model, scales)
+    for index, island in enumerate(quantised.mlps):
+        for name in ("gate_up_proj", "down_proj"):
+            linear = getattr(island.inner, name)
+            for quantizer, most in (
+                (linear.input_quantizer, scales[f"prefix.layers.{index}.{name}"]),
+                (linear.weight_quantizer, float(linear.weight.abs().max())),
+            ):
+                amax = float(quantizer.amax)
+                assert most <= amax < 2 * most * 1.0001
+                assert float(np.frexp(amax / 448)[0]) == 0.5
+
+
+def test_quantisers_become_q_and_dq(tmp_path: Path) -> None:
+    model = random_model(tiny_config("pi05")).to_compute_dtype(torch.bfloat16)
+    component = kv_cache_component(model, 1, 2, 9, False)
+    module = QuantisedKvCache(model, scales_of(model)).requires_grad_(False)
+    graph = export(component, module, tmp_path)
+    assert graph.operators["QuantizeLinear"] == graph.operators["DequantizeLinear"] == 2 * 4
+    assert torch.float8_e4m3fn in graph.dtypes
+    # The island alone agrees as closely as any graph.
+    mlp = module.mlps[0].inner
+    x = TensorSpec("x", (1, 5, 18), torch.bfloat16)
+    alone = Component("mlp", mlp, (x,), (dataclasses.replace(x, name="y"),))  # pyright: ignore[reportArgumentType]
+    assert (export(alone, mlp, tmp_path).similarity or 0) > SIMILARITY  # pyright: ignore[reportArgumentType]

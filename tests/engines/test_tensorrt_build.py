@@ -1,0 +1,536 @@
+"""Real TensorRT-RTX builds without a GPU: the demo policy, full-size SigLIP and full-size FP8 layers, and every way a
+build can fail. Nothing built here is run: that needs a GPU that TensorRT-RTX supports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vla_accel.checkpoints.loading import NAMED, load
+from vla_accel.component import Component, Island, TensorSpec
+from vla_accel.components import denoise_component, kv_cache_component, vision_component
+from vla_accel.components.precision import QuantisedKvCache, variants
+from vla_accel.config import EngineSpec, TensorrtOptions
+from vla_accel.engines import onnx, tensorrt_builder
+from vla_accel.engines.onnx import OnnxFile, export, module_at
+from vla_accel.engines.tensorrt_builder import Plan, build_plan, layer_counts, pick_profile, profiles_of
+from vla_accel.engines.tensorrt_library import Capability, Library, load_library
+from vla_accel.engines.tensorrt_plan import Exports, body_of, content_key, obtain
+from vla_accel.errors import ConfigError, EngineError
+from vla_accel.models.gemma import GemmaConfig
+from vla_accel.models.pi0 import Pi0, Pi0Config
+from vla_accel.models.siglip import SiglipConfig, SiglipVision
+
+pytestmark = pytest.mark.tensorrt
+TARGETS: list[Capability] = [(8, 9), (12, 0)]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return load_library("tensorrt_rtx")
+
+
+@pytest.fixture(scope="module")
+def demo() -> Pi0:
+    model, _ = load(NAMED["demo"], dtype=torch.bfloat16)
+    return model.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def exported(demo: Pi0, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Component, OnnxFile]]]:
+    """The demo's components as they would be built, exported once and compared with eager."""
+    prefix_tokens = 2 * demo.config.vision.tokens + 20
+    components = {
+        "vision": (vision_component(demo, 1, 2), "fp16"),
+        "kv_cache": (kv_cache_component(demo, 1, 2, 20, False), "auto"),
+        "denoise": (body_of(denoise_component(demo, 1, prefix_tokens, 10, False)), "auto"),
+    }
+    found = {}
+    for name, (component, precision) in components.items():
+        folder = tmp_path_factory.mktemp(name)
+        found[name] = (component, export(component, module_at(component, precision), folder))  # type: ignore[arg-type]
+    yield found
+
+
+def build(library: Library, graph: OnnxFile, component: Component, target: Capability = (8, 9), **given: Any) -> Plan:
+    options = TensorrtOptions(**given.pop("options", {}))
+    return build_plan(library, graph, component, options, targets=[target], ahead=True, **given)
+
+
+# -- what must work -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vision", "kv_cache", "denoise"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_demo_builds(library: Library, exported: Any, name: str, target: Capability) -> None:
+    component, graph = exported[name]
+    assert graph.similarity > 0.99999
+    plan = build(library, graph, component, target)
+    # Weights are in the engine, once; the rest is small.
+    assert graph.weight_bytes < plan.size < 1.6 * graph.weight_bytes + 6e6
+    dtypes = layer_counts(plan)
+    if name == "vision":
+        # The tower computes in half; what is BF16 is the bridge and the projector, nothing else.
+        assert dtypes["half"] > 10 * dtypes["bf16"] > 0
+        assert torch.float16 in graph.dtypes
+    else:
+        assert "half" not in dtypes and dtypes["bf16"] > 100
+
+
+def test_the_step_takes_the_time_as_an_input(exported: Any) -> None:
+    component, graph = exported["denoise"]
+    expected = ["noisy", "keys", "values", "target", "weights", "dt", "time", "gain", "condition"]
+    assert [s.name for s in component.inputs] == expected
+    # One step, not ten: two attention products a layer and one softmax.
+    assert graph.operators["Softmax"] == 6
+
+
+def test_a_dynamic_dimension_gets_one_profile_over_its_range(library: Library, exported: Any) -> None:
+    component, graph = exported["vision"]
+    plan = build(library, graph, component)
+    ((low, best, high),) = (p["images"] for p in plan.profiles)
+    assert (low[1], best[1], high[1]) == (1, 4, 4)
+
+
+def test_many_profiles_make_one_engine(library: Library, exported: Any) -> None:
+    component, graph = exported["vision"]
+    plan = build(library, graph, component, options={"profiles": ("images.1=1:1:2", "images.1=3:3:4")})
+    assert [p["images"][1][1] for p in plan.profiles] == [1, 3]
+    shapes = lambda views: {"images": (1, views, 224, 224, 3)}  # noqa: E731
+    assert [pick_profile(plan.profiles, shapes(v), "vision") for v in (1, 2, 3, 4)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"weight_streaming": True}, {"optimization_level": 1, "workspace_mb": 64}],
+    ids=str,
+)
+def test_options_reach_the_builder(library: Library, exported: Any, options: Any, monkeypatch: Any) -> None:
+    seen: dict[str, Any] = {}
+    real = tensorrt_builder._build
+
+    def spy(builder: Any, network: Any, config: Any, stop: Any) -> Any:
+        trt = library.trt
+        seen["weight_streaming"] = config.get_flag(trt.BuilderFlag.WEIGHT_STREAMING)
+        seen["optimization_level"] = config.builder_optimization_level
+        seen["workspace_mb"] = config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) >> 20
+        return real(builder, network, config, stop)
+
+    monkeypatch.setattr(tensorrt_builder, "_build", spy)
+    component, graph = exported["vision"]
+    assert build(library, graph, component, options=options).size > 1e6
+    assert {k: seen[k] for k in options} == options
+    assert seen["weight_streaming"] == options.get("weight_streaming", False)
+
+
+def test_a_foreign_timing_cache_is_replaced(library: Library, tmp_path: Path) -> None:
+    component = small()
+    graph = export(component, component.module, tmp_path, verify=False)
+    timing = tmp_path / "timing"
+    timing.write_bytes(b"not a timing cache")
+    assert build(library, graph, component, timing_cache=timing).size > 0
+    first = timing.read_bytes()
+    assert first and first != b"not a timing cache"
+    assert build(library, graph, component, timing_cache=timing).size > 0
+    timing.unlink()
+    assert build(library, graph, component, timing_cache=timing, options={"timing_cache": False}).size > 0
+    assert not timing.exists()
+
+
+def test_one_engine_for_two_targets(library: Library, exported: Any) -> None:
+    component, graph = exported["vision"]
+    plan = build_plan(library, graph, component, TensorrtOptions(), targets=TARGETS, ahead=True)
+    assert plan.target == "sm89+sm120" and plan.size > 1e6
+
+
+class Watcher:
+    """Keeps what it is told, and asks to stop once `at` steps are done."""
+
+    def __init__(self, stop: threading.Event | None = None, at: int = 0) -> None:
+        self.phases: list[str] = []
+        self.open: set[str] = set()
+        self.steps, self.stop, self.at = 0, stop, at
+
+    def start(self, phase: str, parent: str | None, steps: int) -> None:
+        assert parent is None or parent in self.open
+        self.phases.append(phase)
+        self.open.add(phase)
+
+    def step(self, phase: str, step: int) -> None:
+        self.steps += 1
+        if self.stop is not None and self.steps == self.at:
+            self.stop.set()
+
+    def finish(self, phase: str) -> None:
+        self.open.discard(phase)
+
+
+def test_progress_is_reported(library: Library, exported: Any) -> None:
+    component, graph = exported["vision"]
+    watcher = Watcher()
+    build(library, graph, component, progress=watcher)
+    assert watcher.phases[0] == "Building engine" and len(watcher.phases) > 3
+    assert watcher.steps > 50 and not watcher.open
+
+
+def test_a_build_can_be_cancelled(library: Library, exported: Any) -> None:
+    component, graph = exported["vision"]
+    stop = threading.Event()
+    watcher = Watcher(stop, at=20)
+    with pytest.raises(EngineError, match=r"vision: build for 8\.9 with TensorRT-RTX .*: cancelled"):
+        build(library, graph, component, progress=watcher, cancel=stop)
+    assert 20 <= watcher.steps < 40, "a whole build takes over a thousand"
+
+
+def test_ctrl_c_stops_the_builder_and_passes_on(library: Library, exported: Any, monkeypatch: Any) -> None:
+    component, graph = exported["vision"]
+    stop = threading.Event()
+    real = threading.Thread.join
+
+    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
+        if timeout is not None and self.name == "tensorrt-build":
+            raise KeyboardInterrupt
+        real(self, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(library, graph, component, cancel=stop)
+    assert stop.is_set()
+    assert not [t for t in threading.enumerate() if t.name == "tensorrt-build"]
+
+
+# -- full size ----------------------------------------------------------------------------------------------------
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """Random weights for a module on the meta device."""
+    module = module.to_empty(device="cpu").requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.normal_(0.0, parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1, generator=generator)
+    return module.eval()
+
+
+@pytest.mark.slow
+def test_full_size_siglip_in_fp16(library: Library, tmp_path: Path) -> None:
+    """27 layers, width 1152: one engine with every weight in it, for both targets."""
+    with torch.device("meta"):
+        tower = SiglipVision(SiglipConfig())
+        for part in (*tower.layers, tower.post_layernorm):
+            part.half()
+    tower = filled(tower)
+    component = Component(
+        "siglip",
+        tower,
+        (TensorSpec("pixels", (2, 3, 224, 224), torch.float32, {0: (1, 4)}),),
+        (TensorSpec("features", (2, 256, 1152), torch.float16),),
+    )
+    graph = export(component, tower, tmp_path, verify=False)
+    assert graph.operators["Softmax"] == 27 and torch.float16 in graph.dtypes
+    for target in TARGETS:
+        plan = build(library, graph, component, target)
+        assert 820e6 < plan.size < 850e6, "two bytes a weight, each once"
+        dtypes = layer_counts(plan)
+        assert dtypes["half"] > 1500 and dtypes["float"] < 20, "float32: the embeddings, as in the model"
+
+
+@pytest.mark.slow
+def test_full_size_gemma_layers_with_fp8_weights(library: Library, tmp_path: Path) -> None:
+    """Two layers of the 2B prefix: the first whole with its MLP in FP8, the second up to its keys and values."""
+    prefix = GemmaConfig(2048, 2, 16384)
+    config = Pi0Config(vision=SiglipConfig(16, 1, 16, 1), prefix=prefix, expert=GemmaConfig(64, 2, 64), vocab_size=64)
+    with torch.device("meta"):
+        model = Pi0(config).to_compute_dtype(torch.bfloat16)
+    model = filled(model)
+    assert isinstance(model, Pi0)
+    module = QuantisedKvCache(model, {f"prefix.layers.0.{n}": 8.0 for n in ("gate_up_proj", "down_proj")})
+    shape = (2, 1, 24, 1, 256)
+    component = Component(
+        "kv_cache",
+        module.requires_grad_(False),
+        (
+            TensorSpec("image_tokens", (1, 16, 2048), torch.bfloat16),
+            TensorSpec("tokens", (1, 8), torch.int64, {1: (1, 8)}),
+        ),
+        (TensorSpec("keys", shape, torch.bfloat16), TensorSpec("values", shape, torch.bfloat16)),
+    )
+    graph = export(component, module, tmp_path)
+    assert graph.similarity is not None and graph.similarity > 0.9999
+    # Input and weight of both products of the MLP.
+    assert graph.operators["QuantizeLinear"] == graph.operators["DequantizeLinear"] == 4
+    mlp = 3 * 2048 * 16384
+    for target in TARGETS:
+        plan = build(library, graph, component, target)
+        # The MLP is nearly all of it: at two bytes a weight it alone would be 201 MB.
+        rest = graph.weight_bytes - 2 * mlp
+        assert mlp + rest < plan.size < 1.1 * mlp + rest + 5e6
+        assert layer_counts(plan)["fp8"] == 4
+    with pytest.raises(EngineError, match=r"torch\.float8_e4m3fn needs compute capability 8\.9 or newer, 8\.6"):
+        build(library, graph, component, (8, 6))
+
+
+# -- what must fail, and say so -----------------------------------------------------------------------------------
+
+
+class Determinant(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.det(x)
+
+
+class Eigenvalues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.eigvals(x).real
+
+
+def square(module: nn.Module, output: tuple[int, ...] = (2,)) -> Component:
+    spec = TensorSpec("x", (2, 3, 3), torch.float32)
+    return Component("square", module, (spec,), (TensorSpec("y", output, torch.float32),))
+
+
+def test_an_operator_that_the_parser_lacks_is_named(library: Library, tmp_path: Path) -> None:
+    component = square(Determinant())
+    graph = export(component, component.module, tmp_path)
+    with pytest.raises(EngineError, match=r"square: TensorRT-RTX .* has no ONNX operator Det \(node "):
+        build(library, graph, component)
+
+
+def test_an_operator_that_onnx_lacks_is_named(tmp_path: Path) -> None:
+    component = square(Eigenvalues(), (2, 3))
+    with pytest.raises(EngineError, match=r"square: ONNX has no operator for aten\.linalg_eig"):
+        export(component, component.module, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ((9, 0), r"TensorRT-RTX does not run on compute capability 9\.0; it runs on 7\.5, 8\.0, 8\.6, 8\.9, 12\.0"),
+        ((10, 0), r"TensorRT-RTX does not run on compute capability 10\.0"),
+        ((7, 5), r"torch\.bfloat16 needs compute capability 8\.0 or newer, 7\.5 was asked for"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused(library: Library, exported: Any, target: Any, message: str) -> None:
+    component, graph = exported["vision"]
+    with pytest.raises(EngineError, match=message):
+        build(library, graph, component, target)
+
+
+def test_too_little_memory_is_said_before_building(library: Library, exported: Any, monkeypatch: Any) -> None:
+    component, graph = exported["vision"]
+    monkeypatch.setattr(tensorrt_builder, "available_memory", lambda: 100 * 2**20)
+    with pytest.raises(EngineError, match=r"vision: building needs about 0\.5 GiB of memory, 0\.1 GiB is free"):
+        build(library, graph, component)
+    monkeypatch.setattr(tensorrt_builder, "available_memory", lambda: None)
+    assert build(library, graph, component).size > 1e6
+
+
+def test_this_machines_memory_is_known() -> None:
+    assert 2**28 < (tensorrt_builder.available_memory() or 0) < 2**45
+
+
+def test_what_the_library_says_is_passed_on(library: Library, exported: Any) -> None:
+    component, graph = exported["vision"]
+    # The lean runtime that version compatibility needs is not part of TensorRT-RTX.
+    with pytest.raises(EngineError, match=r"vision: build for 8\.9 .*: .*libnvinfer_lean"):
+        build(library, graph, component, options={"version_compatible": True})
+    # Taken by the library, and ignored.
+    with pytest.raises(EngineError, match="has no hardware compatibility; build for each of the targets"):
+        build(library, graph, component, options={"hardware_compatible": True})
+    # And the next build is not blamed for it.
+    assert build(library, graph, component).size > 1e6
+
+
+def test_a_library_without_cross_builds_says_so(library: Library, exported: Any, monkeypatch: Any) -> None:
+    component, graph = exported["vision"]
+    plain = Library("tensorrt", object(), "10.16.1")
+    monkeypatch.setattr(Library, "take_errors", lambda self: "")
+    with pytest.raises(EngineError, match=r"TensorRT 10\.16\.1 builds only for the GPU it runs on, 8\.9 was asked for"):
+        build_plan(plain, graph, component, TensorrtOptions(), targets=[(8, 9)], ahead=True)
+
+
+# -- profiles -----------------------------------------------------------------------------------------------------
+
+
+def views(low: int = 1, high: int = 4) -> Component:
+    spec = TensorSpec("images", (1, 2, 8), torch.float32, {1: (low, high)})
+    return Component("vision", nn.Identity(), (spec,), (spec,))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("images.1=1:2", r"expected INPUT\.DIMENSION=MIN:OPT:MAX, got 'images\.1=1:2'"),
+        ("images.2=1:2:3", r"images\.2 is not dynamic; dynamic are: images\.1"),
+        ("pixels.1=1:2:3", r"pixels\.1 is not dynamic"),
+        ("images.1=1:2:5", r"expected 1 <= MIN <= OPT <= MAX <= 4"),
+        ("images.1=0:2:4", r"expected 1 <= MIN"),
+        ("images.1=2:1:4", r"expected 1 <= MIN"),
+    ],
+)
+def test_a_wrong_profile_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        profiles_of(views(), TensorrtOptions(profiles=(text,)))
+
+
+def test_a_shape_that_no_profile_covers_is_refused() -> None:
+    profiles = profiles_of(views(), TensorrtOptions(profiles=("images.1=1:1:1", "images.1=3:3:4")))
+    with pytest.raises(
+        EngineError, match=r"vision: no optimization profile covers images \(1, 2, 8\); the engine has: "
+    ):
+        pick_profile(profiles, {"images": (1, 2, 8)}, "vision")
+    with pytest.raises(EngineError, match="no optimization profile covers"):
+        pick_profile(profiles, {"images": (1, 3)}, "vision")
+
+
+def test_of_several_profiles_the_nearest_optimum_is_taken() -> None:
+    profiles = profiles_of(views(), TensorrtOptions(profiles=("", "images.1=1:2:4", "images.1=1:1:4")))
+    assert [pick_profile(profiles, {"images": (1, n, 8)}, "vision") for n in (1, 2, 3, 4)] == [2, 1, 0, 0]
+
+
+def test_a_profile_that_does_not_fit_the_graph_is_refused(library: Library, exported: Any) -> None:
+    component, graph = exported["vision"]
+    spec = dataclasses.replace(component.inputs[0], shape=(1, 2, 112, 224, 3))
+    with pytest.raises(EngineError, match=r"vision\.images: the profile's .* does not fit the graph's"):
+        build(library, graph, dataclasses.replace(component, inputs=(spec,)))
+
+
+# -- the cache ----------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        nn.init.constant_(self.linear.weight, factor)
+        nn.init.constant_(self.linear.bias, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def small(factor: float = 1.0, rows: int = 2, most: int = 4) -> Component:
+    x = TensorSpec("x", (rows, 4), torch.float32, {0: (1, most)})
+    return Component("small", Scaled(factor).requires_grad_(False), (x,), (TensorSpec("y", (rows, 4), torch.float32),))
+
+
+def spec(folder: Path, **options: Any) -> EngineSpec:
+    return EngineSpec("tensorrt_rtx", tensorrt=TensorrtOptions(cache=str(folder), **options))
+
+
+def test_an_engine_is_built_once(library: Library, tmp_path: Path, monkeypatch: Any) -> None:
+    first = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU)
+    monkeypatch.setattr(onnx, "export", lambda *a, **k: pytest.fail("exported again"))
+    again = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU)
+    assert (first.built, again.built) == (True, False)
+    assert first.entry.path == again.entry.path and again.profiles == first.profiles
+    assert "sm89" in again.detail and "from the cache" in again.detail and library.version in again.detail
+    # Another example of the same range is the same engine.
+    assert not obtain(small(rows=3), spec(tmp_path), library, [(8, 9)], device=CPU).built
+
+
+def test_what_an_engine_is_made_of_decides_its_key(tmp_path: Path) -> None:
+    def key(component: Component | None = None, **options: Any) -> str:
+        component = component or small()
+        return content_key(component, component.module, spec(tmp_path, **options), "onnx")
+
+    base = key()
+    assert base == key() == key(small(rows=3)) == key(cache_gb=3.0) == key(targets=("sm89",))
+    assert base != key(small(factor=1.5)), "weights"
+    assert base != key(small(most=8)), "ranges"
+    assert base != key(refit=True), "options"
+    assert base != key(profiles=("x.0=1:1:4",)), "profiles"
+    assert base != key(dataclasses.replace(small(), module=nn.Sequential(small().module))), "structure"
+    module = small().module
+    fp16 = dataclasses.replace(spec(tmp_path), precision="fp16")
+    assert base != content_key(small(), module, fp16, "onnx"), "precision"
+    written = small()
+    next(written.module.parameters()).data[0] += 1
+    assert base != key(written), "a write through .data"
+
+
+def test_a_stale_engine_is_not_used(library: Library, tmp_path: Path) -> None:
+    first = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU)
+    for changed, target in ((small(factor=2.0), (8, 9)), (small(), (12, 0))):
+        other = obtain(changed, spec(tmp_path), library, [target], device=CPU)
+        assert other.built and other.entry.path != first.entry.path
+    newer = Library(library.name, library.trt, "1.7.2")
+    assert obtain(small(), spec(tmp_path), newer, [(8, 9)], device=CPU).built, "another library version"
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:100]), "is truncated: 100 of"),
+        (
+            lambda p: p.write_bytes(p.read_bytes()[:-1] + b"!"),
+            "is damaged: its content does not have the recorded hash",
+        ),
+        (lambda p: p.with_suffix(".json").unlink(), "has no description: its build was interrupted, or it is not ours"),
+        (lambda p: p.with_suffix(".json").write_text("{"), "is damaged: "),
+        (lambda p: p.unlink(), "is missing"),
+    ],
+    ids=["truncated", "damaged", "foreign", "description", "gone"],
+)
+def test_an_unusable_engine_is_rebuilt_and_the_reason_told(
+    library: Library, tmp_path: Path, damage: Any, reason: str
+) -> None:
+    first = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU)
+    content = first.entry.path.read_bytes()
+    damage(first.entry.path)
+    again = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU)
+    assert again.built and reason in again.note and reason in again.detail and "rebuilt" in again.detail
+    assert len(again.entry.path.read_bytes()) == len(content)
+    assert not obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU).built
+
+
+def test_a_cancelled_build_leaves_nothing(library: Library, tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(EngineError, match="cancelled"):
+        obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU, cancel=stop)
+    assert not list(tmp_path.glob("*.engine")) and not list(tmp_path.glob("*.json"))
+
+
+def test_one_export_serves_all_targets(library: Library, tmp_path: Path, monkeypatch: Any) -> None:
+    calls: list[str] = []
+    real = onnx.export
+    monkeypatch.setattr(onnx, "export", lambda c, *a, **k: calls.append(c.name) or real(c, *a, **k))
+    with Exports() as exports:
+        for target in TARGETS:
+            assert obtain(small(), spec(tmp_path), library, [target], device=CPU, exports=exports).built
+    assert calls == ["small"]
+
+
+def test_the_description_says_what_was_built(library: Library, tmp_path: Path) -> None:
+    about = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU).entry.about
+    stored = json.loads(next(tmp_path.glob("small-*.json")).read_text())
+    assert stored == json.loads(json.dumps(about))
+    assert stored["coverage"] == {
+        "operators": stored["coverage"]["operators"],
+        "in_engine": stored["coverage"]["operators"],
+    }
+    assert set(stored["seconds"]) == {"export", "verify", "parse", "build"} and stored["similarity"] > 0.99999
+    assert stored["profiles"] == [{"x": [[1, 4], [4, 4], [4, 4]]}]
+    assert stored["weight_bytes"] >= 80 and stored["layers"]
+
+
+def test_the_variants_of_the_prefix(demo: Pi0) -> None:
+    component = kv_cache_component(demo, 1, 2, 20, False)
+    with pytest.raises(EngineError, match="kv_cache: FP8 needs calibrated scales beside the checkpoint"):
+        module_at(component, "fp8")
+    some = dataclasses.replace(component, variants=variants(demo, "kv_cache", {"prefix.layers.0.gate_up_proj": 1.0}))
+    with pytest.raises(EngineError, match=r"no FP8 scale for prefix\.layers\.0\.down_proj"):
+        module_at(some, "fp8")
+    with pytest.raises(EngineError, match="kv_cache: precision fp16 was asked for; this component comes in auto, fp8"):
+        module_at(component, "fp16")
+    assert module_at(component, "bf16") is component.module is module_at(component, "auto")
+    tower = module_at(vision_component(demo, 1, 2), "fp16")
+    assert [m.name for m in tower.modules() if isinstance(m, Island)] == ["siglip"]

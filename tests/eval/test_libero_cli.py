@@ -1,0 +1,318 @@
+"""`python -m eval.libero` end to end, with a stand-in policy and simulator: what it writes, how it
+resumes, and one clear line for each bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import eval.libero.__main__ as cli
+from eval.libero import evaluation, simulator
+from eval.libero.policies import PolicySource
+from tests.support.libero_support import FakeEnv, FakePolicy
+from vla_accel.errors import SimulatorError
+
+ROOT = Path(__file__).parents[2]
+TASKS = tuple(simulator.Task(i, f"task_{i}", f"do thing {i}", Path("x.bddl"), np.zeros((50, 3))) for i in range(10))
+
+
+class Harness:
+    """Runs the command line in this process; counts episodes and policy calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.played: list[int] = []
+        self.made: list[int] = []
+        self.fail: Callable[[int], None] | None = None
+        self.succeed_after: int | None = 7
+        self._capfd = capfd
+        harness = self
+
+        class Env(FakeEnv):
+            def __init__(self, task: simulator.Task, **options: Any) -> None:
+                super().__init__(harness.succeed_after)
+                harness.made.append(task.id)
+                print("what simulators print")
+                os.write(1, b"what their C libraries print\n")
+                self.task = task
+
+            def reset_to(self, initial_state: np.ndarray) -> None:
+                super().reset_to(initial_state)
+                harness.played.append(self.task.id)
+                if harness.fail is not None:
+                    harness.fail(len(harness.played))
+
+        suite = simulator.Suite("libero_spatial", TASKS)
+        monkeypatch.setattr(cli, "load_suite", lambda name: suite)
+        monkeypatch.setattr(simulator, "load_task", lambda suite, task_id: TASKS[task_id])
+        monkeypatch.setattr(simulator, "LiberoEnv", Env)
+        monkeypatch.setattr(PolicySource, "load", lambda self: FakePolicy())
+        monkeypatch.setattr(evaluation, "identity", lambda source, policy: {"kind": source.where})
+
+    def run(self, *words: str) -> tuple[int, dict[str, Any] | None, str]:
+        """Returns exit code, the JSON line of stdout, and stderr."""
+        self.played, self.made = [], []
+        code = cli.main(list(words))
+        out, err = self._capfd.readouterr()
+        lines = out.splitlines()
+        assert len(lines) <= 1, f"stdout is for one JSON line, got {out!r}"
+        return code, json.loads(lines[0]) if lines else None, err
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Harness:
+    return Harness(monkeypatch, capfd)
+
+
+SWEEP = ("--steps", "1,3", "--tasks", "0-1", "--trials", "2")
+
+
+def keys(path: Path) -> Counter[tuple[int, int, int]]:
+    """How often each episode is in a result file."""
+    episodes = json.loads(path.read_text())["episodes"]
+    return Counter((e["steps"], e["task_id"], e["trial"]) for e in episodes)
+
+
+SWEEP_KEYS = Counter((n, task, trial) for n in (1, 3) for task in (0, 1) for trial in (0, 1))
+
+
+def test_a_sweep_writes_result_log_and_picture(harness: Harness, tmp_path: Path) -> None:
+    output = tmp_path / "deep" / "run.json"
+    code, line, err = harness.run(*SWEEP, "--output", str(output))
+    assert code == 0 and line is not None
+    assert harness.made == [0, 1], "each environment is built once"
+    result = json.loads(output.read_text())
+    assert result["schema"] == "vla_accel.libero.result/1"
+    assert keys(output) == SWEEP_KEYS
+    protocol = result["protocol"]
+    assert (protocol["max_steps"], protocol["max_steps_source"]) == (220, "openpi")
+    assert (protocol["seed"], protocol["wait_steps"], protocol["replan_steps"]) == (7, 10, 5)
+    assert result["launches"][0]["software"]["python"] and result["launches"][0]["hardware"]["cpu"]
+    assert result["command"][:5] == ["python", "-m", "eval.libero", "--steps", "1,3"]
+    rows = {row["steps"]: row for row in result["summary"]["rows"]}
+    assert rows[3]["breakdown"]["schema"] == "vla_accel.breakdown/1"
+    assert rows[3]["breakdown"]["components"]["denoise"]["mean_ms"] == pytest.approx(11.0)
+    assert rows[3]["breakdown"]["samples"] == 4 * 2  # 7 actions are two chunks
+    fit = result["summary"]["denoise_fit"]
+    assert (fit["intercept_ms"], fit["slope_ms"]) == pytest.approx((2.0, 3.0))
+    assert line["rows"][1]["steps"] == 3 and line["rows"][1]["rate"] == 1.0
+    assert (line["errors"], line["output"]) == (0, str(output))
+    assert sorted(p.name for p in output.parent.iterdir()) == [
+        "run.episodes.jsonl",
+        "run.json",
+        "run.latency.png",
+    ]
+    assert "what simulators print" in err and "what their C libraries print" in err
+    assert "Denoise time = 2.00 ms + 3.00 ms x steps" in err and "100.0% (4/4)" in err
+
+
+def test_quick_is_three_tasks_three_trials_and_a_video(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, line, _ = harness.run("--steps", "3", "--quick")
+    assert code == 0 and line is not None
+    assert (line["tasks"], line["trials"]) == ([0, 1, 2], 3)
+    assert harness.played == [0] * 3 + [1] * 3 + [2] * 3
+    assert Path(line["output"]).parent == Path("runs/libero")
+    assert Path(line["output"]).name.startswith("demo-libero_spatial-quick-")
+    (video,) = line["videos"]
+    assert Path(video).stat().st_size > 0 and Path(line["figure"]).stat().st_size > 0
+    # What is asked for explicitly goes before what --quick stands for.
+    _, line, _ = harness.run("--quick", "--tasks", "4", "--trials", "1")
+    assert line is not None and (line["tasks"], line["trials"]) == ([4], 1)
+    assert line["rows"][0]["steps"] == 10, "without --steps the policy's own count is used"
+
+
+def test_video_films_the_first_trial_of_each_task(harness: Harness, tmp_path: Path) -> None:
+    folder = tmp_path / "videos"
+    output = tmp_path / "run.json"
+    _, line, _ = harness.run(*SWEEP, "--output", str(output), "--video", str(folder))
+    names = sorted(p.stem for p in folder.iterdir())
+    expected = [f"libero_spatial-task{t}-trial0-steps{n}" for t in (0, 1) for n in (1, 3)]
+    assert names == expected
+    assert line is not None and sorted(Path(v).stem for v in line["videos"]) == expected
+
+
+def test_a_finished_run_is_not_played_again_unless_asked(harness: Harness, tmp_path: Path) -> None:
+    output = tmp_path / "run.json"
+    words = (*SWEEP, "--output", str(output))
+    _, first, _ = harness.run(*words)
+    code, second, err = harness.run(*words)
+    assert code == 0 and harness.played == []
+    assert "8 of 8 episodes are on record" in err
+    assert first is not None and second is not None and first["rows"] == second["rows"]
+    harness.succeed_after = None
+    code, third, _ = harness.run(*words, "--overwrite")
+    assert code == 0 and len(harness.played) == 8
+    assert third is not None and third["rows"][0]["successes"] == 0
+    assert keys(output) == SWEEP_KEYS
+
+
+def test_an_interrupted_run_continues(harness: Harness, tmp_path: Path) -> None:
+    def interrupt(episode: int) -> None:
+        if episode == 4:
+            raise KeyboardInterrupt
+
+    output = tmp_path / "run.json"
+    harness.fail = interrupt
+    code, line, err = harness.run(*SWEEP, "--output", str(output))
+    assert (code, line) == (130, None) and "interrupted" in err
+    assert not output.exists()
+    harness.fail = None
+    code, line, err = harness.run(*SWEEP, "--output", str(output))
+    assert code == 0 and len(harness.played) == 8 - 3
+    assert "3 of 8 episodes are on record" in err
+    assert keys(output) == SWEEP_KEYS
+    assert [e["launch"] for e in json.loads(output.read_text())["episodes"]] == [0] * 3 + [1] * 5
+
+
+def test_crashed_episodes_are_errors_with_exit_code_1(harness: Harness, tmp_path: Path) -> None:
+    def crash(episode: int) -> None:
+        if episode == 2:
+            raise SimulatorError("it exploded")
+
+    output = tmp_path / "run.json"
+    harness.fail = crash
+    words = (*SWEEP, "--output", str(output))
+    code, line, err = harness.run(*words)
+    assert code == 1 and line is not None and line["errors"] == 1
+    assert "error in task 0, trial 0, 3 steps: SimulatorError: it exploded" in err
+    rows = {row["steps"]: row for row in line["rows"]}
+    assert (rows[3]["successes"], rows[3]["episodes"], rows[3]["errors"]) == (3, 3, 1)
+    assert rows[3]["rate"] == 1.0
+    assert harness.made == [0, 0, 1], "a simulator that crashed is built anew"
+    harness.fail = None
+    assert harness.run(*words)[0] == 1, "an error stays on record"
+    assert harness.played == []
+    code, line, err = harness.run(*words, "--retry-errors")
+    assert code == 0 and len(harness.played) == 1 and line is not None
+    assert line["rows"][1]["episodes"] == 4 and keys(output) == SWEEP_KEYS
+
+
+def test_another_run_under_the_same_name_is_refused(harness: Harness, tmp_path: Path) -> None:
+    output = tmp_path / "run.json"
+    harness.run(*SWEEP, "--output", str(output))
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    code, line, err = harness.run(*SWEEP, "--seed", "8", "--output", str(output))
+    assert (code, line) == (2, None) and harness.played == []
+    assert "belongs to another run: protocol.seed was 7, now 8" in err
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_foreign_file_is_never_overwritten(harness: Harness, tmp_path: Path) -> None:
+    output = tmp_path / "precious.json"
+    output.write_text("{}")
+    code, _, err = harness.run(*SWEEP, "--output", str(output))
+    assert code == 2 and "precious.json exists, but its episode log" in err
+    assert output.read_text() == "{}" and len(list(tmp_path.iterdir())) == 1
+
+
+BAD = [
+    (("--suite", "libero_spacial"), "suite: expected one of"),
+    (("--suite", "metaworld"), "suite: expected one of"),
+    (("--tasks", "10"), "tasks: expected indices 0 to 9, got 10"),
+    (("--tasks", "bowl"), "tasks: expected integers"),
+    (("--steps", "0"), "steps: expected integers >= 1, got 0"),
+    (("--steps=-3",), "steps: expected integers >= 1, got -3"),
+    (("--steps", "three"), "steps: expected integers"),
+    (("--trials", "0"), "trials: expected an integer >= 1, got 0"),
+    (("--trials", "51"), "trials: expected at most 50, one for each shipped initial state, got 51"),
+    (("--max-steps", "0"), "max_steps: expected an integer >= 1, got 0"),
+    (("--seed", "-1"), "seed: expected an integer >= 0, got -1"),
+    (("--workers", "-1"), "workers: expected an integer >= 0, got -1"),
+    (("--target-hz", "0"), "target-hz: expected a number above 0, got 0.0"),
+    (("--target-hz", "nan"), "target-hz: expected a number above 0, got nan"),
+    (("--replan", "0"), "replan_steps: expected an integer >= 1, got 0"),
+    (("--replan", "11"), "replan: expected at most the policy's 10 predicted actions, got 11"),
+    (("--policy", "http://host:1"), "policy: expected ws://host:port, got 'http://host:1'"),
+    (("--policy", "ws://host:1", "--steps", "1,3"), "steps: a remote policy has its server's"),
+    (("--policy", "ws://host:1", "--config", "x.yaml"), "config: a remote policy is configured at"),
+    (("--expert", "--steps", "3"), "steps: the scripted expert has no denoising steps"),
+    (("--expert", "--suite", "libero_goal"), "expert: it plays libero_spatial only"),
+    (("--output", "result.txt"), "output: expected a file name ending in .json, got 'result.txt'"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[" ".join(words) for words, _ in BAD])
+def test_bad_input_is_one_clear_line(
+    harness: Harness,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, line, err = harness.run(*words)
+    assert (code, line) == (2, None) and harness.played == []
+    (said,) = [text for text in err.splitlines() if not text.startswith("loading policy")]
+    assert said.startswith(f"error: {message}")
+    assert list(tmp_path.iterdir()) == [], "bad input leaves nothing behind"
+
+
+def test_an_unknown_option_is_refused(harness: Harness) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        harness.run("--setps", "3")
+    assert exit_.value.code == 2
+
+
+def test_missing_checkpoint_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "load_suite", lambda name: simulator.Suite(name, TASKS))
+    assert cli.main(["--policy", "no/such/folder"]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and "Traceback" not in err
+    assert "error: checkpoint: expected a folder or one of demo" in err
+
+
+def test_a_policy_server_is_evaluated_like_any_policy(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("websockets", reason="needs websockets")
+    from eval.libero import policies
+    from eval.libero.remote import RemotePolicy
+    from tests.eval.test_libero_remote import openpi_pack, serving
+
+    def answer(obs: dict[str, Any]) -> bytes:
+        actions = {"actions": np.full((10, 7), 0.1), "policy_timing": {"infer_ms": 12.0}}
+        return openpi_pack(actions)
+
+    monkeypatch.setattr(PolicySource, "load", lambda self: RemotePolicy(self.where))
+    monkeypatch.setattr(evaluation, "identity", policies.identity)
+    output = tmp_path / "run.json"
+    words = ("--tasks", "0", "--trials", "2", "--output", str(output))
+    hello = openpi_pack({"policy": "far", "num_steps": 5})
+    with serving(answer, hello) as address:
+        code, line, _ = harness.run("--policy", address, *words)
+        assert code == 0 and line is not None
+        code, _, err = harness.run("--policy", address, "--steps", "3", *words)
+        assert code == 2 and "runs 5, got 3" in err
+    (row,) = line["rows"]
+    assert (row["steps"], row["successes"]) == (None, 2)
+    assert row["mean_ms"] > 0, "without the server's own total, the wall clock counts"
+    policy = json.loads(output.read_text())["policy"]
+    assert policy["metadata"] == {"policy": "far", "num_steps": 5}
+
+
+def test_a_missing_gl_library_is_one_clear_line(tmp_path: Path) -> None:
+    pytest.importorskip("libero", reason="needs LIBERO")
+    # The library search is made to find nothing, in a process of its own.
+    (tmp_path / "sitecustomize.py").write_text("import ctypes.util\nctypes.util.find_library = lambda name: None\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    env = {**os.environ, "PYTHONPATH": path, "MUJOCO_GL": "osmesa"}
+    words = [sys.executable, "-m", "eval.libero", "--expert", "--quick"]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "Traceback" not in done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "OpenGL library" in said and "apt-get install" in said

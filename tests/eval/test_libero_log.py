@@ -1,0 +1,159 @@
+"""The episode log survives kills, refuses other runs, and counts nothing twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.libero.log import EpisodeLog, log_path
+from eval.libero.protocol import EpisodeKey
+from eval.libero.rollout import EpisodeResult
+from vla_accel.errors import ConfigError
+
+IDENTITY = {"protocol": {"trials": 3, "seed": 7}, "policy": {"kind": "expert"}}
+
+
+def result(trial: int, *, error: str | None = None) -> EpisodeResult:
+    return EpisodeResult(EpisodeKey(3, 0, trial), not error, 90 + trial, error, 1.5, 2, {"wall": [1.0]})
+
+
+def open_log(path: Path, warnings: list[str] | None = None, mark: str = "abc") -> EpisodeLog:
+    return EpisodeLog(path, mark, IDENTITY, (warnings if warnings is not None else []).append)
+
+
+def filled(path: Path, *results: EpisodeResult) -> Path:
+    with open_log(path) as log:
+        log.begin_launch({"workers": 1})
+        for one in results:
+            log.append(one)
+    return path
+
+
+def test_the_log_is_beside_the_output() -> None:
+    assert log_path(Path("runs/x.json")) == Path("runs/x.episodes.jsonl")
+
+
+def test_what_was_logged_is_there_again(tmp_path: Path) -> None:
+    path = filled(tmp_path / "deep" / "log", result(0), result(1, error="ValueError: x"))
+    warnings: list[str] = []
+    with open_log(path, warnings) as log:
+        assert list(log.results.values()) == [result(0), result(1, error="ValueError: x")]
+        assert log.launches == [{"workers": 1}]
+        log.begin_launch({"workers": 2})
+        log.append(result(2))
+        assert log.launch_of == {EpisodeKey(3, 0, i): s for i, s in enumerate((0, 0, 1))}
+    with open_log(path) as log:
+        assert list(log.launch_of.values()) == [0, 0, 1]
+    assert warnings == []
+
+
+@pytest.mark.parametrize("cut", [1, 10, 60])
+def test_a_line_cut_by_a_kill_is_dropped_aloud_and_written_anew(tmp_path: Path, cut: int) -> None:
+    path = filled(tmp_path / "log", result(0), result(1))
+    path.write_bytes(path.read_bytes()[:-cut])
+    warnings: list[str] = []
+    with open_log(path, warnings) as log:
+        assert list(log.results) == [EpisodeKey(3, 0, 0)]
+        assert len(warnings) == 1 and "dropped the last line" in warnings[0]
+        log.append(result(1))
+    with open_log(path, warnings) as log:
+        assert list(log.results.values()) == [result(0), result(1)]
+    assert len(warnings) == 1
+
+
+def test_a_header_cut_by_a_kill_starts_the_log_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text('{"kind":"hea')
+    warnings: list[str] = []
+    with open_log(path, warnings) as log:
+        assert log.results == {} and len(warnings) == 1
+    assert json.loads(path.read_text().splitlines()[0])["fingerprint"] == "abc"
+
+
+def test_an_episode_is_never_logged_twice(tmp_path: Path) -> None:
+    path = filled(tmp_path / "log", result(0))
+    with open_log(path) as log, pytest.raises(ConfigError, match="task 0, trial 0, 3 steps is on"):
+        log.append(result(0))
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_line_that_is_there_twice_counts_once(tmp_path: Path) -> None:
+    path = filled(tmp_path / "log", result(0))
+    lost = {**result(0).to_json(), "kind": "episode", "success": False}
+    path.write_text(path.read_text() + json.dumps(lost) + "\n")
+    warnings: list[str] = []
+    with open_log(path, warnings) as log:
+        assert list(log.results.values()) == [result(0)]
+    assert "is there twice; the first counts" in warnings[0]
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"kind":"episode","steps":3}', '{"kind":"?"}'])
+def test_other_damage_is_an_error_that_names_the_line(tmp_path: Path, line: str) -> None:
+    path = filled(tmp_path / "log", result(0))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"log, line 3: .*--overwrite starts afresh"):
+        open_log(path)
+    assert path.read_bytes() == before
+
+
+def test_a_log_of_another_run_is_refused_and_says_why(tmp_path: Path) -> None:
+    path = filled(tmp_path / "log", result(0))
+    other = {"protocol": {"trials": 50, "seed": 7}, "policy": {"kind": "local"}}
+    message = r'another run: policy.kind was "expert", now "local"; protocol.trials was 3, now 50\.'
+    with pytest.raises(ConfigError, match=message):
+        EpisodeLog(path, "def", other, [].append)
+
+
+def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text('{"some": "json"}\n')
+    with pytest.raises(ConfigError, match="line 1: expected a header of schema"):
+        open_log(path)
+
+
+def test_two_processes_cannot_write_one_log(tmp_path: Path) -> None:
+    path = filled(tmp_path / "log", result(0))
+    with open_log(path), pytest.raises(ConfigError, match="another process is writing"):
+        open_log(path)
+    open_log(path).close()
+
+
+def test_errors_can_be_struck_to_run_again(tmp_path: Path) -> None:
+    path = filled(tmp_path / "log", result(0), result(1, error="ValueError: x"), result(2))
+    with open_log(path) as log:
+        assert log.forget_errors() == 1
+        assert log.forget_errors() == 0
+        with pytest.raises(ConfigError, match="another process is writing"):
+            open_log(path)  # the new file is locked like the old one
+        log.append(result(1))
+    with open_log(path) as log:
+        assert list(log.results.values()) == [result(0), result(2), result(1)]
+
+
+def test_an_appended_episode_survives_sigkill(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from tests.eval.test_libero_log import open_log, result
+log = open_log(Path({path!r}))
+log.begin_launch({{"workers": 1}})
+log.append(result(0))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    path = tmp_path / "log"
+    script = code.format(root=str(Path(__file__).parents[2]), path=str(path))
+    child = subprocess.run([sys.executable, "-c", script], env={**os.environ}, check=False)
+    assert child.returncode == -signal.SIGKILL
+    warnings: list[str] = []
+    with open_log(path, warnings) as log:
+        assert list(log.results.values()) == [result(0)]
+    assert warnings == []

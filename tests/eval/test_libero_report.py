@@ -1,0 +1,268 @@
+"""Statistics against known values, the summary from episodes, and files that are never half."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from eval.libero import figures, report
+from eval.libero.protocol import EpisodeKey, Protocol
+from eval.libero.rollout import EpisodeResult
+from eval.libero.statistics import fit_line, goals_to_json, rate_goals, wilson
+from eval.libero.tables import print_summary
+from tests.support.libero_support import PARTS
+from vla_accel import latency
+from vla_accel.errors import ConfigError
+
+PROTOCOL = Protocol("libero_spatial", tasks=(0, 1), trials=2, steps=(1, 10), max_steps=220)
+
+
+# Wilson's interval without continuity correction, from R's prop.test(correct = FALSE) and
+# from R. G. Newcombe, Stat. Med. 17 (1998) 857, table I.
+@pytest.mark.parametrize(
+    ("successes", "episodes", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (9, 9, 0.7009, 1.0),
+    ],
+)
+def test_wilson_against_published_values(successes: int, episodes: int, low: float, high: float) -> None:
+    assert wilson(successes, episodes) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilson_at_the_ends() -> None:
+    assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson(0, 500)[0] == 0.0 and wilson(500, 500)[1] == 1.0
+    low, high = wilson(3, 9)
+    assert (1 - high, 1 - low) == pytest.approx(wilson(6, 9))
+    for bad in ((-1, 3), (4, 3)):
+        with pytest.raises(ConfigError, match="successes: expected 0 to 3"):
+            wilson(*bad)
+
+
+def test_the_fit_of_an_exact_line_is_exact() -> None:
+    fit = fit_line({n: 1.25 + 10.1 * n for n in (1, 2, 3, 5, 10)})
+    assert fit is not None
+    assert (fit.intercept_ms, fit.slope_ms) == pytest.approx((1.25, 10.1), rel=1e-12)
+    assert [row["error_percent"] for row in fit.rows()] == pytest.approx([0.0] * 5, abs=1e-9)
+
+
+def test_the_fit_is_least_squares_and_its_error_relative_to_the_prediction() -> None:
+    times = {1: 10.10, 2: 19.70, 3: 29.38, 5: 48.87, 10: 97.69}
+    fit = fit_line(times)
+    assert fit is not None
+    slope, intercept = np.polyfit(list(times), list(times.values()), 1)
+    assert (fit.slope_ms, fit.intercept_ms) == pytest.approx((slope, intercept))
+    row = fit.rows()[-1]
+    assert row["predicted_ms"] == pytest.approx(intercept + 10 * slope)
+    expected = 100 * (97.69 - row["predicted_ms"]) / row["predicted_ms"]
+    assert row["error_percent"] == pytest.approx(expected)
+
+
+def test_one_point_is_no_line() -> None:
+    assert fit_line({3: 29.0}) is None
+    assert fit_line({}) is None
+
+
+def test_what_each_component_must_reach_for_20_hz() -> None:
+    # One step of a published pipeline: 83.50 ms, of which 3.99 ms are in none of the parts.
+    parts = {"vision": 17.26, "kv_cache": 52.14, "denoise": 10.10}
+    goals = {goal.component: goal for goal in rate_goals(parts, 83.50, 20)}
+    assert goals["kv_cache"].allowed_ms == pytest.approx(50 - (83.50 - 52.14))
+    assert goals["kv_cache"].speedup == pytest.approx(52.14 / 18.64)
+    assert goals["vision"].allowed_ms is None and goals["vision"].speedup is None
+    data = goals_to_json(list(goals.values()), 83.50, 20)
+    assert not data["met"] and data["overall_speedup"] == pytest.approx(1.67)
+    assert goals_to_json(rate_goals(parts, 83.50, 10), 83.50, 10)["met"]
+
+
+def episode(steps: int, task: int, trial: int, outcome: str = "success", slow: float = 1.0) -> EpisodeResult:
+    error = "ValueError: x" if outcome == "error" else None
+    denoise = 2.0 + 3.0 * steps
+    timings = {k: [v * slow] * 2 for k, v in {**PARTS, "denoise": denoise}.items()}
+    total = (sum(PARTS.values()) + denoise) * slow
+    timings |= {"total": [total] * 2, "infer": [total] * 2, "wall": [total + 0.2] * 2}
+    return EpisodeResult(EpisodeKey(steps, task, trial), outcome == "success", 90, error, 3.0, 2, timings)
+
+
+def breakdown(steps: int | None, samples: report.Samples) -> dict[str, Any]:
+    components = latency.summarise(samples.sections, samples.totals)
+    total = components["total"]["mean_ms"]
+    return {"components": components, "samples": len(samples.totals), "hz": 1e3 / total}
+
+
+def summary(results: list[EpisodeResult], timed: set[EpisodeKey] | None = None) -> dict[str, Any]:
+    by_key = {result.key: result for result in results}
+    return report.summarise_run(
+        PROTOCOL,
+        by_key,
+        by_key if timed is None else timed,
+        task_names={0: "the first task", 1: "the second task"},
+        target_hz=20,
+        breakdown=breakdown,
+    )
+
+
+def all_episodes() -> list[EpisodeResult]:
+    outcomes = {EpisodeKey(10, 0, 1): "failure", EpisodeKey(10, 1, 0): "error"}
+    return [episode(key.steps or 0, key.task_id, key.trial, outcomes.get(key, "success")) for key in PROTOCOL.plan()]
+
+
+def test_errors_stand_apart_from_failures() -> None:
+    rows = {row["steps"]: row for row in summary(all_episodes())["rows"]}
+    counts = ("successes", "episodes", "errors", "rate")
+    assert [rows[1]["success"][k] for k in counts] == [4, 4, 0, 1.0]
+    assert [rows[10]["success"][k] for k in counts] == [2, 3, 1, pytest.approx(2 / 3)]
+    assert rows[10]["success"]["wilson_95_low"] == pytest.approx(wilson(2, 3)[0])
+    tasks = rows[10]["tasks"]
+    assert [[task[k] for k in counts] for task in tasks] == [[1, 2, 0, 0.5], [1, 1, 1, 1.0]]
+    assert [task["task"] for task in tasks] == ["the first task", "the second task"]
+
+
+def test_a_task_of_errors_only_has_no_rate() -> None:
+    row = summary([episode(1, 0, 0, "error")])["rows"][0]
+    assert row["success"]["rate"] is None
+    assert row["breakdown"] is None  # a crashed episode's timings do not count
+
+
+def test_the_sweep_holds_latency_shares_and_fit() -> None:
+    result = summary(all_episodes())
+    one, ten = result["rows"]
+    assert one["breakdown"]["samples"] == 8 and ten["breakdown"]["samples"] == 6
+    parts = ten["breakdown"]["components"]
+    assert parts["denoise"]["mean_ms"] == pytest.approx(32.0)
+    assert sum(v["share"] for k, v in parts.items() if k != "total") == pytest.approx(1.0)
+    assert ten["breakdown"]["hz"] == pytest.approx(1e3 / 47.5)
+    assert ten["wall_mean_ms"] == pytest.approx(47.7)
+    fit = result["denoise_fit"]
+    assert (fit["intercept_ms"], fit["slope_ms"]) == pytest.approx((2.0, 3.0))
+    assert one["target"]["met"] and result["warnings"] == []
+
+
+def test_parts_that_do_not_add_up_are_reported() -> None:
+    one = episode(1, 0, 0)
+    one.timings["total"] = [v + 3 for v in one.timings["total"]]
+    warnings = summary([one])["warnings"]
+    assert warnings == ["the parts at 1 steps sum to 20.50 ms, the total is 23.50 ms"]
+    parts = report.mean_parts(summary([one])["rows"][0]["breakdown"])
+    assert parts["other"] == pytest.approx(3.0)
+
+
+def test_latencies_that_vary_widely_are_reported() -> None:
+    results = [episode(1, 0, 0), episode(1, 0, 1, slow=4.0), episode(1, 1, 0, slow=4.0), episode(1, 1, 1)]
+    calm = summary([episode(1, 0, trial, slow=1.0 + 0.1 * trial) for trial in (0, 1)])
+    assert calm["warnings"] == []
+    (warning,) = summary(results)["warnings"]
+    assert warning.startswith("calls at 1 steps vary from 20.5 ms (p10) to 82.0 ms (p90)")
+
+
+def test_latencies_of_other_conditions_are_left_out_aloud() -> None:
+    results = {r.key: r for r in (episode(1, 0, 0, slow=9.0), episode(1, 0, 1))}
+    launches = [
+        {"hardware": {"cpu": "old"}, "workers": 1},
+        {"hardware": {"cpu": "new"}, "workers": 1},
+    ]
+    launch_of = {EpisodeKey(1, 0, 0): 0, EpisodeKey(1, 0, 1): 1}
+    timed = report.comparable(results, launches, launch_of)
+    assert timed == {EpisodeKey(1, 0, 1)}
+    result = summary(list(results.values()), timed)
+    assert result["rows"][0]["breakdown"]["components"]["denoise"]["mean_ms"] == pytest.approx(5.0)
+    assert result["rows"][0]["success"]["episodes"] == 2
+    assert "leave out 1 episodes" in result["warnings"][0]
+    assert report.comparable(results, [launches[0]] * 2, launch_of) == set(results)
+
+
+@pytest.mark.parametrize("width", [80, 170])
+def test_the_tables_say_it_all(width: int) -> None:
+    stream = io.StringIO()
+    print_summary(Console(file=stream, width=width), summary(all_episodes()), title="demo on spatial")
+    text = stream.getvalue()
+    for expected in (
+        "demo on spatial",
+        "66.7% (2/3)",
+        "20.8-93.9%",
+        "32.00 (67.4%)" if width > 80 else "(67.4%)",
+        "47.50",
+        "21.1",
+        "Preprocess",
+        "0: the first task",
+        "Denoise time = 2.00 ms + 3.00 ms x steps",
+        "+0.0%",
+        "20 Hz is met: a call takes 20.5 ms (48.8 Hz).",
+    ):
+        assert expected in text
+
+
+def test_the_target_table_names_what_is_in_the_way() -> None:
+    stream = io.StringIO()
+    slow = [episode(10, 0, 0, slow=2.0)]
+    print_summary(Console(file=stream, width=160), summary(slow), title="slow")
+    text = stream.getvalue()
+    # 95 ms in all, 64 of them denoising: 50 - 31 = 19 ms would do.
+    assert "19.00" in text and "3.4x" in text and "not enough alone" in text
+    assert "20 Hz is not met: a call takes 95.0 ms (10.5 Hz), 1.90x too long." in text
+    assert "Denoise is the largest part, and making it faster alone can be enough." in text
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "result.json"
+    report.write_json(path, {"a": 1})
+    for bad in ({"a": float("nan")}, {"a": object()}):
+        with pytest.raises((ValueError, TypeError)):
+            report.write_json(path, {"padding": "x" * 100_000, **bad})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+    with path.open() as reader:  # who reads meanwhile keeps the old file, whole
+        report.write_json(path, {"a": 2})
+        assert json.load(reader) == {"a": 1}
+    assert json.loads(path.read_text()) == {"a": 2}
+
+
+def test_the_latency_picture_is_a_png_of_stacked_bars(tmp_path: Path) -> None:
+    rows = [(str(n), {**PARTS, "denoise": 2.0 + 3.0 * n}) for n in (1, 10)]
+    path = figures.draw_latency(tmp_path / "p" / "x.png", rows, title="t", target_hz=20)
+    import imageio.v2 as imageio
+
+    picture = np.asarray(imageio.imread(path))[..., :3]
+    assert picture.shape[0] > 300 and picture.shape[1] > 400
+    for colour in ("#2b6cb0", "#dd6b20", "#38a169"):  # vision, KV cache, denoise
+        rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+        assert (picture == rgb).all(-1).sum() > 200
+    assert [p.name for p in path.parent.iterdir()] == ["x.png"]
+
+
+@pytest.mark.parametrize("ffmpeg", [True, False])
+def test_a_video_shows_both_cameras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ffmpeg: bool) -> None:
+    if ffmpeg:
+        pytest.importorskip("imageio_ffmpeg", reason="no ffmpeg: the GIF case is tested")
+    found = figures.find_spec
+    monkeypatch.setattr(figures, "find_spec", lambda name: found(name) if ffmpeg or name == "imageio" else None)
+    recorder = figures.VideoRecorder(every=2)
+    image, wrist = np.full((224, 224, 3), 250, np.uint8), np.zeros((224, 224, 3), np.uint8)
+    for _ in range(10):
+        recorder.add({"observation/image": image, "observation/wrist_image": wrist})
+    path = figures.write_video(recorder, tmp_path / "v" / "rollout")
+    assert path.name == ("rollout.mp4" if ffmpeg else "rollout.gif")
+    import imageio.v2 as imageio
+
+    frame = np.asarray(imageio.mimread(path)[0])
+    assert frame.shape[:2] == (224, 448)
+    assert frame[:, :216].min() > 230 and frame[:, 232:].max() < 20
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_video_without_imageio_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vla_accel.errors import DependencyError
+
+    monkeypatch.setattr(figures, "find_spec", lambda name: None)
+    with pytest.raises(DependencyError, match="pip install imageio"):
+        figures.check_video_packages()

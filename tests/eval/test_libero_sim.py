@@ -1,0 +1,125 @@
+"""The harness on the real simulator: the expert wins, a killed run resumes, a policy acts.
+
+Slow by the standards of unit tests (tens of seconds), and run by default.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.libero_support import write_checkpoint
+
+pytest.importorskip("libero", reason="needs LIBERO")
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "eval.libero", *words]
+
+
+def run(*words: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    """Run the command line in a process of its own; returns its JSON line and stderr."""
+    done = subprocess.run(command(*words), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, done.stderr[-3000:]
+    (line,) = done.stdout.splitlines()
+    return json.loads(line), done.stderr
+
+
+def logged(log: Path) -> list[dict[str, Any]]:
+    """The whole lines of an episode log, which may not exist yet."""
+    if not log.exists():
+        return []
+    lines = log.read_text().split("\n")[:-1]
+    return [entry for entry in map(json.loads, lines) if entry["kind"] == "episode"]
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for(condition: Any, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_killed_run_resumes_and_plays_each_episode_once(tmp_path: Path) -> None:
+    output, log = tmp_path / "run.json", tmp_path / "run.episodes.jsonl"
+    words = ("--expert", "--tasks", "0-1", "--trials", "3", "--workers", "2")
+    words = (*words, "--output", str(output))
+    with open(tmp_path / "stderr", "w") as stderr:
+        process = subprocess.Popen(command(*words), cwd=ROOT, stderr=stderr)
+    try:
+        assert wait_for(lambda: len(logged(log)) >= 1, 120), (tmp_path / "stderr").read_text()
+        offspring = children(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    assert not output.exists()
+    before = logged(log)
+    assert 1 <= len(before) < 6, "the kill was meant to come in the middle"
+    gone = lambda: not any(Path(f"/proc/{pid}").exists() for pid in offspring)  # noqa: E731
+    assert len(offspring) >= 2 and wait_for(gone, 60), "workers outlived the run"
+    # A kill in the middle of a write leaves half a line.
+    with open(log, "a") as file:
+        file.write('{"kind":"episode","steps":null,"task_')
+
+    line, err = run(*words)
+    assert f"{len(before)} of 6 episodes are on record" in err and "dropped the last line" in err
+    result = json.loads(output.read_text())
+    expected = Counter((task, trial) for task in (0, 1) for trial in range(3))
+    assert Counter((e["task_id"], e["trial"]) for e in result["episodes"]) == expected
+    assert Counter((e["task_id"], e["trial"]) for e in logged(log)) == expected
+    assert logged(log)[: len(before)] == before
+    # The expert wins 498 of 500; these six are among them.
+    assert (line["rows"][0]["successes"], line["errors"]) == (6, 0)
+    assert [len(result["launches"]), line["figure"]] == [2, None]
+
+
+def test_workers_with_policies_of_their_own_report_latency_and_film(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    words = ("--policy", str(folder), "--steps", "1,2", "--tasks", "0-1", "--trials", "1")
+    output, video = tmp_path / "run.json", tmp_path / "videos"
+    words = (*words, "--max-steps", "6", "--workers", "2", "--device", "cpu")
+    line, err = run(*words, "--output", str(output), "--video", str(video))
+    assert "loading policy" in err
+    assert [row["steps"] for row in line["rows"]] == [1, 2] and line["errors"] == 0
+    result = json.loads(output.read_text())
+    assert result["protocol"]["max_steps_source"] == "--max-steps"
+    assert result["policy"]["sha256"] and result["policy"]["device"] == "cpu"
+    for row in result["summary"]["rows"]:
+        breakdown = row["breakdown"]
+        assert breakdown["schema"] == "vla_accel.breakdown/1" and breakdown["workers"] == 2
+        assert breakdown["samples"] == 2 * 2  # two episodes, asked after 0 and 5 actions
+        assert {entry["component"] for entry in breakdown["engines"]} == {
+            "vision",
+            "kv_cache",
+            "denoise",
+        }
+        parts = breakdown["components"]
+        total = parts.pop("total")["mean_ms"]
+        assert set(parts) == {"preprocess", "vision", "kv_cache", "denoise", "transfer", "postprocess"}
+        assert sum(part["mean_ms"] for part in parts.values()) == pytest.approx(total, rel=0.05)
+        assert total <= row["wall_mean_ms"]
+    assert len(list(video.iterdir())) == 4 and Path(line["figure"]).exists()
+
+
+def test_the_demo_policy_acts_in_the_real_simulator(tmp_path: Path) -> None:
+    words = ("--policy", "demo", "--steps", "3", "--tasks", "0", "--trials", "2")
+    line, _ = run(*words, "--output", str(tmp_path / "run.json"))
+    (row,) = line["rows"]
+    assert (row["episodes"], row["errors"]) == (2, 0)
+    # A policy that knows nothing loses all; one that wins nine of ten loses both once in 100.
+    assert row["successes"] >= 1

@@ -1,0 +1,240 @@
+"""README's tables are what the stored results say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eval import paired, store, tables
+from vla_accel.ledger import Ledger, LedgerEntry
+from vla_accel.measure import bench
+from vla_accel.measure.parity import Agreement, Report
+from vla_accel.measure.roofline import Ceilings, Work, floors_ms
+
+
+def test_readme_is_up_to_date() -> None:
+    text = (tables.ROOT / "README.md").read_text()
+    assert tables.render(text) == text, "README differs from eval/results: run `make tables`"
+
+
+def test_a_changed_result_changes_the_table() -> None:
+    result = tables.load("libero_spatial_demo_h200")
+    before = tables.success(result)
+    result["summary"]["rows"][0]["success"]["successes"] -= 1
+    assert tables.success(result) != before
+
+
+def test_an_unknown_table_is_refused() -> None:
+    with pytest.raises(KeyError, match="nonsense"):
+        tables.render("<!-- table: nonsense -->\n<!-- end -->")
+
+
+def test_the_headline_agrees_with_its_episodes() -> None:
+    result = tables.load("libero_spatial_demo_h200")
+    for row in result["summary"]["rows"]:
+        mine = [e for e in result["episodes"] if e["steps"] == row["steps"]]
+        assert len({(e["task_id"], e["trial"]) for e in mine}) == len(mine) == row["success"]["episodes"] == 500
+        assert sum(e["success"] for e in mine) == row["success"]["successes"]
+
+
+def test_stored_results_hold_no_machine_paths() -> None:
+    for path in tables.RESULTS.glob("*.json"):
+        content = json.loads(path.read_text())
+        words = [w for s in content.get("launches", []) for w in s["command"]]
+        assert not [w for w in words if w.startswith("/")], path.name
+
+
+def test_slim_drops_timings_and_paths() -> None:
+    result = {
+        "command": ["python", "--output", "/somewhere/x.json"],
+        "launches": [{"command": ["/somewhere/y.json"]}],
+        "figure": "/somewhere/z.png",
+        "videos": [],
+        "episodes": [{"steps": 1, "success": True, "timings_ms": {"total": [1.0]}, "video": None, "wall_s": 1.0}],
+    }
+    kept = store.slim(result, "why")
+    assert "/somewhere" not in json.dumps(kept)
+    assert kept["episodes"] == [{"steps": 1, "success": True}]
+
+
+def test_parts_of_one_name_are_one_row_of_the_builds() -> None:
+    def part(name: str, inside: int, size: float, similarity: float | None = None) -> dict[str, Any]:
+        return {
+            "name": name,
+            "target": "sm89+sm120",
+            "precision": "fp8",
+            "coverage": {"operators": 10, "in_engine": inside},
+            "similarity": similarity,
+            "bytes": size * 1e6,
+            "seconds": {"export": 1.0, "verify": 50.0, "build": 2.0},
+            "library": "TensorRT-RTX 1.4",
+            "torch_tensorrt": "2.11.0",
+        }
+
+    result = {
+        "engines": [
+            part("kv_cache-mlp0", 10, 101.0),
+            part("kv_cache-mlp11", 9, 105.0),
+            part("vision", 10, 831.4, 0.99995),
+        ],
+        "machine": {"gpu": None, "cpu_threads": 1},
+        "software": {"torch": "2.11.0"},
+        "checkpoint": "random pi05",
+    }
+    lines = tables.builds(result).splitlines()
+    assert lines[2] == "| kv_cache-mlps | 8.9, 12.0 | fp8 | 19/20 | - | 2 | 101 to 105 | 6 |"
+    assert lines[3] == "| vision | 8.9, 12.0 | fp8 | 10/10 | 0.999950 | 1 | 831 | 3 |"
+    assert (
+        "TensorRT-RTX 1.4 through torch-tensorrt 2.11.0, torch 2.11.0, no GPU, 1 CPU thread; random pi05." in lines[-1]
+    )
+
+
+GPU = {"hardware": {"device": "cuda", "gpu": "NVIDIA X"}, "software": {"torch": "2.11.0"}}
+CPU = {"hardware": {"device": "cpu", "cpu": "Some CPU", "threads": 1}, "software": {"torch": "2.13.0"}}
+
+
+def ledger(used: str) -> list[dict[str, object]]:
+    kept = Ledger()
+    kept.record(LedgerEntry("vision", "native", "native"))
+    kept.record(LedgerEntry("kv_cache", "native", used, "" if used == "native" else "no GPU"))
+    return kept.as_list()
+
+
+def bench_report(ceilings: Ceilings | None, baseline: str = "openpi-eager", used: str = "native") -> dict[str, Any]:
+    """What `vla-accel bench` stores, from its own functions, with times put in place of the measured ones."""
+    work = Work(vision_flop=1e12, prefix_flop=3e12, denoise_bytes=2e9, denoise_flop=1e9)
+    listed: list[dict[str, Any]] = []
+    for steps in (10, 1):
+        for name, ms in (("native-bf16", 4.0 + steps), (baseline, 50.0 + steps)):
+            ours = name != "openpi-eager"
+            system = bench.System(name, lambda _, own=ours: {"policy_timing": {"vision_ms": 1.0} if own else {}}, steps)
+            if ours:
+                system.notes = {"engines": ledger(used), "work": work.__dict__}
+                if ceilings:
+                    system.floors = floors_ms(work, ceilings, fp8_vision=False, fp8_prefix=False)
+            (row,) = bench.run([system], lambda _: {}, calls=1, warmup=1)
+            row["median_ms"] = ms
+            if ours:
+                row["parts_ms"] = {"vision": 2.0, "kv_cache": 3.0, "denoise": 0.5 * steps, "transfer": 0.1}
+                row |= bench.rates(row, work)
+                row["share_of_floor"] = row["floors_ms"]["total"] / ms if ceilings else None
+            listed.append(row)
+    bench.add_speedups(listed, baseline)
+    return {
+        "command": "vla-accel bench --output " + "/somewhere" + "/out.json",
+        **(GPU if ceilings else CPU),
+        "model": {"kind": "pi05", "views": 2, "action_horizon": 10} if ceilings else {},
+        "ceilings": None if ceilings is None else ceilings.__dict__,
+        "left_out": {} if ceilings else {"openpi-eager": "openpi is not installed"},
+        "rows": listed,
+        "throughput": [],
+    }
+
+
+def test_bench_on_a_gpu() -> None:
+    report = bench_report(Ceilings(1e15, 2e15, 4e12))
+    report["throughput"] = [
+        {"system": "native-bf16", "steps": 10, "batch": 4, "median_ms": 20.004, "per_second": 199.9}
+    ]
+    lines = tables.bench(report).splitlines()
+    assert lines[0] == "| system | 10 steps | 1 step |"
+    assert lines[2:4] == ["| native-bf16 | 14.00, 4.3× | 5.00, 10.2× |", "| openpi-eager | 60.00, 1.0× | 51.00, 1.0× |"]
+    assert "times as fast as openpi-eager." in lines[5]
+    row = "| 2.00 (1.00), 500 TFLOP/s | 3.00 (3.00), 1000 TFLOP/s | 5.00 (0.50), 400 GB/s | 4.00 | 4.50 | 32 % |"
+    assert "| native-bf16 | 10 " + row in lines
+    assert not [line for line in lines if line.startswith("| openpi-eager | 10 ")], "it has no parts"
+    assert "| native-bf16 | 10 | 4 | 20.00 | 200 |" in lines
+    assert lines[-1] == (
+        "pi05, 2 views, 10 actions, random weights; NVIDIA X, torch 2.11.0; 1 calls of each system, in turns; "
+        "`vla-accel bench --output out.json`. Ceilings measured on the same GPU: 1000 TFLOP/s in BF16, 2000 in FP8, "
+        "4000 GB/s copied."
+    )
+
+
+def test_bench_says_what_is_missing_and_what_fell_back() -> None:
+    report = bench_report(None, baseline="eager", used="eager")
+    report["rows"] = [r for r in report["rows"] if (r["system"], r["steps"]) != ("eager", 1)]
+    bench.add_speedups(report["rows"], "eager")
+    lines = tables.bench(report).splitlines()
+    assert lines[2] == "| native-bf16 (kv_cache ran eager) | 14.00, 4.3× | 5.00 |"
+    assert lines[3] == "| eager (kv_cache ran eager) | 60.00, 1.0× | - |"
+    assert "| native-bf16 | 1 | 2.00, 500 TFLOP/s | 3.00, 1000 TFLOP/s | 0.50, 4000 GB/s | -0.50 | - | - |" in lines
+    assert lines[-1].startswith("Some CPU, 1 thread, torch 2.13.0; 1 calls")
+    assert lines[-1].endswith("Left out: openpi-eager (not installed).")
+
+
+def parity_report(name: str, cosine: float, *, steps: int = 10, used: str = "native", **more: Any) -> dict[str, Any]:
+    alike = Agreement(
+        cosine=cosine, median_cosine=cosine - 1e-5, worst_cosine=cosine - 1e-4, max_error=0.01, mean_error=0.001
+    )
+    report = Report(name, cosine >= 0.998, 0.998, 64, steps, alike, alike, [], {"keys": alike}, ledger(used))
+    return {**report.as_dict(), "model": {}, "weights": "demo", "recorded": "observations.npz", **GPU, **more}
+
+
+def test_parity_reports_are_rows() -> None:
+    reports = [
+        parity_report("native_fp8", 0.99912),
+        parity_report("native", 0.9999, steps=3, used="eager"),
+        parity_report("native", 0.99995),
+        parity_report("native", 0.5, weights="pi05", recorded=None, **CPU),
+    ]
+    lines = tables.parity(reports).splitlines()
+    assert lines[2:6] == [
+        "| native | demo | 64 recorded | 10 | 0.999950 | 0.998 | 0.999940 | 0.999850 | 1.0e-02 | 0 | - | yes |",
+        "| native (kv_cache ran eager) | demo "
+        "| 64 recorded | 3 | 0.999900 | 0.998 | 0.999890 | 0.999800 | 1.0e-02 | 0 | - | yes |",
+        "| native_fp8 | demo | 64 recorded | 10 | 0.999120 | 0.998 | 0.999110 | 0.999020 | 1.0e-02 | 0 | - | yes |",
+        "| native | pi05 | 64 random | 10 | 0.500000 | 0.998 | 0.499990 | 0.499900 | 1.0e-02 | 0 | - | **no** |",
+    ]
+    assert lines[-1].endswith("NVIDIA X, torch 2.11.0; Some CPU, 1 thread, torch 2.13.0.")
+    drawn = {**reports[0], "draws": 8, "flipped": 3, "rest_cosine": 0.99991}
+    (line,) = tables.parity([drawn]).splitlines()[2:3]
+    assert " | 64 recorded × 8 | " in line and line.endswith(" | 3 | 0.999910 | yes |")
+
+
+def test_several_stored_results_make_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"at least one parity_\*\.json"):
+        tables.load("parity_*")
+    for name in ("native_fp8", "native"):
+        (tmp_path / f"parity_{name}.json").write_text(json.dumps(parity_report(name, 0.9999)))
+    (tmp_path / "other.json").write_text("{}")
+    text = tables.render("<!-- table: parity_demo -->\n<!-- end -->")
+    assert text.count("| yes |") == 2
+
+
+def libero(won: np.ndarray, errors: int = 0, used: str = "native") -> dict[str, Any]:
+    return {
+        "protocol": {},
+        "policy": {"name": "demo", "metadata": {"engines": ledger(used)}},
+        "launches": [GPU],
+        "episodes": [
+            {"steps": s, "task_id": 0, "trial": i, "success": bool(w), "error": "crash" if i < errors else None}
+            for s in (10, 3)
+            for i, w in enumerate(won)
+        ],
+    }
+
+
+def test_paired_runs_are_rows() -> None:
+    won = np.arange(20) > 1
+    others = {"fp8": libero(np.arange(20) > 3), "fallback": libero(won, errors=1, used="eager"), "bad": libero(~won)}
+    result = {"note": "Why.", "command": ["python"], **paired.compare(libero(won), others, "eager")}
+    lines = tables.paired(result).splitlines()
+    assert lines[0].startswith("| run | steps | success (95 %) | eager (95 %) | pairs |")
+    assert lines[2] == "| fp8 | 3 | 80.0 % (58.4 to 91.9) | 90.0 % (69.9 to 97.2) | 20 | 2 / 0 | 0.500 | 0, 0 |"
+    assert lines[3].startswith("| fallback (kv_cache ran eager) | 3 | 94.7 % ")
+    assert lines[3].endswith(" | 19 | 0 / 0 | 1.000 | 1, 0 |")
+    assert lines[4].endswith(" | 20 | 18 / 2 | < 0.001 | 0, 0 |")
+    assert lines[5].startswith("| fp8 | 10 |")
+    assert lines[-1].endswith("NVIDIA X, torch 2.11.0; `python`. Why.")
+
+
+def test_a_paired_run_of_crashes_has_no_rate() -> None:
+    run = libero(np.ones(2, bool), errors=2)
+    result = {"note": "", "command": [], **paired.compare(run, {"other": run}, "eager")}
+    assert tables.paired(result).splitlines()[2] == "| other | 3 | - | - | 0 | 0 / 0 | 1.000 | 2, 2 |"

@@ -1,0 +1,194 @@
+"""The Hopper products (`ops/cuda/product.cu`) on a GPU against float32: every kind of tiling over awkward sizes, and
+chains of dependent launches."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.ops.test_product import TILINGS
+from vla_accel.ops import fused
+from vla_accel.ops.cuda import product
+from vla_accel.ops.cuda.product import Tiling
+from vla_accel.ops.fused import FP8, make_linear, pair
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+ROWS = (1, 17, 100, 512, 531, 544, 800, 1024)
+SIZES = ((1152, 4352), (4352, 1152), (2048, 2048), (80, 176), (64, 8192))
+# A wait that never ends becomes an error.
+BOUNDED = "#define MAX_POLLS 1000000\n"
+KINDS = (torch.bfloat16, torch.float16, FP8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability(DEVICE) != product.CAPABILITY:
+        pytest.skip("NOT RUN: these kernels are for Hopper")
+
+
+def expected(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, activation: str) -> Tensor:
+    y = x.float() @ weight.float().T * scale
+    if bias is not None:
+        y = y + bias.float()
+    if activation == "gelu":
+        return F.gelu(y, approximate="tanh")
+    if activation == "geglu":
+        gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
+        return (F.gelu(gate, approximate="tanh") * up).flatten(1)
+    return y
+
+
+def check(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: str, narrow: bool) -> None:
+    draw = torch.Generator(device=DEVICE).manual_seed(rows)
+    x = torch.randn(rows, k, device=DEVICE, generator=draw).to(kind)
+    weight = torch.randn(n, k, device=DEVICE, generator=draw).to(kind)
+    wide = torch.bfloat16 if kind == FP8 else kind
+    bias = None if activation == "geglu" else torch.randn(n, device=DEVICE, generator=draw).to(wide)
+    columns = n // 2 if activation == "geglu" else n
+    # Rows of NaN before and after: what writes too far shows.
+    whole = torch.full((rows + 16, columns), float("nan"), device=DEVICE).to(FP8 if narrow else wide)
+    out = whole[8:-8]
+    inverse = 30.0 if narrow else None
+    options = {"activation": activation, "scale": k**-0.5, "inverse_scale": inverse, "prelude": BOUNDED}
+    product.product(x, weight, bias, out, tiling=tiling, **options)
+    want = expected(x, weight, bias, k**-0.5, activation) * (inverse or 1.0)
+    want = want.clamp(-448, 448) if narrow else want
+    error = (out.float() - want).norm() / want.norm()
+    assert error < (0.04 if narrow else 0.006), (error, rows, n, k)
+    worst = ((out.float() - want).abs() / (want.abs() + want.square().mean().sqrt())).max()
+    assert worst < (0.08 if narrow else 0.03), (worst, rows, n, k)
+    assert whole[:8].float().isnan().all() and whole[-8:].float().isnan().all()
+
+
+@pytest.fixture(autouse=True)
+def exact() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tilings_compute_the_product(tiling: Tiling, kind: torch.dtype) -> None:
+    for rows, (n, k) in itertools.product(ROWS, SIZES):
+        chunks = -(-k * (1 if kind == FP8 else 2) // 128)
+        if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
+            continue
+        check(tiling, kind, rows, n, k, "none", False)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("activation", ["gelu", "geglu"])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_tilings_compute_the_epilogues(tiling: Tiling, activation: str, narrow: bool) -> None:
+    for rows, kind in itertools.product((17, 544), (torch.bfloat16, FP8)):
+        check(tiling, kind, rows, 4352, 1152, activation, narrow)
+
+
+def check_folded(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: str = "none") -> None:
+    """The product added to a residual, with the moments of its rows, and the product of normed rows."""
+    draw = torch.Generator(device=DEVICE).manual_seed(rows)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=DEVICE, generator=draw)
+
+    wide = torch.bfloat16 if kind == FP8 else kind
+    x, weight, bias = normal(rows, k).to(kind), normal(n, k).to(kind), normal(n).to(wide)
+    options = {"tiling": tiling, "scale": k**-0.5, "prelude": BOUNDED}
+    if activation == "none" and not tiling.check(residual=True) and n % 64 == 0:
+        whole = (3 * normal(rows + 16, n) + 1).to(wide)
+        before, onto = whole.clone(), whole[8:-8]
+        moments = torch.full((n // 64 + 2, rows, 2), float("nan"), device=DEVICE)
+        product.product(x, weight, bias, onto, moments=moments[1:-1], **options)
+        y = expected(x, weight, bias, k**-0.5, "none").to(wide).float()
+        want = before[8:-8].float() + y
+        # The product is rounded, and so is the sum; the tensor cores add up FP8 products in fewer bits than float32.
+        slack = 0.03 * (y.abs() + 1) if kind == FP8 else 1e-3
+        assert ((onto.float() - want).abs() <= 2 * torch.finfo(wide).eps * (y.abs() + want.abs()) + slack).all()
+        assert torch.equal(whole[:8], before[:8]) and torch.equal(whole[-8:], before[-8:])
+        parts = onto.float().view(rows, -1, 64)
+        torch.testing.assert_close(moments[1:-1, :, 0].T, parts.mean(2), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(moments[1:-1, :, 1].T, parts.var(2, unbiased=False) * 64, atol=1e-3, rtol=1e-5)
+        assert moments[0].isnan().all() and moments[-1].isnan().all()
+    if kind != FP8 and not tiling.check(activation, normed=True):
+        x = (x.float() * 2 + 3 * normal(rows, 1)).to(kind)
+        parts = x.float().view(rows, -1, 64).transpose(0, 1)
+        moments = torch.stack((parts.mean(2), parts.var(2, unbiased=False) * 64), 2)
+        sums = weight.float().sum(1)
+        for kept in (None, sums):
+            out = torch.full((rows, n), float("nan"), device=DEVICE, dtype=kind)
+            norm = product.Norm(moments, kept, 1e-6)
+            product.product(x, weight, bias, out, norm=norm, activation=activation, **options)
+            normed = F.layer_norm if kept is not None else F.rms_norm
+            want = expected(normed(x.float(), (k,), eps=1e-6), weight, bias, k**-0.5, activation)
+            assert (out.float() - want).norm() / want.norm() < 0.006, (rows, n, k, kept is None)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tilings_take_norms_in(tiling: Tiling, kind: torch.dtype) -> None:
+    for rows, (n, k) in itertools.product((1, 100, 531, 800), ((1152, 4352), (2048, 2048), (64, 1152))):
+        chunks = -(-k * (1 if kind == FP8 else 2) // 128)
+        if -(-chunks // tiling.split) * (tiling.split - 1) < chunks:
+            check_folded(tiling, kind, rows, n, k)
+
+
+@pytest.mark.parametrize("key", list(product._TABLE))
+def test_the_tilings_in_use(key: tuple[str, str, int, int]) -> None:
+    kind, activation, n, k = key
+    for least, most, tiling in product._TABLE[key]:
+        for rows in {1, least, most - 13, most}:
+            for dtype in (FP8,) if kind == "fp8" else (torch.bfloat16, torch.float16):
+                check(tiling, dtype, rows, n, k, activation, kind == "fp8" and activation != "none")
+                if activation != "geglu" and not (dtype == torch.float16 and k > 8192):
+                    check_folded(tiling, dtype, rows, n, k, activation)
+
+
+def test_a_chain_of_dependent_launches_is_ordered() -> None:
+    """Products that read what their predecessors wrote, buffers written again at once, replayed in a graph."""
+    width, hidden, rows, depth = 1152, 4352, 512, 12
+    draw = torch.Generator(device=DEVICE).manual_seed(0)
+
+    def layer(n: int, k: int) -> fused.Linear:
+        weight = torch.randn(n, k, device=DEVICE, generator=draw) * k**-0.5
+        return make_linear(weight, None, torch.bfloat16)
+
+    layers = [(pair(layer(2 * hidden, width)), layer(width, hidden)) for _ in range(depth)]
+    start = torch.randn(rows, width, device=DEVICE, generator=draw).bfloat16()
+    x, y, h = (torch.empty_like(start) for _ in range(3))
+    scratch = torch.empty(rows, 2 * hidden, device=DEVICE, dtype=torch.bfloat16)
+    active = torch.empty(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
+    tilings = {2 * hidden: Tiling(2, 1, 1, 128, 4), width: Tiling(1, 1, 1, 128, 6, 1, 2)}
+
+    def run(own: bool) -> Tensor:
+        x.copy_(start)
+        fused.add_norm(x, None, x, h, layer=True, eps=1e-6, inverse_scale=None)
+        for wide, back in layers:
+            if own:
+                product.product(h, wide.weight, None, active, tiling=tilings[2 * hidden], activation="geglu")
+                product.product(active, back.weight, None, y, tiling=tilings[width])
+            else:
+                torch.mm(h, wide.weight.t(), out=scratch)
+                fused.geglu(scratch, active, inverse_scale=None, paired=True)
+                torch.mm(active, back.weight.t(), out=y)
+            fused.add_norm(x, y, x, h, layer=True, eps=1e-6, inverse_scale=None, pdl=own)
+        return x
+
+    want = run(False).float().clone()
+    run(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(True)
+    first = None
+    for _ in range(50):
+        for buffer in (x, y, h, active):
+            buffer.fill_(float("nan"))
+        graph.replay()
+        got = x.float().clone()
+        assert F.cosine_similarity(got.flatten(), want.flatten(), 0) > 0.9995
+        first = got if first is None else first
+        assert torch.equal(got, first)

@@ -1,0 +1,205 @@
+"""The ways to attend, on the CPU: libraries against the reference, with masked keys that are NaN, shared key heads and
+FP8 output; choosing by name and by time; what the ledger says. flash-attn is played by a module with its calls."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import kernel_cases as cases
+from tests.support.tiny import tiny_observation, write_tiny_checkpoint
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.config import Attention, load_config
+from vla_accel.errors import ConfigError, DependencyError, EngineError
+from vla_accel.ops import attending, reference
+from vla_accel.ops.attending import Sizes, attend, choose
+
+CPU = torch.device("cpu")
+ATTENTION = [name for name in cases.CASES if name.startswith(("attention", "self-attention"))]
+SMALL = [name for name in ATTENTION if not any(size in name for size in ("1024", "544", "800"))]
+SIZES = Sizes(2, 10, 10, 4, 1, 16, torch.float32, padded=True, quantised=False)
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """flash-attn, played by the reference. Counts the calls."""
+    calls = {"func": 0, "kvcache": 0}
+
+    def func(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls["func"] += 1
+        return reference.attention(q, k, v, None)
+
+    def kvcache(q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor) -> Tensor:
+        calls["kvcache"] += 1
+        assert cache_seqlens.dtype == torch.int32
+        rows = [
+            reference.attention(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], None)
+            for b, n in enumerate(cache_seqlens.tolist())
+        ]
+        return torch.cat(rows)
+
+    module = ModuleType("flash_attn")
+    module.flash_attn_func, module.flash_attn_with_kvcache = func, kvcache  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    return calls
+
+
+@pytest.fixture
+def no_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+
+
+def run(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's case, by a way: NaN where it must not look, margins checked."""
+    call = cases.call_of(name, torch.float32)
+    want = cases.outputs_of(call, CPU, kernel=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            cases.fused, "attention", lambda q, k, v, out, lengths, inverse_scale, **_: attend(
+                way, q, k, v, out, lengths, inverse_scale=inverse_scale
+            )
+        )  # fmt: skip
+        got = cases.outputs_of(call, CPU, kernel=True)
+    for one, right in zip(got, want, strict=True):
+        found = cases.difference(one, right)
+        assert found.worst <= (0.13 if one.dtype == cases.FP8 else 1e-5) and found.mean <= 1e-4, found
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_sdpa_computes_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(name, "sdpa", monkeypatch)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_flash_attn_is_asked_for_the_reference(
+    name: str, flash: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(name, "flash_attn", monkeypatch)
+    padded = cases.call_of(name, torch.float32).arguments["lengths"] is not None
+    assert flash == {"func": int(not padded), "kvcache": int(padded)}
+
+
+def test_a_missing_flash_attn_says_how_to_get_it(no_flash: None) -> None:
+    with pytest.raises(DependencyError, match=r"attention flash_attn: .*pip install 'vla_accel\[flash\]'"):
+        choose("flash_attn", SIZES, CPU)
+
+
+def test_a_flash_attn_without_its_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    with pytest.raises(DependencyError, match=r"flash-attn 2\.8 or newer"):
+        choose("flash_attn", SIZES, CPU)
+
+
+def test_flash_attn_without_a_gpu_is_refused(flash: dict[str, int]) -> None:
+    with pytest.raises(EngineError, match=r"expected bfloat16 or float16 on a GPU, got torch\.float32 on cpu"):
+        choose("flash_attn", SIZES, CPU)
+    assert flash == {"func": 0, "kvcache": 0}
+
+
+def test_a_way_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Tensor | None) -> Tensor:
+        raise RuntimeError("No available kernel. Aborting execution.\nmore")
+
+    monkeypatch.setattr(attending, "_sdpa", broken)
+    with pytest.raises(EngineError, match=r"attention sdpa: it cannot run .*head_dim=16.*No available kernel"):
+        choose("sdpa", SIZES, CPU)
+    # Out of the race, and the ledger says so.
+    choice = choose("fastest", SIZES, CPU)
+    assert choice.way == "own" and "sdpa out: attention sdpa: it cannot run" in choice.detail
+
+
+def test_an_unknown_way_is_named() -> None:
+    with pytest.raises(EngineError, match="expected own, sdpa, flash_attn or fastest, got 'fast'"):
+        choose("fast", SIZES, CPU)
+
+
+@pytest.mark.parametrize(("own", "sdpa", "way"), [(12.5, 11.0, "sdpa"), (9.25, 11.0, "own")])
+def test_the_fastest_is_the_one_that_took_least(
+    own: float, sdpa: float, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((own, sdpa))
+    monkeypatch.setattr(attending, "_time", lambda *_: next(times))
+    monkeypatch.setattr(attending.importlib.util, "find_spec", lambda _: None)
+    choice = choose("fastest", SIZES, CPU)
+    assert choice.way == way
+    assert choice.detail == (
+        f"attention {way}, the fastest (own {own:.1f} µs; sdpa {sdpa:.1f} µs; flash_attn not installed)"
+    )
+
+
+def test_times_are_measured() -> None:
+    choice = choose("fastest", replace(SIZES, quantised=True), CPU)
+    assert choice.way in ("own", "sdpa") and choice.detail.count("µs") == 2
+    calls = [0]
+
+    def call() -> None:
+        calls[0] += 1
+
+    assert 0 <= attending._time(call, CPU) < 1e4 and calls[0] == attending.ROUNDS
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_what_is_measured_is_laid_out_as_the_programs_are(padded: bool, quantised: bool) -> None:
+    sizes = replace(SIZES, padded=padded, quantised=quantised, kv_heads=4)
+    q, k, v, out, lengths = attending._tensors(sizes, CPU)
+    assert q.shape == k.shape == v.shape == (2, 10, 4, 16) and out.shape == (2, 10, 64)
+    assert (lengths is not None) == padded and (out.dtype == cases.FP8) == quantised
+    assert not q.is_contiguous() and k.is_contiguous() == padded and k.stride() == v.stride()
+
+
+# -- in a policy ------------------------------------------------------------------------------------------------------
+
+
+def policy_config(attention: Attention) -> PolicyConfig:
+    spec = EngineSpec("native", attention=attention)
+    return PolicyConfig(num_steps=2, precision="fp32", device="cpu", vision=spec, kv_cache=spec)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pi05")
+    write_tiny_checkpoint(folder, "pi05")
+    return folder
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "fastest"])
+def test_a_policy_attends_as_it_is_told(folder: Path, attention: Attention) -> None:
+    eager = OptimizedPolicy.from_pretrained(folder, PolicyConfig(num_steps=2, precision="fp32", device="cpu"))
+    policy = OptimizedPolicy.from_pretrained(folder, policy_config(attention))
+    noise = np.zeros((policy.model.config.action_horizon, policy.model.config.action_dim), np.float32)
+    observation = tiny_observation(0, "pick up the bowl")
+    result = policy.infer(observation, noise=noise)
+    want = eager.infer(observation, noise=noise)["actions"]
+    np.testing.assert_allclose(result["actions"], want, rtol=0, atol=2e-4)
+    details = {e["component"]: e["detail"] for e in result["engines"]}
+    for part in ("vision", "kv_cache"):
+        assert ("attention sdpa" if attention == "sdpa" else ", the fastest (own ") in details[part]
+
+
+def test_own_kernels_are_named(folder: Path) -> None:
+    policy = OptimizedPolicy.from_pretrained(folder, policy_config("own"))
+    assert all("attention own (reference)" in policy.ledger.entries[p].detail for p in ("vision", "kv_cache"))
+
+
+def test_the_loop_has_no_choice(folder: Path) -> None:
+    config = replace(policy_config("own"), denoise=EngineSpec("native", attention="sdpa"))
+    with pytest.raises(EngineError, match="denoise: its attention has own kernels only, got sdpa"):
+        OptimizedPolicy.from_pretrained(folder, config)
+
+
+def test_configurations_name_the_attention() -> None:
+    config = load_config({"kv_cache": {"engine": "native", "attention": "fastest"}})
+    assert config.kv_cache == EngineSpec("native", attention="fastest") and config.vision.attention == "own"
+    EngineSpec("tensorrt", fallback=("native",), attention="sdpa")
+    with pytest.raises(ConfigError, match="attention: only the native engine has a choice, got sdpa for eager"):
+        load_config({"vision": {"engine": "eager", "attention": "sdpa"}})
+    with pytest.raises(ConfigError, match=r"vision\.attention: expected one of own, sdpa, flash_attn, fastest"):
+        load_config({"vision": {"engine": "native", "attention": "flash"}})

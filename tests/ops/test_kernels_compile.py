@@ -1,0 +1,155 @@
+"""The native engine's kernels through their compilers for Hopper, without a GPU: Triton's at every shape that the
+full-size models and the demo launch, the CUDA C++ through NVRTC where one can be found."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.test_product import TABLE, TILINGS
+from tests.support.streamed_support import LOOPS, recorded_loop
+from vla_accel.errors import EngineError
+from vla_accel.ops.cuda import product, runtime
+from vla_accel.ops.cuda.product import Tiling
+
+ROOT = Path(__file__).parents[2]
+SHARED_LIMIT = 227 * 1024
+KERNELS = {
+    "_patchify", "_add_norm", "_embed_norm", "_geglu", "_gelu", "_rope_cache", "_attention", "_suffix_attention",
+    "_qkv_rope", "_gate_up_geglu", "_project", "_step",
+}  # fmt: skip
+PRODUCTS = {"_attention", "_suffix_attention", "_qkv_rope", "_gate_up_geglu", "_project"}
+# All but the first of each program's chain.
+CHAINED = KERNELS - {"_patchify", "_embed_norm"}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.4' (Linux)")
+    cache = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "compile_kernels.py")],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "TRITON_CACHE_DIR": cache, "HOME": cache, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_and_fits(compiled: list[dict[str, Any]]) -> None:
+    assert {row["kernel"] for row in compiled} == KERNELS
+    for row in compiled:
+        assert row["bytes"] > 1000 and row["shared"] <= SHARED_LIMIT, row
+    for model in ("pi05", "pi0", "demo", "demo x 8"):
+        found = {row["kernel"] for row in compiled if model in row["models"]}
+        # BF16 vision has its GELU in cuBLAS.
+        assert found == KERNELS - {"_gelu"}, model
+    assert {row["kernel"] for row in compiled if "pi05 fp8" in row["models"]} == KERNELS
+
+
+def test_products_run_on_the_tensor_cores(compiled: list[dict[str, Any]]) -> None:
+    for row in compiled:
+        assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
+
+
+def test_dependent_launches_wait_and_release(compiled: list[dict[str, Any]]) -> None:
+    for row in compiled:
+        pdl = bool(row["constants"].get("PDL"))
+        assert pdl == bool(row["options"].get("launch_pdl")), row
+        assert (row["waits"] > 0) == (row["releases"] > 0) == pdl, row
+    # A chain's first kernel waits for all before it: the prefix may then be read ahead of any wait.
+    firsts = [row for row in compiled if row["kernel"] == "_step" and row["constants"]["FIRST"]]
+    assert firsts and not any(row["constants"]["PDL"] for row in firsts)
+    chained = {row["kernel"] for row in compiled if row["constants"].get("PDL")}
+    assert chained == CHAINED
+
+
+def test_fp8_models_convert_to_fp8_and_others_do_not(compiled: list[dict[str, Any]]) -> None:
+    for row in compiled:
+        quantises = bool(row["constants"].get("QUANT"))
+        if quantises:
+            assert row["models"] == ["pi05 fp8"] and row["fp8"], row
+        if "pi05 fp8" not in row["models"]:
+            assert not row["fp8"], row
+    narrow = {row["kernel"] for row in compiled if row["fp8"]}
+    assert {"_qkv_rope", "_gate_up_geglu", "_project", "_add_norm", "_geglu", "_gelu", "_attention"} <= narrow
+
+
+# -- CUDA C++ ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> ctypes.CDLL:
+    """Any NVRTC: the loader's, a wheel's (nvidia-cuda-nvrtc), a toolkit's."""
+    roots = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    places = [f"libnvrtc.so.{major}" for major in (13, 12)]
+    places += [str(p) for root in sorted(roots) for p in sorted(root.glob("nvidia/*/lib/libnvrtc.so.*"))]
+    places += [str(p) for p in sorted(Path("/usr/local").glob("cuda*/lib64/libnvrtc.so.*"))]
+    for place in places:
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    pytest.skip("NOT RUN: needs NVRTC: pip install nvidia-cuda-nvrtc")
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_streamed_kernels_compile(name: str, nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, module = recorded_loop(LOOPS[name], monkeypatch)
+    monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
+    code = runtime.compile_source(module.source, module.architecture)
+    assert code.startswith(b"\x7fELF")
+    for kernel in module.shared:
+        assert b".text." + kernel.encode() + b"\0" in code, kernel
+
+
+def layout_of(structure: type[ctypes.Structure], name: str) -> str:
+    """C++ that compiles only where the structure of this name has the same fields at the same places."""
+    fields = [field for field, *_ in structure._fields_]
+    offsets = [f"__builtin_offsetof({name}, {f}) == {getattr(structure, f).offset}" for f in fields]
+    return f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)} && {" && ".join(offsets)}, "{name}");\n'
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_the_products_compile(tiling: Tiling, nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
+    cases = [(torch.bfloat16, False, "none"), (torch.float8_e4m3fn, True, "geglu"), (torch.float16, True, "gelu")]
+    for kind, narrow, activation in cases:
+        text = product.source(kind, narrow, activation, tiling) + layout_of(product._Call, "Call")
+        text += layout_of(product._Map, "Map")
+        assert runtime.compile_source(text, product.ARCHITECTURE).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize(("key", "least", "most", "tiling"), TABLE)
+def test_the_products_in_use_compile(
+    key: tuple[str, str, int, int], least: int, most: int, tiling: Tiling, nvrtc: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
+    dtype = torch.float8_e4m3fn if key[0] == "fp8" else torch.bfloat16
+    narrow = key[0] == "fp8" and key[1] != "none"
+    texts = [product.source(dtype, narrow, key[1], tiling)]
+    if key[1] == "none" and not tiling.check(residual=True):
+        texts.append(product.source(dtype, False, "none", tiling, residual=True))
+    if key[0] == "half" and not tiling.check(key[1], normed=True):
+        texts += [product.source(dtype, False, key[1], tiling, norm=norm, k=key[3]) for norm in ("rms", "layer")]
+    for text in texts:
+        assert runtime.compile_source(text, product.ARCHITECTURE).startswith(b"\x7fELF")
+
+
+def test_a_source_that_does_not_compile_says_where(nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
+    with pytest.raises(EngineError, match=r"(?s)does not compile for sm_90a:.*kernels\.cu\(2\).*nonsense"):
+        runtime.compile_source('extern "C" __global__ void f() {\n  nonsense;\n}\n', "sm_90a")

@@ -1,0 +1,427 @@
+"""The streamed denoise loop (`native/streamed.py`) against what `ops/cuda/denoise/` expects of it, without a GPU:
+where the kernels look for each weight, structures and arguments, shared memory, launches."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.streamed_support import LOOPS, LoopCase, reason, recorded_loop, streamable
+from vla_accel.models.pi0 import euler_times
+from vla_accel.models.rtc import guidance_weights
+from vla_accel.native import streamed
+from vla_accel.native.packing import Packed, pack, pair_tiles, split_of
+from vla_accel.native.schedule import (
+    KEYS,
+    MAX_CLUSTER,
+    RANKS,
+    STAGE_BYTES,
+    THREADS,
+    WARPS,
+    Attend,
+    held_tiles,
+    shared_by,
+)
+from vla_accel.native.streamed import fits
+from vla_accel.ops.cuda import runtime
+from vla_accel.ops.fused import Linear
+
+SOURCE = runtime.source_of("", *(f"denoise/{n}" for n in ("core", "products", "phases", "attention", "attend", "step")))
+CODE = re.sub(r"//.*", "", SOURCE)
+CUDA = torch.device("cuda")
+
+
+# -- where the kernels find their weights -----------------------------------------------------------------------------
+# A slow model of the kernels' addressing: it walks the packed bytes as the kernels do and says which row n and which
+# columns k of the weight (N, K) they take them for.
+
+Read = tuple[int, int, int]  # byte offset of 512 bytes, first of eight rows n, first of 32 columns k
+
+
+def normed_pairs(at: int, units: int, width: int, columns: Any) -> Iterator[Read]:
+    """`normed_pairs`: a unit is two tiles of eight rows, whole K. `columns(unit, tile)`: the tile's first row."""
+    for unit in range(units):
+        for tile in range(2):
+            for kb in range(width // 32):
+                yield at + unit * 32 * width + tile * 16 * width + kb * 512, columns(unit, tile), kb * 32
+
+
+def split_product(at: int, n: int, k: int, tiles: int) -> Iterator[Read]:
+    """`split_product`: a cluster of `parts` blocks, each with a part of K, for `parts` tiles of rows; `tiles` of 16
+    activations' rows."""
+    packed = split_of(n, k)
+    parts = shared_by(n, k, packed, tiles)
+    part, ratio = k // parts, parts // packed
+    chunk = min(part, 1024)
+    chunks = part // chunk
+    for block in range(n // 8):
+        rank, first = block % parts, block // parts * parts
+        for i in range(chunks):
+            for tile in range(first, first + parts):
+                whole = (tile // packed * packed + rank // ratio) * chunks + i
+                offset = at + whole * packed * ratio * 16 * chunk + (tile % packed * ratio + rank % ratio) * 16 * chunk
+                for kb in range(chunk // 32):
+                    yield offset + kb * 512, tile * 8, rank * part + i * chunk + kb * 32
+
+
+def random_bits(n: int, k: int, seed: int) -> Linear:
+    """Random bits: eight weights in a row are like no other eight."""
+    bits = torch.randint(-(2**15), 2**15, (n, k), generator=torch.Generator().manual_seed(seed), dtype=torch.int16)
+    return Linear(bits.view(torch.bfloat16))
+
+
+def check_reads(packed: Packed, weight: Tensor, reads: Iterator[Read], taken: Tensor) -> None:
+    offsets, rows, columns = (torch.tensor(part)[:, None, None, None] for part in zip(*reads, strict=True))
+    # ldmatrix and wgmma alike: a pair of lane 4 g + t from each of four matrices of 8 x 16 bytes. What activations it
+    # meets: `load_rows` has lane t hold columns 8 t … 8 t + 7.
+    matrix, lane, pair = torch.arange(4)[:, None, None], torch.arange(32)[:, None], torch.arange(2)
+    places = offsets // 2 + matrix * 64 + lane * 2 + pair
+    rows = (rows + (lane >> 2)).expand_as(places)
+    columns = (columns + (lane & 3) * 8 + matrix * 2 + pair).expand_as(places)
+    assert torch.equal(packed.data.view(torch.int16)[places], weight.view(torch.int16)[rows, columns])
+    taken.index_add_(0, places.flatten(), torch.ones(places.numel(), dtype=taken.dtype))
+    seen = torch.zeros(weight.shape, dtype=torch.int32)
+    seen.index_put_((rows, columns), torch.ones(1, dtype=torch.int32), True)
+    assert torch.equal(seen, torch.ones_like(seen))
+
+
+@pytest.mark.parametrize(
+    ("width", "mlp", "heads", "kv_heads", "head_dim", "mix"),
+    [
+        (128, 512, 4, 1, 64, False),  # the demo
+        (64, 96, 2, 2, 128, True),  # one part of K; π0
+        (64, 1024, 1, 1, 256, False),  # two parts
+        (64, 2048, 64, 1, 64, True),  # four parts of both products
+        (32, 4096, 2, 1, 64, False),  # four parts of one chunk each
+        (32, 8192, 1, 1, 64, False),  # four parts of two chunks each
+    ],
+)
+@pytest.mark.parametrize("tiles", [1, 4])  # of rows: many rows have more blocks share K
+def test_the_kernels_find_every_weight_once(
+    width: int, mlp: int, heads: int, kv_heads: int, head_dim: int, mix: bool, tiles: int
+) -> None:
+    attended, columns, half = heads * head_dim, (heads + 2 * kv_heads) * head_dim, head_dim // 2
+    layers = [
+        (random_bits(columns, width, 1 + i), random_bits(width, attended, 2 + i), random_bits(2 * mlp, width, 3 + i),
+         random_bits(width, mlp, 4 + i))
+        for i in (0, 1000)
+    ]  # fmt: skip
+    time_mlp = random_bits(width, width, 99) if mix else None
+    packed = Packed.of(layers, time_mlp, head_dim)
+    taken = torch.zeros(packed.data.numel() // 2, dtype=torch.int32)
+    if time_mlp is not None:
+        check_reads(packed, time_mlp.weight, split_product(0, width, width, tiles), taken)
+
+    def of_head(unit: int, tile: int) -> int:
+        # As `qkv` reads it: unit % (D / 16) eights of a half head; the second tile is the half's partner.
+        return unit // (head_dim // 16) * head_dim + unit % (head_dim // 16) * 8 + tile * half
+
+    for index, (qkv, o, gate_up, last) in enumerate(layers):
+        at = packed.layer_at + index * packed.layer_bytes
+        check_reads(packed, qkv.weight, normed_pairs(at, columns // 16, width, of_head), taken)
+        check_reads(packed, o.weight, split_product(at + packed.o_at, width, attended, tiles), taken)
+        pairs = normed_pairs(at + packed.gate_up_at, mlp // 8, width, lambda unit, tile: unit * 8 + tile * mlp)
+        check_reads(packed, gate_up.weight, pairs, taken)
+        check_reads(packed, last.weight, split_product(at + packed.down_at, width, mlp, tiles), taken)
+    assert torch.equal(taken, torch.ones_like(taken))
+
+
+def test_more_blocks_share_k_where_rows_are_many() -> None:
+    assert [shared_by(1024, 4096, 4, tiles) for tiles in (1, 2, 3, 4)] == [4, 4, 8, 8]
+    # Fewer parts, columns that eight blocks cannot share, a part of two chunks: as packed.
+    assert [shared_by(*sizes, 4) for sizes in ((1024, 1024, 2), (32, 4096, 4), (1024, 8192, 4))] == [2, 4, 4]
+
+
+def test_pack_puts_pairs_in_order() -> None:
+    """Two units of one tile, 64 columns: the second block of 32 begins after the first block's four matrices."""
+    tiles = torch.arange(2 * 8 * 64, dtype=torch.int16).view(2, 1, 8, 64).view(torch.bfloat16)
+    values = pack(tiles, 64).view(torch.int16).view(2, 2, 4, 8, 8)
+    for unit, block, matrix, row in ((0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 0, 4), (0, 1, 3, 0), (1, 1, 2, 7)):
+        first = unit * 512 + row * 64 + block * 32 + matrix * 2
+        assert values[unit, block, matrix, row].tolist() == [first + t * 8 + i for t in range(4) for i in (0, 1)]
+
+
+def test_pair_tiles_keeps_partners_together() -> None:
+    weight = torch.arange(64).view(64, 1)
+    pairs = pair_tiles(weight, 16, 32)
+    assert pairs.shape == (4, 2, 8, 1)
+    assert pairs[1, :, :, 0].tolist() == [list(range(8, 16)), list(range(24, 32))]
+    assert pairs[2, :, :, 0].tolist() == [list(range(32, 40)), list(range(48, 56))]
+
+
+@pytest.mark.parametrize(
+    ("width", "k", "split"),
+    [(1024, 4096, 4), (128, 512, 1), (64, 1024, 2), (64, 2048, 4), (8, 4096, 1), (64, 1536, 2), (64, 3072, 4)],
+)
+def test_parts_of_the_last_product(width: int, k: int, split: int) -> None:
+    assert split_of(width, k) == split
+
+
+# -- fits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_cases_here_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reason(LOOPS[name], monkeypatch) == ""
+
+
+SMALL = LOOPS["demo"].config
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"expert": {"width": 136}}, "tiles"),
+        ({"expert": {"width": 2048}}, "tiles"),
+        ({"expert": {"mlp_dim": 528}}, "tiles"),
+        ({"expert": {"mlp_dim": 1568}}, "tiles"),
+        ({"expert": {"mlp_dim": 1536}}, ""),
+        ({"expert": {"head_dim": 96}}, "tiles"),
+        ({"expert": {"head_dim": 320}}, "tiles"),
+        ({"expert": {"heads": 33}}, "tiles"),
+        ({"action_dim": 65}, "tiles"),
+        ({"action_horizon": 65}, "1 x 65 suffix rows are more than 64"),
+        ({"action_horizon": 64}, ""),
+        ({"kind": "pi0", "action_horizon": 64, "discrete_state_input": False}, "1 x 65 suffix rows are more than 64"),
+    ],
+)
+def test_what_does_not_fit_says_why(change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = dict(change)
+    expert = changes.pop("expert", {})
+    shared = {k: v for k, v in expert.items() if k in ("heads", "head_dim")}
+    config = dataclasses.replace(
+        SMALL, expert=dataclasses.replace(SMALL.expert, **expert), prefix=dataclasses.replace(SMALL.prefix, **shared),
+        **changes,
+    )  # fmt: skip
+    found = reason(LoopCase(config), monkeypatch)
+    assert (found == "") == (why == "") and why in found
+
+
+def test_batch_dtype_and_device_decide_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fits(SMALL, 1, torch.bfloat16, False, torch.device("cpu")) == "it needs compute capability 9.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
+    assert fits(SMALL, 6, torch.bfloat16, False, CUDA) == ""
+    assert fits(SMALL, 7, torch.bfloat16, False, CUDA) == "7 x 10 suffix rows are more than 64"
+    assert fits(SMALL, 1, torch.float32, False, CUDA) == fits(SMALL, 1, torch.bfloat16, True, CUDA)
+    assert "BF16 weights" in fits(SMALL, 1, torch.float32, False, CUDA)
+    for other in ((8, 9), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None, c=other: c)
+        assert fits(SMALL, 1, torch.bfloat16, False, CUDA) == "it needs compute capability 9.0"
+
+
+# -- what is handed to the kernels -----------------------------------------------------------------------------------
+
+
+def fields_of(struct: str) -> list[tuple[str, str]]:
+    """(type, name) of every field of a structure in the CUDA source; "pointer" for any pointer."""
+    match = re.search(rf"struct {struct} \{{(.*?)\n\}};", CODE, re.DOTALL)
+    assert match
+    fields = []
+    for declaration in match[1].split(";"):
+        words = declaration.split()
+        if not words:
+            continue
+        names = " ".join(words[2:] if words[0] in ("const", "unsigned") else words[1:])
+        names = names.removeprefix("char").strip()
+        base = words[1] if words[0] == "const" else words[0]
+        for name in names.split(","):
+            pointer = "*" in name or ("*" in declaration.split(",")[0] and name == names.split(",")[0] and "*" in base)
+            fields.append(("pointer" if pointer else base.strip("*"), name.strip(" *")))
+    return fields
+
+
+@pytest.mark.parametrize(("struct", "mirror"), [("Model", streamed._Model), ("Call", streamed._Call)])
+def test_structures_are_the_source_s(struct: str, mirror: type[ctypes.Structure]) -> None:
+    kinds = {"pointer": ctypes.c_void_p, "u64": ctypes.c_uint64, "int": ctypes.c_int}
+    expected = [(name, kinds[kind]) for kind, name in fields_of(struct)]
+    assert [(f[0], f[1]) for f in mirror._fields_] == expected
+    # Natural alignment, which C and ctypes share: 8-byte fields first leave no holes but at the end.
+    sizes = [ctypes.sizeof(kind) for _, kind in expected]
+    assert sizes == sorted(sizes, reverse=True)
+    assert ctypes.sizeof(mirror) == -(-sum(sizes) // 8) * 8
+
+
+def test_the_source_s_structures_were_read() -> None:
+    assert len(fields_of("Model")) == 21 and len(fields_of("Call")) == len(streamed._Call._fields_)
+    assert fields_of("Model")[:2] == [("pointer", "weights"), ("u64", "layer_at")]
+    assert fields_of("Call")[-3:] == [("int", "s"), ("int", "sp"), ("int", "steps")]
+
+
+def constant(name: str) -> int:
+    match = re.search(rf"^#define {name} (\d+)$", SOURCE, re.MULTILINE)
+    assert match, name
+    return int(match[1])
+
+
+def test_constants_are_the_source_s() -> None:
+    assert (constant("WARPS"), constant("STAGE_BYTES"), constant("KEYS")) == (WARPS, STAGE_BYTES, KEYS)
+    assert constant("RANKS") == RANKS and THREADS == 32 * WARPS
+
+
+def parameters_of(kernel: str) -> list[type]:
+    match = re.search(rf"\b{kernel}\(const __grid_constant__ Model m, const __grid_constant__ Call c([^)]*)\)", CODE)
+    assert match, kernel
+    kinds = {"float": ctypes.c_float, "int": ctypes.c_int}
+    rest = [kinds[p.split()[0]] for p in match[1].split(",") if p.strip()]
+    return [streamed._Model, streamed._Call, *rest]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = LOOPS[name]
+    loop, module = recorded_loop(case, monkeypatch)
+    config, adaptive = case.config, case.config.kind == "pi05"
+    expert = config.expert
+    cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
+    keys, values = torch.randn(cache).bfloat16(), torch.randn(cache).bfloat16()
+    lengths = torch.full((case.batch,), case.prefix_tokens, dtype=torch.int32)
+    state = None if adaptive else torch.zeros(case.batch, expert.width)
+    actions, target = torch.zeros(2, case.batch, config.action_horizon, config.action_dim)
+    weights = torch.zeros(case.batch, config.action_horizon)
+    given = {"keys": keys, "values": values, "lengths": lengths, "target": target, "weights": weights}
+    with torch.inference_mode():
+        loop.run(given, state, actions)
+    attend = loop.schedule.attend
+    assert (attend is None) == (loop.values_t is not None)
+    if loop.values_t is not None:
+        # The kernels read values with the keys along the contiguous axis.
+        assert torch.equal(loop.values_t[..., : case.prefix_tokens], values.permute(0, 1, 3, 4, 2))
+        assert not loop.values_t[..., case.prefix_tokens :].any() and loop.values_t.shape[-1] % KEYS == 0
+
+    phases = [*(("qkv", "attention") if attend is None else ("attend",)), "output", "gate_up", "down"]
+    step = ["between", *([] if adaptive else ["mix"]), *phases * expert.depth]
+    assert [launch[0] for launch in module.launches] == [*step * case.steps, "between"]
+    assert [launch[-1] for launch in module.launches] == [False] + [True] * (len(module.launches) - 1)
+    defines = module.defines
+    rows = case.batch * config.suffix_tokens
+    assert (defines["M"], defines["MT"], defines["T"]) == (rows, -(-rows // 16), config.suffix_tokens)
+    grids = {
+        "qkv": (expert.heads + 2 * expert.kv_heads) * expert.head_dim // 16,
+        "output": expert.width // 8, "down": expert.width // 8, "mix": expert.width // 8,
+        "between": defines["STEP_BLOCKS"] * case.batch * (config.action_horizon + (not adaptive)),
+        "gate_up": -(-expert.mlp_dim // 8 // defines["GATE_UP_UNITS"]),
+        "attention": defines["CLUSTER"] * case.batch * expert.kv_heads
+        * -(-config.suffix_tokens * (expert.heads // expert.kv_heads) // 16),
+        "attend": RANKS * expert.heads + 2 * expert.kv_heads * expert.head_dim // 16,
+    }  # fmt: skip
+    clusters = {
+        "attention": defines["CLUSTER"], "attend": RANKS, "down": defines["DOWN_SPLIT"],
+        "output": defines["OUTPUT_SPLIT"], "mix": defines["MIX_SPLIT"], "between": defines["STEP_BLOCKS"],
+    }  # fmt: skip
+    for kernel, blocks, threads, arguments, cluster, _ in module.launches:
+        assert [type(a) for a in arguments] == parameters_of(kernel), kernel
+        assert (blocks, threads, cluster) == (grids[kernel], THREADS, clusters.get(kernel, 1)), kernel
+        assert blocks % cluster == 0 and cluster <= MAX_CLUSTER
+        call = arguments[1]
+        assert (call.keys, call.lengths, call.actions) == (keys.data_ptr(), lengths.data_ptr(), actions.data_ptr())
+        assert call.state == (None if state is None else state.data_ptr())
+        assert (call.target, call.follow) == (target.data_ptr(), weights.data_ptr())
+        assert (call.s, call.sp, call.steps) == (case.prefix_tokens, -(-case.prefix_tokens // KEYS) * KEYS, case.steps)
+    numbers = [[a.value for a in launch[3][2:] if isinstance(a, ctypes.c_int)] for launch in module.launches]
+    of_phase = [
+        [
+            *([[s, n], [n]] if attend is None else [[s, n, attend.prefix_keys, attend.suffix_keys]]),
+            [s, n],
+            [s, n],
+            [s, n],
+        ]
+        for s in range(case.steps)
+        for n in range(expert.depth)
+    ]
+    got = [n for launch, n in zip(module.launches, numbers, strict=True) if launch[0] in phases]
+    assert got == [one for layer in of_phase for one in layer]
+    assert [n for launch, n in zip(module.launches, numbers, strict=True) if launch[0] == "between"] == [
+        [s] for s in range(case.steps + 1)
+    ]
+    # Time and gain are those of the evaluation that has just ended.
+    floats = [[a.value for a in launch[3][2:] if isinstance(a, ctypes.c_float)] for launch in module.launches]
+    got = [n[1:] for launch, n in zip(module.launches, floats, strict=True) if launch[0] == "between"]
+    times = euler_times(case.steps).tolist()
+    assert got[1:] == [pytest.approx(pair) for pair in zip(times, guidance_weights(times, case.steps), strict=True)]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_shared_memory_holds_what_the_kernels_put_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each area as the kernels lay it out: weights, then barriers, then what the reductions need."""
+    case = LOOPS[name]
+    _, module = recorded_loop(case, monkeypatch)
+    sizes, expert = module.defines, case.config.expert
+    tiles, units, held = sizes["MT"], sizes["GATE_UP_UNITS"], held_tiles(sizes["M"])
+    pairs = 2 if tiles == 2 else 4
+    squares = 16 * (WARPS * held + tiles) * 4
+    for kernel, count in (("qkv", 1), ("gate_up", units)):
+        if kernel not in module.shared:
+            continue
+        assert 32 * expert.width <= STAGE_BYTES
+        assert module.shared[kernel] >= count * (STAGE_BYTES + 8) + squares
+        # The sums take the place of the weights of `together` units, the last of which may be fewer.
+        together = min(count, pairs)
+        for done in range(0, count, together):
+            room = module.shared[kernel] - squares - 8 * count - done * STAGE_BYTES
+            assert WARPS * together * 2 * held * 4 * 32 * 4 <= max(room, 0), (kernel, done)
+    for kernel, k in (("output", expert.heads * expert.head_dim), ("mix", expert.width), ("down", expert.mlp_dim)):
+        if kernel not in module.shared:
+            continue
+        split = sizes[f"{kernel.upper()}_SPLIT"]
+        part = k // split
+        room = max(part * split * 16, WARPS * split * held * 4 * 128)
+        assert module.shared[kernel] >= room + split * tiles * 128 * 4 + 8 * -(-part // 1024)
+        # Barriers are words of eight bytes, and follow the parts.
+        assert (room + split * tiles * 128 * 4) % 8 == 0
+    assert all(size <= 227 * 1024 for size in module.shared.values())
+
+
+@pytest.mark.parametrize(("name", "prefix_tokens"), [("full", 544), ("full", 32), ("full pi0", 800), ("full pi0", 17)])
+def test_attend_deals_out_every_key_once(name: str, prefix_tokens: int) -> None:
+    config = LOOPS[name].config
+    attend = Attend.of(config, 1, prefix_tokens)
+    assert attend is not None
+    tokens, rows, d = config.suffix_tokens, -(-config.suffix_tokens // 16) * 16, config.expert.head_dim
+    keys = attend.prefix_keys + attend.suffix_keys
+    assert attend.prefix_keys % 8 == attend.suffix_keys % 8 == 0
+    taken = torch.zeros(prefix_tokens + tokens, dtype=torch.int32)
+    key_warps = WARPS if rows <= 32 else WARPS // 4
+    for rank in range(RANKS):
+        for warp in range(key_warps):
+            for turn in range(attend.rounds):
+                tile = (warp + key_warps * turn) * 8
+                for key in range(tile, tile + 8):
+                    of_prefix, of_suffix = (
+                        rank * attend.prefix_keys + key,
+                        rank * attend.suffix_keys - attend.prefix_keys + key,
+                    )
+                    if key < attend.prefix_keys and of_prefix < prefix_tokens:
+                        taken[of_prefix] += 1
+                    elif attend.prefix_keys <= key < keys and of_suffix < tokens:
+                        taken[prefix_tokens + of_suffix] += 1
+    assert torch.equal(taken, torch.ones_like(taken))
+    # The areas one after the other: weights and what their sums need, keys, values, q, statistics, own q, a barrier.
+    units, sixteen = d // 16 // RANKS, -(-keys // 16) * 16
+    areas = -(-(units * (STAGE_BYTES + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows)) // 16) * 16
+    areas += 2 * (d + 8) * (keys + sixteen + rows) + 4 * rows * (2 * WARPS + 2 * RANKS) + 2 * rows * d // RANKS
+    assert attend.shared == areas + 8
+    # The parts take the place of the weights, the probabilities that of q.
+    assert 4 * rows * d <= units * STAGE_BYTES and 2 * rows * (sixteen + 8) <= 2 * rows * (d + 8)
+
+
+def test_attend_declines_what_it_cannot_hold() -> None:
+    full = LOOPS["full"].config
+    assert Attend.of(full, 2, 544) is None and Attend.of(LOOPS["demo"].config, 1, 100) is None
+    assert Attend.of(full, 1, 1500) is None
+
+
+def test_a_buffer_that_is_not_dense_is_refused() -> None:
+    with pytest.raises(AssertionError, match="dense"):
+        streamed._address(torch.zeros(4, 4).t())
+    assert streamed._address(None) is None
+
+
+def test_streamable_differs_by_kind() -> None:
+    assert streamable("pi0", width=64, mlp=64, heads=1).suffix_tokens == 11

@@ -1,0 +1,156 @@
+"""The model against openpi's own PyTorch code, on checkpoints that openpi itself saves.
+
+Needs an interpreter with openpi installed, given as ``--openpi-python=PATH``; without it every test
+here is skipped and says so. openpi runs in its own process (its packages pin other versions than
+ours) through ``tests/parity/make_openpi_reference.py``, which knows nothing of this package.
+
+Covers float32 on the CPU, from images in [-1, 1] and tokens to normalised actions: two batch sizes,
+masked views, padded prompts, several step counts. Does not cover pixels to floats, normalisation or
+tokenisation.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vla_accel.checkpoints.checkpoint import load_checkpoint
+from vla_accel.models.gemma import GemmaConfig
+from vla_accel.models.pi0 import Pi0, Pi0Config
+from vla_accel.models.siglip import SiglipConfig
+
+pytestmark = pytest.mark.parity
+
+SCRIPT = Path(__file__).parent / "make_openpi_reference.py"
+# Final actions are of order one, up to about six. By trial, rounding in openpi itself (float32
+# beside float64) is 5e-6 at most at the small size; the least visible wrong formula moves them 5e-4.
+ACTIONS_ATOL = 1e-4
+VISION_ATOL = 1e-5
+SCRIPT_TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One family's checkpoint loaded by us, and what openpi was given and answered."""
+
+    model: Pi0
+    inputs: dict[str, Tensor]
+    expected: dict[str, Tensor]
+
+    def case(self, name: str) -> dict[str, Tensor]:
+        """The inputs of one case, without the case's name in the keys."""
+        return {k.split(".", 1)[1]: v for k, v in self.inputs.items() if k.startswith(f"{name}.")}
+
+
+def our_config(written: dict[str, Any]) -> Pi0Config:
+    """The reference's config.json (plain sizes) in our terms."""
+
+    def gemma(tower: dict[str, int]) -> GemmaConfig:
+        return GemmaConfig(
+            width=tower["width"],
+            depth=tower["depth"],
+            mlp_dim=tower["mlp_dim"],
+            heads=tower["num_heads"],
+            kv_heads=tower["num_kv_heads"],
+            head_dim=tower["head_dim"],
+        )
+
+    vision = SiglipConfig(
+        width=written["vision"]["width"],
+        depth=written["vision"]["depth"],
+        mlp_dim=written["vision"]["mlp_dim"],
+        heads=written["vision"]["num_heads"],
+        image_size=written["image_size"],
+        patch_size=written["patch_size"],
+    )
+    return Pi0Config(
+        kind=written["family"],
+        vision=vision,
+        prefix=gemma(written["prefix"]),
+        expert=gemma(written["expert"]),
+        vocab_size=written["vocab_size"],
+        action_dim=written["action_dim"],
+        action_horizon=written["action_horizon"],
+        max_token_len=written["max_token_len"],
+        discrete_state_input=False,
+    )
+
+
+@pytest.fixture(scope="module", params=["small", pytest.param("wide", marks=pytest.mark.slow)])
+def reference_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with ``pi0`` and ``pi05`` references, made by openpi just now."""
+    python = request.config.getoption("--openpi-python", None)
+    if python is None:
+        pytest.skip("NOT COMPARED WITH OPENPI: give --openpi-python=PATH, an interpreter that has openpi")
+    folder = tmp_path_factory.mktemp(f"openpi_{request.param}")
+    command = [str(python), str(SCRIPT), "--out", str(folder), "--size", request.param]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_TIMEOUT_S, check=False)
+    # An interpreter was named, so a script that cannot run is a failure, not a reason to skip.
+    if done.returncode != 0:
+        pytest.fail(f"{' '.join(command)} exited {done.returncode}:\n{done.stderr[-4000:]}")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["pi0", "pi05"])
+def reference(request: pytest.FixtureRequest, reference_folder: Path) -> Reference:
+    """openpi's checkpoint in our model, in float32."""
+    folder = reference_folder / request.param
+    config = our_config(json.loads((folder / "config.json").read_text()))
+    model = load_checkpoint(folder / "model.safetensors", config)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    return Reference(
+        model,
+        inputs=load_file(folder / "inputs.safetensors"),
+        expected=load_file(folder / "expected.safetensors"),
+    )
+
+
+def sample(reference: Reference, case: str, steps: int) -> Tensor:
+    """Our actions for one of the reference's cases."""
+    given = reference.case(case)
+    return reference.model.sample_actions(
+        images=given["images"],
+        image_mask=given["image_mask"],
+        tokens=given["tokens"],
+        token_mask=given["token_mask"],
+        state=given["state"],
+        noise=given["noise"],
+        num_steps=steps,
+    )
+
+
+def largest_difference(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    assert bool(ours.isfinite().all())
+    return float((ours.double() - theirs.double()).abs().max())
+
+
+@pytest.mark.parametrize("case", ["batch1", "batch3"])
+def test_vision_tokens(reference: Reference, case: str, record_property: Any) -> None:
+    """Projected image tokens of every view, masked ones included: tells where an error starts."""
+    theirs = reference.expected[f"{case}.vision"]
+    with torch.no_grad():
+        ours = reference.model.embed_images(reference.case(case)["images"]).view(theirs.shape)
+    difference = largest_difference(ours, theirs)
+    record_property("max_abs_difference", difference)
+    print(f"vision {case}: largest difference {difference:.1e}")
+    assert difference <= VISION_ATOL
+
+
+@pytest.mark.parametrize("steps", [1, 3, 10])
+@pytest.mark.parametrize("case", ["batch1", "batch3"])
+def test_final_actions(reference: Reference, case: str, steps: int, record_property: Any) -> None:
+    """Final actions, which is where agreement is judged."""
+    theirs = reference.expected[f"{case}.steps{steps}.actions"]
+    difference = largest_difference(sample(reference, case, steps), theirs)
+    record_property("max_abs_difference", difference)
+    print(f"actions {case}, {steps} steps: largest difference {difference:.1e}")
+    assert difference <= ACTIONS_ATOL

@@ -1,0 +1,491 @@
+"""Real-time chunking through the whole policy: `infer(prev_chunk=…, inference_delay=…)` eager and native on a CPU, for
+every preset, in batches, over the server and in the runner. The mathematics alone is in test_rtc.py."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.tiny import (
+    TOKENIZER,
+    random_model,
+    statistics,
+    tiny_config,
+    tiny_observation,
+    write_tiny_checkpoints,
+)
+from tests.transforms.test_presets import inputs_of, processor_of
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.config import RtcConfig
+from vla_accel.errors import ObservationError
+from vla_accel.models.pi0 import Kind
+from vla_accel.ops import fused
+from vla_accel.remote.async_runner import AsyncRunner, takes_prev_chunk
+from vla_accel.transforms.normalisation import Normaliser, Statistics
+from vla_accel.transforms.processing import Processor
+from vla_accel.transforms.robots import ALOHA, PRESETS
+
+EAGER = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
+SPEC = EngineSpec("native")
+NATIVE = replace(EAGER, vision=SPEC, kv_cache=SPEC, denoise=SPEC)
+CONFIGS = {"eager": EAGER, "native": NATIVE}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
+    return write_tiny_checkpoints(tmp_path_factory.mktemp("guided"))
+
+
+@pytest.fixture(scope="module", params=["pi0", "pi05"])
+def folder(request: pytest.FixtureRequest, folders: dict[Kind, Path]) -> Path:
+    return folders[request.param]
+
+
+def load(folder: Path, config: PolicyConfig = EAGER) -> OptimizedPolicy:
+    return OptimizedPolicy.from_pretrained(folder, config)
+
+
+def draw(policy: OptimizedPolicy, seed: int, batch: int) -> np.ndarray:
+    config = policy.model.config
+    shape = (batch, config.action_horizon, config.action_dim)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def chunk(seed: int, left: int = 4) -> np.ndarray:
+    """What the tiny robot could have been told, `left` actions of it."""
+    return np.random.default_rng(seed).uniform(-1, 2, (left, 7))
+
+
+# -- what is computed ---------------------------------------------------------------------------------------------
+
+
+def scaling(kind: Kind, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(centre, half range or deviation) of the tiny checkpoint's statistics, as openpi scales."""
+    table = {k: np.array(v) for k, v in statistics()[name].items()}
+    if kind == "pi05":
+        half = (table["q99"] - table["q01"] + 1e-6) / 2
+        return table["q01"] + half, half
+    return table["mean"], table["std"] + 1e-6
+
+
+def by_hand(policy: OptimizedPolicy, kind: Kind, observation: Mapping[str, Any], noise: np.ndarray,
+            previous: np.ndarray, weights: np.ndarray, steps: int, bound: float) -> np.ndarray:  # fmt: skip
+    """The guided loop in float64, in the paper's time, written without what is tested."""
+    model = copy.deepcopy(policy.model).double()
+    inputs = policy.processor.prepare(observation)
+    state = torch.zeros(1, 8, dtype=torch.float64)
+    centre, half = scaling(kind, "state")
+    state[0] = torch.from_numpy((observation["observation/state"] - centre) / half)
+    pixels = torch.from_numpy(np.stack(inputs.images)).permute(0, 3, 1, 2)[None].double() / 255 * 2 - 1
+    keys, values = model.prefix_cache(model.embed_images(pixels), torch.from_numpy(inputs.tokens)[None])
+    centre, half = scaling(kind, "actions")
+    target = np.zeros((1, 5, 8))
+    target[0, : len(previous), :7] = (previous - centre) / half
+    w, y, x = torch.from_numpy(weights)[None, :, None], torch.from_numpy(target), torch.from_numpy(noise)[None].double()
+    for k in range(steps):
+        tau = k / steps
+        embedding, rows = model.conditioning(torch.tensor([1 - tau], dtype=torch.float64))
+        row = None if rows is None else rows[0]
+        v = -model.velocity(x, embedding[0], row, state if kind == "pi0" else None, keys, values)
+        error = w * (y - (x + (1 - tau) * v))
+        r_squared = (1 - tau) ** 2 / (tau**2 + (1 - tau) ** 2)
+        scale = bound if tau == 0 else min(bound, (1 - tau) / (tau * r_squared))
+        x = x + (v + scale * error) / steps
+    return x[0, :, :7].numpy() * half + centre
+
+
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+@pytest.mark.parametrize("engine", CONFIGS)
+@pytest.mark.parametrize(
+    ("steps", "rtc", "bound", "left", "delay", "weights"),
+    [
+        (1, RtcConfig(), 1.0, 4, 2, [1, 1, 2 / 3, 1 / 3, 0]),
+        (4, RtcConfig(), 4.0, 4, 1, [1, 0.75, 0.5, 0.25, 0]),
+        (10, RtcConfig("ones", 5.0, 3), 5.0, 5, 1, [1, 1, 1, 0, 0]),
+        (3, RtcConfig("zeros", 2.0), 2.0, 3, 9, [1, 1, 1, 0, 0]),
+        (3, RtcConfig(), 3.0, 1, 0, [0.5, 0, 0, 0, 0]),
+    ],
+)
+def test_the_chunk_is_the_papers(
+    folders: dict[Kind, Path], kind: Kind, engine: str, steps: int, rtc: RtcConfig, bound: float, left: int, delay: int,
+    weights: list[float],
+) -> None:  # fmt: skip
+    policy = load(folders[kind], replace(CONFIGS[engine], num_steps=steps, rtc=rtc))
+    observation, noise, previous = tiny_observation(3), draw(policy, 4, 1)[0], chunk(5, left)
+    want = by_hand(policy, kind, observation, noise, previous, np.array(weights), steps, bound)
+    got = policy.infer(observation, noise=noise, prev_chunk=previous, inference_delay=delay)["actions"]
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-4)
+    assert np.abs(policy.infer(observation, noise=noise)["actions"] - want).max() > 0.1
+
+
+def test_batches_mix_guided_and_plain_observations(folder: Path) -> None:
+    eager, native = load(folder), load(folder, NATIVE)
+    observations = [tiny_observation(seed) for seed in range(4)]
+    noise = draw(eager, 1, 4)
+    chunks = [None, chunk(1, 3), chunk(2, 5), None]
+    delays = [None, 2, 0, None]
+    alone = [
+        eager.infer(o, noise=n, prev_chunk=c, inference_delay=d)["actions"]
+        for o, n, c, d in zip(observations, noise, chunks, delays, strict=True)
+    ]
+    plain = [r["actions"] for r in eager.infer_batch(observations, noise=noise)]
+    for policy, atol in ((eager, 1e-5), (native, 2e-4)):
+        for _ in range(2):
+            got = policy.infer_batch(observations, noise=noise, prev_chunks=chunks, inference_delays=delays)
+            np.testing.assert_allclose([r["actions"] for r in got], alone, rtol=0, atol=atol)
+        # What one call brought is gone from the next.
+        got = [r["actions"] for r in policy.infer_batch(observations, noise=noise)]
+        np.testing.assert_allclose(got, plain, rtol=0, atol=atol)
+    differs = [float(np.abs(a - p).max()) > 0.1 for a, p in zip(alone, plain, strict=True)]
+    assert differs == [False, True, True, False]
+
+
+@pytest.mark.parametrize("engine", CONFIGS)
+def test_weights_of_zero_change_no_bit(folder: Path, engine: str) -> None:
+    policy = load(folder, replace(CONFIGS[engine], rtc=RtcConfig("zeros")))
+    observation, noise = tiny_observation(1), draw(policy, 2, 1)[0]
+    plain = policy.infer(observation, noise=noise)["actions"]
+    kept = len(policy.pipelines)
+    guided = policy.infer(observation, noise=noise, prev_chunk=chunk(3) * 50, inference_delay=0)["actions"]
+    np.testing.assert_array_equal(guided, plain)
+    assert np.abs(
+        policy.infer(observation, noise=noise, prev_chunk=chunk(3), inference_delay=1)["actions"] - plain
+    ).max()
+    np.testing.assert_array_equal(policy.infer(observation, noise=noise)["actions"], plain)
+    assert len(policy.pipelines) == kept, "one pipeline, and so one graph, for all of them"
+
+
+@pytest.mark.parametrize("engine", CONFIGS)
+def test_all_inputs_of_a_call_travel_in_one_copy(folder: Path, engine: str) -> None:
+    pipeline = load(folder, CONFIGS[engine]).pipelines.newest
+    inputs = [(e, n) for _, e in pipeline.engines for n in e.inputs if n in pipeline._host]
+    assert {n for _, n in inputs} >= {"images", "tokens", "target", "weights"}
+    for e, name in inputs:
+        assert e.inputs[name].untyped_storage().data_ptr() == pipeline._given.data_ptr()
+        assert e.inputs[name].storage_offset() * e.inputs[name].itemsize % 256 == 0
+        assert e.inputs[name].is_contiguous()
+
+
+@torch.inference_mode()
+def test_a_loop_without_guidance_is_the_same_bit_for_bit(folder: Path) -> None:
+    policy = load(folder)
+    policy.infer(tiny_observation(1), noise=draw(policy, 2, 1)[0])
+    denoise = policy.pipelines.newest.denoise
+    module: Any = denoise.component.module
+    state = denoise.inputs.get("state")
+    noise, keys, values = (denoise.inputs[n] for n in ("noise", "keys", "values"))
+    plain = policy.model.integrate(noise, module.embeddings, module.modulations, keys, values, state)
+    assert torch.equal(denoise.outputs["actions"], plain)
+
+
+def test_the_ops_step_with_weights_of_zero_is_the_plain_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, actions, target = (torch.randn(*s, generator=generator) for s in ((10, 12), (2, 5, 8), (2, 5, 8)))
+    scale, w_out, b_out, w_in, b_in = (
+        torch.randn(*s, generator=generator) for s in ((12,), (8, 12), (8,), (8, 12), (12,))
+    )
+    normed = x.view(2, 5, 12) * torch.rsqrt(x.view(2, 5, 12).square().mean(-1, keepdim=True) + 1e-6) * (1 + scale)
+    want = actions + -0.1 * (normed @ w_out.T + b_out)
+
+    def step(weights: Tensor) -> Tensor:
+        got = actions.clone()
+        fused.step(
+            x, scale, None, w_out, b_out, got, target, weights, w_in, b_in, torch.zeros(10, 12), dt=-0.1, time=0.7,
+            gain=3.0, eps=1e-6, tokens=5, first=False, last=True, silu=False,
+        )  # fmt: skip
+        return got
+
+    assert torch.equal(step(torch.zeros(2, 5)), want)
+    one = F.one_hot(torch.tensor([[1], [3]]), 5).sum(1).float()
+    moved = (step(one) != want).any(-1)
+    assert torch.equal(moved, one.bool())
+
+
+# -- what it is for -----------------------------------------------------------------------------------------------
+
+
+def test_the_demo_goes_on_where_the_last_chunk_was() -> None:
+    """The frozen actions come back within 0.08 of normalised ranges that are 2 wide, ten times nearer than without
+    guidance: the last of ten Euler steps leaves 9 % of what the flow still disagrees by."""
+    policy = OptimizedPolicy.from_pretrained("demo", device="cpu")
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (224, 224, 3), dtype=np.uint8)
+
+    def observation(shift: int) -> dict[str, Any]:
+        state = [-0.2, 0.0, 1.2, 3.1, 0.0, 0.0, 0.03, -0.03] + 0.01 * np.random.default_rng(shift).normal(size=8)
+        base, wrist = policy.processor.preset.images
+        views = {base: np.roll(image, shift, 0), wrist: image[::-1]}
+        return {**policy.processor.example(), "observation/state": state, **views}
+
+    half = policy.processor.actions.span / 2
+    for number, (used, delay) in enumerate(((2, 3), (4, 4), (5, 2), (3, 7))):
+        first, second = draw(policy, number, 2)
+        previous = policy.infer(observation(number), noise=first)["actions"][used:]
+        now = observation(number + 1)
+        plain = policy.infer(now, noise=second)["actions"]
+        guided = policy.infer(now, noise=second, prev_chunk=previous, inference_delay=delay)["actions"]
+        before, after = (np.abs(c[:delay] - previous[:delay]) / half for c in (plain, guided))
+        assert after.max() < 0.08 and after.mean() < 0.1 * before.mean() and before.max() > 0.2
+        # Beyond the previous chunk nothing is held: it is the flow's own.
+        assert np.abs(guided[len(previous) :] - plain[len(previous) :]).max() < 0.5 * before.max()
+
+
+@pytest.fixture(scope="module")
+def wide_model() -> Any:
+    return random_model(tiny_config("pi0", vocab_size=TOKENIZER.vocab_size, action_dim=16))
+
+
+def preset_processor(name: str, kind: Any = "quantile") -> Processor:
+    """A preset with statistics that are not symmetric and differ from dimension to dimension."""
+    preset = PRESETS[name]
+
+    def scale(count: int) -> Normaliser:
+        steps = np.arange(count) / count
+        return Normaliser.of(Statistics(steps, 0.5 + steps, -1 - steps, 1 + 2 * steps), kind, "test")
+
+    return processor_of(
+        preset, state=scale(preset.state_dim), actions=scale(preset.action_dim), action_dim=16, max_token_len=48
+    )
+
+
+def robots_observation(processor: Processor, seed: int) -> dict[str, Any]:
+    """An observation of any preset, whose state differs with the seed."""
+    rng, preset = np.random.default_rng(seed), processor.preset
+    observed = processor.example()
+    for key in preset.state:
+        observed[key] = np.asarray(observed[key]) + rng.uniform(0.05, 0.3, np.shape(observed[key]))
+    return {**observed, preset.prompt: "pick up the bowl"}
+
+
+@pytest.mark.parametrize("engine", CONFIGS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_robot_goes_on_where_it_was_whatever_its_conventions(wide_model: Any, name: str, engine: str) -> None:
+    """With one step, whole weights reproduce the previous chunk, in the robot's numbers, although the state has
+    changed since: deltas are against the state of now."""
+    processor = preset_processor(name)
+    config = replace(CONFIGS[engine], num_steps=1, rtc=RtcConfig("ones"))
+    policy = OptimizedPolicy(copy.deepcopy(wide_model), processor, config, name=name)
+    previous = policy.infer(robots_observation(processor, 0))["actions"][2:]
+    now = robots_observation(processor, 1)
+    plain = policy.infer(now)["actions"]
+    guided = policy.infer(now, prev_chunk=previous, inference_delay=2)["actions"]
+    np.testing.assert_allclose(guided[: len(previous)], previous, rtol=0, atol=2e-5)
+    assert np.abs(plain[: len(previous)] - previous).max() > 0.1
+    assert np.abs(guided[len(previous) :] - previous[-1]).max() > 0.1
+
+
+# -- units --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["quantile", "mean_std"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_begin_is_the_inverse_of_finish(name: str, kind: Any) -> None:
+    processor, rng = preset_processor(name, kind), np.random.default_rng(1)
+    preset = processor.preset
+    inputs = inputs_of(rng.uniform(0.1, 0.9, preset.state_dim))
+    model = rng.normal(size=(4, 16)).astype(np.float32)
+    model[:, preset.action_dim :] = 0
+    robot = processor.finish(model, inputs)
+    before = robot.copy()
+    again = processor.begin(robot, inputs)
+    assert again.dtype == np.float32 and again.shape == (4, 16)
+    np.testing.assert_allclose(again, model, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(robot, before)
+    np.testing.assert_allclose(processor.finish(again, inputs), robot, rtol=0, atol=1e-6)
+    # The state matters exactly where actions are relative to it.
+    other = replace(inputs, raw_state=inputs.raw_state + 0.05)
+    moved = np.abs(processor.begin(robot, other) - again).max(0) > 1e-3
+    assert set(np.flatnonzero(moved)) == set(preset.delta_actions)
+
+
+def test_alohas_chunk_by_hand() -> None:
+    processor = processor_of(ALOHA)
+    state = np.linspace(0.1, 1.4, 14)
+    robot = np.linspace(-1, 1, 14)[None]
+    got = processor.begin(robot, inputs_of(state))[0]
+    for i in range(14):
+        if i in (6, 13):
+            expected = robot[0, i] * (1.4910 + 0.6213) - 0.6213 - 0.5476
+        else:
+            sign = -1 if i in (1, 2, 8, 9) else 1
+            expected = sign * (robot[0, i] - state[i])
+        assert got[i] == pytest.approx(expected, abs=1e-6)
+    assert not got[14:].any()
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("kind", ["quantile", "mean_std"])
+def test_a_scale_is_inverted_whatever_its_rounding_and_where_it_is_nothing(kind: Any, single: bool) -> None:
+    scale = Normaliser(kind, np.array([0.25, -3.0, 1.0]), np.array([0.5, 0.0, 2e-6]), single)
+    x = np.random.default_rng(0).normal(size=(6, 3))
+    got = scale.invert(scale.restore(x))
+    np.testing.assert_allclose(got[:, [0, 2]], x[:, [0, 2]], rtol=0, atol=1e-9)
+    assert not got[:, 1].any(), "a constant says nothing about what it was made of"
+
+
+# -- what cannot be -----------------------------------------------------------------------------------------------
+
+GOOD = chunk(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("prev_chunk", "delay", "message"),
+    [
+        (GOOD, None, "prev_chunk and inference_delay together, got no inference_delay"),
+        (None, 1, "prev_chunk and inference_delay together, got no prev_chunk"),
+        (GOOD[:0], 1, r"prev_chunk: expected shape \(k, 7\), k at least 1, got \(0, 7\)"),
+        (GOOD[0], 1, r"prev_chunk: expected shape \(k, 7\), k at least 1, got \(7,\)"),
+        (GOOD[None], 1, r"got \(1, 3, 7\)"),
+        (GOOD[:, :6], 1, r"got \(3, 6\)"),
+        (np.zeros((3, 8)), 1, r"got \(3, 8\)"),
+        (chunk(0, 6), 1, "prev_chunk: expected at most 5 actions, got 6"),
+        (np.where(np.eye(3, 7), np.nan, GOOD), 1, "prev_chunk: expected finite numbers, got NaN or infinity"),
+        (np.where(np.eye(3, 7), np.inf, GOOD), 1, "prev_chunk: expected finite numbers"),
+        (GOOD * 1e200, 1, "prev_chunk: expected actions in the checkpoint's range, got up to"),
+        ("chunk", 1, "prev_chunk: expected numbers, got 'chunk'"),
+        ([[1, 2], [3]], 1, "prev_chunk: expected numbers"),
+        (GOOD, -1, "inference_delay: expected a number of actions, 0 or more, got -1"),
+        (GOOD, 1.0, "inference_delay: .*, got 1.0"),
+        (GOOD, True, "inference_delay: .*, got True"),
+        (GOOD, "1", "inference_delay: .*, got '1'"),
+    ],
+)
+def test_bad_input_is_one_clear_error(folders: dict[Kind, Path], prev_chunk: Any, delay: Any, message: str) -> None:
+    policy = load(folders["pi05"])
+    with pytest.raises(ObservationError, match=message):
+        policy.infer(tiny_observation(), prev_chunk=prev_chunk, inference_delay=delay)
+
+
+def test_a_refused_chunk_draws_no_noise(folders: dict[Kind, Path]) -> None:
+    policy, other = load(folders["pi05"]), load(folders["pi05"])
+    with pytest.raises(ObservationError, match="at most 5"):
+        policy.infer(tiny_observation(), prev_chunk=chunk(0, 6), inference_delay=1)
+    np.testing.assert_array_equal(
+        policy.infer(tiny_observation())["actions"], other.infer(tiny_observation())["actions"]
+    )
+
+
+def test_a_delay_of_all_that_is_left_or_more_keeps_all_of_it(folders: dict[Kind, Path]) -> None:
+    policy = load(folders["pi05"])
+    noise = draw(policy, 0, 1)[0]
+    delays: tuple[Any, ...] = (2, 3, 5, 1000, np.int64(3))
+    got = [policy.infer(tiny_observation(), noise=noise, prev_chunk=GOOD, inference_delay=d)["actions"] for d in delays]
+    for one in got[2:]:
+        np.testing.assert_array_equal(one, got[1])
+    assert np.abs(got[0] - got[1]).max() > 1e-3
+
+
+def test_a_batch_needs_a_chunk_or_none_for_each_observation(folders: dict[Kind, Path]) -> None:
+    policy, two = load(folders["pi05"]), [tiny_observation(0), tiny_observation(1)]
+    for options, message in (
+        ({"prev_chunks": [GOOD], "inference_delays": [1, 1]}, "prev_chunks: expected one for each of 2 .*, got 1"),
+        ({"prev_chunks": [GOOD, None], "inference_delays": [1]}, "inference_delays: expected one for each of 2"),
+        ({"prev_chunks": [GOOD, None], "inference_delays": [None, 1]}, "together, got no inference_delay"),
+        ({"prev_chunks": [GOOD, None]}, "together, got no inference_delay"),
+        ({"prev_chunks": [], "inference_delays": []}, "prev_chunks: expected one for each of 2 .*, got 0"),
+    ):
+        with pytest.raises(ObservationError, match=message):
+            policy.infer_batch(two, **options)  # type: ignore[arg-type]
+
+
+# -- over the server, and in the runner ---------------------------------------------------------------------------
+
+
+def test_over_the_server(folders: dict[Kind, Path]) -> None:
+    pytest.importorskip("websockets", reason="needs websockets")
+    pytest.importorskip("msgpack", reason="the wire format needs msgpack")
+    from vla_accel.client import PolicyClient
+    from vla_accel.errors import ServerError
+    from vla_accel.server import ServerConfig, background
+
+    served, here = load(folders["pi05"]), load(folders["pi05"])
+    with background(served, ServerConfig(port=0)) as server, PolicyClient(server.address) as client:
+        assert client.supports_prev_chunk and takes_prev_chunk(client)
+        previous: dict[str, Any] = {}
+        for seed in range(3):
+            want, got = (p.infer(tiny_observation(seed), **previous)["actions"] for p in (here, client))
+            np.testing.assert_array_equal(got, want)
+            previous = {"prev_chunk": got[2:], "inference_delay": 1}
+        with pytest.raises(ServerError, match="ObservationError: prev_chunk: expected at most 5 actions, got 6"):
+            client.infer(tiny_observation(0), prev_chunk=chunk(0, 6), inference_delay=1)
+        with pytest.raises(ServerError, match=r"ObservationError: prev_chunk: expected shape \(k, 7\)"):
+            client.infer(tiny_observation(0), prev_chunk=np.zeros((2, 8)), inference_delay=1)
+        client.infer(tiny_observation(0))
+
+
+def test_the_servers_batches_mix_them(folders: dict[Kind, Path]) -> None:
+    from vla_accel.server.requests import Request
+    from vla_accel.server.worker import batches_prev_chunks, run_requests
+
+    policy = load(folders["pi05"], replace(EAGER, num_steps=1, rtc=RtcConfig("ones")))
+    assert batches_prev_chunks(policy)
+    options = {"prev_chunk": chunk(1, 3), "inference_delay": 2}
+    requests = [Request(tiny_observation(0)), Request(tiny_observation(1), options), Request(tiny_observation(2))]
+    calls = len(policy.latency.samples)
+    results = run_requests(policy, requests)
+    assert len(policy.latency.samples) == calls + 1, "one batch"
+    follows = [np.abs(r["actions"][:3] - options["prev_chunk"]).max() < 1e-4 for r in results]  # type: ignore[index]
+    assert follows == [False, True, False]
+    # A bad one fails alone.
+    bad = Request(tiny_observation(1), {**options, "prev_chunk": chunk(1, 6)})
+    results = run_requests(policy, [requests[0], bad, requests[1]])
+    assert [isinstance(r, ObservationError) for r in results] == [False, True, False]
+    assert np.abs(results[2]["actions"][:3] - options["prev_chunk"]).max() < 1e-4  # type: ignore[index]
+
+
+class Recorded:
+    """A policy whose calls are written down."""
+
+    def __init__(self, policy: OptimizedPolicy, seconds: float) -> None:
+        self.policy, self.seconds = policy, seconds
+        self.calls: list[tuple[np.ndarray | None, int | None, np.ndarray]] = []
+
+    def infer(
+        self,
+        observation: Mapping[str, Any],
+        *,
+        prev_chunk: np.ndarray | None = None,
+        inference_delay: int | None = None,
+    ) -> dict[str, Any]:
+        time.sleep(self.seconds)
+        result = self.policy.infer(observation, prev_chunk=prev_chunk, inference_delay=inference_delay)
+        self.calls.append((prev_chunk, inference_delay, result["actions"]))
+        return result
+
+
+def test_the_runner_joins_the_chunks_of_a_policy(folders: dict[Kind, Path]) -> None:
+    policy = Recorded(load(folders["pi05"], replace(EAGER, num_steps=1, rtc=RtcConfig("ones"))), 0.02)
+    with AsyncRunner(policy, 100.0, replan_ticks=2) as runner:
+        assert runner.real_time_chunking
+        runner.start(tiny_observation(0))
+        for tick in range(60):
+            runner.step(tiny_observation(tick))
+            time.sleep(0.01)
+    guided = [c for c in policy.calls if c[0] is not None]
+    assert len(guided) >= 3
+    previous, delay, _ = guided[0]
+    assert previous is not None and delay is not None
+    assert delay >= min(2, len(previous)), "what the first inference took, or all that is left"
+    for previous, delay, actions in guided:
+        assert previous is not None and delay is not None
+        assert 0 <= delay <= len(previous) <= 5
+        np.testing.assert_allclose(actions[: len(previous)], previous, rtol=0, atol=1e-4)
+
+
+def test_a_policys_own_runner_is_guided(folders: dict[Kind, Path]) -> None:
+    with load(folders["pi05"]).async_runner(20.0, real_time_chunking=True) as runner:
+        runner.start(tiny_observation(0))
+        for tick in range(8):
+            assert np.isfinite(runner.step(tiny_observation(tick))).all()
+            time.sleep(0.02)
+    assert runner.report().chunks >= 2

@@ -1,0 +1,227 @@
+"""Fuzz the wire decoder: `python tests/remote/fuzz_wire.py --seconds 300`. Ends with one JSON line.
+
+Messages are random bytes, random msgpack with hostile arrays in it, and mutations of the corpus. An input whose outcome
+(value or error, without its numbers) was not seen before joins `tests/remote/corpus/wire`, so the corpus stays small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).parents[2]
+CORPUS = Path(__file__).parent / "corpus" / "wire"
+LARGEST_CORPUS_FILE = 512
+
+DTYPES = (
+    "<f4",
+    "<f8",
+    "|u1",
+    "|b1",
+    "<U3",
+    "|S2",
+    "<i8",
+    ">f4",
+    "<M8[ns]",
+    "O",
+    "|O",
+    "V4",
+    "<c8",
+    "f4,f4",
+    "(9,9)f4",
+    "",
+)
+DTYPES = (*DTYPES, "<U999999999", "|S9999999999", "<f99", "object", "<M8[x]", "{'a': 1}", "|T16", "<f16", "\x00")
+
+
+# Four billion items, a gigabyte, forty levels.
+LIES = [b"\xdd\xff\xff\xff\xff", b"\xc6\x3b\x9a\xca\x00", b"\x91" * 40]
+
+
+def hostile_arrays(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Maps that claim to be arrays or scalars, right or wrong in any part."""
+    sizes = st.one_of(st.integers(-2, 9), st.sampled_from([2**31, 2**62, 2**63, -(2**63)]), children)
+    array = st.fixed_dictionaries(
+        {b"__ndarray__": st.sampled_from([True, 1, None])},
+        optional={
+            b"data": st.one_of(st.binary(max_size=72), children),
+            b"dtype": st.one_of(st.sampled_from(DTYPES), st.text(max_size=6), children),
+            b"shape": st.one_of(st.lists(sizes, max_size=4), st.just([0] * 40), children),
+            b"more": children,
+        },
+    )
+    scalar = st.fixed_dictionaries(
+        {b"__npgeneric__": st.just(True)},
+        optional={b"data": children, b"dtype": st.one_of(st.sampled_from(DTYPES), children)},
+    )
+    return st.one_of(array, scalar)
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.text(max_size=8),
+    st.binary(max_size=16),
+    st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=8)),
+)
+KEYS = st.one_of(st.text(max_size=6), st.binary(max_size=6), st.integers(-3, 300))
+VALUES = st.recursive(
+    LEAVES,
+    lambda c: st.one_of(st.lists(c, max_size=5), st.dictionaries(KEYS, c, max_size=4), hostile_arrays(c)),
+    max_leaves=20,
+)
+
+
+def packed(value: Any) -> bytes:
+    # A lone surrogate cannot be sent; what a stranger sends is not bound by that.
+    return msgpack.packb(value, unicode_errors="surrogatepass")  # pyright: ignore[reportReturnType]
+
+
+# Read once: what hypothesis draws from must not change during a run.
+SEEDS = [f.read_bytes() for f in sorted(CORPUS.glob("*.bin"))]
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> bytes:
+    """Frames: well-formed msgpack, the same damaged, the corpus damaged, or anything."""
+    kind = draw(st.integers(0, 3))
+    if kind == 0:
+        return draw(st.binary(max_size=64))
+    data = draw(st.sampled_from(SEEDS)) if kind == 1 and SEEDS else packed(draw(VALUES))
+    if kind == 3:
+        return data
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(len(data) - 1, 0)))
+        what = draw(st.integers(0, 3))
+        if what == 0:
+            data = data[:at]
+        elif what == 1:
+            data = data[:at] + draw(st.binary(min_size=1, max_size=5)) + data[at + 1 :]
+        elif what == 2:
+            data = data[:at] + draw(st.sampled_from(LIES)) + data[at:]
+        else:
+            data = data[:at] + data[at:] * 2
+    return data
+
+
+def mutated(rng: random.Random) -> bytes:
+    """One of the corpus, with a few bytes changed, dropped, repeated or taken from another."""
+    data = bytearray(rng.choice(SEEDS))
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randint(0, max(len(data) - 1, 0))
+        what = rng.randint(0, 4)
+        if what == 0:
+            data[at : at + 1] = bytes([rng.randrange(256)])
+        elif what == 1:
+            del data[at : at + rng.randint(1, 8)]
+        elif what == 2:
+            data[at:at] = rng.choice(LIES)
+        elif what == 3:
+            other = rng.choice(SEEDS)
+            start = rng.randrange(max(len(other), 1))
+            data[at:at] = other[start : start + rng.randint(1, 40)]
+        else:
+            data[at:at] = data[at : at + rng.randint(1, 40)]
+    return bytes(data)
+
+
+def outcome(data: bytes) -> str:
+    """What the decoder makes of a frame: "value of a …", or the error; anything but those two is a failure."""
+    from vla_accel.errors import WireError
+    from vla_accel.remote import wire
+
+    try:
+        value = wire.unpack(data)
+    except WireError as error:
+        return str(error)
+    check(value)
+    return f"a {type(value).__name__}"
+
+
+def check(value: Any) -> None:
+    """What was decoded is plain, and arrays are what they say."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            assert isinstance(key, (str, bytes))
+            check(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            check(inner)
+    elif isinstance(value, (np.ndarray, np.generic)):
+        assert value.dtype.kind in "biufSUmM"
+        assert isinstance(value, np.generic) or not value.flags.writeable
+        value.tobytes()
+    else:
+        assert value is None or isinstance(value, (bool, int, float, str, bytes)), type(value)
+
+
+def family(text: str) -> str:
+    """An outcome without its numbers and quotations."""
+    return re.sub(r"\d+|0x[0-9a-f]{2}|'[^']*'|b'[^']*'|\(.*\)", "#", text)[:60]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    seconds = parser.parse_args().seconds
+    sys.path.insert(0, str(ROOT))
+    CORPUS.mkdir(parents=True, exist_ok=True)
+    seen = {family(outcome(f.read_bytes())) for f in CORPUS.glob("*.bin")}
+    began, cases, added = time.monotonic(), 0, 0
+
+    def keep(data: bytes) -> None:
+        nonlocal added
+        what = family(outcome(data))
+        if what not in seen and len(data) <= LARGEST_CORPUS_FILE:
+            seen.add(what)
+            added += 1
+            (CORPUS / f"found-{len(seen):03d}.bin").write_bytes(data)
+
+    @settings(
+        max_examples=5_000,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(messages())
+    def one_round(data: bytes) -> None:
+        nonlocal cases
+        if time.monotonic() - began > seconds:
+            return
+        cases += 1
+        tracemalloc.start()
+        keep(data)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 200_000 + 100 * len(data), f"{peak} bytes for a message of {len(data)}"
+
+    rng = random.Random()
+    while time.monotonic() - began < seconds:
+        one_round()
+        # Cheap mutations in between: far more of them, with less imagination.
+        for _ in range(100_000):
+            if time.monotonic() - began >= seconds:
+                break
+            cases += 1
+            keep(mutated(rng))
+    result = {"cases": cases, "seconds": round(time.monotonic() - began, 1), "outcomes": len(seen), "added": added}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""`PolicyClient`: how it connects again, and what it never does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("websockets", reason="needs websockets")
+pytest.importorskip("msgpack", reason="the wire format needs msgpack")
+
+from tests.eval.test_libero_remote import openpi_pack, serving
+from tests.support.server_support import EchoPolicy, observation
+from vla_accel.client import PolicyClient, Reconnect
+from vla_accel.errors import ConfigError, ServerError, WireError
+from vla_accel.server import ServerConfig, background
+
+
+def dropping(count: int) -> tuple[Any, list[int]]:
+    """An answer that closes the connection the first `count` times; and the list of its calls."""
+    calls: list[int] = []
+
+    def answer(obs: dict[str, Any]) -> bytes | None:
+        calls.append(1)
+        return None if len(calls) <= count else openpi_pack({"actions": np.full((2, 7), float(len(calls)))})
+
+    return answer, calls
+
+
+def test_a_request_is_not_sent_again_unless_asked_for() -> None:
+    answer, calls = dropping(1)
+    with serving(answer) as address, PolicyClient(address) as client:
+        with pytest.raises(ServerError, match="no answer"):
+            client.infer(observation(1))
+        assert len(calls) == 1
+        assert client.infer(observation(1))["actions"][0, 0] == 2, "the next request connects again"
+
+
+def test_resend_sends_once_more_and_only_once() -> None:
+    answer, calls = dropping(1)
+    with serving(answer) as address, PolicyClient(address, reconnect=Reconnect(resend=True)) as client:
+        assert client.infer(observation(1))["actions"][0, 0] == 2
+    answer, calls = dropping(5)
+    with serving(answer) as address, PolicyClient(address, reconnect=Reconnect(resend=True)) as client:
+        with pytest.raises(ServerError, match=r"no answer .*, twice"):
+            client.infer(observation(1))
+        assert len(calls) == 2
+
+
+def test_a_late_answer_or_a_reported_error_is_never_sent_again() -> None:
+    calls: list[int] = []
+
+    def slow(obs: dict[str, Any]) -> bytes | str:
+        calls.append(1)
+        if len(calls) == 1:
+            time.sleep(0.4)
+        return "ValueError: bad state"
+
+    resend = Reconnect(resend=True)
+    with serving(slow) as address, PolicyClient(address, timeout_s=0.2, reconnect=resend) as client:
+        with pytest.raises(ServerError, match=r"no answer within 0.2 s"):
+            client.infer(observation(1))
+        with pytest.raises(ServerError, match="reported: ValueError: bad state"):
+            client.infer(observation(1))
+    assert len(calls) == 2
+
+
+def test_it_waits_for_a_server_that_comes_up() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        start = time.monotonic()
+        future = pool.submit(PolicyClient, f"ws://127.0.0.1:{port}", reconnect=Reconnect(attempts=100, wait_s=0.05))
+        time.sleep(0.3)
+        with background(EchoPolicy(), ServerConfig(port=port)), future.result(10) as client:
+            assert time.monotonic() - start > 0.3
+            assert client.infer(observation(2))["actions"][0, 0] == 2
+    with pytest.raises(ServerError, match="cannot connect"):
+        PolicyClient(f"ws://127.0.0.1:{port}", reconnect=Reconnect(attempts=3, wait_s=0.01))
+
+
+def test_a_server_that_accepts_and_says_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        start = time.monotonic()
+        with pytest.raises(ServerError, match="cannot connect"):
+            PolicyClient(f"ws://127.0.0.1:{silent.getsockname()[1]}", connect_timeout_s=0.3)
+        assert time.monotonic() - start < 3
+
+
+def test_threads_share_a_client_and_each_gets_its_own_answer() -> None:
+    with (
+        background(EchoPolicy(0.001), ServerConfig(port=0)) as server,
+        PolicyClient(server.address) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        got = list(pool.map(lambda i: client.infer(observation(i))["actions"][0, 0], range(100)))
+    assert got == list(range(100))
+
+
+def test_what_cannot_be_sent_leaves_the_connection_as_it_is() -> None:
+    with background(EchoPolicy(), ServerConfig(port=0)) as server, PolicyClient(server.address) as client:
+        connection = client._connection
+        with pytest.raises(WireError, match="expected numbers or text, got dtype object"):
+            client.infer({"observation/state": np.array([object()])})
+        client.infer(observation(1))
+        assert client._connection is connection
+
+
+def test_a_request_that_is_too_large_is_one_clear_error() -> None:
+    small = ServerConfig(port=0, max_payload=10_000)
+    with background(EchoPolicy(), small) as server, PolicyClient(server.address) as client:
+        with pytest.raises(ServerError, match="1009"):
+            client.infer(observation(1, image=True))
+        assert client.infer(observation(1))["actions"].shape == (10, 7)
+
+
+@pytest.mark.parametrize("changes", [{"attempts": 0}, {"wait_s": -1.0}])
+def test_a_reconnect_policy_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="reconnect: expected"):
+        Reconnect(**changes)
+
+
+def test_no_thread_is_left_behind() -> None:
+    before = threading.active_count()
+    with background(EchoPolicy(), ServerConfig(port=0)) as server:
+        for _ in range(3):
+            with PolicyClient(server.address) as client:
+                client.infer(observation(1))
+    end = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() <= before

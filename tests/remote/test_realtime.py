@@ -1,0 +1,416 @@
+"""`AsyncRunner`: which action at which tick, what the policy is told, underruns, errors, the end.
+
+Inference is released by the test at the tick it chooses, so nothing depends on the machine's speed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vla_accel.errors import ConfigError, EngineError
+from vla_accel.remote.async_runner import AsyncRunner, takes_prev_chunk
+
+HORIZON, DIM = 8, 2
+
+
+class Plain:
+    """Chunk n, from the observation of number o, has the actions (n, o), (n, o + 1), …"""
+
+    def __init__(self, horizon: int = HORIZON) -> None:
+        self.horizon = horizon
+        self.gate = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+        self.calls: list[dict[str, Any]] = []
+        self.resets = 0
+        self.error: BaseException | None = None
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+        return self._run(observation, {})
+
+    def _run(self, observation: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        self.calls.append({"tick": float(observation["tick"][0]), **options})
+        number = len(self.calls)
+        self.entered.release()
+        assert self.gate.acquire(timeout=20)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        ticks = self.calls[number - 1]["tick"] + np.arange(self.horizon)
+        return {"actions": np.stack([np.full(self.horizon, float(number)), ticks], axis=1)}
+
+
+class Guided(Plain):
+    def infer(
+        self, observation: Mapping[str, Any], *, prev_chunk: Any = None, inference_delay: Any = None
+    ) -> dict[str, Any]:
+        return self._run(observation, {"prev_chunk": prev_chunk, "inference_delay": inference_delay})
+
+
+class Loop:
+    """A robot's loop in slow motion. `step(done=True)` lets the inference under way end just before the step."""
+
+    def __init__(self, policy: Plain, **options: Any) -> None:
+        self.policy, self.frame = policy, np.zeros(1)
+        self.runner = AsyncRunner(policy, 50.0, **{"max_wait_s": 0.0, "margin_ticks": 0, **options})
+        self.tick = 0
+
+    def start(self) -> None:
+        self.policy.gate.release()
+        self.frame[0] = self.tick
+        self.runner.start({"tick": self.frame, "prompt": "x"})
+        assert self.policy.entered.acquire(timeout=5)
+
+    def step(self, *, done: bool = False) -> tuple[float, float]:
+        """(chunk, tick) that the action belongs to."""
+        if done:
+            self.finish()
+        self.frame[0] = self.tick  # one buffer for all frames, as robots have
+        action = self.runner.step({"tick": self.frame, "prompt": "x"})
+        self.tick += 1
+        return float(action[0]), float(action[1])
+
+    def finish(self) -> None:
+        """Let the inference under way end."""
+        assert self.policy.entered.acquire(timeout=5), "no inference is under way"
+        self.policy.gate.release()
+        with self.runner._condition:
+            assert self.runner._condition.wait_for(lambda: self.runner._done is not None, 5)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    end = time.monotonic() + 5
+    while set(threading.enumerate()) - before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - before
+
+
+def stopped(loop: Loop) -> None:
+    loop.policy.gate.release(10)
+    loop.runner.close()
+
+
+def test_every_tick_gets_its_own_action_across_chunks() -> None:
+    loop = Loop(Plain(), replan_ticks=3)
+    loop.start()
+    got = [loop.step() for _ in range(3)]  # ticks 0, 1, 2: three actions executed
+    got += [loop.step()]  # tick 3: the next inference begins
+    got += [loop.step(), loop.step(done=True)]  # it ends before tick 5: two ticks
+    got += [loop.step()]  # 3 actions of its chunk are behind: the next inference begins
+    assert got == [(1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 5), (2, 6)]
+    assert loop.policy.entered.acquire(timeout=5)
+    assert [c["tick"] for c in loop.policy.calls] == [0, 3, 6]
+    report = loop.runner.report()
+    assert (report.ticks, report.chunks, report.underruns, report.stale) == (7, 2, 0, 0)
+    assert report.delay_ticks == 2
+    stopped(loop)
+
+
+def test_the_policy_sees_the_frame_of_its_tick_though_the_robot_writes_the_next_one() -> None:
+    seen: list[np.ndarray] = []
+    policy = Plain()
+
+    class Late:
+        def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+            result = policy.infer(observation)  # waits for the gate, and looks at its images only then
+            seen.extend([observation["image"].copy(), observation["images"]["left"]["top"].copy()])
+            return result
+
+    flat, nested = np.zeros((2, 2), np.uint8), np.zeros((2, 2), np.uint8)
+    observation = {"tick": np.zeros(1), "image": flat, "images": {"left": {"top": nested}, "note": "x"}}
+    with AsyncRunner(Late(), 50.0, replan_ticks=1, max_wait_s=0.0, margin_ticks=0) as runner:
+        policy.gate.release()
+        runner.start(observation)
+        runner.step(observation)
+        runner.step(observation)  # begins the second inference
+        flat[:], nested[:] = 7, 7
+        policy.gate.release()
+        with runner._condition:
+            assert runner._condition.wait_for(lambda: runner._done is not None, 5)
+    assert len(seen) == 4 and not any(image.any() for image in seen)
+
+
+def test_a_guided_policy_gets_the_rest_of_the_chunk_and_the_delay() -> None:
+    loop = Loop(Guided(), replan_ticks=3)
+    assert loop.runner.real_time_chunking
+    loop.start()
+    assert loop.policy.calls[0]["prev_chunk"] is None and loop.policy.calls[0]["inference_delay"] is None
+    loop.runner._delays.append(2)  # as if the first chunk had taken two ticks
+    for _ in range(4):
+        loop.step()
+    assert loop.policy.entered.acquire(timeout=5)
+    loop.policy.entered.release()
+    call = loop.policy.calls[1]
+    # Begun at tick 3: row 0 is the action of tick 3, which is executed while the policy computes.
+    np.testing.assert_array_equal(call["prev_chunk"], [[1, t] for t in range(3, 8)])
+    assert call["inference_delay"] == 2
+    assert [loop.step(), loop.step(done=True)] == [(1, 4), (2, 5)]
+    assert loop.runner.report().late == 0
+    stopped(loop)
+
+
+def test_a_chunk_later_than_announced_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(Guided(), replan_ticks=2)
+    loop.start()
+    loop.runner._delays.clear()
+    loop.runner._delays.append(1)
+    for _ in range(5):
+        loop.step()  # begins at tick 2
+    assert loop.step(done=True) == (2, 5)
+    assert loop.runner.report().late == 1
+    assert "took 3 ticks, 1 were expected" in caplog.text
+    stopped(loop)
+
+
+def test_the_next_inference_begins_early_enough_for_the_measured_delay() -> None:
+    loop = Loop(Plain(), replan_ticks=7, margin_ticks=1)
+    loop.start()
+    loop.runner._delays.clear()
+    loop.runner._delays.append(3)
+    starts = []
+    for _ in range(6):
+        loop.step()
+        starts.append(loop.runner._busy)
+    # 8 actions, 3 ticks and one to spare: with 4 left, at tick 4.
+    assert starts == [False] * 4 + [True] * 2
+    stopped(loop)
+
+
+def test_half_a_chunk_is_the_default_and_the_slowest_of_the_newest_delays_counts() -> None:
+    loop = Loop(Plain())
+    loop.start()
+    loop.runner._delays.clear()
+    began = []
+    for _ in range(5):
+        loop.step()
+        began.append(loop.runner._busy)
+    assert began == [False] * 4 + [True]
+    assert loop.step(done=True) == (2, 5)
+    assert loop.runner.report().delay_ticks == 1
+    loop.runner._delays.extend([1, 5, 2])
+    assert loop.runner._expected_delay() == 5
+    loop.runner._delays.extend([1] * 10)
+    assert loop.runner._expected_delay() == 1
+    stopped(loop)
+
+
+def test_an_underrun_holds_the_last_action_and_is_loud(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(Plain(), replan_ticks=4)
+    loop.start()
+    for _ in range(8):
+        loop.step()
+    with caplog.at_level(logging.WARNING):
+        assert [loop.step() for _ in range(2)] == [(1, 7), (1, 7)]
+    assert loop.runner.report().underruns == 2
+    assert caplog.text.count("UNDERRUN at tick 8") == 1, "once for a row of them"
+    # Begun at tick 4, used at tick 10: its action 6.
+    assert loop.step(done=True) == (2, 10)
+    assert "actions again at tick 10" in caplog.text
+    stopped(loop)
+    assert "2 underruns in 11 ticks" in caplog.text
+
+
+def test_an_underrun_may_have_its_own_action_or_be_an_error() -> None:
+    still = np.array([-1.0, -2.0])
+    loop = Loop(Plain(), underrun=still)
+    loop.start()
+    for _ in range(8):
+        loop.step()
+    assert loop.step() == (-1, -2)
+    stopped(loop)
+    loop = Loop(Plain(), underrun="raise")
+    loop.start()
+    for _ in range(8):
+        loop.step()
+    with pytest.raises(EngineError, match="no action for tick 8"):
+        loop.step()
+    assert loop.runner.report().underruns == 1
+    stopped(loop)
+
+
+def test_a_chunk_that_took_longer_than_it_lasts_is_dropped() -> None:
+    loop = Loop(Plain(), replan_ticks=1)
+    loop.start()
+    for _ in range(9):
+        loop.step()  # begins at tick 1; its actions end with tick 8
+    assert loop.step(done=True) == (1, 7), "held: the new chunk has nothing for tick 9"
+    report = loop.runner.report()
+    assert (report.stale, report.chunks, report.underruns) == (1, 1, 2)
+    assert loop.runner._busy, "and the next inference begins at once"
+    assert loop.step(done=True) == (3, 10)
+    stopped(loop)
+
+
+def test_step_waits_for_the_deadline_and_no_longer() -> None:
+    loop = Loop(Plain(), max_wait_s=0.3)
+    loop.start()
+    for _ in range(8):
+        loop.step()
+    start = time.monotonic()
+    loop.step()
+    assert 0.28 < time.monotonic() - start < 1.0
+    assert loop.runner.report().underruns == 1
+    assert 280 < loop.runner.report().longest_step_ms < 1000
+    # What comes while it waits is used.
+    threading.Timer(0.05, loop.policy.gate.release).start()
+    loop.frame[0] = 9
+    start = time.monotonic()
+    assert tuple(loop.runner.step({"tick": loop.frame})) == (2, 9)
+    assert time.monotonic() - start < 0.28
+    stopped(loop)
+
+
+def test_step_does_not_wait_for_a_slow_policy() -> None:
+    loop = Loop(Plain(), replan_ticks=1, max_wait_s=5.0)
+    loop.start()
+    start = time.monotonic()
+    for _ in range(8):
+        loop.step()
+    assert time.monotonic() - start < 1.0
+    stopped(loop)
+
+
+@pytest.mark.parametrize("error", [ValueError("bad camera"), SystemExit(2)])
+def test_an_error_reaches_the_robots_thread_and_the_next_step_goes_on(error: BaseException) -> None:
+    loop = Loop(Plain(), replan_ticks=1)
+    loop.start()
+    loop.step()
+    loop.policy.error = error
+    loop.step()  # begins
+    with pytest.raises(type(error)) as caught:
+        loop.step(done=True)
+    assert caught.value is error
+    loop.tick = loop.runner.report().ticks
+    assert loop.step() == (1, 3), "the old chunk still has actions"
+    assert loop.step(done=True) == (3, 4)
+    stopped(loop)
+
+
+def test_an_error_of_the_first_chunk_is_raised_by_start() -> None:
+    loop = Loop(Plain())
+    loop.policy.error = ValueError("bad camera")
+    with pytest.raises(ValueError, match="bad camera"):
+        loop.start()
+    with pytest.raises(ConfigError, match="call start"):
+        loop.step()
+    loop.policy.entered.acquire()
+    loop.start()
+    assert loop.step() == (2, 0)
+    stopped(loop)
+
+
+def test_start_begins_anew() -> None:
+    loop = Loop(Plain(), replan_ticks=1)
+    loop.start()
+    for _ in range(3):
+        loop.step()
+    assert loop.runner._busy
+    assert loop.policy.entered.acquire(timeout=5)
+    # The inference of the old episode ends while the new one begins; its chunk must not be used.
+    threading.Timer(0.2, loop.policy.gate.release).start()
+    threading.Timer(0.4, loop.policy.gate.release).start()
+    loop.tick, loop.frame[0] = 100, 100
+    loop.runner.start({"tick": loop.frame})
+    assert loop.step() == (3, 100)
+    assert loop.policy.resets == 2
+    stopped(loop)
+
+
+def test_start_gives_up_on_a_policy_that_hangs() -> None:
+    loop = Loop(Plain())
+    with pytest.raises(EngineError, match=r"no first chunk within 0\.1 s"):
+        loop.runner.start({"tick": loop.frame}, timeout_s=0.1)
+    with pytest.raises(EngineError, match=r"the inference under way did not end within 0\.1 s"):
+        loop.runner.close(timeout_s=0.1)
+    stopped(loop)
+
+
+@pytest.mark.parametrize("actions", [np.zeros(3), np.zeros((0, 2)), np.full((2, 2), np.nan)])
+def test_actions_that_cannot_be_are_refused(actions: np.ndarray) -> None:
+    class Odd:
+        def infer(self, observation: Any) -> dict[str, Any]:
+            return {"actions": actions}
+
+    with AsyncRunner(Odd(), 10.0) as runner, pytest.raises(EngineError, match="actions: expected"):
+        runner.start({})
+
+
+def test_a_closed_runner_says_so() -> None:
+    loop = Loop(Plain())
+    loop.start()
+    stopped(loop)
+    loop.runner.close()
+    with pytest.raises(ConfigError, match="it is closed"):
+        loop.step()
+    with pytest.raises(ConfigError, match="it is closed"):
+        loop.runner.start({"tick": loop.frame})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hz": 0}, "hz: expected"),
+        ({"hz": float("nan")}, "hz: expected"),
+        ({"replan_ticks": 0}, "replan_ticks >= 1"),
+        ({"margin_ticks": -1}, "margin_ticks >= 0"),
+        ({"underrun": "guess"}, "underrun: expected"),
+        ({"real_time_chunking": True}, "takes no prev_chunk"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AsyncRunner(Plain(), **{"hz": 50.0, **options})
+
+
+def test_who_takes_a_previous_chunk() -> None:
+    class Says(Plain):
+        supports_prev_chunk = False
+
+        def infer(self, observation: Any, *, prev_chunk: Any = None, inference_delay: Any = None) -> dict[str, Any]:
+            return {}
+
+    assert takes_prev_chunk(Guided()) and not takes_prev_chunk(Plain()) and not takes_prev_chunk(Says())
+    loop = Loop(Guided(), real_time_chunking=False, replan_ticks=1)
+    loop.start()
+    loop.step()
+    loop.step(done=False)
+    assert loop.policy.entered.acquire(timeout=5)
+    assert loop.policy.calls[1]["prev_chunk"] is None
+    stopped(loop)
+
+
+def test_over_the_server_the_chunk_and_the_delay_arrive_and_no_tick_is_missed() -> None:
+    pytest.importorskip("websockets", reason="needs websockets")
+    pytest.importorskip("msgpack", reason="the wire format needs msgpack")
+    from vla_accel.client import PolicyClient
+    from vla_accel.server import ServerConfig, background
+
+    policy = Guided(horizon=40)
+    policy.gate.release(1000)
+    with background(policy, ServerConfig(port=0)) as server, PolicyClient(server.address) as client:
+        with AsyncRunner(client, 100.0) as runner:
+            assert runner.real_time_chunking
+            runner.start({"tick": np.array([0.0])})
+            for tick in range(150):
+                action = runner.step({"tick": np.array([float(tick)])})
+                assert action[1] == tick
+                time.sleep(0.003)
+        report = runner.report()
+    assert report.underruns == 0 and report.chunks >= 5
+    guided = [c for c in policy.calls if c["prev_chunk"] is not None]
+    assert len(guided) == len(policy.calls) - 1
+    for call in guided:
+        assert call["prev_chunk"][0, 1] == call["tick"]
+        assert call["inference_delay"] >= 0

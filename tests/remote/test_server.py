@@ -1,0 +1,552 @@
+"""The policy server: openpi's protocol, turns and batches, keys, limits, metrics, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("websockets", reason="needs websockets")
+pytest.importorskip("msgpack", reason="the wire format needs msgpack")
+
+from websockets.sync.client import connect
+
+from tests.eval.test_libero_remote import openpi_pack, openpi_unpack
+from tests.support.server_support import (
+    EchoPolicy,
+    GuidedPolicy,
+    MixingPolicy,
+    RawClient,
+    expected_actions,
+    get,
+    metric,
+    observation,
+)
+from vla_accel.client import PolicyClient
+from vla_accel.errors import ConfigError, ServerError
+from vla_accel.remote import wire
+from vla_accel.server import PolicyServer, ServerConfig, background
+from vla_accel.server.queue import FairQueue
+
+LOCAL = ServerConfig(port=0)
+
+
+def config(**changes: Any) -> ServerConfig:
+    return ServerConfig(**{"port": 0, **changes})
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    """Wait for something that another thread is about to do."""
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+# -- openpi's protocol --------------------------------------------------------------------------------------------
+
+
+def test_it_speaks_openpis_protocol() -> None:
+    with background(EchoPolicy(), LOCAL) as server, connect(server.address, compression=None) as client:
+        metadata = openpi_unpack(client.recv())  # pyright: ignore[reportArgumentType]
+        assert metadata == {
+            "policy": "echo",
+            "action_horizon": 10,
+            "action_dim": 7,
+            "real_time_chunking": False,
+        }
+        for index in range(2):
+            obs = observation(1, 2, 3, image=True)
+            client.send(openpi_pack(obs))
+            answer = openpi_unpack(client.recv())  # pyright: ignore[reportArgumentType]
+            np.testing.assert_array_equal(answer["actions"], expected_actions(obs["observation/state"]))
+            timing = answer["server_timing"]
+            assert timing["infer_ms"] > 0 and ("prev_total_ms" in timing) == (index == 1)
+        client.send(openpi_pack({"prompt": "x"}))
+        said = client.recv()
+        assert said == "ObservationError: observation: missing observation/state; got prompt"
+        with pytest.raises(Exception, match="1011"):
+            client.recv()
+
+
+def test_a_policys_own_mistake_is_answered_without_the_servers_paths(caplog: pytest.LogCaptureFixture) -> None:
+    with background(EchoPolicy(), LOCAL) as server:
+        with PolicyClient(server.address) as client:
+            with pytest.raises(ServerError, match=r"reported: RuntimeError: a policy's own mistake$"):
+                client.infer({**observation(1), "prompt": "crash"})
+            assert client.infer(observation(1))["actions"].shape == (10, 7)
+        assert metric(server.address, 'vla_accel_requests_total{outcome="policy error"}') == 1
+    (record,) = [r for r in caplog.records if r.exc_info]
+    assert "a policy's own mistake" in record.getMessage()
+
+
+@pytest.mark.parametrize("answer", [None, {"actions": object()}, [1]])
+def test_an_answer_that_cannot_be_sent_is_the_policys_error(answer: Any) -> None:
+    class Strange(EchoPolicy):
+        def infer(self, observation: Any) -> Any:
+            return answer
+
+    said = r"reported: (EngineError: policy: expected a mapping|WireError: )"
+    with background(Strange(), LOCAL) as server, PolicyClient(server.address) as client:  # noqa: SIM117
+        with pytest.raises(ServerError, match=said):
+            client.infer(observation(1))
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), KeyboardInterrupt(), MemoryError("all of it")])
+def test_whatever_a_policy_raises_the_server_goes_on(error: BaseException) -> None:
+    class Failing(EchoPolicy):
+        def infer(self, observation: Any) -> Any:
+            if observation["prompt"] == "fail":
+                raise error
+            return super().infer(observation)
+
+    with background(Failing(), LOCAL) as server, PolicyClient(server.address) as client:
+        with pytest.raises(ServerError, match="reported"):
+            client.infer({**observation(1), "prompt": "fail"})
+        assert client.infer(observation(1))["actions"].shape == (10, 7)
+
+
+def test_metadata_that_cannot_be_sent_is_an_error_at_the_start() -> None:
+    policy = EchoPolicy()
+    policy.metadata["policy"] = object()
+    with pytest.raises(ValueError, match="cannot send a object"), background(policy, LOCAL):
+        raise AssertionError("it must not serve")
+
+
+def test_a_port_in_use_is_one_clear_error() -> None:
+    with background(EchoPolicy(), LOCAL) as server:
+        port = int(server.address.rsplit(":", 1)[1])
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            asyncio.run(PolicyServer(EchoPolicy(), config(port=port)).run())
+
+
+# -- health, metrics, key, number of clients ----------------------------------------------------------------------
+
+
+def test_health_and_metrics() -> None:
+    with background(EchoPolicy(), LOCAL) as server:
+        assert get(server.address, "/healthz")[::2] == (200, "OK\n")
+        with PolicyClient(server.address) as client:
+            for index in range(3):
+                client.infer(observation(index))
+            status, kind, page = get(server.address, "/metrics")
+            assert status == 200 and kind.startswith("text/plain; version=0.0.4")
+            assert metric(server.address, "vla_accel_clients") == 1
+    for line in (
+        'vla_accel_requests_total{outcome="ok"} 3',
+        'vla_accel_component_seconds_bucket{component="vision",le="0.001"} 3',
+        'vla_accel_component_seconds_bucket{component="denoise",le="0.001"} 0',
+        'vla_accel_component_seconds_bucket{component="denoise",le="0.0025"} 3',
+        'vla_accel_component_seconds_bucket{component="denoise",le="+Inf"} 3',
+        'vla_accel_component_seconds_sum{component="denoise"} 0.006',
+        'vla_accel_component_seconds_count{component="infer"} 3',
+        "vla_accel_request_seconds_count 3",
+        "vla_accel_queue_depth 0",
+        "# TYPE vla_accel_errors_total counter",
+    ):
+        assert line in page.splitlines(), line
+
+
+def test_prometheus_own_parser_reads_the_metrics() -> None:
+    parser = pytest.importorskip("prometheus_client.parser", reason="needs prometheus_client")
+    with background(EchoPolicy(), LOCAL) as server:
+        with PolicyClient(server.address) as client, pytest.raises(ServerError):
+            client.infer({"x": 1})
+        families = {f.name: f for f in parser.text_string_to_metric_families(get(server.address, "/metrics")[2])}
+    (sample,) = families["vla_accel_errors"].samples
+    assert (sample.labels, sample.value) == ({"type": "ObservationError"}, 1.0)
+    assert families["process_resident_memory_bytes"].samples[0].value > 1e6
+
+
+def test_the_key_is_asked_for_before_anything_else() -> None:
+    policy = EchoPolicy()
+    with background(policy, config(api_key="secret")) as server:
+        for key in (None, "wrong", "secret2", "Secret"):
+            with pytest.raises(ServerError, match="HTTP 401"):
+                PolicyClient(server.address, api_key=key)
+        for headers in (
+            "Authorization: secret\r\n",
+            "Authorization: Bearer secret\r\n",
+            "Authorization: Api-Key secret\r\nAuthorization: Api-Key secret\r\n",
+            "Authorization: Api-Key \xff\xfe\r\n",
+        ):
+            # The frame is sent with the handshake; nothing reads it.
+            client = RawClient(server.address, headers=headers)
+            assert b" 401 " in client.head, headers
+            client.close()
+        assert not policy.calls
+        assert get(server.address, "/healthz")[0] == 200, "health checks carry no key"
+        assert get(server.address, "/metrics")[0] == 401
+        with PolicyClient(server.address, api_key="secret") as client:
+            assert client.infer(observation(1))["actions"].shape == (10, 7)
+        page = get(server.address, "/metrics", {"Authorization": "Api-Key secret"})[2]
+        assert 'vla_accel_refused_total{reason="api key"} 9' in page.splitlines()
+
+
+def test_one_client_too_many_is_refused_and_welcome_when_another_leaves() -> None:
+    with background(EchoPolicy(), config(max_clients=2)) as server:
+        first, second = PolicyClient(server.address), PolicyClient(server.address)
+        with pytest.raises(ServerError, match="HTTP 503"):
+            PolicyClient(server.address)
+        assert get(server.address, "/healthz")[0] == 200
+        second.close()
+        eventually(lambda: metric(server.address, "vla_accel_clients") == 1)
+        with PolicyClient(server.address) as third:
+            assert third.infer(observation(1))["actions"].shape == (10, 7)
+        first.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"port": 70000}, "port: expected 0 to 65535, got 70000"),
+        ({"api_key": ""}, "api_key: expected printable"),
+        ({"api_key": "a\nb"}, "api_key: expected printable"),
+        ({"max_clients": 0}, "max_clients: expected at least 1"),
+        ({"max_batch": 0}, "max_batch: expected at least 1"),
+        ({"max_payload": 0}, "max_payload: expected at least 1"),
+        ({"request_timeout_s": 0}, "request_timeout_s: expected seconds above 0"),
+        ({"message_timeout_s": float("nan")}, "message_timeout_s: expected seconds above 0"),
+        ({"grace_s": -1}, "grace_s: expected 0 or more"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig(**changes)
+
+
+# -- turns and batches --------------------------------------------------------------------------------------------
+
+
+def test_the_queue_goes_round_the_clients() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in ("a1", "a2", "a3", "b1", "c1", "c2"):
+        queue.put(item[0], item)
+    assert len(queue) == 6
+    assert queue.remove("c", "c1") and not queue.remove("c", "c1") and not queue.remove("x", "c1")
+    assert [queue.pop() for _ in range(2)] == ["a1", "b1"]
+    queue.put("b", "b2")  # b had its turn: it comes after those who wait
+    assert [queue.pop() for _ in range(4)] == ["c2", "a2", "b2", "a3"]
+    with pytest.raises(IndexError):
+        queue.pop()
+    assert queue.remove("a", "a3") is False and len(queue) == 0
+
+
+def from_host(stack: ExitStack, server: PolicyServer, host: str) -> Any:
+    """A connection from another loopback address: another machine, to the server."""
+    client = stack.enter_context(connect(server.address, compression=None, source_address=(host, 0)))
+    client.recv()
+    return client
+
+
+def test_a_machine_with_many_connections_does_not_delay_another() -> None:
+    policy = EchoPolicy()
+    policy.gate.clear()
+    order: list[float] = []
+    with background(policy, LOCAL) as server, ExitStack() as stack:
+        greedy = [from_host(stack, server, "127.0.0.1") for _ in range(6)]
+        modest = from_host(stack, server, "127.0.0.2")
+        greedy[0].send(openpi_pack(observation(0)))
+        assert policy.entered.acquire(timeout=5)
+        for index, client in enumerate(greedy[1:], 1):
+            client.send(openpi_pack(observation(index)))
+            eventually(lambda index=index: metric(server.address, "vla_accel_queue_depth") == index)
+        modest.send(openpi_pack(observation(100)))
+        eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 6)
+        assert metric(server.address, "vla_accel_running_requests") == 1
+
+        original = policy.infer
+
+        def noting(obs: Any) -> Any:
+            order.append(float(obs["observation/state"][0]))
+            return original(obs)
+
+        policy.infer = noting  # type: ignore[method-assign]
+        policy.gate.set()
+        for client in (*greedy, modest):
+            client.recv()
+    assert order == [1, 100, 2, 3, 4, 5]
+
+
+def test_requests_that_wait_together_run_together_and_each_gets_its_own() -> None:
+    policy = EchoPolicy()
+    policy.gate.clear()
+    with background(policy, config(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(8) as pool:
+
+        def ask(index: int) -> np.ndarray:
+            with PolicyClient(server.address) as client:
+                result = client.infer(observation(index, index**2))
+                batches.append(result["server_timing"]["batch"])
+                return result["actions"]
+
+        batches: list[int] = []
+        first = pool.submit(ask, 0)
+        assert policy.entered.acquire(timeout=5)
+        rest = [pool.submit(ask, index) for index in range(1, 8)]
+        eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 7)
+        policy.gate.set()
+        for index, future in enumerate((first, *rest)):
+            np.testing.assert_array_equal(future.result(10), expected_actions(np.r_[index, index**2, np.zeros(6)]))
+    assert policy.calls == [1, 4, 2, 1], "powers of two: engines have fixed shapes"
+    assert sorted(batches) == [1, 1, 2, 2, 4, 4, 4, 4]
+
+
+def test_who_comes_while_a_batch_runs_joins_the_next_one() -> None:
+    class Gated(EchoPolicy):
+        permits = threading.Semaphore(0)
+
+        def infer_batch(self, observations: Any) -> Any:
+            results = super().infer_batch(observations)
+            assert self.permits.acquire(timeout=20)
+            return results
+
+    policy = Gated()
+    with background(policy, config(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
+
+        def ask(index: int) -> float:
+            with PolicyClient(server.address) as client:
+                return client.infer(observation(index))["actions"][0, 0]
+
+        futures = [pool.submit(ask, 0)]
+        assert policy.entered.acquire(timeout=5)
+        futures += [pool.submit(ask, index) for index in (1, 2, 3)]
+        eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 3)
+        policy.permits.release()
+        assert policy.entered.acquire(timeout=5)  # two of the three
+        futures.append(pool.submit(ask, 4))
+        eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 2)
+        policy.permits.release(10)
+        assert [f.result(10) for f in futures] == [0, 1, 2, 3, 4]
+    assert policy.calls == [1, 2, 2]
+
+
+def test_a_batch_waits_for_company_only_so_long() -> None:
+    policy = EchoPolicy()
+    with background(policy, config(max_batch=2, max_wait_s=1.0)) as server:
+        with PolicyClient(server.address) as client:
+            start = time.monotonic()
+            client.infer(observation(1))
+            assert 0.95 < time.monotonic() - start < 5.0
+        start = time.monotonic()
+        with PolicyClient(server.address) as one, PolicyClient(server.address) as two, ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda c: c.infer(observation(1)), (one, two)))
+        assert time.monotonic() - start < 0.9, "a full batch does not wait"
+    assert policy.calls == [1, 2]
+
+
+def test_one_bad_observation_of_a_batch_fails_alone() -> None:
+    policy = EchoPolicy()
+    policy.gate.clear()
+    with background(policy, config(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
+
+        def ask(obs: dict[str, Any]) -> Any:
+            with PolicyClient(server.address) as client:
+                try:
+                    return client.infer(obs)["actions"][0, 0]
+                except ServerError as error:
+                    return str(error)
+
+        blocker = pool.submit(ask, observation(9))
+        assert policy.entered.acquire(timeout=5)
+        asked = [observation(1), observation(2), {"prompt": "no state"}, observation(4)]
+        futures = []
+        for number, obs in enumerate(asked, 1):
+            futures.append(pool.submit(ask, obs))
+            eventually(lambda number=number: metric(server.address, "vla_accel_queue_depth") == number)
+        policy.gate.set()
+        got = [f.result(10) for f in futures]
+        blocker.result(10)
+    assert (got[0], got[1], got[3]) == (1, 2, 4)
+    assert "missing observation/state" in got[2]
+    assert policy.calls == [1, 4, 1, 1, 1, 1]
+
+
+# -- real-time chunking -------------------------------------------------------------------------------------------
+
+
+def test_the_previous_chunk_travels_to_a_policy_that_takes_it() -> None:
+    policy = GuidedPolicy()
+    chunk = np.arange(21.0).reshape(3, 7)
+    with background(policy, LOCAL) as server, PolicyClient(server.address) as client:
+        assert client.metadata["real_time_chunking"] is True and client.supports_prev_chunk
+        client.infer(observation(1), prev_chunk=chunk, inference_delay=2)
+        client.infer(observation(1))
+        with pytest.raises(ConfigError, match="together"):
+            client.infer(observation(1), prev_chunk=chunk)
+        (first, second) = policy.got
+        np.testing.assert_array_equal(first[0], chunk)
+        assert first[1] == 2 and second == (None, None)
+        for keys, message in (
+            ({wire.PREV_CHUNK: chunk}, "together, got only rtc/prev_chunk"),
+            ({wire.INFERENCE_DELAY: 2}, "together, got only rtc/inference_delay"),
+            ({wire.PREV_CHUNK: chunk[0], wire.INFERENCE_DELAY: 2}, r"got shape \(7,\)"),
+            ({wire.PREV_CHUNK: chunk[:0], wire.INFERENCE_DELAY: 2}, r"got shape \(0, 7\)"),
+            ({wire.PREV_CHUNK: chunk * np.nan, wire.INFERENCE_DELAY: 2}, "finite"),
+            ({wire.PREV_CHUNK: "chunk", wire.INFERENCE_DELAY: 2}, "got 'chunk'"),
+            ({wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: -1}, "got -1"),
+            ({wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: 1.5}, "got 1.5"),
+            ({wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: True}, "got True"),
+        ):
+            with pytest.raises(ServerError, match=f"ObservationError: .*{message}"):
+                client.infer({**observation(1), **keys})
+        assert len(policy.got) == 2
+
+
+def test_real_time_chunking_is_refused_where_the_policy_has_none() -> None:
+    chunk = np.zeros((3, 7))
+    with background(EchoPolicy(), LOCAL) as server, PolicyClient(server.address) as client:
+        assert not client.supports_prev_chunk
+        with pytest.raises(ConfigError, match="does not support real-time chunking"):
+            client.infer(observation(1), prev_chunk=chunk, inference_delay=1)
+        with pytest.raises(ServerError, match="rtc/prev_chunk: this policy does not support"):
+            client.infer({**observation(1), wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: 1})
+
+
+def test_guided_requests_run_one_by_one_beside_a_batch() -> None:
+    policy = GuidedPolicy()
+    policy.gate.clear()
+    with background(policy, config(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
+
+        def ask(index: int) -> float:
+            options = {"prev_chunk": np.ones((2, 7)), "inference_delay": 1} if index == 2 else {}
+            with PolicyClient(server.address) as client:
+                return client.infer(observation(index), **options)["actions"][0, 0]
+
+        blocker = pool.submit(ask, 0)
+        assert policy.entered.acquire(timeout=5)
+        futures = [pool.submit(ask, index) for index in (1, 2, 3, 4)]
+        eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 4)
+        policy.gate.set()
+        assert [f.result(10) for f in futures] == [1, 2, 3, 4]
+        blocker.result(10)
+    assert policy.calls == [1, 2, 1, 1], "two and one of the plain ones, then the guided one"
+
+
+def test_a_policy_that_can_gets_guided_and_plain_requests_in_one_batch() -> None:
+    policy = MixingPolicy()
+    policy.gate.clear()
+    with background(policy, config(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
+
+        def ask(index: int) -> float:
+            options = {"prev_chunk": np.full((2, 7), index), "inference_delay": index} if index % 2 == 0 else {}
+            with PolicyClient(server.address) as client:
+                return client.infer(observation(index), **options)["actions"][0, 0]
+
+        blocker = pool.submit(ask, 1)
+        assert policy.entered.acquire(timeout=5)
+        policy.got.clear()
+        futures = []
+        for number, index in enumerate((1, 2, 3, 4), 1):
+            futures.append(pool.submit(ask, index))
+            eventually(lambda number=number: metric(server.address, "vla_accel_queue_depth") == number)
+        policy.gate.set()
+        assert [f.result(10) for f in futures] == [1, 2, 3, 4]
+        blocker.result(10)
+    assert policy.calls == [1, 4]
+    by_delay = {delay: chunk for chunk, delay in policy.got}
+    assert len(policy.got) == 4 and by_delay.keys() == {None, 2, 4} and by_delay[None] is None
+    assert all((by_delay[d] == d).all() for d in (2, 4))
+
+
+# -- time limits and the end --------------------------------------------------------------------------------------
+
+
+def test_a_request_that_takes_too_long_is_answered_and_the_next_one_works() -> None:
+    policy = EchoPolicy()
+    policy.gate.clear()
+    with background(policy, config(request_timeout_s=0.3)) as server:
+        clients = [PolicyClient(server.address) for _ in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+
+            def ask(client: PolicyClient) -> str:
+                with pytest.raises(ServerError) as caught:
+                    client.infer(observation(1))
+                return str(caught.value)
+
+            running = pool.submit(ask, clients[0])
+            assert policy.entered.acquire(timeout=5)
+            waiting = pool.submit(ask, clients[1])
+            assert "no result within 0.3 s, while the policy computed" in running.result(5)
+            assert "no result within 0.3 s, while it waited for its turn" in waiting.result(5)
+        assert metric(server.address, "vla_accel_queue_depth") == 0
+        assert metric(server.address, 'vla_accel_requests_total{outcome="timeout"}') == 2
+        policy.gate.set()
+        for client in clients:
+            assert client.infer(observation(1))["actions"].shape == (10, 7)
+            client.close()
+    assert policy.calls == [1, 1, 1], "the one that had not begun was never run"
+
+
+def test_shutdown_finishes_running_and_waiting_requests() -> None:
+    policy = EchoPolicy()
+    policy.gate.clear()
+    with background(policy, LOCAL) as server, ThreadPoolExecutor(4) as pool, ExitStack() as stack:
+        idle = from_host(stack, server, "127.0.0.1")
+        clients = [PolicyClient(server.address) for _ in range(3)]
+        futures = [pool.submit(c.infer, observation(i)) for i, c in enumerate(clients)]
+        eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 2)
+        server.stop_soon()
+        with pytest.raises(Exception, match="1001"):
+            idle.recv(timeout=5)
+        with pytest.raises(ServerError, match="cannot connect"):
+            PolicyClient(server.address)
+        assert not any(f.done() for f in futures)
+        policy.gate.set()
+        for index, future in enumerate(futures):
+            np.testing.assert_array_equal(future.result(10)["actions"], expected_actions(np.r_[index, np.zeros(7)]))
+        with pytest.raises(ServerError, match=r"no answer|cannot connect"):
+            clients[0].infer(observation(1))
+
+
+def test_the_grace_period_ends() -> None:
+    policy = EchoPolicy()
+    policy.gate.clear()
+    try:
+        with (
+            background(policy, config(grace_s=0.2)) as server,
+            ThreadPoolExecutor(1) as pool,
+            PolicyClient(server.address) as client,
+        ):
+            future = pool.submit(client.infer, observation(1))
+            assert policy.entered.acquire(timeout=5)
+            start = time.monotonic()
+            server.stop_soon()
+            with pytest.raises(ServerError, match="no answer"):
+                future.result(10)
+            assert 0.15 < time.monotonic() - start < 5
+    finally:
+        policy.gate.set()
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    policy = EchoPolicy()
+    policy.gate.clear()
+    try:
+        with (
+            background(policy, config(grace_s=60)) as server,
+            ThreadPoolExecutor(1) as pool,
+            PolicyClient(server.address) as client,
+        ):
+            future = pool.submit(client.infer, observation(1))
+            assert policy.entered.acquire(timeout=5)
+            server.stop_soon()
+            server.stop_soon()
+            with pytest.raises(ServerError, match="no answer"):
+                future.result(10)
+    finally:
+        policy.gate.set()
+
+
+def test_nothing_is_left_running() -> None:
+    before = set(threading.enumerate())
+    for _ in range(3):
+        with background(EchoPolicy(), LOCAL) as server, PolicyClient(server.address) as client:
+            client.infer(observation(1))
+    eventually(lambda: {t.name for t in set(threading.enumerate()) - before} == set())

@@ -1,0 +1,399 @@
+"""Clients that break off, crawl, lie or send rubbish: each gets its answer, and the next request works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("websockets", reason="needs websockets")
+pytest.importorskip("msgpack", reason="the wire format needs msgpack")
+
+from tests.eval.test_libero_remote import openpi_pack
+from tests.remote.fuzz_wire import CORPUS, outcome
+from tests.remote.test_server import eventually
+from tests.remote.test_wire import HOSTILE, array, packed
+from tests.support.server_support import (
+    EchoPolicy,
+    RawClient,
+    expected_actions,
+    frame_bytes,
+    get,
+    metric,
+    observation,
+    port_of,
+    server_process,
+)
+from vla_accel.client import PolicyClient
+from vla_accel.remote.wire import unpack_map
+from vla_accel.server import PolicyServer, ServerConfig, background
+
+LIMITS = ServerConfig(
+    port=0, max_payload=300_000, message_timeout_s=0.6, handshake_timeout_s=0.6, send_timeout_s=0.6, max_clients=8
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PolicyServer]:
+    with background(EchoPolicy(), LIMITS) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _the_next_request_works(server: PolicyServer) -> Iterator[None]:
+    yield
+    with PolicyClient(server.address) as client:
+        obs = observation(5, 6, 7, image=True)
+        np.testing.assert_array_equal(client.infer(obs)["actions"], expected_actions(obs["observation/state"]))
+    eventually(lambda: metric(server.address, "vla_accel_clients") == 0)
+
+
+def refused(server: PolicyServer, frame: bytes) -> str:
+    """Send one message; the text of the error that answers it, after which the connection must close with 1011."""
+    client = RawClient(server.address)
+    client.send(frame)
+    opcode, payload = client.frame()
+    assert opcode == 1, payload
+    assert client.close_code() == 1011
+    client.close()
+    return payload.decode()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_malformed_messages_are_answered_in_words(server: PolicyServer, name: str) -> None:
+    said = refused(server, HOSTILE[name][0])
+    assert said.startswith("WireError: wire format: ") and len(said) < 300
+
+
+@pytest.mark.parametrize("path", sorted(CORPUS.glob("*.bin")), ids=lambda p: p.stem)
+def test_the_fuzzers_corpus_is_answered_in_words(server: PolicyServer, path: Path) -> None:
+    client = RawClient(server.address)
+    client.send(path.read_bytes())
+    opcode, payload = client.frame()
+    client.close()
+    if outcome(path.read_bytes()) == "a dict":
+        assert opcode == 2 or payload.startswith((b"ObservationError: ", b"WireError: wire format: expected text keys"))
+    else:
+        assert opcode == 1 and payload.startswith(b"WireError: wire format: ")
+
+
+def with_state(value: Any) -> bytes:
+    return packed({"observation/state": value, "prompt": "x"})
+
+
+@pytest.mark.parametrize(
+    ("frame", "said"),
+    [
+        (openpi_pack({"observation/stat": np.zeros(8)}), "ObservationError: observation: missing observation/state"),
+        (openpi_pack(observation() | {"observation/state": np.zeros(7)}), r"expected 8 floats, got float64 (7,)"),
+        (openpi_pack(observation() | {"observation/state": np.zeros(8, int)}), "expected 8 floats, got int64"),
+        (with_state(array(dtype="|O")), "WireError: wire format: expected the dtype of plain numbers"),
+        (openpi_pack(observation())[:-7], "WireError: wire format: truncated"),
+        (openpi_pack([1, 2]), "WireError: wire format: expected a map, got a list"),
+        (packed({1: 2}), "WireError: wire format: unreadable message"),
+    ],
+)
+def test_wrong_observations_are_answered_in_words(server: PolicyServer, frame: bytes, said: str) -> None:
+    assert said in refused(server, frame)
+
+
+def test_a_text_frame_is_answered_in_words(server: PolicyServer) -> None:
+    client = RawClient(server.address)
+    client.send(b"hello", opcode=1)
+    assert client.frame() == (1, b"WireError: wire format: expected a binary frame, got text")
+    assert client.close_code() == 1011
+    client.close()
+
+
+@pytest.mark.parametrize("announced", [300_001, 10**9, 2**62])
+def test_a_gigabyte_is_refused_when_it_is_announced(server: PolicyServer, announced: int) -> None:
+    client = RawClient(server.address)
+    client.send(b"only the beginning", announced=announced)
+    assert client.close_code() == 1009
+    client.close()
+
+
+def test_a_message_in_pieces_is_refused_when_it_grows_too_large(server: PolicyServer) -> None:
+    client = RawClient(server.address)
+    client.send(bytes(200_000), fin=False)
+    client.send(bytes(200_000), opcode=0, fin=False)
+    assert client.close_code() == 1009
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"\x82\x05hello", 1002),  # not masked
+        (frame_bytes(b"x", opcode=3), 1002),
+        (frame_bytes(b"x", opcode=0), 1002),  # the rest of nothing
+        (b"\xf2\x81\0\0\0\0x", 1002),  # reserved bits
+        (frame_bytes(bytes(126), opcode=9), 1002),  # a ping of more than 125 bytes
+        (frame_bytes(b"\xff", opcode=1), 1007),
+    ],
+)
+def test_broken_frames_end_the_connection(server: PolicyServer, data: bytes, code: int) -> None:
+    client = RawClient(server.address)
+    client.socket.sendall(data)
+    assert client.close_code() == code
+    client.close()
+
+
+def test_a_message_in_pieces_with_pings_between_is_put_together(server: PolicyServer) -> None:
+    data = openpi_pack(observation(1, 2))
+    client = RawClient(server.address)
+    client.send(data[:10], fin=False)
+    client.send(b"ping", opcode=9)
+    client.send(data[10:50], opcode=0, fin=False)
+    client.send(data[50:], opcode=0)
+    assert client.frame() == (10, b"ping")
+    opcode, answer = client.frame()
+    assert opcode == 2 and unpack_map(answer)["actions"][0, 0] == 1
+    client.close()
+
+
+@pytest.mark.parametrize("fragments", [False, True])
+def test_a_crawling_message_is_given_up(server: PolicyServer, fragments: bool) -> None:
+    data = openpi_pack(observation(1))
+    client = RawClient(server.address)
+    start = time.monotonic()
+    if fragments:
+        client.send(data[:1], fin=False)
+    else:
+        client.socket.sendall(frame_bytes(data)[:3])
+    client.socket.settimeout(0.05)
+    for _ in range(100):
+        # One more byte, again and again: progress, but no message.
+        try:
+            client.socket.sendall(frame_bytes(b"x", opcode=0, fin=False) if fragments else b"x")
+            code = client.close_code()
+            break
+        except TimeoutError:
+            continue
+    else:
+        raise AssertionError("it was not given up")
+    assert code == 1008
+    assert 0.5 < time.monotonic() - start < 4
+    client.close()
+
+
+def test_a_client_that_thinks_between_messages_is_not_given_up(server: PolicyServer) -> None:
+    with PolicyClient(server.address) as client:
+        client.infer(observation(1))
+        time.sleep(1.2)
+        assert client.infer(observation(2))["actions"][0, 0] == 2
+
+
+def test_a_slow_message_in_time_is_read(server: PolicyServer) -> None:
+    data = frame_bytes(openpi_pack(observation(3)))
+    client = RawClient(server.address)
+    for _ in range(3):  # each has a clock of its own
+        for start in range(0, len(data), len(data) // 4):
+            client.socket.sendall(data[start : start + len(data) // 4])
+            time.sleep(0.08)
+        assert unpack_map(client.frame()[1])["actions"][0, 0] == 3
+    client.close()
+
+
+def test_messages_that_follow_each_other_closely_have_clocks_of_their_own(server: PolicyServer) -> None:
+    data = frame_bytes(openpi_pack(observation(3)))
+    client = RawClient(server.address)
+    client.socket.sendall(data[:20])
+    for _ in range(6):  # 1.2 s, in which the server never sees the end of what it was sent
+        time.sleep(0.2)
+        client.socket.sendall(data[20:] + data[:20])
+        assert unpack_map(client.frame()[1])["actions"][0, 0] == 3
+    client.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n", b"GET /healthz HTTP/1.1\r\nX: "])
+def test_a_crawling_handshake_is_given_up(server: PolicyServer, said: bytes) -> None:
+    client = RawClient(server.address, handshake=False)
+    client.socket.sendall(said)
+    start = time.monotonic()
+    client.socket.settimeout(5)
+    while client.socket.recv(4096):
+        pass
+    assert 0.4 < time.monotonic() - start < 4
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"\x00" * 400, b"\x16\x03\x01\x02\x00\x01\x00\x01", b"POST / HTTP/1.1\r\n\r\n", b"GET /\r\n\r\n" + b"A" * 99999],
+)
+def test_what_is_no_handshake_is_dropped(server: PolicyServer, said: bytes) -> None:
+    client = RawClient(server.address, handshake=False)
+    try:
+        client.socket.sendall(said)
+        while client.socket.recv(4096):
+            pass
+    except (ConnectionError, TimeoutError) as error:
+        assert not isinstance(error, TimeoutError)
+    client.close()
+
+
+def test_a_plain_http_request_is_told_to_upgrade(server: PolicyServer) -> None:
+    assert get(server.address, "/")[0] == 426
+
+
+def test_sockets_without_end_are_dropped(server: PolicyServer) -> None:
+    sockets = [socket.create_connection(("127.0.0.1", port_of(server.address))) for _ in range(60)]
+    try:
+        # 8 clients and 32 to spare may stay; the others are dropped at once, before the handshake's time is up.
+        deadline = time.monotonic() + 0.4
+        dropped = 0
+        for one in sockets:
+            one.settimeout(max(deadline - time.monotonic(), 0.005))
+            try:
+                dropped += one.recv(1) == b""
+            except ConnectionError:
+                dropped += 1
+            except TimeoutError:
+                pass
+        assert dropped >= 20
+    finally:
+        for one in sockets:
+            one.close()
+    eventually(lambda: metric(server.address, 'vla_accel_refused_total{reason="sockets"}') >= 20)
+
+
+def test_a_client_that_takes_no_answer_is_dropped() -> None:
+    class Loud(EchoPolicy):
+        def infer(self, observation: Any) -> Any:
+            return {**super().infer(observation), "noise": np.zeros(20_000_000, np.uint8)}
+
+    with background(Loud(), LIMITS) as server:
+        client = RawClient(server.address)
+        client.send(openpi_pack(observation(1)))
+        eventually(lambda: metric(server.address, 'vla_accel_refused_total{reason="slow reader"}') == 1)
+        client.close()
+        with PolicyClient(server.address) as other:
+            assert other.infer(observation(2))["noise"].size == 20_000_000
+
+
+KILLED = """
+import sys, time
+sys.path.insert(0, ".")
+from tests.support.server_support import RawClient, frame_bytes, observation
+from tests.eval.test_libero_remote import openpi_pack
+client = RawClient(sys.argv[1])
+data = frame_bytes(openpi_pack(observation(1, image=True)))
+client.socket.sendall(data[: len(data) // 2] if sys.argv[2] == "sending" else data)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("moment", ["sending", "waiting"])
+def test_kill_9_of_a_client(moment: str) -> None:
+    policy = EchoPolicy()
+    policy.gate.clear()
+    with background(policy, ServerConfig(port=0)) as server:
+        words = [sys.executable, "-c", KILLED, server.address, moment]
+        root = Path(__file__).parents[2]
+        with subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            if moment == "waiting":
+                assert policy.entered.acquire(timeout=10)
+            os.kill(process.pid, signal.SIGKILL)
+        eventually(lambda: metric(server.address, "vla_accel_clients") == 0)
+        policy.gate.set()
+        with PolicyClient(server.address) as client:
+            assert client.infer(observation(2))["actions"][0, 0] == 2
+        gone = metric(server.address, 'vla_accel_requests_total{outcome="client gone"}')
+        assert gone == (1 if moment == "waiting" else 0)
+        page = get(server.address, "/metrics")[2]
+        assert 'outcome="timeout"' not in page and "vla_accel_errors_total{" not in page
+
+
+def test_a_request_whose_client_left_is_not_run() -> None:
+    policy = EchoPolicy()
+    policy.gate.clear()
+    with background(policy, ServerConfig(port=0)) as server:
+        first, second = RawClient(server.address), RawClient(server.address)
+        first.send(openpi_pack(observation(1)))
+        assert policy.entered.acquire(timeout=5)
+        second.send(openpi_pack(observation(2)))
+        eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 1)
+        second.close()
+        eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 0)
+        policy.gate.set()
+        assert unpack_map(first.frame()[1])["actions"][0, 0] == 1
+        first.close()
+    assert policy.calls == [1]
+
+
+def test_frames_sent_ahead_are_answered_in_order_and_held_back() -> None:
+    policy = EchoPolicy()
+    policy.gate.clear()
+    with background(policy, ServerConfig(port=0, message_timeout_s=0.5)) as server:
+        client = RawClient(server.address)
+        client.socket.settimeout(0.5)
+        sent, data = 0, b""
+        big = np.zeros((300, 1000), np.uint8)
+        try:
+            for index in range(200):
+                data = frame_bytes(openpi_pack({**observation(index), "observation/image": big}))
+                client.socket.sendall(data)
+                sent += 1
+        except TimeoutError:
+            pass
+        assert 1 < sent < 100, "the server must stop reading while the policy is busy"
+        time.sleep(0.8)  # its unfinished frame waits for the server: that is no crawling
+        assert metric(server.address, "vla_accel_clients") == 1
+        policy.gate.set()
+        client.socket.settimeout(10)
+        for index in range(sent):
+            assert unpack_map(client.frame()[1])["actions"][0, 0] == index
+        client.close()
+
+
+def test_the_clock_of_a_message_stands_while_the_server_is_busy() -> None:
+    policy = EchoPolicy()
+    policy.gate.clear()
+    with background(policy, ServerConfig(port=0, message_timeout_s=0.6)) as server:
+        client = RawClient(server.address)
+        second = frame_bytes(openpi_pack(observation(2)))
+        client.socket.sendall(frame_bytes(openpi_pack(observation(1))) + second[:20])
+        time.sleep(0.9)
+        policy.gate.set()
+        assert unpack_map(client.frame()[1])["actions"][0, 0] == 1
+        time.sleep(0.35)
+        client.socket.sendall(second[20:])
+        assert unpack_map(client.frame()[1])["actions"][0, 0] == 2
+        client.close()
+
+
+def test_memory_stays_bounded_under_rubbish() -> None:
+    with server_process() as (address, _):
+        frames = [data for data, _ in HOSTILE.values()] + [b"\xdd\x00\x0f\x42\x40" + b"\x80" * 1_000_000]
+
+        def round_of_rubbish() -> None:
+            for data in frames:
+                client = RawClient(address)
+                client.send(data)
+                assert client.frame()[0] == 1
+                client.close()
+            client = RawClient(address)
+            client.send(bytes(10), announced=10**9)
+            assert client.close_code() == 1009
+            client.close()
+
+        for _ in range(2):
+            round_of_rubbish()
+        before = metric(address, "process_resident_memory_bytes")
+        for _ in range(6):
+            round_of_rubbish()
+        assert metric(address, "process_resident_memory_bytes") - before < 30e6
+        with PolicyClient(address) as client:
+            assert client.infer(observation(4))["actions"][0, 0] == 4

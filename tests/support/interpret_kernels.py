@@ -1,0 +1,80 @@
+"""A script: the cases of kernel_cases.py and kernel_shapes.py named on its command line, or all that are fast, in
+Triton's interpreter on a CPU.
+
+Prints a JSON list a case: its name, what is wrong or nothing, the worst difference. Run by test_kernels.py in a process
+of its own, because the interpreter is chosen when triton is first imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support import kernel_cases as cases
+from tests.support import kernel_shapes as shapes
+
+CPU = torch.device("cpu")
+# The interpreter multiplies BF16 wrongly.
+DTYPE, WORST, MEAN, FP8_MEAN = torch.float32, 1e-5, 1e-6, 1e-4
+_kernels_run = False
+
+
+@contextlib.contextmanager
+def kernels() -> Iterator[None]:
+    """`vla_accel.ops.fused` takes CPU tensors for a GPU's."""
+    global _kernels_run
+    _kernels_run = True
+    yield
+    _kernels_run = False
+
+
+def round_as_hardware_does() -> None:
+    """To FP8 the interpreter rounds a mantissa of ones up to zeros and forgets the carry: half of the right value.
+
+    What is too large becomes NaN, so that a kernel that does not saturate shows.
+    """
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def converted(values: np.ndarray, of: Any, to: Any, rounding: Any) -> np.ndarray:
+        if to.is_fp8e4nv() and of.is_fp32():
+            flat = torch.from_numpy(values.astype(np.float32, copy=True))
+            flat[flat.abs() > 464] = float("nan")
+            return flat.to(cases.FP8).view(torch.uint8).numpy()
+        return convert(values, of, to, rounding)
+
+    interpreter._convert_float = converted
+
+
+def run(name: str) -> tuple[str, float]:
+    """What is wrong, or nothing, and the worst difference of outputs that are not FP8."""
+    call = shapes.call_of(name, DTYPE)
+    try:
+        with kernels():
+            got = cases.outputs_of(call, CPU, kernel=True, repeat=2 if call.op == "suffix_attention" else 1)
+        want = cases.outputs_of(call, CPU, kernel=False)
+        cases.check(call, got, WORST, MEAN, FP8_MEAN)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}", float("nan")
+    wide = [cases.difference(a, b).worst for a, b in zip(got, want, strict=True) if a.dtype != cases.FP8]
+    return "", max(wide, default=0.0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    round_as_hardware_does()
+    torch.Tensor.is_cuda = property(lambda _: _kernels_run)  # type: ignore[assignment]
+    for case in sys.argv[1:] or (*cases.CASES, *shapes.TALL):
+        print(json.dumps([case, *run(case)]), flush=True)

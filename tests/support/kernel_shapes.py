@@ -1,0 +1,104 @@
+"""More cases of kernel_cases.py: row counts up to 1024 at every op, with the models' own widths and awkward ones (4304,
+head size 72). `WIDE` is for a GPU; `TALL`, many rows of little width, is also fast in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tests.support.kernel_cases import (
+    CASES,
+    Call,
+    Draw,
+    _activation,
+    _add_norm,
+    _attention,
+    _embed_norm,
+    _gate_up,
+    _patchify,
+    _project,
+    _qkv_rope,
+    _rope_cache,
+    _self_attention,
+    _step,
+    _suffix_attention,
+)
+
+Cases = Iterator[tuple[str, Callable[[Draw], Call]]]
+# Around every size of tile, and up to four views of 256 tokens.
+ROWS = (1, 2, 16, 17, 33, 64, 65, 128, 257, 544, 800, 1023, 1024)
+# Prefixes and towers of the full-size models, two and three views; tiles that end early; one key; batches.
+PREFIXES = (
+    (544, 544, [532]), (544, 544, [544]), (800, 800, [790]), (544, 544, [1]), (1024, 1024, [1000, 3]),
+    (544, 544, [272, 273]), (100, 100, [97, 16, 100]), (9, 1023, [1023]), (1, 64, [63]), (513, 17, [17]), (8, 16, [16]),
+)  # fmt: skip
+TOWERS = (
+    (2, 256, 16, 72), (3, 256, 16, 72), (1, 256, 1, 72), (5, 255, 2, 72), (1, 129, 3, 80), (4, 256, 4, 64),
+    (2, 200, 3, 40), (1, 257, 3, 72), (1, 1024, 2, 72), (1, 33, 2, 16),
+)  # fmt: skip
+
+
+def _tall() -> Cases:
+    for rows in (128, 257, 1024):
+        for layer in (False, True):
+            yield f"add_norm layer={layer} {rows}x12", _add_norm(rows, 12, rows, layer, None, alias=False)
+        yield f"geglu {rows}x20", _activation("geglu", rows, 20, 60.0)
+        yield f"gelu {rows}x6", _activation("gelu", rows, 6, None)
+    yield "embed_norm (4, 200, 56, 12)", _embed_norm(4, 200, 56, 12, None)
+    yield "rope_cache (2, 512, 2, 1, 6)", _rope_cache(2, 512, 2, 1, 6)
+    yield "attention (257, 300, 2, 1, 6)", _attention(257, 300, 2, 1, 6, [300, 1])
+    yield "self-attention (1, 256, 2, 72)", _self_attention(1, 256, 2, 72)
+    yield "suffix_attention (129, 65, 2, 1, 6)", _suffix_attention(129, 65, 2, 1, 6, [65, 3], True)
+    for rows in (128, 129, 513):
+        yield f"qkv_rope {rows}", _qkv_rope(1, rows, 32, 1, 1, 16, True, False)
+        yield f"gate_up_geglu {rows}", _gate_up(rows, 40, 24, True, False)
+        yield f"project {rows}", _project(rows, 24, 72, 1, "gr")
+    yield "step (4, 128, 127)", _step(4, 128, 127, 20, 7, "n")
+
+
+def _wide() -> Cases:
+    for rows in ROWS:
+        for width in (72, 1152, 2048, 4304):
+            fp8 = 30.0 if rows % 2 else None
+            yield f"add_norm {rows}x{width}", _add_norm(rows, width, rows, width % 1152 == 0, fp8, alias=rows % 3 == 0)
+        for hidden in (72, 4304, 16384):
+            yield f"geglu {rows}x{hidden}", _activation("geglu", rows, hidden, 60.0 if rows % 2 else None)
+        yield f"gelu {rows}x4304", _activation("gelu", rows, 4304, 60.0 if rows % 2 else None)
+        yield f"rope_cache {rows} of 256", _rope_cache(1, rows, 8, 1, 256)
+        yield f"rope_cache {rows} of 72", _rope_cache(1, rows, 3, 3, 72)
+        yield f"attention {rows} of 256", _attention(rows, rows, 8, 1, 256, [max(1, rows - 12)])
+        yield f"attention {rows} of 72", _attention(rows, rows, 4, 2, 72, [rows, max(1, rows // 3)])
+        yield f"self-attention {rows}", _self_attention(1, rows, 3, 72, 200.0 if rows % 2 else None)
+        yield f"suffix_attention {rows}", _suffix_attention(rows, 544, 8, 1, 256, [532], bool(rows % 2))
+        yield f"suffix_attention {rows} of 72", _suffix_attention(rows, 65, 6, 3, 72, [65, 1], bool(rows % 2))
+        fp8 = bool(rows % 2)
+        yield f"qkv_rope {rows}", _qkv_rope(1, rows, 1024, 8, 1, 256, True, fp8)
+        yield f"qkv_rope {rows} of 72", _qkv_rope(1, rows, 1152, 3, 3, 72, False, fp8)
+        yield f"gate_up_geglu {rows}", _gate_up(rows, 1024, 4096, True, fp8)
+        yield f"gate_up_geglu {rows}x4304", _gate_up(rows, 1152, 4304, False, fp8)
+        yield f"gate_up_geglu {rows} of 4304", _gate_up(rows, 4304, 40, True, not fp8)
+        yield f"project {rows}", _project(rows, 1024, 4096, 1, "gr8" if fp8 else "gr")
+        yield f"project {rows} of 4304", _project(rows, 1152, 4304, rows, "bs")
+        yield f"step {rows}", _step(1, rows, rows, 1024, 32, "ns" if fp8 else "l")
+    for shape in ((1, 512, 32, 2048), (1, 768, 32, 2048), (4, 200, 56, 4304), (16, 60, 4, 72)):
+        yield f"embed_norm {shape}", _embed_norm(*shape, 30.0 if shape[0] > 1 else None)
+    for images in (1, 2, 3, 4):
+        yield f"patchify {images}", _patchify(images, 224, 14, 592)
+    for tokens, source, lengths in PREFIXES:
+        for scale in (None, 200.0):
+            name = f"attention {tokens}x{source} {lengths} fp8={scale is not None}"
+            yield name, _attention(tokens, source, 8, 1, 256, lengths, scale)
+        yield f"attention {tokens}x{source} {lengths} grouped", _attention(tokens, source, 8, 2, 256, lengths)
+    for shape in TOWERS:
+        for scale in (None, 200.0):
+            yield f"self-attention {shape} fp8={scale is not None}", _self_attention(*shape, scale)
+
+
+TALL: dict[str, Callable[[Draw], Call]] = dict(_tall())
+WIDE: dict[str, Callable[[Draw], Call]] = {**TALL, **dict(_wide())}
+
+
+def call_of(name: str, dtype: torch.dtype) -> Call:
+    """The call of a case, of these or of kernel_cases.py, the same every time."""
+    return (CASES.get(name) or WIDE[name])(Draw(name, dtype))

@@ -1,0 +1,106 @@
+"""What the tests of the LIBERO harness share: stand-ins for a policy and a simulator."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+FRAME = {
+    "observation/image": np.zeros((224, 224, 3), np.uint8),
+    "observation/wrist_image": np.zeros((224, 224, 3), np.uint8),
+    "observation/state": np.zeros(8),
+}
+PARTS = {"preprocess": 1.0, "vision": 4.0, "kv_cache": 10.0, "postprocess": 0.5}
+
+
+class FakePolicy:
+    """A policy that answers with a constant chunk and records what it was asked.
+
+    Its denoising takes 2 ms + 3 ms a step, by its own account.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, steps: int = 10, *, fail: Callable[[int], None] | None = None) -> None:
+        self.steps = steps
+        self.metadata = {
+            "model": {"kind": "fake"},
+            "engines": [],
+            "device": "cpu",
+            "num_steps": steps,
+            "action_horizon": 10,
+            "action_dim": 8,
+        }
+        self.noises: list[np.ndarray | None] = []
+        self.prompts: list[str] = []
+        self.calls = 0
+        self._fail = fail
+
+    def with_steps(self, steps: int) -> FakePolicy:
+        return FakePolicy(steps, fail=self._fail)
+
+    def reset(self) -> None:
+        pass
+
+    def infer(self, obs: dict[str, Any], *, noise: np.ndarray | None = None) -> dict[str, Any]:
+        self.calls += 1
+        if self._fail is not None:
+            self._fail(self.calls)
+        self.noises.append(noise)
+        self.prompts.append(obs["prompt"])
+        parts = {**PARTS, "denoise": 2.0 + 3.0 * self.steps}
+        total = sum(parts.values())
+        timing = {f"{k}_ms": v for k, v in {**parts, "total": total, "infer": total}.items()}
+        return {"actions": np.full((10, 7), 0.1), "policy_timing": timing}
+
+
+class FakeEnv:
+    """A simulator without physics: success after a given number of actions.
+
+    Like the real one it refuses to show a frame of a step that did not look.
+    """
+
+    def __init__(self, succeed_after: int | None = None, crash_at: int | None = None) -> None:
+        self.succeed_after, self.crash_at = succeed_after, crash_at
+        self.steps: list[tuple[np.ndarray, bool]] = []
+        self.frames_read = 0
+        self._looked = False
+
+    def reset_to(self, initial_state: np.ndarray) -> None:
+        self.steps, self._looked = [], True
+
+    def step(self, action: np.ndarray, *, look: bool) -> Any:
+        if self.crash_at == len(self.steps):
+            raise RuntimeError("the simulation\nis unstable")
+        self.steps.append((action, look))
+        self._looked = look
+        return SimpleNamespace(success=len(self.steps) == self.succeed_after)
+
+    def frame(self) -> dict[str, Any]:
+        assert self._looked, "asked for a frame of a step that did not look"
+        self.frames_read += 1
+        return FRAME
+
+    def close(self) -> None:
+        pass
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """A random checkpoint of the demo's architecture: it loads and acts, and knows nothing."""
+    from vla_accel.checkpoints.checkpoint import save_checkpoint
+    from vla_accel.models.pi0 import Pi0, pi05_demo
+    from vla_accel.policy.optimized import NAMED
+
+    torch.manual_seed(0)
+    config = pi05_demo()
+    state = {k: torch.randn_like(v) * 0.02 for k, v in Pi0(config).state_dict().items()}
+    save_checkpoint(state, config, folder)
+    for name in ("norm_stats.json", "tokenizer.json"):
+        shutil.copy(NAMED["demo"] / name, folder / name)
+    return folder

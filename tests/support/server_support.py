@@ -1,0 +1,265 @@
+"""A cheap policy for server tests, plain sockets that misbehave, and a server in a process of its own.
+
+`python tests/support/server_support.py` serves the cheap policy, prints its address and stops at SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+HORIZON, DIM = 10, 7
+
+
+def expected_actions(state: np.ndarray) -> np.ndarray:
+    """What `EchoPolicy` answers to a state (8,): no two states share an answer."""
+    return np.outer(np.arange(1, HORIZON + 1), state[:DIM]) + state[DIM]
+
+
+class EchoPolicy:
+    """Answers with numbers that belong to the observation alone; refuses what a real policy would refuse.
+
+    `gate`: each call waits for it. `calls`: batch sizes so far. `delay_s`: how long a call takes.
+    """
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.metadata = {"policy": "echo", "action_horizon": HORIZON, "action_dim": DIM}
+        self.delay_s, self.calls = delay_s, []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+
+    def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+        return self.infer_batch([observation])[0]
+
+    def infer_batch(self, observations: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        from vla_accel.errors import ObservationError
+
+        self.calls.append(len(observations))
+        self.entered.release()
+        assert self.gate.wait(30)
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        results = []
+        for observation in observations:
+            if "observation/state" not in observation:
+                raise ObservationError(f"observation: missing observation/state; got {', '.join(observation)}")
+            state = np.asarray(observation["observation/state"])
+            if state.dtype.kind != "f" or state.shape != (8,):
+                raise ObservationError(f"observation/state: expected 8 floats, got {state.dtype} {state.shape}")
+            if observation.get("prompt") == "crash":
+                raise RuntimeError("a policy's own mistake")
+            timing = {"infer_ms": 3.0, "vision_ms": 1.0, "denoise_ms": 2.0}
+            results.append({"actions": expected_actions(state), "state": state, "policy_timing": timing})
+        return results
+
+
+class GuidedPolicy(EchoPolicy):
+    """An echo policy that takes real-time chunking and says what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[tuple[Any, Any]] = []
+
+    def infer(
+        self, observation: Mapping[str, Any], *, prev_chunk: Any = None, inference_delay: Any = None
+    ) -> dict[str, Any]:
+        self.got.append((prev_chunk, inference_delay))
+        return super().infer(observation)
+
+
+class MixingPolicy(GuidedPolicy):
+    """A guided policy whose batches may hold guided and plain observations."""
+
+    def infer_batch(
+        self, observations: list[Mapping[str, Any]], *, prev_chunks: Any = None, inference_delays: Any = None
+    ) -> list[dict[str, Any]]:
+        self.got += zip(prev_chunks or [], inference_delays or [], strict=True)
+        return super().infer_batch(observations)
+
+
+def observation(*numbers: float, image: bool = False) -> dict[str, Any]:
+    """An observation with up to eight numbers as its state."""
+    state = np.zeros(8)
+    state[: len(numbers)] = numbers
+    result: dict[str, Any] = {"observation/state": state, "prompt": "do it"}
+    if image:
+        result["observation/image"] = np.zeros((224, 224, 3), np.uint8)
+    return result
+
+
+def port_of(address: str) -> int:
+    return int(address.rsplit(":", 1)[1])
+
+
+def get(address: str, path: str, headers: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Status, content type and text of a plain GET."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port_of(address)}{path}", headers=dict(headers or {}))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=10) as response:
+            return response.status, response.headers["Content-Type"], response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers.get("Content-Type", ""), error.read().decode()
+
+
+def metric(address: str, name: str) -> float:
+    """One value of the metrics page; 0 for a label that was not counted yet."""
+    for line in get(address, "/metrics")[2].splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.rsplit(" ", 1)[1])
+    return 0.0
+
+
+class RawClient:
+    """A websocket client without manners: it sends the bytes it is told to."""
+
+    def __init__(self, address: str, *, handshake: bool = True, headers: str = "") -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port_of(address)), timeout=10)
+        self.head = b""
+        if handshake:
+            key = base64.b64encode(os.urandom(16)).decode()
+            self.socket.sendall(
+                f"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n{headers}\r\n".encode()
+            )
+            while b"\r\n\r\n" not in self.head:
+                self.head += self._some()
+            self.head, _, self._rest = self.head.partition(b"\r\n\r\n")
+            if b" 101 " in self.head:
+                assert self.frame()[0] == 2, "the metadata comes first"
+
+    def send(self, payload: bytes, *, opcode: int = 2, announced: int | None = None, fin: bool = True) -> None:
+        """One frame; `announced` is the length it claims."""
+        self.socket.sendall(frame_bytes(payload, opcode=opcode, announced=announced, fin=fin))
+
+    def frame(self) -> tuple[int, bytes]:
+        """(opcode, payload) of the next frame; a closing frame's payload is its code and reason."""
+        head = self._exactly(2)
+        length = head[1] & 127
+        if length == 126:
+            length = struct.unpack(">H", self._exactly(2))[0]
+        elif length == 127:
+            length = struct.unpack(">Q", self._exactly(8))[0]
+        return head[0] & 15, self._exactly(length)
+
+    def close_code(self) -> int:
+        """The code of the closing frame that comes next; other frames in between are a failure."""
+        opcode, payload = self.frame()
+        assert opcode == 8, (opcode, payload)
+        return struct.unpack(">H", payload[:2])[0]
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _exactly(self, count: int) -> bytes:
+        while len(self._rest) < count:
+            self._rest += self._some()
+        got, self._rest = self._rest[:count], self._rest[count:]
+        return got
+
+    def _some(self) -> bytes:
+        data = self.socket.recv(65536)
+        if not data:
+            raise ConnectionError("the server closed the connection")
+        return data
+
+
+def frame_bytes(payload: bytes, *, opcode: int = 2, announced: int | None = None, fin: bool = True) -> bytes:
+    """A client's frame, masked with zeros."""
+    length = len(payload) if announced is None else announced
+    first = bytes([(128 if fin else 0) | opcode])
+    if length < 126:
+        head = first + bytes([128 | length])
+    elif length < 65536:
+        head = first + bytes([128 | 126]) + struct.pack(">H", length)
+    else:
+        head = first + bytes([128 | 127]) + struct.pack(">Q", length)
+    return head + bytes(4) + payload
+
+
+@contextlib.contextmanager
+def server_process(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`(address, process)` of the echo policy, served by a process of its own; stopped by SIGTERM."""
+    words = [sys.executable, str(Path(__file__).resolve()), *options]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        address = process.stdout.readline().strip()
+        assert address.startswith("ws://"), "the server did not start"
+        yield address, process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            process.stdout.close()
+
+
+@contextlib.contextmanager
+def serve_command(*words: str) -> Iterator[str]:
+    """The address of `vla-accel serve …`; afterwards it must stop cleanly."""
+    command = [sys.executable, "-m", "vla_accel", "serve", *words, "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if found := re.search(r"serving on (ws://\S+)", line):
+                break
+        else:
+            raise AssertionError(said)
+        try:
+            yield found.group(1)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read()
+            assert process.wait(30) == 0, rest
+    assert "stopped after" in rest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max-batch", type=int, default=1)
+    parser.add_argument("--delay-ms", type=float, default=0.0)
+    words = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    import asyncio
+
+    from vla_accel.server import PolicyServer, ServerConfig
+
+    async def run() -> None:
+        config = ServerConfig(port=0, max_batch=words.max_batch)
+        server = PolicyServer(EchoPolicy(words.delay_ms / 1e3), config)
+        for name in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(name, server.stop_soon)
+        await server.run(lambda s: print(s.address, flush=True))
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

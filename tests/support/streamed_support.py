@@ -1,0 +1,101 @@
+"""The streamed denoise loop without a GPU: built as usual on the CPU, with a module that records what is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny import random_model
+from vla_accel.models.gemma import GemmaConfig
+from vla_accel.models.pi0 import Kind, Pi0Config
+from vla_accel.models.siglip import SiglipConfig
+from vla_accel.native import streamed
+from vla_accel.native.constants import step_tables
+from vla_accel.native.expert import ExpertWeights
+from vla_accel.native.streamed import StreamedLoop
+from vla_accel.ops.cuda import runtime
+
+
+def streamable(kind: Kind, *, width: int, mlp: int, heads: int, kv_heads: int = 1, head_dim: int = 64, depth: int = 2,
+               horizon: int = 10, action_dim: int = 8) -> Pi0Config:  # fmt: skip
+    """A small model whose expert the streamed kernels can run."""
+    return Pi0Config(
+        kind=kind,
+        vision=SiglipConfig(width=32, depth=1, mlp_dim=64, heads=2, image_size=28, patch_size=14),
+        prefix=GemmaConfig(width=64, depth=depth, mlp_dim=128, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
+        expert=GemmaConfig(width=width, depth=depth, mlp_dim=mlp, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
+        vocab_size=64,
+        action_dim=action_dim,
+        action_horizon=horizon,
+        max_token_len=48,
+        discrete_state_input=kind == "pi05",
+    )
+
+
+@dataclass(frozen=True)
+class LoopCase:
+    config: Pi0Config
+    batch: int = 1
+    prefix_tokens: int = 100
+    steps: int = 3
+
+
+# Sizes that take other paths: one to four tiles of rows, one to four units a block, one to four parts of K, products
+# of one or two chunks. The expert of the full-size model is among them, two layers deep.
+FULL = {"width": 1024, "mlp": 4096, "heads": 8, "head_dim": 256, "action_dim": 32}
+LOOPS = {
+    "demo": LoopCase(streamable("pi05", width=128, mlp=512, heads=4)),
+    "demo x 4": LoopCase(streamable("pi05", width=128, mlp=512, heads=4), batch=4),
+    "full": LoopCase(streamable("pi05", **FULL), prefix_tokens=544),
+    "full pi0": LoopCase(streamable("pi0", **FULL, horizon=50), prefix_tokens=800),
+    "full pi0 three rows of tiles": LoopCase(streamable("pi0", **FULL, horizon=39), prefix_tokens=64),
+    "grouped": LoopCase(streamable("pi0", width=256, mlp=1024, heads=4, kv_heads=2, horizon=15), batch=2),
+    "wide": LoopCase(streamable("pi05", width=64, mlp=2048, heads=64, horizon=17), prefix_tokens=31),
+    "narrow": LoopCase(streamable("pi05", width=32, mlp=96, heads=1, horizon=1, action_dim=7), prefix_tokens=1),
+}
+
+
+@dataclass
+class RecordedModule:
+    """What `runtime.Module` was given, and the launches."""
+
+    source: str
+    shared: Mapping[str, int]
+    architecture: str
+    device: torch.device
+    launches: list[tuple[str, int, int, tuple[Any, ...], int, bool]] = field(default_factory=list)
+
+    def launch(self, name: str, blocks: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
+               dependent: bool = False) -> None:  # fmt: skip
+        self.launches.append((name, blocks, threads, tuple(arguments), cluster, dependent))
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """The sizes before the source."""
+        lines = (line.split() for line in self.source.splitlines())
+        return {w[1]: int(w[2]) for w in lines if len(w) == 3 and w[0] == "#define" and w[2].isdigit()}
+
+
+def recorded_loop(case: LoopCase, monkeypatch: pytest.MonkeyPatch) -> tuple[StreamedLoop, RecordedModule]:
+    """The loop of a case with random weights, on the CPU."""
+    monkeypatch.setattr(runtime, "load_module", RecordedModule)
+    model = random_model(case.config)
+    with torch.inference_mode():
+        weights = ExpertWeights.of(model.to_compute_dtype(torch.bfloat16), "bf16")
+        tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], case.steps)
+        loop = StreamedLoop(
+            case.config, weights.packed, tables, weights.w_out, weights.b_out,
+            None if weights.mix is None else weights.mix_bias, case.batch, case.prefix_tokens,
+        )  # fmt: skip
+    assert isinstance(loop.module, RecordedModule)
+    return loop, loop.module
+
+
+def reason(case: LoopCase, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `fits` says on a Hopper."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: streamed.CAPABILITY)
+    return streamed.fits(case.config, case.batch, torch.bfloat16, False, torch.device("cuda"))

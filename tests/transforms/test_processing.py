@@ -1,0 +1,391 @@
+"""Observation to inputs and back: openpi's formulas by hand, both prompt forms, and every way to be wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.tiny import TOKENIZER, WORDS, statistics, tiny_observation
+from vla_accel.checkpoints.loading import NAMED
+from vla_accel.errors import CheckpointError, ObservationError, VlaAccelError
+from vla_accel.transforms.processing import Normaliser, Processor, Statistics, load_statistics
+from vla_accel.transforms.tokenizer import SmallTokenizer, discretise_state, load_tokenizer, tokenize_prompt
+
+
+def stats(**values: list[float]) -> Statistics:
+    arrays = {k: np.array(v, dtype=np.float64) for k, v in values.items()}
+    return Statistics(**{**dict.fromkeys(("mean", "std", "q01", "q99")), **arrays})  # type: ignore[arg-type]
+
+
+def make_processor(**changes: Any) -> Processor:
+    state = Statistics(**{k: np.array(v) for k, v in statistics()["state"].items()})
+    actions = Statistics(**{k: np.array(v) for k, v in statistics()["actions"].items()})
+    processor = Processor(
+        tokenizer=TOKENIZER,
+        state=Normaliser.of(state, "quantile", "state"),
+        actions=Normaliser.of(actions, "quantile", "actions"),
+        image_size=28,
+        action_dim=10,
+        max_token_len=48,
+        discrete_state=True,
+    )
+    return replace(processor, **changes)
+
+
+def write_statistics(folder: Path, content: Any) -> Path:
+    path = folder / "norm_stats.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+# -- normalisation ------------------------------------------------------------------------------------------------
+
+
+def test_quantile_normalisation_by_hand() -> None:
+    n = Normaliser.of(stats(q01=[-1.0, 10.0], q99=[3.0, 10.5]), "quantile", "state")
+    expected = [(2.0 + 1.0) / (4.0 + 1e-6) * 2 - 1, (10.1 - 10.0) / (0.5 + 1e-6) * 2 - 1]
+    np.testing.assert_allclose(n.normalise(np.array([2.0, 10.1])), expected, rtol=0, atol=1e-15)
+    expected = [(0.5 + 1) / 2 * (4.0 + 1e-6) - 1.0, (-2.0 + 1) / 2 * (0.5 + 1e-6) + 10.0]
+    np.testing.assert_allclose(n.restore(np.array([0.5, -2.0])), expected, rtol=0, atol=1e-15)
+
+
+def test_mean_std_normalisation_by_hand() -> None:
+    n = Normaliser.of(stats(mean=[1.0, -2.0], std=[0.5, 0.0]), "mean_std", "state")
+    expected = [(2.0 - 1.0) / (0.5 + 1e-6), (-2.0 + 2.0) / 1e-6]
+    np.testing.assert_allclose(n.normalise(np.array([2.0, -2.0])), expected, rtol=0, atol=1e-15)
+    expected = [3.0 * (0.5 + 1e-6) + 1.0, 1.0 * 1e-6 - 2.0]
+    np.testing.assert_allclose(n.restore(np.array([3.0, 1.0])), expected, rtol=0, atol=1e-15)
+
+
+def test_the_lower_quantile_is_exactly_minus_one() -> None:
+    """One bit below would be bin -1 instead of 0, and constant dimensions sit exactly there."""
+    rng = np.random.default_rng(0)
+    low = rng.normal(size=2000)
+    span = np.where(np.arange(2000) % 4 == 0, 0.0, rng.random(2000))
+    n = Normaliser.of(stats(q01=low.tolist(), q99=(low + span).tolist()), "quantile", "state")
+    assert (n.normalise(low) == -1.0).all()
+    assert (discretise_state(n.normalise(low)) == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["quantile", "mean_std"])
+def test_normalisation_round_trip(kind: Any) -> None:
+    n = Normaliser.of(Statistics(**{k: np.array(v) for k, v in statistics()["state"].items()}), kind, "state")
+    x = np.random.default_rng(0).normal(size=(5, 8)) * 3
+    np.testing.assert_allclose(n.restore(n.normalise(x)), x, rtol=0, atol=1e-13)
+    assert np.abs(n.normalise(x) - x).max() > 0.1
+
+
+def test_actions_are_cut_to_the_robots() -> None:
+    actions = np.random.default_rng(0).normal(size=(5, 10)).astype(np.float32)
+    q = {k: np.array(v) for k, v in statistics()["actions"].items()}
+    expected = (actions[:, :7].astype(np.float64) + 1) / 2 * (q["q99"] - q["q01"] + 1e-6) + q["q01"]
+    processor = make_processor()
+    result = processor.finish(actions, processor.prepare(tiny_observation()))
+    assert result.dtype == np.float64 and result.shape == (5, 7)
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-12)
+
+
+def test_prepared_state_is_normalised_and_padded() -> None:
+    observation = tiny_observation()
+    raw = observation["observation/state"]
+    q = {k: np.array(v) for k, v in statistics()["state"].items()}
+    inputs = make_processor().prepare(observation)
+    assert inputs.state.dtype == np.float32 and inputs.state.shape == (10,)
+    np.testing.assert_allclose(inputs.state[:8], (raw - q["q01"]) / (q["q99"] - q["q01"] + 1e-6) * 2 - 1, atol=1e-6)
+    assert (inputs.state[8:] == 0).all()
+    np.testing.assert_array_equal(inputs.raw_state, raw)
+
+
+# -- statistics ---------------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_read_with_and_without_the_wrapping_key(tmp_path: Path) -> None:
+    wrapped = load_statistics(write_statistics(tmp_path, {"norm_stats": statistics()}))
+    bare = load_statistics(write_statistics(tmp_path, statistics()))
+    for loaded in (wrapped, bare):
+        q01 = loaded["actions"].q01
+        assert q01 is not None and q01.tolist() == statistics()["actions"]["q01"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not json", "expected JSON"),
+        ([1, 2], "expected a mapping, got list"),
+        ({"norm_stats": {"state": {}}}, r"expected norm_stats\.actions, found \['state'\]"),
+        ({"norm_stats": {"actions": {}}}, r"expected norm_stats\.state"),
+        ({"state": {"q01": [0.0, float("nan")]}, "actions": {}}, r"state\.q01: expected a list of finite numbers"),
+        ({"state": {}, "actions": {"mean": 3.0}}, r"actions\.mean: expected a list of finite numbers, got 3\.0"),
+        ({"state": {"std": ["a"]}, "actions": {}}, r"state\.std: expected a list of finite numbers"),
+        ({"state": {"std": [[1.0], [1.0, 2.0]]}, "actions": {}}, r"state\.std: expected a list of finite numbers"),
+    ],
+)
+def test_bad_statistics_are_named(tmp_path: Path, content: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_statistics(write_statistics(tmp_path, content))
+
+
+def test_a_missing_statistics_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"expected .*norm_stats\.json, found no such file"):
+        load_statistics(tmp_path / "norm_stats.json")
+
+
+def test_statistics_of_the_wrong_kind_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"norm_stats\.state: expected q01 and q99 for quantile"):
+        Normaliser.of(stats(mean=[0.0], std=[1.0]), "quantile", "state")
+    with pytest.raises(CheckpointError, match=r"norm_stats\.actions: expected mean and std for mean_std"):
+        Normaliser.of(stats(q01=[0.0], q99=[1.0]), "mean_std", "actions")
+    with pytest.raises(CheckpointError, match=r"norm_stats\.state"):
+        Normaliser.of(stats(q01=[0.0, 1.0], q99=[1.0]), "quantile", "state")
+
+
+def test_statistics_of_the_wrong_length_are_refused() -> None:
+    short = Normaliser.of(stats(q01=[0.0] * 7, q99=[1.0] * 7), "quantile", "state")
+    with pytest.raises(CheckpointError, match="expected 8 values, got 7"):
+        make_processor(state=short).prepare(tiny_observation())
+
+
+# -- prompts ------------------------------------------------------------------------------------------------------
+
+
+def words(*names: str) -> list[int]:
+    return [len(SmallTokenizer.SPECIAL) + WORDS.index(n) for n in names]
+
+
+def test_the_plain_prompt_ends_in_a_newline_token() -> None:
+    ids = tokenize_prompt(TOKENIZER, "  pick_up the\nbowl ", None, 48)
+    assert ids.dtype == np.int64
+    assert ids.tolist() == [1, *words("pick", "up", "the", "bowl", "\n")]
+
+
+def test_the_state_prompt() -> None:
+    # Edge of the first bin, inside the first, middle, last, above one (last), below minus one (bin -1).
+    state = np.array([-1.0, -0.999, 0.0, 0.999, 5.0, -1.001])
+    assert discretise_state(state).tolist() == [0, 0, 128, 255, 255, -1]
+    asked: list[tuple[str, bool]] = []
+
+    class Spy:
+        def encode(self, text: str, *, add_bos: bool) -> list[int]:
+            asked.append((text, add_bos))
+            return [7]
+
+        def finish(self, ids: list[int]) -> list[int]:
+            return [*ids, 9]
+
+    assert tokenize_prompt(Spy(), "Pick up_the bowl\n", state, 48).tolist() == [7, 9]
+    # Not lower-cased: that is the tokenizer's business.
+    assert asked == [("Task: Pick up the bowl, State: 0 0 128 255 255 -1;\nAction: ", True)]
+
+
+def test_small_tokenizer_numbers_words_and_letters() -> None:
+    tokenizer = SmallTokenizer(("up", "a", "b"), state_dim=2, fill_to=9)
+    assert tokenizer.vocab_size == 4 + 3 + 2 * 256
+    first = 7
+    assert tokenizer.encode("Up ab! 3 -1 300", add_bos=True) == [1, 4, 5, 6, 2, first + 3, first + 256, first + 511]
+    assert tokenizer.finish([1, 4]) == [1, 4, *[3] * 7]
+    assert tokenizer.finish([1] * 12) == [1] * 12
+
+
+def test_the_prompt_carries_the_normalised_state() -> None:
+    observation = tiny_observation()
+    q = {k: np.array(v) for k, v in statistics()["state"].items()}
+    observation["observation/state"] = q["q01"].copy()
+    ids = make_processor().prepare(observation).tokens
+    number = len(SmallTokenizer.SPECIAL) + len(WORDS)
+    assert [i for i in ids if i >= number] == [number + 256 * slot for slot in range(8)]
+    plain = make_processor(discrete_state=False).prepare(observation).tokens
+    assert plain.tolist() == [1, *words("pick", "up", "the", "bowl", "\n")]
+
+
+def test_prompts_at_the_limit_and_beyond() -> None:
+    prompt = "bowl " * 46  # and bos and newline
+    assert len(tokenize_prompt(TOKENIZER, prompt, None, 48)) == 48
+    with pytest.raises(ObservationError, match="prompt: expected at most 48 tokens, got 49 from 'bowl bowl"):
+        tokenize_prompt(TOKENIZER, prompt + "bowl", None, 48)
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n", "_"])
+def test_an_empty_prompt_is_refused(prompt: str) -> None:
+    with pytest.raises(ObservationError, match="prompt: expected an instruction"):
+        tokenize_prompt(TOKENIZER, prompt, None, 48)
+
+
+@pytest.mark.parametrize("prompt", [3, ["pick"], np.array(["pick"]), 2.5])
+def test_a_prompt_that_is_no_str_is_refused(prompt: Any) -> None:
+    with pytest.raises(ObservationError, match="prompt: expected a str, got"):
+        make_processor().prepare({**tiny_observation(), "prompt": prompt})
+
+
+def test_a_prompt_may_be_a_numpy_scalar_or_the_default() -> None:
+    expected = make_processor().prepare(tiny_observation()).tokens
+    for prompt in (np.array("pick up the bowl"), b"pick up the bowl", np.str_("pick up the bowl")):
+        wrapped = {**tiny_observation(), "prompt": prompt}
+        np.testing.assert_array_equal(make_processor().prepare(wrapped).tokens, expected)
+    bare = {k: v for k, v in tiny_observation().items() if k != "prompt"}
+    default = make_processor(default_prompt="pick up the bowl")
+    np.testing.assert_array_equal(default.prepare(bare).tokens, expected)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"type": "other"}', '{"type": "small", "words": ["a"]}', "3", "null"])
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected a small tokenizer's JSON"):
+        SmallTokenizer.load(path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        SmallTokenizer.load(path)
+
+
+def test_tokenizer_round_trip(tmp_path: Path) -> None:
+    TOKENIZER.save(tmp_path / "tokenizer.json")
+    assert SmallTokenizer.load(tmp_path / "tokenizer.json") == TOKENIZER
+
+
+# -- images and whole observations --------------------------------------------------------------------------------
+
+
+def test_images_are_passed_on_as_they_are() -> None:
+    observation = tiny_observation()
+    base, wrist = observation["observation/image"], observation["observation/wrist_image"]
+    inputs = make_processor().prepare(observation)
+    np.testing.assert_array_equal(inputs.images, np.stack([base, wrist]))
+    moved = {**observation, "observation/image": np.moveaxis(base, -1, 0)}
+    np.testing.assert_array_equal(make_processor().prepare(moved).images, inputs.images)
+    # openpi truncates floats, it does not round.
+    floats = {**observation, "observation/wrist_image": np.full((28, 28, 3), 0.999, np.float32)}
+    assert (make_processor().prepare(floats).images[1] == 254).all()
+
+
+def image(shape: tuple[int, ...] = (28, 28, 3), dtype: Any = np.uint8, value: float = 0) -> np.ndarray:
+    return np.full(shape, value, dtype)
+
+
+BAD: list[tuple[str, Any, str]] = [
+    (
+        "observation/image",
+        image((32, 28, 1)),
+        r"observation/image: expected shape \(height, width, 3\), got \(32, 28, 1\)",
+    ),
+    (
+        "observation/image",
+        image((0, 28, 3)),
+        r"observation/image: expected shape \(height, width, 3\), got \(0, 28, 3\)",
+    ),
+    ("observation/image", image((28, 28, 4)), r"observation/image: expected shape .* got \(28, 28, 4\)"),
+    ("observation/wrist_image", image((28, 28)), r"observation/wrist_image: expected shape .* got \(28, 28\)"),
+    ("observation/wrist_image", image((1, 28, 28, 3)), r"observation/wrist_image: expected shape .* got \(1, 28"),
+    ("observation/image", image(dtype=np.int64), "observation/image: expected dtype uint8, got int64"),
+    ("observation/image", image(dtype=bool), "observation/image: expected dtype uint8, got bool"),
+    ("observation/image", image(dtype=np.float32, value=1.5), r"observation/image: .* floats in \[0, 1\]"),
+    ("observation/image", image(dtype=np.float32, value=-0.1), r"observation/image: .* floats in \[0, 1\]"),
+    ("observation/image", image(dtype=np.float32, value=np.nan), r"observation/image: .* floats in \[0, 1\]"),
+    ("observation/image", "a path", "observation/image: expected shape"),
+    ("observation/image", None, "observation/image: expected shape"),
+    ("observation/state", np.zeros(7), r"observation/state: expected shape \(8,\), got \(7,\)"),
+    ("observation/state", np.zeros((1, 8)), r"observation/state: expected shape \(8,\), got \(1, 8\)"),
+    ("observation/state", np.array([0] * 7 + [np.nan]), "observation/state: expected finite numbers"),
+    ("observation/state", np.array([0] * 7 + [np.inf]), "observation/state: expected finite numbers"),
+    ("observation/state", ["x"] * 8, "observation/state: expected numbers, got"),
+    ("observation/state", None, r"observation/state: expected"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), BAD)
+def test_a_bad_value_is_named(key: str, value: Any, message: str) -> None:
+    with pytest.raises(ObservationError, match=message):
+        make_processor().prepare({**tiny_observation(), key: value})
+
+
+@pytest.mark.parametrize("key", list(tiny_observation()))
+def test_a_missing_key_is_named(key: str) -> None:
+    observation = tiny_observation()
+    del observation[key]
+    with pytest.raises(ObservationError, match=f"observation: missing {key}; got observation/|missing {key}; got "):
+        make_processor().prepare(observation)
+
+
+@pytest.mark.parametrize("observation", [None, [1], "observation"])
+def test_an_observation_is_a_mapping(observation: Any) -> None:
+    with pytest.raises(ObservationError, match="observation: expected a mapping, got"):
+        make_processor().prepare(observation)
+    assert issubclass(ObservationError, VlaAccelError) and issubclass(ObservationError, ValueError)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"expected tokenizer\.json or tokenizer\.model, found neither"):
+        load_tokenizer(tmp_path)
+
+
+def test_the_demos_tokenizer_is_the_small_one() -> None:
+    assert isinstance(load_tokenizer(NAMED["demo"]), SmallTokenizer)
+
+
+def test_plain_prompts_are_tokenised_once() -> None:
+    asked: list[str] = []
+
+    class Spy:
+        def encode(self, text: str, *, add_bos: bool) -> list[int]:
+            asked.append(text)
+            return [7, len(text)]
+
+        def finish(self, ids: list[int]) -> list[int]:
+            return ids
+
+    processor = make_processor(tokenizer=Spy(), discrete_state=False)
+    for prompt in ("open it", "close it", "open it"):
+        ids = processor.prepare({**tiny_observation(), "prompt": prompt}).tokens
+        assert ids.tolist() == [7, len(prompt), 7, 1]
+    assert asked == ["open it", "\n", "close it", "\n"]
+    with pytest.raises(ValueError, match="read-only"):
+        ids[0] = 0
+    for number in range(2000):  # an unbounded stream of instructions is no leak
+        processor.prepare({**tiny_observation(), "prompt": f"open {number}"})
+    assert len(processor._prompts) <= 1024
+
+
+def test_images_are_the_callers_own_and_the_state_is_a_copy() -> None:
+    observation = tiny_observation()
+    observation["observation/state"] = observation["observation/state"].astype(np.float64)
+    inputs = make_processor().prepare(observation)
+    assert inputs.images[0] is observation["observation/image"]
+    # Also where only its axes are in another order; no image is ever written to.
+    moved = {**observation, "observation/image": np.moveaxis(observation["observation/image"], -1, 0).copy()}
+    assert np.shares_memory(make_processor().prepare(moved).images[0], moved["observation/image"])
+    kept = inputs.raw_state.copy()
+    observation["observation/state"][:] = 0
+    np.testing.assert_array_equal(inputs.raw_state, kept)
+
+
+def test_statistics_may_be_longer_than_the_robots_numbers() -> None:
+    """openpi computes some after padding."""
+    n = Normaliser.of(stats(mean=[0.0] * 12, std=[2.0] * 12), "mean_std", "state")
+    processor = make_processor(state=n, actions=n)
+    assert (len(processor.state.low), len(processor.actions.low)) == (8, 7)
+    inputs = processor.prepare(tiny_observation())
+    np.testing.assert_allclose(inputs.state[:8], tiny_observation()["observation/state"] / 2, atol=1e-5)
+    with pytest.raises(CheckpointError, match=r"norm_stats\.actions: expected 7 values, got 6"):
+        make_processor(actions=Normaliser.of(stats(mean=[0.0] * 6, std=[2.0] * 6), "mean_std", "actions"))
+
+
+def test_the_example_is_a_valid_observation() -> None:
+    processor = make_processor()
+    inputs = processor.prepare(processor.example())
+    assert [v.shape for v in inputs.images] == [(28, 28, 3)] * 2 and not any(v.any() for v in inputs.images)
+    np.testing.assert_allclose(inputs.state[:8], 0, atol=1e-6)
+    assert len(inputs.tokens) == len(processor.prepare(tiny_observation(prompt=processor.example()["prompt"])).tokens)
+    assert make_processor(default_prompt="pick it").example()["prompt"] == "pick it"
+
+
+def test_processing_needs_no_torch() -> None:
+    code = (
+        "import sys, vla_accel.transforms.processing; assert 'torch' not in sys.modules and 'yaml' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,1 @@
+"""Checkpoints: where they lie, whose dialect they speak, every key accounted for; reading, writing, converting."""

@@ -1,0 +1,211 @@
+"""openpi's JAX checkpoints to safetensors under openpi's PyTorch names, array by array, with a report of each.
+
+The result is a folder that this package, and openpi's own PyTorch code, can load. Knows nothing of how the source is
+stored: see `Parameters`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vla_accel.checkpoints.checkpoint import check_weights
+from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, Stated, infer_config
+from vla_accel.checkpoints.jax_layout import Target, targets
+from vla_accel.checkpoints.writer import SafetensorsWriter
+from vla_accel.errors import CheckpointError
+from vla_accel.files import replacing
+from vla_accel.models.pi0 import Pi0Config, _kept_wide
+
+Precision = Literal["mixed", "bfloat16", "float32"]
+SCHEMA = "vla_accel.conversion/1"
+
+
+class Parameters(Protocol):
+    """JAX parameters by name (joined by slashes), read one at a time."""
+
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+class ParameterTree:
+    """`Parameters` from arrays in memory: a flat mapping of names to arrays."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        self._arrays = arrays
+        self.shapes: dict[str, tuple[int, ...]] = {k: v.shape for k, v in arrays.items()}
+        self.dtypes: dict[str, str] = {k: str(v.dtype) for k, v in arrays.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one part of one JAX parameter. `rms`: root mean square of its values, as a check."""
+
+    source: str
+    source_dtype: str
+    index: list[int]
+    layout: str
+    target: str
+    shape: list[int]
+    dtype: str
+    rms: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """The conversion, as plain data."""
+
+    schema: str
+    source: str
+    output: str
+    kind: str
+    parameters: int
+    config: dict[str, Any]
+    rows: list[Row]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def convert(
+    parameters: Parameters,
+    output: Path,
+    *,
+    action_horizon: int,
+    precision: Precision = "mixed",
+    source: str = "memory",
+    assets: Path | None = None,
+    max_token_len: int | None = None,
+    discrete_state_input: bool | None = None,
+    preset: str | None = None,
+    unused_head: bool = False,
+    advance: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Write `model.safetensors`, `config.json`, `conversion.json` and `assets/` into `output`.
+
+    Args: `action_horizon`: of the model, which no parameter shows; `precision`: "mixed" keeps in float32 what openpi
+    computes in float32 and the rest in bfloat16, the others cast everything; `assets`: folder of statistics to copy;
+    `max_token_len`, `discrete_state_input`, `preset`: written into config.json for loaders that ask; `unused_head`:
+    also write the expert's output head, as zeros: nothing reads it, but openpi's own loader insists on it; `advance`:
+    called with each source's name.
+    Raises CheckpointError if a parameter has no place, or the model lacks one, or values are not finite.
+    """
+    places = targets(parameters.shapes, source)
+    shapes = {t.name: t.shape for t in places}
+    stated = Stated(
+        action_horizon=action_horizon, max_token_len=max_token_len, discrete_state_input=discrete_state_input
+    )
+    config = infer_config(shapes, "", stated, source)
+    recipe = check_weights(_Shapes(shapes), config, source)
+    wide = {part.name for name, parts in recipe.items() if _kept_wide(name) for part in parts} | {DEAD[1]}
+    dtypes = {name: _dtype(precision, name in wide) for name in shapes}
+
+    entries = {name: (dtypes[name], shape) for name, shape in shapes.items()}
+    if unused_head:
+        entries[DEAD[0]] = (_dtype(precision, False), (config.vocab_size, config.expert.width))
+    rows: list[Row] = []
+    by_source: dict[str, list[Target]] = {}
+    for target in places:
+        by_source.setdefault(target.source, []).append(target)
+    # The metadata says under which other name the table is known, as openpi's own writer has it.
+    tied = {EMBEDDINGS[0]: EMBEDDINGS[1]}
+    with (
+        replacing(output / "model.safetensors") as temporary,
+        SafetensorsWriter(temporary, entries, tied) as writer,
+    ):
+        for name, cuts in by_source.items():
+            array = parameters.read(name)
+            for target in cuts:
+                tensor = _cut(array, target)
+                rows.append(_row(parameters, target, tensor, dtypes[target.name], source))
+                writer.write(target.name, tensor)
+            advance(name)
+        if unused_head:
+            dtype, shape = entries[DEAD[0]]
+            writer.write(DEAD[0], torch.zeros(1, dtype=dtype).expand(shape))
+    if assets is not None and assets.is_dir():
+        shutil.copytree(assets, output / "assets", dirs_exist_ok=True)
+    written = _config(config, precision, preset, discrete_state_input)
+    report = Report(
+        schema=SCHEMA,
+        source=source,
+        output=str(output),
+        kind=config.kind,
+        parameters=sum(int(np.prod(t.shape)) for t in places),
+        config=written,
+        rows=rows,
+    )
+    for file, content in (("config.json", written), ("conversion.json", report.as_dict())):
+        with replacing(output / file) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n")
+    return report
+
+
+class _Shapes:
+    """Weights of which only the shapes are known."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        self.sizes: dict[str, int] = dict.fromkeys(shapes, 0)
+        self.integers: dict[str, str] = {}
+
+    def read(self, name: str) -> Tensor:
+        raise NotImplementedError(name)
+
+
+def _dtype(precision: Precision, wide: bool) -> torch.dtype:
+    return torch.float32 if precision == "float32" or (precision == "mixed" and wide) else torch.bfloat16
+
+
+def _cut(array: np.ndarray, target: Target) -> Tensor:
+    """A copy of the target's part alone: a whole parameter may be gigabytes."""
+    # ml_dtypes' bfloat16 is none of torch's; its bits are.
+    narrow = array.dtype.name == "bfloat16"
+    tensor = torch.from_numpy(np.array(target.cut(array.view(np.int16) if narrow else array), order="C"))
+    return tensor.view(torch.bfloat16) if narrow else tensor
+
+
+def _row(parameters: Parameters, target: Target, tensor: Tensor, dtype: torch.dtype, source: str) -> Row:
+    # Without a copy of the tensor, which may be gigabytes.
+    rms = float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) / tensor.numel() ** 0.5
+    if not np.isfinite(rms):
+        raise CheckpointError(f"checkpoint {source}: non-finite values in {target.source}")
+    return Row(
+        source=target.source,
+        source_dtype=parameters.dtypes[target.source],
+        index=list(target.index),
+        layout=target.layout,
+        target=target.name,
+        shape=list(target.shape),
+        dtype=str(dtype).removeprefix("torch."),
+        rms=rms,
+    )
+
+
+def _config(config: Pi0Config, precision: Precision, preset: str | None, discrete: bool | None) -> dict[str, Any]:
+    """The fields openpi's converter writes, and those that its files leave to be guessed."""
+    content: dict[str, Any] = {
+        "action_dim": config.action_dim,
+        "action_horizon": config.action_horizon,
+        "precision": precision,
+        "pi05": config.kind == "pi05",
+        "max_token_len": config.max_token_len,
+    }
+    if discrete is not None:
+        content["discrete_state_input"] = discrete
+    if preset is not None:
+        content["preset"] = preset
+    return content

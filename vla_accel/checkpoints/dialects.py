@@ -1,0 +1,240 @@
+"""Names under which other projects keep the same weights, and the sizes that can be read off the shapes.
+
+openpi's PyTorch model and lerobot's, which wraps it under `model.`; canonical names are this package's own modules.
+Knows nothing of files or of robots.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from vla_accel.checkpoints.weights import some
+from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.models.gemma import GemmaConfig
+from vla_accel.models.pi0 import Kind, Pi0Config
+from vla_accel.models.siglip import SiglipConfig
+
+Dialect = Literal["vla_accel", "openpi", "lerobot"]
+Shapes = Mapping[str, tuple[int, ...]]
+
+_ROOT = "paligemma_with_expert."
+_TOWER = _ROOT + "paligemma.model.vision_tower.vision_model."
+_PROJECTOR = _ROOT + "paligemma.model.multi_modal_projector.linear."
+_STACKS = {
+    "prefix": _ROOT + "paligemma.model.language_model.",
+    "expert": _ROOT + "gemma_expert.model.",
+}
+# One table under two names; savers keep either or both.
+EMBEDDINGS = (_STACKS["prefix"] + "embed_tokens.weight", _ROOT + "paligemma.lm_head.weight")
+# Never read by the model: the expert's head, and the prefix's final norm (only K and V leave the prefix). The last
+# prefix layer's MLP and output projection are dead, too, but kept in the model, so not listed here.
+DEAD = (_ROOT + "gemma_expert.lm_head.weight", _STACKS["prefix"] + "norm.weight")
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GEMMA = {
+    "qkv_proj": _QKV,
+    "o_proj": ("self_attn.o_proj",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
+_SIGLIP = {"qkv_proj": _QKV, "out_proj": ("self_attn.out_proj",), "fc1": ("mlp.fc1",), "fc2": ("mlp.fc2",)}
+_SIGLIP_HEAD_DIM = 72  # of every SigLIP So400m; the number of heads cannot be read off a weight
+
+# Sizes behind the names in openpi's and lerobot's configs: width, depth, mlp_dim, heads, kv_heads, head_dim.
+VARIANTS: dict[str, GemmaConfig] = {
+    "gemma_2b": GemmaConfig(2048, 18, 16_384, 8, 1, 256),
+    "gemma_300m": GemmaConfig(1024, 18, 4096, 8, 1, 256),
+    "dummy": GemmaConfig(64, 4, 128, 8, 1, 16),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One stored tensor that is `rows` rows of a canonical one, from its top downwards; None: all of them."""
+
+    name: str
+    rows: int | None = None
+
+
+def dialect_of(names: Collection[str]) -> tuple[Dialect, str]:
+    """Whose names these are, and what stands before each of them."""
+    if any(n.startswith(_ROOT) for n in names):
+        return "openpi", ""
+    if any(n.startswith("model." + _ROOT) for n in names):
+        return "lerobot", "model."
+    return "vla_accel", ""
+
+
+def pieces(name: str, config: Pi0Config, prefix: str = "") -> tuple[Piece, ...]:
+    """The tensors in openpi's dialect that make up one canonical tensor, in order along its first axis.
+
+    `embed.weight` is given as the first of `EMBEDDINGS`. q, k, v and gate, up are one matrix each here.
+    """
+    whole: tuple[str, ...]
+    rows: tuple[int, ...] | None = None
+    if match := re.fullmatch(r"(prefix|expert)\.layers\.(\d+)\.(\w+)\.(.+)", name):
+        stack, index, module, leaf = match.groups()
+        sizes = config.prefix if stack == "prefix" else config.expert
+        whole = tuple(f"{_STACKS[stack]}layers.{index}.{part}.{leaf}" for part in _GEMMA.get(module, (module,)))
+        if module == "qkv_proj":
+            rows = (sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim)
+        elif module == "gate_up_proj":
+            rows = (sizes.mlp_dim, sizes.mlp_dim)
+    elif match := re.fullmatch(r"vision\.layers\.(\d+)\.(\w+)\.(.+)", name):
+        index, module, leaf = match.groups()
+        whole = tuple(f"{_TOWER}encoder.layers.{index}.{part}.{leaf}" for part in _SIGLIP.get(module, (module,)))
+        rows = (config.vision.width,) * 3 if module == "qkv_proj" else None
+    elif name == "vision.position_embedding":
+        whole = (_TOWER + "embeddings.position_embedding.weight",)
+    elif name.startswith("vision.patch_embedding."):
+        whole = (_TOWER + "embeddings." + name.removeprefix("vision."),)
+    elif name.startswith("vision."):
+        whole = (_TOWER + name.removeprefix("vision."),)
+    elif name.startswith("projector."):
+        whole = (_PROJECTOR + name.removeprefix("projector."),)
+    elif name.startswith("expert."):
+        whole = (_STACKS["expert"] + name.removeprefix("expert."),)
+    elif name == "embed.weight":
+        whole = EMBEDDINGS[:1]
+    else:
+        whole = (name,)
+    return tuple(Piece(prefix + n, r) for n, r in zip(whole, rows or (None,) * len(whole), strict=True))
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a checkpoint's config or the user says of a model; None: nothing. `variants`: of prefix and expert."""
+
+    kind: Kind | None = None
+    action_dim: int | None = None
+    action_horizon: int | None = None
+    max_token_len: int | None = None
+    discrete_state_input: bool | None = None
+    image_size: int | None = None
+    variants: tuple[str | None, str | None] = (None, None)
+
+
+def infer_config(shapes: Shapes, prefix: str, stated: Stated, where: str) -> Pi0Config:
+    """The architecture of weights in openpi's dialect, from their shapes, checked against what is stated.
+
+    Only the action horizon and the longest prompt leave no trace in the weights: the horizon must be stated, the
+    prompt has openpi's default (48 tokens for π0, 200 for π0.5). Raises CheckpointError that names what is missing
+    or contradicts.
+    """
+    kind = _kind(shapes, prefix, where)
+
+    def shape(name: str, axes: int) -> tuple[int, ...]:
+        found = shapes.get(prefix + name)
+        if found is None or len(found) != axes:
+            raise CheckpointError(f"checkpoint {where}: 1 missing: {prefix}{name} ({axes} axes), got {found}")
+        return found
+
+    if stated.action_horizon is None:
+        raise CheckpointError(
+            f"checkpoint {where}: expected config.json with action_horizon, which no weight shows; or set "
+            "checkpoint.action_horizon in the configuration"
+        )
+    table = next((e for e in EMBEDDINGS if prefix + e in shapes), EMBEDDINGS[0])
+    vocabulary, _ = shape(table, 2)
+    try:
+        config = Pi0Config(
+            kind=kind,
+            vision=_vision(shapes, prefix, shape),
+            prefix=_gemma("prefix", shapes, prefix, shape),
+            expert=_gemma("expert", shapes, prefix, shape),
+            vocab_size=vocabulary,
+            action_dim=shape("action_in_proj.weight", 2)[1],
+            action_horizon=stated.action_horizon,
+            max_token_len=stated.max_token_len or (200 if kind == "pi05" else 48),
+            discrete_state_input=(
+                kind == "pi05" if stated.discrete_state_input is None else stated.discrete_state_input
+            ),
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"checkpoint {where}: {error}") from error
+    _cross_check(config, stated, where)
+    return config
+
+
+def _kind(shapes: Shapes, prefix: str, where: str) -> Kind:
+    signs: dict[Kind, tuple[str, ...]] = {
+        "pi0": ("state_proj.weight", "action_time_mlp_in.weight"),
+        "pi05": ("time_mlp_in.weight", _STACKS["expert"] + "norm.dense.weight"),
+    }
+    found = {kind: [n for n in names if prefix + n in shapes] for kind, names in signs.items()}
+    if found["pi0"] and not found["pi05"]:
+        return "pi0"
+    if found["pi05"] and not found["pi0"]:
+        return "pi05"
+    raise CheckpointError(
+        f"checkpoint {where}: expected weights of π0 ({', '.join(signs['pi0'])}) or of π0.5 "
+        f"({', '.join(signs['pi05'])}), found {some(found['pi0'] + found['pi05']) or 'none of them'}"
+    )
+
+
+def _depth(shapes: Shapes, start: str) -> int:
+    found = {int(m[1]) for n in shapes if (m := re.match(re.escape(start) + r"layers\.(\d+)\.", n))}
+    # A gap shows as missing keys of a deeper model, not as a shallower one.
+    return max(found, default=-1) + 1
+
+
+def _vision(shapes: Shapes, prefix: str, shape: Callable[[str, int], tuple[int, ...]]) -> SiglipConfig:
+    width, _, _, patch = shape(_TOWER + "embeddings.patch_embedding.weight", 4)
+    if width % _SIGLIP_HEAD_DIM:
+        raise ConfigError(f"vision.width {width}: not a So400m tower, whose heads are {_SIGLIP_HEAD_DIM} wide")
+    tokens, _ = shape(_TOWER + "embeddings.position_embedding.weight", 2)
+    return SiglipConfig(
+        width=width,
+        depth=_depth(shapes, prefix + _TOWER + "encoder."),
+        mlp_dim=shape(_TOWER + "encoder.layers.0.mlp.fc1.weight", 2)[0],
+        heads=max(1, width // _SIGLIP_HEAD_DIM),
+        image_size=patch * math.isqrt(tokens),
+        patch_size=patch,
+    )
+
+
+def _gemma(stack: str, shapes: Shapes, prefix: str, shape: Callable[[str, int], tuple[int, ...]]) -> GemmaConfig:
+    start = _STACKS[stack]
+    queries, width = shape(start + "layers.0.self_attn.q_proj.weight", 2)
+    # All of PaliGemma's variants have one key/value head.
+    head_dim, _ = shape(start + "layers.0.self_attn.k_proj.weight", 2)
+    return GemmaConfig(
+        width=width,
+        depth=_depth(shapes, prefix + start),
+        mlp_dim=shape(start + "layers.0.mlp.gate_proj.weight", 2)[0],
+        heads=max(1, queries // head_dim),
+        kv_heads=1,
+        head_dim=head_dim,
+    )
+
+
+def _cross_check(config: Pi0Config, stated: Stated, where: str) -> None:
+    """What is stated must be what the weights show."""
+    pairs: list[tuple[str, object, object]] = [
+        ("kind", stated.kind, config.kind),
+        ("action_dim", stated.action_dim, config.action_dim),
+        ("image_size", stated.image_size, config.vision.image_size),
+    ]
+    for name, variant, found in zip(("prefix", "expert"), stated.variants, (config.prefix, config.expert), strict=True):
+        if variant is not None:
+            known = VARIANTS.get(variant.removesuffix("_lora"))
+            if known is None:
+                raise CheckpointError(
+                    f"checkpoint {where}: expected {name} one of {', '.join(VARIANTS)}, got {variant!r}"
+                )
+            pairs.append((f"{name} {variant}", known, found))
+    wrong = [
+        f"{name}: config says {said}, weights say {shown}" for name, said, shown in pairs if said not in (None, shown)
+    ]
+    if wrong:
+        raise CheckpointError(f"checkpoint {where}: config and weights contradict each other: {'; '.join(wrong)}")
+    if config.kind == "pi0" and config.discrete_state_input:
+        raise CheckpointError(
+            f"checkpoint {where}: π0 has its state outside of the prompt, discrete_state_input says in it"
+        )

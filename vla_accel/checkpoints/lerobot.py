@@ -1,0 +1,208 @@
+"""lerobot's π0 and π0.5 folders: what their JSON files and statistics say, in this package's terms.
+
+Reads `config.json` and the saved pre- and postprocessor with their statistics (safetensors). A step of a pipeline
+that is not known here is an error: leaving one out would cost success silently. Knows nothing of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_accel.config import read_mapping
+from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.transforms.normalisation import Normaliser, finite_array
+from vla_accel.transforms.robots import LIBERO, Preset
+
+STATE, ACTION = "observation.state", "action"
+# Steps that only move data about, and those read below. What they do otherwise is fixed by the model.
+_KNOWN_STEPS = {
+    "rename_observations_processor",
+    "to_batch_processor",
+    "device_processor",
+    "normalizer_processor",
+    "unnormalizer_processor",
+    "tokenizer_processor",
+    "pi0_new_line_processor",
+    "pi05_prepare_state_tokenizer_processor_step",
+}
+_LIBERO_IMAGES = ("observation.images.image", "observation.images.image2")
+
+
+@dataclass(frozen=True)
+class LerobotFolder:
+    """What a folder says. `prompt_state_dim`: numbers of the state in π0.5's prompt; `tokenizer`: hub name."""
+
+    kind: str
+    horizon: int
+    action_dim: int
+    max_token_len: int
+    image_size: int
+    variants: tuple[str | None, str | None]
+    prompt_state_dim: int
+    preset: Preset
+    state: Normaliser
+    actions: Normaliser
+    tokenizer: str | None
+
+
+def is_lerobot(folder: Path) -> bool:
+    """Whether a folder's config.json is one of lerobot's policies (it names its `type` and its features)."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    content = read_json(path)
+    return "type" in content and "input_features" in content
+
+
+def read_folder(folder: Path) -> LerobotFolder:
+    """Raises CheckpointError for another policy, missing files or statistics, and for steps that are not known."""
+    path = folder / "config.json"
+    config = read_json(path)
+    kind = config["type"]
+    if kind not in ("pi0", "pi05"):
+        raise CheckpointError(f"{path}: expected a policy of type pi0 or pi05, got {kind!r}")
+    if config.get("use_peft"):
+        raise CheckpointError(f"{path}: expected whole weights, got an adapter (use_peft); merge it with lerobot first")
+    fixed = {"min_period": 4e-3, "max_period": 4.0, "n_obs_steps": 1}
+    changed = [f"{k} {config[k]} instead of {v}" for k, v in fixed.items() if config.get(k, v) != v]
+    if changed:
+        raise CheckpointError(f"{path}: cannot run with {', '.join(changed)}")
+    before = _steps(folder / "policy_preprocessor.json")
+    after = _steps(folder / "policy_postprocessor.json")
+    renamed = _config(before, "rename_observations_processor", {}).get("rename_map") or {}
+    preset = _preset(config, renamed, path)
+    modes = _member(config, "normalization_mapping", dict, path)
+    scaling = {
+        name: _normaliser(folder, steps, step, key, modes, count)
+        for name, steps, step, key, count in (
+            ("state", before, "normalizer_processor", STATE, preset.state_dim),
+            ("actions", after, "unnormalizer_processor", ACTION, preset.action_dim),
+        )
+    }
+    tokenizer = _config(before, "tokenizer_processor", None)
+    if tokenizer is None:
+        raise CheckpointError(f"{folder / 'policy_preprocessor.json'}: expected a tokenizer_processor step, found none")
+    resolution = _member(config, "image_resolution", list, path)
+    if len(resolution) != 2 or resolution[0] != resolution[1]:
+        raise CheckpointError(f"{path}: expected a square image_resolution, got {resolution}")
+    return LerobotFolder(
+        kind=kind,
+        horizon=_member(config, "chunk_size", int, path),
+        action_dim=_member(config, "max_action_dim", int, path),
+        max_token_len=int(tokenizer.get("max_length", _member(config, "tokenizer_max_length", int, path))),
+        image_size=int(resolution[0]),
+        variants=(config.get("paligemma_variant"), config.get("action_expert_variant")),
+        prompt_state_dim=_member(config, "max_state_dim", int, path),
+        preset=preset,
+        state=scaling["state"],
+        actions=scaling["actions"],
+        tokenizer=tokenizer.get("tokenizer_name"),
+    )
+
+
+def _preset(config: Mapping[str, Any], renamed: Mapping[str, str], path: Path) -> Preset:
+    """The robot's keys: those of LIBERO where the features are LIBERO's, else the features' own names."""
+    inputs = _member(config, "input_features", dict, path)
+    outputs = _member(config, "output_features", dict, path)
+    cameras: list[str] = [k for k, f in inputs.items() if f.get("type") == "VISUAL" and "empty_camera" not in k]
+    try:
+        (state_dim,), (action_dim,) = inputs[STATE]["shape"], outputs[ACTION]["shape"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected features {STATE} and {ACTION} of one axis, got {error!r}") from error
+    if tuple(cameras) == _LIBERO_IMAGES and (state_dim, action_dim) == (LIBERO.state_dim, LIBERO.action_dim):
+        images, state, prompt = LIBERO.images, LIBERO.state, LIBERO.prompt
+        optional: tuple[str, ...] = ()
+    else:
+        # What the robot calls them, before the pipeline's own renaming.
+        given: dict[str, str] = {model: robot for robot, model in renamed.items()}
+        images = tuple(given.get(k, k) for k in cameras)
+        state, prompt, optional = (given.get(STATE, STATE),), "task", images
+    try:
+        return Preset(
+            images=images,
+            state=state,
+            state_dim=state_dim,
+            action_dim=action_dim,
+            prompt=prompt,
+            # A camera that is missing is a masked view, as in lerobot.
+            optional_images=optional,
+            resize="bilinear",
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _normaliser(
+    folder: Path, steps: list[dict[str, Any]], step: str, key: str, modes: Mapping[str, str], count: int
+) -> Normaliser:
+    config = _config(steps, step, None)
+    if config is None:
+        raise CheckpointError(f"checkpoint {folder}: expected a {step} step with statistics, found none")
+    kind = "ACTION" if key == ACTION else "STATE"
+    mode = (config.get("norm_map") or modes).get(kind, "IDENTITY")
+    if mode == "IDENTITY":
+        return Normaliser.identity(count)
+    names = {"MEAN_STD": ("mean", "std"), "QUANTILES": ("q01", "q99"), "MIN_MAX": ("min", "max")}.get(mode)
+    if names is None:
+        raise CheckpointError(f"checkpoint {folder}: expected MEAN_STD, QUANTILES or MIN_MAX of {key}, got {mode!r}")
+    table = _statistics(folder, steps, step)
+    low, high = (finite_array(table.get(f"{key}.{n}"), f"{folder}: {key}.{n}") for n in names)
+    if low is None or high is None or low.shape != high.shape:
+        needed, found = " and ".join(f"{key}.{n}" for n in names), sorted(k for k in table if k.startswith(key))
+        raise CheckpointError(f"checkpoint {folder}: expected {needed} for {mode}, found {found}")
+    eps = float(config.get("eps", 1e-8))
+    if mode == "MEAN_STD":
+        # lerobot adds eps where it divides, not where it multiplies.
+        return Normaliser("mean_std", low, high + eps if key == STATE else high, single=True)
+    span = high - low
+    return Normaliser("quantile", low, np.where(span == 0, eps, span), single=True)
+
+
+def _statistics(folder: Path, steps: list[dict[str, Any]], step: str) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    name = next(s for s in steps if s.get("registry_name") == step).get("state_file")
+    if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
+        raise CheckpointError(f"checkpoint {folder}: expected the statistics of {step} in a file, found {name!r}")
+    try:
+        return load_file(folder / name)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {folder / name}: damaged safetensors file: {error}") from error
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {path.parent}: expected {path.name} with the statistics, found no such file")
+    steps = _member(read_json(path), "steps", list, path)
+    unknown = [str(s.get("registry_name", s.get("class"))) for s in steps if s.get("registry_name") not in _KNOWN_STEPS]
+    if unknown:
+        raise CheckpointError(
+            f"{path}: expected steps among {', '.join(sorted(_KNOWN_STEPS))}, got {', '.join(unknown)}"
+        )
+    return steps
+
+
+def _config(steps: list[dict[str, Any]], name: str, default: Any) -> Any:
+    found = [s.get("config") or {} for s in steps if s.get("registry_name") == name]
+    return found[0] if found else default
+
+
+def _member(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
+    value = content.get(key)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise CheckpointError(f"{path}: expected {key} of type {kind.__name__}, got {value!r}")
+    return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A checkpoint's JSON or YAML file. Raises CheckpointError."""
+    try:
+        return read_mapping(path)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error

@@ -1,0 +1,1 @@
+"""What is measured: speed beside the floor, agreement with FP32, what a precision costs."""

@@ -1,0 +1,270 @@
+"""Observations to model inputs and model outputs to robot actions: openpi's transforms, driven by a preset.
+
+Everything is checked here, before the device sees it. Knows nothing about models or engines, and needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vla_accel.errors import ObservationError
+from vla_accel.transforms.images import resize, to_uint8
+from vla_accel.transforms.normalisation import Normaliser, NormKind, Statistics, load_statistics
+from vla_accel.transforms.robots import LIBERO, Preset
+from vla_accel.transforms.tokenizer import Tokenizer, tokenize_prompt
+
+__all__ = ["IMAGE_KEYS", "STATE_KEY", "Inputs", "NormKind", "Normaliser", "Processor", "Statistics", "load_statistics"]
+
+IMAGE_KEYS = LIBERO.images
+STATE_KEY = LIBERO.state[0]
+_KEPT_PROMPTS = 1024
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One observation, ready: images uint8 (size, size, 3) each, of the views that are there; tokens int64 (L,);
+    state float32 (action_dim,) normalised and padded; raw_state float64 (state_dim,) as the robot gave it.
+
+    An image that needs no conversion is the observation's own array (or a view of it): copy it to keep it.
+    """
+
+    images: tuple[np.ndarray, ...]
+    tokens: np.ndarray
+    state: np.ndarray
+    raw_state: np.ndarray
+
+
+@dataclass(frozen=True)
+class Processor:
+    """One robot's transforms around a model.
+
+    A view that is missing is masked in openpi; a masked view is dropped here, which is exact, so `Inputs.images` may
+    have fewer views than the preset. `state` and `actions` scale the robot's numbers; `prompt_state_dim`: the state
+    is filled with zeros to so many numbers before it enters the prompt (lerobot), None leaves it as it is.
+    """
+
+    tokenizer: Tokenizer
+    state: Normaliser
+    actions: Normaliser
+    image_size: int
+    action_dim: int
+    max_token_len: int
+    discrete_state: bool
+    default_prompt: str | None = None
+    preset: Preset = LIBERO
+    prompt_state_dim: int | None = None
+    _prompts: dict[str, np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _siblings: dict[str, frozenset[str]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    # The preset's dimensions as NumPy indexes with them.
+    _moving: np.ndarray = field(init=False, repr=False, compare=False)
+    _flipped: np.ndarray = field(init=False, repr=False, compare=False)
+    _grippers: np.ndarray = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", self.state.cut(self.preset.state_dim, "state"))
+        object.__setattr__(self, "actions", self.actions.cut(self.preset.action_dim, "actions"))
+        object.__setattr__(self, "_moving", np.array(self.preset.delta_actions, np.intp))
+        object.__setattr__(self, "_flipped", np.array(self.preset.flipped, np.intp))
+        object.__setattr__(self, "_grippers", np.array(self.preset.gripper_dims, np.intp))
+        others = {key.rpartition("/")[0] for key in (*self.preset.state, self.preset.prompt)}
+        for key in (*self.preset.images, *self.preset.ignored_images):
+            parent, _, name = key.rpartition("/")
+            if self.preset.optional_images and parent not in others:
+                self._siblings[parent] = self._siblings.get(parent, frozenset()) | {name}
+
+    def prepare(self, observation: Mapping[str, Any]) -> Inputs:
+        """Check and convert one observation. Raises ObservationError that names the key."""
+        if not isinstance(observation, Mapping):
+            raise ObservationError(f"observation: expected a mapping, got {type(observation).__name__}")
+        preset = self.preset
+        views = [(k, image) for k in preset.images if (image := _find(observation, k)) is not _ABSENT]
+        states = [_find(observation, k) for k in preset.state]
+        prompt: Any = observation.get(preset.prompt, self.default_prompt)
+        if prompt is None or len(views) < len(preset.images) or any(s is _ABSENT for s in states):
+            self._report_missing(observation, {k for k, _ in views}, prompt)
+        self._refuse_unknown_images(observation)
+
+        images = tuple(resize(to_uint8(image, key), self.image_size, preset.resize) for key, image in views)
+        raw = self._raw_state(states)
+        normalised = self.state.normalise(self._decoded(raw))
+        padded = np.zeros(self.action_dim, np.float32)
+        count = min(len(normalised), self.action_dim)
+        padded[:count] = normalised[:count]
+        if isinstance(prompt, bytes):
+            prompt = prompt.decode("utf-8", "replace")  # DROID's clients
+        elif isinstance(prompt, np.ndarray) and prompt.ndim == 0:
+            prompt = prompt.item()  # a str that has travelled through msgpack
+        return Inputs(images, self._tokens(prompt, normalised), padded, raw)
+
+    def finish(self, actions: np.ndarray, inputs: Inputs | None = None) -> np.ndarray:
+        """Normalised actions (H, action_dim) of the observation `inputs` to the robot's, float64 (H, robot's)."""
+        robot = self.actions.restore(actions.astype(np.float64))
+        if self._moving.size:
+            assert inputs is not None
+            robot[:, self._moving] += self._decoded(inputs.raw_state)[self._moving]
+        if self._flipped.size:
+            robot[:, self._flipped] *= -1.0
+        if self.preset.gripper == "aloha":
+            robot[:, self._grippers] = _aloha_gripper_command(robot[:, self._grippers])
+        return robot
+
+    def begin(self, actions: Any, inputs: Inputs, name: str = "prev_chunk") -> np.ndarray:
+        """The inverse of `finish`: robot actions (k, robot's) to the model's, float32 (k, action_dim), padded with
+        zeros. Deltas become relative to the state of `inputs`, whenever the actions were computed. Raises
+        ObservationError, which calls them `name`."""
+        preset = self.preset
+        robot = _numbers(actions, name)
+        if robot.ndim != 2 or not len(robot) or robot.shape[1] != preset.action_dim:
+            raise ObservationError(f"{name}: expected shape (k, {preset.action_dim}), k at least 1, got {robot.shape}")
+        if not np.isfinite(robot).all():
+            raise ObservationError(f"{name}: expected finite numbers, got NaN or infinity")
+        if preset.gripper == "aloha":
+            robot[:, self._grippers] = _aloha_gripper_output(robot[:, self._grippers])
+        if self._flipped.size:
+            robot[:, self._flipped] *= -1.0
+        if self._moving.size:
+            robot[:, self._moving] -= self._decoded(inputs.raw_state)[self._moving]
+        with np.errstate(over="ignore", invalid="ignore"):
+            normalised = self.actions.invert(robot).astype(np.float32)
+        if not np.isfinite(normalised).all():
+            raise ObservationError(
+                f"{name}: expected actions in the checkpoint's range, got up to {abs(robot).max():g}"
+            )
+        padded = np.zeros((len(robot), self.action_dim), np.float32)
+        padded[:, : preset.action_dim] = normalised
+        return padded
+
+    def example(self) -> dict[str, Any]:
+        """A valid observation with every view: black images and an ordinary state, to build and warm engines with."""
+        preset, size = self.preset, self.image_size
+        # The middle of each range, so that a prompt with the state in it has its usual length.
+        state = self.state.restore(np.zeros(preset.state_dim))
+        state[list(preset.flipped)] *= -1.0
+        state[list(preset.gripper_dims)] = 0.5
+        observation: dict[str, Any] = {k: np.zeros((size, size, 3), np.uint8) for k in preset.images}
+        # Keys that share the state: all but the first hold one number (openpi's DROID: joints and gripper).
+        rest = len(preset.state) - 1
+        observation[preset.state[0]] = state[: preset.state_dim - rest]
+        for i, key in enumerate(preset.state[1:]):
+            observation[key] = state[preset.state_dim - rest + i]
+        prompt = self.default_prompt or "pick up the black bowl on the stove and place it on the plate"
+        return {**observation, preset.prompt: prompt}
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _report_missing(self, observation: Mapping[str, Any], present: set[str], prompt: Any) -> None:
+        preset = self.preset
+        missing = [k for k in preset.images if k not in present and k not in preset.optional_images]
+        if not present and not missing:
+            missing.append(f"one of {', '.join(preset.images)}")
+        missing += [k for k in preset.state if _find(observation, k) is _ABSENT]
+        if prompt is None:
+            missing.append(preset.prompt)
+        if missing:
+            raise ObservationError(f"observation: missing {', '.join(missing)}; got {', '.join(map(str, observation))}")
+
+    def _refuse_unknown_images(self, observation: Mapping[str, Any]) -> None:
+        """In a mapping of cameras alone, a misspelt optional one would be a masked view: a silent loss of success."""
+        for parent, known in self._siblings.items():
+            given = observation.get(parent)
+            if isinstance(given, Mapping) and not known.issuperset(given):
+                unknown = sorted(set(map(str, given)) - known)
+                raise ObservationError(f"{parent}: expected some of {sorted(known)}, got also {', '.join(unknown)}")
+
+    def _raw_state(self, values: list[Any]) -> np.ndarray:
+        keys, count = self.preset.state, self.preset.state_dim
+        parts = [_numbers(v, k) for v, k in zip(values, keys, strict=True)]
+        name = " and ".join(keys)
+        if len(parts) == 1:
+            raw = parts[0]
+        elif all(p.ndim <= 1 for p in parts):
+            raw = np.concatenate([np.atleast_1d(p) for p in parts])
+        else:
+            shapes = ", ".join(str(p.shape) for p in parts)
+            raise ObservationError(f"{name}: expected one axis each, got shapes {shapes}")
+        if raw.shape != (count,):
+            raise ObservationError(f"{name}: expected shape ({count},), got {raw.shape}")
+        if not np.isfinite(raw).all():
+            raise ObservationError(f"{name}: expected finite numbers, got {raw}")
+        return raw
+
+    def _decoded(self, raw: np.ndarray) -> np.ndarray:
+        """The robot's state in the model's conventions, before normalisation."""
+        if not self._flipped.size and self.preset.gripper == "none":
+            return raw
+        state = raw.copy()
+        state[self._flipped] *= -1.0
+        if self.preset.gripper == "aloha":
+            state[self._grippers] = _aloha_gripper_angle(state[self._grippers])
+        return state
+
+    def _tokens(self, prompt: Any, state: np.ndarray) -> np.ndarray:
+        if self.discrete_state:
+            if self.prompt_state_dim is not None:
+                state = np.pad(state, (0, max(0, self.prompt_state_dim - len(state))))
+            return tokenize_prompt(self.tokenizer, prompt, state, self.max_token_len)
+        known = self._prompts.get(prompt) if isinstance(prompt, str) else None
+        if known is None:
+            known = tokenize_prompt(self.tokenizer, prompt, None, self.max_token_len)
+            known.setflags(write=False)
+            if len(self._prompts) >= _KEPT_PROMPTS:
+                self._prompts.clear()
+            self._prompts[prompt] = known
+        return known
+
+
+class _Absent:
+    """What `_find` returns for a key that is not there; None is a value."""
+
+
+_ABSENT = _Absent()
+
+
+def _find(observation: Mapping[str, Any], key: str) -> Any:
+    """The value at a key, or at a path of keys joined by slashes."""
+    value = observation.get(key, _ABSENT)
+    if value is not _ABSENT or "/" not in key:
+        return value
+    value = observation
+    for part in key.split("/"):
+        if not isinstance(value, Mapping) or part not in value:
+            return _ABSENT
+        value = value[part]
+    return value
+
+
+def _numbers(value: Any, key: str) -> np.ndarray:
+    try:
+        return np.array(value, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ObservationError(f"{key}: expected numbers, got {value!r}") from error
+
+
+# ALOHA reports a gripper's linear opening, scaled to [0, 1] between these two (metres); π0 was trained on the angle of
+# the servo behind it, scaled between these two (radians). Commands go to the leader's joint, which has its own range.
+_LINEAR = (0.01844, 0.05800)
+_ANGLE = (0.5476, 1.6296)
+_COMMAND = (-0.6213, 1.4910)
+_HORN, _ARM = 0.022, 0.036
+
+
+def _aloha_gripper_angle(opening: np.ndarray) -> np.ndarray:
+    """Scaled linear opening to the scaled servo angle: a crank of radius `_HORN` and arm `_ARM` (metres)."""
+    linear = opening * (_LINEAR[1] - _LINEAR[0]) + _LINEAR[0]
+    with np.errstate(divide="ignore"):
+        sine = (_HORN**2 + linear**2 - _ARM**2) / (2 * _HORN * linear)
+    return (np.arcsin(sine.clip(-1.0, 1.0)) - _ANGLE[0]) / (_ANGLE[1] - _ANGLE[0])
+
+
+def _aloha_gripper_command(angle: np.ndarray) -> np.ndarray:
+    """The model's gripper output, radians from the angle's lower end, to ALOHA's scaled command."""
+    return (angle + _ANGLE[0] - _COMMAND[0]) / (_COMMAND[1] - _COMMAND[0])
+
+
+def _aloha_gripper_output(command: np.ndarray) -> np.ndarray:
+    """The inverse of `_aloha_gripper_command`."""
+    return command * (_COMMAND[1] - _COMMAND[0]) + _COMMAND[0] - _ANGLE[0]
