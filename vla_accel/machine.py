@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 
+from vla_accel.ops.gpu import Gpu
+
 
 def hardware(device: torch.device) -> dict[str, Any]:
     """What the figures were measured on."""
     info: dict[str, Any] = {"device": device.type, "cpu": _cpu_name(), "threads": torch.get_num_threads()}
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
+        gpu = Gpu.of(device)
+        assert gpu is not None
         info |= {
-            "gpu": properties.name,
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "gpu": gpu.name,
+            "compute_capability": gpu.version,
+            "memory_gib": round(gpu.memory / 2**30, 1),
             "driver": _driver(),
         }
     return info

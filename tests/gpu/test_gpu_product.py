@@ -4,6 +4,7 @@ chains of dependent launches."""
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from vla_accel.ops import fused
 from vla_accel.ops.cuda import product
 from vla_accel.ops.cuda.product import Tiling
 from vla_accel.ops.fused import FP8, make_linear, pair
+from vla_accel.ops.gpu import Gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -28,8 +30,15 @@ KINDS = (torch.bfloat16, torch.float16, FP8)
 
 @pytest.fixture(scope="module", autouse=True)
 def hopper() -> None:
-    if torch.cuda.get_device_capability(DEVICE) != product.CAPABILITY:
+    gpu = Gpu.of(DEVICE)
+    if gpu is None or gpu.capability != product.CAPABILITY:
         pytest.skip("NOT RUN: these kernels are for Hopper")
+
+
+def times(*operands: Tensor | None, **options: Any) -> None:
+    gpu = Gpu.of(DEVICE)
+    assert gpu is not None
+    product.product(*operands, gpu=gpu, **options)  # type: ignore[arg-type]
 
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, activation: str) -> Tensor:
@@ -56,7 +65,7 @@ def check(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activati
     out = whole[8:-8]
     inverse = 30.0 if narrow else None
     options = {"activation": activation, "scale": k**-0.5, "inverse_scale": inverse, "prelude": BOUNDED}
-    product.product(x, weight, bias, out, tiling=tiling, **options)
+    times(x, weight, bias, out, tiling=tiling, **options)
     want = expected(x, weight, bias, k**-0.5, activation) * (inverse or 1.0)
     want = want.clamp(-448, 448) if narrow else want
     error = (out.float() - want).norm() / want.norm()
@@ -103,7 +112,7 @@ def check_folded(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, a
         whole = (3 * normal(rows + 16, n) + 1).to(wide)
         before, onto = whole.clone(), whole[8:-8]
         moments = torch.full((n // 64 + 2, rows, 2), float("nan"), device=DEVICE)
-        product.product(x, weight, bias, onto, moments=moments[1:-1], **options)
+        times(x, weight, bias, onto, moments=moments[1:-1], **options)
         y = expected(x, weight, bias, k**-0.5, "none").to(wide).float()
         want = before[8:-8].float() + y
         # The product is rounded, and so is the sum; the tensor cores add up FP8 products in fewer bits than float32.
@@ -122,7 +131,7 @@ def check_folded(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, a
         for kept in (None, sums):
             out = torch.full((rows, n), float("nan"), device=DEVICE, dtype=kind)
             norm = product.Norm(moments, kept, 1e-6)
-            product.product(x, weight, bias, out, norm=norm, activation=activation, **options)
+            times(x, weight, bias, out, norm=norm, activation=activation, **options)
             normed = F.layer_norm if kept is not None else F.rms_norm
             want = expected(normed(x.float(), (k,), eps=1e-6), weight, bias, k**-0.5, activation)
             assert (out.float() - want).norm() / want.norm() < 0.006, (rows, n, k, kept is None)
@@ -169,8 +178,8 @@ def test_a_chain_of_dependent_launches_is_ordered() -> None:
         fused.add_norm(x, None, x, h, layer=True, eps=1e-6, inverse_scale=None)
         for wide, back in layers:
             if own:
-                product.product(h, wide.weight, None, active, tiling=tilings[2 * hidden], activation="geglu")
-                product.product(active, back.weight, None, y, tiling=tilings[width])
+                times(h, wide.weight, None, active, tiling=tilings[2 * hidden], activation="geglu")
+                times(active, back.weight, None, y, tiling=tilings[width])
             else:
                 torch.mm(h, wide.weight.t(), out=scratch)
                 fused.geglu(scratch, active, inverse_scale=None, paired=True)

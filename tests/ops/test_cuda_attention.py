@@ -4,6 +4,7 @@ takes, structures, launches, tensor maps, shared memory, and that it compiles wi
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.test_kernels_compile import nvrtc
+from tests.support.gpus import H200
 from vla_accel.ops import attending
 from vla_accel.ops.attending import Sizes
 from vla_accel.ops.cuda import attention as hopper
@@ -20,7 +22,6 @@ from vla_accel.ops.cuda import runtime
 CPU = torch.device("cpu")
 SHARED_LIMIT, MULTIPROCESSOR = 227 * 1024, 228 * 1024
 CODE = re.sub(r"//.*", "", runtime.source_of("", "attention", "whole", "shared_keys"))
-MULTIPROCESSORS = 132
 TOWER = Sizes(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
 PREFIX = Sizes(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
 __all__ = ["nvrtc"]
@@ -112,11 +113,10 @@ def launched(
 
     monkeypatch.setattr(runtime, "load_module", load)
     monkeypatch.setattr(hopper, "_encode", encode)
-    monkeypatch.setattr(hopper.runtime, "multiprocessors", lambda device: MULTIPROCESSORS)
     hopper._module.cache_clear()
     q, k, v, out, lengths = attending._tensors(sizes, CPU)
     scale = 200.0 if sizes.quantised else None
-    hopper.attention(hopper.takes(q, k, v, out, lengths), q, k, v, out, lengths, inverse_scale=scale, pdl=pdl)
+    hopper.attention(hopper.takes(q, k, v, out, lengths), q, k, v, out, lengths, gpu=H200, inverse_scale=scale, pdl=pdl)
     hopper._module.cache_clear()
     (module,) = modules
     (launch,) = module.launches
@@ -183,7 +183,8 @@ def test_no_lengths_are_a_null_pointer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("multiprocessors", [78, 114, 132])
 def test_all_clusters_run_at_once(multiprocessors: int) -> None:
-    counts = [hopper.splits_of(blocks, multiprocessors) for blocks in range(1, 200)]
+    gpu = dataclasses.replace(H200, multiprocessors=multiprocessors)
+    counts = [hopper.splits_of(blocks, gpu) for blocks in range(1, 200)]
     assert counts[0] == hopper.MAX_SPLITS and counts[-1] == 1 and counts == sorted(counts, reverse=True)
     # Of a group of 16 multiprocessors a cluster of three leaves one over.
     rooms = {1: 10**9, 2: 8 * (multiprocessors // 16), 3: 5 * (multiprocessors // 16)}

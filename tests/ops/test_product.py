@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.support.gpus import GPUS, H200
 from vla_accel.errors import EngineError
 from vla_accel.ops import folded, fused
 from vla_accel.ops.cuda import product, runtime
 from vla_accel.ops.cuda.product import Tiling
 from vla_accel.ops.fused import FP8, Linear, make_linear, pair
+from vla_accel.ops.gpu import Gpu, assumed
 
 SOURCE = runtime.source_of("", "epilogue", "product")
 BF16 = torch.bfloat16
@@ -150,7 +152,6 @@ class Recorder:
         self.source = ""
         monkeypatch.setattr(runtime, "load_module", self.load)
         monkeypatch.setattr(runtime, "_driver", lambda: self)
-        monkeypatch.setattr(product, "multiprocessors", lambda _: 132)
 
     def load(self, source: str, shared: dict[str, int], architecture: str, device: torch.device) -> Recorder:
         assert architecture == "sm_90a"
@@ -186,7 +187,7 @@ def test_a_launch_covers_the_output(tiling: Tiling, rows: int, monkeypatch: pyte
     recorder = Recorder(monkeypatch)
     for (n, k), kind in itertools.product(((1152, 4352), (64, 1152)), (BF16, FP8)):
         x, weight, out = operands(rows, n, k, kind)
-        product.product(x, weight, None, out, tiling=tiling, scale=0.5, dependent=False)
+        product.product(x, weight, None, out, gpu=H200, tiling=tiling, scale=0.5, dependent=False)
         got, maps = recorder.launches[-1], recorder.maps[-2:]
         assert got["blocks"] % tiling.cluster == 0 and got["cluster"] == tiling.cluster and not got["dependent"]
         assert got["threads"] == tiling.threads and got["scale"] == 0.5 and got["bias"] is None
@@ -212,18 +213,18 @@ def test_a_launch_covers_the_output(tiling: Tiling, rows: int, monkeypatch: pyte
 def test_a_launch_takes_moments_and_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     x, weight, out = operands(100, 128, 192, BF16)
-    product.product(x, weight, None, out, tiling=TILINGS[0])
+    product.product(x, weight, None, out, gpu=H200, tiling=TILINGS[0])
     got = recorder.launches[-1]
     plain = recorder.shared
     assert got["moments_out"] is None and got["moments"] is None and got["weight_sums"] is None
     for macro_of in ("#define RESIDUAL 0\n", "#define NORM 0\n"):
         assert macro_of in recorder.source
     moments, sums = torch.zeros(2, 100, 2), torch.zeros(128)
-    product.product(x, weight, None, out, tiling=TILINGS[0], moments=moments)
+    product.product(x, weight, None, out, gpu=H200, tiling=TILINGS[0], moments=moments)
     assert recorder.launches[-1]["moments_out"] == moments.data_ptr() and "#define RESIDUAL 1\n" in recorder.source
     of_x = torch.zeros(3, 100, 2)
     for weight_sums, number in ((None, 1), (sums, 2)):
-        product.product(x, weight, None, out, tiling=TILINGS[0], norm=product.Norm(of_x, weight_sums, 1e-3))
+        product.product(x, weight, None, out, gpu=H200, tiling=TILINGS[0], norm=product.Norm(of_x, weight_sums, 1e-3))
         got = recorder.launches[-1]
         assert got["moments"] == of_x.data_ptr() and abs(got["eps"] - 1e-3) < 1e-9
         assert got["weight_sums"] == (None if weight_sums is None else sums.data_ptr())
@@ -250,7 +251,7 @@ def test_moments_and_norms_that_do_not_fit_are_refused(monkeypatch: pytest.Monke
     ]  # fmt: skip
     for arguments, options, text in wrong:
         with pytest.raises(EngineError, match=text):
-            product.product(*arguments, **{"tiling": TILINGS[0], **options})
+            product.product(*arguments, gpu=H200, **{"tiling": TILINGS[0], **options})
 
 
 def test_a_product_says_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +271,7 @@ def test_a_product_says_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> 
     ]  # fmt: skip
     for arguments, options, text in wrong:
         with pytest.raises(EngineError, match=text):
-            product.product(*arguments, **{"tiling": tiling, **options})
+            product.product(*arguments, gpu=H200, **{"tiling": tiling, **options})
 
 
 def test_elsewhere_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,14 +280,14 @@ def test_elsewhere_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, out = operands(8, 128, 64, BF16)
     assert product.plan(x, weight, out, "none") is None
     cuda = torch.device("cuda")
-    for hopper in (False, True):
-        monkeypatch.setattr(product, "_hopper", lambda _, hopper=hopper: hopper)
-        found = [product.planned(cuda, BF16, "none", rows, 128, 64) for rows in (8, 9, 16, 17, 20, 64, 65)]
+    for gpu in GPUS.values():
+        hopper = gpu.capability == (9, 0)
+        with assumed(gpu):
+            found = [product.planned(cuda, BF16, "none", rows, 128, 64) for rows in (8, 9, 16, 17, 20, 64, 65)]
         assert found == ([None, *[TILINGS[0]] * 2, None, *[TILINGS[1]] * 2, None] if hopper else [None] * 7)
-    assert (
-        product.planned(cuda, FP8, "none", 8, 128, 64) is None
-        and product.planned(cuda, BF16, "gelu", 8, 128, 64) is None
-    )
+    with assumed(H200):
+        assert product.planned(cuda, FP8, "none", 8, 128, 64) is None
+        assert product.planned(cuda, BF16, "gelu", 8, 128, 64) is None
 
 
 def test_the_ledger_names_whose_products_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,6 +351,7 @@ def test_linear_gelu_is_linear_and_gelu() -> None:
 
 def test_anown_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(Gpu, "of", lambda _: H200)
     monkeypatch.setattr(product, "plan", lambda *_: TILINGS[0])
     monkeypatch.setattr(
         product, "product", lambda x, weight, bias, out, **options: seen.append({"bias": bias, **options})
@@ -360,6 +362,7 @@ def test_anown_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [
         {
             "bias": layer.bias,
+            "gpu": H200,
             "tiling": TILINGS[0],
             "activation": "gelu",
             "scale": 0.125,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.gpus import H200, RTX_4090, RTX_5090
 from tests.support.streamed_support import LOOPS, LoopCase, reason, recorded_loop, streamable
 from vla_accel.models.pi0 import euler_times
 from vla_accel.models.rtc import guidance_weights
@@ -32,6 +33,7 @@ from vla_accel.native.schedule import (
 from vla_accel.native.streamed import fits
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.fused import Linear
+from vla_accel.ops.gpu import assumed
 
 SOURCE = runtime.source_of("", *(f"denoise/{n}" for n in ("core", "products", "phases", "attention", "attend", "step")))
 CODE = re.sub(r"//.*", "", SOURCE)
@@ -169,7 +171,7 @@ def test_parts_of_the_last_product(width: int, k: int, split: int) -> None:
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_cases_here_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reason(LOOPS[name], monkeypatch) == ""
+    assert reason(LOOPS[name]) == ""
 
 
 SMALL = LOOPS["demo"].config
@@ -192,7 +194,7 @@ SMALL = LOOPS["demo"].config
         ({"kind": "pi0", "action_horizon": 64, "discrete_state_input": False}, "1 x 65 suffix rows are more than 64"),
     ],
 )
-def test_what_does_not_fit_says_why(change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_says_why(change: dict[str, Any], why: str) -> None:
     changes = dict(change)
     expert = changes.pop("expert", {})
     shared = {k: v for k, v in expert.items() if k in ("heads", "head_dim")}
@@ -200,20 +202,20 @@ def test_what_does_not_fit_says_why(change: dict[str, Any], why: str, monkeypatc
         SMALL, expert=dataclasses.replace(SMALL.expert, **expert), prefix=dataclasses.replace(SMALL.prefix, **shared),
         **changes,
     )  # fmt: skip
-    found = reason(LoopCase(config), monkeypatch)
+    found = reason(LoopCase(config))
     assert (found == "") == (why == "") and why in found
 
 
-def test_batch_dtype_and_device_decide_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_dtype_and_device_decide_too() -> None:
     assert fits(SMALL, 1, torch.bfloat16, False, torch.device("cpu")) == "it needs compute capability 9.0"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
-    assert fits(SMALL, 6, torch.bfloat16, False, CUDA) == ""
-    assert fits(SMALL, 7, torch.bfloat16, False, CUDA) == "7 x 10 suffix rows are more than 64"
-    assert fits(SMALL, 1, torch.float32, False, CUDA) == fits(SMALL, 1, torch.bfloat16, True, CUDA)
-    assert "BF16 weights" in fits(SMALL, 1, torch.float32, False, CUDA)
-    for other in ((8, 9), (10, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None, c=other: c)
-        assert fits(SMALL, 1, torch.bfloat16, False, CUDA) == "it needs compute capability 9.0"
+    with assumed(H200):
+        assert fits(SMALL, 6, torch.bfloat16, False, CUDA) == ""
+        assert fits(SMALL, 7, torch.bfloat16, False, CUDA) == "7 x 10 suffix rows are more than 64"
+        assert fits(SMALL, 1, torch.float32, False, CUDA) == fits(SMALL, 1, torch.bfloat16, True, CUDA)
+        assert "BF16 weights" in fits(SMALL, 1, torch.float32, False, CUDA)
+    for other in (RTX_4090, RTX_5090, H200.portable):
+        with assumed(other):
+            assert fits(SMALL, 1, torch.bfloat16, False, CUDA) == "it needs compute capability 9.0"
 
 
 # -- what is handed to the kernels -----------------------------------------------------------------------------------

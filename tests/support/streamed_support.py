@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gpus import H200
 from tests.support.tiny import random_model
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Kind, Pi0Config
@@ -18,6 +19,7 @@ from vla_accel.native.constants import step_tables
 from vla_accel.native.expert import ExpertWeights
 from vla_accel.native.streamed import StreamedLoop
 from vla_accel.ops.cuda import runtime
+from vla_accel.ops.gpu import assumed
 
 
 def streamable(kind: Kind, *, width: int, mlp: int, heads: int, kv_heads: int = 1, head_dim: int = 64, depth: int = 2,
@@ -95,7 +97,7 @@ def recorded_loop(case: LoopCase, monkeypatch: pytest.MonkeyPatch) -> tuple[Stre
     return loop, loop.module
 
 
-def reason(case: LoopCase, monkeypatch: pytest.MonkeyPatch) -> str:
+def reason(case: LoopCase) -> str:
     """What `fits` says on a Hopper."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: streamed.CAPABILITY)
-    return streamed.fits(case.config, case.batch, torch.bfloat16, False, torch.device("cuda"))
+    with assumed(H200):
+        return streamed.fits(case.config, case.batch, torch.bfloat16, False, torch.device("cuda"))

@@ -33,7 +33,7 @@ from vla_accel.config import TensorrtOptions
 from vla_accel.diffusion.config import TrtVaeConfig, VaeConfig
 from vla_accel.diffusion.engine_files import BuiltFile, build_file, export_onnx, found_file
 from vla_accel.diffusion.models import load_model
-from vla_accel.engines.tensorrt_library import LibraryName, load_library, parse_target
+from vla_accel.engines.tensorrt_library import LibraryName, capability_of, load_library, parse_target
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 from vla_accel.models.autoencoder import Half, split_autoencoder
@@ -124,7 +124,7 @@ def pick_targets(library: LibraryName, texts: tuple[str, ...]) -> list[tuple[int
     if texts:
         return [parse_target(t) for t in texts]
     if torch.cuda.is_available():
-        return [torch.cuda.get_device_capability(pick_device("auto"))]
+        return [capability_of(pick_device("auto"))]
     raise ConfigError(f"targets: no GPU here; expected --targets (like sm89) for {library}, got none")
 
 

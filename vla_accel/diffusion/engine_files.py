@@ -29,6 +29,7 @@ from vla_accel.engines.tensorrt_library import Capability, Library, LibraryName,
 from vla_accel.errors import EngineError
 from vla_accel.files import replacing
 from vla_accel.ledger import Ledger, LedgerEntry
+from vla_accel.ops.gpu import Gpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,13 +134,13 @@ class FileEngine(Engine):
         found = found_file(component, path, library_name)
         if found is None:
             raise EngineError(f"{component.name}: {path}: no such engine file")
-        if device.type != "cuda":
+        gpu = Gpu.of(device)
+        if gpu is None:
             raise EngineError(f"{component.name}: {path.name} needs an NVIDIA GPU, got device {device}")
-        capability = torch.cuda.get_device_capability(device)
-        if not tensorrt_library.runs_on(library_name, capability):
+        if not tensorrt_library.runs_on(library_name, gpu.capability):
             raise EngineError(
                 f"{component.name}: {path.name} was built for {found.about['target']}; {library_name} runs on "
-                f"{tensorrt_library.known_capabilities(library_name)}, this GPU has {capability[0]}.{capability[1]}"
+                f"{tensorrt_library.known_capabilities(library_name)}, this GPU has {gpu.version}"
             )
         from vla_accel.engines.tensorrt_session import Session, shared_engine
 

@@ -14,9 +14,15 @@ from vla_accel.config import EngineSpec
 from vla_accel.engines.base import Engine
 from vla_accel.errors import EngineError
 from vla_accel.ops.attending import Choice
+from vla_accel.ops.gpu import Gpu
 
-MINIMUM_CAPABILITY = (8, 0)
-FP8_CAPABILITY = (8, 9)
+
+def why_not(gpu: Gpu, precision: str) -> str | None:
+    """Why a GPU cannot run the native engine in a precision of `EngineSpec`; None where it can."""
+    if gpu.bf16 and (precision != "fp8" or gpu.fp8):
+        return None
+    needed = "8.9" if precision == "fp8" else "8.0"
+    return f"the native engine needs compute capability {needed} or newer, this GPU ({gpu.name}) has {gpu.version}"
 
 
 class NativeEngine(Engine):
@@ -31,14 +37,11 @@ class NativeEngine(Engine):
         super().__init__(component, device, spec)
         if component.native is None:
             raise EngineError(f"{component.name}: the native engine has no program for this component")
-        if device.type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            needed = FP8_CAPABILITY if spec.precision == "fp8" else MINIMUM_CAPABILITY
-            if capability < needed:
-                raise EngineError(
-                    f"{component.name}: the native engine needs compute capability {needed[0]}.{needed[1]} or newer, "
-                    f"this GPU has {capability[0]}.{capability[1]}"
-                )
+        gpu = Gpu.of(device)
+        if gpu is not None:
+            reason = why_not(gpu, spec.precision)
+            if reason is not None:
+                raise EngineError(f"{component.name}: {reason}")
             if importlib.util.find_spec("triton") is None:
                 raise EngineError(f"{component.name}: the native engine needs triton: pip install triton")
         self._allocate()

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from vla_accel.errors import ConfigError, DependencyError, EngineError
+from vla_accel.ops.gpu import Gpu
 
 LibraryName = Literal["tensorrt", "tensorrt_rtx"]
 Capability = tuple[int, int]
@@ -156,12 +157,13 @@ def check_target(name: LibraryName, capability: Capability, dtypes: Sequence[tor
 
 def capability_of(device: torch.device) -> Capability:
     """The compute capability of a CUDA device. Raises EngineError for any other device."""
-    if device.type != "cuda":
+    gpu = Gpu.of(device)
+    if gpu is None:
         raise EngineError(
             f"TensorRT engines run on a CUDA GPU, the device is {device}; `vla-accel build --target sm89` builds "
             "TensorRT-RTX engines for other machines without one"
         )
-    return torch.cuda.get_device_capability(device)
+    return gpu.capability
 
 
 def gpu_identity(device: torch.device) -> dict[str, str]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.ops.gpu import Gpu
 
 Narrow = Literal["bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -87,12 +88,9 @@ def apply_policy(module: nn.Module, policy: PrecisionPolicy) -> list[str]:
 def require_supported(module: nn.Module, dtype: torch.dtype) -> None:
     """Raise EngineError if the module's GPU has no bfloat16 units (older than Ampere)."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    if dtype is torch.bfloat16 and device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            raise EngineError(
-                f"bf16: expected compute capability 8.0 or newer, got {capability[0]}.{capability[1]}: use fp16"
-            )
+    gpu = Gpu.of(device)
+    if dtype is torch.bfloat16 and gpu is not None and not gpu.bf16:
+        raise EngineError(f"bf16: expected compute capability 8.0 or newer, got {gpu.version}: use fp16")
 
 
 @contextlib.contextmanager

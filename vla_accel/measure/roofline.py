@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from vla_accel.models.pi0 import Pi0Config
+from vla_accel.ops.gpu import Gpu
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     bf16 = best(lambda: a @ b, 2.0 * n**3)
     fp8 = bf16
-    if torch.cuda.get_device_capability(device) >= (8, 9):
+    gpu = Gpu.of(device)
+    if gpu is not None and gpu.fp8:
         a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
         one = torch.ones((), device=device)
         fp8 = best(

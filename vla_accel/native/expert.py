@@ -147,7 +147,7 @@ class _LayerLoop:
         expert = config.expert
         self.eps, self.tokens = expert.eps, config.suffix_tokens
         device, dtype = weights.w_out.device, weights.dtype
-        self.pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        self.pdl = fused.dependent_launches(device)
         rows = batch * self.tokens
 
         def buffer(*shape: int) -> Tensor:

@@ -17,6 +17,7 @@ from vla_accel.native.constants import StepTables
 from vla_accel.native.fold import round_up
 from vla_accel.native.packing import Packed, splits_well
 from vla_accel.native.schedule import KEYS, THREADS, Schedule
+from vla_accel.ops.gpu import Gpu
 
 CAPABILITY = (9, 0)
 ARCHITECTURE = "sm_90a"
@@ -27,7 +28,8 @@ def fits(config: Pi0Config, batch: int, dtype: torch.dtype, narrow: bool, device
     """Empty when the streamed kernels can run this; otherwise the reason."""
     expert = config.expert
     attended = expert.heads * expert.head_dim
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+    gpu = Gpu.of(device)
+    if gpu is None or gpu.capability != CAPABILITY:
         return "it needs compute capability 9.0"
     if dtype != torch.bfloat16 or narrow:
         return "it takes BF16 weights"

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vla_accel.ops import reference
+from vla_accel.ops.gpu import Gpu
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -23,7 +24,8 @@ FP8_MAX = 448.0
 
 def dependent_launches(device: torch.device) -> bool:
     """Whether kernels of this device can be launched while their predecessors still run."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    gpu = Gpu.of(device)
+    return gpu is not None and gpu.dependent_launch
 
 
 def _kernels(module: str) -> Any:
@@ -113,12 +115,12 @@ def own_product(
     """Whether the project's own Hopper kernel has taken this product: where it is the fastest."""
     from vla_accel.ops.cuda import product
 
-    tiling = product.plan(x, layer.weight, out, activation)
-    if tiling is None or (activation == "geglu" and layer.bias is not None):
+    gpu, tiling = Gpu.of(x.device), product.plan(x, layer.weight, out, activation)
+    if gpu is None or tiling is None or (activation == "geglu" and layer.bias is not None):
         return False
     scale = layer.input_scale_value * layer.weight_scale_value
     product.product(
-        x, layer.weight, layer.bias, out, tiling=tiling, activation=activation, scale=scale,
+        x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=activation, scale=scale,
         inverse_scale=inverse_scale, dependent=pdl, **norms,
     )  # fmt: skip
     return True
@@ -308,8 +310,9 @@ def attention(
     if q.is_cuda:
         from vla_accel.ops.cuda import attention as hopper
 
-        if kernel := hopper.kernel_of(q, k, v, out, lengths):
-            return hopper.attention(kernel, q, k, v, out, lengths, inverse_scale=inverse_scale, pdl=pdl)
+        kernel, gpu = hopper.kernel_of(q, k, v, out, lengths), Gpu.of(q.device)
+        if kernel and gpu is not None:
+            return hopper.attention(kernel, q, k, v, out, lengths, gpu=gpu, inverse_scale=inverse_scale, pdl=pdl)
         return _kernels("attention").attention(q, k, v, out, lengths, inverse_scale=inverse_scale, pdl=pdl)
     mask = None
     if lengths is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.wgmma import product
+from vla_accel.ops.gpu import Gpu
 
 CAPABILITY = (9, 0)
 ARCHITECTURE = "sm_90a"
@@ -49,7 +50,8 @@ class _SharedKeys(ctypes.Structure):
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) -> str:
     """The kernel that runs this call: "whole", "shared_keys", or "" where neither does. Arguments as
     `vla_accel.ops.fused.attention` has them."""
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != CAPABILITY:
+    gpu = Gpu.of(q.device)
+    if gpu is None or gpu.capability != CAPABILITY:
         return ""
     return takes(q, k, v, out, lengths)
 
@@ -75,18 +77,18 @@ def takes(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) 
 
 
 def attention(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None,
-    pdl: bool,
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, gpu: Gpu,
+    inverse_scale: float | None, pdl: bool,
 ) -> None:  # fmt: skip
     """Launch what `kernel_of` named. `pdl`: the launch may begin before its predecessor has ended; the next one may
     begin early in any case, if it is launched so."""
-    (whole if kernel == "whole" else shared_keys)(q, k, v, out, lengths, inverse_scale, pdl=pdl)
+    if kernel == "whole":
+        whole(q, k, v, out, inverse_scale, pdl=pdl)
+    else:
+        shared_keys(q, k, v, out, lengths, inverse_scale, gpu=gpu, pdl=pdl)
 
 
-def whole(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, *,
-    pdl: bool = False,
-) -> None:  # fmt: skip
+def whole(q: Tensor, k: Tensor, v: Tensor, out: Tensor, inverse_scale: float | None, *, pdl: bool = False) -> None:
     """All keys at once: no lengths, as many key heads as query heads, a small head, at most 256 keys."""
     batch, tokens, heads, head_dim = q.shape
     source = k.shape[1]
@@ -101,7 +103,7 @@ def whole(
 
 
 def shared_keys(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, *,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, *, gpu: Gpu,
     pdl: bool = False,
 ) -> None:  # fmt: skip
     """Several query heads a key head, a head of 256, any number of keys."""
@@ -110,7 +112,7 @@ def shared_keys(
     group = heads // kv_heads
     tiles = -(-tokens * group // 128)
     blocks = batch * kv_heads * tiles
-    splits = splits_of(blocks, runtime.multiprocessors(q.device))
+    splits = splits_of(blocks, gpu)
     boxes = (_map(q, (64, group, 64 // group, 1)), *(_map(x, (64, 1, rows, 1)) for x in (k, v) for rows in (64, 16)))
     call = _SharedKeys(
         lengths.data_ptr() if lengths is not None else None, _Output(out.data_ptr(), inverse_scale or 1.0),
@@ -121,10 +123,9 @@ def shared_keys(
     module.launch("shared_keys", blocks * splits, 384, (_bytes(boxes), call), cluster=splits, dependent=pdl)
 
 
-def splits_of(blocks: int, multiprocessors: int) -> int:
+def splits_of(blocks: int, gpu: Gpu) -> int:
     """Blocks of a cluster, which share the keys that each of `blocks` would read alone: as many as run all at once."""
-    # A multiprocessor has room for one block, and a cluster lies within one of the chip's groups of 16 or 18.
-    fitting = (n for n in range(MAX_SPLITS, 1, -1) if blocks <= multiprocessors // 16 * (16 // n))
+    fitting = (n for n in range(MAX_SPLITS, 1, -1) if blocks <= gpu.clusters_at_once(n))
     return next(fitting, 1)
 
 

@@ -8,7 +8,6 @@ an H200; every tiling that `Tiling.check` accepts is right for every shape that 
 from __future__ import annotations
 
 import ctypes
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from vla_accel.errors import EngineError
-from vla_accel.ops.cuda.runtime import multiprocessors, source_of
+from vla_accel.ops.cuda.runtime import source_of
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.reference import MOMENTS_OF
 
 CAPABILITY = (9, 0)
@@ -242,7 +242,8 @@ def plan(x: Tensor, weight: Tensor, out: Tensor, activation: str) -> Tiling | No
 
 def planned(device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> Tiling | None:
     """What `plan` takes for these sizes; `kind` is the dtype of both operands."""
-    if device.type != "cuda" or not _hopper(device):
+    gpu = Gpu.of(device)
+    if gpu is None or gpu.capability != CAPABILITY:
         return None
     name = "fp8" if kind == torch.float8_e4m3fn else "half"
     for least, most, tiling in _TABLE.get((name, activation, n, k), ()):
@@ -269,13 +270,8 @@ def unfit(x: Tensor, weight: Tensor, out: Tensor, activation: str) -> str:
     return ""
 
 
-@functools.cache
-def _hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == CAPABILITY
-
-
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, tiling: Tiling, activation: str = "none",
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gpu: Gpu, tiling: Tiling, activation: str = "none",
     scale: float = 1.0, inverse_scale: float | None = None, moments: Tensor | None = None, norm: Norm | None = None,
     dependent: bool = True, prelude: str = "",
 ) -> None:  # fmt: skip
@@ -317,7 +313,7 @@ def product(
     )  # fmt: skip
     clusters = tiles
     if tiling.persistent:
-        clusters = min(tiles, multiprocessors(x.device) * tiling.resident // tiling.cluster)
+        clusters = min(tiles, gpu.multiprocessors * tiling.resident // tiling.cluster)
     module.launch(
         "product", clusters * tiling.cluster, tiling.threads, (*maps, call), cluster=tiling.cluster, dependent=dependent
     )

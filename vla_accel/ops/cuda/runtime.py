@@ -82,12 +82,6 @@ def compile_source(source: str, architecture: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many the GPU has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 class _Config(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),

@@ -1,0 +1,123 @@
+"""What a kernel may ask about the GPU that it would run on: asked once a device, and handed in by tests.
+
+Knows GPUs, not kernels. `Gpu.of(device)` is the only place that asks torch for a device's properties.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+PORTABLE_CLUSTER = 8
+"""Blocks of a cluster that every GPU with clusters can run; more (up to 16) is a question to the device."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. `shared_per_block` and `shared_per_multiprocessor` (of which each block needs 1 KB for itself), `l2` and
+    `memory` in bytes; `registers` of 32 bits a multiprocessor. Source: cudaDeviceProp; CUDA C++ Programming Guide,
+    "Compute Capabilities"."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_per_block: int
+    shared_per_multiprocessor: int
+    l2: int
+    memory: int
+    registers: int = 65_536
+
+    @classmethod
+    def of(cls, device: torch.device) -> Gpu | None:
+        """The GPU behind a device; None where the device is no GPU. Inside `assumed`, the one that was handed in."""
+        if device.type != "cuda":
+            return None
+        handed_in = _ASSUMED.get()
+        if handed_in is not None:
+            return handed_in
+        return _asked(torch.cuda.current_device() if device.index is None else device.index)
+
+    @property
+    def version(self) -> str:
+        """The compute capability as it is written: "9.0"."""
+        return f"{self.capability[0]}.{self.capability[1]}"
+
+    @property
+    def architecture(self) -> str:
+        """What machine code is compiled for: "sm_90a", with the features of this very architecture from Hopper on."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+    @property
+    def bf16(self) -> bool:
+        """Whether its tensor cores multiply BF16."""
+        return self.capability >= (8, 0)
+
+    @property
+    def int8(self) -> bool:
+        """Whether its tensor cores multiply INT8."""
+        return self.capability >= (7, 5)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether its tensor cores multiply FP8."""
+        return self.capability >= (8, 9)
+
+    @property
+    def dependent_launch(self) -> bool:
+        """Whether a kernel can be launched while its predecessor still runs (programmatic dependent launch)."""
+        return self.capability >= (9, 0)
+
+    @property
+    def clusters(self) -> bool:
+        """Whether blocks can form clusters and read each other's shared memory."""
+        return self.capability >= (9, 0)
+
+    def resident_blocks(self, shared: int, most: int = 32) -> int:
+        """Blocks of `shared` bytes that a multiprocessor holds at once, `most` if nothing but memory bounds them."""
+        if shared > self.shared_per_block:
+            return 0
+        return min(most, self.shared_per_multiprocessor // (shared + 1024))
+
+    def clusters_at_once(self, blocks: int) -> int:
+        """Clusters of `blocks` blocks that surely run at once, one block a multiprocessor.
+
+        A cluster lies within one of the chip's groups of 16 or more multiprocessors, of which some may be short of two:
+        groups of 16 are counted. A lower bound, where the device itself (cuOccupancyMaxActiveClusters) is not asked.
+        """
+        if not self.clusters:
+            return 0
+        return max(self.multiprocessors // 16, 1) * (min(self.multiprocessors, 16) // blocks)
+
+    @property
+    def portable(self) -> Gpu:
+        """The same GPU without what only Hopper and its successors have: as an Ada GPU, or an Ampere one, would run."""
+        return dataclasses.replace(self, capability=min(self.capability, (8, 9)))
+
+
+_ASSUMED: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("assumed GPU", default=None)
+
+
+@contextlib.contextmanager
+def assumed(gpu: Gpu | None) -> Iterator[None]:
+    """Within it every CUDA device counts as `gpu`; None changes nothing. For `kernels: portable`, and for tests."""
+    token = _ASSUMED.set(_ASSUMED.get() if gpu is None else gpu)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
+@functools.cache
+def _asked(index: int) -> Gpu:
+    p = torch.cuda.get_device_properties(index)
+    return Gpu(
+        p.name, (p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin,
+        p.shared_memory_per_multiprocessor, p.L2_cache_size, p.total_memory, p.regs_per_multiprocessor,
+    )  # fmt: skip
