@@ -12,7 +12,25 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Tests set INJECT_DELAY (microseconds): a warp waits up to so long where an order must not depend on luck, between letting
+// the successor start and what it writes, and before it counts itself as ready.
+__device__ __forceinline__ void inject_delay(u32 salt) {
+#ifdef INJECT_DELAY
+  u64 begun, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begun));
+  const u32 mixed = (blockIdx.x * 2654435761u ^ (threadIdx.x / 32 + 1) * 40503u ^ salt * 69069u) >> 7;
+  const u64 least = mixed % (INJECT_DELAY * 1000u);
+  do {
+    __nanosleep(200);
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (now - begun < least);
+  __syncwarp();
+#endif
+}
+__device__ __forceinline__ void let_next_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  inject_delay(1);
+}
 // Until all that was launched before has finished. Before it, only what no kernel of the chain writes may be read.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

@@ -50,6 +50,10 @@ def _check_driver(status: int, what: str) -> None:
         raise EngineError(f"{what}: CUDA error {status} ({(text.value or b'unknown').decode()})")
 
 
+MACROS: dict[str, int] = {}
+"""Macros before every source, set before anything is loaded. For tests: INJECT_DELAY, in microseconds."""
+
+
 def source_of(defines: str, *names: str, generated: str = "") -> str:
     """`defines`, `common.cu`, `generated` code, then the files of these names (without ".cu") in this folder."""
     folder = Path(__file__).parent
@@ -97,6 +101,7 @@ class _Attribute(ctypes.Structure):
 
 def load_module(source: str, shared: Mapping[str, int], architecture: str, device: torch.device) -> Module:
     """A `Module`, loaded once for all who ask for the same: code is never unloaded."""
+    source = "".join(f"#define {name} {value}\n" for name, value in MACROS.items()) + source
     key = (source, tuple(sorted(shared.items())), architecture, str(device))
     if key not in _LOADED:
         _LOADED[key] = Module(source, shared, architecture, device)

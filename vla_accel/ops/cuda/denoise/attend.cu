@@ -116,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       });
   __syncthreads();
   if (in_front) {
+    inject_delay(2);
     if (threadIdx.x == 0) announce(c.ready + at);
     return;
   }
