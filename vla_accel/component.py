@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError
+from vla_accel.fp8 import Products
 
 
 class Program(Protocol):
@@ -63,6 +64,8 @@ class Component:
     variants: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     # The component as one body run several times, for engines that unrolling would make large and slow to build.
     loop: Callable[[], Loop] | None = None
+    # What each engine computes in FP8 at that precision, by the engine's name.
+    quantised: Mapping[str, Products] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

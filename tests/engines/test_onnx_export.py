@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.scales import calibrated
 from tests.support.tiny import random_model, tiny_config
 from vla_accel.component import Component, TensorSpec
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
@@ -20,8 +21,8 @@ from vla_accel.components.step import DenoiseStep
 from vla_accel.engines import onnx
 from vla_accel.engines.onnx import SIMILARITY, compare, examples, export, largest, smallest
 from vla_accel.errors import DependencyError, EngineError
+from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0
-from vla_accel.quantize import calibrate
 
 pytestmark = pytest.mark.tensorrt
 
@@ -194,14 +195,8 @@ def test_the_narrow_tower_is_the_component(tmp_path: Path) -> None:
 # -- FP8 ----------------------------------------------------------------------------------------------------------
 
 
-def scales_of(model: Pi0) -> dict[str, float]:
-    """Calibrated on one random observation: two views and nine tokens."""
-    rng = np.random.default_rng(3)
-    return calibrate(model, [(rng.integers(0, 256, (2, 28, 28, 3), np.uint8), rng.integers(0, 40, 9))], "test").amax
-
-
 def prefix_inputs(model: Pi0) -> tuple[Tensor, Tensor]:
-    """What that observation gives the prefix."""
+    """What the observation of `calibrated` gives the prefix."""
     rng = np.random.default_rng(3)
     images, tokens = rng.integers(0, 256, (2, 28, 28, 3), np.uint8), rng.integers(0, 40, 9)
     vision = vision_component(model, 1, 2).module
@@ -213,7 +208,7 @@ def test_the_quantised_prefix_is_nearly_the_component() -> None:
     before = {n: p.clone() for n, p in model.named_parameters()}
     component = kv_cache_component(model, 1, 2, 9, False)
     inputs = prefix_inputs(model)
-    quantised = QuantisedKvCache(model, scales_of(model))
+    quantised = QuantisedKvCache(model, calibrated(model))
     results = list(zip(quantised(*inputs), component.module(*inputs), strict=True))
     for got, want in results:
         assert torch.equal(got[0], want[0]), "the first layer's keys and values come before any MLP"
@@ -226,7 +221,7 @@ def test_the_quantised_prefix_is_nearly_the_component() -> None:
 def test_without_quantisers_the_folded_prefix_is_the_component() -> None:
     model = random_model(tiny_config("pi05"))
     component = kv_cache_component(model, 1, 2, 9, True)
-    module = QuantisedKvCache(model, scales_of(model))
+    module = QuantisedKvCache(model, calibrated(model))
     for island in module.mlps:
         for name in ("gate_up_proj", "down_proj"):
             getattr(island.inner, name).input_quantizer.disable()
@@ -238,24 +233,25 @@ def test_without_quantisers_the_folded_prefix_is_the_component() -> None:
 
 def test_scales_are_powers_of_two_and_cut_nothing_off() -> None:
     model = random_model(tiny_config("pi05"))
-    scales = scales_of(model)
+    scales = calibrated(model)
     quantised = QuantisedKvCache(model, scales)
     for index, island in enumerate(quantised.mlps):
         for name in ("gate_up_proj", "down_proj"):
             linear = getattr(island.inner, name)
             for quantizer, most in (
-                (linear.input_quantizer, scales[f"prefix.layers.{index}.{name}"]),
+                (linear.input_quantizer, scales.of(f"prefix.layers.{index}.{name}")),
                 (linear.weight_quantizer, float(linear.weight.abs().max())),
             ):
                 amax = float(quantizer.amax)
                 assert most <= amax < 2 * most * 1.0001
+                assert amax / 448 == E4M3.scale(most, power_of_two=True)
                 assert float(np.frexp(amax / 448)[0]) == 0.5
 
 
 def test_quantisers_become_q_and_dq(tmp_path: Path) -> None:
     model = random_model(tiny_config("pi05")).to_compute_dtype(torch.bfloat16)
     component = kv_cache_component(model, 1, 2, 9, False)
-    module = QuantisedKvCache(model, scales_of(model)).requires_grad_(False)
+    module = QuantisedKvCache(model, calibrated(model)).requires_grad_(False)
     graph = export(component, module, tmp_path)
     assert graph.operators["QuantizeLinear"] == graph.operators["DequantizeLinear"] == 2 * 4
     assert torch.float8_e4m3fn in graph.dtypes

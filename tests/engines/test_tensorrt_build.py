@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.scales import scales_of_any
 from vla_accel.checkpoints.loading import NAMED, load
 from vla_accel.component import Component, Island, TensorSpec
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
-from vla_accel.components.precision import QuantisedKvCache, variants
+from vla_accel.components.precision import QuantisedKvCache
 from vla_accel.config import EngineSpec, TensorrtOptions
 from vla_accel.engines import onnx, tensorrt_builder
 from vla_accel.engines.onnx import OnnxFile, export, module_at
@@ -25,6 +26,7 @@ from vla_accel.engines.tensorrt_builder import Plan, build_plan, layer_counts, p
 from vla_accel.engines.tensorrt_library import Capability, Library, load_library
 from vla_accel.engines.tensorrt_plan import Exports, body_of, content_key, obtain
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.fp8 import Scales
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.models.siglip import SiglipConfig, SiglipVision
@@ -252,7 +254,7 @@ def test_full_size_gemma_layers_with_fp8_weights(library: Library, tmp_path: Pat
         model = Pi0(config).to_compute_dtype(torch.bfloat16)
     model = filled(model)
     assert isinstance(model, Pi0)
-    module = QuantisedKvCache(model, {f"prefix.layers.0.{n}": 8.0 for n in ("gate_up_proj", "down_proj")})
+    module = QuantisedKvCache(model, scales_of_any(8.0))
     shape = (2, 1, 24, 1, 256)
     component = Component(
         "kv_cache",
@@ -526,8 +528,9 @@ def test_the_variants_of_the_prefix(demo: Pi0) -> None:
     component = kv_cache_component(demo, 1, 2, 20, False)
     with pytest.raises(EngineError, match="kv_cache: FP8 needs calibrated scales beside the checkpoint"):
         module_at(component, "fp8")
-    some = dataclasses.replace(component, variants=variants(demo, "kv_cache", {"prefix.layers.0.gate_up_proj": 1.0}))
-    with pytest.raises(EngineError, match=r"no FP8 scale for prefix\.layers\.0\.down_proj"):
+    one = Scales({"prefix.layers.0.gate_up_proj": 1.0}, 1, "test", "none", "none")
+    some = kv_cache_component(demo, 1, 2, 20, False, scales=one)
+    with pytest.raises(EngineError, match=r"no calibrated scale of prefix\.layers\.0\.down_proj; calibrate again"):
         module_at(some, "fp8")
     with pytest.raises(EngineError, match="kv_cache: precision fp16 was asked for; this component comes in auto, fp8"):
         module_at(component, "fp16")

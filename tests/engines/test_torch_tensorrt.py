@@ -3,29 +3,26 @@ module, and how a conversion's failures are told. Conversions themselves run on 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.scales import calibrated
 from tests.support.tiny import random_model, tiny_config
 from vla_accel.component import Component, Island, TensorSpec
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
-from vla_accel.components.precision import variants
 from vla_accel.config import EngineSpec, TensorrtOptions
 from vla_accel.engines import tensorrt_library, torch_tensorrt, torch_tensorrt_versions
 from vla_accel.engines.tensorrt_library import Library
 from vla_accel.engines.torch_tensorrt import build_islands, convert, island_module
 from vla_accel.engines.torch_tensorrt_versions import Flavour, conversion_options, find_flavour
 from vla_accel.errors import DependencyError, EngineError
-from vla_accel.quantize import calibrate
 
 CPU = torch.device("cpu")
 
@@ -135,11 +132,7 @@ def test_options_differ_in_one_place() -> None:
 
 
 def quantised(model: Any) -> Component:
-    rng = np.random.default_rng(0)
-    observation = (rng.integers(0, 256, (2, 28, 28, 3), np.uint8), rng.integers(0, 40, 9))
-    scales = calibrate(model, [observation], "test").amax
-    component = kv_cache_component(model, 1, 2, 9, False)
-    return dataclasses.replace(component, variants=variants(model, "kv_cache", scales))
+    return kv_cache_component(model, 1, 2, 9, False, scales=calibrated(model))
 
 
 def spec(precision: Any = "auto", **options: Any) -> EngineSpec:

@@ -9,7 +9,7 @@ import gc
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tests.support import kernel_cases as cases
+from tests.support.scales import scales_of_any
 from tests.support.streamed_support import LOOPS, LoopCase, streamable
 from tests.support.tiny import TOKENIZER, statistics, tiny_config, tiny_observation
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
@@ -494,7 +495,7 @@ def test_fp8_weights_take_half_the_memory() -> None:
     model = on_gpu(random_model(config))
     with torch.inference_mode():
         wide = PrefixWeights.of(model, "bf16", None)
-        narrow = PrefixWeights.of(model, "fp8", Scales())
+        narrow = PrefixWeights.of(model, "fp8", scales_of_any())
 
     def products(weights: PrefixWeights) -> list[Any]:
         return [p for layer in weights.layers[:-1] for p in (layer.o, layer.gate_up, layer.down)]
@@ -509,28 +510,12 @@ def test_fp8_weights_take_half_the_memory() -> None:
     assert narrow.bytes < 0.56 * wide.bytes
 
 
-class Scales(Mapping[str, float]):
-    """Calibrated amax of any layer: wide enough for these models, and FP8 does not mind room above."""
-
-    def __getitem__(self, name: str) -> float:
-        return 32.0
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-
 @pytest.mark.parametrize("components", [("kv_cache",), ("denoise",), ("vision", "kv_cache", "denoise")])
 def test_fp8_policies_stay_close(components: tuple[str, ...], folders: dict[str, Path]) -> None:
     eager = load(folders["pi05"], EAGER)
     source = load(folders["pi05"], replace(EAGER, precision="bf16"))
     config = replace(NATIVE, **{c: EngineSpec("native", precision="fp8") for c in components})
-    narrow = OptimizedPolicy(source.model, source.processor, config, name="fp8", scales=Scales())
+    narrow = OptimizedPolicy(source.model, source.processor, config, name="fp8", scales=scales_of_any())
     observations, noise = [tiny_observation(i, PROMPTS[i % 3]) for i in range(4)], noise_for(eager, 4)
     found = cosines(actions_of(narrow, observations, noise), actions_of(eager, observations, noise))
     assert found.min() >= 0.99, found

@@ -18,7 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
+from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.native import NativeStore, expert, prefix, vision
 from vla_accel.ops import fused
@@ -40,16 +42,6 @@ MODELS: dict[str, tuple[Pi0Config, int, int, int, str]] = {
 }
 
 
-class AnyScale(dict):
-    """Calibrated scales of a checkpoint that has all of them."""
-
-    def __contains__(self, _: object) -> bool:
-        return True
-
-    def __missing__(self, _: str) -> float:
-        return 1.0
-
-
 def linear_without_data(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, input_amax: float | None = None, pad_k: int = 0,
     pad_n: int = 0,
@@ -60,7 +52,7 @@ def linear_without_data(
         return made
     scale = torch.empty((), device=weight.device)
     return dataclasses.replace(
-        made, weight=made.weight.to(fused.FP8), weight_scale=scale, input_scale=scale, weight_scale_value=0.01
+        made, weight=made.weight.to(E4M3.dtype), weight_scale=scale, input_scale=scale, weight_scale_value=0.01
     )
 
 
@@ -71,7 +63,7 @@ def launches_of(config: Pi0Config, batch: int, views: int, length: int, precisio
     """What one call of a policy launches."""
     with META:
         model = Pi0(config).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
-    store, spec, found = NativeStore(model, AnyScale()), EngineSpec("native", precision=precision), []
+    store, spec, found = NativeStore(model, scales_of_any(1.0)), EngineSpec("native", precision=precision), []
     images, total = views * config.vision.tokens, views * config.vision.tokens + length
     programs = (
         store.vision(batch, views, spec), store.kv_cache(batch, images, length, spec),

@@ -22,6 +22,7 @@ from vla_accel.config import PolicyConfig, load_config
 from vla_accel.engines.tensorrt_library import parse_target
 from vla_accel.engines.tensorrt_plan import Exports
 from vla_accel.files import replacing
+from vla_accel.fp8 import Scales, scales_for
 from vla_accel.models.pi0 import Pi0
 from vla_accel.policy import ahead_of_time as building
 from vla_accel.policy.ahead_of_time import Job, Shapes
@@ -101,7 +102,7 @@ def _with_options(config: PolicyConfig, options: Options) -> PolicyConfig:
     return dataclasses.replace(config, **parts)
 
 
-def _model(options: Options, config: PolicyConfig) -> tuple[Pi0, Shapes, dict[str, float] | None]:
+def _model(options: Options, config: PolicyConfig) -> tuple[Pi0, Shapes, Scales | None]:
     """The model in the dtype it has on a GPU, the example sizes, and FP8 scales if the configuration needs them."""
     on_gpu = torch.cuda.is_available() and any(s.engine != "tensorrt_rtx" for s in building.named(config).values())
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -114,7 +115,7 @@ def _model(options: Options, config: PolicyConfig) -> tuple[Pi0, Shapes, dict[st
 
     model, processor = load(options.checkpoint, config, device=device, dtype=dtype)
     example = processor.prepare(processor.example())
-    scales = building.stored_scales(find(options.checkpoint)) if fp8 else None
+    scales = scales_for(model, find(options.checkpoint)) if fp8 else None
     return model.requires_grad_(False), Shapes(len(example.images), len(example.tokens)), scales
 
 

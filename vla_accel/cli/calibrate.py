@@ -9,10 +9,12 @@ from typing import Annotated
 import tyro
 
 from vla_accel.checkpoints.loading import find, load
+from vla_accel.components.calibration import calibration
 from vla_accel.errors import CheckpointError
+from vla_accel.fp8 import FILE
 from vla_accel.measure.recording import load_observations
 from vla_accel.policy.optimized import resolve_device
-from vla_accel.quantize import FILE, calibrate
+from vla_accel.quantize import calibrate
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def main(arguments: list[str]) -> int:
     model, processor = load(chosen.checkpoint, device=resolve_device(chosen.device))
     recorded = load_observations(chosen.observations, chosen.limit)
     prepared = [processor.prepare(o) for o in recorded]
-    scales = calibrate(model, [(p.images, p.tokens) for p in prepared], chosen.observations.name)
+    inputs = [(p.images, p.tokens) for p in prepared]
+    scales = calibrate(model, calibration(model), inputs, chosen.observations.name)
     folder = chosen.output or find(chosen.checkpoint)
     if not folder.is_dir():
         raise CheckpointError(f"output: expected a folder, got {folder}")

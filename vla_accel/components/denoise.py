@@ -12,6 +12,7 @@ from vla_accel.component import Component, TensorSpec
 from vla_accel.components.padding import MOST_VIEWS, longest_prompt, real_tokens
 from vla_accel.components.step import denoise_loop
 from vla_accel.models.pi0 import Pi0, euler_times
+from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.rtc import Guidance, step_gains
 
 if TYPE_CHECKING:
@@ -81,4 +82,4 @@ def denoise_component(
     module = Denoise(model, num_steps, takes_state, padded, max_weight)
     outputs = (TensorSpec("actions", actions, torch.float32),)
     loop = denoise_loop(model, tuple(inputs), module.embeddings, module.modulations, module.times, module.gains)
-    return Component("denoise", module, tuple(inputs), outputs, native, loop=loop)
+    return Component("denoise", module, tuple(inputs), outputs, native, loop=loop, quantised=QUANTISED["denoise"])

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from vla_accel.component import Component, TensorSpec
 from vla_accel.components.padding import longest_prompt, real_tokens
 from vla_accel.components.precision import variants
+from vla_accel.fp8 import Scales
 from vla_accel.models.pi0 import Pi0
+from vla_accel.models.quantised import QUANTISED
 
 if TYPE_CHECKING:
     from vla_accel.native import NativeStore
@@ -33,9 +35,16 @@ class KvCache(nn.Module):
 
 
 def kv_cache_component(
-    model: Pi0, batch: int, views: int, length: int, padded: bool, store: NativeStore | None = None
+    model: Pi0,
+    batch: int,
+    views: int,
+    length: int,
+    padded: bool,
+    store: NativeStore | None = None,
+    scales: Scales | None = None,
 ) -> Component:
-    """The prefix for a fixed number of views and prompt tokens; `padded` rows may be shorter than `length`."""
+    """The prefix for a fixed number of views and prompt tokens; `padded` rows may be shorter than `length`. `scales`:
+    for engines that are built from a quantised module."""
     config = model.config
     image_tokens = views * config.vision.tokens
     total = image_tokens + length
@@ -51,5 +60,12 @@ def kv_cache_component(
     native = None
     if store is not None and padded:
         native = partial(store.kv_cache, batch, image_tokens, length)
-    narrow = variants(model, "kv_cache", None if store is None else store.scales)
-    return Component("kv_cache", KvCache(model), tuple(inputs), outputs, native, narrow)
+    return Component(
+        "kv_cache",
+        KvCache(model),
+        tuple(inputs),
+        outputs,
+        native,
+        variants(model, "kv_cache", scales),
+        quantised=QUANTISED["kv_cache"],
+    )

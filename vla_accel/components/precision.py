@@ -1,17 +1,13 @@
 """The components at another precision than the policy's: vision in FP16, the prefix with its MLPs in FP8.
 
 Each is a module with the inputs and outputs of the component that it stands for; its parts that an engine may build
-alone are `Island`s. Knows nothing about engines. ModelOpt is imported only where FP8 is asked for.
+alone are `Island`s. Knows nothing about engines.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +16,14 @@ from torch.nn import functional as F
 from vla_accel import ops
 from vla_accel.component import Island
 from vla_accel.components.padding import real_tokens
-from vla_accel.errors import DependencyError, EngineError
+from vla_accel.config import PolicyConfig
+from vla_accel.errors import EngineError
+from vla_accel.fp8 import NO_SCALES, Scales
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
 from vla_accel.models.pi0 import Pi0, prefix_positions
+from vla_accel.models.quantised import QUANTISED
 from vla_accel.native.fold import fold_norm
-
-E4M3_MAX = 448.0
-"""The largest number in FP8 E4M3."""
-Scales = Mapping[str, float]
-"""Largest absolute input of a product, by its name in the model ("prefix.layers.0.down_proj"): see `quantize`."""
+from vla_accel.quantize import quantise
 
 
 class Bridge(nn.Module):
@@ -93,10 +88,11 @@ class QuantisedKvCache(nn.Module):
         self.plain: Tensor
         self.register_buffer("plain", torch.zeros(config.width, device=model.embed.weight.device), persistent=False)
         self.mlps = nn.ModuleList()
+        names = QUANTISED["kv_cache"]["tensorrt"].names
         for index, layer in enumerate(self.layers[:-1]):  # type: ignore[arg-type]
             assert isinstance(layer, GemmaLayer)
             mlp = Mlp(layer)
-            quantise(mlp, {n: _scale(scales, f"prefix.layers.{index}.{n}") for n in ("gate_up_proj", "down_proj")})
+            quantise(mlp, {n: scales.of(f"prefix.layers.{index}.{n}") for n in names})
             self.mlps.append(Island(f"mlp{index}", mlp))
 
     def forward(self, image_tokens: Tensor, tokens: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -123,68 +119,17 @@ def variants(model: Pi0, kind: str, scales: Scales | None = None) -> dict[str, C
         return {"fp16": lambda: NarrowVision(model).requires_grad_(False)}
 
     def fp8() -> nn.Module:
-        if not scales:
-            raise EngineError(
-                "kv_cache: FP8 needs calibrated scales beside the checkpoint (fp8_scales.json); "
-                "make them with `vla-accel calibrate`"
-            )
+        if scales is None:
+            raise EngineError(f"{kind}: {NO_SCALES}")
         return QuantisedKvCache(model, scales).requires_grad_(False)
 
     return {"fp8": fp8}
 
 
-# -- ModelOpt -----------------------------------------------------------------------------------------------------
-
-
-def quantise(module: nn.Module, activations: Mapping[str, float]) -> None:
-    """Give every linear layer of `module` FP8 quantisers, in place. The weights stay as they are.
-
-    `activations`: largest absolute input by layer name; weights bring their own. Scales become powers of two.
-    """
-    mtq = _modelopt()
-    with _quiet():
-        mtq.quantize(module, mtq.FP8_DEFAULT_CFG, forward_loop=None)
-    for name, largest in activations.items():
-        layer = module.get_submodule(name)
-        layer.input_quantizer.amax = torch.tensor(_rounded(largest))  # type: ignore[union-attr]
-        weight: Any = layer.weight_quantizer
-        weight.amax = torch.tensor(_rounded(float(layer.weight.detach().abs().max())))  # type: ignore[union-attr]
-        for quantizer in (layer.input_quantizer, weight):
-            quantizer.to(layer.weight.device)  # type: ignore[union-attr]
-
-
-def _modelopt() -> Any:
-    try:
-        with _quiet():
-            import modelopt.torch.quantization as mtq
-    except ImportError as error:
-        raise DependencyError(
-            f"FP8 needs nvidia-modelopt ({error}); install it: pip install 'vla_accel[tensorrt]'"
-        ) from error
-    return mtq
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    # ModelOpt prints what it inserted and warns about optional parts of itself.
-    with warnings.catch_warnings(), contextlib.redirect_stdout(None):
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _rounded(largest: float) -> float:
-    """The least amax not below `largest` whose scale, amax / 448, is a power of two.
-
-    Dividing by the scale is then exact, so that every library rounds alike; E4M3 is a floating-point format, which
-    loses no precision by it.
-    """
-    return E4M3_MAX * 2.0 ** math.ceil(math.log2(max(largest, 1e-6) / E4M3_MAX))
-
-
-def _scale(scales: Scales, name: str) -> float:
-    if name not in scales:
-        raise EngineError(f"kv_cache: no FP8 scale for {name}; calibrate again")
-    return scales[name]
+def needs_scales(config: PolicyConfig) -> bool:
+    """Whether some component of a policy is to quantise its inputs; the eager engine never does."""
+    specs = [s for s in (config.vision, config.kv_cache) if s.precision == "fp8"]
+    return any({s.engine, *s.fallback} != {"eager"} for s in specs)
 
 
 def _linear(weight: Tensor) -> nn.Linear:

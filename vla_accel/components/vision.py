@@ -12,6 +12,7 @@ from vla_accel.component import Component, TensorSpec
 from vla_accel.components.padding import MOST_VIEWS
 from vla_accel.components.precision import variants
 from vla_accel.models.pi0 import Pi0
+from vla_accel.models.quantised import QUANTISED
 
 if TYPE_CHECKING:
     from vla_accel.native import NativeStore
@@ -42,4 +43,5 @@ def vision_component(model: Pi0, batch: int, views: int, store: NativeStore | No
         outputs=(TensorSpec("image_tokens", (batch, views * config.vision.tokens, config.prefix.width), model.dtype),),
         native=None if store is None else partial(store.vision, batch, views),
         variants=variants(model, "vision"),
+        quantised=QUANTISED["vision"],
     )

@@ -41,7 +41,11 @@ def build(component: Component, spec: EngineSpec, *, device: torch.device, ledge
         except (EngineError, DependencyError, ImportError, torch.OutOfMemoryError) as error:
             reasons.append(f"{name}: {error}")
             continue
-        ledger.record(LedgerEntry(component.name, spec.engine, name, "; ".join(reasons), engine.detail))
+        detail = engine.detail
+        if spec.precision == "fp8":
+            # The same word means other products in other engines: the ledger says which.
+            detail += f"; {component.quantised.get(name, f'nothing in FP8, which {name} does not have')}"
+        ledger.record(LedgerEntry(component.name, spec.engine, name, "; ".join(reasons), detail))
         return engine
     raise EngineError(f"{component.name}: no engine could be built ({'; '.join(reasons)})")
 

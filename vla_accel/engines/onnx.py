@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EnginePrecision
 from vla_accel.errors import DependencyError, EngineError
+from vla_accel.fp8 import E4M3
 
 OPSET = 20
 """The oldest with Gelu; later ones add nothing that is needed here."""
@@ -36,7 +37,6 @@ SIMILARITY_QUANTISED = 0.999
 """The same for a graph with quantisers: a sum in another order may round one FP8 value the other way, which every
 later layer then sees. A single quantised layer agrees to 0.9999."""
 _NARROW = (torch.float16, torch.bfloat16)
-_E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def export(component: Component, module: nn.Module, folder: Path, *, verify: boo
     similarity = None
     if verify:
         began = time.perf_counter()
-        least = SIMILARITY_QUANTISED if torch.float8_e4m3fn in dtypes else SIMILARITY
+        least = SIMILARITY_QUANTISED if E4M3.dtype in dtypes else SIMILARITY
         similarity = compare(component, module, path, least)
         seconds["verify"] = time.perf_counter() - began
     return OnnxFile(path, operators, dtypes, weight_bytes, similarity, seconds)
@@ -277,7 +277,7 @@ def _translations() -> dict[Any, Any]:
     ) -> Any:
         if (num_bits, exponent_bits) != (8, 4):
             raise NotImplementedError(f"quantiser of {num_bits} bits with {exponent_bits} of exponent: only FP8 E4M3")
-        scale = op.CastLike(op.Div(op.Cast(amax, to=onnx.TensorProto.FLOAT), op.Constant(value_float=_E4M3_MAX)), x)  # pyright: ignore[reportArgumentType]
+        scale = op.CastLike(op.Div(op.Cast(amax, to=onnx.TensorProto.FLOAT), op.Constant(value_float=E4M3.largest)), x)  # pyright: ignore[reportArgumentType]
         zero = op.Cast(op.Constant(value_float=0.0), to=onnx.TensorProto.FLOAT8E4M3FN)  # pyright: ignore[reportArgumentType]
         return op.DequantizeLinear(op.QuantizeLinear(x, scale, zero), scale, zero)  # pyright: ignore[reportArgumentType]
 
@@ -321,7 +321,7 @@ def _dtypes(model: Any) -> tuple[torch.dtype, ...]:
         "FLOAT": torch.float32,
         "FLOAT16": torch.float16,
         "BFLOAT16": torch.bfloat16,
-        "FLOAT8E4M3FN": torch.float8_e4m3fn,
+        "FLOAT8E4M3FN": E4M3.dtype,
     }
     values = [*model.graph.inputs, *model.graph.initializers.values()]
     values += [v for node in model.graph for v in node.outputs]

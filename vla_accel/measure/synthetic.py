@@ -4,15 +4,17 @@ checkpoint can be had. Success cannot be measured on these."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from vla_accel.components.calibration import calibration
+from vla_accel.components.precision import needs_scales
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
+from vla_accel.fp8 import Scales
 from vla_accel.models.pi0 import PRESETS, Pi0, Pi0Config
 from vla_accel.models.random_weights import random_model
 from vla_accel.policy import OptimizedPolicy
@@ -91,7 +93,7 @@ def random_policy(
     device: str | None = None,
     with_reference: bool = False,
     model: Pi0 | None = None,
-    scales: Mapping[str, float] | None = None,
+    scales: Scales | None = None,
 ) -> tuple[OptimizedPolicy, OptimizedPolicy | None]:
     """A policy of the published size, and with `with_reference` its FP32 eager twin of the same weights.
 
@@ -116,11 +118,6 @@ def random_policy(
         rng = np.random.default_rng(seed)
         prepared = [processor.prepare(random_observation(processor, rng)) for _ in range(8)]
         model = model.to_compute_dtype(dtype)
-        scales = calibrate(model, [(p.images, p.tokens) for p in prepared], "random observations").amax
+        inputs = [(p.images, p.tokens) for p in prepared]
+        scales = calibrate(model, calibration(model), inputs, "random observations")
     return OptimizedPolicy(model, processor, settings, name=f"random {kind}", scales=scales), exact
-
-
-def needs_scales(settings: PolicyConfig) -> bool:
-    """Whether some native component asks for quantised activations."""
-    specs = (settings.vision, settings.kv_cache)
-    return any(s.engine == "native" and s.precision == "fp8" for s in specs)

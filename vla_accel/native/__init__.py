@@ -7,13 +7,14 @@ weights, not how programs are run; the same programs run the ops' torch referenc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
+from vla_accel.fp8 import NO_SCALES, Scales
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.expert import ExpertWeights, NativeDenoise
 from vla_accel.native.prefix import NativePrefix, PrefixWeights
@@ -22,12 +23,9 @@ from vla_accel.native.vision import NativeVision, VisionWeights
 
 
 class NativeStore:
-    """Prepared weights of one model, by component and precision.
+    """Prepared weights of one model, by component and precision. `scales`: needed for FP8."""
 
-    `scales`: calibrated amax of every quantised layer's input, by the layer's canonical name; needed for FP8.
-    """
-
-    def __init__(self, model: Pi0, scales: Mapping[str, float] | None = None) -> None:
+    def __init__(self, model: Pi0, scales: Scales | None = None) -> None:
         self.model, self.scales = model, scales
         self._vision: dict[str, VisionWeights] = {}
         self._prefix: dict[str, PrefixWeights] = {}
@@ -82,10 +80,7 @@ class NativeStore:
             allowed = ", ".join((own, *extra))
             raise EngineError(f"{component}: the native engine of a {own} policy has {allowed}, got {asked}")
         if asked == "fp8" and component != "denoise" and self.scales is None:
-            raise EngineError(
-                f"{component}: FP8 needs calibrated scales beside the checkpoint (fp8_scales.json); "
-                "make them with `vla-accel calibrate`"
-            )
+            raise EngineError(f"{component}: {NO_SCALES}")
         return asked
 
 

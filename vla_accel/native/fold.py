@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from vla_accel.errors import EngineError
+from vla_accel.fp8 import NO_SCALES, Products, Scales
 from vla_accel.models.gemma import RmsNorm
 
 
@@ -35,15 +36,14 @@ def fold_norm(linear: nn.Linear, norm: nn.LayerNorm | RmsNorm) -> tuple[Tensor, 
     return (weight * norm.weight.double()).float(), bias.float()
 
 
-def amax_of(scales: Mapping[str, float] | None, precision: str, layer: str) -> Callable[[str], float | None]:
-    """Looks a product's calibrated input amax up by name; None unless `precision` is fp8."""
+def amax_of(scales: Scales | None, precision: str, layer: str, products: Products) -> Callable[[str], float | None]:
+    """Looks the calibrated input amax of a layer's product up by name; None unless FP8 is asked for and takes it."""
 
     def find(name: str) -> float | None:
-        if precision != "fp8":
+        if precision != "fp8" or name not in products.names:
             return None
-        key = f"{layer}.{name}"
-        if scales is None or key not in scales:
-            raise EngineError(f"FP8: no calibrated scale of {key}; calibrate this checkpoint again")
-        return scales[key]
+        if scales is None:
+            raise EngineError(NO_SCALES)
+        return scales.of(f"{layer}.{name}")
 
     return find

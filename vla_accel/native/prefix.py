@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vla_accel.fp8 import E4M3, Scales
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
 from vla_accel.models.pi0 import Pi0
+from vla_accel.models.quantised import QUANTISED
 from vla_accel.native.fold import amax_of, compute_dtype, fold_norm
 from vla_accel.ops import folded, fused
 from vla_accel.ops.attending import Sizes, attend, choose
@@ -43,27 +45,24 @@ class PrefixWeights:
     eps: float
 
     @classmethod
-    def of(cls, model: Pi0, precision: str, scales: Mapping[str, float] | None) -> PrefixWeights:
-        """Prepare from a model; `precision` fp32, bf16 or fp8 (output projections and MLPs in FP8, the rest BF16)."""
+    def of(cls, model: Pi0, precision: str, scales: Scales | None) -> PrefixWeights:
+        """Prepare from a model; `precision` fp32, bf16 or fp8 (what `QUANTISED` names in FP8, the rest BF16)."""
         config, dtype = model.config.prefix, compute_dtype(precision)
         layers = []
         for index, layer in enumerate(model.prefix.layers):
             assert isinstance(layer, GemmaLayer)
             first, second = layer.input_layernorm, layer.post_attention_layernorm
             assert isinstance(first, RmsNorm) and isinstance(second, RmsNorm)
-            amax = amax_of(scales, precision, f"prefix.layers.{index}")
+            amax = amax_of(scales, precision, f"prefix.layers.{index}", QUANTISED["kv_cache"]["native"])
             weight, _ = fold_norm(layer.qkv_proj, first)
             if index + 1 == config.depth:
                 # Nothing asks the last layer anything: only its keys and values are needed.
                 only = weight[config.heads * config.head_dim :]
                 layers.append(PrefixLayer(make_linear(only, None, dtype), None, None, None))
                 continue
-            # Never FP8: keys and values are what the expert reads, and rounding them costs more agreement than all
-            # other products together, for two hundredths of the prefix's time.
-            qkv = make_linear(weight, None, dtype)
             layers.append(
                 PrefixLayer(
-                    qkv,
+                    make_linear(weight, None, dtype, amax("qkv_proj")),
                     make_linear(layer.o_proj.weight, None, dtype, amax("o_proj")),
                     pair(make_linear(*fold_norm(layer.gate_up_proj, second), dtype, amax("gate_up_proj"))),
                     make_linear(layer.down_proj.weight, None, dtype, amax("down_proj")),
@@ -94,7 +93,7 @@ class NativePrefix:
         self.detail = f"fused ops, {'FP8' if quantised else dtype}"
         self.batch, self.tokens = batch, image_tokens + length
         rows, width = batch * self.tokens, weights.table.shape[1]
-        narrow = fused.FP8 if quantised else dtype
+        narrow = E4M3.dtype if quantised else dtype
         sizes = Sizes(
             batch, self.tokens, self.tokens, weights.heads, weights.kv_heads, weights.head_dim, dtype, padded=True,
             quantised=quantised,

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vla_accel.fp8 import E4M3, Scales
 from vla_accel.models.pi0 import Pi0
+from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.siglip import SiglipLayer
 from vla_accel.native.fold import amax_of, compute_dtype, fold_norm, round_up
 from vla_accel.ops import folded, fused
@@ -49,14 +51,14 @@ class VisionWeights:
     patch_size: int
 
     @classmethod
-    def of(cls, model: Pi0, precision: str, scales: Mapping[str, float] | None) -> VisionWeights:
-        """Prepare from a model; `precision` fp32, bf16, fp16 or fp8 (products in FP8, the rest BF16)."""
+    def of(cls, model: Pi0, precision: str, scales: Scales | None) -> VisionWeights:
+        """Prepare from a model; `precision` fp32, bf16, fp16 or fp8 (what `QUANTISED` names in FP8, the rest BF16)."""
         config = model.config.vision
         dtype = compute_dtype(precision)
         layers = []
         for index, layer in enumerate(model.vision.layers):
             assert isinstance(layer, SiglipLayer)
-            amax = amax_of(scales, precision, f"vision.layers.{index}")
+            amax = amax_of(scales, precision, f"vision.layers.{index}", QUANTISED["vision"]["native"])
             hidden = round_up(config.mlp_dim, 64)
             extra = hidden - config.mlp_dim
             layers.append(
@@ -107,7 +109,7 @@ class NativeVision:
 
         def buffer(columns: int, like: Linear | None = None) -> Tensor:
             quantised = like is not None and like.weight_scale is not None
-            return torch.empty(rows, columns, dtype=fused.FP8 if quantised else dtype, device=device)
+            return torch.empty(rows, columns, dtype=E4M3.dtype if quantised else dtype, device=device)
 
         sizes = Sizes(
             self.images, weights.place.shape[0], weights.place.shape[0], weights.heads, weights.heads,

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vla_accel.fp8 import E4M3
 from vla_accel.ops import reference
 from vla_accel.ops.gpu import Gpu
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
+FP8 = E4M3.dtype
 
 
 def dependent_launches(device: torch.device) -> bool:
@@ -36,7 +36,7 @@ def _kernels(module: str) -> Any:
 
 def _store(out: Tensor, value: Tensor, inverse_scale: float | None) -> None:
     if inverse_scale is not None:
-        value = (value.float() * inverse_scale).clamp(-FP8_MAX, FP8_MAX)
+        value = E4M3.saturated(value.float() * inverse_scale)
     out.copy_(value.reshape(out.shape).to(out.dtype))
 
 
@@ -77,7 +77,7 @@ def make_linear(
 ) -> Linear:  # fmt: skip
     """A `Linear` from (N, K) in any dtype: padded with zeros, in `dtype`, or FP8 where `input_amax` is given.
 
-    FP8 scales are per tensor: amax / 448, of the weight and of the calibrated input.
+    FP8 scales are per tensor, of the weight and of the calibrated input (`fp8.Format.scale`).
     """
     if pad_k or pad_n:
         weight = F.pad(weight, (0, pad_k, 0, pad_n))
@@ -86,8 +86,8 @@ def make_linear(
     if input_amax is None:
         return Linear(weight.to(dtype).contiguous(), bias)
     amax = float(weight.abs().amax())
-    weight_scale, input_scale = max(amax, 1e-12) / FP8_MAX, max(input_amax, 1e-12) / FP8_MAX
-    stored = (weight.float() / weight_scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
+    weight_scale, input_scale = E4M3.scale(amax), E4M3.scale(input_amax)
+    stored = E4M3.saturated(weight.float() / weight_scale).contiguous()
     device = weight.device
     return Linear(
         stored, bias, torch.tensor(weight_scale, device=device), torch.tensor(input_scale, device=device),

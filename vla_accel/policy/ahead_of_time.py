@@ -20,16 +20,17 @@ import torch
 
 from vla_accel.component import Component
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
-from vla_accel.components.precision import variants
+from vla_accel.components.calibration import calibration
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.engines import onnx, tensorrt_library, tensorrt_plan, torch_tensorrt, torch_tensorrt_versions
 from vla_accel.engines.tensorrt_builder import Progress
 from vla_accel.engines.tensorrt_library import Capability, LibraryName, check_target, load_library, parse_target
 from vla_accel.engines.tensorrt_plan import Exports, Obtained, body_of, obtain
-from vla_accel.errors import CheckpointError, ConfigError, DependencyError
+from vla_accel.errors import ConfigError, DependencyError
+from vla_accel.fp8 import Scales
 from vla_accel.models.pi0 import PRESETS, Pi0
 from vla_accel.models.random_weights import random_model
-from vla_accel.quantize import calibrate, load_scales
+from vla_accel.quantize import calibrate
 
 SCHEMA = "vla_accel.build/1"
 BUILT = ("tensorrt", "tensorrt_rtx", "torch_tensorrt")
@@ -92,18 +93,15 @@ def check_libraries(specs: Mapping[str, EngineSpec], targets: Sequence[Capabilit
 
 
 def jobs(
-    model: Pi0, config: PolicyConfig, shapes: Shapes, targets: Sequence[Capability], scales: Mapping[str, float] | None
+    model: Pi0, config: PolicyConfig, shapes: Shapes, targets: Sequence[Capability], scales: Scales | None
 ) -> list[Job]:
     """What there is to build, in order. Raises EngineError for a target that a library does not know."""
     padded = config.pads_prompts
     tokens = -(-shapes.tokens // 32) * 32 if padded else shapes.tokens
     prefix_tokens = shapes.views * model.config.vision.tokens + tokens
-    kv_cache = kv_cache_component(model, 1, shapes.views, tokens, padded)
-    if scales is not None:
-        kv_cache = dataclasses.replace(kv_cache, variants=variants(model, "kv_cache", scales))
     components = {
         "vision": vision_component(model, 1, shapes.views),
-        "kv_cache": kv_cache,
+        "kv_cache": kv_cache_component(model, 1, shapes.views, tokens, padded, scales=scales),
         "denoise": denoise_component(
             model, 1, prefix_tokens, config.num_steps, padded, max_weight=config.rtc.max_guidance_weight
         ),
@@ -212,21 +210,11 @@ def sized_model(preset: str, dtype: torch.dtype, device: torch.device, depth: in
     return random_model(config, device=str(device), dtype=dtype)
 
 
-def random_scales(model: Pi0) -> dict[str, float]:
+def random_scales(model: Pi0) -> Scales:
     """FP8 scales of a random model from one random observation: for measuring builds, not for acting."""
     size, rng = model.config.vision.image_size, np.random.default_rng(0)
     images = rng.integers(0, 256, (2, size, size, 3), dtype=np.uint8)
-    return calibrate(model, [(images, rng.integers(0, model.config.vocab_size, 20))], "random").amax
-
-
-def stored_scales(folder: Path) -> dict[str, float]:
-    """The FP8 scales beside a checkpoint. Raises CheckpointError when there are none."""
-    scales = load_scales(folder)
-    if scales is None:
-        raise CheckpointError(
-            f"checkpoint {folder}: FP8 needs calibrated scales (fp8_scales.json); make them with `vla-accel calibrate`"
-        )
-    return scales.amax
+    return calibrate(model, calibration(model), [(images, rng.integers(0, model.config.vocab_size, 20))], "random")
 
 
 def default_manifest(spec: EngineSpec, config: Path | str) -> Path:

@@ -20,14 +20,15 @@ import torch
 from vla_accel import latency
 from vla_accel.checkpoints.checkpoint import describe
 from vla_accel.checkpoints.loading import NAMED, find, load
+from vla_accel.components.precision import needs_scales
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError, EngineError, ObservationError
+from vla_accel.fp8 import Scales, scales_for
 from vla_accel.ledger import Ledger
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.rtc import chunk_weights
 from vla_accel.native import NativeStore
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Shape
-from vla_accel.quantize import load_scales
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.transforms.processing import Inputs, Processor
 
@@ -50,7 +51,7 @@ class OptimizedPolicy:
         config: PolicyConfig,
         *,
         name: str,
-        scales: Mapping[str, float] | None = None,
+        scales: Scales | None = None,
         store: NativeStore | None = None,
     ) -> None:
         self.config, self.name = config, name
@@ -59,8 +60,9 @@ class OptimizedPolicy:
         self.processor = processor
         self.ledger = Ledger(strict=config.strict)
         self.latency = latency.LatencyLog()
+        self.scales = scales
         self.store = store or NativeStore(self.model, scales)
-        self.pipelines = Pipelines(self.model, config, self.store, self.device, self.ledger)
+        self.pipelines = Pipelines(self.model, config, self.store, self.device, self.ledger, scales)
         self._lock = threading.RLock()
         self._noise = torch.Generator(self.device).manual_seed(config.seed)
         self._padded = config.pads_prompts
@@ -85,9 +87,8 @@ class OptimizedPolicy:
         settings = replace(settings, **{k: v for k, v in overrides.items() if v is not None})
         where = resolve_device(settings.device)
         model, processor = load(path_or_name, settings, device=where, dtype=resolve_precision(settings, where))
-        scales = load_scales(find(path_or_name))
-        amax = None if scales is None else scales.amax
-        policy = cls(model, processor, settings, name=str(path_or_name), scales=amax)
+        scales = scales_for(model, find(path_or_name)) if needs_scales(settings) else None
+        policy = cls(model, processor, settings, name=str(path_or_name), scales=scales)
         policy.warm_up()
         return policy
 
@@ -196,7 +197,7 @@ class OptimizedPolicy:
     def with_steps(self, num_steps: int) -> OptimizedPolicy:
         """The same weights with another number of denoising steps, and a latency log of its own."""
         config = replace(self.config, num_steps=num_steps)
-        return OptimizedPolicy(self.model, self.processor, config, name=self.name, store=self.store)
+        return OptimizedPolicy(self.model, self.processor, config, name=self.name, scales=self.scales, store=self.store)
 
     def async_runner(self, hz: float, **options: Any) -> AsyncRunner:
         """A control loop at `hz` that is kept fed: the next chunk is computed while this one is executed.

@@ -20,6 +20,7 @@ from vla_accel.components import denoise_component, kv_cache_component, vision_c
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.engines import Engine, build
 from vla_accel.engines.graph import Captured, capture
+from vla_accel.fp8 import Scales
 from vla_accel.ledger import Ledger
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native import NativeStore
@@ -64,7 +65,14 @@ class Pipeline:
     """vision → kv_cache → denoise for one shape."""
 
     def __init__(
-        self, model: Pi0, config: PolicyConfig, store: NativeStore, shape: Shape, device: torch.device, ledger: Ledger
+        self,
+        model: Pi0,
+        config: PolicyConfig,
+        store: NativeStore,
+        shape: Shape,
+        device: torch.device,
+        ledger: Ledger,
+        scales: Scales | None = None,
     ) -> None:
         self.shape, self.device = shape, device
         self.lengths = np.zeros(shape.batch, np.int32)
@@ -77,7 +85,7 @@ class Pipeline:
             return build(component, spec, device=device, ledger=ledger)
 
         vision = vision_component(model, shape.batch, shape.views, store)
-        kv_cache = kv_cache_component(model, shape.batch, shape.views, shape.tokens, shape.padded, store)
+        kv_cache = kv_cache_component(model, shape.batch, shape.views, shape.tokens, shape.padded, store, scales)
         denoise = denoise_component(
             model, shape.batch, prefix_tokens, shape.steps, shape.padded, store, config.rtc.max_guidance_weight
         )
@@ -223,11 +231,11 @@ class Pipelines:
     """Pipelines by shape, most recently used last, within `limit` shapes and a budget of device memory."""
 
     def __init__(
-        self, model: Pi0, config: PolicyConfig, store: NativeStore, device: torch.device, ledger: Ledger, *,
-        limit: int = 16,
+        self, model: Pi0, config: PolicyConfig, store: NativeStore, device: torch.device, ledger: Ledger,
+        scales: Scales | None = None, *, limit: int = 16,
     ) -> None:  # fmt: skip
         self._parts = (model, config, store)
-        self.device, self.ledger, self.limit = device, ledger, limit
+        self.device, self.ledger, self.scales, self.limit = device, ledger, scales, limit
         self.budget = int(config.pipeline_memory_gib * 2**30)
         self._kept: OrderedDict[Shape, tuple[Pipeline, int]] = OrderedDict()
 
@@ -252,7 +260,7 @@ class Pipelines:
             return known[0]
         store = self._parts[2]
         before = self._allocated() - store.bytes
-        pipeline = Pipeline(*self._parts, shape, self.device, self.ledger)
+        pipeline = Pipeline(*self._parts, shape, self.device, self.ledger, self.scales)
         # Weights are shared by all shapes and stay.
         self._kept[shape] = (pipeline, max(0, self._allocated() - store.bytes - before))
         while len(self._kept) > 1 and (len(self._kept) > self.limit or self.bytes > self.budget):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FP8_MAX = tl.constexpr(448.0)
+from vla_accel.fp8 import E4M3
+
+FP8_MAX = tl.constexpr(E4M3.largest)
 
 
 @triton.jit
 def to_fp8(x, inverse_scale):
     """float32 to E4M3 with saturation: the conversion alone would turn what is too large into NaN."""
-    return tl.clamp(x * inverse_scale, -448.0, 448.0).to(tl.float8e4nv)
+    return tl.clamp(x * inverse_scale, -FP8_MAX, FP8_MAX).to(tl.float8e4nv)
 
 
 @triton.jit

@@ -1,0 +1,209 @@
+"""FP8 in one place: the rounding rule, scales with a fingerprint of their weights, which products each engine takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.scales import scales_of_any
+from tests.support.tiny import random_model, tiny_config, write_tiny_checkpoint
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.checkpoints.loading import find, load
+from vla_accel.components.calibration import calibration
+from vla_accel.components.precision import needs_scales
+from vla_accel.errors import CheckpointError, DependencyError, EngineError
+from vla_accel.fp8 import E4M3, FILE, Scales, fingerprint, read_scales, scales_for
+from vla_accel.models.quantised import QUANTISED, calibrated_products
+from vla_accel.native.expert import ExpertWeights
+from vla_accel.native.prefix import PrefixWeights
+from vla_accel.native.vision import VisionWeights
+from vla_accel.quantize import calibrate, load_modelopt
+
+CPU = torch.device("cpu")
+EAGER = PolicyConfig(num_steps=1, precision="bf16", device="cpu")
+FP8 = replace(EAGER, kv_cache=EngineSpec("native", precision="fp8"))
+
+
+def test_the_rule_uses_the_whole_range() -> None:
+    for amax in (1e-3, 1.0, 447.0, 1e5):
+        x = torch.tensor([amax, -amax, 2 * amax])
+        stored = E4M3.saturated(x / E4M3.scale(amax))
+        assert stored.dtype == torch.float8_e4m3fn
+        assert stored.float().tolist() == [448.0, -448.0, 448.0], "largest is largest, beyond it saturates"
+    assert E4M3.scale(0.0) > 0
+    assert E4M3.scale(448.0, power_of_two=True) == 1.0 and E4M3.scale(449.0, power_of_two=True) == 2.0
+
+
+# -- fingerprints -------------------------------------------------------------------------------------------------
+
+MODEL = random_model(tiny_config("pi05"))
+PRODUCTS = calibrated_products(MODEL.config)
+
+
+def test_a_checkpoint_has_one_fingerprint_in_every_dtype() -> None:
+    found = {fingerprint(random_model(tiny_config("pi05")).to(d), PRODUCTS) for d in (torch.float32, torch.bfloat16)}
+    found.add(fingerprint(random_model(tiny_config("pi05")).to_compute_dtype(torch.bfloat16), PRODUCTS))
+    assert found == {fingerprint(MODEL, PRODUCTS)}
+    assert fingerprint(random_model(tiny_config("pi05"), seed=1), PRODUCTS) not in found
+
+
+@pytest.mark.parametrize("name", [n for n, _ in MODEL.named_parameters()])
+def test_a_change_of_any_layer_of_vision_or_prefix_is_seen(name: str) -> None:
+    changed = random_model(tiny_config("pi05"))
+    with torch.no_grad():
+        changed.get_parameter(name).mul_(1.01)
+    seen = fingerprint(changed, PRODUCTS) != fingerprint(MODEL, PRODUCTS)
+    assert seen == name.startswith(("vision.", "prefix.")), "and nothing else, as the docstring says"
+
+
+class Net(nn.Module):
+    """One product that is much larger than what is looked at of it."""
+
+    def __init__(self, rows: int = 8192, columns: int = 64) -> None:
+        super().__init__()
+        self.product = nn.Linear(columns, rows, bias=False)
+        nn.init.constant_(self.product.weight, 1.0)
+
+
+def test_every_column_and_the_shape_count() -> None:
+    whole = fingerprint(Net(), ["product"])
+    for column in range(64):
+        net = Net()
+        net.product.weight.data[:, column] = 2.0
+        assert fingerprint(net, ["product"]) != whole, f"column {column}"
+    assert fingerprint(Net(4096, 128), ["product"]) != whole
+
+
+# -- files --------------------------------------------------------------------------------------------------------
+
+
+def scales(**changes: Any) -> Scales:
+    amax = dict.fromkeys(PRODUCTS, 1.5)
+    return replace(Scales(amax, 7, "some.npz", "0.1", fingerprint(MODEL, PRODUCTS)), **changes)
+
+
+def test_scales_return_from_their_file(tmp_path: Path) -> None:
+    assert read_scales(tmp_path) is None and scales_for(MODEL, tmp_path) is None
+    assert scales().save(tmp_path) == tmp_path / FILE
+    assert read_scales(tmp_path) == scales_for(MODEL, tmp_path) == scales()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "vla_accel.fp8_scales/1"}, r"format 1 has no fingerprint of the weights; calibrate again: vla-acc"),
+        ({"format": "other"}, "expected format 'vla_accel.fp8_scales/2' with a fingerprint and a table of amax"),
+        ({"fingerprint": ""}, "expected format 'vla_accel.fp8_scales/2' with a fingerprint"),
+        ({"amax": [1.0]}, "with a fingerprint and a table of amax"),
+        ({"amax": {"a": 0.0, "b": "x", "c": 1.0}}, "expected positive numbers, got others at a, b"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = scales().save(tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(CheckpointError, match=rf"FP8 scales .*{FILE}: .*{message}"):
+        read_scales(tmp_path)
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match="expected JSON"):
+        read_scales(tmp_path)
+
+
+def test_scales_of_other_weights_are_refused(tmp_path: Path) -> None:
+    scales(fingerprint="0123").save(tmp_path)
+    said = rf"{FILE}: they were measured on other weights \(fingerprint 0123, .*; calibrate again: vla-accel calibrate"
+    with pytest.raises(CheckpointError, match=said):
+        scales_for(MODEL, tmp_path)
+    scales(amax={**dict.fromkeys(PRODUCTS, 1.0), "prefix.layers.9.o_proj": 1.0}).save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"products that the model lacks: prefix\.layers\.9\.o_proj"):
+        scales_for(MODEL, tmp_path)
+
+
+def test_retrained_weights_in_the_same_folder_are_refused_where_fp8_is_asked_for(tmp_path: Path) -> None:
+    config = tiny_config("pi05")
+    write_tiny_checkpoint(tmp_path, "pi05")
+    model, _ = load(tmp_path, device=CPU)
+    products = calibrated_products(config)
+    Scales(dict.fromkeys(products, 32.0), 1, "test", "0", fingerprint(model, products)).save(tmp_path)
+    policy = OptimizedPolicy.from_pretrained(tmp_path, FP8)
+    assert "FP8: o_proj, gate_up_proj, down_proj" in str(policy.ledger.entries["kv_cache"].detail)
+    assert policy.with_steps(2).scales is policy.scales is not None
+    Scales(dict.fromkeys(products, 32.0), 1, "test", "0", "of others").save(tmp_path)
+    with pytest.raises(CheckpointError, match="calibrate again"):
+        OptimizedPolicy.from_pretrained(tmp_path, FP8)
+    assert OptimizedPolicy.from_pretrained(tmp_path, EAGER).scales is None, "nobody asked for FP8"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bundled_scales_belong_to_the_bundled_weights(dtype: torch.dtype) -> None:
+    model, _ = load("demo", device=CPU, dtype=dtype)
+    found = scales_for(model, find("demo"))
+    assert found is not None and list(found.amax) == calibrated_products(model.config)
+
+
+# -- which products -----------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_what_the_native_programs_quantise() -> None:
+    names = {"qkv": "qkv_proj", "out": "out_proj", "o": "o_proj", "gate_up": "gate_up_proj", "down": "down_proj"}
+
+    def narrow(layer: object) -> set[str]:
+        return {names.get(n, n) for n, p in vars(layer).items() if p is not None and p.weight.dtype == E4M3.dtype}
+
+    given = scales_of_any()
+    for component, weights in (
+        ("vision", VisionWeights.of(MODEL, "fp8", given)),
+        ("kv_cache", PrefixWeights.of(MODEL, "fp8", given)),
+        ("denoise", ExpertWeights.of(MODEL, "fp8")),
+    ):
+        assert narrow(weights.layers[0]) == set(QUANTISED[component]["native"].names), component
+
+
+def test_the_ledger_says_what_the_same_word_means(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, "pi05")
+    source = OptimizedPolicy.from_pretrained(tmp_path, EAGER)
+
+    def details(engine: Any) -> dict[str, str]:
+        spec = EngineSpec(engine, precision="fp8")
+        config = replace(EAGER, vision=spec, kv_cache=spec, denoise=spec)
+        policy = OptimizedPolicy(source.model, source.processor, config, name="tiny", scales=scales_of_any())
+        policy.warm_up()
+        return {name: entry.detail for name, entry in policy.ledger.entries.items()}
+
+    native = details("native")
+    assert "FP8: qkv_proj, out_proj, fc1, fc2" in native["vision"]
+    assert "FP8 weights only: qkv_proj, o_proj, gate_up_proj, down_proj" in native["denoise"]
+    assert "gate_up_proj, down_proj, scales powers of two" in str(QUANTISED["kv_cache"]["tensorrt_rtx"])
+    assert all("nothing in FP8, which eager does not have" in text for text in details("eager").values())
+
+
+def test_a_configuration_needs_scales_where_inputs_are_quantised() -> None:
+    fp8, eager = EngineSpec("native", precision="fp8"), EngineSpec("eager", precision="fp8")
+    assert needs_scales(FP8) and needs_scales(replace(EAGER, vision=fp8))
+    assert needs_scales(replace(EAGER, kv_cache=EngineSpec("eager", fallback=("native",), precision="fp8")))
+    assert not needs_scales(EAGER) and not needs_scales(replace(EAGER, denoise=fp8))
+    assert not needs_scales(replace(EAGER, kv_cache=eager))
+
+
+def test_a_product_without_a_scale_is_named() -> None:
+    with pytest.raises(EngineError, match=r"no calibrated scale of prefix\.layers\.0\.o_proj; calibrate again"):
+        PrefixWeights.of(MODEL, "fp8", scales(amax={"prefix.layers.0.qkv_proj": 1.0}))
+
+
+# -- calibration --------------------------------------------------------------------------------------------------
+
+
+def test_without_modelopt_one_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("modelopt", "modelopt.torch", "modelopt.torch.quantization"):
+        monkeypatch.setitem(sys.modules, name, None)
+    said = r"FP8 needs nvidia-modelopt \(.*\); pip install 'vla_accel\[onnx\]'"
+    with pytest.raises(DependencyError, match=said):
+        calibrate(MODEL, calibration(MODEL), [], "test")
+    with pytest.raises(DependencyError, match=said):
+        load_modelopt()

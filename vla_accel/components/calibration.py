@@ -1,0 +1,63 @@
+"""What is calibrated of π0 and π0.5: vision and prefix as engines run them, with norm weights folded into products."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vla_accel.models.gemma import GemmaLayer, RmsNorm
+from vla_accel.models.pi0 import Pi0
+from vla_accel.models.quantised import calibrated_products
+from vla_accel.models.siglip import SiglipLayer
+from vla_accel.native.fold import fold_norm
+
+
+def calibration(model: Pi0) -> tuple[nn.Module, Sequence[str]]:
+    """(module, names of its products to measure): the module takes an observation's images uint8 (V, S, S, 3) and
+    tokens int64 (L,), and its products have the names that they have in `model`, which is left as it is."""
+    return _Calibrated(model), calibrated_products(model.config)
+
+
+class _Calibrated(nn.Module):
+    def __init__(self, model: Pi0) -> None:
+        super().__init__()
+        self.vision = copy.deepcopy(model.vision)
+        self.prefix = copy.deepcopy(model.prefix)
+        # In a list, so that its modules are not this module's.
+        self._model = [model]
+        with torch.no_grad():
+            for layer in self.vision.layers:
+                assert isinstance(layer, SiglipLayer)
+                _fold_in_place(layer.layer_norm1, layer.qkv_proj)
+                _fold_in_place(layer.layer_norm2, layer.fc1)
+            for layer in self.prefix.layers:
+                assert isinstance(layer, GemmaLayer)
+                _fold_in_place(layer.input_layernorm, layer.qkv_proj)
+                _fold_in_place(layer.post_attention_layernorm, layer.gate_up_proj)
+
+    def forward(self, images: Tensor, tokens: Tensor) -> None:
+        (model,) = self._model
+        wide = self.vision.patch_embedding.weight.dtype
+        pixels = images.to(wide).permute(0, 3, 1, 2) / 255.0 * 2.0 - 1.0
+        features = self.vision(pixels)
+        image_tokens = nn.functional.linear(features, model.projector.weight, model.projector.bias)
+        image_tokens = image_tokens.reshape(1, -1, image_tokens.shape[-1])
+        x = torch.cat((image_tokens, model.embed_tokens(tokens[None]).to(image_tokens.dtype)), dim=1)
+        positions = torch.arange(x.shape[1], device=x.device).expand(1, -1)
+        self.prefix(x, positions, None)
+
+
+def _fold_in_place(norm: nn.Module, linear: nn.Linear) -> None:
+    """Move a norm's weights into the product that follows."""
+    assert isinstance(norm, (nn.LayerNorm, RmsNorm))
+    weight, bias = fold_norm(linear, norm)
+    linear.weight.copy_(weight)
+    if bias is not None:
+        linear.bias.copy_(bias)
+    # Gemma stores an offset from one.
+    norm.weight.fill_(0.0 if isinstance(norm, RmsNorm) else 1.0)
+    if isinstance(norm, nn.LayerNorm):
+        norm.bias.zero_()

@@ -1,0 +1,175 @@
+"""What FP8 means here: the format, the one rule for scales, and the calibrated scales of a checkpoint with the
+fingerprint of the weights that they were measured on.
+
+Every engine takes its scales from here. Which products a component computes in FP8 is the model family's to say
+(`Products`); this module knows no model and no engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from vla_accel.errors import CheckpointError, EngineError
+from vla_accel.files import replacing
+
+FILE = "fp8_scales.json"
+FORMAT = "vla_accel.fp8_scales/2"
+AGAIN = "calibrate again: vla-accel calibrate OBSERVATIONS --checkpoint CHECKPOINT"
+NO_SCALES = f"FP8 needs calibrated scales beside the checkpoint ({FILE}); make them with `vla-accel calibrate`"
+SAMPLE = 4096
+"""Values of each tensor that a fingerprint looks at."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """Numbers of one byte. `dtype`: in torch; `largest`: the largest magnitude, at which stored values saturate."""
+
+    name: str
+    dtype: torch.dtype
+    largest: float
+
+    def scale(self, amax: float, power_of_two: bool = False) -> float:
+        """The scale of a tensor, true value / stored value, by the one rule: `amax` / `largest`.
+
+        `power_of_two`: the next power of two that is not smaller, for graphs that hold scales in BF16 (TensorRT's).
+        Other scales would be rounded there, to another grid than the module's that a graph is checked against: in tests
+        a quantised layer then agreed to 0.9995 instead of 0.9999. A floating-point format loses no precision by it.
+        """
+        exact = max(amax, 1e-12) / self.largest
+        return 2.0 ** math.ceil(math.log2(exact)) if power_of_two else exact
+
+    def saturated(self, x: Tensor) -> Tensor:
+        """`x`, already divided by its scale, as stored: too large becomes the largest, where a cast gives NaN."""
+        return x.clamp(-self.largest, self.largest).to(self.dtype)
+
+
+E4M3 = Format("fp8", torch.float8_e4m3fn, 448.0)
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products of a component that an engine computes in FP8, by their names in a layer. `activations`: their
+    inputs are quantised, too, and need calibrated scales; otherwise only the weights are stored in one byte.
+    `power_of_two`: how scales are rounded (`Format.scale`)."""
+
+    names: tuple[str, ...]
+    activations: bool = True
+    power_of_two: bool = False
+
+    def __str__(self) -> str:
+        what = "FP8" if self.activations else "FP8 weights only"
+        return f"{what}: {', '.join(self.names)}" + (", scales powers of two" if self.power_of_two else "")
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Calibrated scales of one checkpoint.
+
+    `amax`: largest absolute input by a product's name in the model, e.g. "prefix.layers.3.down_proj";
+    `observations`: how many were seen, and from which `source`; `modelopt`: the version that measured; `fingerprint`:
+    of the weights that they were measured on.
+    """
+
+    amax: Mapping[str, float]
+    observations: int
+    source: str
+    modelopt: str
+    fingerprint: str
+
+    def of(self, product: str) -> float:
+        """The largest absolute input of a product. Raises EngineError where it was not calibrated."""
+        if product not in self.amax:
+            raise EngineError(f"FP8: there is no calibrated scale of {product}; {AGAIN}")
+        return self.amax[product]
+
+    def why_not(self, model: nn.Module) -> str | None:
+        """Why these scales do not belong to a model's weights, or None."""
+        if missing := parts_missing(model, self.amax):
+            return f"they name products that the model lacks: {', '.join(missing[:4])}"
+        found = fingerprint(model, self.amax)
+        if found != self.fingerprint:
+            return f"they were measured on other weights (fingerprint {self.fingerprint}, these have {found})"
+        return None
+
+    def save(self, folder: Path) -> Path:
+        """Write `fp8_scales.json` into a checkpoint folder."""
+        content = {
+            "format": FORMAT,
+            "algorithm": "max",
+            "modelopt": self.modelopt,
+            "observations": self.observations,
+            "source": self.source,
+            "fingerprint": self.fingerprint,
+            "amax": {name: float(f"{value:.6g}") for name, value in self.amax.items()},
+        }
+        with replacing(folder / FILE) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n")
+        return folder / FILE
+
+
+def read_scales(folder: Path) -> Scales | None:
+    """The scales of a checkpoint folder, or None where it has none. Raises CheckpointError for a damaged file, and for
+    one of format 1, which does not say of which weights it is."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"FP8 scales {path}: expected JSON, got: {error}") from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found == "vla_accel.fp8_scales/1":
+        raise CheckpointError(f"FP8 scales {path}: format 1 has no fingerprint of the weights; {AGAIN}")
+    if found != FORMAT or not isinstance(content.get("amax"), dict) or not content.get("fingerprint"):
+        raise CheckpointError(f"FP8 scales {path}: expected format {FORMAT!r} with a fingerprint and a table of amax")
+    bad = [k for k, v in content["amax"].items() if not isinstance(v, (int, float)) or not 0 < v < math.inf]
+    if bad:
+        raise CheckpointError(f"FP8 scales {path}: expected positive numbers, got others at {', '.join(bad[:8])}")
+    amax = {name: float(value) for name, value in content["amax"].items()}
+    source, version = content.get("source", ""), content.get("modelopt", "")
+    return Scales(amax, int(content.get("observations", 0)), source, version, str(content["fingerprint"]))
+
+
+def scales_for(model: nn.Module, folder: Path) -> Scales | None:
+    """The scales in a checkpoint's folder, or None where it has none. Raises CheckpointError where they are of other
+    weights than the model's."""
+    scales = read_scales(folder)
+    if scales is not None and (reason := scales.why_not(model)):
+        raise CheckpointError(f"FP8 scales {folder / FILE}: {reason}; {AGAIN}")
+    return scales
+
+
+def fingerprint(model: nn.Module, products: Iterable[str]) -> str:
+    """A short hash of the weights that calibrated scales depend on: name, shape and a sample of every parameter of the
+    model's parts (the first word of a name) that hold one of `products`.
+
+    Values are rounded to BF16 first, so that a checkpoint has one fingerprint in FP32, FP64 and BF16 (not in FP16,
+    which rounds otherwise). Reads at most 4096 values of a tensor, at an odd stride, so that they come from all
+    columns. It cannot see: a change of values between those, or smaller than BF16's rounding; parts without a
+    calibrated product (in π0: token embedding, projector, expert); the tokenizer and how observations are prepared.
+    """
+    parts = {name.partition(".")[0] for name in products}
+    tensors = sorted((n, t) for n, t in model.named_parameters() if n.partition(".")[0] in parts)
+    digest, samples = hashlib.sha256(), []
+    for name, tensor in tensors:
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        stride = max(1, tensor.numel() // SAMPLE) | 1
+        samples.append(tensor.detach().reshape(-1)[::stride].to(torch.bfloat16).view(torch.int16))
+    if samples:
+        # One copy from the device for all.
+        digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def parts_missing(model: nn.Module, products: Iterable[str]) -> list[str]:
+    """Those of `products` that the model has no module for."""
+    have = {name for name, _ in model.named_modules()}
+    return [name for name in products if name not in have]

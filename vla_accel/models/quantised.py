@@ -1,0 +1,35 @@
+"""Which products of π0 and π0.5 each component computes in FP8, in which engine. The ledger repeats it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vla_accel.fp8 import Products
+from vla_accel.models.pi0 import Pi0Config
+
+# TensorRT takes islands, modules of their own; the output projection is inside none.
+_MLP = Products(("gate_up_proj", "down_proj"), power_of_two=True)
+
+QUANTISED: Mapping[str, Mapping[str, Products]] = {
+    "vision": {"native": Products(("qkv_proj", "out_proj", "fc1", "fc2"))},
+    # Never q/k/v: keys and values are what the expert reads, and rounding them costs more agreement than all other
+    # products together, for two hundredths of the prefix's time.
+    "kv_cache": {
+        "native": Products(("o_proj", "gate_up_proj", "down_proj")),
+        **dict.fromkeys(("tensorrt", "tensorrt_rtx", "torch_tensorrt"), _MLP),
+    },
+    "denoise": {"native": Products(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), activations=False)},
+}
+"""By component, then engine. What is not in here is computed in the policy's own precision."""
+
+
+def calibrated_products(config: Pi0Config) -> list[str]:
+    """Every product of vision and prefix whose input is measured, by its name in the model, q/k/v included. The last
+    prefix layer stops after its keys and values."""
+    vision = ("qkv_proj", "out_proj", "fc1", "fc2")
+    prefix = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    last = config.prefix.depth - 1
+    return [
+        *(f"vision.layers.{i}.{n}" for i in range(config.vision.depth) for n in vision),
+        *(f"prefix.layers.{i}.{n}" for i in range(last + 1) for n in (prefix if i < last else prefix[:1])),
+    ]
