@@ -71,6 +71,13 @@ def test_a_real_policy_answers_batches_of_different_observations(tmp_path: Path)
             np.testing.assert_array_equal(result["state"], tiny_observation(index)["observation/state"])
             clients[index].close()
         assert metric(address, "vla_accel_batch_size_sum") == 16
+        for wrong, said in (
+            ({"prompt": b"pick \xff"}, "ObservationError: prompt: expected text in UTF-8"),
+            ({"observation/state": np.full(8, b"12")}, r"ObservationError: observation/state: .* got dtype \|S2"),
+        ):
+            with PolicyClient(address) as client, pytest.raises(ServerError, match=said):
+                client.infer({**tiny_observation(), **wrong})
+        assert metric(address, 'vla_accel_requests_total{outcome="bad request"}') == 2
 
 
 @pytest.mark.parametrize(

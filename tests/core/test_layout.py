@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoints": {"config", "models", "transforms"},
     "remote": set(),
     "client": {"remote"},
-    "server": {"remote"},
+    "server": {"remote", "transforms"},
     "policy": {
         "checkpoints",
         "component",

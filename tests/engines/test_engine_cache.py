@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,14 @@ def test_a_new_engine_larger_than_the_limit_stays(tmp_path: Path) -> None:
 def test_a_rewrite_cut_off_half_way_is_not_trusted(tmp_path: Path, monkeypatch: Any) -> None:
     store = EngineCache(tmp_path)
     path = put(store, "a")
-    real = cache.replacing
+    real = cache.replacing_privately
 
     def dies(target: Path) -> Any:
         if target.suffix == ".json":
             raise OSError("power cut")
         return real(target)
 
-    monkeypatch.setattr(cache, "replacing", dies)
+    monkeypatch.setattr(cache, "replacing_privately", dies)
     with pytest.raises(EngineError, match=r"engine cache .*: cannot write 100 bytes: power cut"):
         store.put("a", "key-a", b"x" * 100, ABOUT)
     monkeypatch.undo()
@@ -99,6 +100,83 @@ def test_damage_is_named_by_verify_and_removed_by_get(tmp_path: Path, damage: An
     found = store.get("hurt", "key-hurt")
     assert found is not None and problem in found.problem
     assert not path.exists() and not path.with_suffix(".json").exists() and whole.exists()
+
+
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    """Group members may write to what is made, as on many Linux systems."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_what_is_new_is_the_owners_alone(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    store = EngineCache(tmp_path / "theirs" / "a" / "b")
+    path = store.put("a", "k", b"engine", ABOUT).path
+    assert [mode_of(p) for p in (store.folder, store.folder.parent)] == [0o700, 0o700]
+    assert mode_of(path) == mode_of(path.with_suffix(".json")) == 0o644
+    assert mode_of(tmp_path / "theirs") == 0o775, "what was there is as it was"
+    found = store.get("a", "k")
+    assert found is not None and not found.problem
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
+def test_a_folder_that_others_may_write_to_is_refused_by_name(tmp_path: Path, mode: int) -> None:
+    store = EngineCache(tmp_path / "cache")
+    path = put(store, "a")
+    store.folder.chmod(mode)
+    said = rf"{store.folder} may be written to by others \(mode \d+\).*chmod -R go-w {store.folder}$"
+    for use in (lambda: store.get("a", "key-a"), lambda: store.put("b", "k", b"1", ABOUT), store.verify):
+        with pytest.raises(EngineError, match=said):
+            use()
+    assert path.exists() and len(store.entries()) == 1, "nothing is removed; listing looks, it does not load"
+    store.folder.chmod(0o755)
+    assert store.get("a", "key-a") is not None
+
+
+@pytest.mark.parametrize("suffix", [".engine", ".json"])
+@pytest.mark.parametrize("mode", [0o664, 0o606])
+def test_a_file_that_others_may_write_to_is_refused_by_name(tmp_path: Path, suffix: str, mode: int) -> None:
+    store = EngineCache(tmp_path / "cache")
+    file = put(store, "a").with_suffix(suffix)
+    file.chmod(mode)
+    with pytest.raises(EngineError, match=rf"{file} may be written to by others .*chmod -R go-w {file}$"):
+        store.get("a", "key-a")
+    assert file.exists(), "it is not built again over the top of it"
+    assert [e.problem.split(" (")[0] for e in store.verify()] == [f"{file} may be written to by others"]
+
+
+def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = EngineCache(tmp_path / "cache")
+    put(store, "a")
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    if mine == 0:  # root may do anything anyway
+        assert store.get("a", "key-a") is not None
+        os.chown(store.folder, 12345, -1)
+        mine = 12345
+    with pytest.raises(
+        EngineError, match=rf"{store.folder} belongs to user {mine}, .*sudo chown -R \d+ {store.folder}"
+    ):
+        store.get("a", "key-a")
+
+
+def test_an_engine_file_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None:
+    """Whatever folder it comes from."""
+    from vla_accel.engines.tensorrt_session import shared_engine
+
+    path = tmp_path / "decoder.trt"
+    path.write_bytes(b"1")
+    path.chmod(0o666)
+    library: Any = None
+    with pytest.raises(EngineError, match=r"decoder\.trt may be written to by others"):
+        shared_engine(library, path, torch.device("cpu"), False)
 
 
 def test_listing_does_not_read_the_engines(tmp_path: Path, monkeypatch: Any) -> None:

@@ -159,6 +159,8 @@ def test_reset_begins_the_noise_anew(folders: dict[Kind, Path], policy: Optimize
         (np.zeros((1, 5, 8)), r"noise: expected shape \(5, 8\), got \(1, 5, 8\)"),
         (np.zeros(40), r"noise: expected shape \(5, 8\), got \(40,\)"),
         (np.full((5, 8), np.nan), "noise: expected finite numbers"),
+        (np.full((5, 8), "1"), "noise: expected numbers, got dtype <U1"),
+        ([[1.0], [1.0, 2.0]], "noise: expected numbers, got a list"),
     ],
 )
 def test_bad_noise_is_refused(policy: OptimizedPolicy, noise: np.ndarray, message: str) -> None:

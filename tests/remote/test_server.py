@@ -389,10 +389,14 @@ def test_the_previous_chunk_travels_to_a_policy_that_takes_it() -> None:
             ({wire.PREV_CHUNK: chunk[0], wire.INFERENCE_DELAY: 2}, r"got shape \(7,\)"),
             ({wire.PREV_CHUNK: chunk[:0], wire.INFERENCE_DELAY: 2}, r"got shape \(0, 7\)"),
             ({wire.PREV_CHUNK: chunk * np.nan, wire.INFERENCE_DELAY: 2}, "finite"),
-            ({wire.PREV_CHUNK: "chunk", wire.INFERENCE_DELAY: 2}, "got 'chunk'"),
+            ({wire.PREV_CHUNK: "chunk", wire.INFERENCE_DELAY: 2}, "rtc/prev_chunk: expected numbers, got dtype <U5"),
+            ({wire.PREV_CHUNK: np.full((2, 7), b"12"), wire.INFERENCE_DELAY: 2}, r"expected numbers, got dtype \|S2"),
+            ({wire.PREV_CHUNK: [[1.0], [1.0, 2.0]], wire.INFERENCE_DELAY: 2}, "expected numbers, got a list"),
             ({wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: -1}, "got -1"),
             ({wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: 1.5}, "got 1.5"),
             ({wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: True}, "got True"),
+            ({wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: float("nan")}, "got nan"),
+            ({wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: np.array(2)}, r"got array\(2\)"),
         ):
             with pytest.raises(ServerError, match=f"ObservationError: .*{message}"):
                 client.infer({**observation(1), **keys})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -219,12 +220,13 @@ def test_messages_that_follow_each_other_closely_have_clocks_of_their_own(server
 def test_a_crawling_handshake_is_given_up(server: PolicyServer, said: bytes) -> None:
     client = RawClient(server.address, handshake=False)
     client.socket.sendall(said)
-    start = time.monotonic()
-    client.socket.settimeout(5)
-    while client.socket.recv(4096):
+    while client.socket.recv(4096):  # ends when the server closes; the socket's own patience is an error
         pass
-    assert 0.4 < time.monotonic() - start < 4
     client.close()
+
+
+def test_a_handshake_may_take_two_seconds() -> None:
+    assert ServerConfig().handshake_timeout_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -246,25 +248,30 @@ def test_a_plain_http_request_is_told_to_upgrade(server: PolicyServer) -> None:
     assert get(server.address, "/")[0] == 426
 
 
-def test_sockets_without_end_are_dropped(server: PolicyServer) -> None:
-    sockets = [socket.create_connection(("127.0.0.1", port_of(server.address))) for _ in range(60)]
+def is_dropped(one: socket.socket) -> bool:
+    """Wait for the server to close a socket that it never sends anything to."""
     try:
-        # 8 clients and 32 to spare may stay; the others are dropped at once, before the handshake's time is up.
-        deadline = time.monotonic() + 0.4
-        dropped = 0
-        for one in sockets:
-            one.settimeout(max(deadline - time.monotonic(), 0.005))
-            try:
-                dropped += one.recv(1) == b""
-            except ConnectionError:
-                dropped += 1
-            except TimeoutError:
-                pass
-        assert dropped >= 20
-    finally:
-        for one in sockets:
-            one.close()
-    eventually(lambda: metric(server.address, 'vla_accel_refused_total{reason="sockets"}') >= 20)
+        return one.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_idle_sockets_keep_nobody_out() -> None:
+    """8 clients and 32 to spare have a place; of 200 that never shake hands the oldest go first, none by a clock."""
+    limits = ServerConfig(port=0, max_clients=8, handshake_timeout_s=3600)
+    with background(EchoPolicy(), limits) as server, contextlib.ExitStack() as stack:
+        early = stack.enter_context(PolicyClient(server.address))
+        place = ("127.0.0.1", port_of(server.address))
+        idle = [stack.enter_context(socket.create_connection(place, timeout=10)) for _ in range(200)]
+        for index in range(7):
+            client = stack.enter_context(PolicyClient(server.address, connect_timeout_s=10))
+            assert client.infer(observation(index))["actions"][0, 0] == index
+        assert early.infer(observation(9))["actions"][0, 0] == 9, "a finished handshake keeps its place"
+        dropped = 200 + 8 - 40
+        assert all(is_dropped(one) for one in idle[:dropped])
+        eventually(lambda: server.metrics.refused.values.get("sockets") == dropped)
+        idle[-1].sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle[-1].recv(4096).startswith(b"HTTP/1.1 200"), "the youngest still has its place"
 
 
 def test_a_client_that_takes_no_answer_is_dropped() -> None:

@@ -225,7 +225,13 @@ def test_a_prompt_that_is_no_str_is_refused(prompt: Any) -> None:
 
 def test_a_prompt_may_be_a_numpy_scalar_or_the_default() -> None:
     expected = make_processor().prepare(tiny_observation()).tokens
-    for prompt in (np.array("pick up the bowl"), b"pick up the bowl", np.str_("pick up the bowl")):
+    forms = (
+        np.array("pick up the bowl"),
+        b"pick up the bowl",
+        np.str_("pick up the bowl"),
+        np.array(b"pick up the bowl"),
+    )
+    for prompt in forms:
         wrapped = {**tiny_observation(), "prompt": prompt}
         np.testing.assert_array_equal(make_processor().prepare(wrapped).tokens, expected)
     bare = {k: v for k, v in tiny_observation().items() if k != "prompt"}
@@ -295,6 +301,26 @@ BAD: list[tuple[str, Any, str]] = [
     ("observation/state", np.array([0] * 7 + [np.inf]), "observation/state: expected finite numbers"),
     ("observation/state", ["x"] * 8, "observation/state: expected numbers, got"),
     ("observation/state", None, r"observation/state: expected"),
+    # NumPy reads each of these as numbers.
+    ("observation/state", np.full(8, b"12"), r"observation/state: expected numbers, got dtype \|S2"),
+    ("observation/state", np.full(8, "0.5"), "observation/state: expected numbers, got dtype <U3"),
+    ("observation/state", ["1"] * 8, "observation/state: expected numbers, got dtype <U1"),
+    ("observation/state", [1.0] * 7 + ["1"], "observation/state: expected numbers, got dtype <U"),
+    ("observation/state", np.ones(8, bool), "observation/state: expected numbers, got dtype bool"),
+    ("observation/state", np.ones(8, complex), "observation/state: expected numbers, got dtype complex128"),
+    ("observation/state", np.ones(8, object), "observation/state: expected numbers, got dtype object"),
+    ("observation/state", np.ones(8, "m8[s]"), "observation/state: expected numbers, got dtype timedelta64"),
+    ("observation/state", [[1.0], [1.0, 2.0]], "observation/state: expected numbers, got a list"),
+    ("observation/state", np.full(8, 1e200), "observation/state: expected a state in the checkpoint's range"),
+    ("observation/image", [[1], [1, 2]], "observation/image: expected an array, got a list"),
+    ("observation/image", image().astype("S1"), r"observation/image: expected dtype uint8, got \|S1"),
+    ("observation/image", image(dtype=object), "observation/image: expected dtype uint8, got object"),
+    ("prompt", b"pick up the \xff\xfe bowl", "prompt: expected text in UTF-8, got b'pick"),
+    ("prompt", np.array(b"pick \xff"), "prompt: expected text in UTF-8, got b'pick"),
+    ("prompt", "pick \ud800", "prompt: expected text in UTF-8"),
+    ("prompt", np.array("pick \ud800"), "prompt: expected text in UTF-8"),
+    ("prompt", np.array([b"pick"]), "prompt: expected a str, got ndarray"),
+    ("prompt", np.array({"a": 1}, object), "prompt: expected a str, got dict"),
 ]
 
 

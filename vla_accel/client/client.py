@@ -138,7 +138,7 @@ class PolicyClient:
             raise ConfigError("real-time chunking: expected prev_chunk and inference_delay together, got only one")
         if not self.supports_prev_chunk:
             raise ConfigError(f"policy server {self.address} does not support real-time chunking")
-        return {**request, wire.PREV_CHUNK: np.asarray(prev_chunk), wire.INFERENCE_DELAY: int(inference_delay)}
+        return {**request, wire.PREV_CHUNK: np.asarray(prev_chunk), wire.INFERENCE_DELAY: inference_delay}
 
     def _exchange(self, request: bytes) -> bytes | str:
         connection = self._connection or self._connect()

@@ -24,10 +24,10 @@ from vla_accel.diffusion.stage import Stage
 from vla_accel.engines import cache, onnx, tensorrt_library
 from vla_accel.engines.base import Engine
 from vla_accel.engines.onnx import OnnxFile
+from vla_accel.engines.private import replacing_privately
 from vla_accel.engines.tensorrt_builder import Profile, build_plan
 from vla_accel.engines.tensorrt_library import Capability, Library, LibraryName, load_library, target_name
 from vla_accel.errors import EngineError
-from vla_accel.files import replacing
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.ops.gpu import Gpu
 
@@ -84,12 +84,11 @@ def build_file(
         "written": time.time(),
     }
     described = path.with_suffix(".json")
-    path.parent.mkdir(parents=True, exist_ok=True)
     # An old description must not vouch for the new content, should this end between the two.
     described.unlink(missing_ok=True)
-    with replacing(path) as temporary, open(temporary, "wb") as file:
+    with replacing_privately(path) as temporary, open(temporary, "wb") as file:
         file.write(content)
-    with replacing(described) as temporary:
+    with replacing_privately(described) as temporary:
         temporary.write_text(json.dumps(about, indent=1) + "\n")
     return BuiltFile(path, json.loads(described.read_text()), built=True)
 

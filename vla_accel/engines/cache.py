@@ -2,7 +2,8 @@
 
 An entry is NAME-KEY.engine, the library's own file, and NAME-KEY.json beside it: what it was built from and the
 content's SHA-256. The description is written last, so an entry without one, or one that does not fit, was interrupted,
-cut off or put there by somebody else: it is named, removed and built again. Knows nothing about how engines are built.
+cut off or put there by somebody else: it is named, removed and built again. A folder or file that others may write to
+is refused. Knows nothing about how engines are built.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vla_accel.engines.private import replacing_privately, require_private, why_not_private
 from vla_accel.errors import EngineError
-from vla_accel.files import replacing
 
 SCHEMA = "vla_accel.engine/1"
 _CHUNK = 1 << 24
@@ -65,10 +66,14 @@ class EngineCache:
 
     def get(self, name: str, key: str) -> Entry | None:
         """The entry of a key; None when there is none. One that cannot be used comes with its `problem`, and its
-        files are gone."""
+        files are gone. Raises EngineError where others than this user may write."""
+        self._require_private()
         path = self.path(name, key)
-        if not path.exists() and not path.with_suffix(".json").exists():
+        there = [p for p in (path, path.with_suffix(".json")) if p.exists()]
+        if not there:
             return None
+        for file in there:
+            require_private(file)
         entry = examine(path, key)
         if entry.problem:
             self.remove(entry)
@@ -79,8 +84,9 @@ class EngineCache:
     def put(self, name: str, key: str, content: Any, about: Mapping[str, Any]) -> Entry:
         """Store an engine (anything with a buffer), then evict down to the limit. The new entry always stays.
 
-        Raises EngineError when the disk is too full.
+        Raises EngineError when the disk is too full, or where others than this user may write to the folder.
         """
+        self._require_private()
         path = self.path(name, key)
         view = memoryview(content)
         described = {
@@ -95,9 +101,9 @@ class EngineCache:
         try:
             # An old description must not vouch for the new content, should this end between the two.
             path.with_suffix(".json").unlink(missing_ok=True)
-            with replacing(path) as temporary, open(temporary, "wb") as file:
+            with replacing_privately(path) as temporary, open(temporary, "wb") as file:
                 file.write(view)
-            with replacing(path.with_suffix(".json")) as temporary:
+            with replacing_privately(path.with_suffix(".json")) as temporary:
                 temporary.write_text(json.dumps(described, indent=1))
         except OSError as error:
             raise EngineError(f"engine cache {self.folder}: cannot write {view.nbytes} bytes: {error}") from error
@@ -110,7 +116,8 @@ class EngineCache:
         return sorted((examine(p, whole=False) for p in self._paths()), key=lambda e: e.used, reverse=True)
 
     def verify(self) -> list[Entry]:
-        """Every entry, read whole and compared with its description."""
+        """Every entry, read whole and compared with its description. Raises EngineError as `get`."""
+        self._require_private()
         return [examine(path) for path in self._paths()]
 
     def clear(self) -> tuple[int, int]:
@@ -146,6 +153,10 @@ class EngineCache:
         found = (e.about for e in self.entries() if not e.problem and e.about.get("name") == name)
         return sorted({str(a["target"]) for a in found if a.get("content") == content})
 
+    def _require_private(self) -> None:
+        if self.folder.exists():
+            require_private(self.folder)
+
     def _paths(self) -> Iterator[Path]:
         if not self.folder.is_dir():
             return
@@ -156,6 +167,9 @@ class EngineCache:
 def examine(path: Path, key: str | None = None, *, whole: bool = True) -> Entry:
     """An engine file and its description, with the first thing that is wrong. `whole` reads the content, too."""
     described = path.with_suffix(".json")
+    for file in (path, described):
+        if file.exists() and (reason := why_not_private(file)) is not None:
+            return Entry(path, {}, reason)
     if not described.is_file():
         return Entry(path, {}, f"{path.name} has no description: its build was interrupted, or it is not ours")
     try:

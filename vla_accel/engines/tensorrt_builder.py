@@ -6,7 +6,6 @@ about components' modules, caches or running.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 from vla_accel.component import Component, TensorSpec
 from vla_accel.config import TensorrtOptions
 from vla_accel.engines.onnx import OnnxFile
+from vla_accel.engines.private import replacing_privately, require_private
 from vla_accel.engines.tensorrt_library import Capability, Library, check_target, dotted, target_name
 from vla_accel.errors import ConfigError, EngineError
 
@@ -318,7 +318,10 @@ def _parse_problem(parser: Any, library: Library) -> str:
 
 
 def _load_timing_cache(config: Any, path: Path | None) -> Any:
-    content = path.read_bytes() if path is not None and path.is_file() else b""
+    content = b""
+    if path is not None and path.is_file():
+        require_private(path)
+        content = path.read_bytes()
     cache = config.create_timing_cache(content)
     # A cache of another version or GPU is refused, or gives nothing: start an empty one.
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
@@ -328,14 +331,11 @@ def _load_timing_cache(config: Any, path: Path | None) -> Any:
 
 
 def _save_timing_cache(config: Any, path: Path) -> None:
-    from vla_accel.files import replacing
-
     cache = config.get_timing_cache()
     if cache is None:
         return
-    with replacing(path) as temporary:
+    with replacing_privately(path) as temporary:
         temporary.write_bytes(memoryview(cache.serialize()))
-        os.chmod(temporary, 0o644)
 
 
 def _layers(network: Any) -> tuple[tuple[str, str, str], ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vla_accel.component import Component, TensorSpec
 from vla_accel.engines import tensorrt_library
+from vla_accel.engines.private import require_private
 from vla_accel.engines.tensorrt_builder import Profile, pick_profile
 from vla_accel.engines.tensorrt_library import Library
 from vla_accel.errors import EngineError
@@ -124,11 +125,15 @@ _engines: weakref.WeakValueDictionary[tuple[str, str, float], _Shared] = weakref
 
 
 def shared_engine(library: Library, path: Path, device: torch.device, streaming: bool) -> Any:
-    """The engine of a plan file: deserialised once, its weights on the GPU once, for any number of contexts."""
+    """The engine of a plan file: deserialised once, its weights on the GPU once, for any number of contexts.
+
+    Raises EngineError for a file that others than its owner may write to, or that the library cannot load.
+    """
     key = (str(path), str(device), path.stat().st_mtime)
     found = _engines.get(key)
     if found is not None:
         return found
+    require_private(path)
     init_plugins(library)
     runtime = library.trt.Runtime(library.logger)
     engine = runtime.deserialize_cuda_engine(path.read_bytes())

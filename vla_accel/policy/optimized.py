@@ -30,6 +30,7 @@ from vla_accel.models.rtc import chunk_weights
 from vla_accel.native import NativeStore
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Shape
 from vla_accel.remote.async_runner import AsyncRunner
+from vla_accel.transforms.numbers import real_numbers
 from vla_accel.transforms.processing import Inputs, Processor
 
 __all__ = ["NAMED", "OptimizedPolicy"]
@@ -116,7 +117,7 @@ class OptimizedPolicy:
         """
         return self.infer_batch(
             [observation],
-            noise=None if noise is None else np.asarray(noise)[None],
+            noise=None if noise is None else real_numbers(noise, "noise")[None],
             prev_chunks=[prev_chunk],
             inference_delays=[inference_delay],
         )[0]
@@ -239,12 +240,10 @@ class OptimizedPolicy:
     def _given_noise(self, noise: np.ndarray, batch: int) -> np.ndarray:
         config = self.model.config
         shape = (batch, config.action_horizon, config.action_dim)
-        noise = np.asarray(noise, dtype=np.float32)
+        noise = real_numbers(noise, "noise")
         if noise.shape != shape:
             raise ObservationError(f"noise: expected shape {shape[1:]}, got {noise.shape[1:]}")
-        if not np.isfinite(noise).all():
-            raise ObservationError("noise: expected finite numbers, got NaN or Inf")
-        return noise
+        return noise.astype(np.float32)
 
     def _guidance(
         self,

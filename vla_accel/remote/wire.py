@@ -36,6 +36,7 @@ REAL_TIME_CHUNKING = "real_time_chunking"
 # What NumPy itself writes for plain numbers, text and dates. An open-ended dtype parser is no place for strangers.
 _DTYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|[SU]\d{1,9}|[mM]8(\[\d{0,9}[a-zA-Z]{1,2}\])?)")
 _PLAIN_KINDS = "biufSUmM"
+_LAST_CHARACTER = 0x10FFFF
 _SCALARS: dict[str, tuple[type, ...]] = {
     "b": (bool,),
     "i": (int,),
@@ -189,6 +190,8 @@ def _array(value: dict[Any, Any]) -> np.ndarray:
         raise WireError(
             f"wire format: array: {dtype} of shape {tuple(shape)!s:.60} needs {needed} bytes, got {len(data)}"
         )
+    if dtype.kind == "U" and (np.frombuffer(data, dtype.str[0] + "u4") > _LAST_CHARACTER).any():
+        raise WireError("wire format: array: expected characters, got a number that is none")  # NumPy would fail later
     try:
         return np.ndarray(tuple(shape), dtype, buffer=data)
     except ValueError as error:  # empty, but with a size beyond what NumPy can address

@@ -1,5 +1,7 @@
 """websockets' server connection, with two things it lacks: a clock on unfinished messages, a limit on open sockets.
 
+A socket without a finished handshake costs a stranger nothing, so the oldest of those goes when all places are taken.
+
 Knows nothing about requests or policies.
 """
 
@@ -28,25 +30,30 @@ def connection_class(max_sockets: int, on_refused: Callable[[str], None]) -> typ
 
     Attributes of its instances: `busy`: set by the server while it works for this client, when a message may wait;
     `unfinished_since`: the event loop's time of the first byte of a message that is not complete, or None.
-    At most `max_sockets` TCP connections are open at once; one more is dropped, and `on_refused` told.
+    At most `max_sockets` TCP connections are open at once. One more takes the place of the oldest whose handshake is
+    not finished (its own, where all others are); that one is dropped, and `on_refused` told.
     """
+    from websockets.protocol import CONNECTING
+
     base = websockets_server().ServerConnection
+    places: dict[Any, None] = {}  # in the order in which they came
 
     class Connection(base):  # type: ignore[misc,valid-type]
         busy = False
         unfinished_since: float | None = None
         _fragmented = False
-        _open = 0
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            Connection._open += 1
-            if Connection._open > max_sockets:
+            places[self] = None
+            if len(places) > max_sockets:
+                oldest = next(c for c in places if c.protocol.state is CONNECTING)
+                del places[oldest]
                 on_refused("sockets")
-                transport.abort()
+                oldest.transport.abort()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            Connection._open -= 1
+            places.pop(self, None)
             self.unfinished_since = None
             super().connection_lost(exc)
 

@@ -29,8 +29,8 @@ class ServerConfig:
     """From a request's arrival to its result."""
     message_timeout_s: float = 30.0
     """From the first to the last byte of one message."""
-    handshake_timeout_s: float = 10.0
-    """For a client to say what it wants."""
+    handshake_timeout_s: float = 2.0
+    """From a connection's begin to the end of its handshake."""
     send_timeout_s: float = 10.0
     """For a client to take its answer."""
     grace_s: float = 30.0

@@ -9,6 +9,7 @@ import numpy as np
 
 from vla_accel.errors import ObservationError
 from vla_accel.remote import wire
+from vla_accel.transforms.numbers import real_numbers
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,9 @@ def parse(frame: Any, *, real_time_chunking: bool) -> Request:
 
 
 def _chunk(value: Any) -> np.ndarray:
-    try:
-        chunk = np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ObservationError(f"{wire.PREV_CHUNK}: expected (k, action_dim) numbers, got {value!r:.60}") from error
+    chunk = real_numbers(value, wire.PREV_CHUNK)
     if chunk.ndim != 2 or not chunk.size:
         raise ObservationError(f"{wire.PREV_CHUNK}: expected (k, action_dim) numbers, got shape {chunk.shape}")
-    if not np.isfinite(chunk).all():
-        raise ObservationError(f"{wire.PREV_CHUNK}: expected finite numbers, got NaN or infinity")
     return chunk
 
 

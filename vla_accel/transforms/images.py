@@ -19,7 +19,10 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
     Takes uint8, or floats in [0, 1] (truncated, not rounded, as openpi does), channels last or first. Raises
     ObservationError that names `key`.
     """
-    image = np.asarray(image)
+    try:
+        image = np.asarray(image)
+    except (TypeError, ValueError) as error:  # lists of unequal length, a tensor that lies on a GPU
+        raise ObservationError(f"{key}: expected an array, got a {type(image).__name__} ({error})") from error
     if image.ndim != 3 or 3 not in (image.shape[0], image.shape[-1]) or 0 in image.shape:
         raise ObservationError(f"{key}: expected shape (height, width, 3), got {image.shape}")
     # openpi looks at the first axis; an image of three rows is none.

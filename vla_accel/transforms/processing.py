@@ -14,6 +14,7 @@ import numpy as np
 from vla_accel.errors import ObservationError
 from vla_accel.transforms.images import resize, to_uint8
 from vla_accel.transforms.normalisation import Normaliser, NormKind, Statistics, load_statistics
+from vla_accel.transforms.numbers import real_numbers
 from vla_accel.transforms.robots import LIBERO, Preset
 from vla_accel.transforms.tokenizer import Tokenizer, tokenize_prompt
 
@@ -93,12 +94,12 @@ class Processor:
         normalised = self.state.normalise(self._decoded(raw))
         padded = np.zeros(self.action_dim, np.float32)
         count = min(len(normalised), self.action_dim)
-        padded[:count] = normalised[:count]
-        if isinstance(prompt, bytes):
-            prompt = prompt.decode("utf-8", "replace")  # DROID's clients
-        elif isinstance(prompt, np.ndarray) and prompt.ndim == 0:
-            prompt = prompt.item()  # a str that has travelled through msgpack
-        return Inputs(images, self._tokens(prompt, normalised), padded, raw)
+        with np.errstate(over="ignore"):
+            padded[:count] = normalised[:count]
+        if not np.isfinite(padded).all():
+            name = " and ".join(preset.state)
+            raise ObservationError(f"{name}: expected a state in the checkpoint's range, got up to {abs(raw).max():g}")
+        return Inputs(images, self._tokens(_text(prompt, preset.prompt), normalised), padded, raw)
 
     def finish(self, actions: np.ndarray, inputs: Inputs | None = None) -> np.ndarray:
         """Normalised actions (H, action_dim) of the observation `inputs` to the robot's, float64 (H, robot's)."""
@@ -117,11 +118,9 @@ class Processor:
         zeros. Deltas become relative to the state of `inputs`, whenever the actions were computed. Raises
         ObservationError, which calls them `name`."""
         preset = self.preset
-        robot = _numbers(actions, name)
+        robot = real_numbers(actions, name)
         if robot.ndim != 2 or not len(robot) or robot.shape[1] != preset.action_dim:
             raise ObservationError(f"{name}: expected shape (k, {preset.action_dim}), k at least 1, got {robot.shape}")
-        if not np.isfinite(robot).all():
-            raise ObservationError(f"{name}: expected finite numbers, got NaN or infinity")
         if preset.gripper == "aloha":
             robot[:, self._grippers] = _aloha_gripper_output(robot[:, self._grippers])
         if self._flipped.size:
@@ -177,7 +176,7 @@ class Processor:
 
     def _raw_state(self, values: list[Any]) -> np.ndarray:
         keys, count = self.preset.state, self.preset.state_dim
-        parts = [_numbers(v, k) for v, k in zip(values, keys, strict=True)]
+        parts = [real_numbers(v, k) for v, k in zip(values, keys, strict=True)]
         name = " and ".join(keys)
         if len(parts) == 1:
             raw = parts[0]
@@ -188,8 +187,6 @@ class Processor:
             raise ObservationError(f"{name}: expected one axis each, got shapes {shapes}")
         if raw.shape != (count,):
             raise ObservationError(f"{name}: expected shape ({count},), got {raw.shape}")
-        if not np.isfinite(raw).all():
-            raise ObservationError(f"{name}: expected finite numbers, got {raw}")
         return raw
 
     def _decoded(self, raw: np.ndarray) -> np.ndarray:
@@ -237,11 +234,18 @@ def _find(observation: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _numbers(value: Any, key: str) -> np.ndarray:
+def _text(prompt: Any, key: str) -> Any:
+    """A prompt that has travelled as bytes (DROID's clients) or through msgpack, as a str; anything else as it is."""
     try:
-        return np.array(value, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ObservationError(f"{key}: expected numbers, got {value!r}") from error
+        if isinstance(prompt, np.ndarray) and prompt.ndim == 0:
+            prompt = prompt.item()
+        if isinstance(prompt, bytes):
+            return prompt.decode("utf-8")
+        if isinstance(prompt, str):
+            prompt.encode("utf-8")
+    except UnicodeError as error:  # other bytes, or half of a character
+        raise ObservationError(f"{key}: expected text in UTF-8, got {prompt!r:.60} ({error})") from error
+    return prompt
 
 
 # ALOHA reports a gripper's linear opening, scaled to [0, 1] between these two (metres); π0 was trained on the angle of
