@@ -8,6 +8,8 @@ import dataclasses
 import gc
 import itertools
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -697,6 +699,65 @@ def test_the_streamed_loop_agrees_with_the_triton_loop(name: str) -> None:
     # Buffers hold the last run's values now.
     for _ in range(3):
         np.testing.assert_array_equal(run_loop(streamed, inputs, state, noise, DEVICE), first)
+
+
+@pytest.mark.parametrize("name", LOOPS | BATCHED)
+def test_nan_behind_the_length_changes_no_bit(name: str) -> None:
+    """Another engine may have made the prefix, whose padding then holds anything."""
+    case = (LOOPS | BATCHED)[name]
+    if fits(case.config, case.batch, torch.bfloat16, False, torch.device(DEVICE)):
+        pytest.skip("NOT RUN: needs compute capability 9.0")
+    inputs, state, noise = loops_inputs(case)
+    inputs["lengths"] = (inputs["lengths"] - 13).clamp(min=1)
+    beyond = (torch.arange(case.prefix_tokens) >= inputs["lengths"][:, None])[None, :, :, None, None]
+    model = on_gpu(random_model(case.config))
+    with torch.inference_mode():
+        weights = ExpertWeights.of(model, "bf16")
+        tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], case.steps)
+        mix_bias = None if weights.mix is None else weights.mix_bias
+        loop = StreamedLoop(
+            case.config, weights.packed, tables, weights.w_out, weights.b_out, mix_bias, case.batch, case.prefix_tokens
+        )
+
+    def run_with(value: float) -> np.ndarray:
+        filled = {name: inputs[name].masked_fill(beyond, value) for name in ("keys", "values")}
+        return run_loop(loop, inputs | filled, state, noise, DEVICE)
+
+    want = run_with(0.0)
+    assert np.isfinite(want).all()
+    np.testing.assert_array_equal(run_with(NAN), want)
+    np.testing.assert_array_equal(run_with(float("inf")), want)
+
+
+def test_a_wait_that_is_never_answered_ends() -> None:
+    """In a process of its own, whose CUDA context is lost with the trap."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("NOT RUN: needs compute capability 9.0")
+    code = """
+import ctypes, torch
+from vla_accel.ops.cuda import runtime
+kernel = '''extern "C" __global__ void f() {
+  __shared__ u64 barrier;
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(smem_of(&barrier)) : "memory");
+  wait_parity(smem_of(&barrier), 0);
+}'''
+device = torch.device("cuda", 0)
+module = runtime.load_module(runtime.source_of("#define WAIT_TICKS 1\\n") + kernel, {"f": 0}, "sm_90a", device)
+module.launch("f", 1, 1, ())
+runtime.synchronize(device)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "EngineError: cuda:0: a kernel ended itself" in done.stderr, done.stderr
+
+
+def test_a_second_gpu_computes_what_the_first_does(folder: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NOT RUN: needs two GPUs")
+    noise = noise_for(load(folder), 1)
+    want = actions_of(load(folder), [tiny_observation(0)], noise)
+    for graph in (True, False):
+        other = load(folder, replace(NATIVE, device="cuda:1", cuda_graph=graph))
+        np.testing.assert_array_equal(actions_of(other, [tiny_observation(0)], noise), want)
 
 
 def test_the_streamed_loop_sees_each_row_s_length() -> None:

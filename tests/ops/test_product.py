@@ -140,6 +140,12 @@ def test_the_table_is_of_tilings_that_run(
     assert [row[:2] for row in product._TABLE[key]] == sorted(row[:2] for row in product._TABLE[key])
 
 
+def misaligned(like: Tensor) -> Tensor:
+    """As large, eight bytes after a multiple of sixteen."""
+    step = 8 // like.element_size()
+    return torch.empty(like.numel() + step, dtype=like.dtype)[step:].view(like.shape)
+
+
 # -- launches ---------------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +274,8 @@ def test_a_product_says_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> 
         ((x, weight, out[0], out[:, :64].contiguous()), {"activation": "geglu"}, "no bias"),
         ((x, weight, None, out), {"tiling": Tiling(1, 1, 1, 64, 4, 1, 1, 2)}, "part of 2 empty"),
         ((x, weight, None, out), {"tiling": Tiling(1, 1, 1, 60, 4)}, "multiple of 8"),
+        ((x, weight, None, misaligned(out)), {}, "multiples of 16 bytes"),
+        ((misaligned(x), weight, None, out), {}, "multiples of 16 bytes"),
     ]  # fmt: skip
     for arguments, options, text in wrong:
         with pytest.raises(EngineError, match=text):

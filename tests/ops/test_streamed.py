@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.support.gpus import H200, RTX_4090, RTX_5090
 from tests.support.streamed_support import LOOPS, LoopCase, reason, recorded_loop, streamable
+from vla_accel.errors import EngineError
 from vla_accel.models.pi0 import euler_times
 from vla_accel.models.rtc import guidance_weights
 from vla_accel.native import streamed
@@ -420,9 +421,12 @@ def test_attend_declines_what_it_cannot_hold() -> None:
 
 
 def test_a_buffer_that_is_not_dense_is_refused() -> None:
-    with pytest.raises(AssertionError, match="dense"):
-        streamed._address(torch.zeros(4, 4).t())
-    assert streamed._address(None) is None
+    with pytest.raises(EngineError, match=r"keys: expected a contiguous tensor .* got \(4, 4\) with strides \(1, 4\)"):
+        streamed._address("keys", torch.zeros(4, 4).t())
+    with pytest.raises(EngineError, match="4 bytes beyond a multiple"):
+        streamed._address("keys", torch.zeros(5)[1:])
+    assert streamed._address("target", torch.zeros(5)[1:], 4) is not None
+    assert streamed._address("state", None) is None
 
 
 def test_streamable_differs_by_kind() -> None:

@@ -14,6 +14,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.engines.base import Engine
 from vla_accel.errors import EngineError
 from vla_accel.ops.attending import Choice
+from vla_accel.ops.cuda.runtime import on
 from vla_accel.ops.gpu import Gpu
 
 
@@ -53,4 +54,5 @@ class NativeEngine(Engine):
 
     @torch.inference_mode()
     def run(self) -> None:
-        self.program(self.inputs, self.outputs)
+        with on(self.device):
+            self.program(self.inputs, self.outputs)

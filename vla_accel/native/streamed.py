@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from vla_accel.errors import EngineError
 from vla_accel.models.pi0 import Pi0Config
 from vla_accel.native.constants import StepTables
 from vla_accel.native.fold import round_up
@@ -64,6 +65,13 @@ class _Call(ctypes.Structure):
     ]
 
 
+# Fields of `_Call`: the inputs that they point to, and the bytes that their reads are aligned to.
+_INPUTS = {
+    "keys": ("keys", 16), "values": ("values", 16), "lengths": ("lengths", 4), "target": ("target", 4),
+    "follow": ("weights", 4),
+}  # fmt: skip
+
+
 class StreamedLoop:
     """The loaded kernels and their buffers for a batch and a number of prefix tokens."""
 
@@ -106,7 +114,7 @@ class StreamedLoop:
             "mix_bias": mix_bias, "cos": cos, "sin": sin,
         }  # fmt: skip
         offsets = {n: getattr(packed, n) for n in ("layer_at", "layer_bytes", "o_at", "gate_up_at", "down_at")}
-        self._model = _Model(**{n: _address(t) for n, t in self._constants.items()}, **offsets)
+        self._model = _Model(**{n: _address(n, t) for n, t in self._constants.items()}, **offsets)
         self._eps = ctypes.c_float(expert.eps)
         self._times, self._gains = tables.times, tables.gains
 
@@ -117,12 +125,11 @@ class StreamedLoop:
         else:
             # Products want the keys along the contiguous axis. The padding beyond the prefix stays zero.
             self.values_t[..., : self.prefix_tokens].copy_(inputs["values"].permute(0, 1, 3, 4, 2))
-        buffers = {n: _address(t) for n, t in self._buffers.items()}
+        buffers = {n: _address(n, t) for n, t in self._buffers.items()}
         call = _Call(
-            keys=_address(inputs["keys"]), values=_address(inputs["values"]), values_t=_address(self.values_t),
-            lengths=_address(inputs["lengths"]), state=_address(state_token), actions=_address(actions),
-            target=_address(inputs["target"]), follow=_address(inputs["weights"]), **buffers, s=self.prefix_tokens,
-            sp=self.padded, steps=self.steps,
+            **{field: _address(name, inputs[name], alignment) for field, (name, alignment) in _INPUTS.items()},
+            values_t=_address("values_t", self.values_t), state=_address("state", state_token, 4),
+            actions=_address("actions", actions, 4), **buffers, s=self.prefix_tokens, sp=self.padded, steps=self.steps,
         )  # fmt: skip
 
         def launch(name: str, *rest: object, dependent: bool = True) -> None:
@@ -154,8 +161,13 @@ class StreamedLoop:
         return ctypes.c_float(self._times[max(step, 0)]), ctypes.c_float(self._gains[max(step, 0)])
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def _address(name: str, tensor: Tensor | None, alignment: int = 16) -> int | None:
     if tensor is None:
         return None
-    assert tensor.is_contiguous(), "the kernels read dense buffers"
+    beyond = tensor.data_ptr() % alignment
+    if beyond or not tensor.is_contiguous():
+        raise EngineError(
+            f"denoise: {name}: expected a contiguous tensor at a multiple of {alignment} bytes, got "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}, {beyond} bytes beyond a multiple"
+        )
     return tensor.data_ptr()

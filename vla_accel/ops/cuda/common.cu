@@ -37,28 +37,50 @@ __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontr
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Tests set MAX_POLLS: a wait that never ends becomes an error.
-__device__ __forceinline__ void wait_parity(u32 barrier, u32 parity) {
-#ifdef MAX_POLLS
-  for (u32 i = 0; i < MAX_POLLS; ++i) {
-    u32 done;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    if (done) return;
-  }
-  asm volatile("trap;");
-#else
-  asm volatile(
-      "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra again;\n"
-      "done:\n}" ::"r"(barrier), "r"(parity) : "memory");
+
+// Every wait is bounded: a mistake must end a launch with an error, which `runtime.synchronize` explains, and must not
+// hang the GPU. A wait is one piece of assembly, so that the compiler treats it as it would treat an instruction; its
+// clock is read only after the hardware's own time limit has passed once.
+#ifndef WAIT_TICKS
+#define WAIT_TICKS 4  // of 2^32 ns: 13 to 17 s
 #endif
+#define WAIT_POLLS 33554432  // of a counter in L2, which takes 0.3 us or more to read: 10 s
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+
+__device__ __forceinline__ void wait_parity(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .u32 begun, now;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\n"
+      "mov.u32 begun, %%globaltimer_hi;\n"
+      "again:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\n"
+      "mov.u32 now, %%globaltimer_hi;\nsub.u32 now, now, begun;\n"
+      "setp.lt.u32 p, now, " TEXT(WAIT_TICKS) ";\n@p bra again;\ntrap;\ndone:\n}"
+      ::"r"(barrier), "r"(parity) : "memory");
+}
+// Until a counter in global memory is `count` or more.
+__device__ __forceinline__ void wait_count(const u32* counter, u32 count) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .u32 seen, polls;\nmov.u32 polls, 0;\n"
+      "again:\nld.acquire.gpu.global.u32 seen, [%0];\nsetp.ge.u32 p, seen, %1;\n@p bra done;\n"
+      "add.u32 polls, polls, 1;\nsetp.lt.u32 p, polls, " TEXT(WAIT_POLLS) ";\n@p bra again;\ntrap;\ndone:\n}"
+      ::"l"(counter), "r"(count) : "memory");
 }
 
 // Of a cluster. An arrival without release is for a block that has nothing to show: that has only started, or only read.
-__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void arrive_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// All threads of a warp must execute these barriers together, whatever branches they come from.
+__device__ __forceinline__ void arrive_cluster() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void arrive_started() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_cluster() {
+  __syncwarp();
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // Another block's place in shared memory. Written to once it is known that the block has started.
 __device__ __forceinline__ u32 remote_address(u32 address, int rank) {
   u32 there;

@@ -76,8 +76,6 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 #define WGMMA_TYPE "k16.f32.bf16.bf16"
 #define WGMMA_TAIL "p, 1, 1, 0, 0;\n}"
 #endif
-#define TEXT_(x) #x
-#define TEXT(x) TEXT_(x)
 
 // d (+)= 64 weight rows by WIDTH tokens, 32 bytes of K.
 __device__ __forceinline__ void wgmma(float (&d)[WIDTH / 2], u64 a, u64 b, int add) {

@@ -267,21 +267,22 @@ def unfit(x: Tensor, weight: Tensor, out: Tensor, activation: str) -> str:
         return "rows of x and of out are whole pieces of 16 bytes"
     if not (x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()):
         return "its matrices are contiguous"
+    if any(matrix.data_ptr() % 16 for matrix in (x, weight, out)):
+        return "its matrices begin at multiples of 16 bytes"
     return ""
 
 
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gpu: Gpu, tiling: Tiling, activation: str = "none",
     scale: float = 1.0, inverse_scale: float | None = None, moments: Tensor | None = None, norm: Norm | None = None,
-    dependent: bool = True, prelude: str = "",
+    dependent: bool = True,
 ) -> None:  # fmt: skip
     """out = activation(scale * x weightᵀ + bias), times `inverse_scale` and saturated where out is float8_e4m3fn.
 
     x (M, K), weight (N, K), bias (N,), out (M, N), or (M, N / 2) for "geglu", whose weight rows alternate: eight of
     gate, eight of up. `moments` (N / 64, M, 2) float32: the product is added to `out`, and the new rows' moments are
     written (see `Norm`). `norm`: x is normed first, unrounded. `dependent`: may start before its predecessor on the
-    stream has finished. `prelude`: macros more, of tests (MAX_POLLS bounds every wait). Raises EngineError for what the
-    kernel cannot take.
+    stream has finished. Raises EngineError for what the kernel cannot take.
     """
     from vla_accel.ops.cuda.runtime import load_module
 
@@ -300,7 +301,7 @@ def product(
     width = 0 if norm is None else x.shape[1]
     text = source(x.dtype, narrow, activation, tiling, residual=moments is not None, norm=kind, k=width)
     shared = tiling.memory(activation, norm is not None).size
-    module = load_module(prelude + text, {"product": shared}, ARCHITECTURE, x.device)
+    module = load_module(text, {"product": shared}, ARCHITECTURE, x.device)
     rows, n = x.shape[0], weight.shape[0]
     boxes = [share // 2 if share > 256 else share for share in tiling.shares]
     maps = (_map(weight, boxes[0]), _map(x, boxes[1]))

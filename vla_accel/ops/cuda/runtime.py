@@ -1,10 +1,11 @@
-"""Compile CUDA C++ with NVRTC, load it with the driver, launch it on torch's current stream. Knows nothing of kernels.
+"""Compile CUDA C++ with NVRTC, load it with the driver, launch it on its device's current stream. Knows no kernels.
 
 A launch can be captured into a CUDA graph. Arguments are ctypes values, structures included, passed by value.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import glob
@@ -86,6 +87,27 @@ def compile_source(source: str, architecture: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a device the current one, if it is not: kernels are launched in the current device's context."""
+    if device.type != "cuda" or device.index is None or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that is on the device's current stream. Raises EngineError where a kernel gave up waiting."""
+    try:
+        torch.cuda.current_stream(device).synchronize()
+    except RuntimeError as error:
+        if "unspecified launch failure" not in str(error):
+            raise
+        raise EngineError(
+            f"{device}: a kernel ended itself, most likely because what it waited for did not come within 10 s: a lost "
+            "hand-off between blocks, or a GPU that others keep busy. Start again; `native: {kernels: portable}` does "
+            "without the kernels that wait for each other"
+        ) from error
+
+
 class _Config(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
@@ -117,6 +139,7 @@ class Module:
     def __init__(self, source: str, shared: Mapping[str, int], architecture: str, device: torch.device) -> None:
         code = compile_source(source, architecture)
         self.shared = dict(shared)
+        self.device = device
         self._module = ctypes.c_void_p()
         self._functions: dict[str, ctypes.c_void_p] = {}
         with torch.cuda.device(device):
@@ -136,7 +159,7 @@ class Module:
         self, name: str, blocks: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
         dependent: bool = False,
     ) -> None:  # fmt: skip
-        """Enqueue on the current stream; `arguments` are ctypes values in the kernel's order.
+        """Enqueue on the device's current stream; `arguments` are ctypes values in the kernel's order.
 
         `cluster`: blocks of a cluster. `dependent`: programmatic dependence: the kernel may start before its
         predecessor has finished, and waits for it itself.
@@ -151,8 +174,9 @@ class Module:
             attributes[count].id = _DEPENDENT
             attributes[count].value[0] = 1
             count += 1
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = torch.cuda.current_stream(self.device).cuda_stream
         config = _Config(blocks, 1, 1, threads, 1, 1, self.shared[name], stream, ctypes.addressof(attributes), count)
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
-        status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._functions[name], pointers, None)
+        with on(self.device):
+            status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._functions[name], pointers, None)
         _check_driver(status, f"launch of {name}")

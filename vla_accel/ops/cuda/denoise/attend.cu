@@ -25,12 +25,6 @@ __device__ __forceinline__ void load_tiles_transposed(u32 (&r)[4], u32 address) 
 __device__ __forceinline__ void announce(u32* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
-__device__ __forceinline__ void await_count(const u32* counter, u32 count) {
-  u32 seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-  } while (seen < count);
-}
 
 // A block's keys: `prefix_each` of the prefix, then `suffix_each` of the suffix, both multiples of eight.
 extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
@@ -40,12 +34,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   constexpr int VT = D / 64;  // tiles of eight value columns a warp
   static_assert(D % 128 == 0 && WARPS == RANKS, "a warp's columns of the result belong to one block");
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  if (blockIdx.x >= KV_UNITS + H * RANKS) {
-    // Blocks that only keep the place: without them the next kernels' blocks would crowd where no block of this one is.
-    let_next_start();
-    wait_for_previous();
-    return;
-  }
   const bool in_front = blockIdx.x < KV_UNITS;
   const int rank = blockIdx.x % RANKS, head = in_front ? 0 : (blockIdx.x - KV_UNITS) / RANKS, kv = head / GROUP;
   const int keys_each = prefix_each + suffix_each, keys = ROUND_UP(keys_each, 16);
@@ -133,6 +121,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   // Scores: a warp takes every eighth tile of eight keys, against all rows. The suffix's come last.
   const float scale = 1.4426950408889634f * rsqrtf((float)D);
   const int length = c.lengths[0];
+  // A value of the prefix behind the length has probability zero, but may be NaN, and 0 × NaN is NaN.
+  const int seen_rows = max(0, min(cached, length - first));
+#pragma unroll 1
+  for (int i = threadIdx.x; i < (cached - seen_rows) * (D / 8); i += THREADS)
+    *(uint4*)(v_tile + (seen_rows + i / (D / 8)) * PITCH * 2 + i % (D / 8) * 16) = make_uint4(0, 0, 0, 0);
   const int row_warp = warp % ROW_WARPS, key_warp = warp / ROW_WARPS;
   float s[KEY_ROUNDS][HELD_TILES][4], best[HELD_TILES][2];
 #pragma unroll
@@ -175,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   for (int suffix = 0; suffix < 2; ++suffix) {
     if (suffix) {
       if (own == 0) break;
-      if (threadIdx.x == 0) await_count(c.ready + at, KV_UNITS);
+      if (threadIdx.x == 0) wait_count(c.ready + at, KV_UNITS);
       __syncthreads();
 #pragma unroll 1
       for (int i = threadIdx.x; i < own * (D / 8); i += THREADS) {
@@ -256,6 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     for (int to = 0; to < RANKS; ++to)
       store_remote8(remote_address(smem_of(stats + (rank * ROWS + threadIdx.x) * 2), to), one, total);
   }
+  __syncwarp();
   float o[MT][VT][4];
 #pragma unroll
   for (int i = 0; i < MT * VT * 4; ++i) ((float*)o)[i] = 0.f;

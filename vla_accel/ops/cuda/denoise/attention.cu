@@ -37,6 +37,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       });
 }
 
+// The first `count` of eight values, and zeros.
+__device__ __forceinline__ uint4 first_values(const uint4& v, int count) {
+  const auto pair = [&](u32 two, int at) { return count > at + 1 ? two : count > at ? two & 0xffffu : 0u; };
+  return make_uint4(pair(v.x, 0), pair(v.y, 2), pair(v.z, 4), pair(v.w, 6));
+}
+
 // A cluster of blocks shares a tile of 16 query rows (tokens x heads of one key head); each block takes every CLUSTER-th
 // tile of 64 keys, and the parts meet in the cluster's shared memory. The prefix's keys are fetched before the wait for q.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -88,6 +94,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const bool prefix = split < prefix_splits;
     const int first = (prefix ? split : split - prefix_splits) * KEYS, limit = prefix ? prefix_length : T;
     if (split != rank || !prefix) load_tile(split);
+    // A value behind the length has probability zero, but may be NaN, and 0 × NaN is NaN.
+    if (prefix && first + KEYS > limit)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int real = limit - (first + j * 32 + t * 8);
+#pragma unroll
+        for (int i = 0; i < VT; ++i) v[i][j] = first_values(v[i][j], real);
+      }
     float s[4] = {0.f, 0.f, 0.f, 0.f}, s2[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < DB; i += 2) {

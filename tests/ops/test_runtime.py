@@ -1,0 +1,106 @@
+"""The CUDA runtime layer (`ops/cuda/runtime.py`) with a driver that records: which device and stream a launch goes to,
+what a failed wait is called; and that no source waits without a bound."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vla_accel.errors import EngineError
+from vla_accel.ops.cuda import runtime
+
+FIRST, SECOND = (torch.device("cuda", i) for i in range(2))
+SOURCES = sorted(Path(runtime.__file__).parent.rglob("*.cu*"))
+
+
+class Machine:
+    """Two GPUs: which is current, and the launches as (device current at the launch, stream)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.switches = 0, 0
+        self.launches: list[tuple[int, int]] = []
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "device", self.device)
+        monkeypatch.setattr(torch.cuda, "current_stream", self.stream)
+        monkeypatch.setattr(runtime, "_driver", lambda: self)
+        monkeypatch.setattr(runtime, "compile_source", lambda *_: b"")
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        self.switches += 1
+        yield
+        self.current = before
+
+    def stream(self, device: torch.device | None = None) -> SimpleNamespace:
+        index = self.current if device is None else device.index
+        return SimpleNamespace(cuda_stream=100 + index)
+
+    def cuLaunchKernelEx(self, config: Any, *_: Any) -> int:
+        self.launches.append((self.current, ctypes.cast(config, ctypes.POINTER(runtime._Config)).contents.stream))
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 0
+
+
+@pytest.mark.parametrize("device", [FIRST, SECOND])
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_launch_goes_to_its_module_s_device(
+    device: torch.device, current: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+    module = runtime.Module("", {"f": 0}, "sm_90a", device)
+    machine.current, machine.switches = current, 0
+    module.launch("f", 1, 32, ())
+    assert machine.launches == [(device.index, 100 + device.index)] and machine.current == current
+    # Nothing is switched where the device is the current one.
+    assert machine.switches == (device.index != current)
+
+
+def test_a_kernel_that_gave_up_waiting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stream_that_fails(text: str) -> Any:
+        def synchronize() -> None:
+            raise RuntimeError(text)
+
+        return lambda _: SimpleNamespace(synchronize=synchronize)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_that_fails("CUDA error: unspecified launch failure\n…"))
+    with pytest.raises(EngineError, match=r"cuda:0: a kernel ended itself.*kernels: portable"):
+        runtime.synchronize(FIRST)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_that_fails("CUDA error: an illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        runtime.synchronize(FIRST)
+
+
+def statements_of(text: str) -> list[str]:
+    """The assembly statements of a source, comments left out, strings joined."""
+    bodies = re.findall(r"asm(?:\s+volatile)?\((.*?)\);", re.sub(r"//[^\n]*", "", text), re.DOTALL)
+    return ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', body)) for body in bodies]
+
+
+def test_no_wait_is_without_a_bound() -> None:
+    """Whoever polls gives up: barriers and counters are polled in loops that end in a trap, nowhere else."""
+    polls = [s for path in SOURCES for s in statements_of(path.read_text()) if re.search(r"try_wait|ld\.acquire", s)]
+    assert len(polls) == 2
+    for statement in polls:
+        loop = statement[statement.index("again:") :]
+        assert re.search(r"setp\.lt\.u32 p, \w+, .*@p bra again;\\ntrap;\\ndone:", loop), statement
+
+
+def test_cluster_barriers_follow_a_warp_s_meeting() -> None:
+    """`.aligned` barriers of a cluster need whole warps: each stands in a helper right behind __syncwarp()."""
+    found = 0
+    for path in SOURCES:
+        for match in re.finditer(r"([^\n]*)\n[^\n]*barrier\.cluster\.\w+\.\w+\.aligned", path.read_text()):
+            assert match[1].strip() == "__syncwarp();", f"{path.name}: {match[0]}"
+            found += 1
+    assert found == 3
