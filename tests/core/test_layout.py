@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
         "ledger",
         "models",
         "native",
+        "ops",
         "quantize",
         "remote",
         "transforms",

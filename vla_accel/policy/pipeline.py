@@ -24,6 +24,7 @@ from vla_accel.fp8 import Scales
 from vla_accel.ledger import Ledger
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native import NativeStore
+from vla_accel.ops.cuda.runtime import on, synchronize
 
 _log = logging.getLogger("vla_accel")
 
@@ -192,10 +193,11 @@ class Pipeline:
             times = self._run_here()
         elif self.captured is not None:
             self.captured.replay()
-            torch.cuda.current_stream(self.device).synchronize()
+            synchronize(self.device)
             times = self.captured.times()
         else:
-            times = self._run_on_stream()
+            with on(self.device):
+                times = self._run_on_stream()
         elapsed = (time.perf_counter() - began) * 1e3
         times["transfer"] = max(0.0, elapsed - sum(times.values()))
         return self._actions.numpy(), times
@@ -218,7 +220,7 @@ class Pipeline:
             engine.run()
             event.record()
         self._download()
-        torch.cuda.current_stream(self.device).synchronize()
+        synchronize(self.device)
         return {n: a.elapsed_time(b) for (n, _), a, b in zip(self.engines, events, events[1:], strict=False)}
 
 
