@@ -175,7 +175,8 @@ class PolicyConfig:
 def load_config(source: str | Path | Mapping[str, Any] | PolicyConfig | None) -> PolicyConfig:
     """A `PolicyConfig` from a YAML or JSON file, a mapping, or as it is; None gives the defaults.
 
-    Raises ConfigError for an unreadable file, an unknown key or a value of the wrong kind.
+    A file may be given as a path or, where it comes with the package, by its name: "native_fp8". Raises ConfigError
+    for an unknown name, an unreadable file, an unknown key or a value of the wrong kind.
     """
     if source is None:
         return PolicyConfig()
@@ -183,7 +184,24 @@ def load_config(source: str | Path | Mapping[str, Any] | PolicyConfig | None) ->
         return source
     if isinstance(source, Mapping):
         return from_mapping(PolicyConfig, source)
-    return from_mapping(PolicyConfig, read_mapping(Path(source)))
+    return from_mapping(PolicyConfig, read_mapping(find_config(source)))
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configurations that come with the package: name to file."""
+    return {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.yaml"))}
+
+
+def find_config(name_or_path: str | Path) -> Path:
+    """The file of a shipped configuration's name, or the path itself. Raises ConfigError for an unknown name; whether
+    a file with a suffix exists is for its reader to say."""
+    shipped, name = shipped_configs(), str(name_or_path)
+    path = shipped.get(name, Path(name_or_path))
+    if path.suffix or path.exists():
+        return path
+    nearest = difflib.get_close_matches(name, shipped, n=1)
+    hint = f": did you mean {nearest[0]}?" if nearest else ""
+    raise ConfigError(f"config: expected a file or one of {', '.join(shipped)}, got {name!r}{hint}")
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vla_accel.config import EngineSpec, PolicyConfig, load_config
+from vla_accel.config import EngineSpec, PolicyConfig, load_config, shipped_configs
 from vla_accel.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -121,6 +121,33 @@ def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
 
 def test_there_are_shipped_configs() -> None:
     assert {p.name for p in CONFIGS} >= {"eager.yaml", "eager_fp32.yaml"}
+    assert [p.name for p in shipped_configs().values()] == [p.name for p in CONFIGS]
+
+
+def test_a_shipped_config_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in CONFIGS:
+        assert load_config(path.stem) == load_config(Path(path.stem)) == load_config(path)
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "native_fp8", "num_steps: 3")
+    assert load_config("native_fp8").num_steps == 10, "a file of that name does not hide it"
+    assert load_config("./native_fp8").num_steps == 3
+    write(tmp_path, "mine", "num_steps: 4")
+    assert load_config("mine").num_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("native_fp9", r"config: expected a file or one of eager, .*, got 'native_fp9': did you mean native_fp8\?"),
+        ("tensorrt_rx", r"did you mean tensorrt_rtx\?"),
+        ("Q", r"got 'Q'$"),
+        ("folder/native", r"got 'folder/native'"),
+        ("no.yaml", r"config no\.yaml: expected a readable YAML or JSON file"),
+    ],
+)
+def test_an_unknown_name_lists_the_known_ones(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(name)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)

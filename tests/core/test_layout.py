@@ -269,5 +269,7 @@ def test_an_installed_package_has_its_data() -> None:
         p.relative_to(package).as_posix() for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts
     ]
     others = [f for f in files if not f.endswith(".py")]
+    # A link to the one copy of the configurations.
+    others += [f"configs/{p.name}" for p in (package / "configs").iterdir()]
     assert [f for f in others if f.endswith(".cu")]
     assert [f for f in others if not any(fnmatch.fnmatch(f, p.replace("**/", "*")) for p in patterns)] == []

@@ -80,8 +80,9 @@ class OptimizedPolicy:
     ) -> OptimizedPolicy:
         """Load a checkpoint folder, a bundled checkpoint ("demo") or one on the hub by name (`checkpoints.loading`).
 
-        Args: `config`: a `PolicyConfig`, a mapping, or a YAML/JSON file; `device`, `num_steps` and `seed` override
-        it. Raises CheckpointError for anything incomplete, ConfigError for settings that cannot be.
+        Args: `config`: a `PolicyConfig`, a mapping, a YAML/JSON file or the name of a shipped one ("native_fp8");
+        `device`, `num_steps` and `seed` override it. Raises CheckpointError for anything incomplete, ConfigError for
+        settings that cannot be.
         """
         settings = load_config(config)
         overrides = {"device": device, "num_steps": num_steps, "seed": seed}

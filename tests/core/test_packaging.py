@@ -1,0 +1,70 @@
+"""What whoever installs the package gets: built as `pip install` builds it, then used away from the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(p.name for p in (ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a build reads: it leaves files beside its source."""
+    folder = tmp_path_factory.mktemp("packaging") / "source"
+    folder.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    for name in ("configs", "vla_accel"):
+        # The demo's weights would only take time.
+        ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    return folder
+
+
+def build(source: Path, kind: str, into: Path) -> Path:
+    """The wheel or sdist of a source folder."""
+    pytest.importorskip("setuptools", "77", reason="needs setuptools")
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(into)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=True)
+    return into / done.stdout.splitlines()[-1]
+
+
+def test_there_is_one_copy_of_the_configurations() -> None:
+    link = ROOT / "vla_accel" / "configs"
+    assert link.is_symlink() and link.readlink() == Path("../configs") and len(CONFIGS) > 5
+
+
+@pytest.mark.slow
+def test_the_wheel_and_the_sdists_wheel_bring_configurations_and_types(source: Path, tmp_path: Path) -> None:
+    direct = build(source, "wheel", tmp_path)
+    with tarfile.open(build(source, "sdist", tmp_path)) as archive:
+        archive.extractall(tmp_path / "sdist", filter="data")
+    (unpacked,) = (tmp_path / "sdist").iterdir()
+    (tmp_path / "again").mkdir()
+    contents = []
+    for wheel in (direct, build(unpacked, "wheel", tmp_path / "again")):
+        with zipfile.ZipFile(wheel) as archive:
+            contents.append(sorted(archive.namelist()))
+            assert {f"vla_accel/configs/{name}" for name in CONFIGS} | {"vla_accel/py.typed"} <= set(contents[-1])
+            assert not any(name.startswith(("configs/", "tests/", "eval/")) for name in contents[-1])
+            archive.extractall(tmp_path / "installed")
+    assert contents[0] == contents[1]
+    code = (
+        "import vla_accel; from vla_accel.config import load_config, shipped_configs; "
+        "print(vla_accel.__file__, load_config('native_fp8').kv_cache.precision, *shipped_configs())"
+    )
+    place = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    where, precision, *names = done.stdout.split()
+    assert where.startswith(str(tmp_path)) and precision == "fp8"
+    assert names == [name.removesuffix(".yaml") for name in CONFIGS]
