@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from vla_accel.errors import ConfigError
+from eval.harness.report import read_result
 from vla_accel.files import replacing
 
 RESULTS = Path(__file__).parent / "results"
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Arguments:
-    """Store a result file of `python -m eval.libero` for the README."""
+    """Keep a benchmark's result, such as `python -m eval.libero` writes, in eval/results."""
 
     result: Annotated[Path, tyro.conf.Positional]
     name: str
@@ -45,9 +45,7 @@ def _without_paths(command: list[str]) -> list[str]:
 
 def main(arguments: Arguments) -> None:
     """Write the slim copy, whole or not at all."""
-    result = json.loads(arguments.result.read_text())
-    if result.get("schema") != "vla_accel.libero.result/1":
-        raise ConfigError(f"{arguments.result}: expected a LIBERO result, got schema {result.get('schema')!r}")
+    result, _ = read_result(arguments.result)
     target = RESULTS / f"{arguments.name}.json"
     head = slim(result, arguments.note)
     episodes = head.pop("episodes")

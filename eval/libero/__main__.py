@@ -1,239 +1,28 @@
-"""`python -m eval.libero`: play a policy through LIBERO and report success and latency.
-
-Prints progress and tables on stderr, and one JSON line on stdout at the end. Exit code: 0 when
-every episode ran to its end (won or lost), 1 when some crashed, 2 for bad input, 130 when
-interrupted. Running the same command again continues an interrupted run.
-"""
+"""`python -m eval.libero`: play a policy through LIBERO; `eval.harness.command` says what it prints and returns."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import tyro
-from rich.console import Console
-
-from eval.libero.evaluation import Request, evaluate
-from eval.libero.policies import PolicySource
-from eval.libero.protocol import (
-    DEFAULT_TRIALS,
-    QUICK_TASKS,
-    QUICK_TRIALS,
-    Protocol,
-    check_suite,
-    parse_steps,
-    parse_tasks,
-)
-from eval.libero.simulator import MAX_STEPS, SEED, Suite, load_suite
-from vla_accel.errors import ConfigError, VlaAccelError
-
-RUNS = Path("runs/libero")
-EXPERT_SUITE = "libero_spatial"
-WIDTH = 170  # of tables where the terminal does not say
+from eval.harness import command
+from eval.libero.benchmark import LIBERO
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(command.Arguments):
     """Evaluate a policy in LIBERO by openpi's protocol."""
 
     suite: str = "libero_spatial"
     """libero_spatial, libero_object, libero_goal, libero_10 or libero_90."""
-    steps: str | None = None
-    """Denoising steps: "3", or "1,2,3,5,10" for a sweep. Default: the policy's own."""
-    quick: bool = False
-    """Tasks 0, 1 and 2 with 3 trials each, and a rollout video; --tasks and --trials go first."""
-    tasks: str | None = None
-    """Task indices, such as "0-2,5". Default: all."""
-    trials: int | None = None
-    """Episodes per task, from the shipped initial states. Default: 50."""
     policy: str = "demo"
-    """A checkpoint folder, "demo" for the bundled checkpoint, or ws://host:port."""
-    config: str | None = None
-    """PolicyConfig file (YAML or JSON) for a policy in this process."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    seed: int = SEED
-    """Of the simulator and the policy's noise."""
-    output: Path | None = None
-    """Result JSON. Default: runs/libero/, named after the run. The episode log goes beside it."""
-    video: Path | None = None
-    """Folder for videos of the first trial of each task. With --quick one is made in any case."""
-    workers: int = 1
-    """Processes. More are faster, but they slow down each other's policy calls."""
-    max_steps: int | None = None
-    """Actions before an episode is lost. Default: openpi's limit for the suite."""
-    expert: bool = False
-    """Let the scripted expert act instead of a policy, to check the simulator."""
-    target_hz: float = 20.0
-    """Rate for which the report says what each component would have to reach."""
-    replan: int = 5
-    """Actions executed of each predicted chunk."""
-    overwrite: bool = False
-    """Start afresh instead of continuing an earlier run."""
-    retry_errors: bool = False
-    """Play episodes again that an earlier launch ended with an error."""
+    """A checkpoint's folder or name on the hub, "demo" for the bundled one, or ws://host:port."""
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        console = Console(stderr=True, highlight=False, width=WIDTH)
-    arguments = tyro.cli(Arguments, prog="python -m eval.libero", args=words, config=(tyro.conf.FlagCreatePairsOff,))
-    try:
-        with _stdout_to_stderr():
-            result = evaluate(make_request(arguments, words), console)
-    except VlaAccelError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues from the episode log", file=sys.stderr)
-        return 130
-    errors = sum(row["success"]["errors"] for row in result["summary"]["rows"])
-    for name, path in (("output", result["output"]), ("figure", result["figure"])):
-        if path:
-            console.print(f"{name}: {path}", soft_wrap=True)
-    for video in result["videos"]:
-        console.print(f"video: {video}", soft_wrap=True)
-    if errors:
-        console.print(f"[red]{errors} episodes ended in an error[/]; they count in no rate")
-    print(json.dumps(_line(result, errors), allow_nan=False), flush=True)
-    return 1 if errors else 0
-
-
-def make_request(arguments: Arguments, command: list[str]) -> Request:
-    """Check the arguments and load the suite; what the policy decides is left open.
-
-    Raises:
-        ConfigError: an argument that cannot be used, or two that contradict each other.
-        VlaAccelError: LIBERO or a GL library is missing.
-    """
-    check_suite(arguments.suite)
-    if arguments.workers < 0:
-        raise ConfigError(f"workers: expected an integer >= 0, got {arguments.workers}")
-    if not (math.isfinite(arguments.target_hz) and arguments.target_hz > 0):
-        raise ConfigError(f"target-hz: expected a number above 0, got {arguments.target_hz}")
-    steps = parse_steps(arguments.steps) if arguments.steps is not None else None
-    source = _source(arguments, steps)
-    suite = load_suite(arguments.suite)
-    tasks, trials = _episodes(arguments, suite)
-
-    def protocol(own_steps: int | None) -> Protocol:
-        return Protocol(
-            suite=suite.name,
-            tasks=tasks,
-            trials=trials,
-            steps=_steps(steps, own_steps, source),
-            max_steps=MAX_STEPS[suite.name] if arguments.max_steps is None else arguments.max_steps,
-            seed=arguments.seed,
-            replan_steps=arguments.replan,
-        )
-
-    # A bad number fails before anything is loaded; the policy's own step count is not known yet.
-    protocol(None if source.kind == "expert" else (steps or (1,))[0])
-    return Request(
-        suite=suite,
-        protocol=protocol,
-        source=source,
-        output=arguments.output,
-        folder=RUNS,
-        label="-".join([source.name, suite.name, *(["quick"] if arguments.quick else [])]),
-        video=arguments.video,
-        quick=arguments.quick,
-        workers=arguments.workers,
-        target_hz=arguments.target_hz,
-        overwrite=arguments.overwrite,
-        retry_errors=arguments.retry_errors,
-        command=["python", "-m", "eval.libero", *command],
-    )
-
-
-def _source(arguments: Arguments, steps: tuple[int, ...] | None) -> PolicySource:
-    if not arguments.expert:
-        source = PolicySource.parse(arguments.policy, config=arguments.config, device=arguments.device)
-        if source.kind == "remote" and steps is not None and len(steps) > 1:
-            raise ConfigError(f"steps: a remote policy has its server's step count, got a sweep {list(steps)}")
-        return source
-    if steps is not None:
-        raise ConfigError("steps: the scripted expert has no denoising steps; leave --steps out")
-    if arguments.suite != EXPERT_SUITE:
-        raise ConfigError(f"expert: it plays {EXPERT_SUITE} only, got --suite {arguments.suite}")
-    return PolicySource("expert")
-
-
-def _episodes(arguments: Arguments, suite: Suite) -> tuple[tuple[int, ...], int]:
-    """Task indices and trials per task."""
-    if arguments.tasks is not None:
-        tasks = parse_tasks(arguments.tasks, len(suite.tasks))
-    else:
-        tasks = tuple(range(QUICK_TASKS if arguments.quick else len(suite.tasks)))
-    trials = arguments.trials
-    if trials is None:
-        trials = QUICK_TRIALS if arguments.quick else DEFAULT_TRIALS
-    shipped = min(len(suite.tasks[i].initial_states) for i in tasks)
-    if trials > shipped:
-        raise ConfigError(f"trials: expected at most {shipped}, one for each shipped initial state, got {trials}")
-    return tasks, trials
-
-
-def _steps(asked: tuple[int, ...] | None, own: int | None, source: PolicySource) -> tuple[int | None, ...]:
-    """The step counts to run, once the policy has told its own."""
-    if source.kind == "remote":
-        # Only the server can change its step count: check it where it tells, record it where not.
-        if asked is not None and own is not None and asked != (own,):
-            raise ConfigError(f"steps: the server at {source.where} runs {own}, got {asked[0]}")
-        if asked is not None and own is None:
-            raise ConfigError(
-                f"steps: the server at {source.where} does not tell its step count, and only it "
-                "can set it; leave --steps out"
-            )
-        return (None,)
-    return asked if asked is not None else (own,)
-
-
-def _line(result: dict[str, Any], errors: int) -> dict[str, Any]:
-    """The run on one line."""
-    rows = []
-    for row in result["summary"]["rows"]:
-        breakdown = row["breakdown"]
-        total = breakdown["components"]["total"]["mean_ms"] if breakdown else None
-        hz = breakdown["hz"] if breakdown else None
-        rows.append({"steps": row["steps"], **row["success"], "mean_ms": total, "hz": hz})
-    protocol = result["protocol"]
-    return {
-        "benchmark": "libero",
-        **{key: protocol[key] for key in ("suite", "tasks", "trials", "max_steps", "seed")},
-        "policy": result["policy"].get("name", result["policy"]["kind"]),
-        "rows": rows,
-        "errors": errors,
-        "elapsed_s": result["elapsed_s"],
-        "output": result["output"],
-        "figure": result["figure"],
-        "videos": result["videos"],
-    }
-
-
-@contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Send whatever libraries print on stdout, and worker processes too, to stderr."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(saved, 1)
-        os.close(saved)
+    return command.main(LIBERO, Arguments, sys.argv[1:] if words is None else words)
 
 
 if __name__ == "__main__":

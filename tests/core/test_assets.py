@@ -112,12 +112,13 @@ def test_the_record_says_how_it_was_trained(record: dict[str, Any]) -> None:
 def test_recorded_seeds_give_states_away_from_the_shipped_ones(record: dict[str, Any]) -> None:
     """Four of one task's training states, drawn again in the simulator as the record says they were."""
     pytest.importorskip("libero", reason="needs LIBERO")
-    from eval.libero.simulator import LiberoEnv, load_task
+    from eval.libero.simulator import LiberoEnv
+    from eval.libero.suites import load_suite
 
     entry = record["start_states"]["tasks"]["0"]
     first, last = entry["first_seed"], entry["last_seed"]
     seeds = [s for s in (first, first + 1, (first + last) // 2, last) if s not in entry["refused_seeds"]]
-    task = load_task("libero_spatial", 0)
+    task = load_suite("libero_spatial").tasks[0]
     assert task.name == entry["task"]
     env = LiberoEnv(task, render=False, hard_reset=True)
     try:
@@ -136,7 +137,7 @@ def test_recorded_seeds_give_states_away_from_the_shipped_ones(record: dict[str,
     finally:
         env.close()
     np.testing.assert_array_equal(again, drawn[0])
-    shipped = positions(task.initial_states)
+    shipped = positions(task.start_states)
     assert len(shipped) == entry["shipped_states_compared"]
     gaps = np.linalg.norm(positions(drawn)[:, None] - shipped[None], axis=-1).max(-1)
     assert gaps.shape == (len(seeds), 50)

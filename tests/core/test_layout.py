@@ -69,9 +69,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "__main__": {"cli"},
 }
-# The harness sees a policy and its timings; only the demo's own training opens the model.
-EVAL = {"checkpoints", "client", "latency", "machine", "policy"}
-DEMO = {"checkpoints", "measure", "models", "ops", "policy", "transforms"}
+# The harness sees a policy and its timings, and no benchmark. A benchmark is a folder beside the harness and sees it;
+# only the demo's own training opens the model.
+EVAL_HARNESS = {"checkpoints", "client", "latency", "machine", "policy"}
+EVAL_DEMO = {"checkpoints", "measure", "models", "ops", "transforms"}
 # Imported only inside functions: a robot's client, or a user without the simulator, has none of these.
 OPTIONAL = {
     "PIL",
@@ -102,7 +103,7 @@ OPTIONAL = {
 }
 
 PACKAGE = sorted((ROOT / "vla_accel").rglob("*.py"))
-HARNESS = sorted((ROOT / "eval").rglob("*.py"))
+EVAL = sorted((ROOT / "eval").rglob("*.py"))
 
 
 def module_of(path: Path) -> str:
@@ -110,7 +111,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_of(p) for p in (*PACKAGE, *HARNESS)}
+MODULES = {module_of(p) for p in (*PACKAGE, *EVAL)}
 
 
 def imports(path: Path, *, top_only: bool = False) -> set[str]:
@@ -163,19 +164,48 @@ def test_the_package_imports_downwards(path: Path) -> None:
     assert parts_used(path) <= ALLOWED[part] | CORE | {part} | root
 
 
-@pytest.mark.parametrize("path", HARNESS, ids=relative)
-def test_the_harness_imports_the_policy_only(path: Path) -> None:
-    demo = "demo" in path.parts
-    assert parts_used(path) <= CORE | (DEMO if demo else EVAL)
-    used = {n for n in imports(path) if n.startswith("eval.libero.demo")}
-    if not demo:
-        assert used <= {"eval.libero.demo", "eval.libero.demo.expert"}, "evaluation must not depend on training"
+def role_in_eval(path: Path) -> str:
+    """`tables` (what lies loose in eval), `harness`, `benchmark` or `demo`."""
+    inner = path.relative_to(ROOT / "eval").parts
+    if len(inner) == 1:
+        return "tables"
+    return "harness" if inner[0] == "harness" else "demo" if "demo" in inner else "benchmark"
+
+
+def packages_of_eval(path: Path) -> set[str]:
+    """The folders of eval that a file imports, as `harness`, `libero` or `libero.demo`; loose modules left out."""
+    found = set()
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "eval" and len(parts) > 1 and (ROOT / "eval" / parts[1]).is_dir():
+            found.add(".".join(parts[1:3]) if parts[2:3] == ["demo"] else parts[1])
+    return found
+
+
+@pytest.mark.parametrize("path", EVAL, ids=relative)
+def test_the_harness_knows_no_benchmark(path: Path) -> None:
+    role = role_in_eval(path)
+    own = path.relative_to(ROOT / "eval").parts[0]
+    may = {
+        "tables": {"harness"},
+        "harness": {"harness"},
+        "benchmark": {"harness", own},
+        "demo": {"harness", own, f"{own}.demo"},
+    }
+    assert packages_of_eval(path) <= may[role]
+
+
+def test_what_eval_may_import_of_the_package_is_what_it_does_import() -> None:
+    used: dict[str, set[str]] = {"tables": set(), "harness": set(), "benchmark": set(), "demo": set()}
+    for path in EVAL:
+        used[role_in_eval(path)] |= parts_used(path) - CORE
+    assert used == {"tables": set(), "harness": EVAL_HARNESS, "benchmark": set(), "demo": EVAL_DEMO}
 
 
 def test_no_import_runs_in_a_circle() -> None:
-    graph = {module_of(p): imports(p) & MODULES - {module_of(p), "vla_accel"} for p in (*PACKAGE, *HARNESS)}
+    graph = {module_of(p): imports(p) & MODULES - {module_of(p), "vla_accel"} for p in (*PACKAGE, *EVAL)}
     # A package's __init__ only gathers its own modules, for users from outside.
-    packages = {module_of(p) for p in (*PACKAGE, *HARNESS) if p.name == "__init__.py"}
+    packages = {module_of(p) for p in (*PACKAGE, *EVAL) if p.name == "__init__.py"}
     graph = {m: {u for u in used if not (u in packages and m.startswith(u + "."))} for m, used in graph.items()}
     assert any(graph.values())
     while graph:
@@ -184,7 +214,7 @@ def test_no_import_runs_in_a_circle() -> None:
         graph = {m: used for m, used in graph.items() if m not in leaves}
 
 
-@pytest.mark.parametrize("path", [*PACKAGE, *HARNESS], ids=relative)
+@pytest.mark.parametrize("path", [*PACKAGE, *EVAL], ids=relative)
 def test_optional_packages_are_imported_where_they_are_used(path: Path) -> None:
     assert not {n.split(".")[0] for n in imports(path, top_only=True)} & OPTIONAL
 

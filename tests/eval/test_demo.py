@@ -141,10 +141,10 @@ def test_publishing_refuses_a_run_that_lacks_weights(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_collector_plays_labels_and_obeys(tmp_path: Path) -> None:
     # The real simulator: one episode under the expert, answered over the pipe as the trainer does.
-    from eval.libero.simulator import load_task
+    from eval.libero.suites import load_suite
 
-    task = load_task("libero_spatial", 2)
-    np.savez(tmp_path / "task_02.npz", states=task.initial_states[:1])  # a test trains nothing
+    task = load_suite("libero_spatial").tasks[2]
+    np.savez(tmp_path / "task_02.npz", states=task.start_states[:1])  # a test trains nothing
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     settings = collect.CollectConfig(str(tmp_path), noise=0.0, max_steps=150)

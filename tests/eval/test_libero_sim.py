@@ -13,9 +13,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.support.libero_support import write_checkpoint
+from eval.harness.actors import PolicyActor
+from eval.harness.policies import PolicyBySteps, PolicySource
+from eval.harness.protocol import EpisodeKey, Protocol
+from eval.harness.runner import Runner, Setup
+from eval.libero.benchmark import LIBERO
+from tests.support.eval_support import FakePolicy, write_checkpoint
 
 pytest.importorskip("libero", reason="needs LIBERO")
 pytestmark = pytest.mark.slow
@@ -53,6 +59,44 @@ def wait_for(condition: Any, seconds: float) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+class Witness(FakePolicy):
+    """Notes everything it sees, and leaves the gripper closing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bytes] = []
+
+    def with_steps(self, steps: int) -> Witness:
+        return self
+
+    def infer(self, obs: dict[str, Any], *, noise: np.ndarray | None = None) -> dict[str, Any]:
+        parts = (obs["observation/image"], obs["observation/wrist_image"], obs["observation/state"])
+        self.seen.append(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
+        return super().infer(obs, noise=noise)
+
+
+def test_an_episode_does_not_depend_on_those_before_it() -> None:
+    protocol = Protocol("libero_spatial", tasks=(0,), trials=2, steps=(3,), max_steps=6, settings=LIBERO.settings)
+    setup = Setup(LIBERO, protocol, PolicySource("local", "unused"))
+
+    def seen(*episodes: EpisodeKey) -> list[list[bytes]]:
+        witness = Witness()
+        runner = Runner(setup, PolicyActor(PolicyBySteps(witness), LIBERO, protocol))
+        found = []
+        for episode in episodes:
+            start = len(witness.seen)
+            assert runner.run(episode).error is None
+            found.append(witness.seen[start:][-2:])  # the two calls of the episode, without the warm-up's
+        runner.close()
+        return found
+
+    one, two = EpisodeKey(3, 0, 0), EpisodeKey(3, 0, 1)
+    first, other, again = seen(one, two, one)
+    assert first == again, "bit for bit, images included"
+    assert first != other
+    assert seen(two) == [other]
 
 
 def test_a_killed_run_resumes_and_plays_each_episode_once(tmp_path: Path) -> None:

@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 
 from eval import paired
+from eval.harness import pairs
+from eval.harness.statistics import mcnemar_exact
 from vla_accel.errors import ConfigError
 
+RULES = {"suite": "line", "tasks": [4], "trials": 7, "steps": [3, 10], "max_steps": 7, "seed": 7, "step": 7}
 WON, LOST, CRASHED = True, False, None
 
 
 def result(outcomes: Mapping[int, Sequence[bool | None]]) -> dict[str, Any]:
     """A run of one task: step count to the outcomes of its trials."""
     return {
-        "schema": paired.RESULT_SCHEMA,
-        "protocol": dict.fromkeys(paired.SAME, 7),
+        "schema": "vla_accel.toy.result/1",
+        "protocol": dict(RULES),
         "policy": {"name": "demo", "sha256": "ab", "config": {"vision": {"engine": "native"}, "seed": 0}},
         "launches": [{"hardware": {"gpu": "a GPU"}, "software": {"torch": "2"}, "workers": 3}],
         "episodes": [
@@ -40,7 +43,7 @@ def write(folder: Path, name: str, content: Any) -> Path:
 def test_every_pair_is_counted_once_and_errors_stay_apart() -> None:
     one = result({3: [WON, WON, WON, LOST, LOST, CRASHED, WON], 10: [WON] * 7})
     two = result({3: [WON, LOST, LOST, WON, LOST, WON, CRASHED], 10: [WON] * 7})
-    low, high = paired.compare(one, {"two": two}, "one")["rows"]
+    low, high = pairs.compare(one, {"two": two}, "one")["rows"]
     assert (low["steps"], high["steps"]) == (3, 10)
     assert [low[k] for k in ("pairs", "both", "lost", "gained", "neither")] == [5, 1, 2, 1, 1]
     assert (low["reference"]["successes"], low["reference"]["episodes"], low["reference"]["errors"]) == (3, 5, 1)
@@ -56,14 +59,14 @@ def test_every_pair_is_counted_once_and_errors_stay_apart() -> None:
     [(0, 0, 1.0), (1, 0, 1.0), (5, 0, 2 / 32), (0, 5, 2 / 32), (8, 1, 20 / 512), (3, 3, 1.0), (2, 6, 74 / 256)],
 )
 def test_mcnemar_by_hand(lost: int, gained: int, p: float) -> None:
-    assert paired.mcnemar_exact(lost, gained) == pytest.approx(p, rel=1e-12)
+    assert mcnemar_exact(lost, gained) == pytest.approx(p, rel=1e-12)
 
 
 def test_mcnemar_of_many_pairs() -> None:
-    assert paired.mcnemar_exact(2000, 2000) == 1.0
-    assert 0 < paired.mcnemar_exact(5000, 3000) < 1e-100
+    assert mcnemar_exact(2000, 2000) == 1.0
+    assert 0 < mcnemar_exact(5000, 3000) < 1e-100
     with pytest.raises(ConfigError, match="at least 0, got -1"):
-        paired.mcnemar_exact(-1, 3)
+        mcnemar_exact(-1, 3)
 
 
 def test_an_unpaired_episode_is_an_error_on_either_side() -> None:
@@ -71,32 +74,32 @@ def test_an_unpaired_episode_is_an_error_on_either_side() -> None:
     message = "few: expected the episodes of many, got none of 2, the first task 4, trial 4, steps 3"
     for reference, other, names in ((few, many, ("few", "many")), (many, few, ("many", "few"))):
         with pytest.raises(ConfigError, match=message):
-            paired.compare(reference, {names[1]: other}, names[0])
+            pairs.compare(reference, {names[1]: other}, names[0])
 
 
-@pytest.mark.parametrize("field", paired.SAME)
+@pytest.mark.parametrize("field", ["max_steps", "seed", "step"])
 def test_another_protocol_is_an_error(field: str) -> None:
     one = result({3: [WON]})
     two = copy.deepcopy(one)
     two["protocol"][field] = 8
     with pytest.raises(ConfigError, match=f"two: expected {field} 7 as in one, got 8"):
-        paired.compare(one, {"two": two}, "one")
+        pairs.compare(one, {"two": two}, "one")
 
 
 def test_an_episode_there_twice_is_an_error() -> None:
     one = result({3: [WON]})
     one["episodes"] *= 2
     with pytest.raises(ConfigError, match="one: expected every episode once, got task 4, trial 0, steps 3 twice"):
-        paired.compare(one, {"two": result({3: [WON]})}, "one")
+        pairs.compare(one, {"two": result({3: [WON]})}, "one")
     with pytest.raises(ConfigError, match="two: expected at least one episode, got none"):
-        paired.compare(result({3: [WON]}), {"two": result({})}, "one")
+        pairs.compare(result({3: [WON]}), {"two": result({})}, "one")
 
 
 def test_runs_without_a_step_count() -> None:
     one = result({3: [WON, LOST]})
     for episode in one["episodes"]:
         episode["steps"] = None
-    (row,) = paired.compare(one, {"two": copy.deepcopy(one)}, "one")["rows"]
+    (row,) = pairs.compare(one, {"two": copy.deepcopy(one)}, "one")["rows"]
     assert row["steps"] is None and row["pairs"] == 2
 
 
@@ -106,7 +109,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
     assert paired.main([*map(str, files), "--output", str(output), "--note", "why"]) == 0
     stored = json.loads(output.read_text())
     assert stored == json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert stored["schema"] == paired.SCHEMA and stored["reference"] == "a" and stored["note"] == "why"
+    assert stored["schema"] == "vla_accel.toy.paired/1" and stored["reference"] == "a" and stored["note"] == "why"
     assert [(r["name"], r["lost"], r["gained"]) for r in stored["rows"]] == [("b", 0, 1), ("c", 1, 0)]
     assert stored["policies"]["b"]["asked"] == {"vision": {"engine": "native"}}
     assert str(tmp_path) not in output.read_text()
@@ -117,9 +120,9 @@ def test_files_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFix
     other = write(tmp_path, "other", {"schema": "something/1"})
     listed = write(tmp_path, "listed", [])
     for path, message in (
-        (other, "expected a LIBERO result of schema 'vla_accel.libero.result/1', got schema 'something/1'"),
+        (other, "expected a result of schema 'vla_accel.BENCHMARK.result/1', got schema 'something/1'"),
         (listed, "got schema None"),
-        (tmp_path / "missing.json", "expected a readable LIBERO result"),
+        (tmp_path / "missing.json", "expected a readable evaluation result"),
         (good, "expected different names, got good, good"),
     ):
         assert paired.main([str(good), str(path), "--output", str(tmp_path / "out.json")]) == 1

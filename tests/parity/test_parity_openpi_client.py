@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
-from tests.eval.test_libero_remote import openpi_pack, openpi_unpack
+from tests.support.openpi_wire import openpi_pack, openpi_unpack
 from tests.support.server_support import EchoPolicy, expected_actions, metric, observation, port_of, serve_command
 from vla_accel.server import ServerConfig, background
 
@@ -97,22 +97,23 @@ def test_openpis_client_gets_metadata_answers_and_errors(python: str) -> None:
 @pytest.mark.slow
 def test_openpis_client_plays_a_whole_libero_episode(python: str) -> None:
     pytest.importorskip("libero", reason="needs LIBERO")
-    from eval.libero.protocol import EpisodeKey, Protocol
-    from eval.libero.rollout import PolicyActor, run_episode
-    from eval.libero.simulator import LiberoEnv, load_suite, load_task
+    from eval.harness.actors import PolicyActor
+    from eval.harness.protocol import EpisodeKey, Protocol
+    from eval.harness.rollout import run_episode
+    from eval.libero.benchmark import LIBERO
 
-    suite = "libero_spatial"
-    protocol = Protocol(suite, tasks=(0,), trials=1, steps=(None,), max_steps=load_suite(suite).max_steps)
-    task = load_task(suite, 0)
+    suite = LIBERO.load_suite("libero_spatial")
+    protocol = Protocol(
+        suite.name, tasks=(0,), trials=1, steps=(None,), max_steps=suite.max_steps, settings=LIBERO.settings
+    )
+    task = suite.tasks[0]
     with serve_command("configs/eager.yaml", "--num-steps", "3", "--device", "cpu") as address:
         client = OpenpiClient(python, address)
         assert client.metadata["policy"] == "demo" and client.metadata["num_steps"] == 3
-        actor = PolicyActor(lambda steps: client, protocol, send_noise=False)
-        env = LiberoEnv(task, resolution=protocol.resolution, seed=protocol.seed, render=True)
+        actor = PolicyActor(lambda steps: client, LIBERO, protocol, send_noise=False)
+        env = LIBERO.make_environment(task, protocol.settings, True)
         try:
-            result = run_episode(
-                env, task.initial_states[0], actor, EpisodeKey(None, 0, 0), protocol, prompt=task.language
-            )
+            result = run_episode(env, task, actor, EpisodeKey(None, 0, 0), protocol)
         finally:
             env.close()
         asked = metric(address, 'vla_accel_requests_total{outcome="ok"}')

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
-from tests.eval.test_libero_remote import openpi_pack, serving
+from tests.support.openpi_wire import openpi_pack, serving
 from tests.support.server_support import EchoPolicy, observation
 from vla_accel.client import PolicyClient, Reconnect
 from vla_accel.errors import ConfigError, ServerError, WireError

@@ -18,7 +18,7 @@ pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
 from websockets.sync.client import connect
 
-from tests.eval.test_libero_remote import openpi_pack, openpi_unpack
+from tests.support.openpi_wire import openpi_pack, openpi_unpack
 from tests.support.server_support import (
     EchoPolicy,
     GuidedPolicy,

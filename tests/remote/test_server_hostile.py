@@ -19,10 +19,10 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
-from tests.eval.test_libero_remote import openpi_pack
 from tests.remote.fuzz_wire import CORPUS, outcome
 from tests.remote.test_server import eventually
 from tests.remote.test_wire import HOSTILE, array, packed
+from tests.support.openpi_wire import openpi_pack
 from tests.support.server_support import (
     EchoPolicy,
     RawClient,
@@ -292,7 +292,7 @@ KILLED = """
 import sys, time
 sys.path.insert(0, ".")
 from tests.support.server_support import RawClient, frame_bytes, observation
-from tests.eval.test_libero_remote import openpi_pack
+from tests.support.openpi_wire import openpi_pack
 client = RawClient(sys.argv[1])
 data = frame_bytes(openpi_pack(observation(1, image=True)))
 client.socket.sendall(data[: len(data) // 2] if sys.argv[2] == "sending" else data)

@@ -20,7 +20,6 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from hypothesis.extra import numpy as hnp  # noqa: E402
 
-from tests.eval.test_libero_remote import OBS, openpi_pack, openpi_unpack  # noqa: E402
 from tests.remote.fuzz_wire import (  # noqa: E402
     CORPUS,
     LARGEST_CORPUS_FILE,
@@ -32,6 +31,8 @@ from tests.remote.fuzz_wire import (  # noqa: E402
     outcome,
     packed,
 )
+from tests.support.eval_support import OBS  # noqa: E402
+from tests.support.openpi_wire import openpi_pack, openpi_unpack  # noqa: E402
 
 # Derandomised: the same cases in every run; fuzz_wire.py is for finding new ones.
 QUICK = settings(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.libero import simulator
+from eval.libero.suites import SUITES, load_suite
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
 # Lowest and highest end-effector position (m), axis-angle (rad) and finger opening (m) that libero_spatial reaches.
@@ -32,9 +32,9 @@ class Arguments:
 def build_tokenizer() -> SmallTokenizer:
     """Words of every LIBERO instruction and of the prompt's frame, letters for other words, punctuation."""
     words = {"task", "state", "action"}
-    for suite in simulator.SUITES:
-        for task in simulator.load_suite(suite).tasks:
-            words |= set(re.findall(r"[a-z]+", task.language.lower()))
+    for suite in SUITES:
+        for task in load_suite(suite).tasks:
+            words |= set(re.findall(r"[a-z]+", task.instruction.lower()))
     letters = [c for c in "abcdefghijklmnopqrstuvwxyz" if c not in words]
     return SmallTokenizer((*sorted(words), *letters, ":", ",", ";", ".", "\n"), len(STATE_LOW), FILL_TO)
 
@@ -56,8 +56,8 @@ def main(arguments: Arguments) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     tokenizer.save(folder / "tokenizer.json")
-    tasks = simulator.load_suite("libero_spatial").tasks
-    (folder / "instructions.json").write_text(json.dumps([t.language for t in tasks], indent=1) + "\n")
+    tasks = load_suite("libero_spatial").tasks
+    (folder / "instructions.json").write_text(json.dumps([t.instruction for t in tasks], indent=1) + "\n")
     (folder / "norm_stats.json").write_text(json.dumps(statistics(), indent=1) + "\n")
     assert np.all(np.array(STATE_HIGH) > np.array(STATE_LOW))
     print(json.dumps({"output": str(folder), "vocab_size": tokenizer.vocab_size}))

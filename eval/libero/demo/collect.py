@@ -82,10 +82,12 @@ def _collect(connection: Connection, index: int, tasks: list[int], seed: int, co
     if config.egl_device >= 0:
         os.environ["MUJOCO_EGL_DEVICE_ID"] = str(config.egl_device)
     # After the device is chosen: importing the simulator starts its GL.
-    from eval.libero.demo.expert import Expert
-    from eval.libero.simulator import LiberoEnv, load_task
+    from eval.libero.expert import Expert
+    from eval.libero.simulator import LiberoEnv
+    from eval.libero.suites import load_suite
 
     rng = np.random.default_rng([seed, index])
+    suite = load_suite(config.suite)
     envs: dict[int, tuple[Any, Any, np.ndarray]] = {}
     share = 0.0
     turn = 0
@@ -93,7 +95,7 @@ def _collect(connection: Connection, index: int, tasks: list[int], seed: int, co
         task_id = tasks[turn % len(tasks)]
         turn += 1
         if task_id not in envs:
-            task = load_task(config.suite, task_id)
+            task = suite.tasks[task_id]
             env = LiberoEnv(task, render=True)
             with np.load(Path(config.states) / f"task_{task_id:02d}.npz") as content:
                 starts = content["states"]
@@ -106,9 +108,9 @@ def _collect(connection: Connection, index: int, tasks: list[int], seed: int, co
         env.reset_to(starts[rng.integers(len(starts))])
         steps = 0
         while steps < config.max_steps and not env.success:
-            frame = env.frame()
-            images = np.stack((frame["observation/image"], frame["observation/wrist_image"]))
-            connection.send(("look", images, frame["observation/state"], task_id))
+            seen = env.observation()
+            images = np.stack((seen["observation/image"], seen["observation/wrist_image"]))
+            connection.send(("look", images, seen["observation/state"], task_id))
             hidden = privileged(env, expert)
             label = expert_chunk(env, expert)
             connection.send(("label", label, hidden))

@@ -39,8 +39,9 @@ def main() -> None:
     chosen = tyro.cli(Arguments)
     if min(chosen.per_task, chosen.every) < 1:
         raise ConfigError(f"per_task and every: expected at least 1, got {chosen.per_task} and {chosen.every}")
-    from eval.libero.demo.expert import Expert
-    from eval.libero.simulator import LiberoEnv, load_suite
+    from eval.libero.expert import Expert
+    from eval.libero.simulator import LiberoEnv
+    from eval.libero.suites import load_suite
 
     observations: list[dict[str, Any]] = []
     for task in load_suite(chosen.suite).tasks:
@@ -53,14 +54,14 @@ def main() -> None:
             start += 1
             for step in range(200):
                 if step % chosen.every == 0 and kept < chosen.per_task:
-                    observations.append({**env.frame(), "prompt": task.language})
+                    observations.append({**env.observation(), "prompt": task.instruction})
                     kept += 1
                 coming = (step + 1) % chosen.every == 0
                 env.step(np.clip(np.array(expert.act(env), np.float64), -1, 1), look=coming)
                 if env.success or kept == chosen.per_task:
                     break
         env.close()
-        print(f"{task.language}: {kept} observations", flush=True)
+        print(f"{task.instruction}: {kept} observations", flush=True)
     save_observations(observations, chosen.output)
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.libero import simulator
+from eval.libero.simulator import LiberoEnv
+from eval.libero.suites import LiberoTask, load_suite
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 
@@ -49,13 +50,13 @@ class Arguments:
     """Task numbers; all by default."""
 
 
-def sample_task(task: simulator.Task, count: int, first_seed: int, path: Path) -> dict:
+def sample_task(task: LiberoTask, count: int, first_seed: int, path: Path) -> dict:
     """Sample `count` states into `path` (float64 `states` (count, D), int64 `seeds`); returns the manifest's entry.
 
     The file is replaced every few states, so that a partial result can be used.
     """
-    env = simulator.LiberoEnv(task, render=False, hard_reset=True)
-    shipped = _object_xy(env, task.initial_states)
+    env = LiberoEnv(task, render=False, hard_reset=True)
+    shipped = _object_xy(env, task.start_states)
     states: list[np.ndarray] = []
     seeds: list[int] = []
     refused: list[int] = []
@@ -83,7 +84,7 @@ def sample_task(task: simulator.Task, count: int, first_seed: int, path: Path) -
         "last_seed": seeds[-1],
         "refused_seeds": refused,
         "objects": sorted(env.object_qpos),
-        "shipped_states_compared": len(task.initial_states),
+        "shipped_states_compared": len(task.start_states),
         "min_distance_m": nearest,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }
@@ -117,7 +118,7 @@ def main(arguments: Arguments) -> None:
                     "use another folder"
                 )
         manifest = found
-    suite = simulator.load_suite(arguments.suite)
+    suite = load_suite(arguments.suite)
     wanted = range(len(suite.tasks)) if arguments.tasks is None else arguments.tasks
     for task in (suite.tasks[i] for i in wanted):
         if str(task.id) in manifest["tasks"]:
@@ -141,7 +142,7 @@ def main(arguments: Arguments) -> None:
     print(json.dumps({"output": str(arguments.output), "tasks": len(manifest["tasks"])}))
 
 
-def _object_xy(env: simulator.LiberoEnv, states: np.ndarray) -> np.ndarray:
+def _object_xy(env: LiberoEnv, states: np.ndarray) -> np.ndarray:
     """xy of every movable object, (N, objects, 2), from flattened states (N, D)."""
     starts = [1 + address for _, address in sorted(env.object_qpos.items())]
     return np.stack([states[:, s : s + 2] for s in starts], axis=1)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from eval.libero.log import EpisodeLog, log_path
-from eval.libero.protocol import EpisodeKey
-from eval.libero.rollout import EpisodeResult
+from eval.harness.log import EpisodeLog, log_path
+from eval.harness.protocol import EpisodeKey
+from eval.harness.rollout import EpisodeResult
 from vla_accel.errors import ConfigError
 
+SCHEMA = "vla_accel.toy.log/1"
 IDENTITY = {"protocol": {"trials": 3, "seed": 7}, "policy": {"kind": "expert"}}
 
 
@@ -24,7 +25,7 @@ def result(trial: int, *, error: str | None = None) -> EpisodeResult:
 
 
 def open_log(path: Path, warnings: list[str] | None = None, mark: str = "abc") -> EpisodeLog:
-    return EpisodeLog(path, mark, IDENTITY, (warnings if warnings is not None else []).append)
+    return EpisodeLog(path, SCHEMA, mark, IDENTITY, (warnings if warnings is not None else []).append)
 
 
 def filled(path: Path, *results: EpisodeResult) -> Path:
@@ -109,7 +110,7 @@ def test_a_log_of_another_run_is_refused_and_says_why(tmp_path: Path) -> None:
     other = {"protocol": {"trials": 50, "seed": 7}, "policy": {"kind": "local"}}
     message = r'another run: policy.kind was "expert", now "local"; protocol.trials was 3, now 50\.'
     with pytest.raises(ConfigError, match=message):
-        EpisodeLog(path, "def", other, [].append)
+        EpisodeLog(path, SCHEMA, "def", other, [].append)
 
 
 def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_an_appended_episode_survives_sigkill(tmp_path: Path) -> None:
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tests.eval.test_libero_log import open_log, result
+from tests.eval.test_log import open_log, result
 log = open_log(Path({path!r}))
 log.begin_launch({{"workers": 1}})
 log.append(result(0))

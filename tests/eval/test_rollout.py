@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.libero.policies import PolicyBySteps
-from eval.libero.protocol import EpisodeKey, Protocol
-from eval.libero.rollout import (
-    EpisodeResult,
-    ExpertActor,
-    PolicyActor,
-    run_episode,
-)
-from tests.support.libero_support import FRAME, FakeEnv, FakePolicy
+from eval.harness.actors import ExpertActor, PolicyActor
+from eval.harness.policies import PolicyBySteps
+from eval.harness.protocol import EpisodeKey, Protocol
+from eval.harness.rollout import EpisodeResult, run_episode
+from eval.libero.benchmark import LIBERO
+from tests.support.eval_support import OBSERVATION, TASK, FakeEnv, FakePolicy
 
 KEY = EpisodeKey(3, 4, 1)
 PROTOCOL = Protocol("libero_spatial", tasks=(4,), trials=2, steps=(3,), max_steps=12)
@@ -26,8 +23,8 @@ PROTOCOL = Protocol("libero_spatial", tasks=(4,), trials=2, steps=(3,), max_step
 def play(env: FakeEnv, policy: FakePolicy, key: EpisodeKey = KEY, **options: Any) -> tuple[EpisodeResult, FakePolicy]:
     """One episode; returns its result and the policy that acted (at the key's step count)."""
     policies = PolicyBySteps(policy)
-    actor = PolicyActor(policies, PROTOCOL, **options.pop("actor", {}))
-    result = run_episode(env, np.zeros(3), actor, key, PROTOCOL, prompt="do it", **options)
+    actor = PolicyActor(policies, LIBERO, PROTOCOL, **options.pop("actor", {}))
+    result = run_episode(env, TASK, actor, key, PROTOCOL, **options)
     return result, policies(key.steps)
 
 
@@ -46,13 +43,13 @@ def test_only_the_steps_that_the_policy_looks_after_are_rendered() -> None:
     play(env, FakePolicy())
     # The policy acts on the reset's frame, then on those after 5 and 10 actions.
     assert [i for i, (_, look) in enumerate(env.steps, 1) if look] == [5, 10]
-    assert env.frames_read == 3
+    assert env.shown == 3
 
 
 def test_nobody_looks_after_the_last_action() -> None:
     env, protocol = FakeEnv(), dataclasses.replace(PROTOCOL, max_steps=10)
-    actor = PolicyActor(PolicyBySteps(FakePolicy()), protocol)
-    run_episode(env, np.zeros(3), actor, KEY, protocol, prompt="do it")
+    actor = PolicyActor(PolicyBySteps(FakePolicy()), LIBERO, protocol)
+    run_episode(env, TASK, actor, KEY, protocol)
     assert [i for i, (_, look) in enumerate(env.steps, 1) if look] == [5]
 
 
@@ -68,8 +65,8 @@ def test_a_video_gets_the_first_frame_and_every_second() -> None:
         every = 2
         count = 0
 
-        def add(self, frame: Any) -> None:
-            assert frame is FRAME
+        def add(self, observation: Any) -> None:
+            assert observation is OBSERVATION
             self.count += 1
 
     recorder, env = Recorder(), FakeEnv()
@@ -164,7 +161,7 @@ def test_the_expert_acts_every_step_without_cameras() -> None:
             return np.full(7, len(env.steps) / 100, np.float32)
 
     env = FakeEnv()
-    result = run_episode(env, np.zeros(3), ExpertActor(Expert()), KEY, PROTOCOL, prompt="")
+    result = run_episode(env, TASK, ExpertActor(Expert()), KEY, PROTOCOL)
     assert (result.env_steps, result.infer_count, result.timings) == (12, 0, {})
     np.testing.assert_allclose([action[0] for action, _ in env.steps], np.arange(12) / 100)
     assert not any(look for _, look in env.steps)

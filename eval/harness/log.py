@@ -18,12 +18,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from eval.libero.protocol import EpisodeKey
-from eval.libero.rollout import EpisodeResult
+from eval.harness.protocol import EpisodeKey
+from eval.harness.rollout import EpisodeResult
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 
-SCHEMA = "vla_accel.libero.log/1"
 Warn = Callable[[str], None]
 
 
@@ -32,6 +31,7 @@ class EpisodeLog:
 
     Args:
         path: the file, created with its folder if missing.
+        schema: what its header states.
         fingerprint: of this run; a log of another run is refused.
         identity: what the fingerprint was made from (JSON types), to say where two runs differ.
         warn: is told of dropped lines.
@@ -45,8 +45,9 @@ class EpisodeLog:
         ConfigError: the log belongs to another run, is damaged, or another process writes it.
     """
 
-    def __init__(self, path: Path, fingerprint: str, identity: Mapping[str, Any], warn: Warn) -> None:
+    def __init__(self, path: Path, schema: str, fingerprint: str, identity: Mapping[str, Any], warn: Warn) -> None:
         self.path = path
+        self._schema = schema
         self.results: dict[EpisodeKey, EpisodeResult] = {}
         self.launches: list[dict[str, Any]] = []
         self.launch_of: dict[EpisodeKey, int] = {}
@@ -123,7 +124,7 @@ class EpisodeLog:
             self._file.truncate(len(whole))
         lines = [self._parse(i, line) for i, line in enumerate(whole.splitlines(), start=1)]
         if not lines:
-            header = {"schema": SCHEMA, "fingerprint": fingerprint, "identity": dict(identity)}
+            header = {"schema": self._schema, "fingerprint": fingerprint, "identity": dict(identity)}
             self._write({"kind": "header", **header})
             return
         self._check_header(lines[0], fingerprint, identity)
@@ -143,9 +144,9 @@ class EpisodeLog:
         return data
 
     def _check_header(self, header: dict[str, Any], fingerprint: str, identity: Mapping[str, Any]) -> None:
-        if header.get("schema") != SCHEMA:
+        if header.get("schema") != self._schema:
             raise ConfigError(
-                f"{self.path}, line 1: expected a header of schema {SCHEMA!r}, "
+                f"{self.path}, line 1: expected a header of schema {self._schema!r}, "
                 f"got {header.get('schema')!r}; --overwrite starts afresh"
             )
         if header.get("fingerprint") != fingerprint:

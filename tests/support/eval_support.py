@@ -1,21 +1,24 @@
-"""What the tests of the LIBERO harness share: stand-ins for a policy and a simulator."""
+"""What the tests of the evaluation share: stand-ins for a policy and a simulator."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-FRAME = {
+from eval.harness.benchmark import Task
+
+OBSERVATION = {
     "observation/image": np.zeros((224, 224, 3), np.uint8),
     "observation/wrist_image": np.zeros((224, 224, 3), np.uint8),
     "observation/state": np.zeros(8),
 }
+OBS = {**OBSERVATION, "prompt": "do it"}
+TASK = Task(0, "task_0", "do it", [np.zeros(3)] * 2)
 PARTS = {"preprocess": 1.0, "vision": 4.0, "kv_cache": 10.0, "postprocess": 0.5}
 
 
@@ -63,29 +66,29 @@ class FakePolicy:
 class FakeEnv:
     """A simulator without physics: success after a given number of actions.
 
-    Like the real one it refuses to show a frame of a step that did not look.
+    Like the real one it refuses to show what a step that did not look would have shown.
     """
 
     def __init__(self, succeed_after: int | None = None, crash_at: int | None = None) -> None:
         self.succeed_after, self.crash_at = succeed_after, crash_at
         self.steps: list[tuple[np.ndarray, bool]] = []
-        self.frames_read = 0
+        self.shown = 0
         self._looked = False
 
-    def reset_to(self, initial_state: np.ndarray) -> None:
+    def reset_to(self, start_state: np.ndarray, *, seed: Sequence[int]) -> None:
         self.steps, self._looked = [], True
 
-    def step(self, action: np.ndarray, *, look: bool) -> Any:
+    def step(self, action: np.ndarray, *, look: bool) -> bool:
         if self.crash_at == len(self.steps):
             raise RuntimeError("the simulation\nis unstable")
         self.steps.append((action, look))
         self._looked = look
-        return SimpleNamespace(success=len(self.steps) == self.succeed_after)
+        return len(self.steps) == self.succeed_after
 
-    def frame(self) -> dict[str, Any]:
-        assert self._looked, "asked for a frame of a step that did not look"
-        self.frames_read += 1
-        return FRAME
+    def observation(self) -> dict[str, Any]:
+        assert self._looked, "asked to see a step that did not look"
+        self.shown += 1
+        return OBSERVATION
 
     def close(self) -> None:
         pass

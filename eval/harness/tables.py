@@ -8,18 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.libero.report import WHOLES
+from eval.harness.report import WHOLES
 
 Columns = dict[str, list[str]]
 RATE_TITLES = ("Success", "95% interval", "Errors")
 WIDE = 150
-TITLES = {
-    "preprocess": "Preprocess",
-    "vision": "Vision",
-    "kv_cache": "KV cache",
-    "denoise": "Denoise",
-    "postprocess": "Postprocess",
-}
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], *, title: str) -> None:
@@ -56,7 +49,7 @@ def sweep_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Columns, Columns]:
     parts: Columns = {}
     for name in _parts(rows):
         found = [b and b["components"].get(name) for b in breakdowns]
-        parts[f"{TITLES.get(name, name)} (ms)"] = [
+        parts[f"{name} (ms)"] = [
             f"{part['mean_ms']:.2f} ({100 * part['share']:.1f}%)" if part else "-" for part in found
         ]
     return rates, parts
@@ -77,9 +70,9 @@ def task_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def fit_table(fit: Mapping[str, Any]) -> Table:
-    """Predicted and measured denoising time by step count."""
+    """Predicted and measured time of the component that grows with the step count."""
     table = Table(
-        title=f"Denoise time = {fit['intercept_ms']:.2f} ms + {fit['slope_ms']:.2f} ms x steps",
+        title=f"{fit['component']} time = {fit['intercept_ms']:.2f} ms + {fit['slope_ms']:.2f} ms x steps",
         caption="two points define the line" if len(fit["rows"]) == 2 else None,
     )
     for name in ("Steps", "Predicted (ms)", "Measured (ms)", "Error"):
@@ -109,7 +102,7 @@ def target_table(row: Mapping[str, Any]) -> Table:
             cells = ("not enough alone", "-")
         else:
             cells = (f"{goal['allowed_ms']:.2f}", f"{goal['speedup']:.1f}x")
-        table.add_row(TITLES.get(name, name), f"{goal['now_ms']:.2f}", *cells)
+        table.add_row(name, f"{goal['now_ms']:.2f}", *cells)
     return table
 
 
@@ -123,7 +116,7 @@ def target_verdict(target: Mapping[str, Any]) -> str:
     enough = largest[1]["allowed_ms"] is not None
     return (
         f"{hz} is not met: a call takes {now}, {target['overall_speedup']:.2f}x too long. "
-        f"{TITLES.get(largest[0], largest[0])} is the largest part, and making it faster alone "
+        f"{largest[0]} is the largest part, and making it faster alone "
         f"{'can' if enough else 'cannot'} be enough."
     )
 
@@ -149,9 +142,8 @@ def _show(console: Console, table: Table) -> None:
 
 
 def _parts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = [name for row in rows if row["breakdown"] for name in row["breakdown"]["components"]]
-    known = [name for name in TITLES if name in names]
-    return known + sorted(set(names) - set(TITLES) - set(WHOLES))
+    names = dict.fromkeys(name for row in rows if row["breakdown"] for name in row["breakdown"]["components"])
+    return [name for name in names if name not in WHOLES]
 
 
 def _rate_cells(rate: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -7,6 +7,7 @@ Needs `imageio` (videos) and `matplotlib` (bars), imported when used.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,40 +16,33 @@ from typing import Any
 
 import numpy as np
 
+from eval.harness import report
 from vla_accel.errors import DependencyError
 from vla_accel.files import replacing
 
-SIMULATOR_HZ = 20  # LIBERO's control frequency: one action lasts 50 ms
-COLOURS = {
-    "preprocess": "#9aa5b1",
-    "vision": "#2b6cb0",
-    "kv_cache": "#dd6b20",
-    "denoise": "#38a169",
-    "postprocess": "#805ad5",
-    "other": "#e2e8f0",
-}
+COLOURS = ("#9aa5b1", "#2b6cb0", "#dd6b20", "#38a169", "#d69e2e", "#805ad5", "#319795", "#b83280")
+"""Of the parts of a call, in their order."""
+UNEXPLAINED = "#e2e8f0"
 
 
 class VideoRecorder:
-    """Collects frames of one episode, both cameras side by side.
+    """Collects frames of one episode, all cameras side by side.
 
     Args:
+        cameras: observation keys of the images.
         every: actions between two frames.
+        control_hz: actions in a second of simulated time.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, cameras: Sequence[str], *, every: int, control_hz: float) -> None:
         self.every = every
+        self.fps = control_hz / every  # the video runs in simulated time
+        self._cameras = cameras
         self.frames: list[np.ndarray] = []
 
-    def add(self, frame: Mapping[str, Any]) -> None:
-        """Keep a frame: openpi's `observation/image` and `observation/wrist_image`, (H, W, 3)."""
-        pair = (frame["observation/image"], frame["observation/wrist_image"])
-        self.frames.append(np.concatenate(pair, axis=1))
-
-    @property
-    def fps(self) -> float:
-        """Frames a second at which the video runs in simulated time."""
-        return SIMULATOR_HZ / self.every
+    def add(self, observation: Mapping[str, Any]) -> None:
+        """Keep the images of an observation, uint8 (H, W, 3) and of one height."""
+        self.frames.append(np.concatenate([observation[name] for name in self._cameras], axis=1))
 
 
 def check_video_packages() -> str:
@@ -86,7 +80,8 @@ def draw_latency(
 
     Args:
         path: PNG to write.
-        rows: label and mean milliseconds by component; the bar's height is their sum.
+        rows: label and mean milliseconds by component, in the order they are stacked; `other` is what no component
+            explains. The bar's height is their sum.
     """
     matplotlib = _import("matplotlib")
     matplotlib.use("Agg")
@@ -94,11 +89,13 @@ def draw_latency(
     figure, axes = pyplot.subplots(figsize=(1.3 * len(rows) + 4.2, 4.2), layout="constrained")
     bottoms = np.zeros(len(rows))
     places = np.arange(len(rows))
-    names = [name for name in COLOURS if any(parts.get(name) for _, parts in rows)]
-    names += sorted({name for _, parts in rows for name in parts} - set(COLOURS))
-    for name in names:
+    names = dict.fromkeys(name for _, parts in rows for name in parts if name != report.OTHER)
+    colours = dict(zip(names, itertools.cycle(COLOURS), strict=False))
+    if any(report.OTHER in parts for _, parts in rows):
+        colours[report.OTHER] = UNEXPLAINED
+    for name, colour in colours.items():
         heights = np.array([parts.get(name, 0.0) for _, parts in rows])
-        axes.bar(places, heights, 0.6, bottom=bottoms, label=name, color=COLOURS.get(name))
+        axes.bar(places, heights, 0.6, bottom=bottoms, label=name, color=colour)
         bottoms += heights
     for place, total in zip(places, bottoms, strict=True):
         hz = f"\n{1e3 / total:.1f} Hz" if total else ""

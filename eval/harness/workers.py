@@ -25,107 +25,17 @@ from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eval.libero import simulator
-from eval.libero.figures import VideoRecorder, write_video
-from eval.libero.policies import PolicyBySteps, PolicySource, make_actor
-from eval.libero.protocol import EpisodeKey, Protocol
-from eval.libero.rollout import Actor, Environment, EpisodeResult, describe, run_episode
+from eval.harness.policies import PolicyBySteps, make_actor
+from eval.harness.protocol import EpisodeKey
+from eval.harness.rollout import EpisodeResult, describe
+from eval.harness.runner import Runner, Setup
 from vla_accel.errors import EngineError, VlaAccelError
 
-VIDEO_EVERY = 2  # simulator steps between video frames: 10 frames a second of simulated time
 JOIN_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a process needs to play episodes; travels to workers.
-
-    Attributes:
-        protocol: the rules.
-        source: where the policy comes from.
-        threads: for torch in a worker with its own policy; None leaves torch's default.
-        video_folder: where rollout videos go, or None for none.
-        video_keys: the episodes that are filmed.
-    """
-
-    protocol: Protocol
-    source: PolicySource
-    threads: int | None = None
-    video_folder: Path | None = None
-    video_keys: frozenset[EpisodeKey] = frozenset()
-
-
-class Runner:
-    """Plays episodes with one actor, keeping the environment of the current task.
-
-    Args:
-        setup: the rules.
-        actor: who drives the arm.
-
-    Raises (from `run`):
-        SimulatorError: the environment cannot be built. Crashes later on are in the result.
-    """
-
-    def __init__(self, setup: Setup, actor: Actor) -> None:
-        self._setup = setup
-        self._actor = actor
-        self._task: simulator.Task | None = None
-        self._env: Environment | None = None
-
-    def run(self, key: EpisodeKey) -> EpisodeResult:
-        """Play one episode, and film it if the setup says so."""
-        task, env = self._environment(key.task_id)
-        filmed = key in self._setup.video_keys and self._setup.video_folder is not None
-        recorder = VideoRecorder(every=VIDEO_EVERY) if filmed else None
-        # A reset draws from numpy's global generator where cabinet and stove stand (within 2 cm): they are not part of
-        # an initial state. openpi seeds it once, so that they depend on what was played before; here on the episode.
-        np.random.seed([self._setup.protocol.seed, key.task_id, key.trial])
-        result = run_episode(
-            env,
-            task.initial_states[key.trial],
-            self._actor,
-            key,
-            self._setup.protocol,
-            prompt=task.language,
-            recorder=recorder,
-        )
-        if result.error:
-            self.close()  # its simulator may be broken: the next episode gets a new one
-        if recorder is not None and recorder.frames and self._setup.video_folder is not None:
-            stem = self._setup.video_folder / _video_name(self._setup.protocol.suite, key)
-            result = result.with_video(write_video(recorder, stem).name)
-        return result
-
-    def close(self) -> None:
-        """Free the environment; the next episode builds a new one."""
-        env, self._env, self._task = self._env, None, None
-        if env is not None:
-            env.close()
-
-    def _environment(self, task_id: int) -> tuple[simulator.Task, Environment]:
-        if self._env is None or self._task is None or self._task.id != task_id:
-            self.close()
-            task = simulator.load_task(self._setup.protocol.suite, task_id)
-            films = any(key.task_id == task_id for key in self._setup.video_keys)
-            self._env = simulator.LiberoEnv(
-                task,
-                resolution=self._setup.protocol.resolution,
-                seed=self._setup.protocol.seed,
-                render=films or self._actor.looks,
-            )
-            self._task = task
-            self._actor.warm_up(task.language)
-        return self._task, self._env
-
-
-def _video_name(suite: str, key: EpisodeKey) -> str:
-    steps = "" if key.steps is None else f"-steps{key.steps}"
-    return f"{suite}-task{key.task_id}-trial{key.trial}{steps}"
 
 
 def play(
@@ -156,7 +66,7 @@ def available_cores() -> int:
 def _play_here(
     setup: Setup, episodes: Sequence[EpisodeKey], policies: PolicyBySteps | None
 ) -> Generator[EpisodeResult, None, None]:
-    runner = Runner(setup, make_actor(setup.source, policies, setup.protocol))
+    runner = Runner(setup, make_actor(setup.source, policies, setup.benchmark, setup.protocol))
     try:
         for key in episodes:
             yield runner.run(key)
@@ -348,7 +258,7 @@ def _worker_main(pipe: Connection, setup: Setup, metadata: Mapping[str, Any] | N
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     try:
         policies = _worker_policies(pipe, setup, metadata)
-        runner = Runner(setup, make_actor(setup.source, policies, setup.protocol))
+        runner = Runner(setup, make_actor(setup.source, policies, setup.benchmark, setup.protocol))
         pipe.send(("ready",))
         while (message := pipe.recv())[0] == "play":
             pipe.send(("result", runner.run(message[1])))

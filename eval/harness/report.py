@@ -9,6 +9,7 @@ Errors are listed apart from failures and never enter a rate.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from eval.libero.protocol import EpisodeKey, Protocol
-from eval.libero.rollout import EpisodeResult
-from eval.libero.statistics import Rate, fit_line, goals_to_json, rate_goals
+from eval.harness.benchmark import schema
+from eval.harness.protocol import EpisodeKey, Protocol
+from eval.harness.rollout import EpisodeResult
+from eval.harness.statistics import Rate, fit_line, goals_to_json, rate_goals
+from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 
-SCHEMA = "vla_accel.libero.result/1"
-PARTS = ("preprocess", "vision", "kv_cache", "denoise", "postprocess")
 WHOLES = ("total", "wall", "infer")  # timings that span several parts
+OTHER = "other"  # what no part explains
 AGREEMENT = 0.02  # how much of the total the parts may leave unexplained before it is said aloud
 
 SPREAD = 2.0  # p90 over p10 of a call's latency from which the mean is not to be trusted
@@ -72,8 +74,7 @@ def samples_of(results: Iterable[EpisodeResult]) -> Samples:
         if result.error or not timings:
             continue
         total = "total" if "total" in timings else "wall"
-        names = [name for name in PARTS if name in timings]
-        names += sorted(set(timings) - set(PARTS) - set(WHOLES))
+        names = [name for name in timings if name not in WHOLES]
         for call, wall in enumerate(timings["wall"]):
             samples.sections.append({name: timings[name][call] for name in names})
             samples.totals.append(timings[total][call])
@@ -103,7 +104,7 @@ def summarise_run(
     """
     timed = set(timed)
     rows: list[dict[str, Any]] = []
-    denoise: dict[int, float] = {}
+    by_steps: dict[str, dict[int, float]] = {}
     warnings: list[str] = []
     for steps in protocol.steps:
         mine = [result for key, result in results.items() if key.steps == steps]
@@ -126,19 +127,18 @@ def summarise_run(
         if samples.totals:
             row |= _latency(steps, samples, target_hz, breakdown)
             warnings += row.pop("warnings")
-            parts = row["breakdown"]["components"]
-            if steps is not None and "denoise" in parts:
-                denoise[steps] = parts["denoise"]["mean_ms"]
+            if steps is not None:
+                for name, mean in _parts(row["breakdown"]).items():
+                    by_steps.setdefault(name, {})[steps] = mean
         rows.append(row)
     left_out = sum(1 for key, r in results.items() if r.timings and key not in timed)
     if left_out:
         warnings.append(
             f"latencies leave out {left_out} episodes that ran on other hardware or with another number of workers"
         )
-    fit = fit_line(denoise)
     return {
         "rows": rows,
-        "denoise_fit": fit.to_json() if fit else None,
+        "denoise_fit": _denoise_fit(by_steps),
         "warnings": warnings,
     }
 
@@ -151,11 +151,25 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def mean_parts(breakdown: Mapping[str, Any]) -> dict[str, float]:
-    """Mean milliseconds of each part, and of what none of them explains (`other`)."""
-    components = breakdown["components"]
-    parts = {k: c["mean_ms"] for k, c in components.items() if k not in WHOLES}
-    rest = components["total"]["mean_ms"] - sum(parts.values())
-    return {**parts, "other": rest} if rest > 0 else parts
+    """Mean milliseconds of each part, and of what none of them explains (`OTHER`)."""
+    parts = _parts(breakdown)
+    rest = breakdown["components"]["total"]["mean_ms"] - sum(parts.values())
+    return {**parts, OTHER: rest} if rest > 0 else parts
+
+
+def read_result(path: Path) -> tuple[dict[str, Any], str]:
+    """A result file and its benchmark's name. Raises ConfigError if it is none."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: expected a readable evaluation result, got: {error}") from error
+    found = result.get("schema") if isinstance(result, dict) else None
+    match = re.fullmatch(schema(r"(\w+)", "result"), str(found))
+    if match is None:
+        raise ConfigError(
+            f"{path}: expected a result of schema {schema('BENCHMARK', 'result')!r}, got schema {found!r}"
+        )
+    return result, match[1]
 
 
 def _latency(
@@ -165,9 +179,8 @@ def _latency(
     breakdown: Callable[[int | None, Samples], dict[str, Any]],
 ) -> dict[str, Any]:
     made = breakdown(steps, samples)
-    components = made["components"]
-    total = components["total"]["mean_ms"]
-    parts = {k: c["mean_ms"] for k, c in components.items() if k not in WHOLES}
+    total = made["components"]["total"]["mean_ms"]
+    parts = _parts(made)
     where = "" if steps is None else f" at {steps} steps"
     warnings = []
     if parts and abs(total - sum(parts.values())) > AGREEMENT * total:
@@ -184,6 +197,20 @@ def _latency(
         "target": goals_to_json(rate_goals(parts, total, target_hz), total, target_hz),
         "warnings": warnings,
     }
+
+
+def _parts(breakdown: Mapping[str, Any]) -> dict[str, float]:
+    """Mean milliseconds of each part of a call."""
+    return {name: part["mean_ms"] for name, part in breakdown["components"].items() if name not in WHOLES}
+
+
+def _denoise_fit(by_steps: Mapping[str, Mapping[int, float]]) -> dict[str, Any] | None:
+    """The line of the component that grows most with the number of steps; None below two step counts."""
+    fits = {name: fit for name, times in by_steps.items() if (fit := fit_line(times)) is not None}
+    if not fits:
+        return None
+    name = max(fits, key=lambda name: fits[name].slope_ms)
+    return {"component": name, **fits[name].to_json()}
 
 
 def _conditions(launch: Mapping[str, Any]) -> tuple[Any, Any]:

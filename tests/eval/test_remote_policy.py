@@ -3,74 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
-from eval.libero.policies import PolicyBySteps
-from eval.libero.protocol import EpisodeKey, Protocol
-from eval.libero.remote import RemotePolicy, check_address
-from eval.libero.rollout import PolicyActor, run_episode
-from tests.support.libero_support import FRAME, FakeEnv
+from eval.harness.actors import PolicyActor
+from eval.harness.policies import PolicyBySteps
+from eval.harness.protocol import EpisodeKey, Protocol
+from eval.harness.rollout import run_episode
+from eval.libero.benchmark import LIBERO
+from tests.support.eval_support import OBS, TASK, FakeEnv
+from tests.support.openpi_wire import openpi_pack, serving
+from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError, ServerError
-
-msgpack = pytest.importorskip("msgpack", reason="the wire format needs msgpack")
-server_module = pytest.importorskip("websockets.sync.server", reason="needs websockets")
-OBS = {**FRAME, "prompt": "do it"}
-
-
-def openpi_pack(value: Any) -> bytes:
-    """openpi's packer, written out here so that the client is not tested against itself."""
-
-    def encode(v: Any) -> Any:
-        if isinstance(v, np.ndarray):
-            return {
-                b"__ndarray__": True,
-                b"data": v.tobytes(),
-                b"dtype": v.dtype.str,
-                b"shape": v.shape,
-            }
-        if isinstance(v, np.generic):
-            return {b"__npgeneric__": True, b"data": v.item(), b"dtype": v.dtype.str}
-        return v
-
-    return msgpack.packb(value, default=encode)
-
-
-def openpi_unpack(data: bytes) -> Any:
-    def decode(v: Any) -> Any:
-        if b"__ndarray__" in v:
-            return np.ndarray(buffer=v[b"data"], dtype=np.dtype(v[b"dtype"]), shape=v[b"shape"])
-        return v
-
-    return msgpack.unpackb(data, object_hook=decode)
-
-
-@contextmanager
-def serving(answer: Callable[[dict[str, Any]], bytes | str | None], hello: bytes | str | None = None) -> Iterator[str]:
-    """Serve `answer` to every request; None closes the connection instead."""
-
-    def handle(connection: Any) -> None:
-        connection.send(openpi_pack({"model": "fake"}) if hello is None else hello)
-        for request in connection:
-            reply = answer(openpi_unpack(request))
-            if reply is None:
-                return
-            connection.send(reply)
-            if isinstance(reply, str):  # openpi sends its traceback, then closes
-                return
-
-    with server_module.serve(handle, "127.0.0.1", 0, compression=None, max_size=None) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def test_an_observation_goes_out_and_actions_come_back() -> None:
@@ -84,7 +30,7 @@ def test_an_observation_goes_out_and_actions_come_back() -> None:
     image = np.arange(224 * 224 * 3, dtype=np.uint32).astype(np.uint8).reshape(224, 224, 3)
     state = np.linspace(0, 1, 8)
     with serving(answer) as address:
-        policy = RemotePolicy(address)
+        policy = PolicyClient(address)
         assert policy.metadata == {"model": "fake"}
         obs = {**OBS, "observation/image": image, "observation/state": state}
         result = policy.infer(obs)
@@ -108,7 +54,7 @@ def test_a_servers_traceback_becomes_an_error_and_the_next_episode_connects_agai
         return openpi_pack({"actions": np.zeros((10, 7))})
 
     with serving(answer) as address:
-        policy = RemotePolicy(address)
+        policy = PolicyClient(address)
         with pytest.raises(ServerError, match=f"{address} reported: ValueError: bad state$"):
             policy.infer(OBS)
         policy.reset()
@@ -120,9 +66,9 @@ def test_a_dropped_connection_is_an_error_of_the_episode() -> None:
     protocol = Protocol("libero_spatial", tasks=(0,), trials=1, steps=(None,), max_steps=5)
     key = EpisodeKey(None, 0, 0)
     with serving(lambda obs: None) as address:
-        policies = PolicyBySteps(RemotePolicy(address))
-        actor = PolicyActor(policies, protocol, send_noise=False)
-        result = run_episode(FakeEnv(), np.zeros(1), actor, key, protocol, prompt="x")
+        policies = PolicyBySteps(PolicyClient(address))
+        actor = PolicyActor(policies, LIBERO, protocol, send_noise=False)
+        result = run_episode(FakeEnv(), TASK, actor, key, protocol)
     assert result.outcome == "error"
     assert result.error is not None and "no answer" in result.error
 
@@ -137,12 +83,12 @@ def test_a_dropped_connection_is_an_error_of_the_episode() -> None:
 )
 def test_a_server_of_another_kind_is_refused(hello: bytes | str, message: str) -> None:
     with serving(lambda obs: None, hello) as address, pytest.raises(ServerError, match=message):
-        RemotePolicy(address)
+        PolicyClient(address)
 
 
 def test_an_answer_without_actions_is_refused() -> None:
     with serving(lambda obs: openpi_pack({"state": 1})) as address:
-        policy = RemotePolicy(address)
+        policy = PolicyClient(address)
         with pytest.raises(ServerError, match=r"expected actions in its answer, got \['state'\]"):
             policy.infer(OBS)
         policy.close()
@@ -159,7 +105,7 @@ def test_a_late_answer_is_an_error_and_not_the_next_requests_answer() -> None:
         return openpi_pack({"actions": np.full((10, 7), float(len(calls)))})
 
     with serving(answer) as address:
-        policy = RemotePolicy(address, timeout_s=0.3)
+        policy = PolicyClient(address, timeout_s=0.3)
         with pytest.raises(ServerError, match="no answer"):
             policy.infer(OBS)
         release.set()
@@ -179,7 +125,7 @@ def test_an_interrupt_leaves_no_answer_behind_for_the_next_request() -> None:
         raise KeyboardInterrupt
 
     with serving(answer) as address:
-        policy = RemotePolicy(address)
+        policy = PolicyClient(address)
         policy._connection.recv = interrupt
         with pytest.raises(KeyboardInterrupt):
             policy.infer(OBS)
@@ -194,7 +140,7 @@ def test_nobody_there_is_one_clear_error() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises(ServerError, match=f"ws://127.0.0.1:{port}: cannot connect"):
-        RemotePolicy(f"ws://127.0.0.1:{port}")
+        PolicyClient(f"ws://127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("address", ["http://host:80", "ws://", "ws://host:99999", "ws://host:x"])

@@ -1,7 +1,4 @@
-"""Several processes play what one would: scheduling, a shared policy, and a worker that dies.
-
-Uses the real simulator, with episodes of a few steps.
-"""
+"""Several processes play what one would: scheduling, a shared policy, and a worker that dies."""
 
 from __future__ import annotations
 
@@ -9,18 +6,22 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 
-from eval.libero.policies import PolicyBySteps, PolicySource
-from eval.libero.protocol import EpisodeKey, Protocol
-from eval.libero.rollout import PolicyActor
-from eval.libero.workers import Runner, Schedule, Setup, _Pool, play
-from tests.support.libero_support import FakePolicy
+from eval.harness.policies import PolicyBySteps, PolicySource
+from eval.harness.protocol import EpisodeKey, Protocol
+from eval.harness.runner import Setup
+from eval.harness.workers import Schedule, _Pool, play
+from tests.support.eval_support import FakePolicy
+from tests.support.toy_benchmark import TOY
 
-PROTOCOL = Protocol("libero_spatial", tasks=(0, 1), trials=2, steps=(3,), max_steps=6)
+# The stand-in policy's seven numbers; the point takes the first.
+BENCHMARK = replace(TOY, action_dim=7)
+PROTOCOL = Protocol("line", tasks=(0, 1), trials=2, steps=(3,), max_steps=6, settings=TOY.settings)
+SETUP = Setup(BENCHMARK, PROTOCOL, PolicySource("local", "unused"))
 
 
 def key(task: int, trial: int) -> EpisodeKey:
@@ -37,43 +38,6 @@ def test_a_worker_keeps_its_task_then_takes_a_free_one_then_helps() -> None:
     assert len(schedule) == 1
     assert schedule.next(1, {1}) == key(1, 2)
     assert schedule.next(1, set()) is None
-
-
-class Witness(FakePolicy):
-    """Notes everything it sees, and leaves the gripper closing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[bytes] = []
-
-    def with_steps(self, steps: int) -> Witness:
-        return self
-
-    def infer(self, obs: dict[str, Any], *, noise: np.ndarray | None = None) -> dict[str, Any]:
-        parts = (obs["observation/image"], obs["observation/wrist_image"], obs["observation/state"])
-        self.seen.append(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
-        return super().infer(obs, noise=noise)
-
-
-def test_an_episode_does_not_depend_on_those_before_it() -> None:
-    pytest.importorskip("libero", reason="needs LIBERO")
-    setup = Setup(PROTOCOL, PolicySource("local", "unused"))
-
-    def seen(*episodes: EpisodeKey) -> list[list[bytes]]:
-        witness = Witness()
-        runner = Runner(setup, PolicyActor(PolicyBySteps(witness), PROTOCOL))
-        found = []
-        for episode in episodes:
-            start = len(witness.seen)
-            assert runner.run(episode).error is None
-            found.append(witness.seen[start:][-2:])  # the two calls of the episode, without the warm-up's
-        runner.close()
-        return found
-
-    first, other, again = seen(key(0, 0), key(0, 1), key(0, 0))
-    assert first == again, "bit for bit, images included"
-    assert first != other
-    assert seen(key(0, 1)) == [other]
 
 
 class BatchPolicy(FakePolicy):
@@ -98,13 +62,11 @@ class BatchPolicy(FakePolicy):
 
 
 def test_workers_share_a_policy_and_meet_the_same_noise_as_one_process() -> None:
-    pytest.importorskip("libero", reason="needs LIBERO")
-    setup = Setup(PROTOCOL, PolicySource("local", "unused"))
     policy = BatchPolicy()
-    results = list(play(setup, PROTOCOL.plan(), PolicyBySteps(policy), workers=2))
+    results = list(play(SETUP, PROTOCOL.plan(), PolicyBySteps(policy), workers=2))
     assert Counter(result.key for result in results) == Counter(PROTOCOL.plan())
     assert [(r.outcome, r.env_steps, r.infer_count) for r in results] == [("failure", 6, 2)] * 4
-    assert policy.prompts[0].startswith("pick up the black bowl"), "the task's own words"
+    assert set(policy.prompts) == {"go to 0.5", "go to -0.7"}, "the task's own words"
 
     given = {noise.tobytes() for noise in policy.noises if noise is not None}
     expected = {
@@ -134,12 +96,10 @@ class DeadlyPolicy(FakePolicy):
 
 
 def test_a_worker_that_dies_is_an_error_of_its_episode_only() -> None:
-    pytest.importorskip("libero", reason="needs LIBERO")
     # `play` would not start a pool of one; with one there is no doubt which worker asked.
-    setup = Setup(PROTOCOL, PolicySource("local", "unused"))
     plan = [key(0, 0), key(0, 1)]
     policies = PolicyBySteps(DeadlyPolicy())
-    results = {r.key: r for r in _Pool(setup, plan, policies, workers=1).results()}
+    results = {r.key: r for r in _Pool(SETUP, plan, policies, workers=1).results()}
     assert set(results) == set(plan)
     assert results[key(0, 0)].error == "WorkerDied: worker process ended with code -9"
     assert results[key(0, 1)].outcome == "failure", "a new worker took over"

@@ -7,22 +7,30 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import eval.libero.__main__ as cli
-from eval.libero import evaluation, simulator
-from eval.libero.policies import PolicySource
-from tests.support.libero_support import FakeEnv, FakePolicy
+import eval.libero.__main__ as libero
+from eval.harness import command, evaluation
+from eval.harness.benchmark import Benchmark, Suite
+from eval.harness.policies import PolicySource
+from eval.libero.benchmark import LIBERO
+from eval.libero.suites import LiberoTask
+from tests.support.eval_support import FakeEnv, FakePolicy
+from tests.support.tiny import write_tiny_checkpoint
+from vla_accel.client import PolicyClient
 from vla_accel.errors import SimulatorError
 
 ROOT = Path(__file__).parents[2]
-TASKS = tuple(simulator.Task(i, f"task_{i}", f"do thing {i}", Path("x.bddl"), np.zeros((50, 3))) for i in range(10))
+TASKS = tuple(LiberoTask(i, f"task_{i}", f"do thing {i}", np.zeros((50, 3)), Path("x.bddl")) for i in range(10))
+SUITE = Suite("libero_spatial", TASKS, 220)
 
 
 class Harness:
@@ -37,30 +45,29 @@ class Harness:
         harness = self
 
         class Env(FakeEnv):
-            def __init__(self, task: simulator.Task, **options: Any) -> None:
+            def __init__(self, task: LiberoTask) -> None:
                 super().__init__(harness.succeed_after)
                 harness.made.append(task.id)
                 print("what simulators print")
                 os.write(1, b"what their C libraries print\n")
                 self.task = task
 
-            def reset_to(self, initial_state: np.ndarray) -> None:
-                super().reset_to(initial_state)
+            def reset_to(self, start_state: np.ndarray, *, seed: Sequence[int]) -> None:
+                super().reset_to(start_state, seed=seed)
                 harness.played.append(self.task.id)
                 if harness.fail is not None:
                     harness.fail(len(harness.played))
 
-        suite = simulator.Suite("libero_spatial", TASKS)
-        monkeypatch.setattr(cli, "load_suite", lambda name: suite)
-        monkeypatch.setattr(simulator, "load_task", lambda suite, task_id: TASKS[task_id])
-        monkeypatch.setattr(simulator, "LiberoEnv", Env)
+        self.benchmark = replace(
+            LIBERO, load_suite=lambda name: SUITE, make_environment=lambda task, settings, render: Env(task)
+        )
         monkeypatch.setattr(PolicySource, "load", lambda self: FakePolicy())
-        monkeypatch.setattr(evaluation, "identity", lambda source, policy: {"kind": source.where})
+        monkeypatch.setattr(evaluation, "identity", lambda source, policy, benchmark: {"kind": source.where})
 
     def run(self, *words: str) -> tuple[int, dict[str, Any] | None, str]:
         """Returns exit code, the JSON line of stdout, and stderr."""
         self.played, self.made = [], []
-        code = cli.main(list(words))
+        code = command.main(self.benchmark, libero.Arguments, list(words))
         out, err = self._capfd.readouterr()
         lines = out.splitlines()
         assert len(lines) <= 1, f"stdout is for one JSON line, got {out!r}"
@@ -111,7 +118,7 @@ def test_a_sweep_writes_result_log_and_picture(harness: Harness, tmp_path: Path)
         "run.latency.png",
     ]
     assert "what simulators print" in err and "what their C libraries print" in err
-    assert "Denoise time = 2.00 ms + 3.00 ms x steps" in err and "100.0% (4/4)" in err
+    assert "denoise time = 2.00 ms + 3.00 ms x steps" in err and "100.0% (4/4)" in err
 
 
 def test_quick_is_three_tasks_three_trials_and_a_video(
@@ -225,7 +232,7 @@ BAD = [
     (("--steps=-3",), "steps: expected integers >= 1, got -3"),
     (("--steps", "three"), "steps: expected integers"),
     (("--trials", "0"), "trials: expected an integer >= 1, got 0"),
-    (("--trials", "51"), "trials: expected at most 50, one for each shipped initial state, got 51"),
+    (("--trials", "51"), "trials: expected at most 50, one for each shipped start state, got 51"),
     (("--max-steps", "0"), "max_steps: expected an integer >= 1, got 0"),
     (("--seed", "-1"), "seed: expected an integer >= 0, got -1"),
     (("--workers", "-1"), "workers: expected an integer >= 0, got -1"),
@@ -268,26 +275,48 @@ def test_missing_checkpoint_is_one_clear_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "load_suite", lambda name: simulator.Suite(name, TASKS))
-    assert cli.main(["--policy", "no/such/folder"]) == 2
+    benchmark: Benchmark = replace(LIBERO, load_suite=lambda name: SUITE)
+    assert command.main(benchmark, libero.Arguments, ["--policy", "no/such/folder"]) == 2
     out, err = capfd.readouterr()
     assert out == "" and "Traceback" not in err
     assert "error: checkpoint: expected a folder or one of demo" in err
+
+
+def test_a_name_on_the_hub_is_evaluated_like_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "snapshot"
+    write_tiny_checkpoint(folder)
+    hub = types.ModuleType("huggingface_hub")
+    hub.snapshot_download = lambda name, allow_patterns: str(folder)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    benchmark = replace(
+        LIBERO, load_suite=lambda name: SUITE, make_environment=lambda task, settings, render: FakeEnv(3)
+    )
+    policies = []
+    for index, policy in enumerate(("someone/tiny", str(folder))):
+        output = tmp_path / f"{index}.json"
+        words = ["--policy", policy, "--steps", "1", "--tasks", "0", "--trials", "1", "--device", "cpu"]
+        code = command.main(benchmark, libero.Arguments, [*words, "--output", str(output)])
+        assert code == 0, capfd.readouterr().err
+        policies.append(json.loads(output.read_text())["policy"])
+    named, local = policies
+    assert named["name"] == "tiny" and named["sha256"] == local["sha256"] and len(named["sha256"]) == 64
 
 
 def test_a_policy_server_is_evaluated_like_any_policy(
     harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("websockets", reason="needs websockets")
-    from eval.libero import policies
-    from eval.libero.remote import RemotePolicy
-    from tests.eval.test_libero_remote import openpi_pack, serving
+
+    from eval.harness import policies
+    from tests.support.openpi_wire import openpi_pack, serving
 
     def answer(obs: dict[str, Any]) -> bytes:
         actions = {"actions": np.full((10, 7), 0.1), "policy_timing": {"infer_ms": 12.0}}
         return openpi_pack(actions)
 
-    monkeypatch.setattr(PolicySource, "load", lambda self: RemotePolicy(self.where))
+    monkeypatch.setattr(PolicySource, "load", lambda self: PolicyClient(self.where))
     monkeypatch.setattr(evaluation, "identity", policies.identity)
     output = tmp_path / "run.json"
     words = ("--tasks", "0", "--trials", "2", "--output", str(output))

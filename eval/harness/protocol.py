@@ -1,10 +1,8 @@
-"""What one evaluation run measures: openpi's LIBERO protocol, and the episodes it consists of.
+"""What one evaluation run measures: the rules of its episodes, and which episodes they are.
 
-`Protocol` is plain data. It knows nothing of the simulator, the policy or the results; its only
-judgement is whether the numbers in it make sense. `fingerprint` tells two runs apart, so that an
-episode log is only ever continued by the run that began it.
-
-Source of the defaults: openpi `examples/libero/main.py`.
+`Protocol` is plain data. It knows nothing of the simulator, the policy or the results; its only judgement is whether
+the numbers in it make sense. `fingerprint` tells two runs apart, so that an episode log is only ever continued by the
+run that began it.
 """
 
 from __future__ import annotations
@@ -12,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from eval.libero.simulator import MAX_STEPS, SEED, WAIT_STEPS
 from vla_accel.errors import ConfigError
 
-QUICK_TASKS = 3
-QUICK_TRIALS = 3
-DEFAULT_TRIALS = 50
+SEED = 7
+"""openpi's, in its `examples/libero/main.py`."""
+REPLAN_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class EpisodeKey:
         steps: denoising steps of the policy; None where the harness does not choose them (the
             scripted expert has none, a remote server has its own).
         task_id: index of the task in its suite, from 0.
-        trial: index of the shipped initial state, from 0.
+        trial: index of the start state, from 0.
     """
 
     steps: int | None
@@ -49,17 +45,15 @@ class Protocol:
     """The rules of one run; equal protocols ask for the same episodes.
 
     Attributes:
-        suite: one of the five LIBERO suites.
+        suite: a suite of the benchmark.
         tasks: task indices, in the order they are run.
-        trials: episodes per task and step count; trial i starts from shipped initial state i.
+        trials: episodes per task and step count; trial i starts from the task's start state i.
         steps: denoising step counts to sweep; `(None,)` where the harness does not choose them.
-        seed: with task and trial it seeds the simulator and the policy's noise (openpi: 7, once per
-            run, so that there an episode also depends on those before it).
+        max_steps: policy actions after which an episode is lost.
+        seed: with task and trial it seeds the simulator and the policy's noise (openpi: 7, once per run, so that there
+            an episode also depends on those before it).
         replan_steps: actions executed of each predicted chunk.
-        resolution: camera width and height in pixels, before resizing to the policy's 224.
-        wait_steps: simulator steps with a still arm before the policy acts, so objects settle; the
-            simulator takes them in its reset.
-        max_steps: policy actions after which an episode is lost; wait steps come on top.
+        settings: the benchmark's own (`Benchmark.settings`).
     """
 
     suite: str
@@ -68,12 +62,10 @@ class Protocol:
     steps: tuple[int | None, ...]
     max_steps: int
     seed: int = SEED
-    replan_steps: int = 5
-    resolution: int = 256
-    wait_steps: int = field(default=WAIT_STEPS, init=False)
+    replan_steps: int = REPLAN_STEPS
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_suite(self.suite)
         if not self.tasks or len(set(self.tasks)) != len(self.tasks):
             raise ConfigError(f"tasks: expected distinct task indices, got {list(self.tasks)}")
         if not self.steps or len(set(self.steps)) != len(self.steps):
@@ -85,17 +77,14 @@ class Protocol:
             ("max_steps", self.max_steps, 1),
             ("seed", self.seed, 0),
             ("replan_steps", self.replan_steps, 1),
-            ("resolution", self.resolution, 1),
         ):
             if value < low:
                 raise ConfigError(f"{name}: expected an integer >= {low}, got {value}")
         if self.seed >= 2**32:
             raise ConfigError(f"seed: expected an integer below 2**32, got {self.seed}")
-
-    @property
-    def is_openpi_limit(self) -> bool:
-        """Whether `max_steps` is the limit that openpi uses for this suite."""
-        return self.max_steps == MAX_STEPS[self.suite]
+        taken = sorted({field.name for field in fields(self)} & self.settings.keys())
+        if taken:
+            raise ConfigError(f"settings of a benchmark: expected other names than the protocol's own, got {taken}")
 
     def plan(self) -> tuple[EpisodeKey, ...]:
         """All episodes, grouped by task so that each environment is created once.
@@ -111,22 +100,16 @@ class Protocol:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The protocol as JSON types."""
-        return json.loads(json.dumps(asdict(self)))
+        """The protocol as JSON types; the benchmark's settings stand beside the harness's own fields."""
+        own = asdict(self)
+        settings = own.pop("settings")
+        return json.loads(json.dumps({**own, **settings}))
 
 
 def fingerprint(protocol: Protocol, policy: Mapping[str, Any]) -> str:
     """SHA-256 over the protocol and the policy's identity (JSON types), as 64 hex digits."""
     content = json.dumps({"protocol": protocol.to_json(), "policy": policy}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-def check_suite(name: str) -> None:
-    """Raise `ConfigError` unless `name` is a LIBERO suite."""
-    if name not in MAX_STEPS:
-        near = get_close_matches(name, MAX_STEPS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"suite: expected one of {', '.join(MAX_STEPS)}, got {name!r}{hint}")
 
 
 def parse_steps(text: str) -> tuple[int, ...]:

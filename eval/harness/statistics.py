@@ -1,4 +1,4 @@
-"""The arithmetic of the report: success rates with intervals, the denoising fit, the rate target.
+"""The arithmetic of the report: success rates with intervals, paired counts, the fit over steps, the rate target.
 
 Pure functions over plain numbers; nothing here knows about episodes, files or tables.
 """
@@ -67,6 +67,19 @@ def wilson(successes: int, episodes: int, z: float = Z_95) -> tuple[float, float
     return low, high
 
 
+def mcnemar_exact(lost: int, gained: int) -> float:
+    """Two-sided exact p of McNemar's test: how likely discordant pairs split at least so unevenly by a fair coin; 1
+    without any.
+
+    Source: Q. McNemar, Psychometrika 12 (1947) 153, with the binomial distribution in place of its approximation.
+    """
+    if min(lost, gained) < 0:
+        raise ConfigError(f"discordant pairs: expected counts of at least 0, got {lost} and {gained}")
+    number = lost + gained
+    tail = sum(math.comb(number, k) for k in range(min(lost, gained) + 1))
+    return min(1.0, 2 * tail / 2**number)
+
+
 @dataclass(frozen=True)
 class LinearFit:
     """`time = intercept_ms + slope_ms * steps` by least squares, in milliseconds."""
@@ -101,7 +114,7 @@ class LinearFit:
 
 
 def fit_line(measured_ms: Mapping[int, float]) -> LinearFit | None:
-    """Fit mean denoising times by step count; None below two step counts, where no line is defined.
+    """Fit mean times by step count; None below two step counts, where no line is defined.
 
     With exactly two the line goes through both and its errors say nothing.
     """

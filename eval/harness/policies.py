@@ -1,24 +1,28 @@
 """Where the actions come from: a policy in this process, one behind a websocket, or the expert.
 
 A `PolicySource` is plain data that travels to worker processes; `load` turns it into an object
-with `infer`, `reset` and `metadata`. `identity` is what makes two runs the same run: the content
-of a checkpoint rather than its path. Nothing here knows about episodes.
+with `infer`, `reset` and `metadata`. `identity` is what makes two runs the same run: the content of a checkpoint rather
+than its path. Nothing here knows about episodes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.libero.protocol import Protocol
-from eval.libero.remote import RemotePolicy, check_address
-from eval.libero.rollout import Actor, ExpertActor, PolicyActor, noise_shape
+from eval.harness.actors import ExpertActor, PolicyActor, noise_shape
+from eval.harness.benchmark import Benchmark
+from eval.harness.protocol import Protocol
+from eval.harness.rollout import Actor
+from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError
 
 REMOTE_IDENTITY = ("policy", "model", "num_steps", "dtype")
+ANSWER_TIMEOUT_S = 300.0  # a server may compile at its first request
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class PolicySource:
     Attributes:
         kind: `local` (a checkpoint in this process), `remote` (a websocket) or `expert`.
         where: checkpoint path or name, websocket address, or empty for the expert.
-        config: `PolicyConfig` file of a local policy, or None for its defaults.
+        config: of a local policy: what `OptimizedPolicy.from_pretrained` takes (a file, or the name of a shipped
+            configuration), or None for its default.
         device: `cpu`, `cuda`, or `auto` for what the configuration says, for a local policy.
     """
 
@@ -65,7 +70,7 @@ class PolicySource:
             VlaAccelError: of the kind that fits, from the policy or the connection.
         """
         if self.kind == "remote":
-            return RemotePolicy(self.where)
+            return PolicyClient(self.where, timeout_s=ANSWER_TIMEOUT_S)
         from vla_accel.policy import OptimizedPolicy
 
         device = None if self.device == "auto" else self.device
@@ -85,14 +90,14 @@ class PolicyBySteps:
         return self._by_steps[steps]
 
 
-def make_actor(source: PolicySource, policies: PolicyBySteps | None, protocol: Protocol) -> Actor:
+def make_actor(source: PolicySource, policies: PolicyBySteps | None, benchmark: Benchmark, protocol: Protocol) -> Actor:
     """The actor of `source`; only the expert needs no policies."""
     if source.kind == "expert":
-        from eval.libero.demo.expert import Expert
-
-        return ExpertActor(Expert())
+        assert benchmark.make_expert is not None
+        return ExpertActor(benchmark.make_expert())
     assert policies is not None
-    return PolicyActor(policies, protocol, send_noise=source.kind == "local")
+    # A request is never repeated: a lost answer is that episode's error, and the next `reset` connects again.
+    return PolicyActor(policies, benchmark, protocol, send_noise=source.kind == "local")
 
 
 def check_horizon(policy: Any, source: PolicySource, replan_steps: int) -> None:
@@ -103,35 +108,33 @@ def check_horizon(policy: Any, source: PolicySource, replan_steps: int) -> None:
             raise ConfigError(f"replan: expected at most the policy's {horizon} predicted actions, got {replan_steps}")
 
 
-def identity(source: PolicySource, policy: Any) -> dict[str, Any]:
+def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[str, Any]:
     """What must not change when a run is resumed (JSON types)."""
     if source.kind == "expert":
-        from eval.libero.demo import expert
-
-        content = Path(str(expert.__file__)).read_bytes()
+        assert benchmark.make_expert is not None
+        content = Path(inspect.getfile(type(benchmark.make_expert()))).read_bytes()
         return {"kind": "expert", "sha256": hashlib.sha256(content).hexdigest()}
     if source.kind == "remote":
         known = {k: policy.metadata[k] for k in REMOTE_IDENTITY if k in policy.metadata}
         return {"kind": "remote", "address": source.where, "metadata": known}
-    from vla_accel.policy.optimized import NAMED
+    from vla_accel.checkpoints.loading import find
 
     config = asdict(policy.config)
     del config["num_steps"]  # the protocol's
     return {
         "kind": "local",
         "name": source.name,
-        "sha256": _checkpoint_hash(NAMED.get(source.where, Path(source.where))),
+        "sha256": _folder_hash(find(source.where)),
         "config": json.loads(json.dumps(config)),
         "device": policy.metadata["device"],
     }
 
 
-def _checkpoint_hash(where: Path) -> str:
+def _folder_hash(folder: Path) -> str:
     """SHA-256 over the names and contents of a checkpoint's files."""
-    files = sorted(f for f in where.rglob("*") if f.is_file()) if where.is_dir() else [where]
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.relative_to(where)}:{_file_hash(file)}\n".encode())
+    for file in sorted(f for f in folder.rglob("*") if f.is_file()):
+        digest.update(f"{file.relative_to(folder)}:{_file_hash(file)}\n".encode())
     return digest.hexdigest()
 
 

@@ -1,0 +1,122 @@
+"""Who drives the arm: a policy, asked for a chunk of actions at a time, or a benchmark's scripted expert."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from eval.harness.benchmark import Benchmark, Expert
+from eval.harness.protocol import EpisodeKey, Protocol
+from vla_accel.errors import ConfigError, EngineError
+
+WARM_UP_CALLS = 2
+
+
+class PolicyActor:
+    """Drives the arm with `policy.infer`.
+
+    Args:
+        policies: gives the policy for a step count.
+        benchmark: whose observations the policy sees.
+        protocol: its seed, with task, trial and call index, determines the noise of every call, so
+            that step counts, engines and numbers of workers meet the same noise.
+        send_noise: False for a server, which draws its own.
+    """
+
+    looks = True
+
+    def __init__(
+        self,
+        policies: Callable[[int | None], Any],
+        benchmark: Benchmark,
+        protocol: Protocol,
+        *,
+        send_noise: bool = True,
+    ) -> None:
+        self._policies = policies
+        self._benchmark = benchmark
+        self._protocol = protocol
+        self._send_noise = send_noise
+        self.timings: dict[str, list[float]] = {}
+
+    def warm_up(self, instruction: str) -> None:
+        """Run every step count on an example: no episode pays for a task's first calls."""
+        obs = {**self._benchmark.example_observation(), "prompt": instruction}
+        for steps in self._protocol.steps:
+            for _ in range(WARM_UP_CALLS):
+                self._policies(steps).infer(obs)
+
+    def begin(self, key: EpisodeKey, instruction: str) -> None:
+        self.timings = {}
+        self._key, self._instruction, self._call = key, instruction, 0
+        self._policy = self._policies(key.steps)
+        self._policy.reset()
+
+    def actions(self, env: Any) -> Sequence[np.ndarray]:
+        obs = {**env.observation(), "prompt": self._instruction}
+        options = {"noise": self._noise(self._call)} if self._send_noise else {}
+        start = time.perf_counter()
+        out = self._policy.infer(obs, **options)
+        wall = (time.perf_counter() - start) * 1e3
+        self._call += 1
+        self._record(out.get("policy_timing", {}), wall)
+        return self._checked(out["actions"])
+
+    def _record(self, timing: Mapping[str, Any], wall: float) -> None:
+        row = {name.removesuffix("_ms"): float(value) for name, value in timing.items()}
+        row["wall"] = wall
+        if self.timings and set(row) != set(self.timings):
+            raise EngineError(
+                f"policy_timing: expected {sorted(self.timings)}, as in the first call, got {sorted(row)}"
+            )
+        for name, value in row.items():
+            self.timings.setdefault(name, []).append(value)
+
+    def _noise(self, call: int) -> np.ndarray:
+        """Standard normal noise (horizon, action_dim), float32."""
+        shape = noise_shape(self._policy.metadata)
+        rng = np.random.default_rng([self._protocol.seed, self._key.task_id, self._key.trial, call])
+        return rng.standard_normal(shape).astype(np.float32)
+
+    def _checked(self, actions: Any) -> list[np.ndarray]:
+        chunk, count = np.asarray(actions, dtype=np.float64), self._protocol.replan_steps
+        size = self._benchmark.action_dim
+        if chunk.ndim != 2 or len(chunk) < count or chunk.shape[1] != size:
+            raise EngineError(
+                f"actions: expected at least {count} of {size} numbers, to replan every "
+                f"{count} steps, got {chunk.shape}"
+            )
+        chunk = chunk[:count]
+        if not np.isfinite(chunk).all():
+            raise EngineError("actions: expected finite numbers, got NaN or infinity")
+        return list(chunk)
+
+
+class ExpertActor:
+    """Drives the arm with the scripted expert, which reads the simulator instead of cameras."""
+
+    looks = False
+
+    def __init__(self, expert: Expert) -> None:
+        self._expert = expert
+        self.timings: dict[str, list[float]] = {}
+
+    def warm_up(self, instruction: str) -> None:
+        pass
+
+    def begin(self, key: EpisodeKey, instruction: str) -> None:
+        self.timings = {}
+
+    def actions(self, env: Any) -> Sequence[np.ndarray]:
+        return [self._expert.act(env)]
+
+
+def noise_shape(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """(horizon, action_dim) of the noise that a policy expects, from its metadata."""
+    try:
+        return int(metadata["action_horizon"]), int(metadata["action_dim"])
+    except KeyError as key:
+        raise ConfigError(f"policy metadata: expected action_horizon and action_dim, missing {key}") from None

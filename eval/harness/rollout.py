@@ -1,0 +1,167 @@
+"""One episode: openpi's loop, step for step, and an honest account of how it ended.
+
+The loop asks the actor for actions whenever its queue is empty, and stops at success or after `max_steps` actions.
+Success while the environment begins the episode counts for nothing, as in openpi. Cameras are rendered only for the
+steps after which the actor or the video looks.
+
+An exception on the way makes the episode an *error*, with its type and message; only an episode that ran to its end can
+be a failure. This module knows neither where policies come from nor how episodes are distributed over processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from eval.harness.benchmark import Environment, Task
+from eval.harness.protocol import EpisodeKey
+from eval.harness.protocol import Protocol as EvaluationProtocol
+
+
+class Actor(Protocol):
+    """Whoever drives the arm: a policy, or the scripted expert.
+
+    Attributes:
+        looks: whether `actions` asks for `env.observation()`, so that the step before it must render.
+        timings: milliseconds of every call in this episode, by component.
+    """
+
+    looks: bool
+    timings: dict[str, list[float]]
+
+    def warm_up(self, instruction: str) -> None:
+        """Do what the first episodes of this task would otherwise wait for."""
+        ...
+
+    def begin(self, key: EpisodeKey, instruction: str) -> None:
+        """Forget the last episode, and its timings."""
+        ...
+
+    def actions(self, env: Any) -> Sequence[np.ndarray]:
+        """At least one action (action_dim,), to be executed before the next call."""
+        ...
+
+
+class Recorder(Protocol):
+    """Collects observations of one episode for a video, one every `every` actions."""
+
+    every: int
+
+    def add(self, observation: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """How one episode ended.
+
+    Attributes:
+        key: which episode.
+        success: the goal was reached; always False beside an error.
+        env_steps: actions executed by the actor.
+        error: `"Type: message"` of the exception that ended it, or None.
+        wall_s: seconds from reset to end, rendering and inference included.
+        infer_count: calls of the policy.
+        timings: milliseconds of every call, by component, plus `wall`, the whole call as the
+            harness sees it. Empty for the expert.
+        video: file name of the rollout video, if one was written.
+    """
+
+    key: EpisodeKey
+    success: bool
+    env_steps: int
+    error: str | None
+    wall_s: float
+    infer_count: int
+    timings: dict[str, list[float]] = field(default_factory=dict)
+    video: str | None = None
+
+    @property
+    def outcome(self) -> str:
+        """`"success"`, `"failure"` or `"error"`."""
+        return "error" if self.error else "success" if self.success else "failure"
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types; `from_json` reads them back."""
+        return {
+            "steps": self.key.steps,
+            "task_id": self.key.task_id,
+            "trial": self.key.trial,
+            "success": self.success,
+            "env_steps": self.env_steps,
+            "error": self.error,
+            "wall_s": round(self.wall_s, 3),
+            "infer_count": self.infer_count,
+            "timings_ms": {k: [round(v, 4) for v in ms] for k, ms in self.timings.items()},
+            "video": self.video,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> EpisodeResult:
+        """The inverse of `to_json`; a missing field raises `KeyError`."""
+        return cls(
+            key=EpisodeKey(data["steps"], data["task_id"], data["trial"]),
+            success=data["success"],
+            env_steps=data["env_steps"],
+            error=data["error"],
+            wall_s=data["wall_s"],
+            infer_count=data["infer_count"],
+            timings={k: list(ms) for k, ms in data["timings_ms"].items()},
+            video=data["video"],
+        )
+
+
+def run_episode(
+    env: Environment,
+    task: Task,
+    actor: Actor,
+    key: EpisodeKey,
+    protocol: EvaluationProtocol,
+    *,
+    recorder: Recorder | None = None,
+) -> EpisodeResult:
+    """Play one episode to its end, or to the exception that becomes its error.
+
+    Args:
+        recorder: gets the first observation and then one every `recorder.every` actions.
+    """
+    start = time.perf_counter()
+    env_steps, success, error = 0, False, None
+    try:
+        actor.begin(key, task.instruction)
+        env.reset_to(task.start_states[key.trial], seed=(protocol.seed, key.task_id, key.trial))
+        if recorder is not None:
+            recorder.add(env.observation())
+        queue: deque[np.ndarray] = deque()
+        while env_steps < protocol.max_steps and not success:
+            if not queue:
+                queue.extend(actor.actions(env))
+            action = queue.popleft()
+            after = env_steps + 1
+            films = recorder is not None and after % recorder.every == 0
+            asks = actor.looks and not queue and after < protocol.max_steps
+            success = bool(env.step(action, look=films or asks))
+            env_steps = after
+            if recorder is not None and films:
+                recorder.add(env.observation())
+    except Exception as exception:
+        # Whatever broke, the episode says nothing about the policy's skill.
+        success, error = False, describe(exception)
+    return EpisodeResult(
+        key=key,
+        success=success,
+        env_steps=env_steps,
+        error=error,
+        wall_s=time.perf_counter() - start,
+        infer_count=len(actor.timings.get("wall", ())),
+        timings=actor.timings,
+    )
+
+
+def describe(exception: BaseException) -> str:
+    """`"Type: message"` on one line."""
+    return f"{type(exception).__name__}: {' '.join(str(exception).split())}"

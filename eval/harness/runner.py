@@ -1,0 +1,91 @@
+"""Plays one episode after the other in this process, keeping the environment of the current task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from eval.harness.benchmark import Benchmark, Environment
+from eval.harness.figures import VideoRecorder, write_video
+from eval.harness.policies import PolicySource
+from eval.harness.protocol import EpisodeKey, Protocol
+from eval.harness.rollout import Actor, EpisodeResult, run_episode
+
+VIDEO_EVERY = 2  # actions between two frames
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process needs to play episodes; travels to workers.
+
+    Attributes:
+        benchmark: what is played.
+        protocol: the rules.
+        source: where the policy comes from.
+        threads: for torch in a worker with its own policy; None leaves torch's default.
+        video_folder: where rollout videos go, or None for none.
+        video_keys: the episodes that are filmed.
+    """
+
+    benchmark: Benchmark
+    protocol: Protocol
+    source: PolicySource
+    threads: int | None = None
+    video_folder: Path | None = None
+    video_keys: frozenset[EpisodeKey] = frozenset()
+
+
+class Runner:
+    """Plays episodes with one actor.
+
+    Args:
+        setup: what is played, and the rules.
+        actor: who drives the arm.
+
+    Raises (from `run`):
+        SimulatorError: the environment cannot be built. Crashes later on are in the result.
+    """
+
+    def __init__(self, setup: Setup, actor: Actor) -> None:
+        self._setup = setup
+        self._actor = actor
+        self._suite = setup.benchmark.load_suite(setup.protocol.suite)
+        self._task_id: int | None = None
+        self._env: Environment | None = None
+
+    def run(self, key: EpisodeKey) -> EpisodeResult:
+        """Play one episode, and film it if the setup says so."""
+        setup, folder = self._setup, self._setup.video_folder
+        env = self._environment(key.task_id)
+        recorder = None
+        if folder is not None and key in setup.video_keys:
+            recorder = VideoRecorder(setup.benchmark.cameras, every=VIDEO_EVERY, control_hz=setup.benchmark.control_hz)
+        task = self._suite.tasks[key.task_id]
+        result = run_episode(env, task, self._actor, key, setup.protocol, recorder=recorder)
+        if result.error:
+            self.close()  # its simulator may be broken: the next episode gets a new one
+        if folder is not None and recorder is not None and recorder.frames:
+            video = write_video(recorder, folder / _video_name(setup.protocol.suite, key))
+            result = replace(result, video=video.name)
+        return result
+
+    def close(self) -> None:
+        """Free the environment; the next episode builds a new one."""
+        env, self._env, self._task_id = self._env, None, None
+        if env is not None:
+            env.close()
+
+    def _environment(self, task_id: int) -> Environment:
+        if self._env is None or self._task_id != task_id:
+            self.close()
+            setup, task = self._setup, self._suite.tasks[task_id]
+            films = any(key.task_id == task_id for key in setup.video_keys)
+            self._env = setup.benchmark.make_environment(task, setup.protocol.settings, films or self._actor.looks)
+            self._task_id = task_id
+            self._actor.warm_up(task.instruction)
+        return self._env
+
+
+def _video_name(suite: str, key: EpisodeKey) -> str:
+    steps = "" if key.steps is None else f"-steps{key.steps}"
+    return f"{suite}-task{key.task_id}-trial{key.trial}{steps}"

