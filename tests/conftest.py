@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.rounding import round_otherwise
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -18,6 +20,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--lerobot-python", default=None, help="interpreter of an environment with lerobot (see CONTRIBUTING)"
     )
+    parser.addoption(
+        "--round-otherwise", action="store_true", help="matrix products on the CPU sum and round in another order"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--round-otherwise"):
+        round_otherwise()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

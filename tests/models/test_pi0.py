@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support import reference_pi0 as reference
+from tests.support.agreement import assert_as_near
 from tests.support.openpi_dialect import openpi_names
 from tests.support.tiny import random_model, random_state, tiny_config
 from vla_accel.errors import ConfigError
@@ -371,10 +373,12 @@ def test_bf16_actions_are_near_float32(kind: Kind) -> None:
     inputs: dict[str, Any] = make_inputs(model.config, 2, "ragged")
     inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
     exact = model.sample_actions(**inputs, num_steps=5)
-    rounded = model.to_compute_dtype(torch.bfloat16).sample_actions(**inputs, num_steps=5)
+    narrow = copy.deepcopy(model).to_compute_dtype(torch.bfloat16)
+    rounded = narrow.sample_actions(**inputs, num_steps=5)
     assert rounded.dtype == torch.float32
-    error = (rounded - exact).square().mean().sqrt() / exact.square().mean().sqrt()
-    assert 0 < error < 0.05
+    # In float32 with these weights, nothing but the weights is rounded.
+    weights = narrow.float().sample_actions(**inputs, num_steps=5)
+    assert_as_near(rounded, weights, exact, 4.0)
 
 
 # -- bad sizes ----------------------------------------------------------------------------------------------------

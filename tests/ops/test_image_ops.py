@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.support.agreement import RATIO
 from vla_accel.ops import image as ops
 from vla_accel.ops.sums import GroupNorm, Sum
 
@@ -129,7 +130,7 @@ def test_whole_models_run_on_the_kernels() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = {name: float(value) for value, name in (line.split(" ", 1) for line in done.stdout.splitlines())}
-    assert len(found) == 5 and min(found.values()) > 0.9999, found
+    assert len(found) == 5 and 0 < max(found.values()) < RATIO, found
 
 
 COMPILE = """

@@ -51,9 +51,9 @@ def _tall() -> Cases:
     yield "self-attention (1, 256, 2, 72)", _self_attention(1, 256, 2, 72)
     yield "suffix_attention (129, 65, 2, 1, 6)", _suffix_attention(129, 65, 2, 1, 6, [65, 3], True)
     for rows in (128, 129, 513):
-        yield f"qkv_rope {rows}", _qkv_rope(1, rows, 32, 1, 1, 16, True, False)
-        yield f"gate_up_geglu {rows}", _gate_up(rows, 40, 24, True, False)
-        yield f"project {rows}", _project(rows, 24, 72, 1, "gr")
+        yield f"qkv_rope {rows}x32", _qkv_rope(1, rows, 32, 1, 1, 16, True, False)
+        yield f"gate_up_geglu {rows}x40", _gate_up(rows, 40, 24, True, False)
+        yield f"project {rows}x24", _project(rows, 24, 72, 1, "gr")
     yield "step (4, 128, 127)", _step(4, 128, 127, 20, 7, "n")
 
 
@@ -97,6 +97,7 @@ def _wide() -> Cases:
 
 TALL: dict[str, Callable[[Draw], Call]] = dict(_tall())
 WIDE: dict[str, Callable[[Draw], Call]] = {**TALL, **dict(_wide())}
+assert len(WIDE) == len(TALL) + len(dict(_wide())) and not WIDE.keys() & CASES.keys(), "two cases have one name"
 
 
 def call_of(name: str, dtype: torch.dtype) -> Call:

@@ -1,0 +1,26 @@
+"""How near a low precision is to the exact result, beside how near the plain module is in the same precision.
+
+A fixed cosine would hang on how a CPU rounds BF16: AMX tiles, AVX512 and AVX2 differ, and the steps of a sampler spread
+what they leave. What the plain module loses there is lost by the same rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Root mean squares of two ways to round one small model lie within a factor of 1.4, by any order of summing tried.
+RATIO = 2.0
+
+
+def rms(difference: Tensor) -> float:
+    """Root mean square."""
+    return float(difference.double().square().mean().sqrt())
+
+
+def assert_as_near(got: Tensor, plain: Tensor, exact: Tensor, ratio: float = RATIO) -> None:
+    """`got` is at most `ratio` times as far from `exact` as `plain` is, which is the plain module in its precision."""
+    assert got.shape == plain.shape == exact.shape and bool(torch.isfinite(got).all())
+    ours, theirs = rms(got.double() - exact.double()), rms(plain.double() - exact.double())
+    assert 0 < theirs < 0.1 * rms(exact), f"the plain module is off by {theirs:.3g} of {rms(exact):.3g}"
+    assert ours <= ratio * theirs, f"off by {ours:.3g}, the plain module by {theirs:.3g}"
