@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +17,7 @@ from typing import Annotated, Any
 import tyro
 
 from eval.harness.report import read_result
+from vla_accel.errors import VlaAccelError
 from vla_accel.files import replacing
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,8 +46,8 @@ def _without_paths(command: list[str]) -> list[str]:
     return [os.path.basename(word) if word.startswith("/") else word for word in command]
 
 
-def main(arguments: Arguments) -> None:
-    """Write the slim copy, whole or not at all."""
+def run(arguments: Arguments) -> None:
+    """Write the slim copy, whole or not at all. Raises ConfigError for what is no result."""
     result, _ = read_result(arguments.result)
     target = RESULTS / f"{arguments.name}.json"
     head = slim(result, arguments.note)
@@ -58,5 +61,15 @@ def main(arguments: Arguments) -> None:
     print(json.dumps({"stored": f"eval/results/{target.name}", "bytes": target.stat().st_size}))
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0 stored, 1 there is no result to store."""
+    try:
+        run(tyro.cli(Arguments, args=argv, prog="python -m eval.store"))
+    except VlaAccelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    sys.exit(main())

@@ -47,9 +47,10 @@ class Arguments:
     trials: int | None = None
     """Episodes per task, each from a shipped start state. Default: the benchmark's."""
     policy: str
-    """A checkpoint folder, "demo" for the bundled checkpoint, or ws://host:port."""
+    """A checkpoint's folder or name on the hub, or ws://host:port."""
     config: str | None = None
-    """For a policy in this process: a PolicyConfig file (YAML or JSON). Default: the policy's own."""
+    """Of a policy in this process: a PolicyConfig file (YAML or JSON), or a shipped configuration's name. Default: the
+    policy's own."""
     device: str = "auto"
     """auto, cpu or cuda."""
     seed: int = SEED

@@ -296,7 +296,20 @@ def test_a_name_on_the_hub_is_evaluated_like_its_folder(
     policies = []
     for index, policy in enumerate(("someone/tiny", str(folder))):
         output = tmp_path / f"{index}.json"
-        words = ["--policy", policy, "--steps", "1", "--tasks", "0", "--trials", "1", "--device", "cpu"]
+        words = [
+            "--policy",
+            policy,
+            "--steps",
+            "1",
+            "--tasks",
+            "0",
+            "--trials",
+            "1",
+            "--device",
+            "cpu",
+            "--config",
+            "eager",
+        ]
         code = command.main(benchmark, libero.Arguments, [*words, "--output", str(output)])
         assert code == 0, capfd.readouterr().err
         policies.append(json.loads(output.read_text())["policy"])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval import paired
+from eval import paired, store
 from eval.harness.protocol import Protocol
 from tests.support import toy_benchmark as toy
 from tests.support.toy_command import main
@@ -68,14 +68,18 @@ def test_a_killed_run_resumes_and_plays_each_episode_once(tmp_path: Path, capfd:
         "    toy_command.main(sys.argv[1:], toy_deadly.DEADLY)\n"
     )
     env = {**os.environ, "TOY_LOG": str(log), "PYTHONPATH": str(ROOT)}
+    # Returns when nobody holds the pipes any more: no worker may outlive the run.
     done = subprocess.run([sys.executable, str(script), *words], env=env, capture_output=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert not output.exists()
     before = [line for line in log.read_text().splitlines() if '"kind":"episode"' in line]
     assert 1 <= len(before) < len(PLAN)
+    with open(log, "a") as file:  # a kill in the middle of a write leaves half a line
+        file.write('{"kind":"episode","steps":null,"task_')
 
     assert main(words) == 0
-    assert f"{len(before)} of 6 episodes are on record" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert f"{len(before)} of 6 episodes are on record" in err and "dropped the last line" in err
     result = played(output)
     assert [episode[:3] for episode in outcomes(result)] == [
         (*episode, won) for episode, won in zip(PLAN, WON, strict=True)
@@ -120,6 +124,21 @@ def test_a_served_policy_is_timed_and_two_of_them_are_paired(tmp_path: Path, cap
     (pairs,) = found["rows"]
     assert [pairs[k] for k in ("pairs", "both", "lost", "gained", "neither")] == [6, 2, 2, 0, 2]
     assert [(d["task_id"], d["won_by"]) for d in pairs["discordant"]] == [(1, "reference")] * 2
+
+
+def test_any_benchmarks_result_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run.json"
+    assert main(["--expert", "--output", str(output)]) == 0
+    monkeypatch.setattr(store, "RESULTS", tmp_path / "results")
+    assert store.main([str(output), "--name", "toy", "--note", "why"]) == 0
+    kept, whole = played(tmp_path / "results" / "toy.json"), played(output)
+    assert kept["note"] == "why" and kept["summary"] == whole["summary"] and outcomes(kept) == outcomes(whole)
+    assert str(tmp_path) not in json.dumps(kept)
+    capfd.readouterr()
+    assert store.main([str(tmp_path / "run.episodes.jsonl"), "--name", "toy"]) == 1
+    assert "expected a readable evaluation result" in capfd.readouterr().err
 
 
 def test_what_a_benchmark_does_not_have_is_refused_by_name(
