@@ -25,12 +25,12 @@ def hardware(device: torch.device) -> dict[str, Any]:
             "gpu": gpu.name,
             "compute_capability": gpu.version,
             "memory_gib": round(gpu.memory / 2**30, 1),
-            "driver": _driver(),
+            "driver": driver(),
         }
     return info
 
 
-def _driver() -> str:
+def driver() -> str:
     """Version of the NVIDIA driver, or "unknown"."""
     with contextlib.suppress(OSError):
         return Path("/sys/module/nvidia/version").read_text().strip()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from vla_accel.errors import VlaAccelError
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("vla_accel.cli.doctor", "what this machine can run, what is missing, and a self-test"),
     "bench": ("vla_accel.cli.bench", "time a policy beside its baselines and its floor, in turns"),
     "parity": ("vla_accel.cli.parity", "how well a configuration agrees with FP32 eager; fails where it does not"),
     "calibrate": ("vla_accel.cli.calibrate", "FP8 scales of a checkpoint from recorded observations"),

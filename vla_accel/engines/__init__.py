@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from vla_accel.component import Component
@@ -16,7 +14,7 @@ from vla_accel.engines.torch_tensorrt import TorchTensorrtEngine
 from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.ledger import Ledger, LedgerEntry
 
-ENGINES: dict[str, Callable[[Component, torch.device, EngineSpec], Engine]] = {
+ENGINES: dict[str, type[Engine]] = {
     "eager": EagerEngine,
     "native": NativeEngine,
     "tensorrt": TensorrtEngine,

@@ -21,6 +21,14 @@ class Engine(ABC):
     capturable: bool = False
     """Whether `run` may be recorded into a CUDA graph."""
 
+    @classmethod
+    def why_not(cls, device: torch.device) -> str | None:
+        """Why no component can run in this engine on `device`, and what to type where that helps; None where it can.
+
+        Builds and loads no engine. What a component or a precision needs besides is said when it is built.
+        """
+        return None
+
     def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
         self.component, self.device, self.spec = component, device, spec
         self.inputs: dict[str, Tensor] = {}

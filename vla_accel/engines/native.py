@@ -26,6 +26,11 @@ def why_not(gpu: Gpu, precision: str) -> str | None:
     return f"the native engine needs compute capability {needed} or newer, this GPU ({gpu.name}) has {gpu.version}"
 
 
+def _without_triton() -> str | None:
+    there = importlib.util.find_spec("triton") is not None
+    return None if there else "the native engine needs triton: pip install triton"
+
+
 class NativeEngine(Engine):
     """Runs `component.native`'s program.
 
@@ -34,17 +39,22 @@ class NativeEngine(Engine):
 
     name = "native"
 
+    @classmethod
+    def why_not(cls, device: torch.device) -> str | None:
+        gpu = Gpu.of(device)
+        if gpu is None:
+            return "it needs a GPU; on a CPU it runs its reference operations, for checking"
+        return why_not(gpu, "auto") or _without_triton()
+
     def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
         super().__init__(component, device, spec)
         if component.native is None:
             raise EngineError(f"{component.name}: the native engine has no program for this component")
         gpu = Gpu.of(device)
         if gpu is not None:
-            reason = why_not(gpu, spec.precision)
+            reason = why_not(gpu, spec.precision) or _without_triton()
             if reason is not None:
                 raise EngineError(f"{component.name}: {reason}")
-            if importlib.util.find_spec("triton") is None:
-                raise EngineError(f"{component.name}: the native engine needs triton: pip install triton")
         self._allocate()
         self.program = component.native(spec)
         if spec.attention != "own" and not isinstance(getattr(self.program, "attention", None), Choice):

@@ -41,6 +41,10 @@ class TensorrtEngine(Engine):
     name: ClassVar[str] = "tensorrt"
     library_name: ClassVar[LibraryName] = "tensorrt"
 
+    @classmethod
+    def why_not(cls, device: torch.device) -> str | None:
+        return tensorrt_library.why_not(cls.library_name, device)
+
     def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
         super().__init__(component, device, spec)
         capability = tensorrt_library.capability_of(device)

@@ -137,19 +137,33 @@ def known_capabilities(name: LibraryName) -> str:
     return dotted(RTX_CAPABILITIES) if name == "tensorrt_rtx" else "7.5 and newer"
 
 
+def why_not(name: LibraryName, device: torch.device) -> str | None:
+    """Why the library runs no engine on `device`, and what to type where that helps; None where it can."""
+    try:
+        load_library(name)
+        capability = capability_of(device)
+    except (DependencyError, EngineError) as error:
+        return str(error)
+    return None if runs_on(name, capability) else _unfit(name, capability)
+
+
 def check_target(name: LibraryName, capability: Capability, dtypes: Sequence[torch.dtype]) -> None:
     """Raise EngineError if the library, or a dtype that the engine holds, cannot be had on this capability."""
     if not runs_on(name, capability):
-        raise EngineError(
-            f"{TITLES[name]} does not run on compute capability {dotted([capability])}; it runs on "
-            f"{known_capabilities(name)}"
-        )
+        raise EngineError(_unfit(name, capability))
     for dtype in dtypes:
         needed = _PRECISION_NEEDS.get(dtype, (0, 0))
         if capability < needed:
             raise EngineError(
                 f"{dtype} needs compute capability {dotted([needed])} or newer, {dotted([capability])} was asked for"
             )
+
+
+def _unfit(name: LibraryName, capability: Capability) -> str:
+    return (
+        f"{TITLES[name]} does not run on compute capability {dotted([capability])}; it runs on "
+        f"{known_capabilities(name)}"
+    )
 
 
 # -- the GPU ------------------------------------------------------------------------------------------------------

@@ -211,6 +211,13 @@ class TorchTensorrtEngine(Engine):
 
     name: ClassVar[str] = "torch_tensorrt"
 
+    @classmethod
+    def why_not(cls, device: torch.device) -> str | None:
+        try:
+            return tensorrt_library.why_not(find_flavour().library, device)
+        except DependencyError as error:
+            return str(error)
+
     def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
         super().__init__(component, device, spec)
         capability = tensorrt_library.capability_of(device)
