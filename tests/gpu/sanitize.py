@@ -31,9 +31,9 @@ from tests.ops.test_product import TILINGS
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import _attention, _self_attention
 from tests.support.streamed_support import LoopCase, streamable
+from vla_accel.fp8 import E4M3
 from vla_accel.models.random_weights import random_model
 from vla_accel.ops.cuda import runtime
-from vla_accel.ops.fused import FP8
 
 DEVICE = torch.device("cuda")
 Cases = dict[str, Callable[[], None]]
@@ -45,11 +45,11 @@ def gemm() -> Cases:
 
     found: Cases = {}
     for i, tiling in enumerate(TILINGS):
-        kind = (torch.bfloat16, torch.float16, FP8)[i % 3]
+        kind = (torch.bfloat16, torch.float16, E4M3.dtype)[i % 3]
         found[f"tiling {i}"] = lambda t=tiling, k=kind: gpu.check(t, k, 100, 320, 1536, "none", False)
     for i, tiling in [(i, TILINGS[i]) for i in (0, 6, 4, 10)]:
         found[f"gelu {i}"] = lambda t=tiling: gpu.check(t, torch.bfloat16, 100, 320, 1536, "gelu", False)
-        found[f"geglu fp8 {i}"] = lambda t=tiling: gpu.check(t, FP8, 100, 320, 1536, "geglu", True)
+        found[f"geglu fp8 {i}"] = lambda t=tiling: gpu.check(t, E4M3.dtype, 100, 320, 1536, "geglu", True)
         found[f"norms {i}"] = lambda t=tiling: gpu.check_folded(t, torch.bfloat16, 100, 320, 1536)
     found["chain"] = gpu.test_a_chain_of_dependent_launches_is_ordered
     return found

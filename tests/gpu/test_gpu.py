@@ -30,6 +30,7 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.config import RtcConfig
 from vla_accel.errors import EngineError
+from vla_accel.fp8 import E4M3
 from vla_accel.ledger import Ledger
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.models.random_weights import random_model
@@ -161,32 +162,32 @@ def test_a_product_of_cublas(rows: int, k: int, n: int, fp8: bool, what: str) ->
     generator = torch.Generator().manual_seed(rows)
     weight, bias = torch.randn(n, k, generator=generator) / k**0.5, torch.randn(n, generator=generator)
     x = torch.randn(rows, k, generator=generator).bfloat16()
-    from vla_accel.ops import fused
+    from vla_accel.ops import linear as ops
 
-    def layer(device: str) -> fused.Linear:
-        return fused.make_linear(
+    def layer(device: str) -> ops.Linear:
+        return ops.make_linear(
             weight.to(device), None if what == "plain" else bias.to(device), torch.bfloat16, 6.0 if fp8 else None
         )
 
     host = layer("cpu")
     if fp8:
-        x = (x.float() * (host.inverse_scale or 1.0)).clamp(-448, 448).to(fused.FP8)
+        x = (x.float() * (host.inverse_scale or 1.0)).clamp(-448, 448).to(E4M3.dtype)
     want, got = torch.full((rows, n), NAN), torch.full((rows, n), NAN, dtype=torch.bfloat16, device=DEVICE)
-    fused.linear(x, host, want, gelu=what == "gelu")
+    ops.linear(x, host, want, gelu=what == "gelu")
     with torch.inference_mode():
-        fused.linear(x.to(DEVICE), layer(DEVICE), got, gelu=what == "gelu")
+        ops.linear(x.to(DEVICE), layer(DEVICE), got, gelu=what == "gelu")
     found = cases.difference(got, want)
     assert found.worst <= 0.03 and found.mean <= 0.004, found
 
 
 def test_the_patch_product_is_exact_to_float32() -> None:
-    from vla_accel.ops import fused
+    from vla_accel.ops import linear as ops
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 256, (37, 1184), generator=generator).bfloat16()
     weight = torch.randn(72, 1184, generator=generator).bfloat16()
     got = torch.full((37, 72), NAN, device=DEVICE)
-    fused.patch_product(rows.to(DEVICE), weight.to(DEVICE), got)
+    ops.patch_product(rows.to(DEVICE), weight.to(DEVICE), got)
     want = (rows.double() @ weight.double().T).float()
     torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=float(want.abs().max()) * 1e-5)
 

@@ -16,7 +16,8 @@ from tests.support import kernel_shapes as shapes
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import Attention
 from vla_accel.errors import EngineError
-from vla_accel.ops import attending, fused
+from vla_accel.fp8 import E4M3
+from vla_accel.ops import attending, reference
 from vla_accel.ops.attending import Sizes, choose
 from vla_accel.ops.cuda import attention as hopper
 
@@ -65,7 +66,7 @@ def chain(given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], results: 
     q, k, v, _, lengths = given
     source = q
     for result in results:
-        fused.attention(source, k, v, result, lengths, pdl=pdl)
+        attending.attention(source, k, v, result, lengths, pdl=pdl)
         source = result.view(q.shape)
 
 
@@ -90,14 +91,14 @@ def test_lengths_are_read_when_the_kernel_runs(sizes: Sizes) -> None:
     """One graph serves every prompt of its bucket."""
     q, k, v, out, lengths = attending._tensors(sizes, GPU)
     assert lengths is not None
-    fused.attention(q, k, v, out, lengths)
+    attending.attention(q, k, v, out, lengths)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        fused.attention(q, k, v, out, lengths)
+        attending.attention(q, k, v, out, lengths)
     for length in (544, 532, 273, 272, 17, 16, 1):
         lengths.fill_(length)
         graph.replay()
-        want = fused.reference.attention(q.float(), k[:, :length].float(), v[:, :length].float(), None).flatten(2)
+        want = reference.attention(q.float(), k[:, :length].float(), v[:, :length].float(), None).flatten(2)
         found = cases.difference(out, want)
         assert found.worst <= 0.02 and found.mean <= 0.003, (length, found)
 
@@ -122,9 +123,9 @@ def test_a_library_agrees(way: str, quantised: bool, shape: Sizes) -> None:
     scale = 200.0 if quantised else None
     attending.attend(way, q, k, v, out, lengths, inverse_scale=scale)
     host = [x if x is None else x.cpu() for x in (q, k, v, lengths)]
-    want = torch.empty(out.shape, dtype=fused.FP8 if quantised else torch.float32)
+    want = torch.empty(out.shape, dtype=E4M3.dtype if quantised else torch.float32)
     wide = [x.float().nan_to_num(0.0) for x in host[:3] if x is not None]
-    fused.attention(wide[0], wide[1], wide[2], want, host[3], inverse_scale=scale)
+    attending.attention(wide[0], wide[1], wide[2], want, host[3], inverse_scale=scale)
     found = cases.difference(out, want)
     assert found.worst <= (0.13 if quantised else 0.02) and found.mean <= (0.006 if quantised else 0.003), found
 

@@ -12,17 +12,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.ops.test_product import TILINGS
-from vla_accel.ops import fused
+from vla_accel.fp8 import E4M3
 from vla_accel.ops.cuda import product
 from vla_accel.ops.cuda.product import Tiling
-from vla_accel.ops.fused import FP8, make_linear, pair
 from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.linear import Linear, make_linear, pair
+from vla_accel.ops.rows import add_norm, geglu
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 ROWS = (1, 17, 100, 512, 531, 544, 800, 1024)
 SIZES = ((1152, 4352), (4352, 1152), (2048, 2048), (80, 176), (64, 8192))
+FP8 = E4M3.dtype
 KINDS = (torch.bfloat16, torch.float16, FP8)
 
 
@@ -160,7 +162,7 @@ def test_a_chain_of_dependent_launches_is_ordered() -> None:
     width, hidden, rows, depth = 1152, 4352, 512, 12
     draw = torch.Generator(device=DEVICE).manual_seed(0)
 
-    def layer(n: int, k: int) -> fused.Linear:
+    def layer(n: int, k: int) -> Linear:
         weight = torch.randn(n, k, device=DEVICE, generator=draw) * k**-0.5
         return make_linear(weight, None, torch.bfloat16)
 
@@ -173,16 +175,16 @@ def test_a_chain_of_dependent_launches_is_ordered() -> None:
 
     def run(own: bool) -> Tensor:
         x.copy_(start)
-        fused.add_norm(x, None, x, h, layer=True, eps=1e-6, inverse_scale=None)
+        add_norm(x, None, x, h, layer=True, eps=1e-6, inverse_scale=None)
         for wide, back in layers:
             if own:
                 times(h, wide.weight, None, active, tiling=tilings[2 * hidden], activation="geglu")
                 times(active, back.weight, None, y, tiling=tilings[width])
             else:
                 torch.mm(h, wide.weight.t(), out=scratch)
-                fused.geglu(scratch, active, inverse_scale=None, paired=True)
+                geglu(scratch, active, inverse_scale=None, paired=True)
                 torch.mm(active, back.weight.t(), out=y)
-            fused.add_norm(x, y, x, h, layer=True, eps=1e-6, inverse_scale=None, pdl=own)
+            add_norm(x, y, x, h, layer=True, eps=1e-6, inverse_scale=None, pdl=own)
         return x
 
     want = run(False).float().clone()

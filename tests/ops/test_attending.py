@@ -62,7 +62,7 @@ def run(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = cases.outputs_of(call, CPU, kernel=False)
     with monkeypatch.context() as patched:
         patched.setattr(
-            cases.fused, "attention", lambda q, k, v, out, lengths, inverse_scale, **_: attend(
+            attending, "attention", lambda q, k, v, out, lengths, inverse_scale, **_: attend(
                 way, q, k, v, out, lengths, inverse_scale=inverse_scale
             )
         )  # fmt: skip

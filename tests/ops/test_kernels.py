@@ -17,7 +17,7 @@ import torch
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import FP8, Call, Draw, Empty, Same
 from tests.support.kernel_shapes import TALL
-from vla_accel.ops import fused
+from vla_accel.ops import rows
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "vla_accel" / "ops" / "kernels"
@@ -50,14 +50,15 @@ def test_a_kernel_computes_what_its_reference_does(name: str, interpreted: dict[
 
 
 def test_every_kernel_has_cases() -> None:
-    """Names of `fused` that lead to a kernel, read from its source."""
+    """Ops that lead to a kernel, read from their modules' sources."""
     launched = {
         node.func.attr
-        for node in ast.walk(ast.parse(inspect.getsource(fused)))
+        for module in cases.MODULES
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and isinstance(node.func.value, ast.Call)
-        and getattr(node.func.value.func, "id", "") == "_kernels"
+        and getattr(node.func.value.func, "id", "") == "kernels"
     }
     assert launched - {"suffix_workspace"} == {cases.call_of(name, torch.float32).op for name in cases.CASES}
 
@@ -100,7 +101,7 @@ def test_fp8_may_be_one_step_off_but_not_everywhere() -> None:
 def test_writing_where_nothing_should_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = Draw("x", torch.float32)(4, 6)
     call = Call("gelu", {"x": x, "out": Empty((4, 6), torch.float32), "inverse_scale": None}, ("out",))
-    honest = fused.gelu
+    honest = rows.gelu
 
     def careless(x: torch.Tensor, out: torch.Tensor, *, inverse_scale: float | None, pdl: bool) -> None:
         honest(x, out, inverse_scale=inverse_scale, pdl=pdl)
@@ -110,7 +111,7 @@ def test_writing_where_nothing_should_is_found(what: str, monkeypatch: pytest.Mo
             out.as_strided((1,), (1,), out.storage_offset() + (-1 if what == "before" else out.numel())).fill_(1.0)
 
     cases.check(call, cases.outputs_of(call, CPU, kernel=True), 1e-6, 1e-6, 1e-3)
-    monkeypatch.setattr(fused, "gelu", careless)
+    monkeypatch.setattr(rows, "gelu", careless)
     with pytest.raises(AssertionError, match="changed its input x" if what == "input" else "outside of a tensor"):
         cases.outputs_of(call, CPU, kernel=True)
 

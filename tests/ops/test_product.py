@@ -15,14 +15,16 @@ from torch.nn import functional as F
 
 from tests.support.gpus import GPUS, H200
 from vla_accel.errors import EngineError
-from vla_accel.ops import folded, fused
+from vla_accel.fp8 import E4M3
+from vla_accel.ops import folded, linear
 from vla_accel.ops.cuda import product, runtime
 from vla_accel.ops.cuda.product import Tiling
-from vla_accel.ops.fused import FP8, Linear, make_linear, pair
+from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu, assumed
+from vla_accel.ops.linear import Linear, make_linear, pair
 
 SOURCE = runtime.source_of("", "epilogue", "product")
-BF16 = torch.bfloat16
+BF16, FP8 = torch.bfloat16, E4M3.dtype
 # One of every kind: plain, several blocks and parts, sharing either operand or both, split, persistent.
 TILINGS = (
     Tiling(1, 1, 1, 64, 4), Tiling(2, 2, 1, 128, 3), Tiling(2, 1, 2, 136, 4), Tiling(1, 1, 1, 136, 4, 2, 1),
@@ -301,13 +303,14 @@ def test_elsewhere_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_ledger_names_whose_products_run(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_linear(torch.zeros(128, 64), None, BF16)
     products = {"a": (layer, "none"), "b": (layer, "gelu")}
-    assert fused.products_by(8, products) == ("", False)
+    assert linear.products_by(8, products) == ("", False)
     monkeypatch.setattr(
         product, "planned", lambda device, kind, activation, *_: TILINGS[0] if activation == "none" else None
     )
     for early in (False, True):
-        monkeypatch.setattr(fused, "dependent_launches", lambda _, early=early: early)
-        assert fused.products_by(8, products) == (", products in CUDA C++: a; cuBLAS: b", early)
+        monkeypatch.setattr(linear, "dependent_launches", lambda _, early=early: early)
+        with steered("cuda"):
+            assert linear.products_by(8, products) == (", products in CUDA C++: a; cuBLAS: b", early)
 
 
 # -- the ops, on the CPU ----------------------------------------------------------------------------------------------
@@ -334,10 +337,10 @@ def test_gate_and_up_by_eights_are_the_same_product(fp8: bool) -> None:
     want = F.gelu(gate, approximate="tanh") * up
     for layer in (whole, paired):
         got, scratch = torch.empty(5, 24), torch.empty(5, 48)
-        fused.gate_up(x, layer, scratch, got, inverse_scale=None)
+        linear.gate_up(x, layer, scratch, got, inverse_scale=None)
         torch.testing.assert_close(got, want)
         narrow = torch.empty(5, 24).to(FP8)
-        fused.gate_up(x, layer, scratch, narrow, inverse_scale=10.0)
+        linear.gate_up(x, layer, scratch, narrow, inverse_scale=10.0)
         assert torch.equal(narrow.float(), (got * 10).clamp(-448, 448).to(FP8).float())
 
 
@@ -350,10 +353,10 @@ def test_linear_gelu_is_linear_and_gelu() -> None:
     x, layer = draw(3, 16), make_linear(draw(32, 16, seed=1), draw(32, seed=2), torch.float32)
     want = F.gelu(F.linear(x, layer.weight, layer.bias), approximate="tanh")
     out = torch.empty(3, 32)
-    fused.linear_gelu(x, layer, out, out, inverse_scale=None)
+    linear.linear_gelu(x, layer, out, out, inverse_scale=None)
     torch.testing.assert_close(out, want)
     wide, narrow = out.clone(), torch.empty(3, 32).to(FP8)
-    fused.linear_gelu(x, layer, out, narrow, inverse_scale=30.0)
+    linear.linear_gelu(x, layer, out, narrow, inverse_scale=30.0)
     assert torch.equal(narrow.float(), (wide * 30).clamp(-448, 448).to(FP8).float())
 
 
@@ -366,7 +369,7 @@ def test_anown_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     layer = Linear(torch.zeros(32, 16).to(FP8), torch.ones(32), torch.tensor(0.5), torch.tensor(0.25), 0.5, 0.25)
     x, out = torch.zeros(2, 16).to(FP8), torch.zeros(2, 32)
-    assert fused.own_product(x, layer, out, "gelu", 3.0, True)
+    assert linear.own_product(x, layer, out, "gelu", 3.0, True)
     assert seen == [
         {
             "bias": layer.bias,
@@ -379,7 +382,7 @@ def test_anown_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         }
     ]
     # A GeGLU's product has no bias.
-    assert not fused.own_product(x, pair(layer), out[:, :16], "geglu", None, True) and len(seen) == 1
+    assert not linear.own_product(x, pair(layer), out[:, :16], "geglu", None, True) and len(seen) == 1
 
 
 @pytest.mark.parametrize("offset", [0.0, 300.0])
@@ -424,4 +427,5 @@ def test_norms_are_folded_where_every_product_is_ours(monkeypatch: pytest.Monkey
     assert not folded.folds_norms(8, *products)
     for known in ((64,), (64, 128)):
         monkeypatch.setattr(product, "planned", lambda *sizes, known=known: TILINGS[0] if sizes[4] in known else None)
-        assert folded.folds_norms(8, *products) == (len(known) == 2)
+        with steered("cuda"):
+            assert folded.folds_norms(8, *products) == (len(known) == 2)

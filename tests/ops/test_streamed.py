@@ -33,8 +33,8 @@ from vla_accel.native.schedule import (
 )
 from vla_accel.native.streamed import fits
 from vla_accel.ops.cuda import runtime
-from vla_accel.ops.fused import Linear
 from vla_accel.ops.gpu import assumed
+from vla_accel.ops.linear import Linear
 
 SOURCE = runtime.source_of("", *(f"denoise/{n}" for n in ("core", "products", "phases", "attention", "attend", "step")))
 CODE = re.sub(r"//.*", "", SOURCE)

@@ -29,7 +29,7 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import RtcConfig
 from vla_accel.errors import ObservationError
 from vla_accel.models.pi0 import Kind
-from vla_accel.ops import fused
+from vla_accel.ops import suffix
 from vla_accel.remote.async_runner import AsyncRunner, takes_prev_chunk
 from vla_accel.transforms.normalisation import Normaliser, Statistics
 from vla_accel.transforms.processing import Processor
@@ -199,7 +199,7 @@ def test_the_ops_step_with_weights_of_zero_is_the_plain_step() -> None:
 
     def step(weights: Tensor) -> Tensor:
         got = actions.clone()
-        fused.step(
+        suffix.step(
             x, scale, None, w_out, b_out, got, target, weights, w_in, b_in, torch.zeros(10, 12), dt=-0.1, time=0.7,
             gain=3.0, eps=1e-6, tokens=5, first=False, last=True, silu=False,
         )  # fmt: skip

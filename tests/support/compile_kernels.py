@@ -23,8 +23,8 @@ from vla_accel.config import EngineSpec
 from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.native import NativeStore, expert, prefix, vision
-from vla_accel.ops import fused
-from vla_accel.ops.kernels import attention
+from vla_accel.ops.dispatch import steered
+from vla_accel.ops.linear import Linear, make_linear
 
 HOPPER = GPUTarget("cuda", 90, 32)
 META = torch.device("meta")
@@ -45,9 +45,9 @@ MODELS: dict[str, tuple[Pi0Config, int, int, int, str]] = {
 def linear_without_data(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, input_amax: float | None = None, pad_k: int = 0,
     pad_n: int = 0,
-) -> fused.Linear:  # fmt: skip
+) -> Linear:  # fmt: skip
     """`make_linear` for weights whose largest value cannot be asked for."""
-    made = fused.make_linear(weight, bias, dtype, None, pad_k, pad_n)
+    made = make_linear(weight, bias, dtype, None, pad_k, pad_n)
     if input_amax is None:
         return made
     scale = torch.empty((), device=weight.device)
@@ -65,18 +65,14 @@ def launches_of(config: Pi0Config, batch: int, views: int, length: int, precisio
         model = Pi0(config).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
     store, spec, found = NativeStore(model, scales_of_any(1.0)), EngineSpec("native", precision=precision), []
     images, total = views * config.vision.tokens, views * config.vision.tokens + length
-    programs = (
-        store.vision(batch, views, spec), store.kv_cache(batch, images, length, spec),
-        store.denoise(batch, total, 2, spec),
-    )  # fmt: skip
+    with steered("triton"):
+        programs = (
+            store.vision(batch, views, spec), store.kv_cache(batch, images, length, spec),
+            store.denoise(batch, total, 2, spec),
+        )  # fmt: skip
     loop = programs[2].loop  # type: ignore[attr-defined]
     assert isinstance(loop, expert._LayerLoop)
     loop.pdl = programs[0].pdl = programs[1].pdl = True  # type: ignore[attr-defined]
-    sizes = attention.suffix_workspace(
-        batch, config.suffix_tokens, total, config.expert.heads, config.expert.kv_heads, config.expert.head_dim
-    )
-    kinds = (torch.float32, torch.float32, torch.int32)
-    loop.workspace = tuple(torch.empty(n, dtype=k, device=META) for n, k in zip(sizes, kinds, strict=True))  # type: ignore[assignment]
 
     def buffer(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
@@ -96,13 +92,12 @@ def launches_of(config: Pi0Config, batch: int, views: int, length: int, precisio
         found.append((kernel, args, options))
 
     run, JITFunction.run = JITFunction.run, record  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment]
     try:
-        for program in programs:
-            program(tensors, tensors)
+        with steered("triton"):
+            for program in programs:
+                program(tensors, tensors)
     finally:
         JITFunction.run = run
-        del torch.Tensor.is_cuda
     return found
 
 
@@ -132,8 +127,6 @@ def source_of(launch: Launch) -> tuple[ASTSource, tuple[Any, ...]]:
 def main() -> None:
     for module in (vision, prefix, expert):
         vars(module)["make_linear"] = linear_without_data
-    # cuBLAS's part.
-    fused.linear = fused.patch_product = lambda *_, **__: None
     launches: dict[tuple[Any, ...], Launch] = {}
     users: dict[tuple[Any, ...], dict[str, None]] = collections.defaultdict(dict)
     for name, shape in MODELS.items():

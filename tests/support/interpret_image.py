@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.ops import image as ops
+from vla_accel.ops.dispatch import steered
 from vla_accel.ops.sums import GroupNorm, Sum
 
 DTYPE = torch.float16
@@ -24,11 +25,9 @@ DTYPE = torch.float16
 
 def both(run: Callable[[], Tensor | tuple[Tensor, ...]]) -> float:
     """The largest relative difference between kernel and reference."""
-    ops.INTERPRET = False
     want = run()
-    ops.INTERPRET = True
-    got = run()
-    ops.INTERPRET = False
+    with steered("triton"):
+        got = run()
     pairs = zip(want, got, strict=True) if isinstance(want, tuple) else [(want, got)]  # type: ignore[arg-type]
     return max(float((a.float() - b.float()).abs().max() / a.float().abs().max()) for a, b in pairs)  # type: ignore[union-attr]
 
@@ -81,9 +80,8 @@ def cases() -> dict[str, float]:
     for width, how in ((384, "flash"), (512, "flash-64")):
         # Views of one product, as a layer has them; the last block of queries and of keys is not full.
         q, k, v = torch.randn(2, 150, 3 * width, dtype=DTYPE).chunk(3, dim=-1)
-        ops.INTERPRET = True
-        got = ops.attend(q, k, v, how=how)
-        ops.INTERPRET = False
+        with steered("triton"):
+            got = ops.attend(q, k, v, how=how)
         want = ops.attend(q.float(), k.float(), v.float())
         found[f"attend {how} {width}"] = float((got.float() - want).abs().max() / want.abs().max())
     return found

@@ -19,7 +19,7 @@ from vla_accel.models.autoencoder import split_autoencoder
 from vla_accel.models.unet import Unet
 from vla_accel.native.autoencoder import NativeHalf
 from vla_accel.native.unet import NativeUnet
-from vla_accel.ops import image as ops
+from vla_accel.ops.dispatch import steered
 
 CPU = torch.device("cpu")
 
@@ -43,9 +43,8 @@ def results() -> dict[str, float]:
     want = Unet(wide)(*inputs.values())
     out = torch.empty(2, 4, 8, 8, dtype=torch.float16)
     half = {k: v.half() if v.is_floating_point() else v for k, v in inputs.items()}
-    ops.INTERPRET = True
-    NativeUnet(Unet(narrow))(half, {"noise": out})
-    ops.INTERPRET = False
+    with steered("triton"):
+        NativeUnet(Unet(narrow))(half, {"noise": out})
     found["tiny-sd-unet"] = beside(out, Unet(narrow)(*half.values()), want)
     for name, frames in (("tiny-qwen-vae", (1,)), ("tiny-sd-vae", ())):
         pairs = [split_autoencoder(random_model(name, dtype=d, device=CPU)) for d in (torch.float16, torch.float32)]
@@ -53,9 +52,8 @@ def results() -> dict[str, float]:
         for side, half_module, wide_module, x in zip(("encoder", "decoder"), *pairs, sources, strict=True):
             want = wide_module(x)
             out = torch.empty_like(want, dtype=torch.float16)
-            ops.INTERPRET = True
-            NativeHalf(half_module)({"x": x.half()}, {"y": out})
-            ops.INTERPRET = False
+            with steered("triton"):
+                NativeHalf(half_module)({"x": x.half()}, {"y": out})
             found[f"{name} {side}"] = beside(out, half_module(x.half()), want)
     return found
 

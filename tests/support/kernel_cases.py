@@ -17,10 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.ops import fused
-from vla_accel.ops.fused import FP8, Linear
+from vla_accel.fp8 import E4M3
+from vla_accel.ops import attending, linear, suffix
+from vla_accel.ops import rows as row_ops
+from vla_accel.ops.dispatch import kernels
+from vla_accel.ops.linear import Linear, make_linear
+from vla_accel.ops.rows import rope_tables
 
 MARGIN = 1024  # elements; keeps the alignment that compilers count on
+FP8 = E4M3.dtype
+MODULES = (row_ops, linear, attending, suffix)
+# Where an op is defined.
+MODULE_OF = {n: m for m in MODULES for n, f in vars(m).items() if getattr(f, "__module__", "") == m.__name__}
 TAKES_PDL = (
     "add_norm", "geglu", "gelu", "rope_cache", "attention", "qkv_rope", "gate_up_geglu", "project", "step",
     "suffix_attention",
@@ -60,7 +68,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of `vla_accel.ops.fused.<op>`. `hidden`: by argument, where the kernel finds NaN and the reference 0."""
+    """One call of an op of `MODULE_OF`. `hidden`: by argument, where the kernel finds NaN and the reference 0."""
 
     op: str
     arguments: dict[str, Any]
@@ -95,7 +103,7 @@ class Draw:
     def linear(self, n: int, k: int, *, fp8: bool = False, bias: bool = False) -> Linear:
         """Of unit gain. `fp8`: as the expert has it, one byte a weight."""
         weight = self.wide(n, k, scale=k**-0.5)
-        return fused.make_linear(weight, self(n) if bias else None, self.dtype, 448.0 if fp8 else None)
+        return make_linear(weight, self(n) if bias else None, self.dtype, 448.0 if fp8 else None)
 
 
 def outputs_of(call: Call, device: torch.device, *, kernel: bool, pdl: bool = False, repeat: int = 1) -> list[Tensor]:
@@ -104,7 +112,7 @@ def outputs_of(call: Call, device: torch.device, *, kernel: bool, pdl: bool = Fa
     before = {name: _copy(value) for name, value in placed.arguments.items()}
     options = {"pdl": pdl} if call.op in TAKES_PDL else {}
     for _ in range(repeat):
-        getattr(fused, call.op)(**placed.arguments, **options)
+        getattr(MODULE_OF[call.op], call.op)(**placed.arguments, **options)
     if kernel:
         placed.check_margins()
         aliased = {value.name for value in call.arguments.values() if isinstance(value, Same)}
@@ -155,7 +163,7 @@ class Placed:
     def _workspace(self, value: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         if not self.kernel:
             return (torch.empty(0), torch.empty(0), torch.empty(0))
-        sizes = fused._kernels("attention").suffix_workspace(*value.sizes)
+        sizes = kernels("attention").suffix_workspace(*value.sizes)
         parts, stats = (self._guarded(torch.full((size,), float("nan"))) for size in sizes[:2])
         self.counters = self._guarded(torch.zeros(sizes[2], dtype=torch.int32))
         return parts, stats, self.counters
@@ -276,7 +284,7 @@ def _patchify(images: int, size: int, patch: int, stride: int) -> Callable:
 def _rope_cache(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Callable:
     def call(draw: Draw) -> Call:
         # Tables longer than the sequence, as a larger shape would leave them.
-        cos, sin = fused.rope_tables(tokens + 5, head_dim, torch.device("cpu"))
+        cos, sin = rope_tables(tokens + 5, head_dim, torch.device("cpu"))
         cache = Empty((batch, tokens, kv_heads, head_dim), draw.dtype)
         arguments = {
             "qkv": draw(batch * tokens, (heads + 2 * kv_heads) * head_dim), "cos": cos, "sin": sin, "keys": cache,
@@ -348,7 +356,7 @@ def _qkv_rope(
     def call(draw: Draw) -> Call:
         columns = (heads + 2 * kv_heads) * head_dim
         lengths = torch.arange(7, 7 + 20 * batch, 20, dtype=torch.int32)
-        cos, sin = fused.rope_tables(int(lengths[-1]) + tokens, head_dim, torch.device("cpu"))
+        cos, sin = rope_tables(int(lengths[-1]) + tokens, head_dim, torch.device("cpu"))
         arguments = {
             "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(columns, width, fp8=fp8),
             "scale": draw.wide(width, scale=0.3) if adaptive else None,

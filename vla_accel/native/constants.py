@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vla_accel.models.pi0 import Pi0, euler_times
 from vla_accel.models.rtc import step_gains
-from vla_accel.ops.fused import Linear
+from vla_accel.ops.linear import Linear
 
 
 @dataclass(frozen=True)

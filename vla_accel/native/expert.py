@@ -21,8 +21,10 @@ from vla_accel.native.constants import StepTables, step_tables
 from vla_accel.native.fold import compute_dtype, fold_norm
 from vla_accel.native.packing import Packed
 from vla_accel.native.streamed import StreamedLoop, fits
-from vla_accel.ops import fused
-from vla_accel.ops.fused import Linear, make_linear
+from vla_accel.ops import suffix
+from vla_accel.ops.dispatch import dependent_launches
+from vla_accel.ops.linear import Linear, make_linear
+from vla_accel.ops.rows import rope_tables
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class _LayerLoop:
         expert = config.expert
         self.eps, self.tokens = expert.eps, config.suffix_tokens
         device, dtype = weights.w_out.device, weights.dtype
-        self.pdl = fused.dependent_launches(device)
+        self.pdl = dependent_launches(device)
         rows = batch * self.tokens
 
         def buffer(*shape: int) -> Tensor:
@@ -159,10 +161,10 @@ class _LayerLoop:
         self.v = torch.zeros_like(self.k)
         self.context = buffer(rows, expert.heads * expert.head_dim)
         self.active = buffer(rows, expert.mlp_dim)
-        self.workspace = fused.suffix_workspace(
+        self.workspace = suffix.suffix_workspace(
             batch, self.tokens, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, device
         )
-        self.cos, self.sin = fused.rope_tables(prefix_tokens + self.tokens, expert.head_dim, device)
+        self.cos, self.sin = rope_tables(prefix_tokens + self.tokens, expert.head_dim, device)
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
         """Enqueue the loop: `actions` hold the noise and are integrated in place."""
@@ -181,7 +183,7 @@ class _LayerLoop:
         b_in = tables.b_in if tables.adaptive else tables.b_in[min(step, tables.steps - 1)]
         following = self.x if w.mix is None else self.hidden
         # The first kernel of the chain must not start early.
-        fused.step(
+        suffix.step(
             self.x, final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, actions, inputs["target"],
             inputs["weights"], tables.w_in, b_in, following, dt=-1.0 / tables.steps, time=tables.times[done],
             gain=tables.gains[done], eps=self.eps, tokens=self.tokens, first=first, last=last,
@@ -190,22 +192,22 @@ class _LayerLoop:
         if w.mix is not None and not last:
             assert state_token is not None
             self.x.view(len(state_token), self.tokens, -1)[:, 0] = state_token.to(self.x.dtype)
-            fused.project(
+            suffix.project(
                 self.hidden, w.mix, None, self.x, residual=False, tokens=self.tokens, skip_first=True, pdl=False
             )
 
     def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor]) -> None:
         layer, lengths, pdl, tables = self.weights.layers[index], inputs["lengths"], self.pdl, self.tables
         input_shift, post_shift = tables.of(tables.input_shift, step, index), tables.of(tables.post_shift, step, index)
-        fused.qkv_rope(
+        suffix.qkv_rope(
             self.x, layer.qkv, tables.of(tables.input_scale, step, index), input_shift, self.cos, self.sin, lengths,
             self.q, self.k, self.v, eps=self.eps, pdl=pdl,
         )  # fmt: skip
-        fused.suffix_attention(
+        suffix.suffix_attention(
             self.q, inputs["keys"][index], inputs["values"][index], self.k, self.v, lengths, self.context,
             self.workspace, state_first=self.weights.mix is not None, pdl=pdl,
         )  # fmt: skip
-        fused.project(self.context, layer.o, tables.of(tables.input_gate, step, index), self.x, pdl=pdl)
+        suffix.project(self.context, layer.o, tables.of(tables.input_gate, step, index), self.x, pdl=pdl)
         post_scale = tables.of(tables.post_scale, step, index)
-        fused.gate_up_geglu(self.x, layer.gate_up, post_scale, post_shift, self.active, eps=self.eps, pdl=pdl)
-        fused.project(self.active, layer.down, tables.of(tables.post_gate, step, index), self.x, pdl=pdl)
+        suffix.gate_up_geglu(self.x, layer.gate_up, post_scale, post_shift, self.active, eps=self.eps, pdl=pdl)
+        suffix.project(self.active, layer.down, tables.of(tables.post_gate, step, index), self.x, pdl=pdl)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.ops.fused import Linear
+from vla_accel.ops.linear import Linear
 
 CHUNK = 1024
 """Columns of K that a kernel waits for at once, where a block has more."""

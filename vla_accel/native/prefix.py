@@ -17,9 +17,10 @@ from vla_accel.models.gemma import GemmaLayer, RmsNorm
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.native.fold import amax_of, compute_dtype, fold_norm
-from vla_accel.ops import folded, fused
+from vla_accel.ops import folded
 from vla_accel.ops.attending import Sizes, attend, choose
-from vla_accel.ops.fused import Linear, make_linear, pair
+from vla_accel.ops.linear import Linear, gate_up, linear, make_linear, pair, products_by
+from vla_accel.ops.rows import add_norm, embed_norm, rope_cache, rope_tables
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class NativePrefix:
                 "qkv": (first.qkv, "none"), "o": (first.o, "none"), "gate_up": (first.gate_up, "geglu"),
                 "down": (first.down, "none"),
             }  # fmt: skip
-            products, self.pdl = fused.products_by(rows, four)
+            products, self.pdl = products_by(rows, four)
         self.detail += products
         self.folded = first.down is not None and folded.folds_norms(rows, (first.down, "none"), (first.qkv, "none"))
         if self.folded:
@@ -124,13 +125,11 @@ class NativePrefix:
         if first.gate_up is not None:
             hidden = first.gate_up.weight.shape[0] // 2
             self.gate_up, self.active = buffer(2 * hidden), buffer(hidden, narrow)
-        self.cos, self.sin = fused.rope_tables(self.tokens, weights.head_dim, device)
+        self.cos, self.sin = rope_tables(self.tokens, weights.head_dim, device)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, lengths, pdl = self.weights, inputs["lengths"], self.pdl
-        fused.embed_norm(
-            inputs["image_tokens"], inputs["tokens"], w.table, self.x, self.h, eps=w.eps, inverse_scale=None
-        )
+        embed_norm(inputs["image_tokens"], inputs["tokens"], w.table, self.x, self.h, eps=w.eps, inverse_scale=None)
         q = self.qkv.view(self.batch, self.tokens, -1, w.head_dim)[:, :, : w.heads]
         # What the next q/k/v multiplies: rows that are normed, or rows that are not and their moments.
         x, moments = self.h, self.normed
@@ -138,35 +137,35 @@ class NativePrefix:
             keys, values = outputs["keys"][index], outputs["values"][index]
             if layer.o is None or layer.gate_up is None or layer.down is None:
                 if self.folded and index:
-                    fused.add_norm(
+                    add_norm(
                         self.x, None, self.x, self.h, layer=False, eps=w.eps, inverse_scale=None, pdl=pdl
                     )  # fmt: skip
-                fused.linear(self.h, layer.qkv, self.last_kv, pdl=pdl)
-                fused.rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0, pdl=pdl)
+                linear(self.h, layer.qkv, self.last_kv, pdl=pdl)
+                rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0, pdl=pdl)
                 break
             if self.folded:
                 folded.normed_linear(x, moments, layer.qkv, self.qkv, layer_norm=False, eps=w.eps, pdl=pdl)
             else:
-                fused.linear(self.h, layer.qkv, self.qkv, pdl=pdl)
-            fused.rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads, pdl=pdl)
+                linear(self.h, layer.qkv, self.qkv, pdl=pdl)
+            rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads, pdl=pdl)
             attend(
                 self.attention.way, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
                 pdl=pdl,
             )  # fmt: skip
-            fused.linear(self.context, layer.o, self.y, pdl=pdl)
+            linear(self.context, layer.o, self.y, pdl=pdl)
             self._residual(self.h_mlp, layer.gate_up)
-            fused.gate_up(
+            gate_up(
                 self.h_mlp, layer.gate_up, self.gate_up, self.active, inverse_scale=layer.down.inverse_scale, pdl=pdl
             )
             if self.folded:
                 x, moments = self.x, self.moments
                 folded.residual_linear(self.active, layer.down, x, moments, pdl=pdl)
             else:
-                fused.linear(self.active, layer.down, self.y, pdl=pdl)
+                linear(self.active, layer.down, self.y, pdl=pdl)
                 self._residual(self.h, w.layers[index + 1].qkv)
 
     def _residual(self, normed: Tensor, following: Linear) -> None:
-        fused.add_norm(
+        add_norm(
             self.x, self.y, self.x, normed, layer=False, eps=self.weights.eps, inverse_scale=following.inverse_scale,
             pdl=self.pdl,
         )  # fmt: skip

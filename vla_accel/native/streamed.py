@@ -79,8 +79,8 @@ class StreamedLoop:
         self, config: Pi0Config, packed: Packed, tables: StepTables, w_out: Tensor, b_out: Tensor,
         mix_bias: Tensor | None, batch: int, prefix_tokens: int,
     ) -> None:  # fmt: skip
-        from vla_accel.ops import fused
         from vla_accel.ops.cuda.runtime import load_module
+        from vla_accel.ops.rows import rope_tables
 
         expert, tokens = config.expert, config.suffix_tokens
         device, rows = w_out.device, batch * tokens
@@ -105,7 +105,7 @@ class StreamedLoop:
             "ks": zeros(rows, *head), "vs": zeros(rows, *head), "vts": zeros(batch, *head, round_up(tokens, KEYS)),
             "ready": zeros(tables.steps, expert.depth, dtype=torch.int32),
         }  # fmt: skip
-        cos, sin = fused.rope_tables(prefix_tokens + tokens, expert.head_dim, device)
+        cos, sin = rope_tables(prefix_tokens + tokens, expert.head_dim, device)
         self._constants = {
             "weights": packed.data, "in_scale": tables.input_scale, "in_shift": tables.input_shift,
             "in_gate": tables.input_gate, "post_scale": tables.post_scale, "post_shift": tables.post_shift,

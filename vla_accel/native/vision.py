@@ -18,11 +18,12 @@ from vla_accel.models.pi0 import Pi0
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.siglip import SiglipLayer
 from vla_accel.native.fold import amax_of, compute_dtype, fold_norm, round_up
-from vla_accel.ops import folded, fused
+from vla_accel.ops import folded
 from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.folded import with_sums
-from vla_accel.ops.fused import Linear, make_linear
+from vla_accel.ops.linear import Linear, linear, linear_gelu, make_linear, patch_product, products_by
 from vla_accel.ops.reference import MOMENTS_OF
+from vla_accel.ops.rows import add_norm, patchify
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class NativeVision:
             "qkv": (first.qkv, "none"), "out": (first.out, "none"), "fc1": (first.fc1, "gelu"),
             "fc2": (first.fc2, "none"),
         }  # fmt: skip
-        products, self.pdl = fused.products_by(rows, four)
+        products, self.pdl = products_by(rows, four)
         self.detail += products
         quantised = first.qkv.weight_scale is not None
         self.folded = not quantised and width % MOMENTS_OF == 0 and folded.folds_norms(rows, *four.values())
@@ -141,19 +142,19 @@ class NativeVision:
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, images = self.weights, inputs["images"]
         norm: dict[str, Any] = {"layer": True, "eps": w.eps}
-        fused.patchify(images.flatten(0, 1), self.patches, w.patch_size)
-        fused.patch_product(self.patches, w.patch, self.embedded)
+        patchify(images.flatten(0, 1), self.patches, w.patch_size)
+        patch_product(self.patches, w.patch, self.embedded)
         first = w.layers[0].qkv
-        fused.add_norm(self.embedded, w.place, self.x, self.h, inverse_scale=first.inverse_scale, **norm)
+        add_norm(self.embedded, w.place, self.x, self.h, inverse_scale=first.inverse_scale, **norm)
         norm["pdl"] = self.pdl
         if self.folded:
             self._folded_layers()
-            fused.add_norm(self.x, None, self.x, self.last, inverse_scale=None, **norm)
+            add_norm(self.x, None, self.x, self.last, inverse_scale=None, **norm)
         else:
             self._layers(norm)
         tokens = outputs["image_tokens"].flatten(0, 1)
         if tokens.dtype == self.last.dtype:
-            fused.linear(self.last, w.projector, tokens)
+            linear(self.last, w.projector, tokens)
         else:
             # The cast bridge: an FP16 tower before a BF16 prefix.
             tokens.copy_(torch.addmm(w.projector.bias, self.last, w.projector.weight.t()))  # type: ignore[arg-type]
@@ -178,14 +179,12 @@ class NativeVision:
     def _layers(self, norm: dict[str, Any]) -> None:
         w, pdl = self.weights, self.pdl
         for index, layer in enumerate(w.layers):
-            fused.linear(self.h, layer.qkv, self.qkv, pdl=pdl)
+            linear(self.h, layer.qkv, self.qkv, pdl=pdl)
             self._attend(layer)
-            fused.linear(self.context, layer.out, self.y, pdl=pdl)
-            fused.add_norm(self.x, self.y, self.x, self.h, inverse_scale=layer.fc1.inverse_scale, **norm)
-            fused.linear_gelu(
-                self.h, layer.fc1, self.hidden, self.active, inverse_scale=layer.fc2.inverse_scale, pdl=pdl
-            )
-            fused.linear(self.active, layer.fc2, self.y, pdl=pdl)
+            linear(self.context, layer.out, self.y, pdl=pdl)
+            add_norm(self.x, self.y, self.x, self.h, inverse_scale=layer.fc1.inverse_scale, **norm)
+            linear_gelu(self.h, layer.fc1, self.hidden, self.active, inverse_scale=layer.fc2.inverse_scale, pdl=pdl)
+            linear(self.active, layer.fc2, self.y, pdl=pdl)
             final = index + 1 == len(w.layers)
             following = None if final else w.layers[index + 1].qkv.inverse_scale
-            fused.add_norm(self.x, self.y, self.x, self.last if final else self.h, inverse_scale=following, **norm)
+            add_norm(self.x, self.y, self.x, self.last if final else self.h, inverse_scale=following, **norm)

@@ -1,7 +1,7 @@
-"""The ways to attend: the project's own kernels, torch's SDPA, flash-attn; by name, or the fastest of them, measured.
+"""Attention and the ways to it: own kernels, torch's SDPA, flash-attn; by name, or the fastest of them, measured.
 
-All compute what `vla_accel.ops.fused.attention` says, masked keys and FP8 output included. A library's kernel returns a
-tensor of its own, which is then copied (or quantised) into the output. Knows shapes, not models.
+All compute what `attention` says, masked keys and FP8 output included. A library's kernel returns a tensor of its own,
+which is then copied (or quantised) into the output. Knows shapes, not models. Conventions as in `vla_accel.ops.rows`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vla_accel.errors import DependencyError, EngineError
-from vla_accel.ops import fused
+from vla_accel.fp8 import E4M3
+from vla_accel.ops import reference
+from vla_accel.ops.dispatch import kernels, path
+from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.rows import store
 
 WAYS = ("own", "sdpa", "flash_attn")
 HALVES = (torch.bfloat16, torch.float16)
@@ -49,15 +53,40 @@ class Choice:
     detail: str
 
 
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None = None,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """Every query sees the first `lengths[b]` keys (all of them for None).
+
+    q (B, T, heads, d), k, v (B, S, kv_heads, d), k and v of equal strides, any strides but the last; out (B, T,
+    heads * d) contiguous; lengths (B,) int32. On a Hopper the shapes of the full-size models run CUDA C++
+    (`vla_accel.ops.cuda.attention`).
+    """
+    way = path(q)
+    if way == "cuda":
+        from vla_accel.ops.cuda import attention as hopper
+
+        kernel, gpu = hopper.kernel_of(q, k, v, out, lengths), Gpu.of(q.device)
+        if kernel and gpu is not None:
+            return hopper.attention(kernel, q, k, v, out, lengths, gpu=gpu, inverse_scale=inverse_scale, pdl=pdl)
+    if way != "reference":
+        return kernels("attention").attention(q, k, v, out, lengths, inverse_scale=inverse_scale, pdl=pdl)
+    mask = None
+    if lengths is not None:
+        mask = (torch.arange(k.shape[1], device=q.device) < lengths[:, None])[:, None].expand(-1, q.shape[1], -1)
+    store(out, reference.attention(q, k, v, mask).flatten(2), inverse_scale)
+
+
 def attend(
     way: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *,
     inverse_scale: float | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """`vla_accel.ops.fused.attention` by a way of `WAYS`. `pdl` is for own kernels; libraries' wait."""
+    """`attention` by a way of `WAYS`. `pdl` is for own kernels; libraries' wait."""
     if way == "own":
-        fused.attention(q, k, v, out, lengths, inverse_scale=inverse_scale, pdl=pdl)
+        attention(q, k, v, out, lengths, inverse_scale=inverse_scale, pdl=pdl)
     else:
-        fused._store(out, {"sdpa": _sdpa, "flash_attn": _flash}[way](q, k, v, lengths), inverse_scale)
+        store(out, {"sdpa": _sdpa, "flash_attn": _flash}[way](q, k, v, lengths), inverse_scale)
 
 
 def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
@@ -91,12 +120,12 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
 
 def kernel_name(sizes: Sizes, device: torch.device) -> str:
     """What "own" is here."""
-    if device.type != "cuda":
-        return "reference"
-    q, k, v, out, lengths = _tensors(sizes, device)
-    from vla_accel.ops.cuda import attention
+    way = path(device)
+    if way != "cuda":
+        return {"reference": "reference", "triton": "Triton"}[way]
+    from vla_accel.ops.cuda import attention as hopper
 
-    return "CUDA C++" if attention.kernel_of(q, k, v, out, lengths) else "Triton"
+    return "CUDA C++" if hopper.kernel_of(*_tensors(sizes, device)) else "Triton"
 
 
 # -- libraries --------------------------------------------------------------------------------------------------------
@@ -163,7 +192,7 @@ def _tensors(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor
         k, v = (normal(s.batch, s.source, s.kv_heads, s.head_dim) for _ in range(2))
     else:
         k, v = qkv[:, :, s.heads : s.heads + s.kv_heads], qkv[:, :, s.heads + s.kv_heads :]
-    kind = fused.FP8 if s.quantised else s.dtype
+    kind = E4M3.dtype if s.quantised else s.dtype
     out = torch.empty(s.batch, s.tokens, s.heads * s.head_dim, dtype=kind, device=device)
     lengths = torch.full((s.batch,), s.source, dtype=torch.int32, device=device) if s.padded else None
     return q, k, v, out, lengths

@@ -2,7 +2,7 @@
 next one multiplies the rows as they are and norms the sums. Between the two there is no pass over the rows.
 
 For own Hopper kernels alone (`folds_norms`); elsewhere than on a GPU the torch reference runs. Norms have no weights:
-those are folded into the product that follows. Conventions as in `vla_accel.ops.fused`.
+those are folded into the product that follows. Conventions as in `vla_accel.ops.rows`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vla_accel.errors import EngineError
-from vla_accel.ops.fused import Linear, has_own_product, linear, own_product
+from vla_accel.ops.dispatch import path
+from vla_accel.ops.linear import Linear, has_own_product, linear, own_product
 from vla_accel.ops.reference import MOMENTS_OF
 
 
@@ -43,7 +44,7 @@ def residual_linear(x: Tensor, layer: Linear, onto: Tensor, moments: Tensor, *, 
 
     moments (N / 64, R, 2) float32: mean and sum of squared deviations of every 64 columns. Only where `folds_norms`.
     """
-    if x.is_cuda:
+    if path(x) == "cuda":
         if not own_product(x, layer, onto, "none", None, pdl, moments=moments):
             raise EngineError(f"residual_linear: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")
         return
@@ -66,7 +67,7 @@ def normed_linear(
     `with_sums`; otherwise it is an RMSNorm. Only where `folds_norms`.
     """
     assert not layer_norm or layer.sums is not None
-    if x.is_cuda:
+    if path(x) == "cuda":
         from vla_accel.ops.cuda.product import Norm
 
         norm = Norm(moments, layer.sums if layer_norm else None, eps)

@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.sums import GroupNorm, Sum
 
 
 def add_up(x: Sum, *, pad: bool = False) -> Tensor:
     """The sum itself (B, H, W, C); with `pad`, a row and a column of zeros at the far edges."""
-    if not _kernels(x.value):
+    if not _on_kernels(x.value):
         total = _total(x).to(x.value.dtype)
         return F.pad(total, (0, 0, 0, 1, 0, 1)) if pad else total
     if not pad and x.residual is None and x.shift is None and not x.phased:
         return x.value
-    from vla_accel.ops.kernels import image
-
-    return image.rows(x, None, silu=False, keep=True, pad=pad)[0]
+    return kernels("image").rows(x, None, silu=False, keep=True, pad=pad)[0]
 
 
 def rms_act(x: Sum, gamma: Tensor, *, silu: bool, keep: bool) -> tuple[Tensor, Tensor]:
@@ -35,10 +34,8 @@ def rms_act(x: Sum, gamma: Tensor, *, silu: bool, keep: bool) -> tuple[Tensor, T
 
     The first tensor is the norm itself where `keep` is false: nobody reads the sum then, and it is not written.
     """
-    if _kernels(x.value):
-        from vla_accel.ops.kernels import image
-
-        return image.rows(x, gamma, silu=silu, keep=keep, pad=False)
+    if _on_kernels(x.value):
+        return kernels("image").rows(x, gamma, silu=silu, keep=keep, pad=False)
     total = _total(x)
     normed = F.normalize(total, dim=-1) * gamma.numel() ** 0.5 * gamma.to(total.dtype)
     normed = (F.silu(normed) if silu else normed).to(x.value.dtype)
@@ -50,10 +47,8 @@ def group_act(x: Sum, norm: GroupNorm, *, silu: bool, keep: bool, skip: Tensor |
 
     The first tensor is the norm itself where `keep` is false.
     """
-    if _kernels(x.value):
-        from vla_accel.ops.kernels import image
-
-        return image.groups(x, norm, silu=silu, keep=keep, skip=skip)
+    if _on_kernels(x.value):
+        return kernels("image").groups(x, norm, silu=silu, keep=keep, skip=skip)
     total = _total(x)
     if skip is not None:
         total = torch.cat((total, skip.to(total.dtype)), dim=-1)
@@ -70,10 +65,8 @@ def add_layer_norm(
     x: Tensor, residual: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(sum, layer norm of sum) over the last axis of x + residual + shift. x (..., C); the rest float32 (C,)."""
-    if _kernels(x):
-        from vla_accel.ops.kernels import image
-
-        return image.layer_norm(x, residual, shift, weight, bias, eps)
+    if _on_kernels(x):
+        return kernels("image").layer_norm(x, residual, shift, weight, bias, eps)
     total = _total(Sum(x, residual, shift))
     normed = F.layer_norm(total, weight.shape, weight.to(total.dtype), bias.to(total.dtype), eps)
     return total.to(x.dtype), normed.to(x.dtype)
@@ -81,10 +74,8 @@ def add_layer_norm(
 
 def geglu_erf(x: Tensor) -> Tensor:
     """(..., 2 * hidden), value first, to value * gelu(gate), exact GELU: diffusers' GEGLU."""
-    if _kernels(x):
-        from vla_accel.ops.kernels import image
-
-        return image.geglu_erf(x)
+    if _on_kernels(x):
+        return kernels("image").geglu_erf(x)
     value, gate = x.chunk(2, dim=-1)
     return value * F.gelu(gate)
 
@@ -149,11 +140,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, how: str = "sdpa") -> Tensor:
     if how == "sdpa":
         return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
     if how in FLASH:
-        if not _kernels(q):
+        if not _on_kernels(q):
             raise NotImplementedError(f"attend: {how} needs a GPU and a narrow dtype")
-        from vla_accel.ops.kernels import image
-
-        return image.wide_attention(q, k, v, FLASH[how])
+        return kernels("image").wide_attention(q, k, v, FLASH[how])
     if how not in SCORES:
         raise ValueError(f"attend: expected sdpa, {', '.join((*SCORES, *FLASH))}, got {how!r}")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -168,10 +157,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, how: str = "sdpa") -> Tensor:
 
 def softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
     """Over the last axis of float32 scores, returned in `dtype`."""
-    if (scores.is_cuda or INTERPRET) and scores.dtype == torch.float32 and dtype != torch.float32:
-        from vla_accel.ops.kernels import image
-
-        return image.softmax(scores, dtype)
+    if path(scores) != "reference" and scores.dtype == torch.float32 and dtype != torch.float32:
+        return kernels("image").softmax(scores, dtype)
     return torch.softmax(scores, -1).to(dtype)
 
 
@@ -233,13 +220,9 @@ def _time(run: Callable[[], object], repeats: int) -> float:
     return min(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / repeats
 
 
-def _kernels(x: Tensor) -> bool:
+def _on_kernels(x: Tensor) -> bool:
     # The narrow dtypes only: in float32 these networks are references, and torch's own operations keep its digits.
-    return (x.is_cuda or INTERPRET) and x.dtype in (torch.float16, torch.bfloat16)
-
-
-INTERPRET = False
-"""Set by tests that run the kernels on a CPU in Triton's interpreter."""
+    return path(x) != "reference" and x.dtype in (torch.float16, torch.bfloat16)
 
 
 def _total(x: Sum) -> Tensor:

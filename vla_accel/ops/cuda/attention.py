@@ -49,7 +49,7 @@ class _SharedKeys(ctypes.Structure):
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) -> str:
     """The kernel that runs this call: "whole", "shared_keys", or "" where neither does. Arguments as
-    `vla_accel.ops.fused.attention` has them."""
+    `vla_accel.ops.attending.attention` has them."""
     gpu = Gpu.of(q.device)
     if gpu is None or gpu.capability != CAPABILITY:
         return ""

@@ -64,7 +64,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None,
     pdl: bool = False,
 ) -> None:  # fmt: skip
-    """See `vla_accel.ops.fused.attention`."""
+    """See `vla_accel.ops.attending.attention`."""
     batch, tokens, heads, head_dim = q.shape
     source, kv_heads = k.shape[1:3]
     wide = head_dim > 128
@@ -180,7 +180,7 @@ def suffix_attention(
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor,
     workspace: tuple[Tensor, Tensor, Tensor], *, state_first: bool, pdl: bool,
 ) -> None:  # fmt: skip
-    """See `vla_accel.ops.fused.suffix_attention`."""
+    """See `vla_accel.ops.suffix.suffix_attention`."""
     batch, tokens, heads, head_dim = q.shape
     prefix_tokens, kv_heads = prefix_k.shape[1:3]
     group = heads // kv_heads

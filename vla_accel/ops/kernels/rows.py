@@ -36,7 +36,7 @@ def _patchify(image_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE:
 
 
 def patchify(images: Tensor, out: Tensor, patch: int) -> None:
-    """See `vla_accel.ops.fused.patchify`."""
+    """See `vla_accel.ops.rows.patchify`."""
     size = images.shape[1]
     stride = out.shape[1] // 2
     side = size // patch
@@ -80,7 +80,7 @@ def add_norm(
     x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
     pdl: bool = False,
 ) -> None:  # fmt: skip
-    """See `vla_accel.ops.fused.add_norm`."""
+    """See `vla_accel.ops.rows.add_norm`."""
     rows, width = x.shape
     block = power_of_two(width)
     _add_norm[(rows,)](
@@ -113,7 +113,7 @@ def embed_norm(
     image_tokens: Tensor, tokens: Tensor, table: Tensor, x: Tensor, h: Tensor, *, eps: float,
     inverse_scale: float | None,
 ) -> None:  # fmt: skip
-    """See `vla_accel.ops.fused.embed_norm`."""
+    """See `vla_accel.ops.rows.embed_norm`."""
     rows, width = x.shape
     block = power_of_two(width)
     _embed_norm[(rows,)](
@@ -143,7 +143,7 @@ def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.conste
 def geglu(
     gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False, pdl: bool = False
 ) -> None:
-    """See `vla_accel.ops.fused.geglu`."""
+    """See `vla_accel.ops.rows.geglu`."""
     rows, hidden = out.shape
     block = min(2048, power_of_two(hidden))
     grid = (triton.cdiv(hidden, block), rows)
@@ -167,7 +167,7 @@ def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, QUANT: tl.c
 
 
 def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False) -> None:
-    """See `vla_accel.ops.fused.gelu`."""
+    """See `vla_accel.ops.rows.gelu`."""
     total = x.numel()
     _gelu[(triton.cdiv(total, 4096),)](
         x, out, total, inverse_scale or 1.0, 4096, inverse_scale is not None, pdl, num_warps=8, **launch_options(pdl)
@@ -208,7 +208,7 @@ def _rope_cache(qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, TOKENS: tl.constexpr, H
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int, *, pdl: bool = False
 ) -> None:
-    """See `vla_accel.ops.fused.rope_cache`."""
+    """See `vla_accel.ops.rows.rope_cache`."""
     tokens, kv_heads, head_dim = keys.shape[1:]
     _rope_cache[(qkv.shape[0],)](
         qkv, cos, sin, keys, values, tokens, heads, kv_heads, head_dim // 2, power_of_two(heads + 2 * kv_heads),

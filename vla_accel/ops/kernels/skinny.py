@@ -242,7 +242,7 @@ def qkv_rope(
     x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
     sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool, cut: Tiling | None = None,
 ) -> None:  # fmt: skip
-    """See `vla_accel.ops.fused.qkv_rope`."""
+    """See `vla_accel.ops.suffix.qkv_rope`."""
     batch, tokens, heads, head_dim = q.shape
     rows, width, half = batch * tokens, x.shape[-1], head_dim // 2
     cut = cut or tiling(rows, width, min(16, power_of_two(half)))
@@ -258,7 +258,7 @@ def gate_up_geglu(
     x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
     eps: float, pdl: bool, cut: Tiling | None = None,
 ) -> None:  # fmt: skip
-    """See `vla_accel.ops.fused.gate_up_geglu`."""
+    """See `vla_accel.ops.suffix.gate_up_geglu`."""
     rows, hidden = out.shape
     width = x.shape[-1]
     cut = cut or tiling(rows, width, 32)
@@ -274,7 +274,7 @@ def project(
     a: Tensor, weight: Tensor, weight_scale: float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
     residual: bool, tokens: int, skip_first: bool, pdl: bool, cut: Tiling | None = None,
 ) -> None:  # fmt: skip
-    """See `vla_accel.ops.fused.project`."""
+    """See `vla_accel.ops.suffix.project`."""
     rows, k = a.shape
     n = weight.shape[0]
     cut = cut or tiling(rows, k, 16)
@@ -332,7 +332,7 @@ def step(
     target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
     gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pdl: bool,
 ) -> None:  # fmt: skip
-    """See `vla_accel.ops.fused.step`."""
+    """See `vla_accel.ops.suffix.step`."""
     batch, horizon, action_dim = actions.shape
     width = w_out.shape[1]
     _step[(batch * horizon,)](

@@ -1,0 +1,189 @@
+"""Linear layers: weights ready for the tensor cores, and their products, by own kernels where those are the fastest and
+by cuBLAS elsewhere. Conventions as in `vla_accel.ops.rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vla_accel.fp8 import E4M3
+from vla_accel.ops.dispatch import dependent_launches, path
+from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.rows import geglu, gelu
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A weight ready for the tensor cores.
+
+    `weight` (N, K) in BF16/FP16/FP32, or float8_e4m3fn with `weight_scale` (true weight = stored x scale) and
+    `input_scale` (true input = stored x scale), both of which are 0-dimensional float32 on the weight's device;
+    `bias` (N,) or None. The `*_value` fields are the same scales on the host. `paired`: the rows of gate and up of a
+    GeGLU by turns, eight of each, so that one block of the tensor cores has both. `sums` (N,) float32: of the stored
+    weight's rows, for a LayerNorm after the product.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    weight_scale: Tensor | None = None
+    input_scale: Tensor | None = None
+    weight_scale_value: float = 1.0
+    input_scale_value: float = 1.0
+    paired: bool = False
+    sums: Tensor | None = None
+
+    @property
+    def inverse_scale(self) -> float | None:
+        """What the producer of this product's input must multiply by; None when it takes the plain dtype."""
+        return None if self.input_scale is None else 1.0 / self.input_scale_value
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one product reads of it."""
+        return self.weight.numel() * self.weight.element_size()
+
+
+def make_linear(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, input_amax: float | None = None, pad_k: int = 0,
+    pad_n: int = 0,
+) -> Linear:  # fmt: skip
+    """A `Linear` from (N, K) in any dtype: padded with zeros, in `dtype`, or FP8 where `input_amax` is given.
+
+    FP8 scales are per tensor, of the weight and of the calibrated input (`fp8.Format.scale`).
+    """
+    if pad_k or pad_n:
+        weight = F.pad(weight, (0, pad_k, 0, pad_n))
+        bias = F.pad(bias, (0, pad_n)) if bias is not None else None
+    bias = bias.to(dtype).contiguous() if bias is not None else None
+    if input_amax is None:
+        return Linear(weight.to(dtype).contiguous(), bias)
+    amax = float(weight.abs().amax())
+    weight_scale, input_scale = E4M3.scale(amax), E4M3.scale(input_amax)
+    stored = E4M3.saturated(weight.float() / weight_scale).contiguous()
+    device = weight.device
+    return Linear(
+        stored, bias, torch.tensor(weight_scale, device=device), torch.tensor(input_scale, device=device),
+        weight_scale, input_scale,
+    )  # fmt: skip
+
+
+def pair(layer: Linear) -> Linear:
+    """A product whose first half of rows are a GeGLU's gate and the others its up, with its rows `paired`.
+
+    The same product where those halves are no whole eights.
+    """
+    if layer.weight.shape[0] % 16:
+        return layer
+
+    def mixed(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2).contiguous()
+
+    return replace(layer, weight=mixed(layer.weight), bias=mixed(layer.bias), paired=True)
+
+
+def own_product(
+    x: Tensor, layer: Linear, out: Tensor, activation: str, inverse_scale: float | None, pdl: bool, **norms: Any
+) -> bool:
+    """Whether the project's own Hopper kernel has taken this product: where it is the fastest."""
+    from vla_accel.ops.cuda import product
+
+    gpu, tiling = Gpu.of(x.device), product.plan(x, layer.weight, out, activation)
+    if gpu is None or tiling is None or (activation == "geglu" and layer.bias is not None):
+        return False
+    scale = layer.input_scale_value * layer.weight_scale_value
+    product.product(
+        x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=activation, scale=scale,
+        inverse_scale=inverse_scale, dependent=pdl, **norms,
+    )  # fmt: skip
+    return True
+
+
+def has_own_product(rows: int, layer: Linear, activation: str) -> bool:
+    """Whether `own_product` will take `rows` rows by this weight, on its device. `activation`: none, gelu or geglu."""
+    if path(layer.weight) != "cuda":
+        return False
+    from vla_accel.ops.cuda import product
+
+    weight = layer.weight
+    return product.planned(weight.device, weight.dtype, activation, rows, *weight.shape) is not None
+
+
+def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[str, bool]:
+    """What to add to a program's line in the ledger, and whether its kernels should start before others end.
+
+    `products`: by name, each with its activation (none, gelu, geglu). The line says whose kernels take them, and is
+    empty where all are the library's: those wait for all before them, and to start early beside them costs more than it
+    saves.
+    """
+    own, library = [], []
+    for name, (layer, activation) in products.items():
+        (own if has_own_product(rows, layer, activation) else library).append(name)
+    if not own:
+        return "", False
+    detail = f", products in CUDA C++: {', '.join(own)}" + (f"; cuBLAS: {', '.join(library)}" if library else "")
+    return detail, all(dependent_launches(layer.weight.device) for layer, _ in products.values())
+
+
+def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bool = False) -> None:
+    """out = x Wᵀ + b, then tanh GELU if `gelu` (BF16/FP16 only). x (R, K), out (R, N).
+
+    `pdl`: where the kernel can, it starts before its predecessor has finished, and waits for it itself.
+    """
+    way = path(x)
+    if x.is_cuda and way != "reference":
+        if way == "cuda" and not gelu and own_product(x, layer, out, "none", None, pdl):
+            return
+        if layer.weight_scale is not None and layer.input_scale is not None:
+            torch._scaled_mm(
+                x, layer.weight.t(), scale_a=layer.input_scale, scale_b=layer.weight_scale, bias=layer.bias,
+                out_dtype=out.dtype, use_fast_accum=True, out=out,
+            )  # fmt: skip
+        elif gelu:
+            # cuBLASLt's GELU epilogue is the tanh form.
+            torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True, out=out)  # type: ignore[call-overload]
+        elif layer.bias is not None:
+            torch.addmm(layer.bias, x, layer.weight.t(), out=out)
+        else:
+            torch.mm(x, layer.weight.t(), out=out)
+        return
+    wide = torch.promote_types(torch.float32, out.dtype)
+    y = (x.to(wide) * layer.input_scale_value) @ (layer.weight.to(wide) * layer.weight_scale_value).T
+    if layer.bias is not None:
+        y = y + layer.bias.to(wide)
+    out.copy_(F.gelu(y, approximate="tanh") if gelu else y)
+
+
+def linear_gelu(
+    x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False
+) -> None:
+    """out = gelu_tanh(x Wᵀ + b). x (R, K), out (R, N), scratch (R, N), which may be used and may be `out`."""
+    if path(x) == "cuda" and own_product(x, layer, out, "gelu", inverse_scale, pdl):
+        return
+    if layer.weight_scale is None and inverse_scale is None:
+        return linear(x, layer, out, gelu=True)
+    linear(x, layer, scratch, pdl=pdl)
+    gelu(scratch, out, inverse_scale=inverse_scale, pdl=pdl)
+
+
+def gate_up(
+    x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False
+) -> None:
+    """out = gelu_tanh(gate) * up, of gate and up = x Wᵀ + b. x (R, K), out (R, H), scratch (R, 2 H) may be used."""
+    if path(x) == "cuda" and layer.paired and own_product(x, layer, out, "geglu", inverse_scale, pdl):
+        return
+    linear(x, layer, scratch, pdl=pdl)
+    geglu(scratch, out, inverse_scale=inverse_scale, paired=layer.paired, pdl=pdl)
+
+
+def patch_product(rows: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out (R, N) float32 = rows (R, K) BF16 times weight (N, K) BF16, transposed."""
+    if rows.is_cuda and path(rows) != "reference":
+        torch.mm(rows, weight.t(), out_dtype=torch.float32, out=out)  # type: ignore[call-overload]
+    else:
+        out.copy_(rows.to(out.dtype) @ weight.to(out.dtype).T)

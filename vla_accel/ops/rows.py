@@ -1,0 +1,113 @@
+"""Ops on rows of a residual stream: norms, activations, patches, embeddings, rotary positions.
+
+Conventions of these ops: each writes into buffers that it is given and allocates nothing on a GPU; rows are flattened
+tokens; a weight is (N, K); `inverse_scale` asks for float8_e4m3fn output, x * inverse_scale saturated at ±448; None for
+the buffer's dtype; `pdl`: the kernel may start before its predecessor has finished, and waits for it itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vla_accel.fp8 import E4M3
+from vla_accel.ops import reference
+from vla_accel.ops.dispatch import kernels, path
+
+
+def patchify(images: Tensor, out: Tensor, patch: int) -> None:
+    """Patches of uint8 images (N, S, S, 3) as rows (N * patches, 2 * stride): twice the row of a convolution's weight
+    (channel, row, column), padded with zeros. Bytes are exact in BF16, so weights in two halves lose nothing."""
+    if path(images) != "reference":
+        return kernels("rows").patchify(images, out, patch)
+    n, size = images.shape[:2]
+    side, stride = size // patch, out.shape[1] // 2
+    rows = images.permute(0, 3, 1, 2).reshape(n, 3, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
+    rows = F.pad(rows.reshape(n * side * side, -1).to(out.dtype), (0, stride - 3 * patch * patch))
+    out.copy_(torch.cat((rows, rows), 1))
+
+
+def add_norm(
+    x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """x_out = x + y, h = norm(x_out), without weights: those are folded into the product that follows.
+
+    x, x_out (R, W); y (R', W), R a multiple of R' (repeated), or None: x_out is not written. `layer`: LayerNorm,
+    otherwise RMSNorm.
+    """
+    if path(x) != "reference":
+        return kernels("rows").add_norm(x, y, x_out, h, layer=layer, eps=eps, inverse_scale=inverse_scale, pdl=pdl)
+    if y is not None:
+        x_out.copy_(x + y.repeat(x.shape[0] // y.shape[0], 1).to(x.dtype))
+        x = x_out
+    store(h, normed(x, layer, eps), inverse_scale)
+
+
+def embed_norm(
+    image_tokens: Tensor, tokens: Tensor, table: Tensor, x: Tensor, h: Tensor, *, eps: float,
+    inverse_scale: float | None,
+) -> None:  # fmt: skip
+    """x = image tokens (B, I, W) and then embedded tokens (B, L), times √W, as rows; h = rmsnorm(x)."""
+    if path(x) != "reference":
+        return kernels("rows").embed_norm(image_tokens, tokens, table, x, h, eps=eps, inverse_scale=inverse_scale)
+    embedded = table[tokens] * float(x.shape[1]) ** 0.5
+    x.copy_(torch.cat((image_tokens, embedded.to(x.dtype)), 1).reshape(x.shape))
+    store(h, normed(x, False, eps), inverse_scale)
+
+
+def geglu(
+    gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False, pdl: bool = False
+) -> None:
+    """out (R, H) = gelu_tanh(gate) * up of (R, 2 H): gate first, or, `paired`, by turns eight of gate, eight of up."""
+    if path(gate_up) != "reference":
+        return kernels("rows").geglu(gate_up, out, inverse_scale=inverse_scale, paired=paired, pdl=pdl)
+    if paired:
+        gate_up = gate_up.unflatten(1, (-1, 2, 8)).transpose(1, 2).flatten(1)
+    store(out, reference.geglu(gate_up), inverse_scale)
+
+
+def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False) -> None:
+    """out = gelu_tanh(x)."""
+    if path(x) != "reference":
+        return kernels("rows").gelu(x, out, inverse_scale=inverse_scale, pdl=pdl)
+    store(out, F.gelu(x, approximate="tanh"), inverse_scale)
+
+
+def rope_tables(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin for positions 0 … length - 1, each (length, head_dim / 2) float32."""
+    cos, sin = reference.rope_tables(torch.arange(length, device=device), head_dim, torch.float32)
+    return cos[:, 0].contiguous(), sin[:, 0].contiguous()
+
+
+def rope_cache(
+    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int, *, pdl: bool = False
+) -> None:
+    """Rotate q inside `qkv` (B * S, (heads + 2 kv_heads) * d) in place; rotated k and v go to the cache.
+
+    keys, values (B, S, kv_heads, d), contiguous. The position of a row is its place in the sequence.
+    """
+    if path(qkv) != "reference":
+        return kernels("rows").rope_cache(qkv, cos, sin, keys, values, heads, pdl=pdl)
+    batch, tokens, kv_heads, head_dim = keys.shape
+    parts = qkv.view(batch, tokens, heads + 2 * kv_heads, head_dim)
+    c, s = cos[:tokens, None].to(qkv.dtype), sin[:tokens, None].to(qkv.dtype)
+    keys.copy_(reference.apply_rope(parts[:, :, heads : heads + kv_heads], c, s))
+    values.copy_(parts[:, :, heads + kv_heads :])
+    parts[:, :, :heads] = reference.apply_rope(parts[:, :, :heads], c, s)
+
+
+def store(out: Tensor, value: Tensor, inverse_scale: float | None) -> None:
+    """The reference of every op's last step: `value` into `out`, quantised where there is a scale."""
+    if inverse_scale is not None:
+        value = E4M3.saturated(value.float() * inverse_scale)
+    out.copy_(value.reshape(out.shape).to(out.dtype))
+
+
+def normed(x: Tensor, layer: bool, eps: float) -> Tensor:
+    """Reference of the norms, without weights: LayerNorm if `layer`, otherwise RMSNorm, in float32 or wider."""
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    if layer:
+        wide = wide - wide.mean(-1, keepdim=True)
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

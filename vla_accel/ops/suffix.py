@@ -1,0 +1,154 @@
+"""Ops of the few rows of a suffix: each does much at once, because launches cost more than arithmetic there.
+
+Conventions as in `vla_accel.ops.rows`. FP8 weights are widened in registers, activations are never quantised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vla_accel.ops import reference
+from vla_accel.ops.dispatch import kernels, path
+from vla_accel.ops.linear import Linear
+from vla_accel.ops.rows import normed
+
+
+def qkv_rope(
+    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool = False,
+) -> None:  # fmt: skip
+    """Norm, q/k/v projection and rotation of the suffix. FP8 weights are widened, the activations are not quantised.
+
+    x (B * T, W); `scale` (W,) float32 of the norm (1 + scale) or None; `shift` (N,) float32: the norm's shift times
+    the weight; positions start at lengths[b]; q (B, T, heads, d), k, v (B, T, kv_heads, d), contiguous.
+    """
+    if path(x) != "reference":
+        return kernels("skinny").qkv_rope(
+            x, layer.weight, layer.weight_scale_value, scale, shift, cos, sin, lengths, q, k, v, eps=eps, pdl=pdl
+        )
+    batch, tokens, heads, head_dim = q.shape
+    y = _modulated_product(x, layer, scale, shift, eps).view(batch, tokens, -1, head_dim)
+    place = lengths[:, None] + torch.arange(tokens, device=x.device)
+    c, s = cos[place][:, :, None].to(y.dtype), sin[place][:, :, None].to(y.dtype)
+    kv_heads = k.shape[2]
+    q.copy_(reference.apply_rope(y[:, :, :heads], c, s))
+    k.copy_(reference.apply_rope(y[:, :, heads : heads + kv_heads], c, s))
+    v.copy_(y[:, :, heads + kv_heads :])
+
+
+def suffix_workspace(
+    batch: int, tokens: int, prefix_tokens: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `suffix_attention` keeps between its programs. The counters must be zero at the start, and stay so."""
+    if path(device) == "reference":
+        return (torch.empty(0), torch.empty(0), torch.empty(0))
+    sizes = kernels("attention").suffix_workspace(batch, tokens, prefix_tokens, heads, kv_heads, head_dim)
+    return (
+        torch.empty(sizes[0], device=device),
+        torch.empty(sizes[1], device=device),
+        torch.zeros(sizes[2], dtype=torch.int32, device=device),
+    )
+
+
+def suffix_attention(
+    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor,
+    workspace: tuple[Tensor, Tensor, Tensor], *, state_first: bool, pdl: bool = False,
+) -> None:  # fmt: skip
+    """The suffix attends to the first `lengths[b]` keys of the prefix and to itself.
+
+    q (B, T, heads, d); prefix_k, prefix_v (B, S, kv_heads, d); k, v (B, T, kv_heads, d); out (B * T, heads * d); all
+    contiguous. `state_first`: the first token sees itself and the prefix only (π0).
+    """
+    if path(q) != "reference":
+        return kernels("attention").suffix_attention(
+            q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, pdl=pdl
+        )
+    batch, tokens = q.shape[:2]
+    inner = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
+    if state_first:
+        inner[0, 1:] = False
+    outer = torch.arange(prefix_k.shape[1], device=q.device) < lengths[:, None]
+    mask = torch.cat((outer[:, None].expand(-1, tokens, -1), inner.expand(batch, -1, -1)), 2)
+    keys, values = torch.cat((prefix_k, k), 1), torch.cat((prefix_v, v), 1)
+    values = values.masked_fill(~torch.cat((outer, outer.new_ones(batch, tokens)), 1)[:, :, None, None], 0)
+    out.copy_(reference.attention(q, keys, values, mask).reshape(out.shape))
+
+
+def project(
+    a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool = True, tokens: int = 1,
+    skip_first: bool = False, pdl: bool = False,
+) -> None:  # fmt: skip
+    """x (R, N) += gate ∘ (a Wᵀ + b), or = without `residual`. a (R, K); gate (N,) float32 or None.
+
+    `skip_first`: the first of every `tokens` rows of x is left alone.
+    """
+    if path(a) != "reference":
+        return kernels("skinny").project(
+            a, layer.weight, layer.weight_scale_value, layer.bias, gate, x, residual=residual, tokens=tokens,
+            skip_first=skip_first, pdl=pdl,
+        )  # fmt: skip
+    wide = torch.promote_types(torch.float32, x.dtype)
+    y = a.to(wide) @ (layer.weight.to(wide) * layer.weight_scale_value).T
+    if layer.bias is not None:
+        y = y + layer.bias.to(wide)
+    if gate is not None:
+        y = y * gate
+    if residual:
+        y = y + x.to(wide)
+    if skip_first:
+        y = torch.where((torch.arange(len(x), device=x.device) % tokens > 0)[:, None], y, x.to(wide))
+    x.copy_(y)
+
+
+def gate_up_geglu(
+    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, out: Tensor, *, eps: float,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """Norm, gate and up projections and GeGLU of the suffix: x (R, W) to out (R, H). As `qkv_rope` otherwise."""
+    if path(x) != "reference":
+        return kernels("skinny").gate_up_geglu(
+            x, layer.weight, layer.weight_scale_value, scale, shift, out, eps=eps, pdl=pdl
+        )
+    out.copy_(reference.geglu(_modulated_product(x, layer, scale, shift, eps)))
+
+
+def step(
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
+    target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
+    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pdl: bool = False,
+) -> None:  # fmt: skip
+    """Between two evaluations: final norm, output projection, Euler step, and the next evaluation's input.
+
+    actions (B, H, A) float32 += dt * velocity, unless `first`; following (B * T, W) gets actions · w_in + b_in (SiLU of
+    it if `silu`) in its last H tokens of every T, unless `last`. w_out, w_in (A, W) float32, b_out (A,), b_in (W,);
+    scale (W,): the norm multiplies by 1 + scale; shift (W,) or None. The velocity is guided towards `target` (B, H, A):
+    gain * weights ∘ (target - (actions - time * velocity)) less, weights (B, H) float32; zero changes no bit.
+    """
+    if path(x) != "reference":
+        return kernels("skinny").step(
+            x, scale, shift, w_out, b_out, actions, target, weights, w_in, b_in, following, dt=dt, time=time,
+            gain=gain, eps=eps, tokens=tokens, first=first, last=last, silu=silu, pdl=pdl,
+        )  # fmt: skip
+    batch, horizon, _ = actions.shape
+    if not first:
+        assert scale is not None
+        tail = x.view(batch, tokens, -1)[:, tokens - horizon :]
+        final = normed(tail, False, eps) * (1.0 + scale)
+        final = final if shift is None else final + shift
+        velocity = (final @ w_out.T + b_out).to(actions.dtype)
+        velocity = velocity - gain * (weights[..., None] * (target - (actions - time * velocity)))
+        actions += dt * velocity
+    if not last:
+        embedded = actions.to(w_in.dtype) @ w_in + b_in
+        embedded = F.silu(embedded) if silu else embedded
+        following.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(following.dtype)
+
+
+def _modulated_product(x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:
+    wide = torch.promote_types(torch.float32, x.dtype)
+    rstd = torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps)
+    scaled = x.to(wide) if scale is None else (x.to(wide) * (1.0 + scale)).to(x.dtype).to(wide)
+    y = scaled @ (layer.weight.to(wide) * layer.weight_scale_value).T * rstd
+    return y if shift is None else y + shift
