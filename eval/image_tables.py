@@ -1,10 +1,10 @@
-"""README's tables of image models, from what the image benchmarks store."""
+"""Tables of image models, from what the image benchmarks store."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from eval.markdown import machine, rows
+from eval.markdown import machine, machines, rows
 
 
 def autoencoders(result: dict[str, Any]) -> str:
@@ -122,7 +122,7 @@ def precisions(results: list[dict[str, Any]]) -> str:
         ])  # fmt: skip
     memory = ["weights MiB", "peak MiB", "peak ratio"]
     header = ["model", "dtype", *memory, "median ms", "speed-up", "cosine", "kept in FP32", "overflow"]
-    where = "; ".join(dict.fromkeys(machine(r) for r in results))
+    where = machines({r["model"]: r for r in results})
     return rows(header, body) + f"\nFP32 → narrow, eager both, without engines. {where}; random weights.\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -11,8 +12,26 @@ def rows(header: list[str], body: list[list[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def machine(result: dict[str, Any]) -> str:
-    """Hardware and torch of a report."""
+def machine(result: Mapping[str, Any]) -> str:
+    """Hardware, torch and commit of a report; of a run in several launches, those of the last."""
     hardware = result["hardware"]
     place = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['threads']} thread{'s' * (hardware['threads'] > 1)}"
-    return f"{place}, torch {result['software']['torch']}"
+    return f"{place}, torch {result['software']['torch']}{commit(result)}"
+
+
+def machines(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """`machine` of several reports by name; the names stand only where the reports differ."""
+    where: dict[str, list[str]] = {}
+    for name, result in results.items():
+        where.setdefault(machine(result), []).append(name)
+    if len(where) == 1:
+        return next(iter(where))
+    return "; ".join(f"{', '.join(dict.fromkeys(names))}: {place}" for place, names in where.items())
+
+
+def commit(result: Mapping[str, Any]) -> str:
+    """`, commit …` of the code that a report was made with, as short as git shows it; nothing where it is not told."""
+    git = result.get("git") or {}
+    told = git.get("commit") or result["software"].get("commit") or ""
+    changed = "+" if git.get("modified") or told.endswith("+") else ""
+    return f", commit {told[:7]}{changed}" if told else ""

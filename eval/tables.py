@@ -1,6 +1,7 @@
-"""README's tables from eval/results: `python -m eval.tables` rewrites them, `--check` fails if they are stale.
+"""Tables of README and docs/ from eval/results: `python -m eval.tables` rewrites them, `--check` fails if one is stale.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; no figure in README is typed by hand.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; no measured figure is typed by hand. The picture
+of README is drawn anew with them.
 """
 
 from __future__ import annotations
@@ -16,24 +17,29 @@ from typing import Any
 import tyro
 
 from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
-from eval.markdown import machine, rows
+from eval.latency_picture import draw
+from eval.markdown import commit, machine, machines, rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
+PICTURE = RESULTS / "latency.svg"
 TRAINING = ROOT / "vla_accel" / "assets" / "pi05_demo" / "training.json"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Rewrite the tables in README.md."""
+    """Rewrite the tables in README.md and docs/, and the picture of README."""
 
     check: bool = False
-    """Change nothing; exit with 1 if a table differs from the stored results."""
+    """Change nothing; exit with 1 if a table or the picture differs from the stored results."""
 
 
-def load(name: str) -> Any:
-    """A stored result; with a * in its name, a list of all that match. Raises FileNotFoundError if none does."""
+def load(name: str | tuple[str, ...]) -> Any:
+    """A stored result; with a * in its name, a list of all that match, and of several names, a list of theirs. Raises
+    FileNotFoundError if none matches."""
+    if isinstance(name, tuple):
+        return [load(one) for one in name]
     if "*" in name:
         paths = sorted(RESULTS.glob(f"{name}.json"))
         if not paths:
@@ -127,7 +133,24 @@ def builds(result: dict[str, Any]) -> str:
     library = ", ".join(dict.fromkeys(e["library"] for e in result["engines"]))
     through = next((e["torch_tensorrt"] for e in result["engines"] if e["torch_tensorrt"]), None)
     library += f" through torch-tensorrt {through}" if through else ""
-    return rows(header, body) + f"\n{library}, torch {result['software']['torch']}, {place}; {result['checkpoint']}.\n"
+    where = f"{library}, torch {result['software']['torch']}, {place}{commit(result)}; {result['checkpoint']}."
+    return rows(header, body) + f"\n{where}\n"
+
+
+def overview(results: list[dict[str, Any]]) -> str:
+    """Several `vla-accel bench` reports, a row a model and step count: ms of a whole call, and over the baseline's."""
+    ours = {"native-bf16": "native, BF16", "native-fp8": "prefix in FP8", "native-fp8-vision": "vision, too"}
+    body = []
+    for result in results:
+        model, found = result["model"], {(r["system"], r["steps"]): r for r in result["rows"]}
+        case = f"{model['views']} views, {model['action_horizon']} actions"
+        name = {"pi05": "π0.5", "pi0": "π0"}.get(model["kind"], model["kind"])
+        for steps in dict.fromkeys(r["steps"] for r in result["rows"]):
+            cells = [_call(found.get((system, steps))) for system in ("openpi-eager", *ours)]
+            body.append([name, f"{case}, {steps} step{'s' * (steps > 1)}", cells[0].partition(",")[0], *cells[1:]])
+    where = machines({r["model"]["kind"]: r for r in results})
+    text = "Median ms of a whole call, NumPy in to NumPy out, and how many times as fast as openpi's PyTorch code"
+    return rows(["model", "case", "openpi", *ours.values()], body) + f"\n{text}. Random weights; {where}.\n"
 
 
 def bench(result: dict[str, Any]) -> str:
@@ -250,7 +273,7 @@ def parity(results: list[dict[str, Any]]) -> str:
     cosines = ["cosine", "needed", "median", "worst"]
     flips = ["flipped", "cosine of the rest"]
     header = ["configuration", "weights", "observations", "steps", *cosines, "max error", *flips, "agrees"]
-    where = "; ".join(dict.fromkeys(machine(r) for r in results))
+    where = machines({f"{r['name']} ({r['weights']})": r for r in results})
     text = "Cosine of the final actions with FP32 eager, over all observations, of the median one and of the worst;"
     more = "largest error in the robot's units; flipped: chunks in which a command (the gripper's) fell the other way."
     return rows(header, body) + f"\n{text} {more} {where}.\n"
@@ -278,13 +301,13 @@ def paired(result: dict[str, Any]) -> str:
         ])  # fmt: skip
     reference = result["reference"]
     header = ["run", "steps", "success (95 %)", f"{reference} (95 %)", "pairs", "lost / gained", "p", "errors"]
-    machines = "; ".join(dict.fromkeys(machine(p) for p in result["policies"].values()))
+    where = machines(result["policies"])
     note = f" {result['note']}" if result.get("note") else ""
     text = (
         f"Same tasks, initial states and seeds. Lost: pairs that only {reference} won; gained: pairs that only the run "
         "did; p: McNemar's exact test, two-sided; intervals: Wilson. A pair with a crash is an error, not compared."
     )
-    return rows(header, body) + f"\n{text} {machines}; `{_command(result['command'])}`.{note}\n"
+    return rows(header, body) + f"\n{text} {where}; `{_command(result['command'])}`.{note}\n"
 
 
 def _rate(rate: dict[str, Any]) -> str:
@@ -301,18 +324,16 @@ def _command(command: str | list[str]) -> str:
 
 
 def _where(result: dict[str, Any]) -> str:
-    launch = result["launches"][-1]
-    hardware = launch["hardware"]
-    machine = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['threads']} threads"
     note = f" {result['note']}" if result.get("note") else ""
     limit = result["protocol"]["max_steps"]
     return (
-        f"{machine}; {result['episodes_s'] / 60:.0f} minutes of episodes, {limit} actions at most; "
+        f"{machine(result['launches'][-1])}; {result['episodes_s'] / 60:.0f} minutes of episodes, {limit} actions at most; "
         f"`{' '.join(result['command'])}`.{note}\n"
     )
 
 
-TABLES: dict[str, tuple[Callable[[Any], str], str]] = {
+TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
+    "overview": (overview, ("bench_pi05_h200", "bench_pi0_h200")),
     "success": (success, "libero_spatial_demo_h200"),
     "tasks": (tasks, "libero_spatial_demo_h200"),
     "training": (training, "training"),
@@ -335,8 +356,13 @@ TABLES: dict[str, tuple[Callable[[Any], str], str]] = {
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 
 
+def pages() -> list[Path]:
+    """The files that hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
 def render(text: str) -> str:
-    """README with every table made anew. Raises KeyError for a table nobody makes."""
+    """A page with every table made anew. Raises KeyError for a table nobody makes."""
 
     def replace(match: re.Match[str]) -> str:
         make, source = TABLES[match[2]]
@@ -345,16 +371,21 @@ def render(text: str) -> str:
     return _BLOCK.sub(replace, text)
 
 
+def picture() -> str:
+    """README's picture, an SVG: what a call of openpi's code and of ours costs, by component."""
+    return draw([load("bench_pi05_h200"), load("bench_pi0_h200")])
+
+
 def main(arguments: Arguments) -> int:
     """Rewrite or check; returns the exit code."""
-    path = ROOT / "README.md"
-    before = path.read_text()
-    after = render(before)
+    after = {page: render(page.read_text()) for page in pages()} | {PICTURE: picture()}
+    stale = [path for path, text in after.items() if not path.is_file() or path.read_text() != text]
     if arguments.check:
-        if before != after:
-            print("README.md: tables differ from eval/results; run `make tables`", file=sys.stderr)
-        return int(before != after)
-    path.write_text(after)
+        for path in stale:
+            print(f"{path.relative_to(ROOT)}: differs from eval/results; run `make tables`", file=sys.stderr)
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(after[path])
     return 0
 
 

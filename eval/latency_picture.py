@@ -1,0 +1,80 @@
+"""README's picture: the components of a call as stacked bars, from `vla-accel bench` reports. Plain SVG, no library.
+
+The same reports give the same bytes, so that a test can say whether the picture is stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+PARTS = {"vision": "#2b6cb0", "kv_cache": "#dd6b20", "denoise": "#38a169", "the rest": "#9aa5b1"}
+SYSTEMS = {"native-bf16": "BF16", "native-fp8": "FP8 prefix"}
+_LEFT, _WIDTH, _RIGHT = 150, 460, 250  # of the labels, the longest bar and the text behind it, in pixels
+_ROW, _GAP, _TOP = 22, 34, 40
+
+
+def draw(reports: Sequence[dict[str, Any]]) -> str:
+    """One group of bars for each model and step count, one bar for each native system, a line at its floor.
+
+    Args: `reports`: as `vla-accel bench` writes them. Returns the SVG file's text.
+    """
+    groups = [group for report in reports for group in _groups(report)]
+    longest = max(row["median_ms"] for _, _, rows in groups for row in rows)
+    scale, y, body = _WIDTH / longest, _TOP, []
+    x = _LEFT
+    for name, colour in PARTS.items():
+        body.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{colour}"/>')
+        body.append(_text(x + 17, 20, name.replace("kv_cache", "KV cache")))
+        x += 95
+    body.append(f'<path d="M{x + 6} 8v16" stroke="#1a202c" stroke-width="2"/>' + _text(x + 14, 20, "floor"))
+    for title, base, rows in groups:
+        y += 18
+        body.append(_text(8, y - 4, title, weight="bold"))
+        for row in rows:
+            body += _bar(row, base, y, scale)
+            y += _ROW
+        y += _GAP - 18
+    height, width = y, _LEFT + _WIDTH + _RIGHT
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="system-ui, sans-serif" font-size="13" fill="#1a202c">'
+    )
+    return "\n".join([head, f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *body, "</svg>\n"])
+
+
+def _groups(report: dict[str, Any]) -> list[tuple[str, dict[int, float], list[dict[str, Any]]]]:
+    """Title, openpi's median ms by step count, and the rows of our systems, for each step count."""
+    model = report["model"]
+    name = {"pi05": "π0.5", "pi0": "π0"}.get(model["kind"], model["kind"])
+    base = {r["steps"]: r["median_ms"] for r in report["rows"] if r["system"] == "openpi-eager"}
+    found = []
+    for steps in dict.fromkeys(r["steps"] for r in report["rows"]):
+        rows = [r for r in report["rows"] if r["steps"] == steps and r["system"] in SYSTEMS and r["parts_ms"]]
+        title = f"{name}, {model['views']} views, {model['action_horizon']} actions, {steps} step{'s' * (steps > 1)}"
+        if rows:
+            found.append((title, base, rows))
+    return found
+
+
+def _bar(row: dict[str, Any], base: dict[int, float], y: int, scale: float) -> list[str]:
+    whole, parts = row["median_ms"], row["parts_ms"]
+    lengths = {name: parts.get(name, 0.0) for name in ("vision", "kv_cache", "denoise")}
+    lengths["the rest"] = max(whole - sum(lengths.values()), 0.0)
+    shapes, x = [_text(_LEFT - 8, y + 13, SYSTEMS[row["system"]], anchor="end")], float(_LEFT)
+    for name, ms in lengths.items():
+        shapes.append(
+            f'<rect x="{x:.1f}" y="{y}" width="{ms * scale:.1f}" height="{_ROW - 5}" fill="{PARTS[name]}">'
+            f"<title>{escape(name)}: {ms:.2f} ms</title></rect>"
+        )
+        x += ms * scale
+    floor = row["floors_ms"].get("total")
+    if floor:
+        shapes.append(f'<path d="M{_LEFT + floor * scale:.1f} {y - 2}v{_ROW - 1}" stroke="#1a202c" stroke-width="2"/>')
+    faster = f", {base[row['steps']] / whole:.1f}× openpi" if row["steps"] in base else ""
+    return [*shapes, _text(x + 8, y + 13, f"{whole:.2f} ms, {1e3 / whole:.0f} Hz{faster}")]
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
