@@ -1,15 +1,17 @@
 # make libero   set everything up and run the main job: the bundled π0.5 in LIBERO, 3 tasks x 3 trials
 # make test     set everything up and run the tests
 # make check    lint, format and types
+# make docs     the pages of README and docs/ as a site, into site/
 
 # An active virtual environment is used; otherwise .venv is made.
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.vla_accel-installed
+DOCS_STAMP := $(VENV)/.vla_accel-docs-installed
 LIBERO_ARGS ?= --steps 3 --quick
 
-.PHONY: libero test check format setup gl tables demo-checkpoint clean
+.PHONY: libero test check format docs setup gl tables demo-checkpoint clean
 
 libero: setup gl
 	$(BIN)/python -m eval.libero $(LIBERO_ARGS)
@@ -26,7 +28,11 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# README's tables from the stored results.
+# A warning (a dead link, a name that is not there) is an error.
+docs: $(DOCS_STAMP)
+	$(BIN)/mkdocs build --strict --quiet
+
+# The tables of README and docs/ from the stored results.
 tables: setup
 	$(BIN)/python -m eval.tables
 
@@ -49,6 +55,10 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[libero,tensorrt-rtx,diffusion,dev]'
 	touch $@
 
+$(DOCS_STAMP): pyproject.toml constraints.txt | $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 # MuJoCo renders without a screen through EGL (GPU) or OSMesa (CPU); OpenCV, which the simulator imports, needs two more.
 GL_PACKAGES := libosmesa6 libgl1 libglib2.0-0
 gl:
@@ -62,4 +72,4 @@ gl:
 	fi
 
 clean:
-	rm -rf .venv runs .pytest_cache .ruff_cache
+	rm -rf .venv runs site .pytest_cache .ruff_cache

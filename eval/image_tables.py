@@ -122,7 +122,7 @@ def precisions(results: list[dict[str, Any]]) -> str:
         ])  # fmt: skip
     memory = ["weights MiB", "peak MiB", "peak ratio"]
     header = ["model", "dtype", *memory, "median ms", "speed-up", "cosine", "kept in FP32", "overflow"]
-    where = machines({r["model"]: r for r in results})
+    where = machines((r["model"], r) for r in results)
     return rows(header, body) + f"\nFP32 → narrow, eager both, without engines. {where}; random weights.\n"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -19,10 +19,10 @@ def machine(result: Mapping[str, Any]) -> str:
     return f"{place}, torch {result['software']['torch']}{commit(result)}"
 
 
-def machines(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """`machine` of several reports by name; the names stand only where the reports differ."""
+def machines(results: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """`machine` of several named reports; the names stand only where the reports differ."""
     where: dict[str, list[str]] = {}
-    for name, result in results.items():
+    for name, result in results:
         where.setdefault(machine(result), []).append(name)
     if len(where) == 1:
         return next(iter(where))

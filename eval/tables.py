@@ -148,7 +148,7 @@ def overview(results: list[dict[str, Any]]) -> str:
         for steps in dict.fromkeys(r["steps"] for r in result["rows"]):
             cells = [_call(found.get((system, steps))) for system in ("openpi-eager", *ours)]
             body.append([name, f"{case}, {steps} step{'s' * (steps > 1)}", cells[0].partition(",")[0], *cells[1:]])
-    where = machines({r["model"]["kind"]: r for r in results})
+    where = machines((r["model"]["kind"], r) for r in results)
     text = "Median ms of a whole call, NumPy in to NumPy out, and how many times as fast as openpi's PyTorch code"
     return rows(["model", "case", "openpi", *ours.values()], body) + f"\n{text}. Random weights; {where}.\n"
 
@@ -273,7 +273,7 @@ def parity(results: list[dict[str, Any]]) -> str:
     cosines = ["cosine", "needed", "median", "worst"]
     flips = ["flipped", "cosine of the rest"]
     header = ["configuration", "weights", "observations", "steps", *cosines, "max error", *flips, "agrees"]
-    where = machines({f"{r['name']} ({r['weights']})": r for r in results})
+    where = machines((f"{r['name']} ({r['weights']})", r) for r in results)
     text = "Cosine of the final actions with FP32 eager, over all observations, of the median one and of the worst;"
     more = "largest error in the robot's units; flipped: chunks in which a command (the gripper's) fell the other way."
     return rows(header, body) + f"\n{text} {more} {where}.\n"
@@ -301,7 +301,7 @@ def paired(result: dict[str, Any]) -> str:
         ])  # fmt: skip
     reference = result["reference"]
     header = ["run", "steps", "success (95 %)", f"{reference} (95 %)", "pairs", "lost / gained", "p", "errors"]
-    where = machines(result["policies"])
+    where = machines(result["policies"].items())
     note = f" {result['note']}" if result.get("note") else ""
     text = (
         f"Same tasks, initial states and seeds. Lost: pairs that only {reference} won; gained: pairs that only the run "
@@ -327,7 +327,8 @@ def _where(result: dict[str, Any]) -> str:
     note = f" {result['note']}" if result.get("note") else ""
     limit = result["protocol"]["max_steps"]
     return (
-        f"{machine(result['launches'][-1])}; {result['episodes_s'] / 60:.0f} minutes of episodes, {limit} actions at most; "
+        f"{machine(result['launches'][-1])}; {result['episodes_s'] / 60:.0f} minutes of episodes, "
+        f"{limit} actions at most; "
         f"`{' '.join(result['command'])}`.{note}\n"
     )
 

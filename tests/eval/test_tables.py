@@ -1,4 +1,4 @@
-"""README's tables are what the stored results say."""
+"""The tables of README and docs/, and README's picture, are what the stored results say."""
 
 from __future__ import annotations
 
@@ -10,15 +10,33 @@ import numpy as np
 import pytest
 
 from eval import paired, store, tables
+from eval.latency_picture import draw
+from eval.markdown import machine
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
 from vla_accel.measure.parity import Agreement, Report
 from vla_accel.measure.roofline import Ceilings, Work, floors_ms
 
 
-def test_readme_is_up_to_date() -> None:
-    text = (tables.ROOT / "README.md").read_text()
-    assert tables.render(text) == text, "README differs from eval/results: run `make tables`"
+@pytest.mark.parametrize("page", tables.pages(), ids=lambda p: p.name)
+def test_a_page_is_up_to_date(page: Path) -> None:
+    text = page.read_text()
+    assert tables.render(text) == text, f"{page.name} differs from eval/results: run `make tables`"
+
+
+def test_the_picture_is_up_to_date() -> None:
+    assert tables.PICTURE.read_text() == tables.picture(), "run `make tables`"
+
+
+def test_every_table_stands_on_a_page() -> None:
+    shown = "".join(page.read_text() for page in tables.pages())
+    assert [name for name in tables.TABLES if f"<!-- table: {name} -->" not in shown] == []
+
+
+def test_every_stored_run_is_shown() -> None:
+    sources = [s for _, source in tables.TABLES.values() for s in ((source,) if isinstance(source, str) else source)]
+    for path in tables.RESULTS.glob("*.json"):
+        assert any(path.match(f"{source}.json") for source in sources), f"no table shows {path.name}"
 
 
 def test_a_changed_result_changes_the_table() -> None:
@@ -190,10 +208,42 @@ def test_parity_reports_are_rows() -> None:
         "| native_fp8 | demo | 64 recorded | 10 | 0.999120 | 0.998 | 0.999110 | 0.999020 | 1.0e-02 | 0 | - | yes |",
         "| native | pi05 | 64 random | 10 | 0.500000 | 0.998 | 0.499990 | 0.499900 | 1.0e-02 | 0 | - | **no** |",
     ]
-    assert lines[-1].endswith("NVIDIA X, torch 2.11.0; Some CPU, 1 thread, torch 2.13.0.")
+    assert lines[-1].endswith(
+        "native_fp8 (demo), native (demo): NVIDIA X, torch 2.11.0; native (pi05): Some CPU, 1 thread, torch 2.13.0."
+    )
     drawn = {**reports[0], "draws": 8, "flipped": 3, "rest_cosine": 0.99991}
     (line,) = tables.parity([drawn]).splitlines()[2:3]
     assert " | 64 recorded × 8 | " in line and line.endswith(" | 3 | 0.999910 | yes |")
+
+
+def test_a_table_says_of_which_commit_its_runs_are() -> None:
+    reports = [parity_report(name, 0.9999) for name in ("native", "native_fp8")]
+    for report, commit in zip(reports, ("0123456789ab", "fedcba987654+"), strict=True):
+        report["software"] = {**report["software"], "commit": commit}
+    assert tables.parity(reports[:1]).endswith("NVIDIA X, torch 2.11.0, commit 0123456.\n")
+    assert tables.parity(reports).endswith(
+        "native (demo): NVIDIA X, torch 2.11.0, commit 0123456; "
+        "native_fp8 (demo): NVIDIA X, torch 2.11.0, commit fedcba9+.\n"
+    )
+    launched = {**GPU, "git": {"commit": "abcdef0123", "modified": True}}
+    assert machine(launched) == "NVIDIA X, torch 2.11.0, commit abcdef0+"
+
+
+def test_the_overview_has_a_row_a_model_and_step_count() -> None:
+    lines = tables.overview([bench_report(Ceilings(1e15, 2e15, 4e12))]).splitlines()
+    assert lines[2] == "| π0.5 | 2 views, 10 actions, 10 steps | 60.00 | 14.00, 4.3× | - | - |"
+    assert lines[3] == "| π0.5 | 2 views, 10 actions, 1 step | 51.00 | 5.00, 10.2× | - | - |"
+    assert lines[-1].endswith("Random weights; NVIDIA X, torch 2.11.0.")
+
+
+def test_the_picture_shows_what_the_report_says() -> None:
+    report = bench_report(Ceilings(1e15, 2e15, 4e12))
+    before = draw([report])
+    assert "π0.5, 2 views, 10 actions, 10 steps" in before and "14.00 ms, 71 Hz, 4.3× openpi" in before
+    assert before.count("<title>kv_cache: 3.00 ms</title>") == 2, "one bar a step count"
+    assert before == draw([report]), "the same bytes each time"
+    report["rows"][0]["parts_ms"]["kv_cache"] = 3.5
+    assert "<title>kv_cache: 3.50 ms</title>" in draw([report])
 
 
 def test_several_stored_results_make_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,218 @@
+"""Every command that a page shows is run here, in a folder of its own, or, where that cannot be, looked up.
+
+A command that runs may be given fewer calls and smaller files (`SMALLER`); one that does not run stands in `LOOKED_UP`
+with the reason. What is looked up must exist: the command, each of its options, the files of this repository.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import runpy
+import shlex
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.pages import PAGES, ROOT, Command, commands, inline_commands, unfenced
+from vla_accel.cli import COMMANDS, main
+from vla_accel.config import load_config
+from vla_accel.measure.recording import save_observations
+from vla_accel.policy import OptimizedPolicy
+
+SHOWN = list(dict.fromkeys(command for page in PAGES for command in commands(page)))
+"""Every command of every page, once for each page."""
+
+INSTALLS, MINUTES, SERVES = "it installs packages", "it takes minutes", "it runs until it is stopped"
+OTHERS, FILES = "it needs another project's environment", "it needs weights or engines that are not here"
+LOOKED_UP: dict[str, str] = {
+    "make": "tests/docs/test_commands.py looks the targets up; CI runs them",
+    "python3.11 -m venv": INSTALLS,
+    "../": OTHERS,
+    "pip install": INSTALLS,
+    "python -m pytest": "it would run the tests within a test",
+    "python tests/": MINUTES,
+    "vla-accel serve": f"{SERVES}; tests/cli/test_cli_serve.py starts it",
+    "vla-accel convert": f"{FILES}; tests/checkpoints/test_convert.py runs it",
+    "vla-accel inspect": f"{FILES}; tests/engines runs it",
+    "vla-accel bench --model": f"{MINUTES}: models of the published size",
+    "vla-accel bench --output": f"{MINUTES}: models of the published size",
+    "vla-accel build-vae": f"{FILES}; tests/diffusion runs it",
+    "vla-accel build-unet": f"{FILES}; tests/diffusion runs it",
+    "python -m eval.libero --": f"{MINUTES}; tests/eval plays episodes",
+    "python -m eval.store": "it writes into this repository; tests/eval/test_tables.py runs its parts",
+}
+"""Beginnings of commands that are not run, and why."""
+
+SMALLER: dict[str, str] = {
+    "vla-accel build ": "--dry-run",
+    "vla-accel parity ": "--count 2 --draws 1 --num-steps 2",
+    "vla-accel calibrate ": "--limit 2 --output .",
+    "vla-accel txt2img ": "--steps 2 --height 64 --width 64",
+    "vla-accel img2img ": "--steps 2 --height 64 --width 64",
+    "vla-accel bench-vae ": "--sizes 64x64 --rounds 1",
+    "vla-accel bench-unet ": "--sd-dir tiny-random --systems eager-fp32 native --size 64 --steps 2 --rounds 1 "
+    "--unet-rounds 1 --dtype fp32",
+    "vla-accel bench-qwen ": "--tiny --size 64 --steps 1 --layers 1 --rounds 1 --transformer native",
+    "vla-accel precision ": "--calls 1 --size 64",
+}
+"""Beginnings of commands that are run with these words, too."""
+
+INSTEAD = {
+    "path/to/checkpoint": str(ROOT / "vla_accel/assets/pi05_demo"),
+    "configs/": f"{ROOT / 'configs'}/",
+    "stable-diffusion-v1-4": "tiny-random",
+    " qwen-vae": " tiny-qwen-vae",
+    " sd-unet": " tiny-sd-unet",
+}
+"""What stands for a reader's own files or for large models, and what a test has in their place."""
+
+
+def looked_up(command: Command) -> str | None:
+    """Why a command is not run; None where it is."""
+    return next((why for start, why in LOOKED_UP.items() if command.line.startswith(start)), None)
+
+
+RUN = list({command.line: command for command in SHOWN if looked_up(command) is None}.values())
+"""Each once, however many pages show it."""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the small files that the pages name."""
+    folder = tmp_path_factory.mktemp("docs")
+    policy = OptimizedPolicy.from_pretrained("demo", device="cpu", num_steps=1)
+    rng = np.random.default_rng(0)
+    observations = [{**policy.processor.example(), "observation/state": rng.normal(size=8) * 0.1} for _ in range(2)]
+    for place in (folder, folder / "runs" / "demo"):
+        save_observations(observations, place / "observations.npz")
+    write_png(folder / "sketch.png")
+    run = json.loads((ROOT / "eval/results/libero_spatial_quick_cpu.json").read_text())
+    for name in ("eager", "native", "native_fp8"):
+        for place in (folder, folder / "runs"):
+            (place / f"{name}.json").write_text(json.dumps(run))
+    return folder
+
+
+def write_png(path: Path) -> None:
+    with contextlib.suppress(ImportError):  # without pillow, the commands that read it are skipped
+        from PIL import Image
+
+        Image.new("RGB", (64, 64), "teal").save(path)
+
+
+NEEDS = {
+    "calibrate": ["modelopt"],
+    "build": ["tensorrt_rtx", "onnx"],
+    **{name: ["diffusers", "PIL"] for name in ("txt2img", "img2img", "bench-vae", "bench-unet", "bench-qwen")},
+    "precision": ["diffusers"],
+}
+"""Command to the optional packages that it cannot do without."""
+
+
+@pytest.mark.parametrize("command", RUN, ids=lambda c: f"{c.page}: {c.line}")
+def test_a_command_runs(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
+    line = command.line
+    for theirs, ours in INSTEAD.items():
+        line = line.replace(theirs, ours)
+    words = shlex.split(line)
+    words += next((more.split() for start, more in SMALLER.items() if command.line.startswith(start)), [])
+    for package in NEEDS.get(words[1], []):
+        pytest.importorskip(package, exc_type=ImportError)
+    assert run(words) == 0
+
+
+def run(words: list[str]) -> int:
+    """A command of ours within this process: `vla-accel …` or `python -m …`; its exit status."""
+    if words[0] == "vla-accel":
+        with contextlib.suppress(SystemExit):
+            return main(words[1:])
+        return 2
+    assert words[:2] == ["python", "-m"], f"neither run nor in LOOKED_UP: {' '.join(words)}"
+    before, sys.argv = sys.argv, words[2:]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the module was imported before: it is run anew
+            runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    finally:
+        sys.argv = before
+    return 0
+
+
+@pytest.mark.parametrize("command", [c for c in SHOWN if looked_up(c)], ids=lambda c: f"{c.page}: {c.line}")
+def test_a_command_that_is_not_run_exists(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    check(command.line, capsys)
+
+
+@pytest.mark.parametrize(
+    "command", [c for page in PAGES for c in inline_commands(page)], ids=lambda c: f"{c.page}: {c.line}"
+)
+def test_a_command_in_the_text_exists(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    check(command.line, capsys)
+
+
+def check(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The program, its options and this repository's files in a command are there."""
+    words = shlex.split(line)
+    for file in re.findall(r"(?<![\w/.])((?:configs|eval|tests)/[\w/.-]+\.(?:yaml|py))", line):
+        assert (ROOT / file).exists(), file
+    if words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets
+        return
+    if words[0] == "vla-accel":
+        if words[1:] in (["COMMAND", "--help"], ["--version"]):
+            return
+        assert words[1] in COMMANDS, words[1]
+        help_of = [words[1], "--help"]
+        with pytest.raises(SystemExit) as stopped:
+            main(help_of)
+        assert stopped.value.code == 0
+    elif words[:2] == ["python", "-m"] and words[2].startswith("eval"):
+        path = ROOT / words[2].replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), words[2]
+        if not any(w.startswith("--") for w in words):
+            return
+        assert run([*words[:3], "--help"]) == 0
+    else:
+        extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+        assert set(re.findall(r"(?:\.|vla_accel)\[([\w-]+)\]", line)) <= set(extras)
+        return
+    text = capsys.readouterr().out
+    for option in (w.partition("=")[0] for w in words if w.startswith("--")):
+        assert re.search(rf"{option}\b", text), f"{' '.join(words[:3])} has no {option}"
+
+
+def test_every_reason_is_needed() -> None:
+    for start in (*LOOKED_UP, *SMALLER):
+        assert any(command.line.startswith(start) for command in SHOWN), f"no page shows {start!r}"
+
+
+def test_no_command_stands_outside_a_fence() -> None:
+    assert {page.name: found for page in PAGES if (found := unfenced(page))} == {}
+
+
+def test_every_command_has_its_line() -> None:
+    text = (ROOT / "docs/commands.md").read_text()
+    named = [
+        name
+        for line in text.splitlines()
+        if line.startswith("| `")
+        for name in re.findall("`([^`]+)`", line.split("|")[1])
+    ]
+    assert sorted(n for n in named if not n.startswith("python")) == sorted(COMMANDS)
+
+
+def test_every_configuration_is_described() -> None:
+    text = (ROOT / "docs/engines.md").read_text()
+    for path in (ROOT / "configs").iterdir():
+        load_config(path)
+        assert f"`{path.stem}`" in text or f"`{path.name}`" in text, path.name
