@@ -36,11 +36,13 @@ LOOKED_UP: dict[str, str] = {
     "pip install": INSTALLS,
     "python -m pytest": "it would run the tests within a test",
     "python tests/": MINUTES,
+    "python -m tests.": MINUTES,
     "vla-accel serve": f"{SERVES}; tests/cli/test_cli_serve.py starts it",
     "vla-accel convert": f"{FILES}; tests/checkpoints/test_convert.py runs it",
     "vla-accel inspect": f"{FILES}; tests/engines runs it",
     "vla-accel bench --model": f"{MINUTES}: models of the published size",
     "vla-accel bench --output": f"{MINUTES}: models of the published size",
+    "vla-accel parity configs/native_fp8.yaml": "it needs a GPU: a CPU's policy is in FP32",
     "vla-accel build-vae": f"{FILES}; tests/diffusion runs it",
     "vla-accel build-unet": f"{FILES}; tests/diffusion runs it",
     "python -m eval.libero --": f"{MINUTES}; tests/eval plays episodes",
@@ -114,7 +116,16 @@ NEEDS = {
 """Command to the optional packages that it cannot do without."""
 
 
-@pytest.mark.parametrize("command", RUN, ids=lambda c: f"{c.page}: {c.line}")
+SLOW = ("calibrate", "parity configs/native.yaml --obs", "txt2img", "img2img", "bench-", "precision")
+"""Beginnings of commands of `vla-accel` that take more than a few seconds even so."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[pytest.mark.slow] if c.line.startswith(tuple(f"vla-accel {s}" for s in SLOW)) else [])
+     for c in RUN],
+    ids=lambda c: f"{c.page}: {c.line}",
+)  # fmt: skip
 def test_a_command_runs(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
