@@ -116,7 +116,7 @@ NEEDS = {
 """Command to the optional packages that it cannot do without."""
 
 
-SLOW = ("calibrate", "parity configs/native.yaml --obs", "txt2img", "img2img", "bench-", "precision")
+SLOW = ("doctor --json", "calibrate", "parity configs/native.yaml --obs", "txt2img", "img2img", "bench-", "precision")
 """Beginnings of commands of `vla-accel` that take more than a few seconds even so."""
 
 
