@@ -10,7 +10,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from vla_accel.errors import ConfigError
 
 Precision = Literal["auto", "fp32", "bf16"]
-EngineName = Literal["eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
+EngineName = Literal["auto", "eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
 EnginePrecision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 Attention = Literal["own", "sdpa", "flash_attn", "fastest"]
 Schedule = Literal["zeros", "ones", "linear", "exp"]
@@ -68,20 +68,23 @@ class TensorrtOptions:
 class EngineSpec:
     """Which engine a component gets.
 
-    `engine`: the engine asked for. `fallback`: engines to try, in order, if it cannot be built; empty means that
-    failing to build is an error. `precision`: of the large products inside the engine; "auto" is the policy's.
+    `engine`: the engine asked for; "auto" takes the fastest one that loses nothing on this machine (`engines.auto`).
+    `fallback`: engines to try, in order, if it cannot be built; empty means that failing to build is an error; "auto"
+    steps down by itself. `precision`: of the large products inside the engine; "auto" is the policy's.
     `attention`: of the native engine's vision and kv_cache: its own kernels, torch's SDPA, flash-attn, or the one that
     is measured to be the fastest when the engine is built. `tensorrt`: options of the TensorRT engines.
     """
 
-    engine: EngineName = "eager"
+    engine: EngineName = "auto"
     fallback: tuple[EngineName, ...] = ()
     precision: EnginePrecision = "auto"
     attention: Attention = "own"
     tensorrt: TensorrtOptions = field(default_factory=TensorrtOptions)
 
     def __post_init__(self) -> None:
-        if self.attention != "own" and "native" not in (self.engine, *self.fallback):
+        if "auto" in self.fallback or (self.engine == "auto" and self.fallback):
+            raise ConfigError(f"fallback: engine auto steps down by itself, got {self.engine} with {self.fallback}")
+        if self.attention != "own" and not {"auto", "native"} & {self.engine, *self.fallback}:
             raise ConfigError(f"attention: only the native engine has a choice, got {self.attention} for {self.engine}")
 
 
@@ -141,7 +144,9 @@ class PolicyConfig:
     whole call into one graph where every engine allows it. `pipeline_memory_gib`: device memory for the buffers and
     graphs of all shapes together; the least recently used go first. `preset`: the robot's conventions (a name of
     `vla_accel.transforms.robots` or a YAML file), by default decided from the checkpoint. `checkpoint`: what the
-    checkpoint does not say of itself. `rtc`: how a call that brings the previous chunk is guided by it.
+    checkpoint does not say of itself. `rtc`: how a call that brings the previous chunk is guided by it. `warm_up`:
+    prompts whose engines are built when the policy is loaded, besides those of an ordinary one. `vision`, `kv_cache`,
+    `denoise`: engines of components of these names; `engines`: of any component, by name.
     """
 
     num_steps: int = 10
@@ -155,9 +160,11 @@ class PolicyConfig:
     preset: str | None = None
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     rtc: RtcConfig = field(default_factory=RtcConfig)
+    warm_up: tuple[str, ...] = ()
     vision: EngineSpec = field(default_factory=EngineSpec)
     kv_cache: EngineSpec = field(default_factory=EngineSpec)
     denoise: EngineSpec = field(default_factory=EngineSpec)
+    engines: Mapping[str, EngineSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_steps, int) or isinstance(self.num_steps, bool):
@@ -165,11 +172,26 @@ class PolicyConfig:
         if self.num_steps < 1:
             raise ConfigError(f"num_steps: expected at least 1, got {self.num_steps}")
 
-    @property
-    def pads_prompts(self) -> bool:
-        """Whether prompts are padded and engines take lengths: where the native engine runs a part that reads the
-        prompt, or may have to step in for another. All parts must agree, and so must engines built ahead of time."""
-        return any("native" in (spec.engine, *spec.fallback) for spec in (self.kv_cache, self.denoise))
+    def specs(self, parts: Sequence[str]) -> dict[str, EngineSpec]:
+        """The engine of each component of a model, `parts`. Raises ConfigError for a component that it lacks."""
+        given = {name: getattr(self, name) for name in _FIELDS if getattr(self, name) != EngineSpec()}
+        twice = sorted(given.keys() & self.engines.keys())
+        if twice:
+            raise ConfigError(f"engines.{twice[0]}: given twice, as {twice[0]}, too")
+        given |= self.engines
+        unknown = [name for name in given if name not in parts]
+        if unknown:
+            raise ConfigError(f"{unknown[0]}: the model has no such component; it has {', '.join(parts)}")
+        return {name: given.get(name, EngineSpec()) for name in parts}
+
+    def with_specs(self, specs: Mapping[str, EngineSpec]) -> PolicyConfig:
+        """This configuration with these engines and no others."""
+        fields: dict[str, Any] = {name: specs.get(name, EngineSpec()) for name in _FIELDS}
+        rest = {name: spec for name, spec in specs.items() if name not in _FIELDS}
+        return dataclasses.replace(self, **fields, engines=rest)
+
+
+_FIELDS = ("vision", "kv_cache", "denoise")
 
 
 def load_config(source: str | Path | Mapping[str, Any] | PolicyConfig | None) -> PolicyConfig:
@@ -252,6 +274,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             return None
         inner = [a for a in arguments if a is not type(None)]
         return _convert(inner[0], value, where)
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: expected a mapping, got {value!r}")
+        return {str(k): _convert(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{where}: expected a list, got {value!r}")

@@ -13,7 +13,8 @@ _log = logging.getLogger("vla_accel")
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One component's engine. `reason` is empty when the engine asked for was built."""
+    """One component's engine. `reason` is empty when the engine asked for was built; where "auto" was asked for, it
+    says why this one, which is no fallback."""
 
     component: str
     requested: str
@@ -23,7 +24,7 @@ class LedgerEntry:
 
     @property
     def fell_back(self) -> bool:
-        return self.requested != self.used
+        return self.requested not in (self.used, "auto")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What figures were measured on and with: machine, driver, versions, commit."""
+"""The machine: which device is meant, and what figures were measured on and with (driver, versions, commit)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,23 @@ from typing import Any
 
 import torch
 
+from vla_accel.errors import ConfigError
 from vla_accel.ops.gpu import Gpu
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that a configuration or a command names; "auto" is the GPU if there is one. Raises ConfigError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device: {name!r} was asked for, but torch {torch.__version__} sees no CUDA GPU")
+    return device
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -19,16 +19,16 @@ from safetensors.torch import load_file
 from tests.support.jax_dialect import jax_shapes, jax_tree
 from tests.support.openpi_dialect import EMBED_TOKENS, LM_HEAD, ROOT, TOWER, to_openpi
 from tests.support.tiny import random_state, tiny_config
-from vla_accel.checkpoints.checkpoint import load_checkpoint
 from vla_accel.checkpoints.convert import ParameterTree, convert
 from vla_accel.checkpoints.dialects import Stated, infer_config
 from vla_accel.checkpoints.jax_layout import targets
 from vla_accel.checkpoints.orbax import OrbaxParameters
+from vla_accel.checkpoints.pi0 import load_checkpoint
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.cli.convert import main, table
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError
 from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0 import PRESETS, Kind, Pi0Config
+from vla_accel.models.pi0 import SIZES, Kind, Pi0Config
 from vla_accel.models.siglip import SiglipConfig
 
 KINDS: tuple[Kind, ...] = ("pi0", "pi05")
@@ -245,7 +245,7 @@ def test_several_key_heads_keep_their_order() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_published_size(kind: Kind) -> None:
     """Real names and shapes: 3.2 billion numbers, none of them made."""
-    config = PRESETS[kind](action_horizon=10)
+    config = SIZES[kind](action_horizon=10)
     places = targets(jax_shapes(config), "published")
     shapes = {t.name: t.shape for t in places}
     assert infer_config(shapes, "", Stated(action_horizon=10, variants=("gemma_2b", "gemma_300m")), "x") == config

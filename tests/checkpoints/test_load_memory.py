@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 from vla_accel.config import from_mapping
 import rich.progress, safetensors
-from vla_accel.checkpoints.checkpoint import load_checkpoint, load_tensors
+from vla_accel.checkpoints.pi0 import load_checkpoint, load_tensors
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi05_demo
 
 SMALL = pi05_demo(vocab_size=8)

@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 from tests.support.openpi_dialect import EMBED_TOKENS, LM_HEAD, ROOT, openpi_names, to_openpi
 from tests.support.tiny import TOKENIZER, random_state, statistics, tiny_config, tiny_observation, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.checkpoint import check_weights
 from vla_accel.checkpoints.dialects import DEAD, Stated, infer_config
 from vla_accel.checkpoints.loading import find, load
+from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import CheckpointSpec, load_config
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError
 from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0 import PRESETS as MODELS
-from vla_accel.models.pi0 import Kind, Pi0, Pi0Config
+from vla_accel.models.network import Network
+from vla_accel.models.pi0 import SIZES, Kind, Pi0, Pi0Config
 from vla_accel.models.siglip import SiglipConfig
 from vla_accel.transforms.robots import PRESETS
 
@@ -131,7 +131,7 @@ def write_lerobot(folder: Path, kind: Kind, change: Callable[[dict[str, Any]], N
     return made
 
 
-def same_weights(model: Pi0, config: Pi0Config) -> None:
+def same_weights(model: Network, config: Pi0Config) -> None:
     state = random_state(config)
     assert model.config == config
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
@@ -143,7 +143,8 @@ def same_weights(model: Pi0, config: Pi0Config) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_openpi_folder(tmp_path: Path, kind: Kind) -> None:
     made = write_openpi(tmp_path, kind)
-    model, processor = load(tmp_path)
+    checkpoint = load(tmp_path)
+    model, processor = checkpoint.model, checkpoint.processor
     same_weights(model, made)
     # pi05_libero was trained without the state in its prompt, pi0_libero with one more delta.
     assert not processor.discrete_state
@@ -166,7 +167,7 @@ def test_an_openpi_folder_acts(tmp_path: Path, kind: Kind) -> None:
 
 def test_dtypes_are_those_of_the_policy(tmp_path: Path) -> None:
     made = write_openpi(tmp_path, "pi05")
-    model, _ = load(tmp_path, dtype=torch.bfloat16)
+    model = load(tmp_path, dtype=torch.bfloat16).model
     expected = Pi0(made)
     expected.load_state_dict(random_state(made))
     expected = expected.to_compute_dtype(torch.bfloat16).state_dict()
@@ -182,26 +183,43 @@ def test_dtypes_are_those_of_the_policy(tmp_path: Path) -> None:
         ("trossen", "pi0", "aloha", False),
         ("trossen", "pi05", "aloha", True),
         ("lerobot/aloha_sim_transfer_cube_human", "pi0", "aloha_sim", False),
-        ("someone/robot", "pi05", "libero", False),
     ],
 )
 def test_the_asset_decides_the_preset(tmp_path: Path, asset: str, kind: Kind, preset: str, discrete: bool) -> None:
     write_openpi(tmp_path, kind, asset)
-    _, processor = load(tmp_path)
+    processor = load(tmp_path).processor
     assert (processor.preset, processor.discrete_state) == (PRESETS[preset], discrete)
+
+
+def test_an_asset_of_no_known_robot_needs_a_preset(tmp_path: Path) -> None:
+    """LIBERO's conventions on another robot's statistics would act, and act wrongly."""
+    write_openpi(tmp_path, "pi05", "someone/robot")
+    with pytest.raises(
+        CheckpointError,
+        match=r"statistics of physical-int.*, got assets/someone/robot: .* as preset:",
+    ):
+        load(tmp_path)
+    assert load(tmp_path, PolicyConfig(preset="droid")).processor.preset == PRESETS["droid"]
+    write_openpi(tmp_path, "pi05", "someone/robot", preset="aloha")
+    assert load(tmp_path).processor.preset == PRESETS["aloha"], "a converted folder says it itself"
+    (tmp_path / "assets" / "someone" / "robot" / "norm_stats.json").rename(tmp_path / "norm_stats.json")
+    write_openpi(tmp_path / "other", "pi05")
+    (tmp_path / "other" / "config.json").rename(tmp_path / "config.json")
+    assert load(tmp_path).processor.preset == PRESETS["libero"], "statistics beside the weights are LIBERO's"
 
 
 def test_settings_go_before_the_checkpoint(tmp_path: Path) -> None:
     write_openpi(tmp_path, "pi05", max_token_len=90, preset="droid")
-    _, processor = load(tmp_path)
+    processor = load(tmp_path).processor
     assert (processor.preset, processor.max_token_len, processor.discrete_state) == (PRESETS["droid"], 90, True)
     spec = CheckpointSpec(action_horizon=7, max_token_len=60, discrete_state_input=False)
-    model, processor = load(tmp_path, PolicyConfig(preset="libero", checkpoint=spec, default_prompt="pick"))
+    checkpoint = load(tmp_path, PolicyConfig(preset="libero", checkpoint=spec, default_prompt="pick"))
+    model, processor = checkpoint.model, checkpoint.processor
     assert (model.config.action_horizon, processor.max_token_len, processor.discrete_state) == (7, 60, False)
     assert (processor.preset, processor.default_prompt) == (PRESETS["libero"], "pick")
     path = tmp_path / "mine.yaml"
     path.write_text("base: libero\ndelta_actions: [2]\n")
-    assert load(tmp_path, PolicyConfig(preset=str(path)))[1].preset.delta_actions == (2,)
+    assert load(tmp_path, PolicyConfig(preset=str(path))).processor.preset.delta_actions == (2,)
     assert load_config({"checkpoint": {"asset_id": "droid"}}).checkpoint.asset_id == "droid"
     with pytest.raises(ConfigError, match=r"checkpoint\.action_horizon: expected at least 1, got 0"):
         CheckpointSpec(action_horizon=0)
@@ -214,7 +232,7 @@ def test_statistics_of_several_robots(tmp_path: Path) -> None:
         CheckpointError, match=r"found physical-intelligence/libero, trossen: choose one as checkpoint\.asset_id"
     ):
         load(tmp_path)
-    _, processor = load(tmp_path, PolicyConfig(checkpoint=CheckpointSpec(asset_id="trossen")))
+    processor = load(tmp_path, PolicyConfig(checkpoint=CheckpointSpec(asset_id="trossen"))).processor
     assert processor.preset == PRESETS["aloha"]
     with pytest.raises(
         CheckpointError, match=r"expected droid/norm_stats\.json, found physical-intelligence/libero, tro"
@@ -248,7 +266,7 @@ def test_a_folder_without_config_needs_only_the_horizon(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     with pytest.raises(CheckpointError, match="action_horizon"):
         load(tmp_path)
-    model, _ = load(tmp_path, PolicyConfig(checkpoint=CheckpointSpec(action_horizon=5)))
+    model = load(tmp_path, PolicyConfig(checkpoint=CheckpointSpec(action_horizon=5))).model
     same_weights(model, made)
 
 
@@ -287,7 +305,7 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     made = write_openpi(tmp_path, "pi05")
     shard(tmp_path)
     save_file({"old": torch.zeros(1)}, tmp_path / "model-old.safetensors")  # not in the index
-    same_weights(load(tmp_path)[0], made)
+    same_weights(load(tmp_path).model, made)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +343,8 @@ def test_a_lerobot_folder(tmp_path: Path, kind: Kind, embedding: str) -> None:
     if embedding == "table":
         del state[head]
     save_file(state, tmp_path / "model.safetensors")
-    model, processor = load(tmp_path)
+    checkpoint = load(tmp_path)
+    model, processor = checkpoint.model, checkpoint.processor
     same_weights(model, made)
     assert processor.preset == replace(PRESETS["libero"], resize="bilinear", discrete_state_input=None)
     assert (processor.discrete_state, processor.prompt_state_dim) == (kind == "pi05", 16)
@@ -334,7 +353,7 @@ def test_a_lerobot_folder(tmp_path: Path, kind: Kind, embedding: str) -> None:
 def test_lerobots_state_fills_the_prompt(tmp_path: Path) -> None:
     """The state is padded before it is put into words: zeros are bin 128."""
     write_lerobot(tmp_path, "pi05")
-    _, processor = load(tmp_path)
+    processor = load(tmp_path).processor
     asked: list[str] = []
 
     class Spy:
@@ -371,7 +390,7 @@ def test_lerobots_scaling_by_hand(tmp_path: Path, mode: str) -> None:
             load(tmp_path)
         return
     write_lerobot(tmp_path, "pi0", edit_modes(mode))
-    _, processor = load(tmp_path)
+    processor = load(tmp_path).processor
     table = {k: {n: np.array(v, np.float32).astype(np.float64) for n, v in d.items()} for k, d in statistics().items()}
     raw = np.float32(tiny_observation()["observation/state"]).astype(np.float64)
     s, a = table["state"], table["actions"]
@@ -397,12 +416,12 @@ def test_other_robots_keep_lerobots_keys(tmp_path: Path) -> None:
         files["policy_preprocessor"]["steps"][0]["config"]["rename_map"] = rename
 
     write_lerobot(tmp_path, "pi05", change)
-    _, processor = load(tmp_path)
+    processor = load(tmp_path).processor
     assert processor.preset.images == ("observation.images.image", "observation.images.hand")
     picture = np.zeros((28, 28, 3), np.uint8)
     observation = {"observation.images.hand": picture, "observation.state": np.zeros(8), "task": "pick up the bowl"}
     assert processor.prepare(observation).images[0].shape == (28, 28, 3)
-    _, chosen = load(tmp_path, PolicyConfig(preset="libero"))
+    chosen = load(tmp_path, PolicyConfig(preset="libero")).processor
     assert (chosen.preset.images, chosen.preset.resize) == (PRESETS["libero"].images, "bilinear")
 
 
@@ -506,7 +525,7 @@ def shapes_of(config: Pi0Config, prefix: str, without: str = "", extra: str = ""
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_the_published_size(kind: Kind, prefix: str) -> None:
-    config = MODELS[kind](action_horizon=10)
+    config = SIZES[kind](action_horizon=10)
     weights = shapes_of(config, prefix)
     stated = Stated(kind=kind, action_dim=32, action_horizon=10, image_size=224, variants=("gemma_2b", "gemma_300m"))
     assert infer_config(weights.shapes, prefix, stated, "x") == config
@@ -516,7 +535,7 @@ def test_the_published_size(kind: Kind, prefix: str) -> None:
     assert sum(int(np.prod(weights.shapes[n])) for n in used) == {"pi0": 3_238_046_480, "pi05": 3_353_431_824}[kind]
     other: Kind = "pi0" if kind == "pi05" else "pi05"
     with pytest.raises(CheckpointError, match=rf"does not fit {other}: \d+ missing: .*left over: "):
-        check_weights(weights, MODELS[other](action_horizon=10), "x")
+        check_weights(weights, SIZES[other](action_horizon=10), "x")
 
 
 def test_weights_of_both_kinds_are_neither() -> None:
@@ -545,7 +564,9 @@ def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub(fetch))
     made = write_lerobot(tmp_path, "pi05")
-    same_weights(load("lerobot/pi05_libero_finetuned")[0], made)
+    found = load("lerobot/pi05_libero_finetuned")
+    same_weights(found.model, made)
+    assert (found.folder, found.family.name) == (tmp_path, "pi05")
     assert asked[0][0] == "lerobot/pi05_libero_finetuned"
     assert not any("bin" in p or "pt" in p.split(".")[-1:] for p in asked[0][1]), "no pickle is fetched"
 
@@ -574,7 +595,8 @@ def test_names_that_are_neither(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_our_own_folder(tmp_path: Path) -> None:
     config = write_tiny_checkpoint(tmp_path, "pi0")
-    model, processor = load(tmp_path)
+    checkpoint = load(tmp_path)
+    model, processor = checkpoint.model, checkpoint.processor
     assert model.config == config and processor.preset == PRESETS["libero"]
     with pytest.raises(ConfigError, match="preset: 14 state or action dimensions do not fit a model of 8"):
         table = {n: {k: [1.0] * 14 for k in d} for n, d in statistics().items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from vla_accel.config import load_config
 from vla_accel.engines import torch_tensorrt_versions
 from vla_accel.engines.tensorrt_plan import obtain
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.measure.synthetic import calibrate_on_noise
+from vla_accel.models.family import sized
 from vla_accel.policy import ahead_of_time as building
-from vla_accel.policy.ahead_of_time import Shapes, sized_model
 
 pytestmark = pytest.mark.tensorrt
 CONFIG = """# test
@@ -107,12 +109,12 @@ def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(config: Path, checkp
     cache = tmp_path / "engines"
     assert run("build", config, "--checkpoint", checkpoint, "--cache", cache, "--target", "sm89", "--no-verify") == 0
     settings = load_config(config)
-    model, _ = load(checkpoint, settings, dtype=torch.bfloat16)
-    todo = building.jobs(model, settings, Shapes(views=1, tokens=3), [(8, 9)], None)
+    found = load(checkpoint, settings, dtype=torch.bfloat16)
+    inputs = found.processor.prepare(found.processor.example())
+    small = replace(inputs, images=inputs.images[:1], tokens=inputs.tokens[:3])
+    todo = building.jobs(found, settings, [(8, 9)], small)
     for job in todo:
-        spec = building.dataclasses.replace(
-            job.spec, tensorrt=building.dataclasses.replace(job.spec.tensorrt, cache=str(cache))
-        )
+        spec = replace(job.spec, tensorrt=replace(job.spec.tensorrt, cache=str(cache)))
         body = building.body_of(job.component)
         assert not obtain(body, spec, load_library("tensorrt_rtx"), [(8, 9)], device=torch.device("cpu")).built
 
@@ -120,7 +122,11 @@ def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(config: Path, checkp
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("vision: eager", (), r"nothing to build: the configuration names no TensorRT engine \(vision eager,"),
+        (
+            "vision: eager",
+            (),
+            r"nothing to build: .* names no TensorRT engine \(vision eager, kv_cache auto",
+        ),
         (CONFIG, ("--target", "ada"), "target: expected a compute capability like sm89 or 8.9, got 'ada'"),
         (CONFIG, ("--target", "sm90"), "TensorRT-RTX does not run on compute capability 9.0; it runs on 7.5,"),
         (CONFIG, (), "there is no GPU to build for; name the GPUs, as in --target sm89,sm120"),
@@ -188,18 +194,21 @@ def test_an_interrupted_build_keeps_what_is_whole(
     assert [r["built"] for r in last_line(capsys)["engines"]] == [False, True]
 
 
-def test_sized_models_for_measuring(tmp_path: Path) -> None:
-    model = sized_model("pi05_demo", torch.bfloat16, torch.device("cpu"), depth=1)
+def test_sized_models_for_measuring() -> None:
+    family, size = sized("pi05_demo")
+    model: Any = family.random(family.shallow(size(), 1), seed=0, device="cpu", dtype=torch.bfloat16)
     assert (len(model.prefix.layers), len(model.expert.layers), len(model.vision.layers)) == (1, 1, 5)
     assert all(bool(p.isfinite().all()) and float(p.float().abs().max()) > 0 for p in model.parameters())
     assert model.dtype == torch.bfloat16 and model.action_in_proj.weight.dtype == torch.float32
-    with pytest.raises(ConfigError):
-        sized_model("pi05_demo2", torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="random: expected one of pi0, pi05, pi05_demo, got 'pi05_demo2'"):
+        sized("pi05_demo2")
 
 
 def test_scales_of_random_weights_are_of_these() -> None:
-    model = sized_model("pi05_demo", torch.float32, torch.device("cpu"), depth=2)
-    scales = building.random_scales(model)
+    family, size = sized("pi05_demo")
+    sizes = family.shallow(size(), 2)
+    model = family.random(sizes, seed=0, device="cpu", dtype=torch.float32)
+    scales = calibrate_on_noise(family, model, family.stand_in(sizes, 2), count=1)
     assert {f"prefix.layers.0.{n}" for n in ("gate_up_proj", "down_proj")} <= set(scales.amax)
     assert scales.why_not(model) is None
 

@@ -34,6 +34,7 @@ def test_yaml_json_and_mapping_agree(tmp_path: Path) -> None:
         precision="fp32",
         strict=True,
         default_prompt="pick",
+        vision=EngineSpec("eager"),
         denoise=EngineSpec("eager", ("eager",)),
     )
     text = (
@@ -57,7 +58,7 @@ def test_defaults() -> None:
         False,
         0,
     )
-    assert config.default_prompt is None and config.denoise == EngineSpec("eager", ())
+    assert config.default_prompt is None and config.denoise == EngineSpec("auto", ())
 
 
 @pytest.mark.parametrize(
@@ -78,8 +79,11 @@ def test_defaults() -> None:
         ({"default_prompt": 1}, "default_prompt: expected str, got 1"),
         ({"precision": "fp8"}, "precision: expected one of auto, fp32, bf16, got 'fp8'"),
         ({"precision": ["fp32"]}, "precision: expected one of"),
-        ({"vision": "warp"}, r"vision\.engine: expected one of eager.*, got 'warp'"),
-        ({"denoise": {"fallback": ["eager", "warp"]}}, r"denoise\.fallback\[1\]: expected one of eager.*, got 'warp'"),
+        ({"vision": "warp"}, r"vision\.engine: expected one of auto, eager.*, got 'warp'"),
+        (
+            {"denoise": {"fallback": ["eager", "warp"]}},
+            r"denoise\.fallback\[1\]: expected one of .*, got 'warp'",
+        ),
         ({"denoise": {"fallback": "eager"}}, r"denoise\.fallback: expected a list, got 'eager'"),
         ({"kv_cache": 3}, "kv_cache: expected a mapping, got 3"),
     ],

@@ -27,7 +27,8 @@ from vla_accel.native.vision import VisionWeights
 from vla_accel.quantize import calibrate, load_modelopt
 
 CPU = torch.device("cpu")
-EAGER = PolicyConfig(num_steps=1, precision="bf16", device="cpu")
+PARTS = ("vision", "kv_cache", "denoise")
+EAGER = PolicyConfig(num_steps=1, precision="bf16", device="cpu").with_specs(dict.fromkeys(PARTS, EngineSpec("eager")))
 FP8 = replace(EAGER, kv_cache=EngineSpec("native", precision="fp8"))
 
 
@@ -128,7 +129,7 @@ def test_scales_of_other_weights_are_refused(tmp_path: Path) -> None:
 def test_retrained_weights_in_the_same_folder_are_refused_where_fp8_is_asked_for(tmp_path: Path) -> None:
     config = tiny_config("pi05")
     write_tiny_checkpoint(tmp_path, "pi05")
-    model, _ = load(tmp_path, device=CPU)
+    model = load(tmp_path, device=CPU).model
     products = calibrated_products(config)
     Scales(dict.fromkeys(products, 32.0), 1, "test", "0", fingerprint(model, products)).save(tmp_path)
     policy = OptimizedPolicy.from_pretrained(tmp_path, FP8)
@@ -142,7 +143,7 @@ def test_retrained_weights_in_the_same_folder_are_refused_where_fp8_is_asked_for
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bundled_scales_belong_to_the_bundled_weights(dtype: torch.dtype) -> None:
-    model, _ = load("demo", device=CPU, dtype=dtype)
+    model = load("demo", device=CPU, dtype=dtype).model
     found = scales_for(model, find("demo"))
     assert found is not None and list(found.amax) == calibrated_products(model.config)
 
@@ -172,7 +173,7 @@ def test_the_ledger_says_what_the_same_word_means(tmp_path: Path) -> None:
     def details(engine: Any) -> dict[str, str]:
         spec = EngineSpec(engine, precision="fp8")
         config = replace(EAGER, vision=spec, kv_cache=spec, denoise=spec)
-        policy = OptimizedPolicy(source.model, source.processor, config, name="tiny", scales=scales_of_any())
+        policy = OptimizedPolicy(replace(source.checkpoint, calibrated=scales_of_any()), config)
         policy.warm_up()
         return {name: entry.detail for name, entry in policy.ledger.entries.items()}
 
@@ -185,10 +186,11 @@ def test_the_ledger_says_what_the_same_word_means(tmp_path: Path) -> None:
 
 def test_a_configuration_needs_scales_where_inputs_are_quantised() -> None:
     fp8, eager = EngineSpec("native", precision="fp8"), EngineSpec("eager", precision="fp8")
-    assert needs_scales(FP8) and needs_scales(replace(EAGER, vision=fp8))
-    assert needs_scales(replace(EAGER, kv_cache=EngineSpec("eager", fallback=("native",), precision="fp8")))
-    assert not needs_scales(EAGER) and not needs_scales(replace(EAGER, denoise=fp8))
-    assert not needs_scales(replace(EAGER, kv_cache=eager))
+    plain = EAGER.specs(PARTS)
+    assert needs_scales(FP8.specs(PARTS)) and needs_scales({**plain, "vision": fp8})
+    assert needs_scales({**plain, "kv_cache": EngineSpec("eager", fallback=("native",), precision="fp8")})
+    assert not needs_scales(plain) and not needs_scales({**plain, "denoise": fp8})
+    assert not needs_scales({**plain, "kv_cache": eager})
 
 
 def test_a_product_without_a_scale_is_named() -> None:

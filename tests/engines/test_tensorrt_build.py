@@ -43,7 +43,7 @@ def library() -> Library:
 
 @pytest.fixture(scope="module")
 def demo() -> Pi0:
-    model, _ = load(NAMED["demo"], dtype=torch.bfloat16)
+    model = load(NAMED["demo"], dtype=torch.bfloat16).model
     return model.requires_grad_(False)
 
 

@@ -13,7 +13,7 @@ import torch
 from eval.libero.demo import assets, collect, publish, train
 from eval.libero.demo.crew import Store
 from eval.libero.demo.objective import Trainee, augment, initialise
-from vla_accel.checkpoints.checkpoint import load_checkpoint
+from vla_accel.checkpoints.pi0 import load_checkpoint
 from vla_accel.errors import CheckpointError
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi05_demo

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from eval.markdown import machine
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
 from vla_accel.measure.parity import Agreement, Report
-from vla_accel.measure.roofline import Ceilings, Work, floors_ms
+from vla_accel.measure.roofline import Ceilings, floors_ms, rates
+from vla_accel.models.family import Work
 
 
 @pytest.mark.parametrize("page", tables.pages(), ids=lambda p: p.name)
@@ -124,21 +126,21 @@ def ledger(used: str) -> list[dict[str, object]]:
 
 def bench_report(ceilings: Ceilings | None, baseline: str = "openpi-eager", used: str = "native") -> dict[str, Any]:
     """What `vla-accel bench` stores, from its own functions, with times put in place of the measured ones."""
-    work = Work(vision_flop=1e12, prefix_flop=3e12, denoise_bytes=2e9, denoise_flop=1e9)
+    work = {"vision": Work(1e12), "kv_cache": Work(3e12), "denoise": Work(1e9, bytes=2e9)}
     listed: list[dict[str, Any]] = []
     for steps in (10, 1):
         for name, ms in (("native-bf16", 4.0 + steps), (baseline, 50.0 + steps)):
             ours = name != "openpi-eager"
             system = bench.System(name, lambda _, own=ours: {"policy_timing": {"vision_ms": 1.0} if own else {}}, steps)
             if ours:
-                system.notes = {"engines": ledger(used), "work": work.__dict__}
+                system.notes = {"engines": ledger(used), "work": {n: asdict(w) for n, w in work.items()}}
                 if ceilings:
-                    system.floors = floors_ms(work, ceilings, fp8_vision=False, fp8_prefix=False)
+                    system.floors = floors_ms(work, ceilings)
             (row,) = bench.run([system], lambda _: {}, calls=1, warmup=1)
             row["median_ms"] = ms
             if ours:
                 row["parts_ms"] = {"vision": 2.0, "kv_cache": 3.0, "denoise": 0.5 * steps, "transfer": 0.1}
-                row |= bench.rates(row, work)
+                row |= rates(row["parts_ms"], work)
                 row["share_of_floor"] = row["floors_ms"]["total"] / ms if ceilings else None
             listed.append(row)
     bench.add_speedups(listed, baseline)

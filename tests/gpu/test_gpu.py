@@ -10,7 +10,6 @@ import itertools
 import logging
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,25 +28,27 @@ from tests.support.tiny import TOKENIZER, statistics, tiny_config, tiny_observat
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.config import RtcConfig
+from vla_accel.engines.auto import choose
 from vla_accel.errors import EngineError
+from vla_accel.families.pi0 import PI0, PI05, Pi0Shape
 from vla_accel.fp8 import E4M3
 from vla_accel.ledger import Ledger
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.models.random_weights import random_model
-from vla_accel.native import NativeStore
 from vla_accel.native.constants import step_tables
 from vla_accel.native.expert import ExpertWeights, _LayerLoop
+from vla_accel.native.pi0 import Pi0Store
 from vla_accel.native.prefix import PrefixWeights
 from vla_accel.native.streamed import StreamedLoop, fits
-from vla_accel.policy.pipeline import Feed, Pipelines, Shape
+from vla_accel.policy.pipeline import Feed, Pipelines, Plan
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 BF16_COSINE = 0.9995
-NATIVE_SPEC = EngineSpec("native")
-NATIVE = PolicyConfig(num_steps=3, device=DEVICE, vision=NATIVE_SPEC, kv_cache=NATIVE_SPEC, denoise=NATIVE_SPEC)
-EAGER = PolicyConfig(num_steps=3, device=DEVICE, precision="fp32")
+PARTS = ("vision", "kv_cache", "denoise")
+NATIVE = PolicyConfig(num_steps=3, device=DEVICE).with_specs(dict.fromkeys(PARTS, EngineSpec("native")))
+EAGER = PolicyConfig(num_steps=3, device=DEVICE, precision="fp32").with_specs(dict.fromkeys(PARTS, EngineSpec("eager")))
 PROMPTS = ("pick up the bowl", "pick up the black bowl on the plate and place it on the stove", "place it")
 NAN = float("nan")
 # What programs write before they read.
@@ -246,24 +247,33 @@ def test_noise_of_the_device_is_seeded(folder: Path) -> None:
 # -- shapes that change -----------------------------------------------------------------------------------------------
 
 
-def feed_of(model: Pi0, shape: Shape, seed: int) -> Feed:
+def padded(batch: int, views: int, tokens: int, steps: int) -> Pi0Shape:
+    return Pi0Shape(batch=batch, steps=steps, views=views, tokens=tokens, padded=True)
+
+
+def feed_of(model: Pi0, shape: Pi0Shape, seed: int) -> Feed:
     """Random inputs of a shape; rows differ in length."""
     rng, config = np.random.default_rng(seed), model.config
     size, images = config.vision.image_size, shape.views * config.vision.tokens
     return Feed(
-        images=list(rng.integers(0, 256, (shape.batch, shape.views, size, size, 3), dtype=np.uint8)),
-        tokens=list(rng.integers(0, config.vocab_size, (shape.batch, shape.tokens))),
-        lengths=(images + rng.integers(1, shape.tokens + 1, shape.batch)).astype(np.int32),
-        state=list(rng.standard_normal((shape.batch, config.action_dim)).astype(np.float32)),
+        {
+            "images": list(rng.integers(0, 256, (shape.batch, shape.views, size, size, 3), dtype=np.uint8)),
+            "tokens": list(rng.integers(0, config.vocab_size, (shape.batch, shape.tokens))),
+            "lengths": (images + rng.integers(1, shape.tokens + 1, shape.batch)).astype(np.int32),
+            "state": list(rng.standard_normal((shape.batch, config.action_dim)).astype(np.float32)),
+        },
         noise=rng.standard_normal((shape.batch, config.action_horizon, config.action_dim)).astype(np.float32),
     )
 
 
-def pipelines_of(model: Pi0, config: PolicyConfig) -> Pipelines:
-    return Pipelines(model, config, NativeStore(model), torch.device(DEVICE), Ledger())
+def pipelines_of(model: Pi0, config: PolicyConfig, store: Pi0Store | None = None) -> Pipelines:
+    family = {"pi0": PI0, "pi05": PI05}[model.config.kind]
+    device = torch.device(DEVICE)
+    choices = choose(config.specs(PARTS), device, model.dtype)
+    return Pipelines(Plan(family, model, config, choices, store or Pi0Store(model), device, Ledger()))
 
 
-def run(pipelines: Pipelines, shape: Shape, feed: Feed) -> np.ndarray:
+def run(pipelines: Pipelines, shape: Pi0Shape, feed: Feed) -> np.ndarray:
     with torch.inference_mode():
         pipeline = pipelines.get(shape)
         pipeline.feed(feed, torch.Generator(DEVICE))
@@ -277,9 +287,9 @@ def test_shapes_may_change_between_calls(kind: str) -> None:
     native = pipelines_of(on_gpu(model), NATIVE)
     # Views, prompt length, steps and batch, one after the other and back.
     shapes = [
-        Shape(1, 2, 32, 3, True), Shape(1, 1, 32, 3, True), Shape(1, 3, 32, 3, True), Shape(1, 2, 64, 3, True),
-        Shape(1, 2, 32, 1, True), Shape(1, 2, 32, 10, True), Shape(2, 2, 32, 3, True), Shape(5, 2, 32, 3, True),
-        Shape(8, 1, 32, 2, True),
+        padded(1, 2, 32, 3), padded(1, 1, 32, 3), padded(1, 3, 32, 3), padded(1, 2, 64, 3),
+        padded(1, 2, 32, 1), padded(1, 2, 32, 10), padded(2, 2, 32, 3), padded(5, 2, 32, 3),
+        padded(8, 1, 32, 2),
     ]  # fmt: skip
     order = [*shapes, *reversed(shapes), *shapes[::2]]
     for seed, shape in enumerate(order):
@@ -418,9 +428,9 @@ def test_one_step_reproduces_the_previous_chunk(folder: Path) -> None:
 @pytest.mark.parametrize("value", [NAN, float("inf")])
 @pytest.mark.parametrize("name", ["action_out_proj.weight", "expert.layers.0.down_proj.weight", "projector.weight"])
 def test_non_finite_weights_raise(value: float, name: str, folders: dict[str, Path]) -> None:
-    source = load(folders["pi05"], replace(NATIVE, vision=EngineSpec(), kv_cache=EngineSpec(), denoise=EngineSpec()))
+    source = load(folders["pi05"], NATIVE.with_specs(dict.fromkeys(PARTS, EngineSpec("eager"))))
     dict(source.model.named_parameters())[name].data[0, 0] = value
-    broken = OptimizedPolicy(source.model, source.processor, NATIVE, name="broken")
+    broken = OptimizedPolicy(source.checkpoint, NATIVE)
     for _ in range(2):
         with pytest.raises(EngineError, match="non-finite"):
             broken.infer(tiny_observation(0))
@@ -461,7 +471,7 @@ def _free() -> int:
 
 def test_eviction_frees_device_memory() -> None:
     model = on_gpu(random_model(SMALL["pi05"]))
-    shapes = [Shape(batch, views, 32, 2, True) for batch in (1, 4) for views in (1, 2, 3)]
+    shapes = [padded(batch, views, 32, 2) for batch in (1, 4) for views in (1, 2, 3)]
     feeds = {shape: feed_of(model, shape, seed) for seed, shape in enumerate(shapes)}
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -469,13 +479,14 @@ def test_eviction_frees_device_memory() -> None:
     want = {shape: run(roomy, shape, feeds[shape]) for shape in shapes}
     assert len(roomy) == len(shapes) and roomy.bytes > 0
     budget = max(size for _, size in roomy._kept.values()) / 2**30
-    store = roomy._parts[2]
+    store = roomy.plan.store
+    assert isinstance(store, Pi0Store)
     del roomy
     gc.collect()
     # cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it ever ran on: one of them is fair.
     assert torch.cuda.memory_allocated() - before - store.bytes < 40 * 2**20
 
-    tight = Pipelines(model, replace(NATIVE, pipeline_memory_gib=budget), store, torch.device(DEVICE), Ledger())
+    tight = pipelines_of(model, replace(NATIVE, pipeline_memory_gib=budget), store)
     for shape in shapes:
         np.testing.assert_array_equal(run(tight, shape, feeds[shape]), want[shape])
         assert tight.bytes <= tight.budget or len(tight) == 1
@@ -518,7 +529,7 @@ def test_fp8_policies_stay_close(components: tuple[str, ...], folders: dict[str,
     eager = load(folders["pi05"], EAGER)
     source = load(folders["pi05"], replace(EAGER, precision="bf16"))
     config = replace(NATIVE, **{c: EngineSpec("native", precision="fp8") for c in components})
-    narrow = OptimizedPolicy(source.model, source.processor, config, name="fp8", scales=scales_of_any())
+    narrow = OptimizedPolicy(replace(source.checkpoint, calibrated=scales_of_any()), config)
     observations, noise = [tiny_observation(i, PROMPTS[i % 3]) for i in range(4)], noise_for(eager, 4)
     found = cosines(actions_of(narrow, observations, noise), actions_of(eager, observations, noise))
     assert found.min() >= 0.99, found
@@ -599,24 +610,18 @@ def test_threads_may_capture_while_others_run(folders: dict[str, Path]) -> None:
 
 
 def test_the_breakdown_adds_up(demo: OptimizedPolicy) -> None:
-    observations = [demo_observation(demo, seed) for seed in range(8)]
-    for observation in observations:
-        demo.infer(observation)
+    """Arithmetic, not timing: what a call spends in no section belongs to `transfer`, however busy the machine is."""
     demo.latency.clear()
-    began = time.perf_counter()
-    count = 200
-    for i in range(count):
-        demo.infer(observations[i % 8])
-    wall = (time.perf_counter() - began) * 1e3 / count
+    for seed in range(8):
+        demo.infer(demo_observation(demo, seed))
     parts = demo.latency_report()["components"]
     total = parts.pop("total")["mean_ms"]
-    assert set(parts) == {"preprocess", "vision", "kv_cache", "denoise", "transfer", "postprocess"}
+    assert set(parts) == {"preprocess", *PARTS, "transfer", "postprocess"}
     assert all(part["mean_ms"] > 0 for part in parts.values())
-    assert abs(sum(part["mean_ms"] for part in parts.values()) - total) <= 0.03 * total
-    # The clock of the whole call agrees with one outside of it.
-    assert total <= wall <= 1.1 * total
-    for sample in demo.latency.samples[-50:]:
-        assert abs(sum(sample.sections.values()) - sample.total_ms) <= 0.03 * sample.total_ms
+    assert sum(part["mean_ms"] for part in parts.values()) == pytest.approx(total, rel=1e-9)
+    assert len(demo.latency.samples) == 8
+    for sample in demo.latency.samples:
+        assert sum(sample.sections.values()) == pytest.approx(sample.total_ms, rel=1e-9)
 
 
 def test_more_steps_take_longer_where_steps_are_taken(folders: dict[str, Path]) -> None:
@@ -786,10 +791,11 @@ def test_the_streamed_loop_sees_each_row_s_length() -> None:
 def test_the_store_counts_weights_once() -> None:
     model = on_gpu(random_model(SMALL["pi05"]))
     pipelines = pipelines_of(model, NATIVE)
-    store = pipelines._parts[2]
-    run(pipelines, Shape(1, 2, 32, 2, True), feed_of(model, Shape(1, 2, 32, 2, True), 0))
+    store = pipelines.plan.store
+    assert isinstance(store, Pi0Store)
+    run(pipelines, padded(1, 2, 32, 2), feed_of(model, padded(1, 2, 32, 2), 0))
     before = store.bytes
     assert before > 0
-    run(pipelines, Shape(2, 1, 32, 2, True), feed_of(model, Shape(2, 1, 32, 2, True), 0))
+    run(pipelines, padded(2, 1, 32, 2), feed_of(model, padded(2, 1, 32, 2), 0))
     assert store.bytes == before
-    assert dataclasses.is_dataclass(store._expert["bf16"])
+    assert dataclasses.is_dataclass(store.prepared["denoise", "bf16"])

@@ -22,8 +22,8 @@ class Stub:
     def __init__(self, error: float = 0.0, flip: tuple[int, ...] = ()) -> None:
         self.error, self.flip, self.calls = error, flip, 0
         self.model = SimpleNamespace(config=SimpleNamespace(action_horizon=3, action_dim=2), dtype=torch.float32)
-        spec = EngineSpec()
-        self.config = SimpleNamespace(vision=spec, kv_cache=spec, denoise=spec, num_steps=4)
+        self.family = SimpleNamespace(action_shape=lambda config: (config.action_horizon, config.action_dim))
+        self.config, self.specs = SimpleNamespace(num_steps=4), {"all": EngineSpec()}
         self.ledger = Ledger()
         self.noises: list[np.ndarray] = []
 

@@ -18,7 +18,7 @@ from tests.support.tiny import random_model, random_state, tiny_config
 from vla_accel.errors import ConfigError
 from vla_accel.models import pi0 as pi0_module
 from vla_accel.models.pi0 import (
-    PRESETS,
+    SIZES,
     Kind,
     Pi0,
     Pi0Config,
@@ -324,7 +324,7 @@ def count_by_hand(config: Pi0Config) -> int:
     ("name", "low", "high"), [("pi0", 3.2e9, 3.6e9), ("pi05", 3.2e9, 3.6e9), ("pi05_demo", 1.1e7, 1.3e7)]
 )
 def test_preset_sizes(name: str, low: float, high: float) -> None:
-    config = PRESETS[name]()
+    config = SIZES[name]()
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Pi0(config).parameters())
     print(f"{name}: {parameters:,} parameters")

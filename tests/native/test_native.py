@@ -12,15 +12,16 @@ import torch
 
 from tests.support.tiny import Kind, tiny_config, tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.components.padding import padded_prompt
 from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import EngineError
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.siglip import SiglipConfig
-from vla_accel.native import NativeStore
+from vla_accel.native.pi0 import Pi0Store
 from vla_accel.ops import folded
-from vla_accel.policy.optimized import TOKEN_BUCKET
 
-EAGER = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
+FP32 = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
+EAGER = FP32.with_specs(dict.fromkeys(("vision", "kv_cache", "denoise"), EngineSpec("eager")))
 NATIVE = replace(EAGER, vision=EngineSpec("native"), kv_cache=EngineSpec("native"), denoise=EngineSpec("native"))
 # What programs write before they read.
 SCRATCH = ("patches", "embedded", "x", "y", "h", "h_mlp", "qkv", "last_kv", "context", "hidden", "active", "last")
@@ -87,8 +88,9 @@ def test_one_pipeline_serves_a_bucket_of_prompts(folder: Path) -> None:
         lengths.add(len(native.processor.prepare(observation).tokens))
         want = eager.infer(observation, noise=start)["actions"]
         np.testing.assert_allclose(native.infer(observation, noise=start)["actions"], want, rtol=0, atol=2e-4)
-    buckets = {-(-n // TOKEN_BUCKET) for n in lengths}
-    assert len(lengths) == 3 and len(native.pipelines) <= len(buckets) < len(lengths)
+    buckets = {padded_prompt(n) for n in lengths}
+    possible = {padded_prompt(n) for n in range(1, native.model.config.max_token_len + 1)}
+    assert len(lengths) == 3 and buckets <= possible and len(native.pipelines) == len(possible) < len(lengths)
 
 
 def test_stale_buffers_do_not_leak_into_a_call(folder: Path) -> None:
@@ -126,8 +128,10 @@ def test_weights_are_prepared_once_for_all_shapes(folder: Path, monkeypatch: pyt
     other.infer(tiny_observation(0, PROMPTS[0]))
     assert other.store is native.store
     kept = [p for p, _ in (*native.pipelines._kept.values(), *other.pipelines._kept.values())]
-    programs = [p.denoise.program for p in kept if isinstance(p.denoise, NativeEngine)]
-    assert len(programs) == 2 and programs[0].weights is programs[1].weights  # type: ignore[attr-defined]
+    engines = [p.engine("denoise") for p in kept]
+    programs = [e.program for e in engines if isinstance(e, NativeEngine)]
+    assert len(programs) == 3, "two prompt buckets of one, and what the other was asked"
+    assert len({id(program.weights) for program in programs}) == 1  # type: ignore[attr-defined]
 
 
 def test_the_ledger_says_that_no_gpu_ran(folder: Path) -> None:
@@ -137,4 +141,4 @@ def test_the_ledger_says_that_no_gpu_ran(folder: Path) -> None:
 
 def test_the_store_counts_nothing_on_a_cpu(folder: Path) -> None:
     native = OptimizedPolicy.from_pretrained(folder, NATIVE)
-    assert isinstance(native.store, NativeStore) and native.store.bytes == 0 and native.pipelines.bytes == 0
+    assert isinstance(native.store, Pi0Store) and native.store.bytes == 0 and native.pipelines.bytes == 0

@@ -117,8 +117,8 @@ def randomise(model: Any, reference: Any, generator: torch.Generator) -> None:
 def compare(family: str, sizes: Any, reference: Any, device: str, folder: Path, seed: int) -> dict[str, Any]:
     from safetensors.torch import save_model
 
-    from vla_accel.checkpoints.checkpoint import load_weights
     from vla_accel.checkpoints.dialects import Stated, infer_config
+    from vla_accel.checkpoints.pi0 import load_weights
     from vla_accel.checkpoints.weights import SafetensorsWeights
 
     started = time.perf_counter()

@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from vla_accel.checkpoints.checkpoint import load_weights
 from vla_accel.checkpoints.dialects import Stated, infer_config
+from vla_accel.checkpoints.pi0 import load_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.cli.convert import main
 from vla_accel.models.pi0 import Pi0

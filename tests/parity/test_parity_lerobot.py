@@ -63,7 +63,8 @@ def reference_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 @pytest.fixture(scope="module", params=["pi0", "pi05"])
 def reference(request: pytest.FixtureRequest, reference_folder: Path) -> Reference:
     folder = reference_folder / request.param
-    model, processor = load(folder / "checkpoint")
+    checkpoint = load(folder / "checkpoint")
+    model, processor = checkpoint.model, checkpoint.processor
     assert model.config.kind == request.param
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     robot = dict(np.load(folder / "robot.npz"))

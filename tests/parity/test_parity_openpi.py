@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vla_accel.checkpoints.checkpoint import load_checkpoint
+from vla_accel.checkpoints.pi0 import load_checkpoint
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.models.siglip import SiglipConfig

@@ -26,8 +26,10 @@ from tests.support.tiny import (
 )
 from tests.transforms.test_presets import inputs_of, processor_of
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.config import RtcConfig
 from vla_accel.errors import ObservationError
+from vla_accel.families.pi0 import PI0
 from vla_accel.models.pi0 import Kind
 from vla_accel.ops import suffix
 from vla_accel.remote.async_runner import AsyncRunner, takes_prev_chunk
@@ -35,7 +37,8 @@ from vla_accel.transforms.normalisation import Normaliser, Statistics
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import ALOHA, PRESETS
 
-EAGER = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
+FP32 = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
+EAGER = FP32.with_specs(dict.fromkeys(("vision", "kv_cache", "denoise"), EngineSpec("eager")))
 SPEC = EngineSpec("native")
 NATIVE = replace(EAGER, vision=SPEC, kv_cache=SPEC, denoise=SPEC)
 CONFIGS = {"eager": EAGER, "native": NATIVE}
@@ -180,7 +183,7 @@ def test_all_inputs_of_a_call_travel_in_one_copy(folder: Path, engine: str) -> N
 def test_a_loop_without_guidance_is_the_same_bit_for_bit(folder: Path) -> None:
     policy = load(folder)
     policy.infer(tiny_observation(1), noise=draw(policy, 2, 1)[0])
-    denoise = policy.pipelines.newest.denoise
+    denoise = policy.pipelines.newest.engine("denoise")
     module: Any = denoise.component.module
     state = denoise.inputs.get("state")
     noise, keys, values = (denoise.inputs[n] for n in ("noise", "keys", "values"))
@@ -274,7 +277,7 @@ def test_the_robot_goes_on_where_it_was_whatever_its_conventions(wide_model: Any
     changed since: deltas are against the state of now."""
     processor = preset_processor(name)
     config = replace(CONFIGS[engine], num_steps=1, rtc=RtcConfig("ones"))
-    policy = OptimizedPolicy(copy.deepcopy(wide_model), processor, config, name=name)
+    policy = OptimizedPolicy(Checkpoint(name, PI0, copy.deepcopy(wide_model), processor), config)
     previous = policy.infer(robots_observation(processor, 0))["actions"][2:]
     now = robots_observation(processor, 1)
     plain = policy.infer(now)["actions"]

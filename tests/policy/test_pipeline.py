@@ -13,14 +13,17 @@ import torch
 from tests.support.tiny import TOKENIZER, random_model, tiny_config, tiny_observation, write_tiny_checkpoint
 from tests.transforms.test_presets import ALL, aloha, processor_of
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
-from vla_accel.errors import ObservationError
+from vla_accel.checkpoints.loading import Checkpoint
+from vla_accel.errors import EngineError, ObservationError
+from vla_accel.families.pi0 import PI0
 from vla_accel.policy.pipeline import Feed
 from vla_accel.transforms.images import resize
 from vla_accel.transforms.robots import PRESETS
 
-EAGER = PolicyConfig(num_steps=2, precision="fp32", device="cpu")
-SPEC = EngineSpec("native")
-NATIVE = replace(EAGER, vision=SPEC, kv_cache=SPEC, denoise=SPEC)
+PARTS = ("vision", "kv_cache", "denoise")
+FP32 = PolicyConfig(num_steps=2, precision="fp32", device="cpu")
+EAGER = FP32.with_specs(dict.fromkeys(PARTS, EngineSpec("eager")))
+NATIVE = FP32.with_specs(dict.fromkeys(PARTS, EngineSpec("native")))
 VIEWS = ("observation/image", "observation/wrist_image")
 
 
@@ -61,10 +64,11 @@ def test_a_plain_call_after_a_guided_one_finds_target_and_weights_of_zero(policy
 def test_a_call_that_failed_half_way_guides_nobody(policy: OptimizedPolicy) -> None:
     inputs = [policy.processor.prepare(tiny_observation())]
     policy.infer(tiny_observation())
-    pipeline, feed = policy._feed(inputs, None, None, None)
+    pipeline, feed = policy._feed(inputs, None, None)
     target = np.ones(staged(policy)["target"].shape, np.float32)
+    guidance = {"target": target, "weights": np.ones(target.shape[:2])}
     with pytest.raises(TypeError, match="Cannot cast"):
-        pipeline.feed(replace(feed, target=target, weights=np.ones(target.shape[:2])), torch.Generator())
+        pipeline.feed(replace(feed, guidance=guidance), torch.Generator())
     assert staged(policy)["target"].any()
     policy.infer(tiny_observation())
     assert not staged(policy)["target"].any() and not staged(policy)["weights"].any()
@@ -134,7 +138,7 @@ def test_what_a_caller_does_with_images_after_the_call_changes_nothing(policy: O
 def test_a_batch_of_other_views_is_refused_and_the_next_is_not() -> None:
     processor = replace(processor_of(PRESETS["aloha"]), action_dim=16, max_token_len=48)
     model = random_model(tiny_config("pi0", vocab_size=TOKENIZER.vocab_size, action_dim=16))
-    policy = OptimizedPolicy(model, processor, EAGER, name="aloha")
+    policy = OptimizedPolicy(Checkpoint("aloha", PI0, model, processor), EAGER)
     three, one = aloha(*ALL), aloha(ALL[0])
     for batch, counts in (([three, one], r"\[3, 1\]"), ([one, three], r"\[1, 3\]")):
         with pytest.raises(ObservationError, match=f"batch: expected as many views of each, got {counts}"):
@@ -145,15 +149,30 @@ def test_a_batch_of_other_views_is_refused_and_the_next_is_not() -> None:
 
 def test_rows_and_views_must_be_as_many_as_the_shapes(policy: OptimizedPolicy) -> None:
     policy.infer(tiny_observation())
-    pipeline, feed = policy._feed([policy.processor.prepare(tiny_observation())], None, None, None)
+    pipeline, feed = policy._feed([policy.processor.prepare(tiny_observation())], None, None)
 
     def refused(changed: Feed) -> None:
         with pytest.raises(ValueError, match="zip"):
             pipeline.feed(changed, torch.Generator())
 
-    refused(replace(feed, images=[*feed.images, *feed.images]))
-    refused(replace(feed, images=[feed.images[0][:1]]))
-    refused(replace(feed, tokens=[]))
+    images: Any = feed.given["images"]
+    refused(replace(feed, given={**feed.given, "images": [*images, *images]}))
+    refused(replace(feed, given={**feed.given, "images": [images[0][:1]]}))
+    refused(replace(feed, given={**feed.given, "tokens": []}))
+
+
+def test_a_host_input_must_be_there_and_fit(policy: OptimizedPolicy) -> None:
+    policy.infer(tiny_observation())
+    pipeline, feed = policy._feed([policy.processor.prepare(tiny_observation())], None, None)
+    tokens: Any = feed.given["tokens"]
+    images: Any = feed.given["images"]
+    for given, message in (
+        ({n: v for n, v in feed.given.items() if n != "images"}, "pi05: its feed lacks images; it has tokens, lengths"),
+        ({**feed.given, "tokens": [np.tile(tokens[0], 9)]}, r"expected shape \(\d+,\), got \(\d+,\)"),
+        ({**feed.given, "images": [[i[:, :, :1] for i in images[0]]]}, r"expected shape \(28, 28, 3\)"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            pipeline.feed(replace(feed, given=given), torch.Generator())
 
 
 def test_results_share_nothing(policy: OptimizedPolicy) -> None:

@@ -22,7 +22,8 @@ from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
 from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi0, pi05, pi05_demo
-from vla_accel.native import NativeStore, expert, prefix, vision
+from vla_accel.native import expert, prefix, vision
+from vla_accel.native.pi0 import Pi0Store
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.linear import Linear, make_linear
 
@@ -63,7 +64,7 @@ def launches_of(config: Pi0Config, batch: int, views: int, length: int, precisio
     """What one call of a policy launches."""
     with META:
         model = Pi0(config).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
-    store, spec, found = NativeStore(model, scales_of_any(1.0)), EngineSpec("native", precision=precision), []
+    store, spec, found = Pi0Store(model, scales_of_any(1.0)), EngineSpec("native", precision=precision), []
     images, total = views * config.vision.tokens, views * config.vision.tokens + length
     with steered("triton"):
         programs = (

@@ -1,8 +1,8 @@
-"""Checkpoints to models: every key is accounted for, or loading raises and lists what is wrong.
+"""Stored tensors to a network: every key is accounted for, or loading raises and lists what is wrong.
 
-Weights of this package (canonical names, config in `config.json`), of openpi's PyTorch model and of lerobot's are
-read, tensor by tensor, straight to where and what they are to be. Only safetensors files are opened; no pickle is
-ever loaded. Knows nothing of robots, statistics or tokenizers: see `vla_accel.checkpoints.loading`.
+Weights are read tensor by tensor, straight to where and what they are to be, by a recipe from canonical names to
+stored ones. Also this package's own format: canonical names, and the sizes in `config.json`. Only safetensors files are
+opened; no pickle is ever loaded. Knows no model.
 """
 
 from __future__ import annotations
@@ -10,38 +10,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, Piece, dialect_of, pieces
-from vla_accel.checkpoints.weights import MemoryWeights, SafetensorsWeights, Weights, listing, some
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, listing, some
 from vla_accel.config import from_mapping, read_mapping
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.files import replacing
-from vla_accel.models.pi0 import Pi0, Pi0Config, _kept_wide
+from vla_accel.models.network import Network
 
 FORMAT = "vla_accel.checkpoint/1"
+Recipe = Mapping[str, tuple[Piece, ...]]
+"""The stored tensors that make up each canonical one."""
+T = TypeVar("T")
+N = TypeVar("N", bound=Network)
 # Values checked at a time: a check of a whole embedding table would need half a gigabyte.
 _CHECKED = 1 << 22
 _SHOWN_BYTES = 256 << 20
-
-
-def read_config(folder: Path) -> Pi0Config:
-    """The architecture in a checkpoint folder's own `config.json`. Raises CheckpointError."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}")
-    try:
-        content = read_mapping(path)
-        if content.pop("format", None) != FORMAT:
-            raise CheckpointError(f"{path}: expected format {FORMAT!r}")
-        return from_mapping(Pi0Config, content)
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -53,72 +42,50 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {name: weights.read(name) for name in weights.shapes}
 
 
-def load_checkpoint(
-    path: str | Path,
-    config: Pi0Config | None = None,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
-) -> Pi0:
-    """A model with the checkpoint's weights, in eval mode.
-
-    Args: `path`: a folder or one safetensors file; `config`: needed where the folder has no config of ours; `dtype`:
-    of the large products, what openpi keeps in float32 stays so (`Pi0.to_compute_dtype`), None keeps what is stored.
-    Host memory needed: the model's bytes, if `device` is the CPU, and one tensor more.
-    Raises CheckpointError that lists keys missing, left over or misshaped, and non-finite weights.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"checkpoint {path}: no such file or folder")
-    config = config or read_config(path if path.is_dir() else path.parent)
-    return load_weights(SafetensorsWeights(path), config, str(path), device=device, dtype=dtype)
-
-
-def load_tensors(tensors: Mapping[str, Tensor], config: Pi0Config, where: str) -> Pi0:
-    """As `load_checkpoint`, from tensors already read, of any dialect; the mapping is not changed."""
-    return load_weights(MemoryWeights(tensors), config, where)
-
-
-def load_weights(
+def assemble(
+    network: N,
     weights: Weights,
-    config: Pi0Config,
+    recipe: Recipe,
     where: str,
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-) -> Pi0:
-    """As `load_checkpoint`, from weights that are read one at a time. Shows progress for large models."""
-    model, expected = _empty(config)
-    recipe = check_weights(weights, config, where)
+) -> N:
+    """The network with its weights, in eval mode. Shows progress for large ones.
+
+    Args: `network`: on the meta device; `recipe`: accounted for already; `dtype`: of the large products, what the
+    network keeps wide stays so, None keeps what is stored. Host memory needed: the model's bytes, if `device` is the
+    CPU, and one tensor more. Raises CheckpointError for non-finite weights.
+    """
+    expected = shapes_of(network)
     state: dict[str, Tensor] = {}
     broken: list[str] = []
     # Largest first: while it is copied, its source is in memory too, and the rest is not there yet.
     order = sorted(recipe, key=lambda n: -sum(weights.sizes[p.name] for p in recipe[n]))
     with _progress(sum(weights.sizes[p.name] for parts in recipe.values() for p in parts), where) as advance:
         for name in order:
-            state[name] = _assemble(weights, recipe[name], expected[name], device, _target(name, dtype), advance)
+            target = _target(network, name, dtype)
+            state[name] = _joined(weights, recipe[name], expected[name], device, target, advance)
             if not all(bool(torch.isfinite(part).all()) for part in state[name].flatten().split(_CHECKED)):
                 broken.append(name)
     if broken:
         raise CheckpointError(f"checkpoint {where}: non-finite values in {some(sorted(broken))}")
-    model.load_state_dict(state, strict=True, assign=True)
-    return model.requires_grad_(False).eval()
+    network.load_state_dict(state, strict=True, assign=True)
+    return network.requires_grad_(False).eval()
 
 
-def _empty(config: Pi0Config) -> tuple[Pi0, dict[str, tuple[int, ...]]]:
-    """The model without any memory for its weights, and their shapes."""
-    with torch.device("meta"):
-        model = Pi0(config)
-    return model, {name: tuple(value.shape) for name, value in model.state_dict().items()}
+def shapes_of(network: Network) -> dict[str, tuple[int, ...]]:
+    """Canonical names and shapes."""
+    return {name: tuple(value.shape) for name, value in network.state_dict().items()}
 
 
-def _target(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    if dtype is None or not _kept_wide(name):
+def _target(network: Network, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or not network.kept_wide(name):
         return dtype
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _assemble(
+def _joined(
     weights: Weights,
     parts: tuple[Piece, ...],
     shape: tuple[int, ...],
@@ -162,38 +129,25 @@ def _progress(total: int, where: str) -> Iterator[Callable[[int], None]]:
 # -- every key is accounted for -----------------------------------------------------------------------------------
 
 
-def check_weights(weights: Weights, config: Pi0Config, where: str) -> dict[str, tuple[Piece, ...]]:
-    """The stored tensors behind each canonical one. Raises CheckpointError if anything is missing, left over,
-    misshaped or no float."""
-    _, expected = _empty(config)
-    names = weights.shapes.keys()
-    dialect, prefix = dialect_of(names)
-    if dialect == "vla_accel":
-        recipe: dict[str, tuple[Piece, ...]] = {name: (Piece(name),) for name in expected}
-        known = set(expected)
-    else:
-        recipe = {name: pieces(name, config, prefix) for name in expected}
-        tables = [prefix + e for e in EMBEDDINGS if prefix + e in names]
-        if len(tables) == 2 and not torch.equal(weights.read(tables[0]), weights.read(tables[1])):
-            raise CheckpointError(f"checkpoint {where}: {' and '.join(tables)} are tied, but differ")
-        if tables:
-            recipe["embed.weight"] = (Piece(tables[0]),)
-        known = {p.name for parts in recipe.values() for p in parts} | set(tables) | {prefix + d for d in DEAD}
+def account(
+    weights: Weights, recipe: Recipe, expected: Mapping[str, tuple[int, ...]], known: Collection[str], failed: str
+) -> None:
+    """Raise CheckpointError, which begins with `failed`, if any stored tensor that the recipe names is missing,
+    misshaped or no float, or if there are others than `known`."""
     problems = _differences(weights, recipe, expected, known)
     if problems:
-        raise CheckpointError(f"checkpoint {where} does not fit {config.kind}: " + "; ".join(problems))
-    return recipe
+        raise CheckpointError(f"{failed}: " + "; ".join(problems))
 
 
 def _differences(
     weights: Weights,
-    recipe: Mapping[str, tuple[Piece, ...]],
+    recipe: Recipe,
     expected: Mapping[str, tuple[int, ...]],
-    known: set[str],
+    known: Collection[str],
 ) -> list[str]:
     needed = {p.name: (p, expected[name]) for name, parts in recipe.items() for p in parts}
     missing = sorted(needed.keys() - weights.shapes.keys())
-    extra = sorted(weights.shapes.keys() - known)
+    extra = sorted(weights.shapes.keys() - set(known))
     misshaped, integers = [], []
     for name, (piece, whole) in sorted(needed.items()):
         if name not in weights.shapes:
@@ -207,26 +161,47 @@ def _differences(
     return [f"{len(keys)} {what}: {some(keys)}" for what, keys in groups if keys]
 
 
-# -- writing ------------------------------------------------------------------------------------------------------
+# -- this package's own format ------------------------------------------------------------------------------------
 
 
-def save_checkpoint(state: Mapping[str, Tensor], config: Pi0Config, folder: Path) -> None:
-    """Write canonical weights and config into a folder; each file appears whole or not at all, readable by all."""
+def is_own(content: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of this package's format; the first ones only named their `kind`."""
+    return "format" in content or "kind" in content
+
+
+def read_config(folder: Path, kind: type[T]) -> T:
+    """The sizes, a dataclass `kind`, in a folder's `config.json`. Raises CheckpointError."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}")
+    try:
+        content = read_mapping(path)
+        if content.pop("format", None) != FORMAT:
+            raise CheckpointError(f"{path}: expected format {FORMAT!r}")
+        content.pop("family", None)
+        return from_mapping(kind, content)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def load_own(network: N, folder: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> N:
+    """A network, on the meta device, with the canonical weights of a folder. Raises CheckpointError."""
+    weights, expected = SafetensorsWeights(folder), shapes_of(network)
+    recipe = {name: (Piece(name),) for name in expected}
+    account(weights, recipe, expected, expected, f"checkpoint {folder} does not fit its config.json")
+    return assemble(network, weights, recipe, str(folder), device=device, dtype=dtype)
+
+
+def save_checkpoint(state: Mapping[str, Tensor], config: Any, folder: Path, family: str | None = None) -> None:
+    """Write canonical weights and sizes into a folder; each file appears whole or not at all, readable by all.
+
+    `family`: whose; None where the sizes have a `kind` that is its name.
+    """
     from safetensors.torch import save_file
 
     with replacing(folder / "model.safetensors") as temporary:
         save_file({k: v.contiguous() for k, v in state.items()}, str(temporary))
         temporary.chmod(0o644)  # safetensors leaves it readable by its owner alone
-    content = {"format": FORMAT, **dataclasses.asdict(config)}
+    content = {"format": FORMAT, **({} if family is None else {"family": family}), **dataclasses.asdict(config)}
     with replacing(folder / "config.json") as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def describe(config: Pi0Config, model: Pi0) -> dict[str, Any]:
-    """What a breakdown or metadata says of a model."""
-    return {
-        "kind": config.kind,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "action_horizon": config.action_horizon,
-        "action_dim": config.action_dim,
-    }

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints.checkpoint import check_weights
 from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, Stated, infer_config
 from vla_accel.checkpoints.jax_layout import Target, targets
+from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.errors import CheckpointError
 from vla_accel.files import replacing
-from vla_accel.models.pi0 import Pi0Config, _kept_wide
+from vla_accel.models.pi0 import Pi0, Pi0Config
 
 Precision = Literal["mixed", "bfloat16", "float32"]
 SCHEMA = "vla_accel.conversion/1"
@@ -110,7 +110,7 @@ def convert(
     )
     config = infer_config(shapes, "", stated, source)
     recipe = check_weights(_Shapes(shapes), config, source)
-    wide = {part.name for name, parts in recipe.items() if _kept_wide(name) for part in parts} | {DEAD[1]}
+    wide = {part.name for name, parts in recipe.items() if Pi0.kept_wide(name) for part in parts} | {DEAD[1]}
     dtypes = {name: _dtype(precision, name in wide) for name in shapes}
 
     entries = {name: (dtypes[name], shape) for name, shape in shapes.items()}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from vla_accel.checkpoints.weights import some
+from vla_accel.checkpoints.weights import Piece, some
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Kind, Pi0Config
@@ -49,14 +49,6 @@ VARIANTS: dict[str, GemmaConfig] = {
     "gemma_300m": GemmaConfig(1024, 18, 4096, 8, 1, 256),
     "dummy": GemmaConfig(64, 4, 128, 8, 1, 16),
 }
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One stored tensor that is `rows` rows of a canonical one, from its top downwards; None: all of them."""
-
-    name: str
-    rows: int | None = None
 
 
 def dialect_of(names: Collection[str]) -> tuple[Dialect, str]:
@@ -162,19 +154,28 @@ def infer_config(shapes: Shapes, prefix: str, stated: Stated, where: str) -> Pi0
     return config
 
 
+_SIGNS: dict[Kind, tuple[str, ...]] = {
+    "pi0": ("state_proj.weight", "action_time_mlp_in.weight"),
+    "pi05": ("time_mlp_in.weight", _STACKS["expert"] + "norm.dense.weight"),
+}
+
+
+def kind_of(shapes: Shapes) -> Kind | None:
+    """Which model tensors of any dialect are; None for neither and for both."""
+    _, prefix = dialect_of(shapes)
+    found: list[Kind] = [kind for kind, names in _SIGNS.items() if any(prefix + n in shapes for n in names)]
+    return found[0] if len(found) == 1 else None
+
+
 def _kind(shapes: Shapes, prefix: str, where: str) -> Kind:
-    signs: dict[Kind, tuple[str, ...]] = {
-        "pi0": ("state_proj.weight", "action_time_mlp_in.weight"),
-        "pi05": ("time_mlp_in.weight", _STACKS["expert"] + "norm.dense.weight"),
-    }
-    found = {kind: [n for n in names if prefix + n in shapes] for kind, names in signs.items()}
+    found = {kind: [n for n in names if prefix + n in shapes] for kind, names in _SIGNS.items()}
     if found["pi0"] and not found["pi05"]:
         return "pi0"
     if found["pi05"] and not found["pi0"]:
         return "pi05"
     raise CheckpointError(
-        f"checkpoint {where}: expected weights of π0 ({', '.join(signs['pi0'])}) or of π0.5 "
-        f"({', '.join(signs['pi05'])}), found {some(found['pi0'] + found['pi05']) or 'none of them'}"
+        f"checkpoint {where}: expected weights of π0 ({', '.join(_SIGNS['pi0'])}) or of π0.5 "
+        f"({', '.join(_SIGNS['pi05'])}), found {some(found['pi0'] + found['pi05']) or 'none of them'}"
     )
 
 

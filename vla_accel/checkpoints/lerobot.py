@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_accel.config import read_mapping
+from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.transforms.normalisation import Normaliser, finite_array
 from vla_accel.transforms.robots import LIBERO, Preset
@@ -198,11 +198,3 @@ def _member(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any
     if not isinstance(value, kind) or isinstance(value, bool):
         raise CheckpointError(f"{path}: expected {key} of type {kind.__name__}, got {value!r}")
     return value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A checkpoint's JSON or YAML file. Raises CheckpointError."""
-    try:
-        return read_mapping(path)
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from error

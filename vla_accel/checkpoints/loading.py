@@ -1,31 +1,25 @@
-"""A checkpoint, wherever it is and whoever wrote it, to a model and the transforms around it.
+"""A checkpoint, wherever it is and whoever wrote it, resolved once: its model, family, transforms and scales.
 
-Folders of this package, of openpi (PyTorch: `model.safetensors` and `assets/`) and of lerobot, names on the hub, and
-the bundled checkpoints. Knows nothing of engines.
+Folders, names on the hub, and the bundled checkpoints. Which family a folder belongs to is the families' to say. Knows
+no model and no engine.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vla_accel.checkpoints.checkpoint import load_weights, read_config
-from vla_accel.checkpoints.dialects import Stated, dialect_of, infer_config
-from vla_accel.checkpoints.lerobot import is_lerobot, read_folder, read_json
-from vla_accel.checkpoints.weights import SafetensorsWeights, listing
+from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import PolicyConfig
-from vla_accel.errors import CheckpointError, ConfigError, DependencyError
-from vla_accel.models.pi0 import Pi0, Pi0Config
-from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics
-from vla_accel.transforms.processing import Processor
-from vla_accel.transforms.robots import BY_ASSET, Preset, load_preset
-from vla_accel.transforms.tokenizer import SmallTokenizer, Tokenizer, load_tokenizer
+from vla_accel.errors import CheckpointError, DependencyError
+from vla_accel.fp8 import Scales, scales_for
+from vla_accel.models.family import FAMILIES, Family, family_named
+from vla_accel.models.network import Network
 
 ASSETS = Path(__file__).parents[1] / "assets"
 NAMED = {"demo": ASSETS / "pi05_demo"}
@@ -34,15 +28,27 @@ _HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "assets/**")
 
 
 @dataclass(frozen=True)
-class _Described:
-    """All that a folder says, besides its weights."""
+class Checkpoint:
+    """A model that was loaded, or made, and all that belongs to it.
 
-    config: Pi0Config
-    preset: Preset
-    state: Normaliser
-    actions: Normaliser
-    tokenizer: Tokenizer
-    prompt_state_dim: int | None = None
+    `name`: as it was asked for; `processor`: the transforms (`models.family.Transforms`); `folder`: where it lies, None
+    for random weights; `calibrated`: FP8 scales of a model without a folder.
+    """
+
+    name: str
+    family: Family
+    model: Network
+    processor: Any
+    folder: Path | None = None
+    calibrated: Scales | None = None
+
+    @functools.cached_property
+    def scales(self) -> Scales | None:
+        """FP8 scales, None where there are none; read when first asked for. Raises CheckpointError for a damaged file
+        and for scales of other weights."""
+        if self.calibrated is not None or self.folder is None:
+            return self.calibrated
+        return scales_for(self.model, self.folder)
 
 
 def load(
@@ -51,52 +57,18 @@ def load(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-) -> tuple[Pi0, Processor]:
-    """The model, with its weights where and what they are to be, and the robot's transforms.
+) -> Checkpoint:
+    """The checkpoint with its weights where and what they are to be.
 
     Args: `path_or_name`: a folder, a bundled checkpoint ("demo") or a name on the hub ("lerobot/…"); `settings`: what
     the checkpoint does not say (`preset`, `checkpoint`, `default_prompt`); `dtype`: of the large products, None keeps
     what is stored. Raises CheckpointError for anything missing, left over, misshaped or contradictory, ConfigError for
     settings that cannot be, DependencyError that says what to install.
     """
-    settings = settings or PolicyConfig()
     folder = find(path_or_name)
-    if (folder / "params").is_dir() and not any(folder.glob("model*.safetensors")):
-        raise CheckpointError(
-            f"checkpoint {folder}: expected model.safetensors, found openpi's JAX parameters: vla-accel convert makes "
-            "the one from the other"
-        )
-    if is_lerobot(folder):
-        weights = SafetensorsWeights(folder)
-        described = _lerobot(folder, weights, settings)
-    elif _is_ours(folder):
-        described = _ours(folder, settings)
-        weights = SafetensorsWeights(folder)
-    else:
-        weights = SafetensorsWeights(folder)
-        described = _openpi(folder, weights, settings)
-    config, tokenizer = described.config, described.tokenizer
-    if isinstance(tokenizer, SmallTokenizer) and tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"tokenizer {folder}: expected at most {config.vocab_size} tokens, got {tokenizer.vocab_size}"
-        )
-    needed = max(described.preset.action_dim, described.preset.state_dim if config.kind == "pi0" else 0)
-    if needed > config.action_dim:
-        raise ConfigError(f"preset: {needed} state or action dimensions do not fit a model of {config.action_dim}")
-    processor = Processor(
-        tokenizer=tokenizer,
-        state=described.state,
-        actions=described.actions,
-        image_size=config.vision.image_size,
-        action_dim=config.action_dim,
-        max_token_len=config.max_token_len,
-        discrete_state=config.discrete_state_input,
-        default_prompt=settings.default_prompt,
-        preset=described.preset,
-        prompt_state_dim=described.prompt_state_dim,
-    )
-    model = load_weights(weights, config, str(folder), device=device, dtype=dtype)
-    return model, processor
+    family = family_of(folder)
+    model, processor = family.load(folder, settings or PolicyConfig(), device=device, dtype=dtype)
+    return Checkpoint(str(path_or_name), family, model, processor, folder)
 
 
 def find(path_or_name: str | Path) -> Path:
@@ -122,118 +94,25 @@ def find(path_or_name: str | Path) -> Path:
         ) from error
 
 
-# -- the three kinds of folders -----------------------------------------------------------------------------------
-
-
-def _is_ours(folder: Path) -> bool:
-    """Our config says so itself; without any config, canonical names do, and then the config is what is missing."""
-    path = folder / "config.json"
-    if path.is_file():
-        return "format" in read_json(path) or "kind" in read_json(path)
-    files = sorted(folder.glob("model*.safetensors"))
-    return not files or dialect_of(SafetensorsWeights(folder).shapes)[0] == "vla_accel"
-
-
-def _ours(folder: Path, settings: PolicyConfig) -> _Described:
-    config = _changed(read_config(folder), settings)
-    preset = load_preset(settings.preset or "libero")
-    state, actions = _openpi_statistics(folder / "norm_stats.json", config)
-    return _Described(config, preset, state, actions, load_tokenizer(folder, settings.checkpoint.tokenizer))
-
-
-def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -> _Described:
-    """openpi's folder: weights, `assets/<asset_id>/norm_stats.json`, and the config.json that its converter writes;
-    `pi05`, `max_token_len` and `discrete_state_input` in it are ours (`vla-accel convert`)."""
+def family_of(folder: Path) -> Family:
+    """The family whose checkpoint a folder holds. Raises CheckpointError where there is none."""
     path = folder / "config.json"
     content = read_json(path) if path.is_file() else {}
-    asset, statistics = _asset(folder, settings.checkpoint.asset_id)
-    stated = Stated(
-        kind=None if "pi05" not in content else ("pi05" if content["pi05"] else "pi0"),
-        action_dim=_whole(content, "action_dim", path),
-        action_horizon=settings.checkpoint.action_horizon or _whole(content, "action_horizon", path),
-        max_token_len=settings.checkpoint.max_token_len or _whole(content, "max_token_len", path),
-        variants=(content.get("paligemma_variant"), content.get("action_expert_variant")),
-    )
-    _, prefix = dialect_of(weights.shapes)
-    config = infer_config(weights.shapes, prefix, stated, str(folder))
-    preset = _openpi_preset(settings.preset or content.get("preset") or BY_ASSET.get(asset, "libero"), config)
-    discrete = settings.checkpoint.discrete_state_input
-    if discrete is None:
-        discrete = content.get("discrete_state_input")
-    if discrete is None:
-        discrete = preset.discrete_state_input
-    if discrete is not None and config.kind == "pi05":
-        config = dataclasses.replace(config, discrete_state_input=bool(discrete))
-    state, actions = _openpi_statistics(statistics, config)
-    tokenizer = load_tokenizer(folder, settings.checkpoint.tokenizer, elsewhere=True)
-    return _Described(config, preset, state, actions, tokenizer)
-
-
-def _openpi_preset(name: str, config: Pi0Config) -> Preset:
-    # openpi's one π0 for LIBERO was trained with a delta transform that its π0.5 does not have.
-    return load_preset("pi0_libero" if name == "libero" and config.kind == "pi0" else name)
-
-
-def _lerobot(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -> _Described:
-    told = read_folder(folder)
-    _, prefix = dialect_of(weights.shapes)
-    stated = Stated(
-        kind="pi05" if told.kind == "pi05" else "pi0",
-        action_dim=told.action_dim,
-        action_horizon=told.horizon,
-        max_token_len=told.max_token_len,
-        image_size=told.image_size,
-        variants=told.variants,
-    )
-    config = _changed(infer_config(weights.shapes, prefix, stated, str(folder)), settings)
-    preset = told.preset
-    if settings.preset is not None:
-        # The robot's keys and conventions may be another's; how images are resized is the checkpoint's training.
-        preset = dataclasses.replace(load_preset(settings.preset), resize=told.preset.resize)
-    tokenizer = load_tokenizer(folder, settings.checkpoint.tokenizer, elsewhere=True)
-    return _Described(config, preset, told.state, told.actions, tokenizer, told.prompt_state_dim)
-
-
-def _changed(config: Pi0Config, settings: PolicyConfig) -> Pi0Config:
-    """The sizes that the user knows better."""
-    given = settings.checkpoint
-    changes = {
-        name: getattr(given, name)
-        for name in ("action_horizon", "max_token_len", "discrete_state_input")
-        if getattr(given, name) is not None
-    }
-    return dataclasses.replace(config, **changes) if changes else config
-
-
-# -- statistics ---------------------------------------------------------------------------------------------------
-
-
-def _openpi_statistics(path: Path, config: Pi0Config) -> tuple[Normaliser, Normaliser]:
-    statistics = load_statistics(path)
-    kind: NormKind = "quantile" if config.kind == "pi05" else "mean_std"
-    return Normaliser.of(statistics["state"], kind, "state"), Normaliser.of(statistics["actions"], kind, "actions")
-
-
-def _asset(folder: Path, wanted: str | None) -> tuple[str, Path]:
-    """The asset's name and its statistics file; a base checkpoint holds those of several robots."""
-    root = folder / "assets"
-    found = {str(p.parent.relative_to(root)): p for p in sorted(root.rglob("norm_stats.json"))}
-    if (folder / "norm_stats.json").is_file():
-        found["."] = folder / "norm_stats.json"
-    if wanted is not None:
-        if wanted not in found:
-            raise CheckpointError(
-                f"checkpoint {root}: expected {wanted}/norm_stats.json, found {', '.join(found) or 'none'}"
-            )
-        return wanted, found[wanted]
-    if len(found) != 1:
-        told = f"found {', '.join(found)}: choose one as checkpoint.asset_id" if found else f"found {listing(folder)}"
-        raise CheckpointError(f"checkpoint {folder}: expected one assets/<asset_id>/norm_stats.json, {told}")
-    return next(iter(found.items()))
-
-
-def _whole(content: Mapping[str, Any], key: str, path: Path) -> int | None:
-    value = content.get(key)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise CheckpointError(f"{path}: {key}: expected a positive whole number, got {value!r}")
-    return value
+    stored = any(folder.glob("model*.safetensors"))
+    shapes = SafetensorsWeights(folder).shapes if stored else {}
+    families = [family_named(name) for name in FAMILIES]
+    for family in families:
+        if family.recognises(content, shapes):
+            return family
+    known = " or ".join(FAMILIES)
+    for family in families:
+        if hint := family.hint(folder):
+            raise CheckpointError(f"checkpoint {folder}: {hint}")
+    for word, what in (("type", "policy"), ("family", "family"), ("kind", "kind")):
+        if word in content:
+            raise CheckpointError(f"{path}: expected a {what} of type {known}, got {content[word]!r}")
+    if not content and not stored:
+        raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}")
+    if not stored:
+        raise CheckpointError(f"checkpoint {folder}: expected model.safetensors, found {listing(folder)}")
+    raise CheckpointError(f"checkpoint {folder}: expected weights of {known}, found {', '.join(list(shapes)[:8])}")

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from vla_accel.errors import CheckpointError
+from vla_accel.config import read_mapping
+from vla_accel.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"
 # A mapped file's pages count as the process's memory until it is closed: it is opened anew after so many bytes.
 _MAPPED_BYTES = 16 << 20
 _NOT_FLOAT = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One stored tensor that is `rows` rows of a canonical one, from its top downwards; None: all of them."""
+
+    name: str
+    rows: int | None = None
 
 
 class Weights(Protocol):
@@ -158,3 +168,11 @@ def listing(path: Path) -> str:
     if not path.is_dir():
         return "no such folder" if not path.exists() else "a file"
     return ", ".join(sorted(p.name for p in path.iterdir())[:12]) or "an empty folder"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A checkpoint's JSON or YAML file. Raises CheckpointError."""
+    try:
+        return read_mapping(path)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error

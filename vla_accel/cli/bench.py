@@ -7,35 +7,35 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 
 from vla_accel.cli.common import print_table
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import replacing
-from vla_accel.machine import hardware, software
-from vla_accel.measure.bench import SCHEMA, System, add_speedups, rates, run
-from vla_accel.measure.roofline import Work, measure_ceilings
-from vla_accel.measure.synthetic import random_observation
-from vla_accel.measure.systems import CONFIGS, NAMES, OPENPI, Factory, describe_sizes, free, without_graph
-from vla_accel.policy.optimized import resolve_device
+from vla_accel.machine import hardware, resolve_device, software
+from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
+from vla_accel.measure.roofline import measure_ceilings, rates
+from vla_accel.measure.systems import Factory, describe_sizes, free, without_graph
+from vla_accel.models.family import Work, family_named
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Time whole calls of policies of the published size with random weights."""
 
-    model: Literal["pi05", "pi0"] = "pi05"
-    systems: tuple[str, ...] = ("native-bf16", "native-fp8", "native-fp8-vision", "eager", "openpi-eager")
-    """Some of eager, native-bf16, native-fp8, native-fp8-vision, openpi-eager, openpi-compile, openpi-max-autotune.
-    openpi's are left out, loudly, where it is not installed."""
+    model: str = "pi05"
+    """A model family: pi05 or pi0."""
+    systems: tuple[str, ...] = ()
+    """Some of eager, native-bf16, native-fp8, native-fp8-vision, openpi-eager, openpi-compile, openpi-max-autotune; all
+    of ours and openpi-eager if not given. openpi's are left out, loudly, where it is not installed."""
     steps: str = "10,3,1"
     """Denoising steps, a sweep."""
     views: int | None = None
-    """Images a call: 2 for π0.5, 3 for π0 if not given."""
+    """Images a call; the family's own if not given: 2 for π0.5, 3 for π0."""
     horizon: int | None = None
-    """Actions a chunk: 10 for π0.5, 50 for π0 if not given."""
+    """Actions a chunk; the family's own if not given: 10 for π0.5, 50 for π0."""
     batch: str = ""
     """Batch sizes whose throughput is measured besides, e.g. 1,2,4,8,16."""
     calls: int = 100
@@ -52,43 +52,47 @@ def main(arguments: list[str]) -> int:
     chosen = tyro.cli(Arguments, args=arguments, prog="vla-accel bench")
     sweep = _numbers(chosen.steps, "steps")
     batches = _numbers(chosen.batch, "batch") if chosen.batch else []
-    unknown = [name for name in chosen.systems if name not in NAMES]
-    if unknown or not chosen.systems:
-        raise ConfigError(f"systems: expected some of {', '.join(NAMES)}, got {', '.join(unknown) or 'none'}")
+    family = family_named(chosen.model)
     device = resolve_device(chosen.device)
-    views = chosen.views or (2 if chosen.model == "pi05" else 3)
-    horizon = chosen.horizon or (10 if chosen.model == "pi05" else 50)
+    views = chosen.views or family.views
+    horizon = chosen.horizon or family.action_shape(family.published())[0]
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
-    factory = Factory(chosen.model, views=views, horizon=horizon, device=str(device), ceilings=ceilings)
-    names, left_out = _available(factory, list(chosen.systems), sweep[0])
+    factory = Factory(family, views=views, horizon=horizon, device=str(device), ceilings=ceilings)
+    # The quickest first; of the baselines the one that needs no compilation.
+    systems = chosen.systems or (*list(factory.configs)[1:], "eager", *family.baselines[:1])
+    unknown = [name for name in systems if name not in factory.names]
+    if unknown:
+        raise ConfigError(f"systems: expected some of {', '.join(factory.names)}, got {', '.join(unknown)}")
+    names, left_out = _available(factory, list(systems), sweep[0])
     rows: list[dict[str, Any]] = []
     for steps in sweep:
-        systems = [factory.make(name, steps) for name in names]
+        made = [factory.make(name, steps) for name in names]
         processor = factory.processor
         if processor is None:
             raise ConfigError("systems: expected at least one of this package's own beside openpi's")
-        found = run(systems, partial(random_observation, processor), calls=chosen.calls, progress=_say)
+        found = run(made, partial(family.random_observation, processor), calls=chosen.calls, progress=_say)
         for row in found:
             if "work" in row:
-                row |= rates(row, Work(**row["work"]))
+                row |= rates(row["parts_ms"], {n: Work(**w) for n, w in row["work"].items()})
         rows += found
         free()
-    add_speedups(rows, "openpi-eager" if "openpi-eager" in names else "eager")
-    throughput = _throughput(factory, [n for n in names if n in CONFIGS], sweep[0], batches, chosen.calls)
+    add_speedups(rows, next((n for n in names if n in family.baselines), "eager"))
+    throughput = _throughput(factory, [n for n in names if n in factory.configs], sweep[0], batches, chosen.calls)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         # Names of files, not where one machine keeps them.
         "command": "vla-accel bench " + " ".join(Path(a).name if "/" in a else a for a in arguments),
         "hardware": hardware(device),
         "software": software(),
-        "model": describe_sizes(factory.model.config, views) if factory.model is not None else {},
+        "model": describe_sizes(family, factory.model.config, views) if factory.model is not None else {},
         "ceilings": None if ceilings is None else ceilings.__dict__,
         "left_out": left_out,
+        "parts": family.parts,
         "rows": rows,
         "throughput": throughput,
     }
     if chosen.profile:
-        report["profile"] = {n: profile(factory, n, sweep[0]) for n in names if n in CONFIGS}
+        report["profile"] = {n: profile(factory, n, sweep[0]) for n in names if n in factory.configs}
     _print(report)
     if chosen.output is not None:
         with replacing(chosen.output) as temporary:
@@ -99,7 +103,7 @@ def main(arguments: list[str]) -> int:
 
 def _available(factory: Factory, names: list[str], steps: int) -> tuple[list[str], dict[str, str]]:
     left_out: dict[str, str] = {}
-    for name in [n for n in names if n in OPENPI]:
+    for name in [n for n in names if n in factory.family.baselines]:
         try:
             factory.make(name, steps)
         except DependencyError as error:
@@ -114,10 +118,10 @@ def _throughput(factory: Factory, names: list[str], steps: int, batches: list[in
 
     rows = []
     for name in names:
-        policy = factory._by_name[name].with_steps(steps)
+        policy = factory.policies[name].with_steps(steps)
         for batch in batches:
             rng = np.random.default_rng(batch)
-            observations = [random_observation(policy.processor, rng) for _ in range(batch)]
+            observations = [policy.family.random_observation(policy.processor, rng) for _ in range(batch)]
             system = System(name, lambda _, p=policy, o=observations: p.infer_batch(o)[0], steps)
             row = run([system], lambda _: {}, calls=max(10, calls // 4))[0]
             rows.append({"system": name, "steps": steps, "batch": batch, "median_ms": row["median_ms"],
@@ -130,8 +134,8 @@ def profile(factory: Factory, name: str, steps: int) -> list[dict[str, Any]]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    base = factory._by_name[name].with_steps(steps)
-    policy = type(base)(base.model, base.processor, without_graph(base.config), name=base.name, store=base.store)
+    base = factory.policies[name].with_steps(steps)
+    policy = type(base)(base.checkpoint, without_graph(base.config), store=base.store)
     policy.warm_up()
     observation = base.processor.example()
     activity = ProfilerActivity.CUDA if policy.device.type == "cuda" else ProfilerActivity.CPU
@@ -161,14 +165,15 @@ def _say(text: str) -> None:
 
 def _print(report: dict[str, Any]) -> None:
     timed = ["system", "steps", "median ms", "p10", "p90", "speed-up"]
-    columns = [*timed, "vision", "KV cache", "denoise", "floor", "of it"]
+    parts_of = report["parts"]
+    columns = [*timed, *(name.replace("_", " ") for name in parts_of), "floor", "of it"]
     body = []
     for row in report["rows"]:
         parts, floor, speedup = row["parts_ms"], row["floors_ms"].get("total"), row["speedup"]
         body.append([
             row["system"], str(row["steps"]), f"{row['median_ms']:.2f}", f"{row['p10_ms']:.2f}", f"{row['p90_ms']:.2f}",
             f"{speedup:.1f}×" if speedup else "-",
-            *(f"{parts[n]:.2f}" if n in parts else "-" for n in ("vision", "kv_cache", "denoise")),
+            *(f"{parts[n]:.2f}" if n in parts else "-" for n in parts_of),
             f"{floor:.2f}" if floor else "-", f"{100 * row['share_of_floor']:.0f} %" if floor else "-",
         ])  # fmt: skip
     print_table("whole calls, NumPy in to NumPy out", columns, body)

@@ -21,7 +21,6 @@ from vla_accel.cli.common import (
     finish,
     parity_cells,
     parse,
-    pick_device,
     print_table,
     report,
 )
@@ -31,6 +30,7 @@ from vla_accel.diffusion.models import diffusers_module
 from vla_accel.diffusion.qwen import LAYERS, Transformer, accelerate, random_qwen_image
 from vla_accel.errors import EngineError
 from vla_accel.ledger import Ledger
+from vla_accel.machine import resolve_device
 
 COSINE = 0.999
 
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; the exit status."""
     options = parse(Options, arguments, "vla-accel bench-qwen", __doc__)
     check_size((options.size, options.size))
-    device, dtype = pick_device(options.device), DTYPES[options.dtype]
+    device, dtype = resolve_device(options.device), DTYPES[options.dtype]
     began = time.perf_counter()
     pipeline = random_qwen_image(tiny=options.tiny, layers=options.layers, dtype=dtype, device=device)
     if options.edit:

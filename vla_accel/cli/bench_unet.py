@@ -32,7 +32,6 @@ from vla_accel.cli.common import (
     finish,
     parity_cells,
     parse,
-    pick_device,
     print_table,
     report,
     write_json,
@@ -43,6 +42,7 @@ from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memo
 from vla_accel.diffusion.models import diffusers_module, random_stable_diffusion
 from vla_accel.diffusion.picture import side_by_side
 from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, load_parts, unet_engine_file
+from vla_accel.machine import resolve_device
 from vla_accel.models.autoencoder import SCALE
 from vla_accel.models.unet import TEXT_TOKENS
 
@@ -88,7 +88,7 @@ class _Bench:
     def __init__(self, options: Options) -> None:
         self.began = time.perf_counter()
         self.options = options
-        self.device = pick_device(options.device)
+        self.device = resolve_device(options.device)
         self.dtype = DTYPES[options.dtype]
         self.parts = self._load(self.dtype)
         self.wide = self._load(torch.float32)

@@ -21,7 +21,6 @@ from vla_accel.cli.common import (
     finish,
     parity_cells,
     parse,
-    pick_device,
     print_table,
     report,
 )
@@ -31,6 +30,7 @@ from vla_accel.diffusion.models import CONFIGS, load_model
 from vla_accel.diffusion.vae import AcceleratedVae
 from vla_accel.errors import ConfigError
 from vla_accel.ledger import Ledger
+from vla_accel.machine import resolve_device
 from vla_accel.models.autoencoder import SCALE, split_autoencoder
 
 System = Literal["eager", "compile", "native", "native-fp16", "native-measured", "inductor", "tensorrt", "tensorrt_rtx"]
@@ -65,7 +65,7 @@ class Options(BenchOptions):
 def main(arguments: list[str]) -> int:
     """Run the command; the exit status."""
     options = parse(Options, arguments, "vla-accel bench-vae", __doc__)
-    device, dtype = pick_device(options.device), DTYPES[options.dtype]
+    device, dtype = resolve_device(options.device), DTYPES[options.dtype]
     began = time.perf_counter()
     vae = load_model(options.vae, dtype=dtype, device=device)
     reference = load_model(options.vae, dtype=torch.float32, device=device)

@@ -5,27 +5,28 @@ Ends with one JSON line: the manifest. Exit status 130 when interrupted: what wa
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
 
+from vla_accel.checkpoints.loading import Checkpoint, family_of, find, load
 from vla_accel.cli.common import parse, print_table
-from vla_accel.config import PolicyConfig, load_config
+from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines.tensorrt_library import parse_target
 from vla_accel.engines.tensorrt_plan import Exports
 from vla_accel.files import replacing
-from vla_accel.fp8 import Scales, scales_for
-from vla_accel.models.pi0 import Pi0
+from vla_accel.measure.synthetic import calibrate_on_noise
+from vla_accel.models.family import Family, sized
 from vla_accel.policy import ahead_of_time as building
-from vla_accel.policy.ahead_of_time import Job, Shapes
+from vla_accel.policy.ahead_of_time import Job
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Options:
     random: str = ""
     """Instead of a checkpoint: random weights of a preset's size (pi05, pi0, pi05_demo), for measuring builds."""
     depth: int | None = None
-    """With --random: this many layers of prefix and expert, at full width; vision stays whole."""
+    """With --random: this many layers in the large stacks (of π0 prefix and expert), at full width."""
     cache: Path | None = None
     """Folder of the engines; empty: the configuration's."""
     manifest: Path | None = None
@@ -56,13 +57,13 @@ class Options:
 def main(arguments: list[str]) -> int:
     """The command; see `Options`."""
     options = parse(Options, arguments, "vla-accel build", __doc__)
-    config = _with_options(load_config(options.config), options)
+    family = _family(options)
+    config = _with_options(load_config(options.config), family, options)
     targets = [parse_target(t) for t in options.target.split(",") if t]
-    specs = building.named(config)
+    specs = building.named(config.specs(family.parts))
     building.check_libraries(specs, targets or [parse_target(t) for s in specs.values() for t in s.tensorrt.targets])
     began = time.perf_counter()
-    model, shapes, scales = _model(options, config)
-    todo = building.jobs(model, config, shapes, targets, scales)
+    todo = building.jobs(_checkpoint(options, config, specs), config, targets)
     if options.dry_run:
         return _dry_run(todo)
     rows: list[dict[str, Any]] = []
@@ -79,7 +80,7 @@ def main(arguments: list[str]) -> int:
     _table(rows)
     source = options.checkpoint
     if options.random:
-        depth = "" if options.depth is None else f", {options.depth} layers of prefix and expert"
+        depth = "" if options.depth is None else f", {options.depth} layers in the large stacks"
         source = f"random weights of {options.random}'s size{depth}"
     record = building.manifest(rows, config=options.config.name, checkpoint=source, seconds=time.perf_counter() - began)
     target = options.manifest or building.default_manifest(next(iter(specs.values())), options.config)
@@ -89,34 +90,34 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _with_options(config: PolicyConfig, options: Options) -> PolicyConfig:
+def _with_options(config: PolicyConfig, family: Family, options: Options) -> PolicyConfig:
     changes: dict[str, Any] = {}
     if options.cache is not None:
         changes["cache"] = str(options.cache)
     if options.no_verify:
         changes["verify"] = False
-    parts = {}
-    for name in building.PARTS:
-        spec = getattr(config, name)
-        parts[name] = dataclasses.replace(spec, tensorrt=dataclasses.replace(spec.tensorrt, **changes))
-    return dataclasses.replace(config, **parts)
+    specs = config.specs(family.parts)
+    changed = {n: replace(s, tensorrt=replace(s.tensorrt, **changes)) for n, s in specs.items()}
+    return config.with_specs(changed)
 
 
-def _model(options: Options, config: PolicyConfig) -> tuple[Pi0, Shapes, Scales | None]:
-    """The model in the dtype it has on a GPU, the example sizes, and FP8 scales if the configuration needs them."""
-    on_gpu = torch.cuda.is_available() and any(s.engine != "tensorrt_rtx" for s in building.named(config).values())
+def _family(options: Options) -> Family:
+    return sized(options.random)[0] if options.random else family_of(find(options.checkpoint))
+
+
+def _checkpoint(options: Options, config: PolicyConfig, specs: Mapping[str, EngineSpec]) -> Checkpoint:
+    """The model in the dtype it has on a GPU, and what belongs to it."""
+    on_gpu = torch.cuda.is_available() and any(s.engine != "tensorrt_rtx" for s in specs.values())
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
-    fp8 = config.kv_cache.precision == "fp8" and config.kv_cache.engine in building.BUILT
-    if options.random:
-        model = building.sized_model(options.random, dtype, device, options.depth)
-        return model, Shapes(), building.random_scales(model) if fp8 else None
-    from vla_accel.checkpoints.loading import find, load
-
-    model, processor = load(options.checkpoint, config, device=device, dtype=dtype)
-    example = processor.prepare(processor.example())
-    scales = scales_for(model, find(options.checkpoint)) if fp8 else None
-    return model.requires_grad_(False), Shapes(len(example.images), len(example.tokens)), scales
+    if not options.random:
+        return load(options.checkpoint, config, device=device, dtype=dtype)
+    family, size = sized(options.random)
+    sizes = size() if options.depth is None else family.shallow(size(), options.depth)
+    model = family.random(sizes, seed=0, device=str(device), dtype=dtype)
+    processor = family.stand_in(sizes, family.views)
+    scales = calibrate_on_noise(family, model, processor, count=1) if family.needs_scales(specs) else None
+    return Checkpoint(f"random {options.random}", family, model, processor, calibrated=scales)
 
 
 def _dry_run(todo: list[Job]) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from vla_accel.cli.common import DTYPES, Dtype, parse, pick_device, print_table
+from vla_accel.cli.common import DTYPES, Dtype, parse, print_table
 from vla_accel.components.vae import (
     PROFILES,
     SMALLEST,
@@ -36,6 +36,7 @@ from vla_accel.diffusion.models import load_model
 from vla_accel.engines.tensorrt_library import LibraryName, capability_of, load_library, parse_target
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
+from vla_accel.machine import resolve_device
 from vla_accel.models.autoencoder import Half, split_autoencoder
 
 
@@ -124,7 +125,7 @@ def pick_targets(library: LibraryName, texts: tuple[str, ...]) -> list[tuple[int
     if texts:
         return [parse_target(t) for t in texts]
     if torch.cuda.is_available():
-        return [capability_of(pick_device("auto"))]
+        return [capability_of(resolve_device("auto"))]
     raise ConfigError(f"targets: no GPU here; expected --targets (like sm89) for {library}, got none")
 
 

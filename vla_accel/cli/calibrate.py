@@ -8,18 +8,16 @@ from typing import Annotated
 
 import tyro
 
-from vla_accel.checkpoints.loading import find, load
-from vla_accel.components.calibration import calibration
+from vla_accel.checkpoints.loading import load
 from vla_accel.errors import CheckpointError
 from vla_accel.fp8 import FILE
+from vla_accel.machine import resolve_device
 from vla_accel.measure.recording import load_observations
-from vla_accel.policy.optimized import resolve_device
-from vla_accel.quantize import calibrate
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Measure the largest inputs of vision and prefix through NVIDIA ModelOpt and store them beside the checkpoint."""
+    """Measure the largest inputs of what FP8 may compute through NVIDIA ModelOpt; store them beside the checkpoint."""
 
     observations: Annotated[Path, tyro.conf.Positional]
     """Recorded observations (.npz): real ones, never noise."""
@@ -35,12 +33,12 @@ class Arguments:
 def main(arguments: list[str]) -> int:
     """Calibrate and write; the exit status."""
     chosen = tyro.cli(Arguments, args=arguments, prog="vla-accel calibrate")
-    model, processor = load(chosen.checkpoint, device=resolve_device(chosen.device))
+    checkpoint = load(chosen.checkpoint, device=resolve_device(chosen.device))
     recorded = load_observations(chosen.observations, chosen.limit)
-    prepared = [processor.prepare(o) for o in recorded]
-    inputs = [(p.images, p.tokens) for p in prepared]
-    scales = calibrate(model, calibration(model), inputs, chosen.observations.name)
-    folder = chosen.output or find(chosen.checkpoint)
+    prepared = [checkpoint.processor.prepare(o) for o in recorded]
+    scales = checkpoint.family.calibrate(checkpoint.model, prepared, chosen.observations.name)
+    folder = chosen.output or checkpoint.folder
+    assert folder is not None
     if not folder.is_dir():
         raise CheckpointError(f"output: expected a folder, got {folder}")
     path = scales.save(folder)

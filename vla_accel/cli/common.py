@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from vla_accel import machine
-from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -38,19 +37,6 @@ def parse(kind: type[T], arguments: Sequence[str], program: str, description: st
     import tyro
 
     return tyro.cli(kind, args=list(arguments), prog=program, description=description)
-
-
-def pick_device(name: str) -> torch.device:
-    """ "auto" is the GPU if there is one. Raises ConfigError for a device that is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device: {name} was asked for, but torch sees no GPU")
-    return device
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -23,10 +23,9 @@ from packaging.utils import canonicalize_name
 from vla_accel.cli.common import parse
 from vla_accel.engines import ENGINES
 from vla_accel.engines.tensorrt_library import installed_version
-from vla_accel.machine import driver, hardware, software
+from vla_accel.machine import driver, hardware, resolve_device, software
 from vla_accel.measure.parity import cosine
 from vla_accel.policy import OptimizedPolicy
-from vla_accel.policy.optimized import resolve_device
 
 SCHEMA = "vla_accel.doctor/1"
 LEAST_COSINE = 0.99

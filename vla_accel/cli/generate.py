@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vla_accel import machine
-from vla_accel.cli.common import DTYPES, Dtype, pick_device, print_table, write_json
+from vla_accel.cli.common import DTYPES, Dtype, print_table, write_json
 from vla_accel.config import EngineName, EngineSpec
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import diffusers_module, random_stable_diffusion
@@ -75,7 +75,7 @@ class ImageOptions(TextOptions):
 
 def run(options: TextOptions) -> int:
     """Generate, save, report; the exit status."""
-    device = pick_device(options.device)
+    device = machine.resolve_device(options.device)
     dtype = DTYPES[options.dtype or ("fp16" if device.type == "cuda" else "fp32")]
     request, image = _request(options)
     if options.out_img_path.suffix.lower() != ".png":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import tyro
@@ -19,7 +19,7 @@ from vla_accel.machine import hardware, software
 from vla_accel.measure.parity import Agreement, compare, reference_of
 from vla_accel.measure.recording import load_observations
 from vla_accel.measure.synthetic import random_observations, random_policy
-from vla_accel.policy import OptimizedPolicy
+from vla_accel.policy import OptimizedPolicy, agreement
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Arguments:
     """A folder, or a bundled checkpoint's name."""
     observations: Path | None = None
     """Recorded observations (.npz); random images if not given."""
-    synthetic: Literal["pi0", "pi05"] | None = None
-    """Instead of a checkpoint: random weights of the published size."""
+    synthetic: str | None = None
+    """Instead of a checkpoint: random weights of a family's published size (pi0, pi05)."""
     count: int = 64
     """Observations at most."""
     draws: int = 1
@@ -45,6 +45,9 @@ class Arguments:
     seed: int = 0
     output: Path | None = None
     """JSON report."""
+    keep: bool = False
+    """Keep the report beside the checkpoint, where engine auto believes it. Needs recorded observations and the usual
+    threshold."""
 
 
 def main(arguments: list[str]) -> int:
@@ -54,18 +57,20 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"count: expected at least 1, got {chosen.count}")
     if chosen.draws < 1:
         raise ConfigError(f"draws: expected at least 1, got {chosen.draws}")
+    if chosen.keep and (chosen.observations is None or chosen.threshold is not None or chosen.synthetic):
+        raise ConfigError("keep: expected a checkpoint, --observations and no --threshold of its own")
     settings = load_config(chosen.config)
     if chosen.synthetic:
-        policy, exact = random_policy(chosen.synthetic, settings, seed=chosen.seed, steps=chosen.num_steps,
-                                      device=chosen.device, with_reference=True)  # fmt: skip
-        assert exact is not None
-        reference = exact
+        policy, twin = random_policy(chosen.synthetic, settings, seed=chosen.seed, steps=chosen.num_steps,
+                                     device=chosen.device, with_reference=True)  # fmt: skip
+        assert twin is not None
+        reference = twin
     else:
         policy = OptimizedPolicy.from_pretrained(
             chosen.checkpoint, settings, device=chosen.device, num_steps=chosen.num_steps
         )
-        exact_model, processor = load(chosen.checkpoint, policy.config, device=policy.device, dtype=torch.float32)
-        reference = reference_of(policy.config, processor, exact_model, name=policy.name)
+        exact = load(chosen.checkpoint, policy.config, device=policy.device, dtype=torch.float32)
+        reference = reference_of(policy.config, exact)
     if chosen.observations is not None:
         observations = load_observations(chosen.observations, chosen.count)
     else:
@@ -98,6 +103,9 @@ def main(arguments: list[str]) -> int:
     if chosen.output is not None:
         with replacing(chosen.output) as temporary:
             temporary.write_text(json.dumps(content, indent=1) + "\n")
+    folder = policy.checkpoint.folder
+    if chosen.keep and folder is not None:
+        agreement.keep(content, folder, policy.model, policy.specs, chosen.config.stem)
     print(json.dumps(content))
     return 0 if report.passed else 1
 

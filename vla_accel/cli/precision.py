@@ -18,7 +18,7 @@ import tyro
 from torch import Tensor, nn
 
 from vla_accel import machine
-from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, parse, pick_device, print_table, write_json
+from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, parse, print_table, write_json
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import CONFIGS, diffusers_module, filled, load_model
 from vla_accel.errors import ConfigError
@@ -66,7 +66,7 @@ class Options:
 def main(arguments: list[str]) -> int:
     """Run the command; the exit status."""
     options = parse(Options, arguments, "vla-accel precision", __doc__)
-    device, dtype = pick_device(options.device), DTYPES[options.dtype]
+    device, dtype = machine.resolve_device(options.device), DTYPES[options.dtype]
     wide, call = _model(options, device)
     with inference(device):
         reference = call(wide, torch.float32)()

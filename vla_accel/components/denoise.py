@@ -16,7 +16,7 @@ from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.rtc import Guidance, step_gains
 
 if TYPE_CHECKING:
-    from vla_accel.native import NativeStore
+    from vla_accel.native.pi0 import Pi0Store
 
 
 class Denoise(nn.Module):
@@ -55,7 +55,7 @@ def denoise_component(
     prefix_tokens: int,
     num_steps: int,
     padded: bool,
-    store: NativeStore | None = None,
+    store: Pi0Store | None = None,
     max_weight: float | None = None,
 ) -> Component:
     """The loop for a fixed number of steps and prefix tokens. `max_weight`: of the guidance, as in `RtcConfig`."""

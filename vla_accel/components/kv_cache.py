@@ -16,7 +16,7 @@ from vla_accel.models.pi0 import Pi0
 from vla_accel.models.quantised import QUANTISED
 
 if TYPE_CHECKING:
-    from vla_accel.native import NativeStore
+    from vla_accel.native.pi0 import Pi0Store
 
 
 class KvCache(nn.Module):
@@ -40,7 +40,7 @@ def kv_cache_component(
     views: int,
     length: int,
     padded: bool,
-    store: NativeStore | None = None,
+    store: Pi0Store | None = None,
     scales: Scales | None = None,
 ) -> Component:
     """The prefix for a fixed number of views and prompt tokens; `padded` rows may be shorter than `length`. `scales`:

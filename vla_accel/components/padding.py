@@ -9,11 +9,19 @@ from vla_accel.models.pi0 import Pi0
 
 MOST_VIEWS = 4
 """Views that one engine with dynamic shapes serves, at least."""
+PROMPT_BUCKET = 32
+"""Prompts are padded to multiples of this where engines take lengths, so that few graphs serve every prompt. What is
+added is masked."""
 
 
 def longest_prompt(model: Pi0, length: int = 0) -> int:
     """Prompt tokens that one engine with dynamic shapes serves: the model's longest, rounded up as padding does."""
-    return max(length, -(-model.config.max_token_len // 32) * 32)
+    return max(length, padded_prompt(model.config.max_token_len))
+
+
+def padded_prompt(tokens: int) -> int:
+    """Prompt tokens of the bucket that a prompt of `tokens` is padded to."""
+    return -(-tokens // PROMPT_BUCKET) * PROMPT_BUCKET
 
 
 def real_tokens(lengths: Tensor, total: int) -> Tensor:

@@ -7,7 +7,7 @@ alone are `Island`s. Knows nothing about engines.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from vla_accel import ops
 from vla_accel.component import Island
 from vla_accel.components.padding import real_tokens
-from vla_accel.config import PolicyConfig
+from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import NO_SCALES, Scales
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
@@ -126,10 +126,10 @@ def variants(model: Pi0, kind: str, scales: Scales | None = None) -> dict[str, C
     return {"fp8": fp8}
 
 
-def needs_scales(config: PolicyConfig) -> bool:
+def needs_scales(specs: Mapping[str, EngineSpec]) -> bool:
     """Whether some component of a policy is to quantise its inputs; the eager engine never does."""
-    specs = [s for s in (config.vision, config.kv_cache) if s.precision == "fp8"]
-    return any({s.engine, *s.fallback} != {"eager"} for s in specs)
+    quantised = [specs[name] for name in ("vision", "kv_cache") if specs[name].precision == "fp8"]
+    return any({s.engine, *s.fallback} != {"eager"} for s in quantised)
 
 
 def _linear(weight: Tensor) -> nn.Linear:

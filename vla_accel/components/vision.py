@@ -15,7 +15,7 @@ from vla_accel.models.pi0 import Pi0
 from vla_accel.models.quantised import QUANTISED
 
 if TYPE_CHECKING:
-    from vla_accel.native import NativeStore
+    from vla_accel.native.pi0 import Pi0Store
 
 
 class Vision(nn.Module):
@@ -32,7 +32,7 @@ class Vision(nn.Module):
         return self.model.embed_images(pixels).to(self.model.dtype)
 
 
-def vision_component(model: Pi0, batch: int, views: int, store: NativeStore | None = None) -> Component:
+def vision_component(model: Pi0, batch: int, views: int, store: Pi0Store | None = None) -> Component:
     """The vision component for a fixed number of views."""
     config = model.config
     size = config.vision.image_size

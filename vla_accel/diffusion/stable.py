@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,17 @@ class Request:
             raise ConfigError(f"strength: expected 0 to 1, got {self.strength}")
 
 
+EAGER = EngineSpec("eager")
+
+
 @dataclass(frozen=True)
 class Engines:
     """Which engine each component gets."""
 
-    text_encoder: EngineSpec = field(default_factory=EngineSpec)
-    unet: EngineSpec = field(default_factory=EngineSpec)
-    vae_encoder: EngineSpec = field(default_factory=EngineSpec)
-    vae_decoder: EngineSpec = field(default_factory=EngineSpec)
+    text_encoder: EngineSpec = EAGER
+    unet: EngineSpec = EAGER
+    vae_encoder: EngineSpec = EAGER
+    vae_decoder: EngineSpec = EAGER
 
     @classmethod
     def all(cls, spec: EngineSpec) -> Engines:

@@ -24,13 +24,15 @@ ENGINES: dict[str, type[Engine]] = {
 """Every engine by the name used in configurations."""
 
 
-def build(component: Component, spec: EngineSpec, *, device: torch.device, ledger: Ledger) -> Engine:
+def build(component: Component, spec: EngineSpec, *, device: torch.device, ledger: Ledger, why: str = "") -> Engine:
     """The engine asked for, or the next one that `spec.fallback` allows, with an entry in the ledger.
 
+    `why`: "auto" was asked for, and chose `spec` for this reason (`engines.auto`): stepping down is then no fallback.
     Raises ConfigError for an unknown engine, EngineError if none could be built (or, with a strict ledger, if the
     first could not).
     """
-    reasons: list[str] = []
+    reasons = [why] if why else []
+    requested = "auto" if why else spec.engine
     for name in (spec.engine, *spec.fallback):
         if name not in ENGINES:
             raise ConfigError(f"{component.name}: expected an engine of {', '.join(ENGINES)}, got {name!r}")
@@ -43,7 +45,7 @@ def build(component: Component, spec: EngineSpec, *, device: torch.device, ledge
         if spec.precision == "fp8":
             # The same word means other products in other engines: the ledger says which.
             detail += f"; {component.quantised.get(name, f'nothing in FP8, which {name} does not have')}"
-        ledger.record(LedgerEntry(component.name, spec.engine, name, "; ".join(reasons), detail))
+        ledger.record(LedgerEntry(component.name, requested, name, "; ".join(reasons), detail))
         return engine
     raise EngineError(f"{component.name}: no engine could be built ({'; '.join(reasons)})")
 

@@ -102,15 +102,3 @@ def add_speedups(rows: list[dict[str, Any]], baseline: str) -> None:
     for row in rows:
         base = next((r for r in rows if r["system"] == baseline and r["steps"] == row["steps"]), None)
         row["speedup"] = base["median_ms"] / row["median_ms"] if base else None
-
-
-def rates(row: dict[str, Any], work: Any) -> dict[str, float]:
-    """Achieved TFLOP/s of vision and prefix, and GB/s of denoising, from the parts' medians."""
-    parts, found = row["parts_ms"], {}
-    if parts.get("vision"):
-        found["vision_tflops"] = work.vision_flop / parts["vision"] * 1e-9
-    if parts.get("kv_cache"):
-        found["kv_cache_tflops"] = work.prefix_flop / parts["kv_cache"] * 1e-9
-    if parts.get("denoise"):
-        found["denoise_gb_per_s"] = work.denoise_bytes / parts["denoise"] * 1e-6
-    return found

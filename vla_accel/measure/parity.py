@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.config import EngineSpec, PolicyConfig
-from vla_accel.models.pi0 import Pi0
 from vla_accel.policy import OptimizedPolicy
-from vla_accel.transforms.processing import Processor
 
 SCHEMA = "vla_accel.parity/1"
 
@@ -30,17 +29,15 @@ class Thresholds:
     fp16: float = 0.9995
     fp8: float = 0.998
 
-    def of(self, config: PolicyConfig, dtype: torch.dtype) -> float:
+    def of(self, specs: Mapping[str, EngineSpec], dtype: torch.dtype) -> float:
         """The threshold for a policy: that of the coarsest of its components."""
         own = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, "bf16")
-        specs = (config.vision, config.kv_cache, config.denoise)
-        return min(getattr(self, own if s.precision == "auto" else s.precision) for s in specs)
+        return min(getattr(self, own if s.precision == "auto" else s.precision) for s in specs.values())
 
 
 THRESHOLDS = Thresholds()
 FLIPPED = 1.0
 """An error of a normalised action, half of its range of 2, from which on a command was decided the other way."""
-REFERENCE: dict[str, Any] = {"vision": EngineSpec(), "kv_cache": EngineSpec(), "denoise": EngineSpec()}
 
 
 @dataclass(frozen=True)
@@ -96,10 +93,10 @@ class Report:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def reference_of(settings: PolicyConfig, processor: Processor, model: Pi0, *, name: str) -> OptimizedPolicy:
-    """The FP32 eager policy: the same transforms, `model` with float32 weights of its own (it is cast in place)."""
-    config = replace(settings, precision="fp32", cuda_graph=False, **REFERENCE)
-    return OptimizedPolicy(model, processor, config, name=name)
+def reference_of(settings: PolicyConfig, checkpoint: Checkpoint) -> OptimizedPolicy:
+    """The FP32 eager policy of a checkpoint with float32 weights of its own (the model is cast in place)."""
+    eager = settings.with_specs({name: EngineSpec("eager") for name in checkpoint.family.parts})
+    return OptimizedPolicy(checkpoint, replace(eager, precision="fp32", cuda_graph=False))
 
 
 def compare(
@@ -113,8 +110,7 @@ def compare(
     draws: int = 1,
 ) -> Report:
     """Run both on every observation, with the same noise, one at a time; `draws` noises each."""
-    config = policy.model.config
-    shape = (config.action_horizon, config.action_dim)
+    shape = policy.family.action_shape(policy.model.config)
     rng = np.random.default_rng(seed)
     got, want = _Kept(), _Kept()
     for observation, draw in ((o, d) for o in observations for d in range(draws)):
@@ -135,8 +131,8 @@ def compare(
         }
         for d in range(robot.shape[-1])
     ]
-    components = {n: Agreement.of(got.stacked(n), want.stacked(n)) for n in ("image_tokens", "keys", "values")}
-    limit = THRESHOLDS.of(policy.config, policy.model.dtype) if threshold is None else threshold
+    components = {n: Agreement.of(got.stacked(n), want.stacked(n)) for n in got.internals}
+    limit = THRESHOLDS.of(policy.specs, policy.model.dtype) if threshold is None else threshold
     return Report(
         name=name,
         passed=actions.cosine >= limit,
@@ -159,6 +155,11 @@ class _Kept:
 
     def __init__(self) -> None:
         self.rows: dict[str, list[np.ndarray]] = {}
+
+    @property
+    def internals(self) -> list[str]:
+        """What there is besides the actions."""
+        return [name for name in self.rows if name not in ("robot", "actions")]
 
     def add(
         self, policy: OptimizedPolicy, observation: Mapping[str, Any], noise: np.ndarray, *, components: bool

@@ -1,27 +1,17 @@
 """The least time that a policy's arithmetic and bytes allow: what a measurement is held against.
 
-Counts the products that must be computed (exact savings applied) and the weights that every denoise step must read.
-Knows sizes, not how anything is run.
+What each component must do is the family's to say (`models.family.Work`); here are the rates of the machine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from vla_accel.models.pi0 import Pi0Config
+from vla_accel.models.family import Work
 from vla_accel.ops.gpu import Gpu
-
-
-@dataclass(frozen=True)
-class Work:
-    """One call: operations (multiply and add count as two) of vision and prefix, bytes that denoising must read."""
-
-    vision_flop: float
-    prefix_flop: float
-    denoise_bytes: float
-    denoise_flop: float
 
 
 @dataclass(frozen=True)
@@ -33,38 +23,23 @@ class Ceilings:
     bytes_per_s: float
 
 
-def work_of(config: Pi0Config, views: int, prompt_tokens: int, steps: int, *, batch: int = 1,
-            weight_bytes: int = 2) -> Work:  # fmt: skip
-    """The work of one call; `weight_bytes`: of one expert weight."""
-    v, p, e = config.vision, config.prefix, config.expert
-    image_tokens = views * v.tokens
-    per_token = 4 * v.width * v.width + 2 * v.width * v.mlp_dim
-    vision = v.depth * (2 * image_tokens * per_token + 4 * image_tokens * v.tokens * v.width)
-    vision += 2 * image_tokens * (3 * v.patch_size**2 * v.width + v.width * p.width)
-    tokens = image_tokens + prompt_tokens
-    attended = p.heads * p.head_dim
-    layer = p.width * (p.qkv_dim + attended + 3 * p.mlp_dim)
-    last = p.width * 2 * p.kv_heads * p.head_dim
-    prefix = 2 * tokens * ((p.depth - 1) * layer + last) + (p.depth - 1) * 4 * tokens * tokens * attended
-    expert = e.depth * e.width * (e.qkv_dim + e.heads * e.head_dim + 3 * e.mlp_dim)
-    cache = 2 * e.depth * tokens * e.kv_heads * e.head_dim * 2
-    suffix = config.suffix_tokens
-    attention = e.depth * 4 * suffix * (tokens + suffix) * e.heads * e.head_dim
-    return Work(
-        float(batch * vision),
-        float(batch * prefix),
-        float(steps * (expert * weight_bytes + batch * cache)),
-        float(steps * batch * (2 * suffix * expert + attention)),
-    )
-
-
-def floors_ms(work: Work, ceilings: Ceilings, *, fp8_vision: bool, fp8_prefix: bool) -> dict[str, float]:
-    """Milliseconds of each component at the ceilings; denoising by bytes or arithmetic, whichever is more."""
-    vision = work.vision_flop / (ceilings.fp8_flops if fp8_vision else ceilings.bf16_flops)
-    prefix = work.prefix_flop / (ceilings.fp8_flops if fp8_prefix else ceilings.bf16_flops)
-    denoise = max(work.denoise_bytes / ceilings.bytes_per_s, work.denoise_flop / ceilings.bf16_flops)
-    parts = {"vision": vision * 1e3, "kv_cache": prefix * 1e3, "denoise": denoise * 1e3}
+def floors_ms(work: Mapping[str, Work], ceilings: Ceilings) -> dict[str, float]:
+    """Milliseconds of each component at the ceilings, by bytes or arithmetic, whichever is more, and their `total`."""
+    rates = {"bf16": ceilings.bf16_flops, "fp8": ceilings.fp8_flops}
+    parts = {n: 1e3 * max(w.flop / rates[w.precision], w.bytes / ceilings.bytes_per_s) for n, w in work.items()}
     return {**parts, "total": sum(parts.values())}
+
+
+def rates(parts_ms: Mapping[str, float], work: Mapping[str, Work]) -> dict[str, float]:
+    """What was achieved, from the parts' medians: GB/s of a component that reads, TFLOP/s of another."""
+    found = {}
+    for name, w in work.items():
+        if ms := parts_ms.get(name):
+            if w.bytes:
+                found[f"{name}_gb_per_s"] = w.bytes / ms * 1e-6
+            else:
+                found[f"{name}_tflops"] = w.flop / ms * 1e-9
+    return found
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:

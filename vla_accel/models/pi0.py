@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
 from vla_accel.models.gemma import GemmaConfig, GemmaExpert, GemmaPrefix
+from vla_accel.models.network import Network
 from vla_accel.models.rtc import Guidance
 from vla_accel.models.siglip import SiglipConfig, SiglipVision
 
@@ -84,7 +85,7 @@ def pi05_demo(**changes: object) -> Pi0Config:
     return Pi0Config(**{**small, **changes})  # type: ignore[arg-type]
 
 
-PRESETS = {"pi0": pi0, "pi05": pi05, "pi05_demo": pi05_demo}
+SIZES = {"pi0": pi0, "pi05": pi05, "pi05_demo": pi05_demo}
 
 
 def sinusoidal_embedding(time: Tensor, width: int, min_period: float = 4e-3, max_period: float = 4.0) -> Tensor:
@@ -118,13 +119,10 @@ def suffix_attention(kind: Kind, tokens: int, device: torch.device) -> Tensor | 
     return allowed
 
 
-def _kept_wide(name: str) -> bool:
-    small = name.startswith(("action_", "state_", "time_", "vision.patch_embedding", "vision.position_embedding"))
-    return small or (not name.startswith("vision.") and "norm" in name)
-
-
-class Pi0(nn.Module):
+class Pi0(Network):
     """The model. Module names are the canonical checkpoint keys (see `vla_accel.checkpoints.checkpoint`)."""
+
+    config: Pi0Config
 
     def __init__(self, config: Pi0Config) -> None:
         super().__init__()
@@ -151,16 +149,12 @@ class Pi0(nn.Module):
         layer = self.prefix.layers[0]
         return layer.qkv_proj.weight.dtype  # type: ignore[union-attr,return-value]
 
-    def to_compute_dtype(self, dtype: torch.dtype) -> Pi0:
-        """Cast the large products to `dtype`, keeping float32 where openpi does, in place.
-
-        Kept wide: patch and position embeddings, Gemma's norms, and the small action, state and time projections.
-        """
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        # One cast each: narrowing everything first and widening some again would round what is to stay exact.
-        for name, parameter in self.named_parameters():
-            parameter.data = parameter.data.to(wide if _kept_wide(name) else dtype)
-        return self
+    @staticmethod
+    def kept_wide(name: str) -> bool:
+        """What openpi keeps in float32: patch and position embeddings, Gemma's norms, and the small action, state and
+        time projections."""
+        small = name.startswith(("action_", "state_", "time_", "vision.patch_embedding", "vision.position_embedding"))
+        return small or (not name.startswith("vision.") and "norm" in name)
 
     # -- prefix ---------------------------------------------------------------------------------------------------
 

@@ -6,35 +6,28 @@ the cache. Runs nothing. TensorRT-RTX engines need no GPU; the other kinds build
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import platform
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.component import Component
-from vla_accel.components import denoise_component, kv_cache_component, vision_component
-from vla_accel.components.calibration import calibration
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.engines import onnx, tensorrt_library, tensorrt_plan, torch_tensorrt, torch_tensorrt_versions
 from vla_accel.engines.tensorrt_builder import Progress
 from vla_accel.engines.tensorrt_library import Capability, LibraryName, check_target, load_library, parse_target
 from vla_accel.engines.tensorrt_plan import Exports, Obtained, body_of, obtain
 from vla_accel.errors import ConfigError, DependencyError
-from vla_accel.fp8 import Scales
-from vla_accel.models.pi0 import PRESETS, Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.quantize import calibrate
 
 SCHEMA = "vla_accel.build/1"
 BUILT = ("tensorrt", "tensorrt_rtx", "torch_tensorrt")
-PARTS = ("vision", "kv_cache", "denoise")
 
 
 @dataclass(frozen=True)
@@ -53,17 +46,8 @@ class Job:
         return f"{self.component.name} · {self.spec.engine} · {self.spec.precision} · {target}"
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """Example sizes: what the policy's first observation has."""
-
-    views: int = 2
-    tokens: int = 20
-
-
-def named(config: PolicyConfig) -> dict[str, EngineSpec]:
-    """The components that the configuration gives a TensorRT engine. Raises ConfigError if there is none."""
-    specs: dict[str, EngineSpec] = {name: getattr(config, name) for name in PARTS}
+def named(specs: Mapping[str, EngineSpec]) -> dict[str, EngineSpec]:
+    """Those components that get a TensorRT engine. Raises ConfigError if there is none."""
     found = {name: spec for name, spec in specs.items() if spec.engine in BUILT}
     if not found:
         have = ", ".join(f"{name} {spec.engine}" for name, spec in specs.items())
@@ -92,31 +76,43 @@ def check_libraries(specs: Mapping[str, EngineSpec], targets: Sequence[Capabilit
         raise DependencyError("; ".join(problems))
 
 
-def jobs(
-    model: Pi0, config: PolicyConfig, shapes: Shapes, targets: Sequence[Capability], scales: Scales | None
-) -> list[Job]:
-    """What there is to build, in order. Raises EngineError for a target that a library does not know."""
-    padded = config.pads_prompts
-    tokens = -(-shapes.tokens // 32) * 32 if padded else shapes.tokens
-    prefix_tokens = shapes.views * model.config.vision.tokens + tokens
-    components = {
-        "vision": vision_component(model, 1, shapes.views),
-        "kv_cache": kv_cache_component(model, 1, shapes.views, tokens, padded, scales=scales),
-        "denoise": denoise_component(
-            model, 1, prefix_tokens, config.num_steps, padded, max_weight=config.rtc.max_guidance_weight
-        ),
-    }
-    device = next(model.parameters()).device
+def jobs(checkpoint: Checkpoint, config: PolicyConfig, targets: Sequence[Capability], inputs: Any = None) -> list[Job]:
+    """What there is to build, in order. `inputs`: a prepared observation, which decides the example sizes; an ordinary
+    one if not given. Raises EngineError for a target that a library does not know."""
+    specs = config.specs(checkpoint.family.parts)
+    inputs = checkpoint.processor.prepare(checkpoint.processor.example()) if inputs is None else inputs
+    device = next(checkpoint.model.parameters()).device
+
+    @functools.cache
+    def components(capability: Capability) -> dict[str, Component]:
+        return _components(checkpoint, config, inputs, capability)
+
     found = []
-    for name, spec in named(config).items():
+    for name, spec in named(specs).items():
         wanted = tuple(targets) or tuple(map(parse_target, spec.tensorrt.targets))
         if spec.engine != "tensorrt_rtx":
-            found.append(Job(components[name], spec, None, device))
+            here = tensorrt_library.capability_of(device) if device.type == "cuda" else (0, 0)
+            found.append(Job(components(here)[name], spec, None, device))
             continue
         for target in wanted or (tensorrt_library.capability_of(torch.device("cuda")),):
             check_target("tensorrt_rtx", target, ())
-            found.append(Job(components[name], spec, target, device))
+            found.append(Job(components(target)[name], spec, target, device))
     return found
+
+
+def _components(
+    checkpoint: Checkpoint, config: PolicyConfig, inputs: Any, capability: Capability
+) -> dict[str, Component]:  # fmt: skip
+    """The components as a policy on such a GPU has them: what `auto` takes there decides whether prompts are padded."""
+    family, model = checkpoint.family, checkpoint.model
+    specs = config.specs(family.parts)
+    for name, spec in specs.items():
+        if spec.engine == "auto":
+            native = capability >= (8, 0) and model.dtype == torch.bfloat16
+            specs[name] = replace(spec, engine="native" if native else "eager")
+    scales = checkpoint.scales if family.needs_scales(specs) else None
+    shape = family.shape(model.config, [inputs], config.num_steps, specs)
+    return {c.name: c for c in family.components(model, shape, scales=scales, rtc=config.rtc)}
 
 
 def build(
@@ -193,28 +189,6 @@ def _row(job: Job, obtained: Obtained, wall: float) -> dict[str, Any]:
         "built": obtained.built,
         "note": obtained.note.removeprefix("; "),
     }
-
-
-# -- models -------------------------------------------------------------------------------------------------------
-
-
-def sized_model(preset: str, dtype: torch.dtype, device: torch.device, depth: int | None = None) -> Pi0:
-    """A model of a preset's size with random weights, for measuring builds. `depth`: layers of prefix and expert;
-    vision stays whole."""
-    if preset not in PRESETS:
-        raise ConfigError(f"random: expected one of {', '.join(PRESETS)}, got {preset!r}")
-    config = PRESETS[preset]()
-    if depth is not None:
-        cut = {n: dataclasses.replace(getattr(config, n), depth=depth) for n in ("prefix", "expert")}
-        config = dataclasses.replace(config, **cut)
-    return random_model(config, device=str(device), dtype=dtype)
-
-
-def random_scales(model: Pi0) -> Scales:
-    """FP8 scales of a random model from one random observation: for measuring builds, not for acting."""
-    size, rng = model.config.vision.image_size, np.random.default_rng(0)
-    images = rng.integers(0, 256, (2, size, size, 3), dtype=np.uint8)
-    return calibrate(model, calibration(model), [(images, rng.integers(0, model.config.vocab_size, 20))], "random")
 
 
 def default_manifest(spec: EngineSpec, config: Path | str) -> Path:

@@ -1,12 +1,13 @@
 """`OptimizedPolicy`: a drop-in for openpi's `Policy` that says what each component cost and which path really ran.
 
-    preprocess → vision → kv_cache → denoise → postprocess
+    preprocess → the components of the model → transfer → postprocess
 
 Owns no mathematics: models compute, engines run, `processing` converts. Calls from several threads are taken in turn.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,55 +19,53 @@ import numpy as np
 import torch
 
 from vla_accel import latency
-from vla_accel.checkpoints.checkpoint import describe
-from vla_accel.checkpoints.loading import NAMED, find, load
-from vla_accel.components.precision import needs_scales
-from vla_accel.config import PolicyConfig, load_config
-from vla_accel.errors import ConfigError, EngineError, ObservationError
-from vla_accel.fp8 import Scales, scales_for
+from vla_accel.checkpoints.loading import NAMED, Checkpoint, load
+from vla_accel.config import EngineSpec, PolicyConfig, load_config
+from vla_accel.engines.auto import Shown, choose
+from vla_accel.errors import CheckpointError, EngineError, ObservationError
 from vla_accel.ledger import Ledger
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.rtc import chunk_weights
-from vla_accel.native import NativeStore
-from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Shape
+from vla_accel.machine import resolve_device
+from vla_accel.models.family import Shape, Store
+from vla_accel.policy import agreement
+from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.transforms.numbers import real_numbers
-from vla_accel.transforms.processing import Inputs, Processor
 
 __all__ = ["NAMED", "OptimizedPolicy"]
 
-TOKEN_BUCKET = 32
-"""The native engine pads prompts to multiples of this, so that few graphs serve every prompt. The padding is masked."""
+MOST_BUILT = 4
+"""Shapes of one observation (prompt buckets) up to which warm-up builds all of them."""
+_log = logging.getLogger("vla_accel")
 
 
 class OptimizedPolicy:
     """A policy ready to act. Make one with `from_pretrained`.
 
-    `infer` may be called from several threads; calls are serialised. `metadata` says what was loaded and what runs.
+    `infer` may be called from several threads; calls are serialised. `metadata` says what was loaded and what runs,
+    `checkpoint` where it came from (`checkpoint.folder`).
     """
 
-    def __init__(
-        self,
-        model: Pi0,
-        processor: Processor,
-        config: PolicyConfig,
-        *,
-        name: str,
-        scales: Scales | None = None,
-        store: NativeStore | None = None,
-    ) -> None:
-        self.config, self.name = config, name
+    def __init__(self, checkpoint: Checkpoint, config: PolicyConfig, *, store: Store | None = None) -> None:
+        """`checkpoint`: its model is moved and cast in place; `store`: of another policy of the same model, to share
+        its prepared weights. Raises ConfigError for a component that the model lacks."""
+        self.checkpoint, self.config, self.name = checkpoint, config, checkpoint.name
+        self.family = checkpoint.family
         self.device = resolve_device(config.device)
-        self.model = model.to(self.device).to_compute_dtype(resolve_precision(config, self.device))
-        self.processor = processor
+        dtype = resolve_precision(config, self.device)
+        self.model: Any = checkpoint.model.to(self.device).to_compute_dtype(dtype)
+        self.processor = checkpoint.processor
         self.ledger = Ledger(strict=config.strict)
         self.latency = latency.LatencyLog()
-        self.scales = scales
-        self.store = store or NativeStore(self.model, scales)
-        self.pipelines = Pipelines(self.model, config, self.store, self.device, self.ledger, scales)
+        specs = config.specs(self.family.parts)
+        self.choices = choose(specs, self.device, dtype, self._shown(specs))
+        self.specs = {name: choice.spec for name, choice in self.choices.items()}
+        """The engine that each component is built with; "auto" is resolved."""
+        self.scales = checkpoint.scales if self.family.needs_scales(self.specs) else None
+        self.store = store or self.family.store(self.model, self.scales)
+        plan = Plan(self.family, self.model, config, self.choices, self.store, self.device, self.ledger, self.scales)
+        self.pipelines = Pipelines(plan)
         self._lock = threading.RLock()
         self._noise = torch.Generator(self.device).manual_seed(config.seed)
-        self._padded = config.pads_prompts
 
     @classmethod
     def from_pretrained(
@@ -80,18 +79,18 @@ class OptimizedPolicy:
     ) -> OptimizedPolicy:
         """Load a checkpoint folder, a bundled checkpoint ("demo") or one on the hub by name (`checkpoints.loading`).
 
-        Args: `config`: a `PolicyConfig`, a mapping, a YAML/JSON file or the name of a shipped one ("native_fp8");
-        `device`, `num_steps` and `seed` override it. Raises CheckpointError for anything incomplete, ConfigError for
-        settings that cannot be.
+        Args: `config`: a `PolicyConfig`, a mapping, a YAML/JSON file or the name of a shipped one ("native_fp8"), by
+        default the fast path (`engines.auto`); `device`, `num_steps` and `seed` override it. Raises CheckpointError for
+        anything incomplete, ConfigError for settings that cannot be.
         """
         settings = load_config(config)
         overrides = {"device": device, "num_steps": num_steps, "seed": seed}
         settings = replace(settings, **{k: v for k, v in overrides.items() if v is not None})
         where = resolve_device(settings.device)
-        model, processor = load(path_or_name, settings, device=where, dtype=resolve_precision(settings, where))
-        scales = scales_for(model, find(path_or_name)) if needs_scales(settings) else None
-        policy = cls(model, processor, settings, name=str(path_or_name), scales=scales)
+        checkpoint = load(path_or_name, settings, device=where, dtype=resolve_precision(settings, where))
+        policy = cls(checkpoint, settings)
         policy.warm_up()
+        policy._say_what_auto_chose()
         return policy
 
     # -- acting ---------------------------------------------------------------------------------------------------
@@ -106,12 +105,13 @@ class OptimizedPolicy:
     ) -> dict[str, Any]:
         """One observation to one chunk of actions.
 
-        Args: `observation`: openpi's LIBERO keys: `observation/image`, `observation/wrist_image` uint8
-        (224, 224, 3), `observation/state` (8,), `prompt` str. `noise`: (horizon, action_dim), else drawn from the
-        policy's seeded generator. Real-time chunking: `prev_chunk` (k, 7), what an earlier `infer` returned, from the
-        action on that is due at this observation, k at most the horizon; `inference_delay`: how many of them will be
-        executed before the answer is used. The new chunk is guided to begin with those, and to leave them gradually
-        (`PolicyConfig.rtc`); with a delay of k or more, all of them are kept, as in lerobot.
+        Args: `observation`: what the robot's transforms expect, in LIBERO's case openpi's keys: `observation/image`,
+        `observation/wrist_image` uint8 (224, 224, 3), `observation/state` (8,), `prompt` str. `noise`: (horizon,
+        action_dim), else drawn from the policy's seeded generator. Real-time chunking: `prev_chunk` (k, 7), what an
+        earlier `infer` returned, from the action on that is due at this observation, k at most the horizon;
+        `inference_delay`: how many of them will be executed before the answer is used. The new chunk is guided to begin
+        with those, and to leave them gradually (`PolicyConfig.rtc`); with a delay of k or more, all of them are kept,
+        as in lerobot.
         Returns: `actions` float64 (horizon, 7); `state` float64 (8,) as given; `policy_timing` in milliseconds:
         `infer_ms`, and per component; `engines`: the ledger.
         Raises ObservationError for a bad observation or noise, EngineError for non-finite actions.
@@ -139,18 +139,23 @@ class OptimizedPolicy:
         with self._lock:
             began = time.perf_counter()
             inputs = [self.processor.prepare(o) for o in observations]
-            pipeline, feed = self._feed(inputs, noise, *self._guidance(inputs, prev_chunks, inference_delays))
+            pipeline, feed = self._feed(inputs, noise, self._guidance(inputs, prev_chunks, inference_delays))
             pipeline.feed(feed, self._noise)
             launched = time.perf_counter()
             actions, times = pipeline.run()
             returned = time.perf_counter()
             if not np.isfinite(actions).all():
-                raise EngineError("denoise.actions: non-finite values; compare engines with the eager one")
+                raise EngineError(
+                    f"{self.family.parts[-1]}.actions: non-finite values; compare engines with the eager one"
+                )
             robot = [self.processor.finish(a, i) for a, i in zip(actions, inputs, strict=True)]
             ended = time.perf_counter()
+            # Launch, copies and waiting: what of the run is in no component. So the sections add up to the total.
+            transfer = (returned - launched) * 1e3 - sum(times.values())
             sections = {
                 "preprocess": (launched - began) * 1e3,
                 **times,
+                "transfer": transfer,
                 "postprocess": (ended - returned) * 1e3,
             }
             sample = latency.Sample(sections, (ended - began) * 1e3)
@@ -166,17 +171,14 @@ class OptimizedPolicy:
     def infer_with_internals(
         self, observation: Mapping[str, Any], *, noise: np.ndarray
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """`infer`, and besides it, float32: normalised `actions` (H, A), `image_tokens` (I, W), `keys` and `values`
-        (depth, S, kv_heads, d) of the real tokens. For comparing paths; copies much, so do not time it."""
+        """`infer`, and besides it, float32: the normalised `actions` (H, A) and what the family compares of its
+        components (`Family.internals`). For comparing paths; copies much, so do not time it."""
         with self._lock:
             result = self.infer(observation, noise=noise)
-            pipeline = self.pipelines.newest
-            real = int(pipeline.lengths[0])
+            outputs, inputs = self.pipelines.newest.outputs, self.processor.prepare(observation)
             kept = {
-                "actions": pipeline.denoise.outputs["actions"][0],
-                "image_tokens": pipeline.vision.outputs["image_tokens"][0],
-                "keys": pipeline.kv_cache.outputs["keys"][:, 0, :real],
-                "values": pipeline.kv_cache.outputs["values"][:, 0, :real],
+                "actions": outputs["actions"][0],
+                **self.family.internals(self.model.config, outputs, inputs),
             }
             # Copies: the next call overwrites the buffers.
             return result, {name: tensor.to("cpu", torch.float32, copy=True).numpy() for name, tensor in kept.items()}
@@ -186,20 +188,42 @@ class OptimizedPolicy:
         with self._lock:
             self._noise.manual_seed(self.config.seed)
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Build the engines of an ordinary observation and run them once, so that the ledger is complete, a strict
-        fallback raises now, and the first call is not the slow one. Leaves noise and latency log untouched."""
-        config = self.model.config
-        noise = np.zeros((config.action_horizon, config.action_dim), np.float32)
+        """Build the engines that calls will need, and run them once, so that the ledger is complete, a strict fallback
+        raises now, and no call of an episode is a slow one. Leaves noise and latency log untouched.
+
+        Built are the shapes of an ordinary observation and of the prompts in `PolicyConfig.warm_up`, and, where the
+        native engine runs a component, those of all prompts that the checkpoint allows if these are no more than
+        `MOST_BUILT` shapes. A warning says which of them are not built.
+        """
+        noise = np.zeros(self.family.action_shape(self.model.config), np.float32)
+        example = self.processor.example()
+        prompts = [self.processor.example(prompt) for prompt in self.config.warm_up]
         with self._lock:
             samples = list(self.latency.samples)
-            self.infer(self.processor.example(), noise=noise)
+            ordinary, *others = (self._shape([self.processor.prepare(o)]) for o in (example, *prompts))
+            wanted = {ordinary, *others}
+            possible = set(wanted)
+            if any(spec.engine == "native" for spec in self.specs.values()):
+                possible |= set(self.family.shapes(self.model.config, ordinary))
+            if len(possible) <= MOST_BUILT:
+                wanted = possible
+            for shape in sorted(wanted - {ordinary}, key=str):
+                self.pipelines.get(shape).rehearse()
+            self.infer(example, noise=noise)
             self.latency.samples[:] = samples
+        if left_out := sorted(possible - wanted, key=str):
+            _log.warning(
+                "%s: engines are not built in advance for %s: the first such call builds them; name its prompt in "
+                "`warm_up` of the configuration",
+                self.name,
+                ", ".join(shape.title for shape in left_out),
+            )
 
     def with_steps(self, num_steps: int) -> OptimizedPolicy:
         """The same weights with another number of denoising steps, and a latency log of its own."""
-        config = replace(self.config, num_steps=num_steps)
-        return OptimizedPolicy(self.model, self.processor, config, name=self.name, scales=self.scales, store=self.store)
+        return OptimizedPolicy(self.checkpoint, replace(self.config, num_steps=num_steps), store=self.store)
 
     def async_runner(self, hz: float, **options: Any) -> AsyncRunner:
         """A control loop at `hz` that is kept fed: the next chunk is computed while this one is executed.
@@ -213,12 +237,12 @@ class OptimizedPolicy:
     @property
     def metadata(self) -> dict[str, Any]:
         """What was loaded and which path runs, as plain data; sent to clients on connect."""
-        config = self.model.config
+        horizon, action_dim = self.family.action_shape(self.model.config)
         return {
             "policy": self.name,
-            "model": describe(config, self.model),
-            "action_horizon": config.action_horizon,
-            "action_dim": config.action_dim,
+            "model": self._described(),
+            "action_horizon": horizon,
+            "action_dim": action_dim,
             "num_steps": self.config.num_steps,
             "device": str(self.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -228,7 +252,7 @@ class OptimizedPolicy:
     def latency_report(self) -> dict[str, Any]:
         """The breakdown JSON over the calls so far (schema `vla_accel.breakdown/1`)."""
         return latency.breakdown(
-            model={"name": self.name, **describe(self.model.config, self.model)},
+            model={"name": self.name, **self._described()},
             engines=self.ledger.as_list(),
             steps=self.config.num_steps,
             device=self.device,
@@ -238,9 +262,47 @@ class OptimizedPolicy:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _described(self) -> dict[str, Any]:
+        """What a breakdown or metadata says of the model."""
+        horizon, action_dim = self.family.action_shape(self.model.config)
+        return {
+            "kind": self.family.name,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "action_horizon": horizon,
+            "action_dim": action_dim,
+        }
+
+    def _shown(self, specs: Mapping[str, EngineSpec]) -> Shown | None:
+        """A lower precision that `auto` may take: scales of these very weights and a parity report that passed lie
+        beside the checkpoint."""
+        folder = self.checkpoint.folder
+        if folder is None or self.device.type != "cuda" or any(spec.engine != "auto" for spec in specs.values()):
+            return None
+        found = agreement.shown(folder, self.model, self.config.num_steps)
+        if found is None:
+            return None
+        try:
+            has_scales = self.checkpoint.scales is not None
+        except CheckpointError as error:
+            _log.warning("auto: %s is of no use: %s", found.source, error)
+            return None
+        return found if has_scales else None
+
+    def _say_what_auto_chose(self) -> None:
+        """One line on the console, from what really was built."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for entry in self.ledger.entries.values():
+            if entry.requested == "auto":
+                precision = self.specs[entry.component].precision
+                used = entry.used if entry.used == "eager" or precision == "auto" else f"{entry.used} {precision}"
+                groups.setdefault((used, entry.reason), []).append(entry.component)
+        if groups:
+            said = "; ".join(f"{', '.join(names)}: {used} ({why})" for (used, why), names in groups.items())
+            # A warning, so that it is seen without any set-up of logging.
+            _log.warning("%s: auto chose %s", self.name, said)
+
     def _given_noise(self, noise: np.ndarray, batch: int) -> np.ndarray:
-        config = self.model.config
-        shape = (batch, config.action_horizon, config.action_dim)
+        shape = (batch, *self.family.action_shape(self.model.config))
         noise = real_numbers(noise, "noise")
         if noise.shape != shape:
             raise ObservationError(f"noise: expected shape {shape[1:]}, got {noise.shape[1:]}")
@@ -248,18 +310,18 @@ class OptimizedPolicy:
 
     def _guidance(
         self,
-        inputs: list[Inputs],
+        inputs: list[Any],
         chunks: Sequence[np.ndarray | None] | None,
         delays: Sequence[int | None] | None,
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Targets and weights of a `Feed`; None each when no observation brings a previous chunk."""
+    ) -> dict[str, np.ndarray] | None:
+        """The guidance of a `Feed`; None when no observation brings a previous chunk."""
         nothing = [None] * len(inputs)
         chunks, delays = nothing if chunks is None else chunks, nothing if delays is None else delays
         for name, given in (("prev_chunks", chunks), ("inference_delays", delays)):
             if len(given) != len(inputs):
                 raise ObservationError(f"{name}: expected one for each of {len(inputs)} observations, got {len(given)}")
-        target = weights = None
-        horizon = self.model.config.action_horizon
+        guidance: dict[str, np.ndarray] | None = None
+        horizon, _ = self.family.action_shape(self.model.config)
         for row, (one, chunk, delay) in enumerate(zip(inputs, chunks, delays, strict=True)):
             if chunk is None and delay is None:
                 continue
@@ -271,52 +333,24 @@ class OptimizedPolicy:
             previous = self.processor.begin(chunk, one)
             if len(previous) > horizon:
                 raise ObservationError(f"prev_chunk: expected at most {horizon} actions, got {len(previous)}")
-            if target is None or weights is None:
-                target = np.zeros((len(inputs), horizon, self.model.config.action_dim), np.float32)
-                weights = np.zeros((len(inputs), horizon), np.float32)
-            target[row, : len(previous)] = previous
-            weights[row] = chunk_weights(self.config.rtc, int(delay), len(previous), horizon)
-        return target, weights
+            one_row = self.family.guide(self.model.config, self.config.rtc, previous, int(delay))
+            if guidance is None:
+                guidance = {n: np.zeros((len(inputs), *a.shape), a.dtype) for n, a in one_row.items()}
+            for name, array in one_row.items():
+                guidance[name][row] = array
+        return guidance
+
+    def _shape(self, inputs: Sequence[Any]) -> Shape:
+        return self.family.shape(self.model.config, inputs, self.config.num_steps, self.specs)
 
     def _feed(
-        self, inputs: list[Inputs], noise: np.ndarray | None, target: np.ndarray | None, weights: np.ndarray | None
+        self, inputs: list[Any], noise: np.ndarray | None, guidance: Mapping[str, np.ndarray] | None
     ) -> tuple[Pipeline, Feed]:
         """The pipeline for these inputs, and the inputs as its arrays."""
-        batch, views = len(inputs), len(inputs[0].images)
         if noise is not None:
-            noise = self._given_noise(noise, batch)
-        counts = [len(i.tokens) for i in inputs]
-        longest = max(counts)
-        width = -(-longest // TOKEN_BUCKET) * TOKEN_BUCKET if self._padded else longest
-        padded = self._padded or min(counts) != longest
-        if any(len(i.images) != views for i in inputs):
-            raise ObservationError(f"batch: expected as many views of each, got {[len(i.images) for i in inputs]}")
-        images = views * self.model.config.vision.tokens
-        feed = Feed(
-            images=[i.images for i in inputs],
-            tokens=[i.tokens for i in inputs],
-            lengths=np.array([images + n for n in counts], np.int32),
-            state=[i.state for i in inputs],
-            noise=noise,
-            target=target,
-            weights=weights,
-        )
-        return self.pipelines.get(Shape(batch, views, width, self.config.num_steps, padded)), feed
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of a configuration; "auto" is the GPU if there is one. Raises ConfigError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device: {name!r} was asked for, but torch {torch.__version__} sees no CUDA GPU")
-    return device
+            noise = self._given_noise(noise, len(inputs))
+        shape = self._shape(inputs)
+        return self.pipelines.get(shape), Feed(self.family.feed(self.model.config, inputs), noise, guidance)
 
 
 def resolve_precision(config: PolicyConfig, device: torch.device) -> torch.dtype:

@@ -1,6 +1,8 @@
-"""The three engines of one shape, wired output to input, with their staging buffers and, on a GPU, one CUDA graph.
+"""The engines of one shape, joined by the names of their inputs and outputs, with their staging buffers and, on a GPU,
+one CUDA graph.
 
-`Pipelines` keeps the most recently used shapes within a memory budget. Knows nothing about observations or robots.
+`Pipelines` keeps the most recently used shapes within a memory budget. Knows nothing about observations or robots, and
+no model: the family's components say what there is.
 """
 
 from __future__ import annotations
@@ -8,187 +10,189 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.component import Component
-from vla_accel.components import denoise_component, kv_cache_component, vision_component
-from vla_accel.config import EngineSpec, PolicyConfig
+from vla_accel.config import PolicyConfig
 from vla_accel.engines import Engine, build
+from vla_accel.engines.auto import Choice
 from vla_accel.engines.graph import Captured, capture
+from vla_accel.errors import EngineError
 from vla_accel.fp8 import Scales
 from vla_accel.ledger import Ledger
-from vla_accel.models.pi0 import Pi0
-from vla_accel.native import NativeStore
+from vla_accel.models.family import Family, Rows, Shape, Store
+from vla_accel.models.network import Network
 from vla_accel.ops.cuda.runtime import on, synchronize
 
 _log = logging.getLogger("vla_accel")
 
+NOISE, ACTIONS = "noise", "actions"
+"""The input that is drawn on the device where none is given, and the last component's output that is the result."""
 _ALIGNMENT = 256
 """Bytes; of what CUDA's own allocator gives, which kernels and libraries may count on."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What decides a pipeline's static shapes. `tokens`: prompt tokens; `padded`: rows may have fewer."""
+class Feed:
+    """One call's inputs on the host.
 
-    batch: int
-    views: int
-    tokens: int
-    steps: int
-    padded: bool
+    `given`: by name, but for guidance and noise; `noise` float32 (B, H, A), or None where it is drawn on the device;
+    `guidance`: inputs of real-time chunking by name, or None for a plain call.
+    """
+
+    given: Mapping[str, Rows]
+    noise: np.ndarray | None = None
+    guidance: Mapping[str, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
-class Feed:
-    """One call's inputs on the host, as NumPy arrays, or a sequence of them where each row has its own.
+class Plan:
+    """What the pipelines of all shapes have in common. `choices`: the engine of each component; `store`: the native
+    programs' weights; `scales`: FP8 scales for engines that are built from a quantised module."""
 
-    images uint8 (S, S, 3), V of them for each of the B rows; tokens int64 (up to L,) of each row; lengths int32 (B,),
-    real prefix tokens; state float32 (A,) of each row; noise float32 (B, H, A) or None where it is drawn on the device.
-    Of real-time chunking, target float32 (B, H, A), the previous chunk as the model would have given it, and weights
-    float32 (B, H); both or None for a plain call.
-    """
-
-    images: Sequence[Sequence[np.ndarray]]
-    tokens: Sequence[np.ndarray]
-    lengths: np.ndarray
-    state: Sequence[np.ndarray]
-    noise: np.ndarray | None
-    target: np.ndarray | None = None
-    weights: np.ndarray | None = None
+    family: Family
+    model: Network
+    config: PolicyConfig
+    choices: Mapping[str, Choice]
+    store: Store
+    device: torch.device
+    ledger: Ledger
+    scales: Scales | None = None
 
 
 class Pipeline:
-    """vision → kv_cache → denoise for one shape."""
+    """The components of one shape, one after the other."""
 
-    def __init__(
-        self,
-        model: Pi0,
-        config: PolicyConfig,
-        store: NativeStore,
-        shape: Shape,
-        device: torch.device,
-        ledger: Ledger,
-        scales: Scales | None = None,
-    ) -> None:
-        self.shape, self.device = shape, device
-        self.lengths = np.zeros(shape.batch, np.int32)
-        """Real prefix tokens of the newest call's rows."""
+    def __init__(self, plan: Plan, shape: Shape) -> None:
+        self.shape, self.device = shape, plan.device
+        self._family, self._sizes = plan.family, plan.model.config
         self._guided = False
-        """Whether the staged target and weights may differ from zero."""
-        prefix_tokens = shape.views * model.config.vision.tokens + shape.tokens
-
-        def engine(component: Component, spec: EngineSpec) -> Engine:
-            return build(component, spec, device=device, ledger=ledger)
-
-        vision = vision_component(model, shape.batch, shape.views, store)
-        kv_cache = kv_cache_component(model, shape.batch, shape.views, shape.tokens, shape.padded, store, scales)
-        denoise = denoise_component(
-            model, shape.batch, prefix_tokens, shape.steps, shape.padded, store, config.rtc.max_guidance_weight
-        )
-        self.vision = engine(vision, config.vision)
-        self.kv_cache = engine(kv_cache, config.kv_cache)
-        self.denoise = engine(denoise, config.denoise)
-        self.engines = [("vision", self.vision), ("kv_cache", self.kv_cache), ("denoise", self.denoise)]
-        self.kv_cache.bind("image_tokens", self.vision.outputs["image_tokens"])
-        for name in ("keys", "values"):
-            self.denoise.bind(name, self.kv_cache.outputs[name])
-        self._stage()
-        if shape.padded:
-            self.denoise.bind("lengths", self.kv_cache.inputs["lengths"])
+        """Whether the staged guidance may differ from zero."""
+        components = plan.family.components(
+            plan.model, shape, store=plan.store, scales=plan.scales, rtc=plan.config.rtc
+        )  # fmt: skip
+        self.engines: list[tuple[str, Engine]] = []
+        for component in components:
+            choice = plan.choices[component.name]
+            engine = build(component, choice.spec, device=plan.device, ledger=plan.ledger, why=choice.why)
+            self.engines.append((component.name, engine))
+        self._join()
         self.captured: Captured | None = None
-        if device.type == "cuda" and config.cuda_graph:
-            self._fill_for_capture()
-            self.captured = capture(self.engines, self._upload, self._download, ledger)
+        if plan.device.type == "cuda" and plan.config.cuda_graph:
+            self._rehearse()
+            self.captured = capture(self.engines, self._upload, self._download, plan.ledger)
 
-    def _stage(self) -> None:
-        """Host buffers, pinned for a GPU, of every input that comes from the host, and of the actions.
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """Every component's outputs in the newest call, by name; the next call overwrites them."""
+        return {name: tensor for _, engine in self.engines for name, tensor in engine.outputs.items()}
 
-        All inputs of a call share one buffer on either side, so that they travel in one copy.
+    def engine(self, name: str) -> Engine:
+        """A component's engine."""
+        return dict(self.engines)[name]
+
+    def _join(self) -> None:
+        """Bind every input that is an earlier output, and stage the rest.
+
+        Host buffers are pinned for a GPU. All inputs of a call share one buffer on either side, so that they travel in
+        one copy; an input that several components have is there once.
         """
-        pinned = self.device.type == "cuda"
-
-        def beside(buffer: Tensor) -> Tensor:
-            return torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=pinned)
-
-        sources = [(self.vision, "images"), (self.kv_cache, "tokens")]
-        sources += [(self.denoise, "target"), (self.denoise, "weights")]
-        if self.shape.padded:
-            sources.append((self.kv_cache, "lengths"))
-        if "state" in self.denoise.inputs:
-            sources.append((self.denoise, "state"))
-        places, end = [], 0
-        for engine, name in sources:
-            places.append(end)
-            end += -(-engine.inputs[name].nbytes // _ALIGNMENT) * _ALIGNMENT
+        made: dict[str, Tensor] = {}
+        places: dict[str, tuple[Tensor, int]] = {}
+        end = 0
+        for _, engine in self.engines:
+            for name, like in engine.inputs.items():
+                if name != NOISE and name not in made and name not in places:
+                    places[name] = like, end
+                    end += -(-like.nbytes // _ALIGNMENT) * _ALIGNMENT
+            made |= engine.outputs
         self._given = torch.zeros(end, dtype=torch.uint8, device=self.device)
-        self._staged = beside(self._given)
+        self._staged = self._beside(self._given)
         self._host: dict[str, np.ndarray] = {}
-        for (engine, name), start in zip(sources, places, strict=True):
-            like = engine.inputs[name]
+        on_device: dict[str, Tensor] = {}
+        for name, (like, start) in places.items():
             part = slice(start, start + like.nbytes)
-            engine.bind(name, self._given[part].view(like.dtype).view(like.shape))
+            on_device[name] = self._given[part].view(like.dtype).view(like.shape)
             self._host[name] = self._staged[part].view(like.dtype).view(like.shape).numpy()
-        self._noise = beside(self.denoise.inputs["noise"])
-        self._actions = beside(self.denoise.outputs["actions"])
+        self._fed = [(name, place) for name, place in self._host.items() if name not in self._family.guidance]
+        made = {}
+        noise: Tensor | None = None
+        for component, engine in self.engines:
+            for name in list(engine.inputs):
+                if name in made or name in on_device:
+                    engine.bind(name, made[name] if name in made else on_device[name])
+                elif noise is None:
+                    noise = engine.inputs[name]
+                else:
+                    engine.bind(name, noise)
+            again = sorted(engine.outputs.keys() & made.keys())
+            if again:
+                raise EngineError(f"{component}.{again[0]}: an earlier component has an output of this name")
+            made |= engine.outputs
+        last = self.engines[-1][1]
+        if noise is None or ACTIONS not in last.outputs:
+            raise EngineError(
+                f"{self._family.name}: expected an input {NOISE} and, of the last component, an output {ACTIONS}"
+            )
+        self._drawn, self._result = noise, last.outputs[ACTIONS]
+        self._noise, self._actions = self._beside(noise), self._beside(self._result)
 
-    def _fill_for_capture(self) -> None:
-        # Any valid input will do, but a length of zero would leave rows without a key.
-        if "lengths" in self._host:
-            self._host["lengths"][:] = self.kv_cache.outputs["keys"].shape[2]
-        self.denoise.inputs["noise"].zero_()
+    def _beside(self, buffer: Tensor) -> Tensor:
+        """A host buffer for one on the device."""
+        return torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=self.device.type == "cuda")
+
+    def _rehearse(self) -> None:
+        for place in self._host.values():
+            place.fill(0)
+        self._family.rehearse(self._sizes, self.shape, self._host)
+        self._drawn.zero_()
+
+    def rehearse(self) -> None:
+        """Run once on any valid inputs, so that the first call finds every kernel compiled."""
+        self._rehearse()
+        self.run()
 
     def _upload(self) -> None:
         self._given.copy_(self._staged, non_blocking=True)
 
     def _download(self) -> None:
-        self._actions.copy_(self.denoise.outputs["actions"], non_blocking=True)
+        self._actions.copy_(self._result, non_blocking=True)
 
     def feed(self, feed: Feed, generator: torch.Generator) -> None:
         """Put a call's inputs into the staging buffers; noise goes to the device, or is drawn there.
 
-        The only copy of the images on the host; afterwards they may be overwritten.
+        The only copy of the images on the host; afterwards they may be overwritten. A host input that no component of
+        this shape has is left out.
         """
-        self.lengths = feed.lengths
-        host = self._host
-        for places, views in zip(host["images"], feed.images, strict=True):
-            _write(places, views)
-        for row, tokens in zip(host["tokens"], feed.tokens, strict=True):
-            np.copyto(row[: len(tokens)], tokens, casting="no")
-            row[len(tokens) :] = 0
-        if "lengths" in host:
-            np.copyto(host["lengths"], feed.lengths, casting="no")
-        if "state" in host:
-            _write(host["state"], feed.state)
-        self._guide(feed.target, feed.weights)
-        noise = self.denoise.inputs["noise"]
+        given, guidance = feed.given, feed.guidance
+        for name, place in self._fed:
+            if name not in given:
+                raise EngineError(f"{self._family.name}: its feed lacks {name}; it has {', '.join(given)}")
+            _write(place, given[name])
+        if guidance is not None:
+            self._guided = True
+            for name, rows in guidance.items():
+                np.copyto(self._host[name], rows, casting="no")
+        elif self._guided:
+            # The graph that guides computes a plain call, too: with zeros.
+            for name in self._family.guidance:
+                self._host[name].fill(0)
+            self._guided = False
         if feed.noise is None:
-            noise.normal_(generator=generator)
+            self._drawn.normal_(generator=generator)
         else:
             self._noise.numpy()[:] = feed.noise
-            noise.copy_(self._noise, non_blocking=True)
-
-    def _guide(self, target: np.ndarray | None, weights: np.ndarray | None) -> None:
-        """Stage what guides the actions. Weights of zero: the graph that guides computes a plain call, too."""
-        if target is not None and weights is not None:
-            self._guided = True
-            np.copyto(self._host["target"], target, casting="no")
-            np.copyto(self._host["weights"], weights, casting="no")
-        elif self._guided:
-            self._host["target"].fill(0)
-            self._host["weights"].fill(0)
-            self._guided = False
+            self._drawn.copy_(self._noise, non_blocking=True)
 
     def run(self) -> tuple[np.ndarray, dict[str, float]]:
-        """Actions float32 (B, H, A) and milliseconds by engine, and of `transfer`: launch, copies and waiting.
+        """Actions float32 (B, H, A) and milliseconds by engine.
 
         Returns after the call's one synchronisation. The actions are overwritten by the next call.
         """
-        began = time.perf_counter()
         if self.device.type != "cuda":
             times = self._run_here()
         elif self.captured is not None:
@@ -198,8 +202,6 @@ class Pipeline:
         else:
             with on(self.device):
                 times = self._run_on_stream()
-        elapsed = (time.perf_counter() - began) * 1e3
-        times["transfer"] = max(0.0, elapsed - sum(times.values()))
         return self._actions.numpy(), times
 
     def _run_here(self) -> dict[str, float]:
@@ -224,21 +226,25 @@ class Pipeline:
         return {n: a.elapsed_time(b) for (n, _), a, b in zip(self.engines, events, events[1:], strict=False)}
 
 
-def _write(rows: np.ndarray, given: Sequence[np.ndarray]) -> None:
-    for row, one in zip(rows, given, strict=True):
-        np.copyto(row, one, casting="no")
+def _write(place: np.ndarray, given: Rows) -> None:
+    if not isinstance(given, np.ndarray):
+        for row, one in zip(place, given, strict=True):
+            _write(row, one)
+    elif given.shape == place.shape:
+        np.copyto(place, given, casting="no")
+    elif given.ndim == place.ndim > 0 and given.shape[1:] == place.shape[1:] and len(given) < len(place):
+        np.copyto(place[: len(given)], given, casting="no")
+        place[len(given) :] = 0
+    else:
+        raise EngineError(f"a host input: expected shape {place.shape}, got {given.shape}")
 
 
 class Pipelines:
     """Pipelines by shape, most recently used last, within `limit` shapes and a budget of device memory."""
 
-    def __init__(
-        self, model: Pi0, config: PolicyConfig, store: NativeStore, device: torch.device, ledger: Ledger,
-        scales: Scales | None = None, *, limit: int = 16,
-    ) -> None:  # fmt: skip
-        self._parts = (model, config, store)
-        self.device, self.ledger, self.scales, self.limit = device, ledger, scales, limit
-        self.budget = int(config.pipeline_memory_gib * 2**30)
+    def __init__(self, plan: Plan, *, limit: int = 16) -> None:
+        self.plan, self.limit = plan, limit
+        self.budget = int(plan.config.pipeline_memory_gib * 2**30)
         self._kept: OrderedDict[Shape, tuple[Pipeline, int]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -260,9 +266,9 @@ class Pipelines:
         if known is not None:
             self._kept.move_to_end(shape)
             return known[0]
-        store = self._parts[2]
+        store = self.plan.store
         before = self._allocated() - store.bytes
-        pipeline = Pipeline(*self._parts, shape, self.device, self.ledger, self.scales)
+        pipeline = Pipeline(self.plan, shape)
         # Weights are shared by all shapes and stay.
         self._kept[shape] = (pipeline, max(0, self._allocated() - store.bytes - before))
         while len(self._kept) > 1 and (len(self._kept) > self.limit or self.bytes > self.budget):
@@ -271,4 +277,5 @@ class Pipelines:
         return pipeline
 
     def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        device = self.plan.device
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -137,8 +137,9 @@ class Processor:
         padded[:, : preset.action_dim] = normalised
         return padded
 
-    def example(self) -> dict[str, Any]:
-        """A valid observation with every view: black images and an ordinary state, to build and warm engines with."""
+    def example(self, prompt: str | None = None) -> dict[str, Any]:
+        """A valid observation with every view: black images and an ordinary state, to build and warm engines with.
+        `prompt`: instead of an ordinary one."""
         preset, size = self.preset, self.image_size
         # The middle of each range, so that a prompt with the state in it has its usual length.
         state = self.state.restore(np.zeros(preset.state_dim))
@@ -150,7 +151,7 @@ class Processor:
         observation[preset.state[0]] = state[: preset.state_dim - rest]
         for i, key in enumerate(preset.state[1:]):
             observation[key] = state[preset.state_dim - rest + i]
-        prompt = self.default_prompt or "pick up the black bowl on the stove and place it on the plate"
+        prompt = prompt or self.default_prompt or "pick up the black bowl on the stove and place it on the plate"
         return {**observation, preset.prompt: prompt}
 
     # -- inside ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.libero.demo.train import load_shards
-from vla_accel.checkpoints.checkpoint import load_tensors, save_checkpoint
+from vla_accel.checkpoints.checkpoint import save_checkpoint
+from vla_accel.checkpoints.pi0 import load_tensors
 from vla_accel.errors import CheckpointError
 from vla_accel.models.pi0 import pi05_demo
 from vla_accel.transforms.tokenizer import SmallTokenizer

@@ -1,0 +1,82 @@
+"""Weights of π0 and π0.5 in any of their dialects: this package's canonical names, openpi's PyTorch model, lerobot's.
+
+Knows nothing of robots, statistics or tokenizers: see `vla_accel.families.pi0_folders`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vla_accel.checkpoints.checkpoint import account, assemble, read_config, shapes_of
+from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, dialect_of, pieces
+from vla_accel.checkpoints.weights import MemoryWeights, Piece, SafetensorsWeights, Weights
+from vla_accel.errors import CheckpointError
+from vla_accel.models.pi0 import Pi0, Pi0Config
+
+
+def load_checkpoint(
+    path: str | Path,
+    config: Pi0Config | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Pi0:
+    """A model with the checkpoint's weights, in eval mode.
+
+    Args: `path`: a folder or one safetensors file; `config`: needed where the folder has no config of ours; `dtype`:
+    of the large products, what openpi keeps in float32 stays so (`Pi0.kept_wide`), None keeps what is stored.
+    Raises CheckpointError that lists keys missing, left over or misshaped, and non-finite weights.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"checkpoint {path}: no such file or folder")
+    config = config or read_config(path if path.is_dir() else path.parent, Pi0Config)
+    return load_weights(SafetensorsWeights(path), config, str(path), device=device, dtype=dtype)
+
+
+def load_tensors(tensors: Mapping[str, Tensor], config: Pi0Config, where: str) -> Pi0:
+    """As `load_checkpoint`, from tensors already read, of any dialect; the mapping is not changed."""
+    return load_weights(MemoryWeights(tensors), config, where)
+
+
+def load_weights(
+    weights: Weights,
+    config: Pi0Config,
+    where: str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Pi0:
+    """As `load_checkpoint`, from weights that are read one at a time."""
+    recipe = check_weights(weights, config, where)
+    return assemble(_empty(config), weights, recipe, where, device=device, dtype=dtype)
+
+
+def check_weights(weights: Weights, config: Pi0Config, where: str) -> dict[str, tuple[Piece, ...]]:
+    """The stored tensors behind each canonical one. Raises CheckpointError if anything is missing, left over,
+    misshaped or no float."""
+    expected = shapes_of(_empty(config))
+    names = weights.shapes.keys()
+    dialect, prefix = dialect_of(names)
+    if dialect == "vla_accel":
+        recipe: dict[str, tuple[Piece, ...]] = {name: (Piece(name),) for name in expected}
+        known = set(expected)
+    else:
+        recipe = {name: pieces(name, config, prefix) for name in expected}
+        tables = [prefix + e for e in EMBEDDINGS if prefix + e in names]
+        if len(tables) == 2 and not torch.equal(weights.read(tables[0]), weights.read(tables[1])):
+            raise CheckpointError(f"checkpoint {where}: {' and '.join(tables)} are tied, but differ")
+        if tables:
+            recipe["embed.weight"] = (Piece(tables[0]),)
+        known = {p.name for parts in recipe.values() for p in parts} | set(tables) | {prefix + d for d in DEAD}
+    account(weights, recipe, expected, known, f"checkpoint {where} does not fit {config.kind}")
+    return recipe
+
+
+def _empty(config: Pi0Config) -> Pi0:
+    with torch.device("meta"):
+        return Pi0(config)

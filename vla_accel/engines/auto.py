@@ -1,0 +1,68 @@
+"""`auto`: the engine of a component where nobody chose one. The fastest that loses nothing on this machine, and why.
+
+On a GPU from compute capability 8.0 with triton that is the native engine in BF16, elsewhere eager. A lower precision
+is taken only where it was shown to agree for these very weights (`Shown`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from vla_accel.config import EnginePrecision, EngineSpec
+from vla_accel.engines.native import NativeEngine, why_not
+from vla_accel.ops.gpu import Gpu
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a component is built with. `spec` names an engine; `why`: "auto" was asked for, and chose it because of
+    this; empty where the configuration named the engine itself."""
+
+    spec: EngineSpec
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Precisions by component that agree with the reference for these weights; `source`: the report that shows it."""
+
+    precisions: Mapping[str, EnginePrecision]
+    source: str
+
+
+def choose(
+    specs: Mapping[str, EngineSpec], device: torch.device, dtype: torch.dtype, shown: Shown | None = None
+) -> dict[str, Choice]:
+    """The engine of every component of a model whose large products are in `dtype`.
+
+    `shown` counts only where all components are left to `auto`: it was shown for all of them together.
+    """
+    free = all(spec.engine == "auto" and spec.precision == "auto" for spec in specs.values())
+    return {
+        name: _choice(name, spec, device, dtype, shown if free else None) if spec.engine == "auto" else Choice(spec)
+        for name, spec in specs.items()
+    }
+
+
+def _choice(name: str, spec: EngineSpec, device: torch.device, dtype: torch.dtype, shown: Shown | None) -> Choice:
+    gpu = Gpu.of(device)
+    reason = _unfit(device, gpu, dtype, spec.precision)
+    if reason is not None or gpu is None:
+        return Choice(replace(spec, engine="eager", precision="auto", attention="own"), reason or "there is no GPU")
+    why = f"{gpu.name} has compute capability {gpu.version}"
+    narrow = None if shown is None else shown.precisions.get(name)
+    if shown is not None and narrow not in (None, "auto", "bf16") and why_not(gpu, narrow) is None:
+        spec, why = replace(spec, precision=narrow), f"{why}, and {shown.source} shows that {narrow} agrees"
+    return Choice(replace(spec, engine="native", fallback=("eager",)), why)
+
+
+def _unfit(device: torch.device, gpu: Gpu | None, dtype: torch.dtype, precision: EnginePrecision) -> str | None:
+    """Why the native engine is not the fast path here."""
+    if gpu is None:
+        return "there is no GPU"
+    if dtype != torch.bfloat16:
+        return f"the native kernels are made for BF16, and {str(dtype).removeprefix('torch.')} was asked for"
+    return NativeEngine.why_not(device) or why_not(gpu, precision)

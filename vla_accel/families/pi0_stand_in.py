@@ -1,0 +1,58 @@
+"""Transforms and observations for a π0 or π0.5 with random weights, whose tokenizer and statistics cannot be had."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from vla_accel.errors import ConfigError
+from vla_accel.models.pi0 import Pi0Config
+from vla_accel.transforms.normalisation import Normaliser
+from vla_accel.transforms.processing import Processor
+from vla_accel.transforms.robots import LIBERO
+
+VIEWS = ("observation/image", "observation/wrist_image", "observation/right_wrist_image", "observation/back_image")
+PROMPT = "pick up the black bowl between the plate and the ramekin and place it on the plate"
+
+
+@dataclass(frozen=True)
+class _Words:
+    """A stand-in for PaliGemma's tokenizer, whose files cannot be bundled: a token a word, about as many as that."""
+
+    vocab_size: int
+
+    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+        words = text.replace("\n", " \n").split(" ")
+        ids = [3 + zlib.crc32(word.encode()) % (self.vocab_size - 3) for word in words if word]
+        return [2, *ids] if add_bos else ids
+
+    def finish(self, ids: list[int]) -> list[int]:
+        return ids
+
+
+def processor(config: Pi0Config, views: int) -> Processor:
+    """LIBERO's transforms with any number of views and statistics that change nothing."""
+    if not 1 <= views <= len(VIEWS):
+        raise ConfigError(f"views: expected 1 to {len(VIEWS)}, got {views}")
+    unit = Normaliser("mean_std", np.zeros(8), np.ones(8))
+    return Processor(
+        tokenizer=_Words(config.vocab_size),
+        state=unit,
+        actions=Normaliser("mean_std", np.zeros(7), np.ones(7)),
+        image_size=config.vision.image_size,
+        action_dim=config.action_dim,
+        max_token_len=config.max_token_len,
+        discrete_state=False,
+        preset=replace(LIBERO, images=VIEWS[:views], ignored_images=()),
+    )
+
+
+def observation(transforms: Processor, rng: np.random.Generator) -> dict[str, Any]:
+    """Noise for images, a standard normal state, a LIBERO prompt of about 20 tokens. Suits transforms with one state
+    key."""
+    size, preset = transforms.image_size, transforms.preset
+    images = {k: rng.integers(0, 256, (size, size, 3), dtype=np.uint8) for k in preset.images}
+    return {**images, preset.state[0]: rng.standard_normal(preset.state_dim), preset.prompt: PROMPT}

@@ -1,0 +1,245 @@
+"""What a model family is: one object that says all that the rest of the package has to know of a model.
+
+The pipeline, the policy, measurements, ahead-of-time builds and checkpoints are written against `Family` and name no
+model. Families live in `vla_accel.families`; `FAMILIES` is the one list of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vla_accel.component import Component
+from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
+from vla_accel.errors import ConfigError
+from vla_accel.fp8 import Scales
+from vla_accel.models.network import Network
+
+FAMILIES: dict[str, str] = {
+    "pi0": "vla_accel.families.pi0:PI0",
+    "pi05": "vla_accel.families.pi0:PI05",
+}
+"""Every family by name, as "module:object", imported when it is asked for: none needs another's packages."""
+
+Rows: TypeAlias = "np.ndarray | Sequence[Rows]"
+"""A host input of a call: one array, or a sequence with one for each row. An array may be shorter than its place along
+the first axis; the rest is zero."""
+
+
+class Prepared(Protocol):
+    """One observation as a family's transforms leave it: what its `feed` reads, and the robot's own state float64."""
+
+    @property
+    def raw_state(self) -> np.ndarray: ...
+
+
+class Transforms(Protocol):
+    """What stands between a robot and a model. Raises ObservationError for what does not fit."""
+
+    def prepare(self, observation: Mapping[str, Any]) -> Any:
+        """Check and convert one observation to the family's `Prepared`."""
+        ...
+
+    def finish(self, actions: np.ndarray, inputs: Any) -> np.ndarray:
+        """Normalised actions (H, A) to the robot's, float64 (H, robot's)."""
+        ...
+
+    def begin(self, actions: Any, inputs: Any, name: str = "prev_chunk") -> np.ndarray:
+        """The inverse of `finish` for k actions: float32 (k, A)."""
+        ...
+
+    def example(self, prompt: str | None = None) -> dict[str, Any]:
+        """A valid observation, to build and warm engines with. `prompt`: instead of an ordinary one."""
+        ...
+
+
+class Store(Protocol):
+    """A model's weights as the native engine reads them, prepared once for all shapes. `bytes`: of device memory."""
+
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides a pipeline's static shapes; a family adds its own (views, prompt tokens, …) in a subclass.
+
+    `batch`: observations of a call; `steps`: denoising steps.
+    """
+
+    batch: int
+    steps: int
+
+    @property
+    def title(self) -> str:
+        """What distinguishes the shape for a user."""
+        return str(self)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a component must do in one call: operations of its products (multiply and add count as two) in `precision`,
+    and bytes that it must read. A component is bound by the one or the other."""
+
+    flop: float
+    bytes: float = 0.0
+    precision: Literal["bf16", "fp8"] = "bf16"
+
+
+class Family(ABC):
+    """A kind of policy. Everything that a method gets named `config` is the family's own dataclass of sizes."""
+
+    name: str
+    parts: tuple[str, ...]
+    """Names of the components, in order: keys of configurations, of the ledger and of timings."""
+    sizes: Mapping[str, Callable[..., Any]]
+    """Published sizes by name; a function takes the fields to change. The first is what `bench` times."""
+    guidance: tuple[str, ...] = ()
+    """Host inputs of real-time chunking. They are zero in a plain call."""
+
+    # -- the network ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def network(self, config: Any) -> Network:
+        """The network as torch makes it. On the meta device it costs no memory."""
+
+    @abstractmethod
+    def random(self, config: Any, *, seed: int, device: str, dtype: torch.dtype) -> Network:
+        """A network whose weights are drawn so that activations stay of order one, in eval mode."""
+
+    @abstractmethod
+    def action_shape(self, config: Any) -> tuple[int, int]:
+        """(horizon, action dimensions) of one row of the noise and of the normalised actions."""
+
+    def shallow(self, config: Any, depth: int) -> Any:
+        """The same sizes with so many layers in the large stacks, to measure builds with."""
+        raise ConfigError(f"depth: {self.name} cannot be made shallower, got {depth}")
+
+    # -- running it -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def store(self, model: Network, scales: Scales | None) -> Store:
+        """Where its native programs keep their weights. Costs nothing until a program is made."""
+
+    @abstractmethod
+    def components(
+        self, model: Network, shape: Any, *, store: Store | None = None, scales: Scales | None = None,
+        rtc: RtcConfig | None = None,
+    ) -> Sequence[Component]:  # fmt: skip
+        """The components of a shape, in the order of `parts`. They join by name.
+
+        An input that has the name of an earlier output is that output. Inputs of one name are one host input. `noise`
+        (B, H, A) float32 is drawn on the device or given; every other input comes from `feed`. The last component's
+        output `actions` (B, H, A) float32 is the result.
+        """
+
+    @abstractmethod
+    def shape(self, config: Any, inputs: Sequence[Any], steps: int, specs: Mapping[str, EngineSpec]) -> Any:
+        """The shape that these prepared observations need with these engines. Raises ObservationError where they do
+        not fit into one batch."""
+
+    def shapes(self, config: Any, shape: Any) -> Sequence[Any]:
+        """All shapes that observations like those of `shape` may need, with other prompts."""
+        del config
+        return (shape,)
+
+    @abstractmethod
+    def feed(self, config: Any, inputs: Sequence[Any]) -> dict[str, Rows]:
+        """The host inputs of a call from its prepared observations, but for `guidance` and noise."""
+
+    def rehearse(self, config: Any, shape: Any, host: Mapping[str, np.ndarray]) -> None:
+        """Make zeroed host inputs of a shape valid: any values will do, but none that no call would have."""
+        del config, shape, host
+
+    def guide(self, config: Any, rtc: RtcConfig, previous: np.ndarray, delay: int) -> dict[str, np.ndarray]:
+        """One row of the inputs in `guidance`, from the previous chunk float32 (k, A), k at most the horizon."""
+        raise ConfigError(f"{self.name}: this family has no real-time chunking")
+
+    # -- measuring it ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def internals(self, config: Any, outputs: Mapping[str, Tensor], inputs: Any) -> dict[str, Tensor]:
+        """What `parity` compares besides the actions to find a culprit: from all components' outputs of a call on one
+        observation, `inputs`, without what stands for nothing (padding)."""
+
+    @abstractmethod
+    def work(self, config: Any, inputs: Any, steps: int, specs: Mapping[str, EngineSpec]) -> dict[str, Work]:
+        """Work of each component on one prepared observation."""
+
+    @abstractmethod
+    def published(self, horizon: int | None = None) -> Any:
+        """The sizes that `bench` times, with another horizon if one is given."""
+
+    views: int = 2
+    """Images a call in `bench`, unless another number is asked for."""
+
+    @abstractmethod
+    def stand_in(self, config: Any, views: int) -> Any:
+        """Transforms for a network with random weights: some robot's, with statistics that change nothing."""
+
+    @abstractmethod
+    def random_observation(self, transforms: Any, rng: np.random.Generator) -> dict[str, Any]:
+        """An observation that suits transforms of this family, of random numbers."""
+
+    fp8_systems: Mapping[str, tuple[str, ...]] = {}
+    """What `bench` can time besides eager and native BF16: names, each with the components that are in FP8."""
+    baselines: tuple[str, ...] = ()
+    """Other projects' code for the same model that `bench` can time."""
+
+    def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Callable[[Mapping[str, Any]], Any]:
+        """`infer(observation)` of a baseline with random weights. Raises DependencyError where it is not installed."""
+        raise ConfigError(f"systems: {self.name} has no baseline {name!r}")
+
+    # -- FP8 ------------------------------------------------------------------------------------------------------
+
+    def needs_scales(self, specs: Mapping[str, EngineSpec]) -> bool:
+        """Whether some engine is to quantise its inputs."""
+        del specs
+        return False
+
+    def calibrate(self, model: Network, inputs: Sequence[Any], source: str) -> Scales:
+        """FP8 scales from prepared observations. Raises ConfigError for a family without FP8."""
+        raise ConfigError(f"{self.name}: this family has no products in FP8")
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether a checkpoint's folder is this family's, from its config.json (empty where there is none) and the
+        names and shapes of its tensors (empty where there are none). Refuses by answering no, never by raising."""
+
+    def hint(self, folder: Path) -> str | None:
+        """What to do about a folder that no family recognises, but that looks like one of this family's."""
+        del folder
+        return None
+
+    @abstractmethod
+    def load(
+        self, folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
+    ) -> tuple[Network, Transforms]:
+        """The network with a folder's weights, and the transforms around it. Raises CheckpointError, ConfigError."""
+
+
+def family_named(name: str) -> Family:
+    """A family by name. Raises ConfigError that lists those there are."""
+    if name not in FAMILIES:
+        raise ConfigError(f"model: expected one of {', '.join(FAMILIES)}, got {name!r}")
+    module, _, attribute = FAMILIES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def sized(name: str) -> tuple[Family, Callable[..., Any]]:
+    """The family that has a published size of this name, and the size's function. Raises ConfigError."""
+    families = [family_named(n) for n in FAMILIES]
+    for family in families:
+        if name in family.sizes:
+            return family, family.sizes[name]
+    known = sorted(size for family in families for size in family.sizes)
+    raise ConfigError(f"random: expected one of {', '.join(known)}, got {name!r}")

@@ -1,0 +1,40 @@
+"""The native programs of π0 and π0.5: the components written in fused ops over static buffers, for a CUDA graph."""
+
+from __future__ import annotations
+
+from vla_accel.component import Program
+from vla_accel.config import EngineSpec
+from vla_accel.models.pi0 import Pi0
+from vla_accel.native.expert import ExpertWeights, NativeDenoise
+from vla_accel.native.prefix import NativePrefix, PrefixWeights
+from vla_accel.native.store import NativeStore
+from vla_accel.native.streamed import fits
+from vla_accel.native.vision import NativeVision, VisionWeights
+
+
+class Pi0Store(NativeStore[Pi0]):
+    """Prepared weights of one π0 or π0.5."""
+
+    def vision(self, batch: int, views: int, spec: EngineSpec) -> Program:
+        """The vision program of `batch` observations of `views` images."""
+        precision = self.precision("vision", spec, ("fp8", "fp16"))
+        weights = self.weights(("vision", precision), lambda: VisionWeights.of(self.model, precision, self.scales))
+        return NativeVision(weights, batch, views, spec.attention)
+
+    def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
+        """The prefix program of `image_tokens` image tokens and `length` prompt tokens a row."""
+        precision = self.precision("kv_cache", spec, ("fp8",))
+        weights = self.weights(("kv_cache", precision), lambda: PrefixWeights.of(self.model, precision, self.scales))
+        return NativePrefix(weights, batch, image_tokens, length, spec.attention)
+
+    def denoise(
+        self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None
+    ) -> Program:
+        """The whole Euler loop of `num_steps`. `max_weight`: of the guidance, as in `RtcConfig`."""
+        precision = self.precision("denoise", spec, ("fp8",), calibrated=False)
+        weights = self.weights(("denoise", precision), lambda: ExpertWeights.of(self.model, precision))
+        device = weights.w_out.device
+        if not fits(self.model.config, batch, weights.dtype, weights.narrow, device):
+            with self.counted():
+                _ = weights.packed
+        return NativeDenoise(weights, self.model, batch, prefix_tokens, num_steps, max_weight)

@@ -1,0 +1,60 @@
+"""What every family's native store is: weights prepared once for all shapes, and how much memory they take."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from vla_accel.config import EngineSpec
+from vla_accel.errors import EngineError
+from vla_accel.fp8 import NO_SCALES, Scales
+from vla_accel.models.network import Network
+
+N = TypeVar("N", bound=Network)
+T = TypeVar("T")
+
+
+class NativeStore(Generic[N]):
+    """Prepared weights of one model, by component and precision. A family adds a method for each of its programs.
+
+    `scales`: needed for FP8. Knows the models' weights, not how programs are run; the same programs run the ops' torch
+    references where there is no GPU.
+    """
+
+    def __init__(self, model: N, scales: Scales | None = None) -> None:
+        self.model, self.scales = model, scales
+        self.prepared: dict[Hashable, Any] = {}
+        self.bytes = 0
+        """Device memory of the weights prepared so far."""
+
+    def weights(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` prepared the first time that `key` was asked for."""
+        if key not in self.prepared:
+            with self.counted():
+                self.prepared[key] = make()
+        return self.prepared[key]
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Whatever stays allocated after it counts as weights."""
+        device = next(self.model.parameters()).device
+        cuda = device.type == "cuda"
+        before = torch.cuda.memory_allocated(device) if cuda else 0
+        with torch.inference_mode():
+            yield
+        self.bytes += torch.cuda.memory_allocated(device) - before if cuda else 0
+
+    def precision(self, component: str, spec: EngineSpec, extra: tuple[str, ...], *, calibrated: bool = True) -> str:
+        """The precision that a component is prepared in: the policy's, or one of `extra`. `calibrated`: its FP8 needs
+        scales. Raises EngineError for another one, and for scales that are not there."""
+        own = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp32"}[self.model.dtype]
+        asked = own if spec.precision == "auto" else spec.precision
+        if asked not in (own, *extra):
+            allowed = ", ".join((own, *extra))
+            raise EngineError(f"{component}: the native engine of a {own} policy has {allowed}, got {asked}")
+        if asked == "fp8" and calibrated and self.scales is None:
+            raise EngineError(f"{component}: {NO_SCALES}")
+        return asked

@@ -1,0 +1,76 @@
+"""Parity reports kept beside a checkpoint: what `auto` may believe of a lower precision.
+
+A report is believed for the very weights that it was made with, the number of steps, and the engines that really ran.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vla_accel.config import EngineSpec
+from vla_accel.engines.auto import Shown
+from vla_accel.files import replacing
+from vla_accel.fp8 import fingerprint
+from vla_accel.models.network import Network
+
+PATTERN = "parity_*.json"
+"""Files of kept reports, named after the configuration: parity_native_fp8.json."""
+_log = logging.getLogger("vla_accel")
+
+
+def weights_of(model: Network) -> str:
+    """The fingerprint of all of a model's weights."""
+    return fingerprint(model, [name for name, _ in model.named_parameters()])
+
+
+def keep(
+    report: Mapping[str, Any], folder: Path, model: Network, specs: Mapping[str, EngineSpec], name: str
+) -> Path:  # fmt: skip
+    """Write a report of `vla-accel parity` beside the checkpoint, with what it was about; the file's path."""
+    path = folder / PATTERN.replace("*", name)
+    content = {
+        **report,
+        "fingerprint": weights_of(model),
+        "precisions": {part: spec.precision for part, spec in specs.items()},
+    }
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def shown(folder: Path, model: Network, num_steps: int) -> Shown | None:
+    """The kept report that passed with these weights, this many steps and native engines alone, and has most components
+    in FP8; None where there is none. One that does not count is left out with a line on the log."""
+    found: list[Shown] = []
+    files = sorted(folder.glob(PATTERN))
+    mine = weights_of(model) if files else ""
+    for path in files:
+        reason = "it is no parity report"
+        try:
+            content = json.loads(path.read_text())
+            precisions = dict(content["precisions"])
+            reason = _why_not(content, mine, num_steps)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"{reason}: {error!r}"
+            precisions = {}
+        if reason is not None:
+            _log.info("auto: %s does not count: %s", path.name, reason)
+        elif "fp8" in precisions.values():
+            found.append(Shown(precisions, path.name))
+    return max(found, key=lambda s: (sum(p == "fp8" for p in s.precisions.values()), s.source), default=None)
+
+
+def _why_not(content: Mapping[str, Any], fingerprint: str, num_steps: int) -> str | None:
+    if content["passed"] is not True:
+        return "it did not pass"
+    if content["fingerprint"] != fingerprint:
+        return "it was made with other weights"
+    if content["num_steps"] != num_steps:
+        return f"it was made with {content['num_steps']} steps, not {num_steps}"
+    used = {e["component"]: e["used"] for e in content["engines"]}
+    others = sorted(part for part in content["precisions"] if used.get(part) != "native")
+    return f"other engines than native ran {', '.join(others)}" if others else None
