@@ -143,7 +143,8 @@ def _described(result: Mapping[str, Any]) -> dict[str, Any]:
     policy, launch = result["policy"], result["launches"][-1]
     metadata = policy.get("metadata") or {}
     config = policy.get("config") or {}
-    asked = {name: spec for name, spec in config.items() if isinstance(spec, Mapping) and "engine" in spec}
+    specs = {**config, **config.get("engines", {})}
+    asked = {name: spec for name, spec in specs.items() if isinstance(spec, Mapping) and "engine" in spec}
     return {
         "policy": policy.get("name"),
         "sha256": policy.get("sha256"),

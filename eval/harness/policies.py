@@ -117,15 +117,14 @@ def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[st
     if source.kind == "remote":
         known = {k: policy.metadata[k] for k in REMOTE_IDENTITY if k in policy.metadata}
         return {"kind": "remote", "address": source.where, "metadata": known}
-    from vla_accel.checkpoints.loading import find
-
-    config = asdict(policy.config)
-    del config["num_steps"]  # the protocol's
+    # What `auto` chose is what ran; a step count is the protocol's; what is empty asks for nothing.
+    config = asdict(policy.config.with_specs(policy.specs))
+    del config["num_steps"]
     return {
         "kind": "local",
         "name": source.name,
-        "sha256": _folder_hash(find(source.where)),
-        "config": json.loads(json.dumps(config)),
+        "sha256": _folder_hash(policy.checkpoint.folder),
+        "config": json.loads(json.dumps({name: value for name, value in config.items() if value not in ((), {})})),
         "device": policy.metadata["device"],
     }
 

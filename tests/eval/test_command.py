@@ -294,27 +294,16 @@ def test_a_name_on_the_hub_is_evaluated_like_its_folder(
         LIBERO, load_suite=lambda name: SUITE, make_environment=lambda task, settings, render: FakeEnv(3)
     )
     policies = []
-    for index, policy in enumerate(("someone/tiny", str(folder))):
-        output = tmp_path / f"{index}.json"
-        words = [
-            "--policy",
-            policy,
-            "--steps",
-            "1",
-            "--tasks",
-            "0",
-            "--trials",
-            "1",
-            "--device",
-            "cpu",
-            "--config",
-            "eager",
-        ]
+    for policy, config in (("someone/tiny", []), (str(folder), ["--config", "eager"])):
+        output = tmp_path / f"{len(policies)}.json"
+        words = ["--policy", policy, "--steps", "1", "--tasks", "0", "--trials", "1", "--device", "cpu", *config]
         code = command.main(benchmark, libero.Arguments, [*words, "--output", str(output)])
         assert code == 0, capfd.readouterr().err
         policies.append(json.loads(output.read_text())["policy"])
     named, local = policies
     assert named["name"] == "tiny" and named["sha256"] == local["sha256"] and len(named["sha256"]) == 64
+    assert named["config"] == local["config"], "what auto chooses is what ran, and what makes two runs the same"
+    assert named["config"]["vision"]["engine"] == "eager"
 
 
 def test_a_policy_server_is_evaluated_like_any_policy(

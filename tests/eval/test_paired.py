@@ -15,6 +15,7 @@ from eval.harness import pairs
 from eval.harness.statistics import mcnemar_exact
 from vla_accel.errors import ConfigError
 
+CONFIG = {"vision": {"engine": "native"}, "engines": {"unet": {"engine": "eager"}}, "rtc": {"schedule": "x"}, "seed": 0}
 RULES = {"suite": "line", "tasks": [4], "trials": 7, "steps": [3, 10], "max_steps": 7, "seed": 7, "step": 7}
 WON, LOST, CRASHED = True, False, None
 
@@ -24,7 +25,7 @@ def result(outcomes: Mapping[int, Sequence[bool | None]]) -> dict[str, Any]:
     return {
         "schema": "vla_accel.toy.result/1",
         "protocol": dict(RULES),
-        "policy": {"name": "demo", "sha256": "ab", "config": {"vision": {"engine": "native"}, "seed": 0}},
+        "policy": {"name": "demo", "sha256": "ab", "config": CONFIG},
         "launches": [{"hardware": {"gpu": "a GPU"}, "software": {"torch": "2"}, "workers": 3}],
         "episodes": [
             {"steps": s, "task_id": 4, "trial": i, "success": bool(o), "error": None if o is not None else "crash"}
@@ -111,7 +112,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
     assert stored == json.loads(capsys.readouterr().out.splitlines()[-1])
     assert stored["schema"] == "vla_accel.toy.paired/1" and stored["reference"] == "a" and stored["note"] == "why"
     assert [(r["name"], r["lost"], r["gained"]) for r in stored["rows"]] == [("b", 0, 1), ("c", 1, 0)]
-    assert stored["policies"]["b"]["asked"] == {"vision": {"engine": "native"}}
+    assert stored["policies"]["b"]["asked"] == {"vision": {"engine": "native"}, "unet": {"engine": "eager"}}
     assert str(tmp_path) not in output.read_text()
 
 
