@@ -65,6 +65,15 @@ class TensorrtOptions:
 
 
 @dataclass(frozen=True)
+class NativeOptions:
+    """How the native engine runs. `kernels`: "portable" switches off what only Hopper has (own GEMM and attention in
+    CUDA C++, the streamed denoise loop, dependent launches), so that an Ampere or Ada GPU would run the same; "auto"
+    takes the fastest."""
+
+    kernels: Literal["auto", "portable"] = "auto"
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """Which engine a component gets.
 
@@ -72,13 +81,14 @@ class EngineSpec:
     `fallback`: engines to try, in order, if it cannot be built; empty means that failing to build is an error; "auto"
     steps down by itself. `precision`: of the large products inside the engine; "auto" is the policy's.
     `attention`: of the native engine's vision and kv_cache: its own kernels, torch's SDPA, flash-attn, or the one that
-    is measured to be the fastest when the engine is built. `tensorrt`: options of the TensorRT engines.
+    is measured to be the fastest when the engine is built. `native`, `tensorrt`: options of these engines.
     """
 
     engine: EngineName = "auto"
     fallback: tuple[EngineName, ...] = ()
     precision: EnginePrecision = "auto"
     attention: Attention = "own"
+    native: NativeOptions = field(default_factory=NativeOptions)
     tensorrt: TensorrtOptions = field(default_factory=TensorrtOptions)
 
     def __post_init__(self) -> None:
@@ -146,7 +156,8 @@ class PolicyConfig:
     `vla_accel.transforms.robots` or a YAML file), by default decided from the checkpoint. `checkpoint`: what the
     checkpoint does not say of itself. `rtc`: how a call that brings the previous chunk is guided by it. `warm_up`:
     prompts whose engines are built when the policy is loaded, besides those of an ordinary one. `vision`, `kv_cache`,
-    `denoise`: engines of components of these names; `engines`: of any component, by name.
+    `denoise`: engines of components of these names; `engines`: of any component, by name. `native`: options of every
+    native engine.
     """
 
     num_steps: int = 10
@@ -165,6 +176,7 @@ class PolicyConfig:
     kv_cache: EngineSpec = field(default_factory=EngineSpec)
     denoise: EngineSpec = field(default_factory=EngineSpec)
     engines: Mapping[str, EngineSpec] = field(default_factory=dict)
+    native: NativeOptions = field(default_factory=NativeOptions)
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_steps, int) or isinstance(self.num_steps, bool):
@@ -182,7 +194,10 @@ class PolicyConfig:
         unknown = [name for name in given if name not in parts]
         if unknown:
             raise ConfigError(f"{unknown[0]}: the model has no such component; it has {', '.join(parts)}")
-        return {name: given.get(name, EngineSpec()) for name in parts}
+        specs = {name: given.get(name, EngineSpec()) for name in parts}
+        if self.native == NativeOptions():
+            return specs
+        return {name: dataclasses.replace(spec, native=self.native) for name, spec in specs.items()}
 
     def with_specs(self, specs: Mapping[str, EngineSpec]) -> PolicyConfig:
         """This configuration with these engines and no others."""

@@ -27,13 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.ops.test_product import TILINGS
+from tests.ops.test_gemm import TILINGS
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import _attention, _self_attention
 from tests.support.streamed_support import LoopCase, streamable
 from vla_accel.fp8 import E4M3
 from vla_accel.models.random_weights import random_model
 from vla_accel.ops.cuda import runtime
+from vla_accel.ops.gpu import Gpu
 
 DEVICE = torch.device("cuda")
 Cases = dict[str, Callable[[], None]]
@@ -41,7 +42,7 @@ Cases = dict[str, Callable[[], None]]
 
 def gemm() -> Cases:
     """Every kind of tiling once, every epilogue with a plain, a split, a clustered and a persistent one."""
-    from tests.gpu import test_gpu_product as gpu
+    from tests.gpu import test_gpu_gemm as gpu
 
     found: Cases = {}
     for i, tiling in enumerate(TILINGS):
@@ -78,8 +79,8 @@ def denoise() -> Cases:
     """Every kernel of the streamed loop, with one to four tiles of rows, one sequence and several, π0 and π0.5."""
     from tests.gpu import test_gpu as gpu
     from vla_accel.native.constants import step_tables
-    from vla_accel.native.expert import ExpertWeights, _LayerLoop
-    from vla_accel.native.streamed import StreamedLoop
+    from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of
+    from vla_accel.ops.cuda.denoise import StreamedLoop
 
     def run(case: LoopCase) -> None:
         model = random_model(case.config)
@@ -93,7 +94,11 @@ def denoise() -> Cases:
             weights = ExpertWeights.of(gpu.on_gpu(model), "bf16")
             tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], case.steps)
             mix_bias = None if weights.mix is None else weights.mix_bias
-            loop = StreamedLoop(case.config, weights.packed, tables, weights.w_out, weights.b_out, mix_bias, *sizes)
+            gpu_here = Gpu.of(DEVICE)
+            assert gpu_here is not None
+            loop = StreamedLoop(
+                gpu_here, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out, mix_bias, *sizes
+            )
         got = gpu.run_loop(loop, inputs, state, noise, "cuda")
         start = noise.numpy()
         assert gpu.cosines(got - start, want - start).min() >= gpu.BF16_COSINE

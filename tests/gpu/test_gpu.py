@@ -36,10 +36,11 @@ from vla_accel.ledger import Ledger
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.constants import step_tables
-from vla_accel.native.expert import ExpertWeights, _LayerLoop
+from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.native.prefix import PrefixWeights
-from vla_accel.native.streamed import StreamedLoop, fits
+from vla_accel.ops.cuda.denoise import StepTables, StreamedLoop, why_not
+from vla_accel.ops.gpu import Gpu
 from vla_accel.policy.pipeline import Feed, Pipelines, Plan
 
 pytestmark = pytest.mark.gpu
@@ -663,6 +664,15 @@ def loops_inputs(case: LoopCase) -> tuple[dict[str, Tensor], Tensor | None, Tens
     return given, state, noise
 
 
+def loop_of(case: LoopCase, weights: ExpertWeights, tables: StepTables) -> StreamedLoop:
+    gpu, mix_bias = Gpu.of(torch.device(DEVICE)), None if weights.mix is None else weights.mix_bias
+    assert gpu is not None
+    return StreamedLoop(
+        gpu, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out, mix_bias, case.batch,
+        case.prefix_tokens,
+    )  # fmt: skip
+
+
 def run_loop(loop: Any, inputs: dict[str, Tensor], state: Tensor | None, noise: Tensor, device: str) -> np.ndarray:
     placed = {name: value.to(device) for name, value in inputs.items()}
     actions = noise.to(device, copy=True)
@@ -675,10 +685,10 @@ def run_loop(loop: Any, inputs: dict[str, Tensor], state: Tensor | None, noise: 
 def test_the_streamed_loop_agrees_with_the_triton_loop(name: str) -> None:
     case = (LOOPS | BATCHED)[name]
     config, device = case.config, torch.device(DEVICE)
-    why = fits(config, case.batch, torch.bfloat16, False, device)
-    if why == "it needs compute capability 9.0":
+    why = why_not(Gpu.of(device), sizes_of(config), case.batch, torch.bfloat16, False)
+    if why is not None:
+        assert why.startswith("it needs compute capability 9.0")
         pytest.skip(f"NOT RUN: {why}")
-    assert not why
     model = random_model(config)
     inputs, state, noise = loops_inputs(case)
     sizes = (case.batch, case.prefix_tokens)
@@ -692,8 +702,7 @@ def test_the_streamed_loop_agrees_with_the_triton_loop(name: str) -> None:
         weights = ExpertWeights.of(on_gpu(model), "bf16")
         tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], case.steps)
         layered = _LayerLoop(weights, config, tables, *sizes)
-        mix_bias = None if weights.mix is None else weights.mix_bias
-        streamed = StreamedLoop(config, weights.packed, tables, weights.w_out, weights.b_out, mix_bias, *sizes)
+        streamed = loop_of(case, weights, tables)
     triton_actions = run_loop(layered, inputs, state, noise, DEVICE)
     first = run_loop(streamed, inputs, state, noise, DEVICE)
     assert np.isfinite(first).all()
@@ -711,7 +720,7 @@ def test_the_streamed_loop_agrees_with_the_triton_loop(name: str) -> None:
 def test_nan_behind_the_length_changes_no_bit(name: str) -> None:
     """Another engine may have made the prefix, whose padding then holds anything."""
     case = (LOOPS | BATCHED)[name]
-    if fits(case.config, case.batch, torch.bfloat16, False, torch.device(DEVICE)):
+    if why_not(Gpu.of(torch.device(DEVICE)), sizes_of(case.config), case.batch, torch.bfloat16, False):
         pytest.skip("NOT RUN: needs compute capability 9.0")
     inputs, state, noise = loops_inputs(case)
     inputs["lengths"] = (inputs["lengths"] - 13).clamp(min=1)
@@ -720,10 +729,7 @@ def test_nan_behind_the_length_changes_no_bit(name: str) -> None:
     with torch.inference_mode():
         weights = ExpertWeights.of(model, "bf16")
         tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], case.steps)
-        mix_bias = None if weights.mix is None else weights.mix_bias
-        loop = StreamedLoop(
-            case.config, weights.packed, tables, weights.w_out, weights.b_out, mix_bias, case.batch, case.prefix_tokens
-        )
+        loop = loop_of(case, weights, tables)
 
     def run_with(value: float) -> np.ndarray:
         filled = {name: inputs[name].masked_fill(beyond, value) for name in ("keys", "values")}
@@ -748,7 +754,7 @@ kernel = '''extern "C" __global__ void f() {
   wait_parity(smem_of(&barrier), 0);
 }'''
 device = torch.device("cuda", 0)
-module = runtime.load_module(runtime.source_of("#define WAIT_TICKS 1\\n") + kernel, {"f": 0}, "sm_90a", device)
+module = runtime.load_module(runtime.source_of({"WAIT_TICKS": 1}) + kernel, {"f": 0}, "sm_90a", device)
 module.launch("f", 1, 1, ())
 runtime.synchronize(device)
 """
@@ -774,9 +780,7 @@ def test_the_streamed_loop_sees_each_row_s_length() -> None:
     with torch.inference_mode():
         weights = ExpertWeights.of(model, "bf16")
         tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], case.steps)
-        loop = StreamedLoop(
-            case.config, weights.packed, tables, weights.w_out, weights.b_out, None, case.batch, case.prefix_tokens
-        )
+        loop = loop_of(case, weights, tables)
     first = run_loop(loop, inputs, state, noise, DEVICE)
     length = int(inputs["lengths"][1])
     for place, same in ((length, True), (length - 1, False)):

@@ -5,20 +5,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.gpus import H200
 from tests.support.tiny import Kind, tiny_config, tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.component import Component
 from vla_accel.components.padding import padded_prompt
+from vla_accel.config import load_config
 from vla_accel.engines.native import NativeEngine
-from vla_accel.errors import EngineError
+from vla_accel.errors import ConfigError, EngineError
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.siglip import SiglipConfig
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.ops import folded
+from vla_accel.ops.gpu import Gpu, assumed
 
 FP32 = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
 EAGER = FP32.with_specs(dict.fromkeys(("vision", "kv_cache", "denoise"), EngineSpec("eager")))
@@ -142,3 +148,40 @@ def test_the_ledger_says_that_no_gpu_ran(folder: Path) -> None:
 def test_the_store_counts_nothing_on_a_cpu(folder: Path) -> None:
     native = OptimizedPolicy.from_pretrained(folder, NATIVE)
     assert isinstance(native.store, Pi0Store) and native.store.bytes == 0 and native.pipelines.bytes == 0
+
+
+def test_portable_kernels_are_built_and_run_for_a_gpu_without_hopper_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything below the engine asks `Gpu.of`, and is told of a GPU as an Ada one is."""
+    told: list[Gpu | None] = []
+
+    def program(_: EngineSpec) -> Any:
+        told.append(Gpu.of(torch.device("cuda", 0)))
+
+        def run(inputs: Any, outputs: Any) -> None:
+            told.append(Gpu.of(torch.device("cuda", 0)))
+
+        run.detail = "a program"  # type: ignore[attr-defined]
+        return run
+
+    monkeypatch.setattr("vla_accel.engines.native.Gpu", SimpleNamespace(of=lambda _: H200))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    component = Component("part", torch.nn.Identity(), (), (), native=program)
+    config = load_config({"native": {"kernels": "portable"}, "denoise": "native"})
+    spec = config.specs(("vision", "denoise"))["denoise"]
+    engine = NativeEngine(component, torch.device("cpu"), spec)
+    engine.run()
+    assert told == [H200.portable] * 2 and not H200.portable.dependent_launch
+    assert engine.detail.endswith("portable kernels (as on compute capability 8.9)")
+    with assumed(H200):
+        plain = NativeEngine(component, torch.device("cpu"), EngineSpec("native"))
+    assert told[2] is H200 and "portable" not in plain.detail
+
+
+def test_portable_is_said_of_all_components_or_of_one() -> None:
+    parts = ("vision", "denoise")
+    content = {"native": {"kernels": "portable"}, "engines": {"vision": {"engine": "native"}}}
+    assert {spec.native.kernels for spec in load_config(content).specs(parts).values()} == {"portable"}
+    content = {"vision": {"engine": "native", "native": {"kernels": "portable"}}}
+    assert [spec.native.kernels for spec in load_config(content).specs(parts).values()] == ["portable", "auto"]
+    with pytest.raises(ConfigError, match=r"native.kernels: expected one of auto, portable, got 'ampere'"):
+        load_config({"native": {"kernels": "ampere"}})

@@ -1,4 +1,4 @@
-"""The CUDA attention (`ops/cuda/attention.py`) against what its kernels expect of it, without a GPU: which calls it
+"""The CUDA attention (`ops/cuda/attention/`) against what its kernels expect of it, without a GPU: which calls it
 takes, structures, launches, tensor maps, shared memory, and that it compiles without spilling a register."""
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ import torch
 from torch import Tensor
 
 from tests.ops.test_kernels_compile import nvrtc
-from tests.support.gpus import H200
+from tests.support.gpus import GPUS, H200
 from vla_accel.ops import attending
 from vla_accel.ops.attending import Sizes
-from vla_accel.ops.cuda import attention as hopper
 from vla_accel.ops.cuda import runtime
+from vla_accel.ops.cuda.attention import launch as hopper
 
 CPU = torch.device("cpu")
 SHARED_LIMIT, MULTIPROCESSOR = 227 * 1024, 228 * 1024
-CODE = re.sub(r"//.*", "", runtime.source_of("", "attention", "whole", "shared_keys"))
+CODE = re.sub(r"//.*", "", runtime.source_of({}, *(f"attention/{name}" for name in ("common", "whole", "shared_keys"))))
 TOWER = Sizes(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
 PREFIX = Sizes(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
 __all__ = ["nvrtc"]
+
+
+def takes(*arguments: Any) -> str:
+    """The kernel that an H200 runs, "" for none."""
+    return hopper.kernel_for(H200, *arguments) or ""
 
 
 def changed(sizes: Sizes, **what: Any) -> Sizes:
@@ -47,23 +52,27 @@ def changed(sizes: Sizes, **what: Any) -> Sizes:
 )  # fmt: skip
 def test_which_calls_are_taken(sizes: Sizes, kernel: str) -> None:
     q, k, v, out, lengths = attending._tensors(sizes, CPU)
-    assert hopper.takes(q, k, v, out, lengths) == kernel
-    # A CPU never.
-    assert hopper.kernel_of(q, k, v, out, lengths) == ""
+    assert takes(q, k, v, out, lengths) == kernel
+    for name, gpu in GPUS.items():
+        reason = hopper.why_not(gpu, q, k, v, out, lengths)
+        if gpu.capability != (9, 0):
+            assert reason == f"it needs compute capability 9.0, {gpu.name} has {gpu.version}", name
+        assert (hopper.kernel_for(gpu, q, k, v, out, lengths) is None) == (reason is not None), name
+    assert hopper.kernel_for(None, q, k, v, out, lengths) is None
 
 
 def test_layouts_that_are_no_multiple_of_sixteen_bytes_are_not() -> None:
     q, k, v, out, lengths = attending._tensors(PREFIX, CPU)
     room = torch.zeros(q.numel() * 2, dtype=q.dtype)
-    assert hopper.takes(room[: 544 * 2048].view(1, 544, 8, 256), k, v, out, lengths) == "shared_keys"
-    assert hopper.takes(room[4 : 4 + 544 * 2048].view(1, 544, 8, 256), k, v, out, lengths) == ""
+    assert takes(room[: 544 * 2048].view(1, 544, 8, 256), k, v, out, lengths) == "shared_keys"
+    assert takes(room[4 : 4 + 544 * 2048].view(1, 544, 8, 256), k, v, out, lengths) == ""
     odd = room.as_strided((1, 544, 8, 256), (0, 2052, 256, 1))
-    assert hopper.takes(odd, k, v, out, lengths) == ""
-    assert hopper.takes(q.transpose(2, 3)[..., :8], k, v, out, lengths) == ""
-    assert hopper.takes(q, k, v.transpose(1, 3).contiguous().transpose(1, 3), out, lengths) == ""
-    assert hopper.takes(q, k, v.half(), out, lengths) == ""
-    assert hopper.takes(q, k, v, out.float(), lengths) == ""
-    assert hopper.takes(q, k, v, torch.empty(out.numel() + 1, dtype=out.dtype)[1:].view(out.shape), lengths) == ""
+    assert takes(odd, k, v, out, lengths) == ""
+    assert takes(q.transpose(2, 3)[..., :8], k, v, out, lengths) == ""
+    assert takes(q, k, v.transpose(1, 3).contiguous().transpose(1, 3), out, lengths) == ""
+    assert takes(q, k, v.half(), out, lengths) == ""
+    assert takes(q, k, v, out.float(), lengths) == ""
+    assert takes(q, k, v, torch.empty(out.numel() + 1, dtype=out.dtype)[1:].view(out.shape), lengths) == ""
 
 
 # -- what is handed to the kernels ------------------------------------------------------------------------------------
@@ -116,7 +125,9 @@ def launched(
     hopper._module.cache_clear()
     q, k, v, out, lengths = attending._tensors(sizes, CPU)
     scale = 200.0 if sizes.quantised else None
-    hopper.attention(hopper.takes(q, k, v, out, lengths), q, k, v, out, lengths, gpu=H200, inverse_scale=scale, pdl=pdl)
+    kernel = hopper.kernel_for(H200, q, k, v, out, lengths)
+    assert kernel is not None
+    hopper.attention(kernel, q, k, v, out, lengths, gpu=H200, inverse_scale=scale, pdl=pdl)
     hopper._module.cache_clear()
     (module,) = modules
     (launch,) = module.launches

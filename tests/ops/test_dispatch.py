@@ -10,7 +10,7 @@ import torch
 
 from vla_accel.ops import dispatch, image, linear, rows
 from vla_accel.ops.attending import Sizes, choose
-from vla_accel.ops.cuda import product
+from vla_accel.ops.cuda import gemm
 from vla_accel.ops.dispatch import path, steered
 from vla_accel.ops.sums import Sum
 
@@ -76,7 +76,7 @@ def test_ops_ask_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_own_kernels_are_taken_on_the_cuda_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = linear.make_linear(torch.zeros(128, 64), None, torch.bfloat16)
-    monkeypatch.setattr(product, "planned", lambda *_: object())
+    monkeypatch.setattr(gemm, "planned", lambda *_: object())
     for to, taken in (("cuda", True), ("triton", False), ("reference", False)):
         with steered(to):  # type: ignore[arg-type]
             assert linear.has_own_product(8, layer, "none") == taken

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.test_product import TABLE, TILINGS
+from tests.ops.test_gemm import TABLE, TILINGS
 from tests.support.streamed_support import LOOPS, recorded_loop
 from vla_accel.errors import EngineError
-from vla_accel.ops.cuda import product, runtime
-from vla_accel.ops.cuda.product import Tiling
+from vla_accel.ops.cuda import runtime
+from vla_accel.ops.cuda.gemm import Tiling, launch
 
 ROOT = Path(__file__).parents[2]
 SHARED_LIMIT = 227 * 1024
@@ -127,9 +127,9 @@ def test_the_products_compile(tiling: Tiling, nvrtc: ctypes.CDLL, monkeypatch: p
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
     cases = [(torch.bfloat16, False, "none"), (torch.float8_e4m3fn, True, "geglu"), (torch.float16, True, "gelu")]
     for kind, narrow, activation in cases:
-        text = product.source(kind, narrow, activation, tiling) + layout_of(product._Call, "Call")
-        text += layout_of(product._Map, "Map")
-        assert runtime.compile_source(text, product.ARCHITECTURE).startswith(b"\x7fELF")
+        text = launch.source(kind, narrow, activation, tiling) + layout_of(launch._Call, "Call")
+        text += layout_of(launch._Map, "TensorMap")
+        assert runtime.compile_source(text, launch.ARCHITECTURE).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize(("key", "least", "most", "tiling"), TABLE)
@@ -140,13 +140,13 @@ def test_the_products_in_use_compile(
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
     dtype = torch.float8_e4m3fn if key[0] == "fp8" else torch.bfloat16
     narrow = key[0] == "fp8" and key[1] != "none"
-    texts = [product.source(dtype, narrow, key[1], tiling)]
-    if key[1] == "none" and not tiling.check(residual=True):
-        texts.append(product.source(dtype, False, "none", tiling, residual=True))
-    if key[0] == "half" and not tiling.check(key[1], normed=True):
-        texts += [product.source(dtype, False, key[1], tiling, norm=norm, k=key[3]) for norm in ("rms", "layer")]
+    texts = [launch.source(dtype, narrow, key[1], tiling)]
+    if key[1] == "none" and tiling.why_not(residual=True) is None:
+        texts.append(launch.source(dtype, False, "none", tiling, residual=True))
+    if key[0] == "half" and tiling.why_not(key[1], normed=True) is None:
+        texts += [launch.source(dtype, False, key[1], tiling, norm=norm, k=key[3]) for norm in ("rms", "layer")]
     for text in texts:
-        assert runtime.compile_source(text, product.ARCHITECTURE).startswith(b"\x7fELF")
+        assert runtime.compile_source(text, launch.ARCHITECTURE).startswith(b"\x7fELF")
 
 
 def test_a_source_that_does_not_compile_says_where(nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

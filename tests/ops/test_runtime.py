@@ -30,7 +30,7 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "device", self.device)
         monkeypatch.setattr(torch.cuda, "current_stream", self.stream)
-        monkeypatch.setattr(runtime, "_driver", lambda: self)
+        monkeypatch.setattr(runtime, "driver", lambda: self)
         monkeypatch.setattr(runtime, "compile_source", lambda *_: b"")
 
     @contextlib.contextmanager

@@ -6,16 +6,18 @@ import re
 
 import pytest
 
+from tests.support.gpus import H200
 from vla_accel.models.pi0 import Pi0Config, pi0, pi05
-from vla_accel.native.schedule import Schedule
-from vla_accel.ops.cuda.wgmma import product
+from vla_accel.native.expert import sizes_of
+from vla_accel.ops.cuda.denoise.schedule import Schedule
+from vla_accel.ops.cuda.wgmma import wgmma
 
 
 @pytest.mark.parametrize("n", [8, 16, 72, 256])
 @pytest.mark.parametrize("registers", [False, True])
 @pytest.mark.parametrize("values", [False, True])
 def test_every_operand_is_named_once(n: int, registers: bool, values: bool) -> None:
-    text = product("times", n, "bf16", registers=registers, values=values)
+    text = wgmma("times", n, "bf16", registers=registers, transposed=values)
     count = n // 2
     instruction = text[text.index("wgmma") : text.index(";\\n}")]
     assert f"m64n{n}k16.f32.bf16.bf16" in instruction and f"(&d)[{count}]" in text
@@ -36,9 +38,14 @@ def test_every_operand_is_named_once(n: int, registers: bool, values: bool) -> N
 def test_many_rows_have_a_product_of_every_width(sizes: tuple[Pi0Config, int], columns: list[int]) -> None:
     """Of the units together, of q's, of one, and of the clusters that share K."""
     config, batch = sizes
-    schedule = Schedule.of(config, batch, 544)
-    found = re.findall(r"void wide_product\(float \(&d\)\[(\d+)\]", schedule.source)
+    schedule = Schedule.of(sizes_of(config), batch, 544, H200)
+    found = re.findall(r"void wgmma\(float \(&d\)\[(\d+)\]", schedule.source)
     assert [2 * int(n) for n in found] == columns
     if columns:
         split = {schedule.clusters[name] * 8 for name in schedule.clusters if name in ("down", "output", "mix")}
-        assert split | {16, 16 * schedule.sizes["GATE_UP_UNITS"]} <= set(columns)
+        assert split | {16, 16 * schedule.macros["GATE_UP_UNITS"]} <= set(columns)
+
+
+def test_fp8_has_no_layout_but_k_in_a_row() -> None:
+    text = wgmma("times", 136, "e4m3")
+    assert "m64n136k32.f32.e4m3.e4m3" in text and "p, 1, 1;" in text

@@ -14,12 +14,11 @@ from tests.support.tiny import random_model
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Kind, Pi0Config
 from vla_accel.models.siglip import SiglipConfig
-from vla_accel.native import streamed
 from vla_accel.native.constants import step_tables
-from vla_accel.native.expert import ExpertWeights
-from vla_accel.native.streamed import StreamedLoop
+from vla_accel.native.expert import ExpertWeights, sizes_of
 from vla_accel.ops.cuda import runtime
-from vla_accel.ops.gpu import assumed
+from vla_accel.ops.cuda.denoise import StreamedLoop, why_not
+from vla_accel.ops.gpu import Gpu
 
 
 def streamable(kind: Kind, *, width: int, mlp: int, heads: int, kv_heads: int = 1, head_dim: int = 64, depth: int = 2,
@@ -61,6 +60,10 @@ LOOPS = {
 }
 
 
+ROOM: dict[int, int] = {}
+"""Clusters that the recorded device holds at once, by their blocks; any number of those that are not named."""
+
+
 @dataclass
 class RecordedModule:
     """What `runtime.Module` was given, and the launches."""
@@ -75,6 +78,10 @@ class RecordedModule:
                dependent: bool = False) -> None:  # fmt: skip
         self.launches.append((name, blocks, threads, tuple(arguments), cluster, dependent))
 
+    def clusters_at_once(self, name: str, threads: int, cluster: int) -> int:
+        """The device's own answer: `ROOM`, by blocks of a cluster."""
+        return ROOM.get(cluster, 1000)
+
     @property
     def defines(self) -> dict[str, int]:
         """The sizes before the source."""
@@ -82,22 +89,23 @@ class RecordedModule:
         return {w[1]: int(w[2]) for w in lines if len(w) == 3 and w[0] == "#define" and w[2].isdigit()}
 
 
-def recorded_loop(case: LoopCase, monkeypatch: pytest.MonkeyPatch) -> tuple[StreamedLoop, RecordedModule]:
-    """The loop of a case with random weights, on the CPU."""
+def recorded_loop(
+    case: LoopCase, monkeypatch: pytest.MonkeyPatch, gpu: Gpu = H200
+) -> tuple[StreamedLoop, RecordedModule]:
+    """The loop of a case with random weights, on the CPU, as it would run on a GPU."""
     monkeypatch.setattr(runtime, "load_module", RecordedModule)
     model = random_model(case.config)
     with torch.inference_mode():
         weights = ExpertWeights.of(model.to_compute_dtype(torch.bfloat16), "bf16")
         tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], case.steps)
         loop = StreamedLoop(
-            case.config, weights.packed, tables, weights.w_out, weights.b_out,
+            gpu, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out,
             None if weights.mix is None else weights.mix_bias, case.batch, case.prefix_tokens,
         )  # fmt: skip
     assert isinstance(loop.module, RecordedModule)
     return loop, loop.module
 
 
-def reason(case: LoopCase) -> str:
-    """What `fits` says on a Hopper."""
-    with assumed(H200):
-        return streamed.fits(case.config, case.batch, torch.bfloat16, False, torch.device("cuda"))
+def reason(case: LoopCase) -> str | None:
+    """Why a case cannot run on an H200."""
+    return why_not(H200, sizes_of(case.config), case.batch, torch.bfloat16, False)

@@ -15,7 +15,7 @@ from vla_accel.engines.base import Engine
 from vla_accel.errors import EngineError
 from vla_accel.ops.attending import Choice
 from vla_accel.ops.cuda.runtime import on
-from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.gpu import Gpu, assumed
 
 
 def why_not(gpu: Gpu, precision: str) -> str | None:
@@ -56,13 +56,17 @@ class NativeEngine(Engine):
             if reason is not None:
                 raise EngineError(f"{component.name}: {reason}")
         self._allocate()
-        self.program = component.native(spec)
+        self._gpu = None if gpu is None or spec.native.kernels == "auto" else gpu.portable
+        with assumed(self._gpu):
+            self.program = component.native(spec)
         if spec.attention != "own" and not isinstance(getattr(self.program, "attention", None), Choice):
             raise EngineError(f"{component.name}: its attention has own kernels only, got {spec.attention}")
         self.capturable = device.type == "cuda"
         self.detail = self.program.detail if self.capturable else f"{self.program.detail}, torch reference ops (no GPU)"
+        if self._gpu is not None:
+            self.detail += f", portable kernels (as on compute capability {self._gpu.version})"
 
     @torch.inference_mode()
     def run(self) -> None:
-        with on(self.device):
+        with on(self.device), assumed(self._gpu):
             self.program(self.inputs, self.outputs)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
 from vla_accel.models.pi0 import Pi0, Pi0Config
-from vla_accel.native.constants import StepTables, step_tables
+from vla_accel.native.constants import step_tables
 from vla_accel.native.fold import compute_dtype, fold_norm
-from vla_accel.native.packing import Packed
-from vla_accel.native.streamed import StreamedLoop, fits
 from vla_accel.ops import suffix
+from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.dispatch import dependent_launches
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.rows import rope_tables
 
@@ -54,7 +54,8 @@ class ExpertWeights:
     @functools.cached_property
     def packed(self) -> Packed:
         """The weights as the streamed kernels read them; made on first use, shared by all shapes."""
-        return Packed.of([(w.qkv, w.o, w.gate_up, w.down) for w in self.layers], self.mix, self.head_dim)
+        layers = [(w.qkv.weight, w.o.weight, w.gate_up.weight, w.down.weight) for w in self.layers]
+        return Packed.of(layers, None if self.mix is None else self.mix.weight, self.head_dim)
 
     @property
     def mix_bias(self) -> Tensor:
@@ -96,6 +97,21 @@ class ExpertWeights:
         return sum(p.bytes for layer in self.layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down))
 
 
+def sizes_of(config: Pi0Config) -> Sizes:
+    """What the denoise kernels must know of a model."""
+    e = config.expert
+    return Sizes(
+        e.width, e.mlp_dim, e.heads, e.kv_heads, e.head_dim, e.depth, config.suffix_tokens, config.action_horizon,
+        config.action_dim, config.kind == "pi05", e.eps,
+    )  # fmt: skip
+
+
+def why_not_streamed(weights: ExpertWeights, config: Pi0Config, batch: int) -> str | None:
+    """Why the streamed kernels cannot run these weights where they lie; None where they can."""
+    gpu = Gpu.of(weights.w_out.device)
+    return why_not(gpu, sizes_of(config), batch, weights.dtype, weights.narrow)
+
+
 def _plain(norm: object) -> RmsNorm:
     assert isinstance(norm, RmsNorm)
     return norm
@@ -118,14 +134,18 @@ class NativeDenoise:
         self.state_token = None
         if weights.state is not None:
             self.state_token = torch.zeros(batch, expert.width, device=device)
-        reason = fits(config, batch, weights.dtype, weights.narrow, device)
+        gpu, reason = Gpu.of(device), why_not_streamed(weights, config, batch)
         kind = "FP8 weights" if weights.narrow else str(weights.dtype)
-        if not reason:
+        if gpu is not None and reason is None:
             mix_bias = None if weights.mix is None else weights.mix_bias
-            self.loop: StreamedLoop | _LayerLoop = StreamedLoop(
-                config, weights.packed, self.tables, weights.w_out, weights.b_out, mix_bias, batch, prefix_tokens
-            )
+            loop = StreamedLoop(
+                gpu, sizes_of(config), weights.packed, self.tables, weights.w_out, weights.b_out, mix_bias, batch,
+                prefix_tokens,
+            )  # fmt: skip
+            self.loop: StreamedLoop | _LayerLoop = loop
             self.detail = f"streamed CUDA kernels, {kind}"
+            if loop.schedule.apart is not None:
+                self.detail += f" (q/k/v and attention apart: {loop.schedule.apart})"
         else:
             self.loop = _LayerLoop(weights, config, self.tables, batch, prefix_tokens)
             self.detail = f"fused ops, {kind}" + (f" (no streamed kernels: {reason})" if device.type == "cuda" else "")

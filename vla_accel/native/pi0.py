@@ -5,10 +5,9 @@ from __future__ import annotations
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.models.pi0 import Pi0
-from vla_accel.native.expert import ExpertWeights, NativeDenoise
+from vla_accel.native.expert import ExpertWeights, NativeDenoise, why_not_streamed
 from vla_accel.native.prefix import NativePrefix, PrefixWeights
 from vla_accel.native.store import NativeStore
-from vla_accel.native.streamed import fits
 from vla_accel.native.vision import NativeVision, VisionWeights
 
 
@@ -33,8 +32,7 @@ class Pi0Store(NativeStore[Pi0]):
         """The whole Euler loop of `num_steps`. `max_weight`: of the guidance, as in `RtcConfig`."""
         precision = self.precision("denoise", spec, ("fp8",), calibrated=False)
         weights = self.weights(("denoise", precision), lambda: ExpertWeights.of(self.model, precision))
-        device = weights.w_out.device
-        if not fits(self.model.config, batch, weights.dtype, weights.narrow, device):
+        if why_not_streamed(weights, self.model.config, batch) is None:
             with self.counted():
                 _ = weights.packed
         return NativeDenoise(weights, self.model, batch, prefix_tokens, num_steps, max_weight)

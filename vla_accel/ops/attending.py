@@ -67,8 +67,9 @@ def attention(
     if way == "cuda":
         from vla_accel.ops.cuda import attention as hopper
 
-        kernel, gpu = hopper.kernel_of(q, k, v, out, lengths), Gpu.of(q.device)
-        if kernel and gpu is not None:
+        gpu = Gpu.of(q.device)
+        kernel = hopper.kernel_for(gpu, q, k, v, out, lengths)
+        if gpu is not None and kernel is not None:
             return hopper.attention(kernel, q, k, v, out, lengths, gpu=gpu, inverse_scale=inverse_scale, pdl=pdl)
     if way != "reference":
         return kernels("attention").attention(q, k, v, out, lengths, inverse_scale=inverse_scale, pdl=pdl)
@@ -125,7 +126,7 @@ def kernel_name(sizes: Sizes, device: torch.device) -> str:
         return {"reference": "reference", "triton": "Triton"}[way]
     from vla_accel.ops.cuda import attention as hopper
 
-    return "CUDA C++" if hopper.kernel_of(*_tensors(sizes, device)) else "Triton"
+    return "CUDA C++" if hopper.kernel_for(Gpu.of(device), *_tensors(sizes, device)) else "Triton"
 
 
 # -- libraries --------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def normed_linear(
     """
     assert not layer_norm or layer.sums is not None
     if path(x) == "cuda":
-        from vla_accel.ops.cuda.product import Norm
+        from vla_accel.ops.cuda.gemm import Norm
 
         norm = Norm(moments, layer.sums if layer_norm else None, eps)
         if not own_product(x, layer, out, "gelu" if gelu else "none", None, pdl, norm=norm):

@@ -98,7 +98,8 @@ class Gpu:
     @property
     def portable(self) -> Gpu:
         """The same GPU without what only Hopper and its successors have: as an Ada GPU, or an Ampere one, would run."""
-        return dataclasses.replace(self, capability=min(self.capability, (8, 9)))
+        name = f"{self.name} with portable kernels"
+        return dataclasses.replace(self, name=name, capability=min(self.capability, (8, 9)))
 
 
 _ASSUMED: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("assumed GPU", default=None)

@@ -91,13 +91,14 @@ def own_product(
     x: Tensor, layer: Linear, out: Tensor, activation: str, inverse_scale: float | None, pdl: bool, **norms: Any
 ) -> bool:
     """Whether the project's own Hopper kernel has taken this product: where it is the fastest."""
-    from vla_accel.ops.cuda import product
+    from vla_accel.ops.cuda import gemm
 
-    gpu, tiling = Gpu.of(x.device), product.plan(x, layer.weight, out, activation)
+    gpu = Gpu.of(x.device)
+    tiling = gemm.plan(gpu, x, layer.weight, out, activation)
     if gpu is None or tiling is None or (activation == "geglu" and layer.bias is not None):
         return False
     scale = layer.input_scale_value * layer.weight_scale_value
-    product.product(
+    gemm.gemm(
         x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=activation, scale=scale,
         inverse_scale=inverse_scale, dependent=pdl, **norms,
     )  # fmt: skip
@@ -108,10 +109,10 @@ def has_own_product(rows: int, layer: Linear, activation: str) -> bool:
     """Whether `own_product` will take `rows` rows by this weight, on its device. `activation`: none, gelu or geglu."""
     if path(layer.weight) != "cuda":
         return False
-    from vla_accel.ops.cuda import product
+    from vla_accel.ops.cuda import gemm
 
     weight = layer.weight
-    return product.planned(weight.device, weight.dtype, activation, rows, *weight.shape) is not None
+    return gemm.planned(Gpu.of(weight.device), weight.dtype, activation, rows, *weight.shape) is not None
 
 
 def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[str, bool]:

@@ -21,6 +21,7 @@ from vla_accel.errors import EngineError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _ANY_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_INVALID_CLUSTER = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
 _CLUSTER, _DEPENDENT = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -40,14 +41,16 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The CUDA driver."""
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check_driver(status: int, what: str) -> None:
+def check_driver(status: int, what: str) -> None:
+    """Raise EngineError for an error that the driver returned from `what`."""
     if status:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
+        driver().cuGetErrorString(status, ctypes.byref(text))
         raise EngineError(f"{what}: CUDA error {status} ({(text.value or b'unknown').decode()})")
 
 
@@ -55,11 +58,11 @@ MACROS: dict[str, int] = {}
 """Macros before every source, set before anything is loaded. For tests: INJECT_DELAY, in microseconds."""
 
 
-def source_of(defines: str, *names: str, generated: str = "") -> str:
-    """`defines`, `common.cu`, `generated` code, then the files of these names (without ".cu") in this folder."""
+def source_of(macros: Mapping[str, int], *names: str, generated: str = "") -> str:
+    """Macros, `ptx.cu`, `generated` code, then the files of these names ("gemm/epilogue") below this folder."""
     folder = Path(__file__).parent
-    common, *rest = ((folder / f"{name}.cu").read_text() for name in ("common", *names))
-    return defines + common + generated + "".join(rest)
+    ptx, *rest = ((folder / f"{name}.cu").read_text() for name in ("ptx", *names))
+    return "".join(f"#define {name} {value}\n" for name, value in macros.items()) + ptx + generated + "".join(rest)
 
 
 @functools.cache
@@ -144,16 +147,32 @@ class Module:
         self._functions: dict[str, ctypes.c_void_p] = {}
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes the context current
-            _check_driver(_driver().cuModuleLoadData(ctypes.byref(self._module), code), "loading CUDA kernels")
+            check_driver(driver().cuModuleLoadData(ctypes.byref(self._module), code), "loading CUDA kernels")
             for name, size in self.shared.items():
                 function = ctypes.c_void_p()
-                status = _driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
-                _check_driver(status, f"finding kernel {name}")
-                status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, size)
-                _check_driver(status, f"kernel {name}: {size} bytes of shared memory")
-                status = _driver().cuFuncSetAttribute(function, _ANY_CLUSTER, 1)
-                _check_driver(status, f"kernel {name}: clusters of more than eight")
+                status = driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
+                check_driver(status, f"finding kernel {name}")
+                status = driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, size)
+                check_driver(status, f"kernel {name}: {size} bytes of shared memory")
+                status = driver().cuFuncSetAttribute(function, _ANY_CLUSTER, 1)
+                check_driver(status, f"kernel {name}: clusters of more than eight")
                 self._functions[name] = function
+
+    def clusters_at_once(self, name: str, threads: int, cluster: int) -> int:
+        """Clusters of so many blocks that the device itself says it can hold at once (and nothing else beside them)."""
+        attribute = (_Attribute * 1)()
+        attribute[0].id = _CLUSTER
+        attribute[0].value[:3] = (cluster, 1, 1)
+        config = _Config(cluster, 1, 1, threads, 1, 1, self.shared[name], None, ctypes.addressof(attribute), 1)
+        found = ctypes.c_int()
+        with on(self.device):
+            status = driver().cuOccupancyMaxActiveClusters(
+                ctypes.byref(found), self._functions[name], ctypes.byref(config)
+            )
+        if status == _INVALID_CLUSTER:
+            return 0
+        check_driver(status, f"asking for clusters of {cluster} blocks of {name}")
+        return found.value
 
     def launch(
         self, name: str, blocks: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
@@ -178,5 +197,5 @@ class Module:
         config = _Config(blocks, 1, 1, threads, 1, 1, self.shared[name], stream, ctypes.addressof(attributes), count)
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         with on(self.device):
-            status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._functions[name], pointers, None)
-        _check_driver(status, f"launch of {name}")
+            status = driver().cuLaunchKernelEx(ctypes.byref(config), self._functions[name], pointers, None)
+        check_driver(status, f"launch of {name}")

@@ -8,7 +8,6 @@
 // A block's place needs the eight of its cluster and the blocks in front to be resident together: a host that launches
 // this makes sure that the whole grid fits on the chip.
 
-#define RANKS 8
 #define Q_UNITS (D / 16 / RANKS)
 #define Q_COLUMNS (D / RANKS)
 #define KV_UNITS (2 * KV * D / 16)
@@ -17,12 +16,12 @@
 #define PITCH (D + 8)
 #define ROUND_UP(x, n) (((x) + (n)-1) / (n) * (n))
 
-__device__ __forceinline__ void load_tiles_transposed(u32 (&r)[4], u32 address) {
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }
-__device__ __forceinline__ void announce(u32* counter) {
+__device__ __forceinline__ void red_release(u32* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
@@ -51,22 +50,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   // (RANKS, MT, VT, 32, 4) as lanes hold the sums, in the place of the weights
   unsigned char* const parts = shared_memory;
   if (!in_front) {
-    arrive_started();
+    cluster_arrive_relaxed();
     if (threadIdx.x == 0) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(kv_barrier) : "memory");
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(kv_barrier), "r"(cached * D * 4)
-                   : "memory");
+      mbarrier_init(kv_barrier, 1);
+      fence_mbarrier_init();
+      mbarrier_arrive_expect_tx(kv_barrier, cached * D * 4);
     }
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < 2 * cached; i += THREADS) {
       const int key = i >> 1;
       const u64 from = ((((u64)layer * c.s) + first + key) * KV + kv) * D;
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                       smem_of((i & 1 ? v_tile : k_tile) + key * PITCH * 2)),
-                   "l"((i & 1 ? c.values : c.keys) + from), "r"(D * 2), "r"(kv_barrier)
-                   : "memory");
+      bulk_load(smem_of((i & 1 ? v_tile : k_tile) + key * PITCH * 2), (i & 1 ? c.values : c.keys) + from, D * 2, kv_barrier);
     }
     // Beyond the prefix's, and beyond the suffix's: a value there has probability zero, but must be a number.
 #pragma unroll 1
@@ -99,25 +94,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
           b = b * held.z + a * held.w;
           a = turned;
         }
-        out[0] = to_bf16(a);
-        out[apart] = to_bf16(b);
+        out[0] = round_bf16(a);
+        out[apart] = round_bf16(b);
       });
   __syncthreads();
   if (in_front) {
     inject_delay(2);
-    if (threadIdx.x == 0) announce(c.ready + at);
+    if (threadIdx.x == 0) red_release(c.ready + at);
     return;
   }
-  wait_cluster();  // the others have started
+  cluster_wait();  // the others have started
 #pragma unroll 1
   for (int i = threadIdx.x; i < T * Q_UNITS * 2 * RANKS; i += THREADS) {
     const int to = i % RANKS, part = i / RANKS, half = part & 1, row = part / (2 * Q_UNITS);
     const int column = half * (D / 2) + (rank * Q_UNITS + part / 2 % Q_UNITS) * 8;
-    store_remote16(remote_address(smem_of(q_tile) + (row * PITCH + column) * 2, to), *(const uint4*)(own_q + part * 8));
+    st_cluster_v4(mapa(smem_of(q_tile) + (row * PITCH + column) * 2, to), *(const uint4*)(own_q + part * 8));
   }
-  arrive_cluster();
-  wait_parity(kv_barrier, 0);
-  wait_cluster();
+  cluster_arrive();
+  mbarrier_wait(kv_barrier, 0);
+  cluster_wait();
   // Scores: a warp takes every eighth tile of eight keys, against all rows. The suffix's come last.
   const float scale = 1.4426950408889634f * rsqrtf((float)D);
   const int length = c.lengths[0];
@@ -138,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   constexpr int UNROLL = KEEP ? D / 32 : 2;
   u32 q[KEEP ? D / 16 : 1][4];
 #pragma unroll
-  for (int i = 0; KEEP && i < D / 16; ++i) load_tiles(q[i], q_at + i * 32);
+  for (int i = 0; KEEP && i < D / 16; ++i) ldmatrix_x4(q[i], q_at + i * 32);
   const auto score = [&](int tile, float(&sum)[HELD_TILES][4]) {
     const u32 k_at = smem_of(k_tile) + ((tile * 8 + (lane & 7)) * PITCH + (lane >> 3) * 8) * 2;
     float other[HELD_TILES][4];  // a second chain of sums: half the latency
@@ -147,18 +142,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
 #pragma unroll UNROLL
     for (int i = 0; i < D / 32; ++i) {
       u32 b[4];
-      load_tiles(b, k_at + i * 64);
+      ldmatrix_x4(b, k_at + i * 64);
 #pragma unroll
       for (int mt = 0; mt < HELD_TILES; ++mt) {
         u32 first_half[4], second_half[4];
         if (!KEEP) {
-          load_tiles(first_half, q_at + mt * 16 * PITCH * 2 + i * 64);
-          load_tiles(second_half, q_at + mt * 16 * PITCH * 2 + i * 64 + 32);
+          ldmatrix_x4(first_half, q_at + mt * 16 * PITCH * 2 + i * 64);
+          ldmatrix_x4(second_half, q_at + mt * 16 * PITCH * 2 + i * 64 + 32);
         }
         const u32(&a)[4] = KEEP ? q[KEEP ? 2 * i : 0] : first_half;
         const u32(&c)[4] = KEEP ? q[KEEP ? 2 * i + 1 : 0] : second_half;
-        mma16(sum[mt], a[0], a[1], a[2], a[3], b[0], b[1]);
-        mma16(other[mt], c[0], c[1], c[2], c[3], b[2], b[3]);
+        mma_m16n8k16(sum[mt], a[0], a[1], a[2], a[3], b[0], b[1]);
+        mma_m16n8k16(other[mt], c[0], c[1], c[2], c[3], b[2], b[3]);
       }
     }
 #pragma unroll
@@ -174,8 +169,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       for (int i = threadIdx.x; i < own * (D / 8); i += THREADS) {
         const int key = i / (D / 8), column = i % (D / 8) * 8, to = ((prefix_each + key) * PITCH + column) * 2;
         const u64 from = ((u64)(first_own + key) * KV + kv) * D + column;
-        *(uint4*)(k_tile + to) = load16(c.ks + from);
-        *(uint4*)(v_tile + to) = load16(c.vs + from);
+        *(uint4*)(k_tile + to) = ld_cg_v4(c.ks + from);
+        *(uint4*)(v_tile + to) = ld_cg_v4(c.vs + from);
       }
       __syncthreads();
     }
@@ -230,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
         const int tile = key_warp + K_WARPS * r;
         const float p0 = exp2_fast(s[r][mt][half * 2] - one), p1 = exp2_fast(s[r][mt][half * 2 + 1] - one);
         total += p0 + p1;
-        if (tile * 8 < keys) *(u32*)(p_of + row * p_pitch + tile * 8 + 2 * t) = to_bf16x2(p0, p1);
+        if (tile * 8 < keys) *(u32*)(p_of + row * p_pitch + tile * 8 + 2 * t) = pack_bf16x2(p0, p1);
       }
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
@@ -247,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     }
 #pragma unroll
     for (int to = 0; to < RANKS; ++to)
-      store_remote8(remote_address(smem_of(stats + (rank * ROWS + threadIdx.x) * 2), to), one, total);
+      st_cluster_v2(mapa(smem_of(stats + (rank * ROWS + threadIdx.x) * 2), to), one, total);
   }
   __syncwarp();
   float o[MT][VT][4];
@@ -258,25 +253,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     u32 b[VT / 2][4];
 #pragma unroll
     for (int i = 0; i < VT / 2; ++i)
-      load_tiles_transposed(b[i], smem_of(v_tile) + ((k + (lane & 15)) * PITCH + (warp * VT + i * 2 + (lane >> 4)) * 8) * 2);
+      ldmatrix_x4_trans(b[i], smem_of(v_tile) + ((k + (lane & 15)) * PITCH + (warp * VT + i * 2 + (lane >> 4)) * 8) * 2);
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
       u32 a[4];
-      load_tiles(a, smem_of(p_of) + ((mt * 16 + (lane & 15)) * p_pitch + k + (lane >> 4) * 8) * 2);
+      ldmatrix_x4(a, smem_of(p_of) + ((mt * 16 + (lane & 15)) * p_pitch + k + (lane >> 4) * 8) * 2);
 #pragma unroll
-      for (int i = 0; i < VT; ++i) mma16(o[mt][i], a[0], a[1], a[2], a[3], b[i / 2][i % 2 * 2], b[i / 2][i % 2 * 2 + 1]);
+      for (int i = 0; i < VT; ++i) mma_m16n8k16(o[mt][i], a[0], a[1], a[2], a[3], b[i / 2][i % 2 * 2], b[i / 2][i % 2 * 2 + 1]);
     }
   }
   // A warp's columns are those of the block of its number.
-  const u32 part_at = remote_address(smem_of(parts + (rank * MT * VT * 32 + lane) * 16), warp);
+  const u32 part_at = mapa(smem_of(parts + (rank * MT * VT * 32 + lane) * 16), warp);
 #pragma unroll
   for (int i = 0; i < MT * VT; ++i) {
     const float(&v)[4] = o[i / VT][i % VT];
-    store_remote16(part_at + i * 512, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+    st_cluster_v4(part_at + i * 512, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                                                  __float_as_uint(v[3])));
   }
-  arrive_cluster();
-  wait_cluster();
+  cluster_arrive();
+  cluster_wait();
 #pragma unroll 1
   for (int i = threadIdx.x; i < MT * VT * 32; i += THREADS) {
     const int row = i / (VT * 32) * 16 + g, column = i / 32 % VT * 8 + 2 * t;
@@ -304,6 +299,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     for (int half = 0; half < 2; ++half)
       if (row + half * 8 < T)
         *(u32*)(c.context + place_of(row + half * 8, head * D + rank * Q_COLUMNS + column, H * D)) =
-            to_bf16x2(sum[half * 2] / total[half], sum[half * 2 + 1] / total[half]);
+            pack_bf16x2(sum[half * 2] / total[half], sum[half * 2 + 1] / total[half]);
   }
 }

@@ -32,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
           out = c.vts + (((u64)(row / T) * KV + head - H - KV) * D + i) * TP + row % T;
           apart = D / 2 * TP;
         }
-        out[0] = to_bf16(a);
-        out[apart] = to_bf16(b);
+        out[0] = round_bf16(a);
+        out[apart] = round_bf16(b);
       });
 }
 
@@ -71,24 +71,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const u16* v_at = prefix ? c.values_t + (((u64)layer * BATCH + batch) * KV + kv) * D * c.sp
                              : c.vts + ((u64)batch * KV + kv) * D * TP;
 #pragma unroll
-    for (int i = 0; i < DB; ++i) k[i] = load16(k_at + i * 32 + t * 8);
+    for (int i = 0; i < DB; ++i) k[i] = ld_cg_v4(k_at + i * 32 + t * 8);
 #pragma unroll
     for (int i = 0; i < VT; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        v[i][j] = load16(v_at + (u64)((warp * VT + i) * 8 + g) * stride + first + j * 32 + t * 8);
+        v[i][j] = ld_cg_v4(v_at + (u64)((warp * VT + i) * 8 + g) * stride + first + j * 32 + t * 8);
   };
-  let_next_start();
+  griddepcontrol_launch_dependents();
   if (rank < prefix_splits) load_tile(rank);
   const int prefix_length = c.lengths[batch];
-  wait_for_previous();
+  griddepcontrol_wait();
   // Rows beyond the last token repeat it and are masked.
   const u64 low_at = (((u64)batch * T + min(low_token, T - 1)) * H + kv * GROUP + low % GROUP) * D;
   const u64 high_at = (((u64)batch * T + min(high_token, T - 1)) * H + kv * GROUP + high % GROUP) * D;
 #pragma unroll
   for (int i = 0; i < DB; ++i) {
-    q_low[i] = load16(c.q + low_at + i * 32 + t * 8);
-    q_high[i] = load16(c.q + high_at + i * 32 + t * 8);
+    q_low[i] = ld_cg_v4(c.q + low_at + i * 32 + t * 8);
+    q_high[i] = ld_cg_v4(c.q + high_at + i * 32 + t * 8);
   }
   for (int split = rank; split < splits; split += CLUSTER) {
     const bool prefix = split < prefix_splits;
@@ -145,8 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // A lane's own keys; the lanes and warps of a row are added at the end.
     low_total = low_total * low_shrink + p0 + p1;
     high_total = high_total * high_shrink + p2 + p3;
-    *(u32*)(p_of + g * (KEYS + 8) + warp * 8 + 2 * t) = to_bf16x2(p0, p1);
-    *(u32*)(p_of + (g + 8) * (KEYS + 8) + warp * 8 + 2 * t) = to_bf16x2(p2, p3);
+    *(u32*)(p_of + g * (KEYS + 8) + warp * 8 + 2 * t) = pack_bf16x2(p0, p1);
+    *(u32*)(p_of + (g + 8) * (KEYS + 8) + warp * 8 + 2 * t) = pack_bf16x2(p2, p3);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < VT; ++i) {
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int w = 0; w < WARPS; ++w) total += totals[w * 16 + threadIdx.x];
     stat[16 + threadIdx.x] = total;
   }
-  sync_cluster();
+  cluster_sync();
   // Each block puts a slice of the columns together.
   constexpr int SLICE = (D + CLUSTER - 1) / CLUSTER;
   for (int e = threadIdx.x; e < 16 * SLICE; e += THREADS) {
@@ -198,9 +198,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       float bests[CLUSTER], sums[CLUSTER], parts[CLUSTER], best = -INFINITE, total = 0.f, sum = 0.f;
 #pragma unroll
       for (int other = 0; other < CLUSTER; ++other) {
-        bests[other] = load_remote(smem_of(stat + row), other);
-        sums[other] = load_remote(smem_of(stat + 16 + row), other);
-        parts[other] = load_remote(smem_of(part + row * (D + 4) + column), other);
+        bests[other] = ld_cluster(smem_of(stat + row), other);
+        sums[other] = ld_cluster(smem_of(stat + 16 + row), other);
+        parts[other] = ld_cluster(smem_of(part + row * (D + 4) + column), other);
       }
 #pragma unroll
       for (int other = 0; other < CLUSTER; ++other) best = fmaxf(best, bests[other]);
@@ -210,9 +210,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         total += weight * sums[other];
         sum += weight * parts[other];
       }
-      c.context[place_of(batch * T + token, (kv * GROUP + r % GROUP) * D + column, H * D)] = to_bf16(sum / total);
+      c.context[place_of(batch * T + token, (kv * GROUP + r % GROUP) * D + column, H * D)] = round_bf16(sum / total);
     }
   }
   // No block may leave while another still reads its part.
-  sync_cluster();
+  cluster_sync();
 }

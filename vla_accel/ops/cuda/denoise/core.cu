@@ -11,19 +11,17 @@
 // MLP, H query heads, KV key heads, D head size, L layers, A action size, GATE_UP_UNITS a block, CLUSTER blocks that share
 // an attention tile, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that share K of a product, whose weights are packed for
 // DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those that share a row between steps, KEY_ROUNDS tiles of
-// keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state).
+// keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state). WARPS of a block, STAGE_BYTES of a unit's
+// weights, KEYS of a tile, RANKS (blocks of `attend` that share a head) and CHUNK (columns of K) are constants of Python's.
 //
 // Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
 // its cache cost a phase of 4 us more than a loop does.
 
-#define WARPS 8
 #define INFINITE __int_as_float(0x7f800000)
 #define THREADS (WARPS * 32)
-#define STAGE_BYTES 32768
 #define TILE_BYTES (STAGE_BYTES / 2)
 #define GROUP (H / KV)
 #define QKV ((H + 2 * KV) * D)
-#define KEYS 64
 
 struct Model {
   const unsigned char* weights;  // packed: π0's time MLP, then the layers, layer_bytes apart
@@ -49,17 +47,17 @@ struct Call {
 };
 
 // Activations come from other multiprocessors: L1 may be stale, L2 is not.
-__device__ __forceinline__ uint4 load16(const void* p) {
+__device__ __forceinline__ uint4 ld_cg_v4(const void* p) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-__device__ __forceinline__ float load_float(const float* p) {
+__device__ __forceinline__ float ld_cg(const float* p) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-__device__ __forceinline__ float4 load_constant4(const float* p) { return __ldg((const float4*)p); }
+__device__ __forceinline__ float4 ldg_v4(const float* p) { return __ldg((const float4*)p); }
 
 // Rows that are multiplied lie in the order in which warps read them: 16 rows, 32 columns, half of the rows, then as `load_rows`
 // has it, 512 bytes that one load of a warp fetches as whole lines.
@@ -67,20 +65,15 @@ __device__ __forceinline__ u64 place_of(int row, int column, int width) {
   return ((row / 16 * (width / 32) + column / 32) * 2 + row / 8 % 2) * 256 + (row % 8 * 4 + column / 8 % 4) * 8 + column % 8;
 }
 
-__device__ __forceinline__ u16 to_bf16(float x) {
+__device__ __forceinline__ u16 round_bf16(float x) {
   u16 v;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(x));
-  return v;
-}
-__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
-  u32 v;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
 __device__ __forceinline__ float low_of(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high_of(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 
-__device__ __forceinline__ void mma16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -88,11 +81,11 @@ __device__ __forceinline__ void mma16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32
 }
 // 32 of K: a.lo and a.hi are rows g and g + 8, w is column g.
 __device__ __forceinline__ void mma32(float (&c)[4], const uint4& lo, const uint4& hi, const uint4& w) {
-  mma16(c, lo.x, hi.x, lo.y, hi.y, w.x, w.y);
-  mma16(c, lo.z, hi.z, lo.w, hi.w, w.z, w.w);
+  mma_m16n8k16(c, lo.x, hi.x, lo.y, hi.y, w.x, w.y);
+  mma_m16n8k16(c, lo.z, hi.z, lo.w, hi.w, w.z, w.w);
 }
 // Four matrices of 8 x 16 bytes, whose rows begin where the lanes say: lane 4 g + t gets word t of row g of each.
-__device__ __forceinline__ void load_tiles(u32 (&r)[4], u32 address) {
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
@@ -110,20 +103,16 @@ struct Stages {
   __device__ __forceinline__ Stages(unsigned char* shared, u32 at, int count)
       : memory(shared), barriers(at) {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < count; ++i)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + i * 8) : "memory");
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      for (int i = 0; i < count; ++i) mbarrier_init(barriers + i * 8, 1);
+      fence_mbarrier_init();
     }
   }
   // Thread 0 only.
   __device__ __forceinline__ void expect(int stage, u32 bytes) {
-    ::expect(barriers + stage * 8, bytes);
+    mbarrier_arrive_expect_tx(barriers + stage * 8, bytes);
   }
   __device__ __forceinline__ void copy(int stage, u32 to, const unsigned char* from, u32 bytes) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     smem_of(memory + to)),
-                 "l"(from), "r"(bytes), "r"(barriers + stage * 8)
-                 : "memory");
+    bulk_load(smem_of(memory + to), from, bytes, barriers + stage * 8);
   }
   // A unit: two tiles of columns, each in its half of the stage.
   __device__ __forceinline__ void fetch(int stage, const unsigned char* from, u32 bytes) {
@@ -133,31 +122,26 @@ struct Stages {
   }
   // The next chunk, arrived.
   __device__ __forceinline__ u32 take() {
-    wait_parity(barriers + next * 8, 0);
+    mbarrier_wait(barriers + next * 8, 0);
     return smem_of(memory) + STAGE_BYTES * next++;
   }
 };
 
 // -- clusters ---------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float load_remote(u32 address, int rank) {
+__device__ __forceinline__ float ld_cluster(u32 address, int rank) {
   float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote_address(address, rank)));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(mapa(address, rank)));
   return v;
 }
-__device__ __forceinline__ void store_remote4(u32 address, float v) {
+__device__ __forceinline__ void st_cluster(u32 address, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
-__device__ __forceinline__ void store_remote8(u32 address, float a, float b) {
+__device__ __forceinline__ void st_cluster_v2(u32 address, float a, float b) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
-__device__ __forceinline__ void store_remote16(u32 address, const uint4& v) {
+__device__ __forceinline__ void st_cluster_v4(u32 address, const uint4& v) {
   asm volatile("st.shared::cluster.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
-__device__ __forceinline__ void sync_cluster() {
-  arrive_cluster();
-  wait_cluster();
-}
-
 extern __shared__ __align__(128) unsigned char shared_memory[];

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
         up += held.y;
         const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
         const float y = gate / (1.f + exp2_fast(-2.8853900817779268f * inner)) * up;
-        c.active[place_of(row, unit * 8 + column, MLP)] = to_bf16(y);
+        c.active[place_of(row, unit * 8 + column, MLP)] = round_bf16(y);
       });
 }
 
@@ -25,11 +25,11 @@ __device__ __forceinline__ void into_stream(const Call& c, const u16* rows, cons
                                             const float* gate) {
   split_product<K, PARTS, PACKED>(
       rows, weights, [&](int column) { return ADAPTIVE ? __ldg(gate + column) : 1.f; },
-      [&](int row, int column) { return load_float(c.xf + (u64)row * W + column); },
+      [&](int row, int column) { return ld_cg(c.xf + (u64)row * W + column); },
       [&](int row, int column, float sum, float held, float present) {
         sum = present + held * sum;
         c.xf[(u64)row * W + column] = sum;
-        c.xb[place_of(row, column, W)] = to_bf16(sum);
+        c.xb[place_of(row, column, W)] = round_bf16(sum);
       });
 }
 
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       [&](int row, int column, float sum, float bias, float) {
         if (row % T == 0) return;
         c.xf[(u64)row * W + column] = sum + bias;
-        c.xb[place_of(row, column, W)] = to_bf16(sum + bias);
+        c.xb[place_of(row, column, W)] = round_bf16(sum + bias);
       });
 }
 #endif

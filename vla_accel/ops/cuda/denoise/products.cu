@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_rows(uint4 (&a)[HELD_TILES][2], const u16* 
     for (int half = 0; half < 2; ++half) {
       // Rows beyond the last repeat it: a load without a condition, whose sums nobody takes.
       const int row = min(first + mt * 16 + half * 8 + g, M - 1);
-      a[mt][half] = load16(base + place_of(row, t * 8, width) + kb * 512);
+      a[mt][half] = ld_cg_v4(base + place_of(row, t * 8, width) + kb * 512);
     }
 }
 
@@ -48,10 +48,10 @@ __device__ __forceinline__ float squares_of(const uint4& v) {
   return sum;
 }
 __device__ __forceinline__ uint4 scaled(const uint4& v, const float4& s, const float4& r) {
-  return make_uint4(to_bf16x2(low_of(v.x) * (1.f + s.x), high_of(v.x) * (1.f + s.y)),
-                    to_bf16x2(low_of(v.y) * (1.f + s.z), high_of(v.y) * (1.f + s.w)),
-                    to_bf16x2(low_of(v.z) * (1.f + r.x), high_of(v.z) * (1.f + r.y)),
-                    to_bf16x2(low_of(v.w) * (1.f + r.z), high_of(v.w) * (1.f + r.w)));
+  return make_uint4(pack_bf16x2(low_of(v.x) * (1.f + s.x), high_of(v.x) * (1.f + s.y)),
+                    pack_bf16x2(low_of(v.y) * (1.f + s.z), high_of(v.y) * (1.f + s.w)),
+                    pack_bf16x2(low_of(v.z) * (1.f + r.x), high_of(v.z) * (1.f + r.y)),
+                    pack_bf16x2(low_of(v.w) * (1.f + r.z), high_of(v.w) * (1.f + r.w)));
 }
 
 // COUNT rounds of a chunk with TILES tiles of columns, `pitch` bytes apart, from round `first`, against rows already in
@@ -64,7 +64,7 @@ __device__ __forceinline__ void multiply(u32 data, u32 pitch, float (&acc)[TILES
   // block's rank in its upper bits, which do not belong here.
   const u64 matrix = (u64)(128 >> 4) << 16 | (u64)(pitch >> 4) << 32;
   float(&sums)[TILES * 4] = (float(&)[TILES * 4])acc;
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  wgmma_fence();
 #endif
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
@@ -73,13 +73,13 @@ __device__ __forceinline__ void multiply(u32 data, u32 pitch, float (&acc)[TILES
 #if MT > 2
       const u64 b = matrix | (data + kb * 512 & 0x3ffff) >> 4;
       const uint4 &lo = a[i][0][0], &hi = a[i][0][1];
-      wide_product(sums, lo.x, hi.x, lo.y, hi.y, b, 1);
-      wide_product(sums, lo.z, hi.z, lo.w, hi.w, b + (256 >> 4), 1);
+      wgmma(sums, lo.x, hi.x, lo.y, hi.y, b, 1);
+      wgmma(sums, lo.z, hi.z, lo.w, hi.w, b + (256 >> 4), 1);
 #else
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
         u32 w[4];
-        load_tiles(w, data + tile * pitch + kb * 512 + lane * 16);
+        ldmatrix_x4(w, data + tile * pitch + kb * 512 + lane * 16);
 #pragma unroll
         for (int mt = 0; mt < HELD_TILES; ++mt)
           mma32(acc[tile][mt], a[i][mt][0], a[i][mt][1], make_uint4(w[0], w[1], w[2], w[3]));
@@ -88,9 +88,9 @@ __device__ __forceinline__ void multiply(u32 data, u32 pitch, float (&acc)[TILES
     }
   }
 #if MT > 2
-  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (int i = 0; i < TILES * 4; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_hold(sums);
 #endif
 }
 
@@ -111,7 +111,7 @@ struct Place {
 
 // The sum, over the warps that share K, of what belongs at `at` in a tile of columns, where every warp put N.
 template <int N>
-__device__ __forceinline__ float take_sum(const float* sums, int tile, const Place& at) {
+__device__ __forceinline__ float sum_of_warps(const float* sums, int tile, const Place& at) {
   float sum = 0.f;
 #pragma unroll
   for (int w = 0; w < K_WARPS; ++w)
@@ -121,7 +121,7 @@ __device__ __forceinline__ float take_sum(const float* sums, int tile, const Pla
 
 // Four neighbours' sums, from one place on.
 template <int N>
-__device__ __forceinline__ uint4 take_sums(const float* sums, int tile, const Place& at) {
+__device__ __forceinline__ uint4 sums_of_warps(const float* sums, int tile, const Place& at) {
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
   for (int w = 0; w < K_WARPS; ++w) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
   if (threadIdx.x == 0)
     for (int i = 0; i < mine; ++i)
       stages.fetch(i, weights + (u64)units.at(i) * (32 * W), 32 * W);
-  let_next_start();
+  griddepcontrol_launch_dependents();
   constexpr int N = TOGETHER * 2 * HELD_TILES * 4, EACH = (TOGETHER * MT * 128 + THREADS - 1) / THREADS;
   uint4 a[ROUNDS(W)][HELD_TILES][2];
   float4 factor[ROUNDS(W)][2];
@@ -166,8 +166,8 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
   for (int i = 0; i < ROUNDS(W); ++i) {
     const int kb = warp / ROW_WARPS + K_WARPS * i;
     if (ADAPTIVE && MT <= 2 && (WHOLE(i, W) || kb < W / 32)) {
-      factor[i][0] = load_constant4(scale + kb * 32 + (lane & 3) * 8);
-      factor[i][1] = load_constant4(scale + kb * 32 + (lane & 3) * 8 + 4);
+      factor[i][0] = ldg_v4(scale + kb * 32 + (lane & 3) * 8);
+      factor[i][1] = ldg_v4(scale + kb * 32 + (lane & 3) * 8 + 4);
     }
   }
   decltype(hold(0, 0, 0)) held[EACH];
@@ -180,7 +180,7 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
   };
   fetch_held(0);
   __syncthreads();
-  wait_for_previous();
+  griddepcontrol_wait();
   float squares[HELD_TILES][2];
 #pragma unroll
   for (int i = 0; i < ROUNDS(W); ++i) {
@@ -193,8 +193,8 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
   for (int i = 0; i < ROUNDS(W); ++i) {
     const int kb = warp / ROW_WARPS + K_WARPS * i;
     if (ADAPTIVE && MT > 2 && (WHOLE(i, W) || kb < W / 32)) {
-      factor[i][0] = load_constant4(scale + kb * 32 + (lane & 3) * 8);
-      factor[i][1] = load_constant4(scale + kb * 32 + (lane & 3) * 8 + 4);
+      factor[i][0] = ldg_v4(scale + kb * 32 + (lane & 3) * 8);
+      factor[i][1] = ldg_v4(scale + kb * 32 + (lane & 3) * 8 + 4);
     }
     if (WHOLE(i, W) || kb < W / 32)
 #pragma unroll
@@ -244,8 +244,8 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
       const Place at(threadIdx.x + n * THREADS);
       if (at.tile < TOGETHER && done + at.tile < mine && at.row < M) {
         const float rstd = rstd_at[at.row];
-        emit(units.at(done + at.tile), at.row, at.column, rstd * take_sum<N>(sums, at.tile * 2, at),
-             rstd * take_sum<N>(sums, at.tile * 2 + 1, at), held[n]);
+        emit(units.at(done + at.tile), at.row, at.column, rstd * sum_of_warps<N>(sums, at.tile * 2, at),
+             rstd * sum_of_warps<N>(sums, at.tile * 2 + 1, at), held[n]);
       }
     }
   }
@@ -259,10 +259,10 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
 template <int K, int PARTS, int PACKED, class Hold, class Late, class Emit>
 __device__ __forceinline__ void split_product(const u16* rows, const unsigned char* weights, Hold hold, Late late,
                                               Emit emit) {
-  constexpr int PART = K / PARTS, CHUNK = PART > 1024 ? 1024 : PART, CHUNKS = PART / CHUNK, N = PARTS * HELD_TILES * 4;
+  constexpr int PART = K / PARTS, IN_CHUNK = PART > CHUNK ? CHUNK : PART, CHUNKS = PART / IN_CHUNK, N = PARTS * HELD_TILES * 4;
   constexpr int RATIO = PARTS / PACKED;
   static_assert(PARTS % PACKED == 0 && (RATIO == 1 || CHUNKS == 1), "a part of K lies in one packed chunk");
-  constexpr u32 TILE = 16 * CHUNK, BYTES = PARTS * TILE;
+  constexpr u32 TILE = 16 * IN_CHUNK, BYTES = PARTS * TILE;
   constexpr u32 LEAST = WARPS * N * 128, ROOM = CHUNKS * BYTES > LEAST ? CHUNKS * BYTES : LEAST;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x % PARTS, first = blockIdx.x / PARTS * PARTS;
   float* parts = (float*)(shared_memory + ROOM);  // PARTS x MT x 128: every block's part of this block's tile
@@ -275,12 +275,12 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
         stages.copy(i, i * BYTES + tile * TILE, weights + (u64)(packed * CHUNKS + i) * (PACKED * RATIO * TILE) + in_chunk * TILE, TILE);
       }
     }
-  let_next_start();
-  if (PARTS > 1) arrive_started();
+  griddepcontrol_launch_dependents();
+  if (PARTS > 1) cluster_arrive_relaxed();
   const int column = (first + rank) * 8 + (threadIdx.x & 3) * 2 + ((threadIdx.x >> 5) & 1);
   const float held = hold(column);
   __syncthreads();
-  wait_for_previous();
+  griddepcontrol_wait();
   constexpr int EACH = (MT * 128 + THREADS - 1) / THREADS;
   float present[EACH];
 #pragma unroll
@@ -291,32 +291,32 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   for (int i = 0; i < N; ++i) ((float*)acc)[i] = 0.f;
 #pragma unroll
   for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-    constexpr int AT_ONCE = BATCHED(CHUNK);
+    constexpr int AT_ONCE = BATCHED(IN_CHUNK);
 #pragma unroll
-    for (int round = 0; round < ROUNDS(CHUNK); round += AT_ONCE) {
+    for (int round = 0; round < ROUNDS(IN_CHUNK); round += AT_ONCE) {
       uint4 a[AT_ONCE][HELD_TILES][2];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         const int kb = warp / ROW_WARPS + K_WARPS * (round + i);
-        if (WHOLE(round + i, CHUNK) || kb < CHUNK / 32) load_rows(a[i], rows, (rank * PART + chunk * CHUNK) / 32 + kb, K, warp, lane);
+        if (WHOLE(round + i, IN_CHUNK) || kb < IN_CHUNK / 32) load_rows(a[i], rows, (rank * PART + chunk * IN_CHUNK) / 32 + kb, K, warp, lane);
       }
-      if (round == 0) wait_parity(stages.barriers + chunk * 8, 0);
-      multiply<CHUNK, PARTS, AT_ONCE>(smem_of(shared_memory) + chunk * BYTES, TILE, acc, a, round, warp, lane);
+      if (round == 0) mbarrier_wait(stages.barriers + chunk * 8, 0);
+      multiply<IN_CHUNK, PARTS, AT_ONCE>(smem_of(shared_memory) + chunk * BYTES, TILE, acc, a, round, warp, lane);
     }
   }
   __syncthreads();
-  if (PARTS > 1) wait_cluster();  // the others have started
+  if (PARTS > 1) cluster_wait();  // the others have started
   // The warps' sums take the place of the weights.
   float* sums = (float*)shared_memory;
   put_sums<N>(sums, (float*)acc, warp, lane);
   __syncthreads();
   for (int e = threadIdx.x * 4; e < PARTS * MT * 128; e += THREADS * 4) {
     const Place at(e);
-    store_remote16(remote_address(smem_of(parts + rank * MT * 128 + e % (MT * 128)), at.tile), take_sums<N>(sums, at.tile, at));
+    st_cluster_v4(mapa(smem_of(parts + rank * MT * 128 + e % (MT * 128)), at.tile), sums_of_warps<N>(sums, at.tile, at));
   }
   if (PARTS > 1) {
-    arrive_cluster();
-    wait_cluster();
+    cluster_arrive();
+    cluster_wait();
   } else {
     __syncthreads();
   }

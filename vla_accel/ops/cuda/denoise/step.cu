@@ -11,18 +11,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __shared__ __align__(16) float sums[WARPS][VECTORS * 128];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int rank = blockIdx.x % STEP_BLOCKS, row = blockIdx.x / STEP_BLOCKS, first = rank * COLUMNS;
-  arrive_started();
-  let_next_start();
-  wait_cluster();  // all have started
+  cluster_arrive_relaxed();
+  griddepcontrol_launch_dependents();
+  cluster_wait();  // all have started
   if (row >= BATCH * HZ) {
     // π0: blocks of their own for the state's token.
-    wait_for_previous();
+    griddepcontrol_wait();
     if (step < c.steps)
       for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
         const u64 at = (u64)(row - BATCH * HZ) * T * W + first + i;
         const float one = c.state[(u64)(row - BATCH * HZ) * W + first + i];
         c.xf[at] = one;
-        c.xb[place_of((row - BATCH * HZ) * T, first + i, W)] = to_bf16(one);
+        c.xb[place_of((row - BATCH * HZ) * T, first + i, W)] = round_bf16(one);
       }
     return;
   }
@@ -39,13 +39,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int v = 0; v < VECTORS; ++v) {
       const int i = v * 128 + lane * 4;
       const bool real = a < A && i < COLUMNS;
-      in[n][v] = real && step < c.steps ? load_constant4(m.w_in + (u64)a * W + first + i) : none;
-      out[n][v] = real && step > 0 ? load_constant4(m.w_out + (u64)a * W + first + i) : none;
+      in[n][v] = real && step < c.steps ? ldg_v4(m.w_in + (u64)a * W + first + i) : none;
+      out[n][v] = real && step > 0 ? ldg_v4(m.w_out + (u64)a * W + first + i) : none;
       if (step > 0 && i < COLUMNS) {
         const u64 at = (ADAPTIVE ? (u64)(step - 1) * W : 0) + first + i;
-        const float4 scale = load_constant4(m.final_scale + at);
+        const float4 scale = ldg_v4(m.final_scale + at);
         if (ADAPTIVE) {
-          const float4 shift = load_constant4(m.final_shift + at);
+          const float4 shift = ldg_v4(m.final_shift + at);
           shifted[n] += shift.x * out[n][v].x + shift.y * out[n][v].y + shift.z * out[n][v].z + shift.w * out[n][v].w;
         }
         out[n][v].x *= 1.f + scale.x;
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
   }
-  wait_for_previous();
+  griddepcontrol_wait();
   if (step > 0) {
     float dot[EACH], square = 0.f;
 #pragma unroll
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int i = v * 128 + lane * 4;
       float4 x = none;
       if (i < COLUMNS) {
-        const uint4 bits = load16(c.xf + (u64)token_row * W + first + i);
+        const uint4 bits = ld_cg_v4(c.xf + (u64)token_row * W + first + i);
         x = *(const float4*)&bits;
       }
       square += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         dot[n] += x.x * out[n][v].x + x.y * out[n][v].y + x.z * out[n][v].z + x.w * out[n][v].w;
     }
     const int a = threadIdx.x;
-    const float present = a < A ? load_float(c.actions + (u64)row * A + a) : 0.f;
+    const float present = a < A ? ld_cg(c.actions + (u64)row * A + a) : 0.f;
 #pragma unroll
     for (int offset = 16; offset; offset >>= 1) {
       square += __shfl_xor_sync(~0u, square, offset);
@@ -88,11 +88,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int n = 0; n < EACH; ++n)
         if (warp + WARPS * n < A)
-          store_remote8(remote_address(smem_of(dots[rank][warp + WARPS * n]), lane), dot[n], shifted[n]);
-      if (warp == 0) store_remote4(remote_address(smem_of(squares + rank), lane), square);
+          st_cluster_v2(mapa(smem_of(dots[rank][warp + WARPS * n]), lane), dot[n], shifted[n]);
+      if (warp == 0) st_cluster(mapa(smem_of(squares + rank), lane), square);
     }
-    arrive_cluster();
-    wait_cluster();
+    cluster_arrive();
+    cluster_wait();
     if (a < A) {
       float sum = 0.f, scaled = 0.f, velocity = m.b_out[a];
 #pragma unroll
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       action[a] = moved;
     }
   } else if (threadIdx.x < A) {
-    action[threadIdx.x] = load_float(c.actions + (u64)row * A + threadIdx.x);
+    action[threadIdx.x] = ld_cg(c.actions + (u64)row * A + threadIdx.x);
   }
   if (step == c.steps) return;
   __syncthreads();
@@ -132,9 +132,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int w = 0; w < WARPS; ++w) sum += sums[w][i];
     if (ADAPTIVE) {
       c.xf[(u64)token_row * W + first + i] = sum;
-      c.xb[place_of(token_row, first + i, W)] = to_bf16(sum);
+      c.xb[place_of(token_row, first + i, W)] = round_bf16(sum);
     } else {
-      c.hidden[place_of(token_row, first + i, W)] = to_bf16(sum / (1.f + __expf(-sum)));
+      c.hidden[place_of(token_row, first + i, W)] = round_bf16(sum / (1.f + __expf(-sum)));
     }
   }
 }

@@ -1,6 +1,6 @@
-"""The denoise loop in CUDA C++ (`ops/cuda/denoise/`): deals out the work, holds the buffers, launches the phases.
+"""The denoise loop in CUDA C++: deals out the work, holds the buffers, launches the phases.
 
-For Hopper, BF16 weights and up to 64 suffix rows; `fits` says why not otherwise. Each phase is a kernel that fetches
+For Hopper, BF16 weights and up to 64 suffix rows; `why_not` says why not otherwise. Each phase is a kernel that fetches
 its weights while its predecessors still run.
 """
 
@@ -13,34 +13,58 @@ import torch
 from torch import Tensor
 
 from vla_accel.errors import EngineError
-from vla_accel.models.pi0 import Pi0Config
-from vla_accel.native.constants import StepTables
-from vla_accel.native.fold import round_up
-from vla_accel.native.packing import Packed, splits_well
-from vla_accel.native.schedule import KEYS, THREADS, Schedule
-from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.cuda import runtime
+from vla_accel.ops.cuda.denoise.packing import Packed, splits_well
+from vla_accel.ops.cuda.denoise.schedule import KEYS, RANKS, THREADS, Schedule
+from vla_accel.ops.cuda.denoise.sizes import Sizes
+from vla_accel.ops.cuda.denoise.tables import StepTables
+from vla_accel.ops.gpu import PORTABLE_CLUSTER, Gpu
+from vla_accel.ops.rounding import round_up
+from vla_accel.ops.rows import rope_tables
 
-CAPABILITY = (9, 0)
 ARCHITECTURE = "sm_90a"
 MAX_ROWS = 64
 
 
-def fits(config: Pi0Config, batch: int, dtype: torch.dtype, narrow: bool, device: torch.device) -> str:
-    """Empty when the streamed kernels can run this; otherwise the reason."""
-    expert = config.expert
-    attended = expert.heads * expert.head_dim
-    gpu = Gpu.of(device)
-    if gpu is None or gpu.capability != CAPABILITY:
-        return "it needs compute capability 9.0"
+def why_not(gpu: Gpu | None, sizes: Sizes, batch: int, dtype: torch.dtype, narrow: bool) -> str | None:
+    """Why the kernels cannot run this on a GPU; None where they can. `narrow`: weights of one byte."""
+    attended = sizes.heads * sizes.head_dim
+    if gpu is None:
+        return "there is no GPU"
+    if gpu.architecture != ARCHITECTURE:
+        return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
     if dtype != torch.bfloat16 or narrow:
         return "it takes BF16 weights"
-    if batch * config.suffix_tokens > MAX_ROWS:
-        return f"{batch} x {config.suffix_tokens} suffix rows are more than {MAX_ROWS}"
-    sizes = (expert.width % 32, attended % 32, expert.mlp_dim % 32, expert.head_dim % 64)
-    whole = all(splits_well(expert.width, k) for k in (attended, expert.mlp_dim, expert.width))
-    if any(sizes) or not whole or expert.width > 1024 or expert.head_dim > 256 or config.action_dim > 64:
+    if batch * sizes.tokens > MAX_ROWS:
+        return f"{batch} x {sizes.tokens} suffix rows are more than {MAX_ROWS}"
+    odd = (sizes.width % 32, attended % 32, sizes.mlp_dim % 32, sizes.head_dim % 64)
+    whole = all(splits_well(sizes.width, k) for k in (attended, sizes.mlp_dim, sizes.width))
+    if any(odd) or not whole or sizes.width > 1024 or sizes.head_dim > 256 or sizes.action_dim > 64:
         return "its tiles do not fit these widths"
-    return ""
+    return None
+
+
+def planned(
+    gpu: Gpu, sizes: Sizes, batch: int, prefix_tokens: int, device: torch.device
+) -> tuple[Schedule, runtime.Module]:
+    """The schedule and its kernels, loaded; planned again where the device itself does not hold its clusters."""
+
+    def load(schedule: Schedule) -> runtime.Module:
+        return runtime.load_module(schedule.source, schedule.shared, ARCHITECTURE, device)
+
+    schedule = Schedule.of(sizes, batch, prefix_tokens, gpu)
+    module = load(schedule)
+    apart, largest = schedule.apart, schedule.clusters.get("attention", 0)
+    if schedule.attend is not None:
+        needed, room = schedule.attend.blocks // RANKS, module.clusters_at_once("attend", THREADS, RANKS)
+        if room < needed:
+            apart = f"its {needed} clusters of {RANKS} blocks must run at once, the device holds {room}"
+            schedule = Schedule.of(sizes, batch, prefix_tokens, gpu, apart=apart)
+            module, largest = load(schedule), schedule.clusters["attention"]
+    if largest > PORTABLE_CLUSTER and not module.clusters_at_once("attention", THREADS, largest):
+        schedule = Schedule.of(sizes, batch, prefix_tokens, gpu, apart=apart, largest_cluster=PORTABLE_CLUSTER)
+        module = load(schedule)
+    return schedule, module
 
 
 _P, _U64 = ctypes.c_void_p, ctypes.c_uint64
@@ -76,36 +100,33 @@ class StreamedLoop:
     """The loaded kernels and their buffers for a batch and a number of prefix tokens."""
 
     def __init__(
-        self, config: Pi0Config, packed: Packed, tables: StepTables, w_out: Tensor, b_out: Tensor,
+        self, gpu: Gpu, sizes: Sizes, packed: Packed, tables: StepTables, w_out: Tensor, b_out: Tensor,
         mix_bias: Tensor | None, batch: int, prefix_tokens: int,
     ) -> None:  # fmt: skip
-        from vla_accel.ops.cuda.runtime import load_module
-        from vla_accel.ops.rows import rope_tables
-
-        expert, tokens = config.expert, config.suffix_tokens
-        device, rows = w_out.device, batch * tokens
-        self.adaptive = config.kind == "pi05"
-        self.depth, self.steps, self.prefix_tokens = expert.depth, tables.steps, prefix_tokens
-        self.schedule = schedule = Schedule.of(config, batch, prefix_tokens)
-        self.module = load_module(schedule.source, schedule.shared, ARCHITECTURE, device)
+        tokens, device = sizes.tokens, w_out.device
+        rows = batch * tokens
+        self.adaptive = sizes.adaptive
+        self.depth, self.steps, self.prefix_tokens = sizes.depth, tables.steps, prefix_tokens
+        schedule, self.module = planned(gpu, sizes, batch, prefix_tokens, device)
+        self.schedule = schedule
 
         def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        head = (expert.kv_heads, expert.head_dim)
+        head = (sizes.kv_heads, sizes.head_dim)
         self.padded = round_up(prefix_tokens, KEYS)
         fused_attention = schedule.attend is not None
-        self.values_t = None if fused_attention else zeros(expert.depth, batch, *head, self.padded)
+        self.values_t = None if fused_attention else zeros(sizes.depth, batch, *head, self.padded)
         whole = round_up(rows, 16)  # what is multiplied lies in tiles of 16 rows
         # Kept alive here: the kernels see bare addresses.
         self._buffers = {
-            "xf": zeros(rows, expert.width, dtype=torch.float32), "xb": zeros(whole, expert.width),
-            "hidden": zeros(whole, expert.width), "context": zeros(whole, expert.heads * expert.head_dim),
-            "active": zeros(whole, expert.mlp_dim), "q": zeros(rows, expert.heads, expert.head_dim),
+            "xf": zeros(rows, sizes.width, dtype=torch.float32), "xb": zeros(whole, sizes.width),
+            "hidden": zeros(whole, sizes.width), "context": zeros(whole, sizes.heads * sizes.head_dim),
+            "active": zeros(whole, sizes.mlp_dim), "q": zeros(rows, sizes.heads, sizes.head_dim),
             "ks": zeros(rows, *head), "vs": zeros(rows, *head), "vts": zeros(batch, *head, round_up(tokens, KEYS)),
-            "ready": zeros(tables.steps, expert.depth, dtype=torch.int32),
+            "ready": zeros(tables.steps, sizes.depth, dtype=torch.int32),
         }  # fmt: skip
-        cos, sin = rope_tables(prefix_tokens + tokens, expert.head_dim, device)
+        cos, sin = rope_tables(prefix_tokens + tokens, sizes.head_dim, device)
         self._constants = {
             "weights": packed.data, "in_scale": tables.input_scale, "in_shift": tables.input_shift,
             "in_gate": tables.input_gate, "post_scale": tables.post_scale, "post_shift": tables.post_shift,
@@ -115,7 +136,7 @@ class StreamedLoop:
         }  # fmt: skip
         offsets = {n: getattr(packed, n) for n in ("layer_at", "layer_bytes", "o_at", "gate_up_at", "down_at")}
         self._model = _Model(**{n: _address(n, t) for n, t in self._constants.items()}, **offsets)
-        self._eps = ctypes.c_float(expert.eps)
+        self._eps = ctypes.c_float(sizes.eps)
         self._times, self._gains = tables.times, tables.gains
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Attention of many queries in CUDA C++ (`whole.cu`, `shared_keys.cu`): which shapes it takes, its source, launches.
 
-For Hopper. Where `kernel_of` names none, the Triton kernel runs; results are the same up to rounding.
+For Hopper. Where `kernel_for` names none, the Triton kernel runs; results are the same up to rounding.
 """
 
 from __future__ import annotations
@@ -8,20 +8,23 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vla_accel.ops.cuda import runtime
-from vla_accel.ops.cuda.wgmma import product
+from vla_accel.ops.cuda.wgmma import wgmma
 from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.rounding import round_up
 
-CAPABILITY = (9, 0)
 ARCHITECTURE = "sm_90a"
 LOG2E = 1.4426950408889634
 SLOTS = 5
 MAX_SPLITS = 3
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+Kernel = Literal["whole", "shared_keys"]
 
 
 class _Output(ctypes.Structure):
@@ -47,40 +50,45 @@ class _SharedKeys(ctypes.Structure):
     ]
 
 
-def kernel_of(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) -> str:
-    """The kernel that runs this call: "whole", "shared_keys", or "" where neither does. Arguments as
-    `vla_accel.ops.attending.attention` has them."""
-    gpu = Gpu.of(q.device)
-    if gpu is None or gpu.capability != CAPABILITY:
-        return ""
-    return takes(q, k, v, out, lengths)
+def kernel_for(gpu: Gpu | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) -> Kernel | None:
+    """The kernel that runs this call on a GPU, None where neither does. Arguments as `ops.attending` has them."""
+    if gpu is None or why_not(gpu, q, k, v, out, lengths) is not None:
+        return None
+    return "whole" if _fits_whole(q, k, lengths) else "shared_keys"
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) -> str:
-    """`kernel_of` by shapes, layouts and dtypes alone."""
-    heads, head_dim = q.shape[2:]
-    source, kv_heads = k.shape[1:3]
-    if q.dtype not in _KINDS or not q.dtype == k.dtype == v.dtype or k.stride() != v.stride():
-        return ""
-    if out.dtype not in (q.dtype, torch.float8_e4m3fn):
-        return ""
+def why_not(gpu: Gpu, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) -> str | None:
+    """Why neither kernel takes this call on a GPU; None where one does."""
+    if gpu.architecture != ARCHITECTURE:
+        return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
+    if q.dtype not in _KINDS or not q.dtype == k.dtype == v.dtype or out.dtype not in (q.dtype, torch.float8_e4m3fn):
+        return f"it takes BF16 or FP16 throughout, and FP8 out, got {q.dtype}, {k.dtype}, {v.dtype} and {out.dtype}"
     # Sixteen bytes at a time, from every row of every head.
     steps = (*q.stride()[:3], *k.stride()[:3])
-    if any(step % 8 for step in steps) or any(x.data_ptr() % 16 or x.stride(-1) != 1 for x in (q, k, v, out)):
-        return ""
-    if lengths is None and heads == kv_heads and head_dim in (64, 72, 80) and source <= 256:
-        return "whole"
-    group = heads // kv_heads
-    if group > 1 and 64 % group == 0 and head_dim == 256:
-        return "shared_keys"
-    return ""
+    if k.stride() != v.stride() or any(step % 8 for step in steps):
+        return "its keys and values lie alike, and rows of heads are multiples of 16 bytes apart"
+    if any(x.data_ptr() % 16 or x.stride(-1) != 1 for x in (q, k, v, out)):
+        return "its tensors begin at multiples of 16 bytes, and a head's values lie side by side"
+    if not _fits_whole(q, k, lengths) and not _fits_shared_keys(q, k):
+        sizes = f"{q.shape[2]} heads of {q.shape[3]}, {k.shape[2]} key heads, {k.shape[1]} keys"
+        return f"no kernel is made for {sizes}{'' if lengths is None else ' with lengths'}"
+    return None
+
+
+def _fits_whole(q: Tensor, k: Tensor, lengths: Tensor | None) -> bool:
+    return lengths is None and q.shape[2] == k.shape[2] and q.shape[3] in (64, 72, 80) and k.shape[1] <= 256
+
+
+def _fits_shared_keys(q: Tensor, k: Tensor) -> bool:
+    group = q.shape[2] // k.shape[2]
+    return group > 1 and 64 % group == 0 and q.shape[3] == 256
 
 
 def attention(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, gpu: Gpu,
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, gpu: Gpu,
     inverse_scale: float | None, pdl: bool,
 ) -> None:  # fmt: skip
-    """Launch what `kernel_of` named. `pdl`: the launch may begin before its predecessor has ended; the next one may
+    """Launch what `kernel_for` named. `pdl`: the launch may begin before its predecessor has ended; the next one may
     begin early in any case, if it is launched so."""
     if kernel == "whole":
         whole(q, k, v, out, inverse_scale, pdl=pdl)
@@ -149,28 +157,22 @@ def plan(kernel: str, dtype: torch.dtype, quantised: bool, **sizes: int) -> tupl
         keys, chunks = round_up(sizes["S"], 64), head_dim // 8
         # Swizzled rows of 128 bytes, what is left of them, two barriers, both halves' exchange and statistics.
         shared = 128 * (64 + 2 * keys) + 16 * (2 * 64 + 4 * keys) + 16 + 16 * 128 * chunks + 16 * 256
-        products = {"scores": keys // 2, "values": 64, **({"rest": head_dim - 64} if head_dim > 64 else {})}
+        products = {"qk": keys // 2, "pv": 64, **({"pv_rest": head_dim - 64} if head_dim > 64 else {})}
     else:
         macros |= {"SLOTS": SLOTS, "MAX_SPLITS": MAX_SPLITS}
         # Two tiles of queries, keys and values; barriers of both tiles, of full and empty slots, and of eight warps.
         shared = (2 + SLOTS) * head_dim * 128 + (2 + 2 * SLOTS + 8) * 8
-        products = {"scores": 64, "values": head_dim}
+        products = {"qk": 64, "pv": head_dim}
     return _source(kernel, macros, products, dtype), shared
 
 
 def _source(kernel: str, macros: dict[str, int], products: dict[str, int], dtype: torch.dtype) -> str:
-    """`products`: columns of each. Those of queries and keys find k in a row; the others' weights are in registers."""
-    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    """`products`: columns of each. QKᵀ finds k in a row of shared memory; the weights of PV are in registers."""
     wrapped = (
-        product(f"product_{name}", n, _KINDS[dtype], registers=name != "scores", values=name != "scores")
+        wgmma(f"wgmma_{name}", n, _KINDS[dtype], registers=name != "qk", transposed=name != "qk")
         for name, n in products.items()
     )
-    return runtime.source_of(defines, "attention", kernel, generated="".join(wrapped))
-
-
-def round_up(n: int, step: int) -> int:
-    """The smallest multiple of `step` that is not below n."""
-    return -(-n // step) * step
+    return runtime.source_of(macros, "attention/common", f"attention/{kernel}", generated="".join(wrapped))
 
 
 def _map(x: Tensor, box: tuple[int, int, int, int]) -> bytes:
@@ -189,8 +191,8 @@ def _encode(
     boxes, ones = (ctypes.c_uint32 * 4)(*box), (ctypes.c_uint32 * 4)(1, 1, 1, 1)
     kind = {torch.float16: 6, torch.bfloat16: 9}[dtype]  # CUtensorMapDataType
     # No interleaving, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, zeros outside.
-    runtime._check_driver(
-        runtime._driver().cuTensorMapEncodeTiled(
+    runtime.check_driver(
+        runtime.driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(at), kind, 4, ctypes.c_void_p(address), dims, steps, boxes, ones, 0, 3, 2, 0
         ),
         f"tensor map of {shape}",

@@ -1,4 +1,4 @@
-"""The Hopper products (`ops/cuda/product.cu`) on a GPU against float32: every kind of tiling over awkward sizes, and
+"""The Hopper GEMM (`ops/cuda/gemm/`) on a GPU against float32: every kind of tiling over awkward sizes, and
 chains of dependent launches."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.ops.test_product import TILINGS
+from tests.ops.test_gemm import TILINGS
 from vla_accel.fp8 import E4M3
-from vla_accel.ops.cuda import product
-from vla_accel.ops.cuda.product import Tiling
+from vla_accel.ops.cuda import gemm
+from vla_accel.ops.cuda.gemm import TABLES, Tiling
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear, make_linear, pair
 from vla_accel.ops.rows import add_norm, geglu
@@ -31,14 +31,14 @@ KINDS = (torch.bfloat16, torch.float16, FP8)
 @pytest.fixture(scope="module", autouse=True)
 def hopper() -> None:
     gpu = Gpu.of(DEVICE)
-    if gpu is None or gpu.capability != product.CAPABILITY:
+    if gpu is None or gpu.architecture != "sm_90a":
         pytest.skip("NOT RUN: these kernels are for Hopper")
 
 
 def times(*operands: Tensor | None, **options: Any) -> None:
     gpu = Gpu.of(DEVICE)
     assert gpu is not None
-    product.product(*operands, gpu=gpu, **options)  # type: ignore[arg-type]
+    gemm.gemm(*operands, gpu=gpu, **options)  # type: ignore[arg-type]
 
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, activation: str) -> Tensor:
@@ -108,7 +108,7 @@ def check_folded(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, a
     wide = torch.bfloat16 if kind == FP8 else kind
     x, weight, bias = normal(rows, k).to(kind), normal(n, k).to(kind), normal(n).to(wide)
     options = {"tiling": tiling, "scale": k**-0.5}
-    if activation == "none" and not tiling.check(residual=True) and n % 64 == 0:
+    if activation == "none" and tiling.why_not(residual=True) is None and n % 64 == 0:
         whole = (3 * normal(rows + 16, n) + 1).to(wide)
         before, onto = whole.clone(), whole[8:-8]
         moments = torch.full((n // 64 + 2, rows, 2), float("nan"), device=DEVICE)
@@ -123,14 +123,14 @@ def check_folded(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, a
         torch.testing.assert_close(moments[1:-1, :, 0].T, parts.mean(2), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(moments[1:-1, :, 1].T, parts.var(2, unbiased=False) * 64, atol=1e-3, rtol=1e-5)
         assert moments[0].isnan().all() and moments[-1].isnan().all()
-    if kind != FP8 and not tiling.check(activation, normed=True):
+    if kind != FP8 and tiling.why_not(activation, normed=True) is None:
         x = (x.float() * 2 + 3 * normal(rows, 1)).to(kind)
         parts = x.float().view(rows, -1, 64).transpose(0, 1)
         moments = torch.stack((parts.mean(2), parts.var(2, unbiased=False) * 64), 2)
         sums = weight.float().sum(1)
         for kept in (None, sums):
             out = torch.full((rows, n), float("nan"), device=DEVICE, dtype=kind)
-            norm = product.Norm(moments, kept, 1e-6)
+            norm = gemm.Norm(moments, kept, 1e-6)
             times(x, weight, bias, out, norm=norm, activation=activation, **options)
             normed = F.layer_norm if kept is not None else F.rms_norm
             want = expected(normed(x.float(), (k,), eps=1e-6), weight, bias, k**-0.5, activation)
@@ -146,10 +146,10 @@ def test_tilings_take_norms_in(tiling: Tiling, kind: torch.dtype) -> None:
             check_folded(tiling, kind, rows, n, k)
 
 
-@pytest.mark.parametrize("key", list(product._TABLE))
+@pytest.mark.parametrize("key", list(TABLES["sm_90a"]))
 def test_the_tilings_in_use(key: tuple[str, str, int, int]) -> None:
     kind, activation, n, k = key
-    for least, most, tiling in product._TABLE[key]:
+    for least, most, tiling in TABLES["sm_90a"][key]:
         for rows in {1, least, most - 13, most}:
             for dtype in (FP8,) if kind == "fp8" else (torch.bfloat16, torch.float16):
                 check(tiling, dtype, rows, n, k, activation, kind == "fp8" and activation != "none")

@@ -1,4 +1,4 @@
-"""The streamed denoise loop (`native/streamed.py`) against what `ops/cuda/denoise/` expects of it, without a GPU:
+"""The streamed denoise loop (`ops/cuda/denoise/`) against what its source expects, without a GPU:
 where the kernels look for each weight, structures and arguments, shared memory, launches."""
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.gpus import H200, RTX_4090, RTX_5090
-from tests.support.streamed_support import LOOPS, LoopCase, reason, recorded_loop, streamable
+from tests.support import streamed_support
+from tests.support.gpus import GPUS, H20, H100, H200, MIG_SLICE, MIG_TWO
+from tests.support.streamed_support import LOOPS, LoopCase, RecordedModule, reason, recorded_loop, streamable
 from vla_accel.errors import EngineError
 from vla_accel.models.pi0 import euler_times
 from vla_accel.models.rtc import guidance_weights
-from vla_accel.native import streamed
-from vla_accel.native.packing import Packed, pack, pair_tiles, split_of
-from vla_accel.native.schedule import (
+from vla_accel.native.expert import sizes_of
+from vla_accel.ops.cuda import runtime
+from vla_accel.ops.cuda.denoise import Packed, launch, why_not
+from vla_accel.ops.cuda.denoise.packing import pack, pair_tiles, split_of
+from vla_accel.ops.cuda.denoise.schedule import (
     KEYS,
     MAX_CLUSTER,
     RANKS,
@@ -28,17 +31,14 @@ from vla_accel.native.schedule import (
     THREADS,
     WARPS,
     Attend,
+    Schedule,
     held_tiles,
     shared_by,
 )
-from vla_accel.native.streamed import fits
-from vla_accel.ops.cuda import runtime
-from vla_accel.ops.gpu import assumed
-from vla_accel.ops.linear import Linear
+from vla_accel.ops.gpu import Gpu
 
-SOURCE = runtime.source_of("", *(f"denoise/{n}" for n in ("core", "products", "phases", "attention", "attend", "step")))
+SOURCE = runtime.source_of({}, *(f"denoise/{n}" for n in ("core", "products", "phases", "attention", "attend", "step")))
 CODE = re.sub(r"//.*", "", SOURCE)
-CUDA = torch.device("cuda")
 
 
 # -- where the kernels find their weights -----------------------------------------------------------------------------
@@ -74,10 +74,10 @@ def split_product(at: int, n: int, k: int, tiles: int) -> Iterator[Read]:
                     yield offset + kb * 512, tile * 8, rank * part + i * chunk + kb * 32
 
 
-def random_bits(n: int, k: int, seed: int) -> Linear:
+def random_bits(n: int, k: int, seed: int) -> Tensor:
     """Random bits: eight weights in a row are like no other eight."""
     bits = torch.randint(-(2**15), 2**15, (n, k), generator=torch.Generator().manual_seed(seed), dtype=torch.int16)
-    return Linear(bits.view(torch.bfloat16))
+    return bits.view(torch.bfloat16)
 
 
 def check_reads(packed: Packed, weight: Tensor, reads: Iterator[Read], taken: Tensor) -> None:
@@ -120,7 +120,7 @@ def test_the_kernels_find_every_weight_once(
     packed = Packed.of(layers, time_mlp, head_dim)
     taken = torch.zeros(packed.data.numel() // 2, dtype=torch.int32)
     if time_mlp is not None:
-        check_reads(packed, time_mlp.weight, split_product(0, width, width, tiles), taken)
+        check_reads(packed, time_mlp, split_product(0, width, width, tiles), taken)
 
     def of_head(unit: int, tile: int) -> int:
         # As `qkv` reads it: unit % (D / 16) eights of a half head; the second tile is the half's partner.
@@ -128,11 +128,11 @@ def test_the_kernels_find_every_weight_once(
 
     for index, (qkv, o, gate_up, last) in enumerate(layers):
         at = packed.layer_at + index * packed.layer_bytes
-        check_reads(packed, qkv.weight, normed_pairs(at, columns // 16, width, of_head), taken)
-        check_reads(packed, o.weight, split_product(at + packed.o_at, width, attended, tiles), taken)
+        check_reads(packed, qkv, normed_pairs(at, columns // 16, width, of_head), taken)
+        check_reads(packed, o, split_product(at + packed.o_at, width, attended, tiles), taken)
         pairs = normed_pairs(at + packed.gate_up_at, mlp // 8, width, lambda unit, tile: unit * 8 + tile * mlp)
-        check_reads(packed, gate_up.weight, pairs, taken)
-        check_reads(packed, last.weight, split_product(at + packed.down_at, width, mlp, tiles), taken)
+        check_reads(packed, gate_up, pairs, taken)
+        check_reads(packed, last, split_product(at + packed.down_at, width, mlp, tiles), taken)
     assert torch.equal(taken, torch.ones_like(taken))
 
 
@@ -171,8 +171,8 @@ def test_parts_of_the_last_product(width: int, k: int, split: int) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_the_cases_here_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reason(LOOPS[name]) == ""
+def test_the_cases_here_fit(name: str) -> None:
+    assert reason(LOOPS[name]) is None
 
 
 SMALL = LOOPS["demo"].config
@@ -204,19 +204,75 @@ def test_what_does_not_fit_says_why(change: dict[str, Any], why: str) -> None:
         **changes,
     )  # fmt: skip
     found = reason(LoopCase(config))
-    assert (found == "") == (why == "") and why in found
+    assert (found is None) == (why == "") and why in (found or "")
 
 
 def test_batch_dtype_and_device_decide_too() -> None:
-    assert fits(SMALL, 1, torch.bfloat16, False, torch.device("cpu")) == "it needs compute capability 9.0"
-    with assumed(H200):
-        assert fits(SMALL, 6, torch.bfloat16, False, CUDA) == ""
-        assert fits(SMALL, 7, torch.bfloat16, False, CUDA) == "7 x 10 suffix rows are more than 64"
-        assert fits(SMALL, 1, torch.float32, False, CUDA) == fits(SMALL, 1, torch.bfloat16, True, CUDA)
-        assert "BF16 weights" in fits(SMALL, 1, torch.float32, False, CUDA)
-    for other in (RTX_4090, RTX_5090, H200.portable):
-        with assumed(other):
-            assert fits(SMALL, 1, torch.bfloat16, False, CUDA) == "it needs compute capability 9.0"
+    sizes = sizes_of(SMALL)
+    assert why_not(None, sizes, 1, torch.bfloat16, False) == "there is no GPU"
+    assert why_not(H200, sizes, 6, torch.bfloat16, False) is None
+    assert why_not(H200, sizes, 7, torch.bfloat16, False) == "7 x 10 suffix rows are more than 64"
+    for dtype, narrow in ((torch.float32, False), (torch.bfloat16, True)):
+        assert why_not(H200, sizes, 1, dtype, narrow) == "it takes BF16 weights"
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_gpu_that_is_no_hopper_says_so(name: str) -> None:
+    """The portable loop runs there, and the ledger gives this reason."""
+    for gpu in (GPUS[name], GPUS[name].portable):
+        found = why_not(gpu, sizes_of(SMALL), 1, torch.bfloat16, False)
+        expected = f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
+        assert found == (None if gpu.capability == (9, 0) else expected)
+
+
+FULL = sizes_of(LOOPS["full"].config)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "room"), [(H100, None), (H200, None), (H20, 8), (MIG_SLICE, 2), (MIG_TWO, 4)], ids=lambda v: str(v)[:24]
+)
+def test_attend_needs_all_of_its_blocks_at_once(gpu: Gpu, room: int | None) -> None:
+    """12 clusters of eight blocks wait for each other: a GPU without room for them takes two kernels, and says why."""
+    schedule = Schedule.of(FULL, 1, 544, gpu)
+    if room is None:
+        assert schedule.attend is not None and schedule.apart is None and schedule.clusters["attend"] == RANKS
+        assert schedule.attend.blocks <= gpu.multiprocessors
+        return
+    assert (
+        schedule.attend is None and "attend" not in schedule.blocks and {"qkv", "attention"} <= schedule.blocks.keys()
+    )
+    assert schedule.apart == (
+        f"its 12 clusters of 8 blocks must run at once, {gpu.name} has {gpu.multiprocessors} multiprocessors, which "
+        f"surely hold {room}"
+    )
+    # A lone cluster beyond eight blocks only where the GPU surely holds all of them at once.
+    assert schedule.clusters["attention"] == (10 if room >= 16 else 8)
+
+
+@pytest.mark.parametrize(("gpu", "cluster"), [(H200, 11), (H20, 11), (MIG_TWO, 11), (MIG_SLICE, 8)], ids=str)
+def test_clusters_beyond_eight_need_room_for_all(gpu: Gpu, cluster: int) -> None:
+    sizes = sizes_of(LOOPS["demo"].config)  # heads of 64: no `attend`; three tiles of rows
+    schedule = Schedule.of(dataclasses.replace(sizes, heads=1), 1, 640, gpu)
+    assert schedule.clusters["attention"] == cluster
+
+
+@pytest.mark.parametrize(
+    ("room", "kernels", "cluster"),
+    [({}, {"attend"}, None), ({8: 12}, {"attend"}, None), ({8: 11}, {"qkv", "attention"}, 10),
+     ({8: 11, 10: 0}, {"qkv", "attention"}, 8)],
+)  # fmt: skip
+def test_the_device_has_the_last_word(
+    room: dict[int, int], kernels: set[str], cluster: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What arithmetic allows and the device does not hold is planned again."""
+    monkeypatch.setattr(streamed_support, "ROOM", room)
+    monkeypatch.setattr(runtime, "load_module", RecordedModule)
+    schedule, module = launch.planned(H200, FULL, 1, 544, torch.device("cpu"))
+    assert isinstance(module, RecordedModule)
+    assert kernels <= module.shared.keys() and schedule.source == module.source
+    assert schedule.clusters.get("attention") == cluster
+    if cluster is not None:
+        assert schedule.apart == "its 12 clusters of 8 blocks must run at once, the device holds 11"
 
 
 # -- what is handed to the kernels -----------------------------------------------------------------------------------
@@ -240,7 +296,7 @@ def fields_of(struct: str) -> list[tuple[str, str]]:
     return fields
 
 
-@pytest.mark.parametrize(("struct", "mirror"), [("Model", streamed._Model), ("Call", streamed._Call)])
+@pytest.mark.parametrize(("struct", "mirror"), [("Model", launch._Model), ("Call", launch._Call)])
 def test_structures_are_the_source_s(struct: str, mirror: type[ctypes.Structure]) -> None:
     kinds = {"pointer": ctypes.c_void_p, "u64": ctypes.c_uint64, "int": ctypes.c_int}
     expected = [(name, kinds[kind]) for kind, name in fields_of(struct)]
@@ -252,20 +308,9 @@ def test_structures_are_the_source_s(struct: str, mirror: type[ctypes.Structure]
 
 
 def test_the_source_s_structures_were_read() -> None:
-    assert len(fields_of("Model")) == 21 and len(fields_of("Call")) == len(streamed._Call._fields_)
+    assert len(fields_of("Model")) == 21 and len(fields_of("Call")) == len(launch._Call._fields_)
     assert fields_of("Model")[:2] == [("pointer", "weights"), ("u64", "layer_at")]
     assert fields_of("Call")[-3:] == [("int", "s"), ("int", "sp"), ("int", "steps")]
-
-
-def constant(name: str) -> int:
-    match = re.search(rf"^#define {name} (\d+)$", SOURCE, re.MULTILINE)
-    assert match, name
-    return int(match[1])
-
-
-def test_constants_are_the_source_s() -> None:
-    assert (constant("WARPS"), constant("STAGE_BYTES"), constant("KEYS")) == (WARPS, STAGE_BYTES, KEYS)
-    assert constant("RANKS") == RANKS and THREADS == 32 * WARPS
 
 
 def parameters_of(kernel: str) -> list[type]:
@@ -273,7 +318,7 @@ def parameters_of(kernel: str) -> list[type]:
     assert match, kernel
     kinds = {"float": ctypes.c_float, "int": ctypes.c_int}
     rest = [kinds[p.split()[0]] for p in match[1].split(",") if p.strip()]
-    return [streamed._Model, streamed._Call, *rest]
+    return [launch._Model, launch._Call, *rest]
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -384,8 +429,8 @@ def test_shared_memory_holds_what_the_kernels_put_there(name: str, monkeypatch: 
 @pytest.mark.parametrize(("name", "prefix_tokens"), [("full", 544), ("full", 32), ("full pi0", 800), ("full pi0", 17)])
 def test_attend_deals_out_every_key_once(name: str, prefix_tokens: int) -> None:
     config = LOOPS[name].config
-    attend = Attend.of(config, 1, prefix_tokens)
-    assert attend is not None
+    attend = Attend.of(sizes_of(config), 1, prefix_tokens, H200)
+    assert isinstance(attend, Attend)
     tokens, rows, d = config.suffix_tokens, -(-config.suffix_tokens // 16) * 16, config.expert.head_dim
     keys = attend.prefix_keys + attend.suffix_keys
     assert attend.prefix_keys % 8 == attend.suffix_keys % 8 == 0
@@ -415,18 +460,19 @@ def test_attend_deals_out_every_key_once(name: str, prefix_tokens: int) -> None:
 
 
 def test_attend_declines_what_it_cannot_hold() -> None:
-    full = LOOPS["full"].config
-    assert Attend.of(full, 2, 544) is None and Attend.of(LOOPS["demo"].config, 1, 100) is None
-    assert Attend.of(full, 1, 1500) is None
+    demo = sizes_of(LOOPS["demo"].config)
+    assert Attend.of(FULL, 2, 544, H200) == "it is for one sequence, not 2"
+    assert Attend.of(demo, 1, 100, H200) == "it is not for 1 key heads of 64"
+    assert re.match(r"its keys need \d+ bytes .* has 232448", str(Attend.of(FULL, 1, 1500, H200)))
 
 
 def test_a_buffer_that_is_not_dense_is_refused() -> None:
     with pytest.raises(EngineError, match=r"keys: expected a contiguous tensor .* got \(4, 4\) with strides \(1, 4\)"):
-        streamed._address("keys", torch.zeros(4, 4).t())
+        launch._address("keys", torch.zeros(4, 4).t())
     with pytest.raises(EngineError, match="4 bytes beyond a multiple"):
-        streamed._address("keys", torch.zeros(5)[1:])
-    assert streamed._address("target", torch.zeros(5)[1:], 4) is not None
-    assert streamed._address("state", None) is None
+        launch._address("keys", torch.zeros(5)[1:])
+    assert launch._address("target", torch.zeros(5)[1:], 4) is not None
+    assert launch._address("state", None) is None
 
 
 def test_streamable_differs_by_kind() -> None:

@@ -1,4 +1,4 @@
-// A product of many rows on Hopper: out = epilogue(scale * x Wᵀ + bias), x (M, K), W (N, K), FP8, BF16 or FP16. Follows
+// GEMM of many rows on Hopper: out = epilogue(scale * x Wᵀ + bias), x (M, K), W (N, K), FP8, BF16 or FP16. Follows
 // epilogue.cu.
 //
 // The weights are the tensor cores' M (blocks of 64 rows), the tokens their N (any multiple of 8), so that 544 tokens
@@ -17,8 +17,8 @@
 // Macros: KIND (0 BF16, 1 FP16, 2 FP8 e4m3), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (0 none, 1
 // tanh GELU, 2 GeGLU of weight rows by turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH, STAGES,
 // ACROSS, ALONG, SPLIT, STAGING, EXCHANGE and BARRIERS (where in shared memory the output is staged, others' sums arrive
-// and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of either kind),
-// REGISTERS, A, B, ADD and OPERANDS (of one wgmma: names in assembly, and in C++).
+// and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of either kind).
+// `wgmma`, one product of WIDTH tokens, is generated (`wgmma.py`).
 
 // A tile that COUNT blocks fetch for each other is cut into shares of whole eights of rows; where that does not come
 // out even, shares overlap and write the same rows twice.
@@ -32,64 +32,19 @@
 #define T_BOX (T_ROWS > 256 ? T_ROWS / 2 : T_ROWS)
 #define CHUNK (KIND == 2 ? 128 : 64)
 
-struct alignas(64) Map {
-  unsigned char bytes[128];
-};
-
 // Nothing was written that the others must see: a release beyond this block would be a memory barrier a stage.
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
+__device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier, u32 rank) {
 #if CLUSTER > 1
   asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
 #else
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+  mbarrier_arrive(barrier);
 #endif
-}
-
-// A box of `map` to shared memory, in every block of the cluster that `mask` names.
-__device__ __forceinline__ void fetch(const Map* map, u32 to, int k, int row, u32 barrier, u16 mask, u64 policy) {
-  if (mask)
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier),
-        "h"(mask), "l"(policy) : "memory");
-  else
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
-        : "memory");
 }
 
 // Rows of 128 bytes, swizzled: groups of eight rows are 1024 bytes apart.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return (u64)((address & 0x3ffff) >> 4) | ((u64)1 << 16) | ((u64)64 << 32) | ((u64)1 << 62);
-}
-
-#if KIND == 2
-#define WGMMA_TYPE "k32.f32.e4m3.e4m3"
-#define WGMMA_TAIL "p, 1, 1;\n}"
-#elif KIND == 1
-#define WGMMA_TYPE "k16.f32.f16.f16"
-#define WGMMA_TAIL "p, 1, 1, 0, 0;\n}"
-#else
-#define WGMMA_TYPE "k16.f32.bf16.bf16"
-#define WGMMA_TAIL "p, 1, 1, 0, 0;\n}"
-#endif
-
-// d (+)= 64 weight rows by WIDTH tokens, 32 bytes of K.
-__device__ __forceinline__ void wgmma(float (&d)[WIDTH / 2], u64 a, u64 b, int add) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" TEXT(WIDTH) WGMMA_TYPE
-               " {" REGISTERS "}, " A ", " B ", " WGMMA_TAIL
-               : OPERANDS(d)
-               : "l"(a), "l"(b), "r"(add));
-}
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-}
+__device__ __forceinline__ u64 operand(u32 address) { return wgmma_descriptor(address, 16, 1024, true); }
 
 #if RESIDUAL
 #define HELD(m, n) held[m][n]
@@ -100,7 +55,7 @@ __device__ __forceinline__ void wgmma_wait() {
 // -- the kernel -------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __maxnreg__(LIMIT)
-    product(const __grid_constant__ Map weights, const __grid_constant__ Map tokens, const Call c) {
+    gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap tokens, const Call c) {
   extern __shared__ unsigned char memory[];
   const u32 base = (smem_of(memory) + 1023) & ~1023u;
   const u32 full = base + BARRIERS, empty = full + STAGES * 8, norms = empty + STAGES * 8;
@@ -113,18 +68,17 @@ extern "C" __global__ void __maxnreg__(LIMIT)
 
   if (threadIdx.x == CONSUMERS) {
     for (int i = 0; i < STAGES; ++i) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + i * 8) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + i * 8),
-                   "r"(4 * GROUPS * (ACROSS + ALONG - 1)) : "memory");
+      mbarrier_init(full + i * 8, 1);
+      mbarrier_init(empty + i * 8, 4 * GROUPS * (ACROSS + ALONG - 1));
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&weights) : "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&tokens) : "memory");
+    fence_mbarrier_init();
+    prefetch_tensormap(weights);
+    prefetch_tensormap(tokens);
   }
-  let_next_start();
+  griddepcontrol_launch_dependents();
 #if CLUSTER > 1
-  arrive_cluster();
-  wait_cluster();
+  cluster_arrive();
+  cluster_wait();
 #else
   __syncthreads();
 #endif
@@ -146,28 +100,28 @@ extern "C" __global__ void __maxnreg__(LIMIT)
         const u32 to = base + stage * STAGE + w_start * 128;
 #pragma unroll
         for (int i = 0; i < W_ROWS; i += W_BOX)
-          fetch(&weights, to + i * 128, chunk * CHUNK, row + i, full + stage * 8, same_weights, once);
+          tma_load_2d(to + i * 128, weights, chunk * CHUNK, row + i, full + stage * 8, same_weights, once);
       };
       const auto fetch_tokens = [&](int tile, int chunk, int stage) {
         const int row = (tile % c.token_tiles * ALONG + along) * TILE_T + t_start;
         const u32 to = base + stage * STAGE + (TILE_W + t_start) * 128;
 #pragma unroll
         for (int i = 0; i < T_ROWS; i += T_BOX)
-          fetch(&tokens, to + i * 128, chunk * CHUNK, row + i, full + stage * 8, same_tokens, often);
+          tma_load_2d(to + i * 128, tokens, chunk * CHUNK, row + i, full + stage * 8, same_tokens, often);
       };
       const int ahead = min(STAGES, last - first);
       for (int i = 0; i < ahead; ++i) {
-        expect(full + i * 8, ARRIVING);
+        mbarrier_arrive_expect_tx(full + i * 8, ARRIVING);
         fetch_weights(mine, first + i, i);
       }
-      wait_for_previous();
+      griddepcontrol_wait();
       for (int i = 0; i < ahead; ++i) fetch_tokens(mine, first + i, i);
       int done = ahead, begin = first + ahead;
       for (int tile = mine; tile < c.tiles; tile += step) {
         for (int chunk = begin; chunk < last; ++chunk, ++done) {
           const int stage = done % STAGES;
-          if (done >= STAGES) wait_parity(empty + stage * 8, (done / STAGES - 1) & 1);
-          expect(full + stage * 8, ARRIVING);
+          if (done >= STAGES) mbarrier_wait(empty + stage * 8, (done / STAGES - 1) & 1);
+          mbarrier_arrive_expect_tx(full + stage * 8, ARRIVING);
           fetch_weights(tile, chunk, stage);
           fetch_tokens(tile, chunk, stage);
         }
@@ -176,28 +130,28 @@ extern "C" __global__ void __maxnreg__(LIMIT)
     }
 #if NORM
     if (warp > CONSUMERS / 32) {
-      wait_for_previous();
-      take_norms(norms, (mine % c.token_tiles * ALONG + along) * TILE_T, c);
+      griddepcontrol_wait();
+      load_norms(norms, (mine % c.token_tiles * ALONG + along) * TILE_T, c);
     }
 #endif
     __syncwarp();
     // As often as the others do.
     for (int i = 0; i < (CLUSTER > 1) + (SPLIT > 1 && EXCHANGE == 0); ++i) {
-      arrive_cluster();
-      wait_cluster();
+      cluster_arrive();
+      cluster_wait();
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
     const int group = warp >> 2;
 #if RESIDUAL
-    wait_for_previous();  // these threads, too, read what others wrote
+    griddepcontrol_wait();  // these threads, too, read what others wrote
 #endif
     const auto release = [&](int stage) {
       // All blocks that send to this stage; this one is both in its row and in its column.
       if (lane < ACROSS + ALONG - 1) {
         const int to = lane < ACROSS ? lane + ACROSS * (along + ALONG * part)
                                      : across + ACROSS * (((lane - ACROSS) + (lane - ACROSS >= along)) + ALONG * part);
-        arrive_at(empty + stage * 8, to);
+        mbarrier_arrive_remote(empty + stage * 8, to);
       }
     };
     float sums[BLOCKS][PARTS][WIDTH / 2];
@@ -205,7 +159,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
     for (int tile = mine; tile < c.tiles; tile += step) {
       for (int chunk = first; chunk < last; ++chunk, ++done) {
         const int stage = done % STAGES;
-        wait_parity(full + stage * 8, (done / STAGES) & 1);
+        mbarrier_wait(full + stage * 8, (done / STAGES) & 1);
         const u32 a = base + stage * STAGE + group * BLOCKS * 64 * 128, b = base + stage * STAGE + TILE_W * 128;
         wgmma_fence();
 #pragma unroll
@@ -214,7 +168,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
           for (int m = 0; m < BLOCKS; ++m)
 #pragma unroll
             for (int n = 0; n < PARTS; ++n)
-              wgmma(sums[m][n], descriptor(a + m * 64 * 128 + k * 32), descriptor(b + n * WIDTH * 128 + k * 32),
+              wgmma(sums[m][n], operand(a + m * 64 * 128 + k * 32), operand(b + n * WIDTH * 128 + k * 32),
                     chunk > first || k > 0);
         wgmma_commit();
         if (chunk > first) {
@@ -231,13 +185,13 @@ extern "C" __global__ void __maxnreg__(LIMIT)
       for (int m = 0; m < BLOCKS; ++m)
 #pragma unroll
         for (int n = 0; n < PARTS; ++n)
-          take_residual<WIDTH / 8>(held[m][n], token + n * WIDTH, c.rows, row + m * 64, c);
+          load_residual<WIDTH / 8>(held[m][n], token + n * WIDTH, c.rows, row + m * 64, c);
 #endif
 #endif
       wgmma_wait<0>();
       release((done - 1) % STAGES);
 #if NORM
-      await_norms();
+      wait_for_norms();
 #endif
 #if SPLIT == 1
 #if STAGING == 0
@@ -248,10 +202,10 @@ extern "C" __global__ void __maxnreg__(LIMIT)
 #pragma unroll
       for (int m = 0; m < BLOCKS; ++m) {
         const int column = (row + m * 64) / (64 / COLUMNS);
-        const Rows rows = take_rows(c, column);
+        const Rows rows = load_rows(c, column);
 #pragma unroll
         for (int n = 0; n < PARTS; ++n)
-          emit<WIDTH / 8>(sums[m][n], staging, token + n * WIDTH, c.rows, column, rows, c, group, HELD(m, n),
+          store_tile<WIDTH / 8>(sums[m][n], staging, token + n * WIDTH, c.rows, column, rows, c, group, HELD(m, n),
                           norms + n * WIDTH * 8);
       }
 #endif
@@ -263,20 +217,20 @@ extern "C" __global__ void __maxnreg__(LIMIT)
     const int start = (mine % c.token_tiles * ALONG + along) * TILE_T, token = start + part * EIGHTS * 8;
     const int end = min(c.rows, start + TILE_T);
 #if EXCHANGE == 0
-    arrive_cluster();
+    cluster_arrive();
 #endif
 #if RESIDUAL
     uint4 held[BLOCKS][1][(EIGHTS + 1) / 2];
 #pragma unroll
-    for (int m = 0; m < BLOCKS; ++m) take_residual<EIGHTS>(held[m][0], token, end, row + m * 64, c);
+    for (int m = 0; m < BLOCKS; ++m) load_residual<EIGHTS>(held[m][0], token, end, row + m * 64, c);
 #endif
 #if EXCHANGE == 0
-    wait_cluster();  // sums arrive in the place of stages, which nobody reads any more
+    cluster_wait();  // sums arrive in the place of stages, which nobody reads any more
 #endif
     float total[BLOCKS][EIGHTS * 4];
 #pragma unroll
     for (int q = 0; q < SPLIT; ++q) {
-      const u32 there = remote_address(base + EXCHANGE + threadIdx.x * 16, across + ACROSS * (along + ALONG * q));
+      const u32 there = mapa(base + EXCHANGE + threadIdx.x * 16, across + ACROSS * (along + ALONG * q));
 #pragma unroll
       for (int i = 0; i < EIGHTS; ++i)
 #pragma unroll
@@ -295,13 +249,13 @@ extern "C" __global__ void __maxnreg__(LIMIT)
           }
         }
     }
-    arrive_cluster();
-    wait_cluster();
+    cluster_arrive();
+    cluster_wait();
     const u32 staging = base + STAGING + group * EIGHTS * 8 * PITCH;
 #pragma unroll
     for (int m = 0; m < BLOCKS; ++m) {
       const int column = (row + m * 64) / (64 / COLUMNS);
-      const Rows rows = take_rows(c, column);
+      const Rows rows = load_rows(c, column);
 #pragma unroll
       for (int q = 0; q < SPLIT - 1; ++q)
 #pragma unroll
@@ -313,12 +267,12 @@ extern "C" __global__ void __maxnreg__(LIMIT)
 #pragma unroll
           for (int j = 0; j < 4; ++j) total[m][i * 4 + j] += v[j];
         }
-      emit<EIGHTS>(total[m], staging, token, end, column, rows, c, group, HELD(m, 0), norms + part * EIGHTS * 64);
+      store_tile<EIGHTS>(total[m], staging, token, end, column, rows, c, group, HELD(m, 0), norms + part * EIGHTS * 64);
     }
 #elif CLUSTER > 1
     // Others may still announce to this block that they have read a stage.
-    arrive_cluster();
-    wait_cluster();
+    cluster_arrive();
+    cluster_wait();
 #endif
   }
 }

@@ -1,13 +1,12 @@
-"""The expert's weights in the order in which the denoise kernels (`ops/cuda/denoise/`) read them."""
+"""The expert's weights in the order in which the denoise kernels read them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from vla_accel.ops.linear import Linear
 
 CHUNK = 1024
 """Columns of K that a kernel waits for at once, where a block has more."""
@@ -69,21 +68,20 @@ class Packed:
     down_at: int
 
     @classmethod
-    def of(cls, layers: list[tuple[Linear, Linear, Linear, Linear]], mix: Linear | None, head_dim: int) -> Packed:
-        """`layers`: q/k/v, o, gate/up and down of each layer, BF16."""
+    def of(cls, layers: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], mix: Tensor | None, head_dim: int) -> Packed:
+        """`layers`: weights (N, K) of q/k/v, o, gate/up and down of each layer, BF16."""
         parts: list[Tensor] = []
         if mix is not None:
-            parts.append(pack_split(mix.weight))
+            parts.append(pack_split(mix))
         layer_at = parts[0].numel() if parts else 0
         offsets = (0, 0, 0)
         for qkv, o, gate_up, down in layers:
             four = (
-                pack(pair_tiles(qkv.weight, head_dim // 2, head_dim), qkv.weight.shape[1]),
-                pack_split(o.weight),
-                pack(pair_tiles(gate_up.weight, gate_up.weight.shape[0] // 2, gate_up.weight.shape[0]),
-                     gate_up.weight.shape[1]),
-                pack_split(down.weight),
-            )  # fmt: skip
+                pack(pair_tiles(qkv, head_dim // 2, head_dim), qkv.shape[1]),
+                pack_split(o),
+                pack(pair_tiles(gate_up, len(gate_up) // 2, len(gate_up)), gate_up.shape[1]),
+                pack_split(down),
+            )
             sizes = [part.numel() for part in four]
             offsets = (sizes[0], sum(sizes[:2]), sum(sizes[:3]))
             parts.extend(four)

@@ -1,4 +1,4 @@
-"""The Hopper products (`ops/cuda/product.py`) against what `product.cu` expects of them, without a GPU: tilings, what
+"""The Hopper GEMM (`ops/cuda/gemm/`) against what its source expects, without a GPU: tilings, what
 blocks fetch for each other, tensor maps, launches, and the ops that use them."""
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from tests.support.gpus import GPUS, H200
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.ops import folded, linear
-from vla_accel.ops.cuda import product, runtime
-from vla_accel.ops.cuda.product import Tiling
+from vla_accel.ops.cuda import gemm, runtime
+from vla_accel.ops.cuda.gemm import TABLES, Tiling, launch
+from vla_accel.ops.cuda.gemm.tiling import SHARED_LIMIT
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu, assumed
 from vla_accel.ops.linear import Linear, make_linear, pair
 
-SOURCE = runtime.source_of("", "epilogue", "product")
+SOURCE = runtime.source_of({}, "gemm/epilogue", "gemm/gemm")
 BF16, FP8 = torch.bfloat16, E4M3.dtype
 # One of every kind: plain, several blocks and parts, sharing either operand or both, split, persistent.
 TILINGS = (
@@ -33,7 +34,7 @@ TILINGS = (
     Tiling(2, 1, 2, 136, 3, persistent=True), Tiling(2, 1, 1, 72, 4, 2, 1, persistent=True),
     Tiling(2, 1, 1, 128, 6, 1, 1, 3),
 )  # fmt: skip
-TABLE = [(key, *row) for key, rows in product._TABLE.items() for row in rows]
+TABLE = [(key, *row) for key, rows in TABLES["sm_90a"].items() for row in rows]
 
 
 def macro(name: str) -> str:
@@ -69,9 +70,9 @@ def test_blocks_fetch_every_row_for_each_other(count: int) -> None:
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("activation", list(product.ACTIVATIONS))
+@pytest.mark.parametrize("activation", list(launch.ACTIVATIONS))
 def test_shared_memory_holds_all(tiling: Tiling, activation: str) -> None:
-    assert tiling.check(activation) == ""
+    assert tiling.why_not(activation) is None
     ring = tiling.stages * (tiling.weight_rows + tiling.tokens) * 128
     pitch = (32 if activation == "geglu" else 64) * 2 + 16
     share = -(-tiling.tokens // 8 // tiling.split) * 8
@@ -81,7 +82,7 @@ def test_shared_memory_holds_all(tiling: Tiling, activation: str) -> None:
         staged = staging + tiling.groups * tokens * pitch
         assert barriers >= max(ring, staged) and staging % 16 == exchange % 16 == barriers % 16 == 0
         assert barriers + 16 * tiling.stages + (8 * tiling.tokens if normed else 0) + 1024 <= size
-        assert size <= product.SHARED_LIMIT or (normed and tiling.check(activation, normed=True))
+        assert size <= SHARED_LIMIT or (normed and tiling.why_not(activation, normed=True))
         if tiling.persistent:
             # The next tile's stages arrive while the output is staged.
             assert staging >= ring
@@ -111,17 +112,17 @@ def test_shared_memory_holds_all(tiling: Tiling, activation: str) -> None:
     ],
 )
 def test_what_a_kernel_cannot_hold_is_refused(tiling: Tiling, text: str) -> None:
-    assert text in tiling.check()
+    assert text in (tiling.why_not() or "")
 
 
 def test_a_residual_and_norms_take_room() -> None:
     wide = Tiling(3, 1, 1, 200, 3)
-    assert wide.check() == "" and "registers" in wide.check(residual=True)
+    assert wide.why_not() is None and "registers" in (wide.why_not(residual=True) or "")
     sizes = itertools.product(range(2, 13), range(8, 257, 8))
     many = (Tiling(1, 1, 1, width, stages) for stages, width in sizes)
     full = next(t for t in many if t.memory("none").size <= 232_448 < t.memory("none", True).size)
-    assert full.check() == "" and "shared memory" in full.check(normed=True)
-    assert "norms of one" in Tiling(2, 1, 2, 136, 3, persistent=True).check(normed=True)
+    assert full.why_not() is None and "shared memory" in (full.why_not(normed=True) or "")
+    assert "norms of one" in (Tiling(2, 1, 2, 136, 3, persistent=True).why_not(normed=True) or "")
 
 
 @pytest.mark.parametrize(("key", "least", "most", "tiling"), TABLE)
@@ -130,16 +131,16 @@ def test_the_table_is_of_tilings_that_run(
 ) -> None:
     kind, activation, n, k = key
     chunks = -(-k * (1 if kind == "fp8" else 2) // 128)
-    assert kind in ("fp8", "half") and tiling.check(activation) == ""
+    assert kind in ("fp8", "half") and tiling.why_not(activation) is None
     if (n, k) in ((1152, 1152), (1152, 4352), (2048, 16_384)):
-        assert tiling.check(activation, residual=True) == ""
+        assert tiling.why_not(activation, residual=True) is None
     elif kind == "half" and activation != "geglu":
-        assert tiling.check(activation, normed=True) == ""
+        assert tiling.why_not(activation, normed=True) is None
     assert -(-chunks // tiling.split) * (tiling.split - 1) < chunks
     # No tile is all padding, and little of the tiles is.
     whole = -(-most // (tiling.tokens * tiling.along)) * tiling.tokens * tiling.along
     assert n % 64 == 0 and 0 < least <= most and whole < 1.2 * least
-    assert [row[:2] for row in product._TABLE[key]] == sorted(row[:2] for row in product._TABLE[key])
+    assert [row[:2] for row in TABLES["sm_90a"][key]] == sorted(row[:2] for row in TABLES["sm_90a"][key])
 
 
 def misaligned(like: Tensor) -> Tensor:
@@ -159,11 +160,11 @@ class Recorder:
         self.maps: list[tuple[Any, ...]] = []
         self.source = ""
         monkeypatch.setattr(runtime, "load_module", self.load)
-        monkeypatch.setattr(runtime, "_driver", lambda: self)
+        monkeypatch.setattr(launch, "driver", lambda: self)
 
     def load(self, source: str, shared: dict[str, int], architecture: str, device: torch.device) -> Recorder:
         assert architecture == "sm_90a"
-        self.source, self.shared = source, shared["product"]
+        self.source, self.shared = source, shared["gemm"]
         return self
 
     def launch(self, name: str, blocks: int, threads: int, arguments: tuple[Any, ...], **options: Any) -> None:
@@ -195,7 +196,7 @@ def test_a_launch_covers_the_output(tiling: Tiling, rows: int, monkeypatch: pyte
     recorder = Recorder(monkeypatch)
     for (n, k), kind in itertools.product(((1152, 4352), (64, 1152)), (BF16, FP8)):
         x, weight, out = operands(rows, n, k, kind)
-        product.product(x, weight, None, out, gpu=H200, tiling=tiling, scale=0.5, dependent=False)
+        gemm.gemm(x, weight, None, out, gpu=H200, tiling=tiling, scale=0.5, dependent=False)
         got, maps = recorder.launches[-1], recorder.maps[-2:]
         assert got["blocks"] % tiling.cluster == 0 and got["cluster"] == tiling.cluster and not got["dependent"]
         assert got["threads"] == tiling.threads and got["scale"] == 0.5 and got["bias"] is None
@@ -221,18 +222,18 @@ def test_a_launch_covers_the_output(tiling: Tiling, rows: int, monkeypatch: pyte
 def test_a_launch_takes_moments_and_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     x, weight, out = operands(100, 128, 192, BF16)
-    product.product(x, weight, None, out, gpu=H200, tiling=TILINGS[0])
+    gemm.gemm(x, weight, None, out, gpu=H200, tiling=TILINGS[0])
     got = recorder.launches[-1]
     plain = recorder.shared
     assert got["moments_out"] is None and got["moments"] is None and got["weight_sums"] is None
     for macro_of in ("#define RESIDUAL 0\n", "#define NORM 0\n"):
         assert macro_of in recorder.source
     moments, sums = torch.zeros(2, 100, 2), torch.zeros(128)
-    product.product(x, weight, None, out, gpu=H200, tiling=TILINGS[0], moments=moments)
+    gemm.gemm(x, weight, None, out, gpu=H200, tiling=TILINGS[0], moments=moments)
     assert recorder.launches[-1]["moments_out"] == moments.data_ptr() and "#define RESIDUAL 1\n" in recorder.source
     of_x = torch.zeros(3, 100, 2)
     for weight_sums, number in ((None, 1), (sums, 2)):
-        product.product(x, weight, None, out, gpu=H200, tiling=TILINGS[0], norm=product.Norm(of_x, weight_sums, 1e-3))
+        gemm.gemm(x, weight, None, out, gpu=H200, tiling=TILINGS[0], norm=gemm.Norm(of_x, weight_sums, 1e-3))
         got = recorder.launches[-1]
         assert got["moments"] == of_x.data_ptr() and abs(got["eps"] - 1e-3) < 1e-9
         assert got["weight_sums"] == (None if weight_sums is None else sums.data_ptr())
@@ -243,7 +244,7 @@ def test_a_launch_takes_moments_and_a_norm(monkeypatch: pytest.MonkeyPatch) -> N
 def test_moments_and_norms_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Recorder(monkeypatch)
     x, weight, out = operands(100, 128, 192, BF16)
-    good, norm = torch.zeros(2, 100, 2), product.Norm(torch.zeros(3, 100, 2), torch.zeros(128), 1e-6)
+    good, norm = torch.zeros(2, 100, 2), gemm.Norm(torch.zeros(3, 100, 2), torch.zeros(128), 1e-6)
     narrow, quantised = out.to(FP8), (x.to(FP8), weight.to(FP8))
     wrong = [
         ((x, weight, None, out), {"moments": torch.zeros(100, 2, 2)}, r"\(2, 100, 2\), got torch.float32 \(100"),
@@ -251,15 +252,15 @@ def test_moments_and_norms_that_do_not_fit_are_refused(monkeypatch: pytest.Monke
         ((x, weight, None, out), {"moments": good.transpose(0, 1).contiguous().transpose(0, 1)}, "whole"),
         ((x, weight, None, out), {"moments": good, "activation": "gelu"}, "plain product"),
         ((x, weight, None, narrow), {"moments": good, "inverse_scale": 1.0}, "plain product"),
-        ((x, weight, None, out), {"norm": product.Norm(good, None, 1e-6)}, r"\(3, 100, 2\)"),
-        ((x, weight, None, out), {"norm": product.Norm(norm.moments, torch.zeros(64), 1e-6)}, "128 weight rows"),
+        ((x, weight, None, out), {"norm": gemm.Norm(good, None, 1e-6)}, r"\(3, 100, 2\)"),
+        ((x, weight, None, out), {"norm": gemm.Norm(norm.moments, torch.zeros(64), 1e-6)}, "128 weight rows"),
         ((x, weight, None, out[:, :64].contiguous()), {"norm": norm, "activation": "geglu"}, "not for a GeGLU"),
         ((*quantised, None, out), {"norm": norm}, "only BF16"),
         ((x, weight, None, out), {"norm": norm, "tiling": Tiling(2, 1, 2, 136, 3, persistent=True)}, "norms of one"),
     ]  # fmt: skip
     for arguments, options, text in wrong:
         with pytest.raises(EngineError, match=text):
-            product.product(*arguments, gpu=H200, **{"tiling": TILINGS[0], **options})
+            gemm.gemm(*arguments, gpu=H200, **{"tiling": TILINGS[0], **options})
 
 
 def test_a_product_says_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,23 +282,22 @@ def test_a_product_says_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> 
     ]  # fmt: skip
     for arguments, options, text in wrong:
         with pytest.raises(EngineError, match=text):
-            product.product(*arguments, gpu=H200, **{"tiling": tiling, **options})
+            gemm.gemm(*arguments, gpu=H200, **{"tiling": tiling, **options})
 
 
 def test_elsewhere_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     key = ("half", "none", 128, 64)
-    monkeypatch.setitem(product._TABLE, key, ((9, 16, TILINGS[0]), (20, 64, TILINGS[1])))
+    monkeypatch.setitem(TABLES["sm_90a"], key, ((9, 16, TILINGS[0]), (20, 64, TILINGS[1])))
     x, weight, out = operands(8, 128, 64, BF16)
-    assert product.plan(x, weight, out, "none") is None
+    assert gemm.plan(None, x, weight, out, "none") is None
     cuda = torch.device("cuda")
     for gpu in GPUS.values():
         hopper = gpu.capability == (9, 0)
         with assumed(gpu):
-            found = [product.planned(cuda, BF16, "none", rows, 128, 64) for rows in (8, 9, 16, 17, 20, 64, 65)]
+            found = [gemm.planned(Gpu.of(cuda), BF16, "none", rows, 128, 64) for rows in (8, 9, 16, 17, 20, 64, 65)]
         assert found == ([None, *[TILINGS[0]] * 2, None, *[TILINGS[1]] * 2, None] if hopper else [None] * 7)
-    with assumed(H200):
-        assert product.planned(cuda, FP8, "none", 8, 128, 64) is None
-        assert product.planned(cuda, BF16, "gelu", 8, 128, 64) is None
+    assert gemm.planned(H200, FP8, "none", 8, 128, 64) is None
+    assert gemm.planned(H200, BF16, "gelu", 8, 128, 64) is None
 
 
 def test_the_ledger_names_whose_products_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ def test_the_ledger_names_whose_products_run(monkeypatch: pytest.MonkeyPatch) ->
     products = {"a": (layer, "none"), "b": (layer, "gelu")}
     assert linear.products_by(8, products) == ("", False)
     monkeypatch.setattr(
-        product, "planned", lambda device, kind, activation, *_: TILINGS[0] if activation == "none" else None
+        gemm, "planned", lambda device, kind, activation, *_: TILINGS[0] if activation == "none" else None
     )
     for early in (False, True):
         monkeypatch.setattr(linear, "dependent_launches", lambda _, early=early: early)
@@ -363,10 +363,8 @@ def test_linear_gelu_is_linear_and_gelu() -> None:
 def test_anown_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(Gpu, "of", lambda _: H200)
-    monkeypatch.setattr(product, "plan", lambda *_: TILINGS[0])
-    monkeypatch.setattr(
-        product, "product", lambda x, weight, bias, out, **options: seen.append({"bias": bias, **options})
-    )
+    monkeypatch.setattr(gemm, "plan", lambda *_: TILINGS[0])
+    monkeypatch.setattr(gemm, "gemm", lambda x, weight, bias, out, **options: seen.append({"bias": bias, **options}))
     layer = Linear(torch.zeros(32, 16).to(FP8), torch.ones(32), torch.tensor(0.5), torch.tensor(0.25), 0.5, 0.25)
     x, out = torch.zeros(2, 16).to(FP8), torch.zeros(2, 32)
     assert linear.own_product(x, layer, out, "gelu", 3.0, True)
@@ -426,6 +424,6 @@ def test_norms_are_folded_where_every_product_is_ours(monkeypatch: pytest.Monkey
     products = [(make_linear(torch.zeros(n, 64), None, BF16), "none") for n in (64, 128)]
     assert not folded.folds_norms(8, *products)
     for known in ((64,), (64, 128)):
-        monkeypatch.setattr(product, "planned", lambda *sizes, known=known: TILINGS[0] if sizes[4] in known else None)
+        monkeypatch.setattr(gemm, "planned", lambda *sizes, known=known: TILINGS[0] if sizes[4] in known else None)
         with steered("cuda"):
             assert folded.folds_norms(8, *products) == (len(known) == 2)

@@ -1,4 +1,4 @@
-// Attention of a vision tower: up to 256 keys and a head of 64, 72 or 80. Follows attention.cu.
+// Attention of a vision tower: up to 256 keys and a head of 64, 72 or 80. Follows common.cu.
 //
 // A block has 64 queries and all keys of a head at once: no running maximum. A row's first 128 bytes come swizzled through a
 // tensor map; what is left of it comes in pieces of 16 bytes, and 72 is filled up to 80 with zeros, in shared memory only. Each of
@@ -11,7 +11,7 @@
 #define FIRST ((CHUNKS + 1) / 2)        // chunks that the first warpgroup puts out; the second has the rest
 
 struct WholeMaps {
-  Map q, k, v;
+  TensorMap q, k, v;
 };
 struct Whole {
   const u16 *q, *k, *v;
@@ -23,15 +23,15 @@ struct Whole {
 
 __device__ __forceinline__ void store(const Output& out, u64 at, float first, float second) {
 #if QUANT
-  *(u16*)((unsigned char*)out.data + at) = finished(out, first, second);
+  *(u16*)((unsigned char*)out.data + at) = pack_output(out, first, second);
 #else
-  *(u32*)((u16*)out.data + at) = finished(out, first, second);
+  *(u32*)((u16*)out.data + at) = pack_output(out, first, second);
 #endif
 }
 
 // Scores to weights, packed as the next product's operand; the lane's sums.
 template <int N>
-__device__ __forceinline__ void weights_of(float (&s)[N], u32 (&p)[N / 2], float scale, float low, float high,
+__device__ __forceinline__ void exponentials(float (&s)[N], u32 (&p)[N / 2], float scale, float low, float high,
                                            float& low_sum, float& high_sum) {
 #pragma unroll
   for (int i = 0; i < N; i += 4) {
@@ -39,14 +39,14 @@ __device__ __forceinline__ void weights_of(float (&s)[N], u32 (&p)[N / 2], float
     const float c = exp2_fast(s[i + 2] * scale - high), d = exp2_fast(s[i + 3] * scale - high);
     low_sum += a + b;
     high_sum += c + d;
-    p[i / 2] = narrow(a, b);
-    p[i / 2 + 1] = narrow(c, d);
+    p[i / 2] = pack_half2(a, b);
+    p[i / 2 + 1] = pack_half2(c, d);
   }
 }
 
 // What does not fit a swizzled row of 128 bytes: chunk j of row r at (j * rows + r) * 16. Zeros for rows that are not there.
 template <int ROWS>
-__device__ __forceinline__ void fetch_rest(u32 to, const u16* from, u64 stride, int last) {
+__device__ __forceinline__ void load_rest(u32 to, const u16* from, u64 stride, int last) {
 #pragma unroll
   for (int n = 0; n < (REST * ROWS + 255) / 256; ++n) {
     const int i = threadIdx.x + n * 256, row = REST == 2 ? i / 2 : i, j = REST == 2 ? i % 2 : 0;
@@ -63,47 +63,47 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, half = warp >> 2;
   const u32 q_at = smem_of(shared_memory), k_at = q_at + q_bytes, v_at = k_at + k_bytes;
   const u32 q_rest = v_at + k_bytes, k_rest = q_rest + 2 * 64 * 16, v_rest = k_rest + 2 * KEYS * 16, full = v_rest + 2 * KEYS * 16;
-  float* meet = (float*)(shared_memory + q_bytes + 2 * k_bytes + (2 * 64 + 4 * KEYS) * 16 + 16);
+  float* exchange = (float*)(shared_memory + q_bytes + 2 * k_bytes + (2 * 64 + 4 * KEYS) * 16 + 16);
   const int tile = blockIdx.x % c.tiles, head = blockIdx.x / c.tiles % c.heads, batch = blockIdx.x / c.tiles / c.heads;
   if (threadIdx.x == 0) {
-    know(maps.q), know(maps.k), know(maps.v);
-    make_barrier(full, 1);
-    make_barrier(full + 8, 1);
-    show_barriers();
+    prefetch_tensormap(maps.q), prefetch_tensormap(maps.k), prefetch_tensormap(maps.v);
+    mbarrier_init(full, 1);
+    mbarrier_init(full + 8, 1);
+    fence_mbarrier_init();
   }
   if (REST == 1)
     for (int i = threadIdx.x; i < 64 + KEYS; i += 256) {
       const u32 at = i < 64 ? q_rest + (64 + i) * 16 : k_rest + (KEYS + i - 64) * 16;
       asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
     }
-  let_next_start();
-  wait_for_previous();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   if (threadIdx.x == 0) {
-    expect(full, q_bytes + k_bytes);
-    copy_box(q_at, maps.q, 0, head, tile * 64, batch, full);
-    copy_box(k_at, maps.k, 0, head, 0, batch, full);
-    expect(full + 8, k_bytes);
-    copy_box(v_at, maps.v, 0, head, 0, batch, full + 8);
+    mbarrier_arrive_expect_tx(full, q_bytes + k_bytes);
+    tma_load_4d(q_at, maps.q, 0, head, tile * 64, batch, full);
+    tma_load_4d(k_at, maps.k, 0, head, 0, batch, full);
+    mbarrier_arrive_expect_tx(full + 8, k_bytes);
+    tma_load_4d(v_at, maps.v, 0, head, 0, batch, full + 8);
   }
   if (REST) {
     const u64 kv = batch * c.k_batch + head * c.k_head;
-    fetch_rest<64>(q_rest, c.q + batch * c.q_batch + head * c.q_head + (u64)tile * 64 * c.q_token, c.q_token, c.tokens - 1 - tile * 64);
-    fetch_rest<KEYS>(k_rest, c.k + kv, c.k_token, S - 1);
-    fetch_rest<KEYS>(v_rest, c.v + kv, c.k_token, S - 1);
+    load_rest<64>(q_rest, c.q + batch * c.q_batch + head * c.q_head + (u64)tile * 64 * c.q_token, c.q_token, c.tokens - 1 - tile * 64);
+    load_rest<KEYS>(k_rest, c.k + kv, c.k_token, S - 1);
+    load_rest<KEYS>(v_rest, c.v + kv, c.k_token, S - 1);
     asm volatile("cp.async.wait_all;" ::: "memory");
-    show_products();
+    fence_proxy_async();
   }
   __syncthreads();
-  wait_parity(full, 0);
+  mbarrier_wait(full, 0);
   float s[PART / 2];
-  begin_products();
+  wgmma_fence();
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    product_scores(s, operand(q_at + i * 32, 16, 1024, true), operand(k_at + half * PART * 128 + i * 32, 16, 1024, true), i > 0);
+    wgmma_qk(s, wgmma_descriptor(q_at + i * 32, 16, 1024, true), wgmma_descriptor(k_at + half * PART * 128 + i * 32, 16, 1024, true), i > 0);
   if (REST)
-    product_scores(s, operand(q_rest, 64 * 16, 128, false), operand(k_rest + half * PART * 16, KEYS * 16, 128, false), 1);
-  commit_products();
-  end_products();
+    wgmma_qk(s, wgmma_descriptor(q_rest, 64 * 16, 128, false), wgmma_descriptor(k_rest + half * PART * 16, KEYS * 16, 128, false), 1);
+  wgmma_commit();
+  wgmma_wait<0>();
   if (S < KEYS)
 #pragma unroll
     for (int i = 0; i < PART / 2; ++i)
@@ -114,28 +114,28 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   low_best = fmaxf(low_best * c.scale, -1e30f);
   high_best = fmaxf(high_best * c.scale, -1e30f);
   u32 p[PART / 4];
-  weights_of(s, p, c.scale, low_best, high_best, low_sum, high_sum);
-  wait_parity(full + 8, 0);
+  exponentials(s, p, c.scale, low_best, high_best, low_sum, high_sum);
+  mbarrier_wait(full + 8, 0);
   float o[32], rest[REST ? REST * 4 : 4] = {};
-  begin_products();
+  wgmma_fence();
 #pragma unroll
   for (int i = 0; i < PART / 16; ++i) {
-    product_values(o, p[i * 4], p[i * 4 + 1], p[i * 4 + 2], p[i * 4 + 3],
-                   operand(v_at + half * PART * 128 + i * 2048, 1024, 1024, true), i > 0);
+    wgmma_pv(o, p[i * 4], p[i * 4 + 1], p[i * 4 + 2], p[i * 4 + 3],
+                   wgmma_descriptor(v_at + half * PART * 128 + i * 2048, 1024, 1024, true), i > 0);
 #if D > 64
-    product_rest(rest, p[i * 4], p[i * 4 + 1], p[i * 4 + 2], p[i * 4 + 3],
-                 operand(v_rest + (half * PART + i * 16) * 16, 128, KEYS * 16, false), i > 0);
+    wgmma_pv_rest(rest, p[i * 4], p[i * 4 + 1], p[i * 4 + 2], p[i * 4 + 3],
+                 wgmma_descriptor(v_rest + (half * PART + i * 16) * 16, 128, KEYS * 16, false), i > 0);
 #endif
   }
-  commit_products();
+  wgmma_commit();
   low_sum = quad_sum(low_sum);
   high_sum = quad_sum(high_sum);
   // Each half sends the other the columns that the other puts out.
-  float* from_second = meet;
-  float* from_first = meet + 128 * (FIRST * 4);
-  float* stats = meet + 128 * CHUNKS * 4;
+  float* from_second = exchange;
+  float* from_first = exchange + 128 * (FIRST * 4);
+  float* stats = exchange + 128 * CHUNKS * 4;
   *(float4*)(stats + threadIdx.x * 4) = make_float4(low_best, low_sum, high_best, high_sum);
-  end_products();
+  wgmma_wait<0>();
   const auto sum_of = [&](int i) -> float { return i < 32 ? o[i & 31] : rest[(i - 32) & (REST > 1 ? 7 : 3)]; };
   const int other = threadIdx.x % 128;
   const bool up = half;

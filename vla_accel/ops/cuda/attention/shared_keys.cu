@@ -1,4 +1,4 @@
-// Attention of a prefix, where many query heads read the same key head. Follows attention.cu.
+// Attention of a prefix, where many query heads read the same key head. Follows common.cu.
 //
 // A tile of 64 rows is a few tokens times all heads of a group. A block has two such tiles, a warpgroup each; a third warpgroup
 // fetches keys and values into a ring that both read. Few tiles leave most of the chip idle: then the blocks of a cluster share
@@ -19,7 +19,7 @@
 
 // k and v twice: boxes of 64 keys and of 16.
 struct Maps {
-  Map q, k, k_tail, v, v_tail;
+  TensorMap q, k, k_tail, v, v_tail;
 };
 struct SharedKeys {
   const int* lengths;  // (B,) or null
@@ -29,29 +29,28 @@ struct SharedKeys {
 };
 
 // Keys (or values) first ... first + count - 1 of a key head; count a multiple of 16 from 0 to 64. One thread.
-__device__ __forceinline__ void fetch_keys(u32 to, const Map& map, const Map& tail, int first, int count, int kv, int batch, u32 barrier) {
-  expect(barrier, count * D * 2);
+__device__ __forceinline__ void load_keys(u32 to, const TensorMap& map, const TensorMap& tail, int first, int count, int kv, int batch, u32 barrier) {
+  mbarrier_arrive_expect_tx(barrier, count * D * 2);
   if (count == TILE) {
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) copy_box(to + p * PANEL, map, p * 64, kv, first, batch, barrier);
+    for (int p = 0; p < PANELS; ++p) tma_load_4d(to + p * PANEL, map, p * 64, kv, first, batch, barrier);
     return;
   }
 #pragma unroll 1
   for (int i = 0; i < count; i += 16)
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) copy_box(to + p * PANEL + i * 128, tail, p * 64, kv, first + i, batch, barrier);
+    for (int p = 0; p < PANELS; ++p) tma_load_4d(to + p * PANEL + i * 128, tail, p * 64, kv, first + i, batch, barrier);
 }
 
 // All products are done but the last LEFT committed groups; `sums`, theirs, may be looked at.
 template <int LEFT, int N>
-__device__ __forceinline__ void end_products(float (&sums)[N]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+__device__ __forceinline__ void wgmma_wait_for(float (&sums)[N]) {
+  wgmma_wait<LEFT>();
+  wgmma_hold(sums);
 }
 // Scores to weights, in place; the lane's sums.
 template <int N>
-__device__ __forceinline__ void weights_of(float (&s)[N], float scale, float low, float high, float& low_sum, float& high_sum) {
+__device__ __forceinline__ void exponentials(float (&s)[N], float scale, float low, float high, float& low_sum, float& high_sum) {
 #pragma unroll
   for (int i = 0; i < N; i += 4) {
     s[i] = exp2_fast(s[i] * scale - low), s[i + 1] = exp2_fast(s[i + 1] * scale - low);
@@ -64,7 +63,7 @@ __device__ __forceinline__ void weights_of(float (&s)[N], float scale, float low
 template <int N>
 __device__ __forceinline__ void pack(const float (&s)[N], u32 (&p)[N / 2]) {
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) p[i] = narrow(s[i * 2], s[i * 2 + 1]);
+  for (int i = 0; i < N / 2; ++i) p[i] = pack_half2(s[i * 2], s[i * 2 + 1]);
 }
 
 // -- results ----------------------------------------------------------------------------------------------------------
@@ -75,7 +74,7 @@ __device__ __forceinline__ void store_chunks(const Output& out, u64 at, const fl
                                              bool there) {
   u32 v[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = finished(out, first[i], second[i]);
+  for (int i = 0; i < 4; ++i) v[i] = pack_output(out, first[i], second[i]);
   // A transposition: lane t gets what lane i has at t, at i.
 #pragma unroll
   for (int step = 1; step < 4; step <<= 1) {
@@ -94,8 +93,8 @@ __device__ __forceinline__ void store_chunks(const Output& out, u64 at, const fl
   *(uint4*)((u16*)out.data + at) = make_uint4(v[0], v[1], v[2], v[3]);
 #endif
 }
-// What `narrow` made of two neighbours.
-__device__ __forceinline__ float2 widened(u32 v) {
+// What `pack_half2` made of two neighbours.
+__device__ __forceinline__ float2 unpack_half2(u32 v) {
 #if HALF
   float low, high;
   asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(low), "=f"(high) : "r"(v));
@@ -106,12 +105,12 @@ __device__ __forceinline__ float2 widened(u32 v) {
 }
 
 // Sixteen bytes to another block, whose barrier counts them.
-__device__ __forceinline__ void send(u32 to, u32 barrier, u32 a, u32 b, u32 c, u32 d) {
+__device__ __forceinline__ void st_async(u32 to, u32 barrier, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(a), "r"(b),
                "r"(c), "r"(d), "r"(barrier)
                : "memory");
 }
-__device__ __forceinline__ uint4 load_shared(u32 address) {
+__device__ __forceinline__ uint4 ld_shared_v4(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
   return v;
@@ -127,18 +126,18 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const int rank = blockIdx.x % c.splits, place = blockIdx.x / c.splits;
   const int tile = place % c.tiles, kv = place / c.tiles % KV, batch = place / c.tiles / KV;
   if (threadIdx.x == 0) {
-    know(maps.q), know(maps.k), know(maps.v), know(maps.k_tail), know(maps.v_tail);
-    for (int i = 0; i < 2; ++i) make_barrier(q_full + i * 8, 1);
+    prefetch_tensormap(maps.q), prefetch_tensormap(maps.k), prefetch_tensormap(maps.v), prefetch_tensormap(maps.k_tail), prefetch_tensormap(maps.v_tail);
+    for (int i = 0; i < 2; ++i) mbarrier_init(q_full + i * 8, 1);
     for (int i = 0; i < SLOTS; ++i) {
-      make_barrier(full + i * 8, 1);
-      make_barrier(empty + i * 8, WARPS);
+      mbarrier_init(full + i * 8, 1);
+      mbarrier_init(empty + i * 8, WARPS);
     }
-    for (int i = 0; i < WARPS; ++i) make_barrier(met + i * 8, 1);
-    show_barriers();
+    for (int i = 0; i < WARPS; ++i) mbarrier_init(met + i * 8, 1);
+    fence_mbarrier_init();
   }
   __syncthreads();
-  let_next_start();
-  wait_for_previous();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   // The block's i-th tile of keys begins at `first_of(i)`; without any it takes one of which nothing is seen: weights of zero.
   const auto length = [&] { return c.lengths ? min(c.source, c.lengths[batch]) : c.source; };
   const auto count_of = [&](int limit) { return max(1, ((limit + TILE - 1) / TILE - rank + c.splits - 1) / c.splits); };
@@ -148,17 +147,17 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x != WARPS * 32) return;
     int slot = 0, round = 0;
-    const auto fetch = [&](const Map& map, const Map& tail, int i, int bound) {
+    const auto fetch = [&](const TensorMap& map, const TensorMap& tail, int i, int bound) {
       const int first = first_of(i);
-      if (round) wait_parity(empty + slot * 8, (round + 1) & 1);
-      fetch_keys(ring + slot * BYTES, map, tail, first, max(0, min(TILE, (bound - first + 15) / 16 * 16)), kv, batch, full + slot * 8);
+      if (round) mbarrier_wait(empty + slot * 8, (round + 1) & 1);
+      load_keys(ring + slot * BYTES, map, tail, first, max(0, min(TILE, (bound - first + 15) / 16 * 16)), kv, batch, full + slot * 8);
       ++slot == SLOTS ? (slot = 0, ++round) : 0;
     };
     const auto fetch_queries = [&](int i) {
-      expect(q_full + i * 8, BYTES);
+      mbarrier_arrive_expect_tx(q_full + i * 8, BYTES);
 #pragma unroll
       for (int p = 0; p < PANELS; ++p)
-        copy_box(q_at + i * BYTES + p * PANEL, maps.q, p * 64, kv * GROUP, (tile * 2 + i) * TOKENS, batch, q_full + i * 8);
+        tma_load_4d(q_at + i * BYTES + p * PANEL, maps.q, p * 64, kv * GROUP, (tile * 2 + i) * TOKENS, batch, q_full + i * 8);
     };
     // The first warpgroup begins while the second's queries are on their way.
     fetch_queries(0);
@@ -182,31 +181,31 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
   for (int i = 0; i < D / 2; ++i) o[i] = 0.f;
   int slot = 0, round = 0;
-  const auto await = [&]() -> u32 {
-    wait_parity(full + slot * 8, round & 1);
+  const auto wait_for_slot = [&]() -> u32 {
+    mbarrier_wait(full + slot * 8, round & 1);
     return ring + slot * BYTES;
   };
   const auto advance = [&] { ++slot == SLOTS ? (slot = 0, ++round) : 0; };
   const auto release = [&](u32 at) {
-    if (lane == 0) arrive(empty + (at - ring) / BYTES * 8);
+    if (lane == 0) mbarrier_arrive(empty + (at - ring) / BYTES * 8);
   };
-  const u64 queries = operand(q_at + half * BYTES, 16, 1024, true);
-  const auto ask = [&](u32 k_at) {
-    const u64 keys = operand(k_at, 16, 1024, true);
+  const u64 queries = wgmma_descriptor(q_at + half * BYTES, 16, 1024, true);
+  const auto multiply_qk = [&](u32 k_at) {
+    const u64 keys = wgmma_descriptor(k_at, 16, 1024, true);
 #pragma unroll
     for (int i = 0; i < D / 16; ++i)
-      product_scores(s, queries + (i / 4 * PANEL + i % 4 * 32) / 16, keys + (i / 4 * PANEL + i % 4 * 32) / 16, i > 0);
-    commit_products();
+      wgmma_qk(s, queries + (i / 4 * PANEL + i % 4 * 32) / 16, keys + (i / 4 * PANEL + i % 4 * 32) / 16, i > 0);
+    wgmma_commit();
   };
-  const auto add_values = [&](u32 v_at) {
-    const u64 values = operand(v_at, PANEL, 1024, true);
+  const auto multiply_pv = [&](u32 v_at) {
+    const u64 values = wgmma_descriptor(v_at, PANEL, 1024, true);
 #pragma unroll
     for (int i = 0; i < TILE / 16; ++i)
-      product_values(o, p[i * 4], p[i * 4 + 1], p[i * 4 + 2], p[i * 4 + 3], values + i * 2048 / 16, 1);
-    commit_products();
+      wgmma_pv(o, p[i * 4], p[i * 4 + 1], p[i * 4 + 2], p[i * 4 + 3], values + i * 2048 / 16, 1);
+    wgmma_commit();
   };
   // Scores of the keys from `first` on to weights. They stay where they are: the product before may still read `p`.
-  const auto soften = [&](int first) {
+  const auto softmax = [&](int first) {
     const int real = limit - first;
     if (real < TILE)
 #pragma unroll
@@ -221,31 +220,31 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     high_best = high_max;
     low_sum *= low_shrink;
     high_sum *= high_shrink;
-    weights_of(s, c.scale, low_best, high_best, low_sum, high_sum);
+    exponentials(s, c.scale, low_best, high_best, low_sum, high_sum);
   };
-  wait_parity(q_full + half * 8, 0);
-  u32 k_at = await();
-  begin_products();
-  ask(k_at);
+  mbarrier_wait(q_full + half * 8, 0);
+  u32 k_at = wait_for_slot();
+  wgmma_fence();
+  multiply_qk(k_at);
   advance();
-  end_products<0>(s);
+  wgmma_wait_for<0>(s);
   release(k_at);
-  soften(first_of(0));
+  softmax(first_of(0));
   pack(s, p);
   // The exponentials of a tile run beside the product of the values before it.
 #pragma unroll 1
   for (int i = 1; i < count; ++i) {
-    k_at = await();
-    begin_products();
-    ask(k_at);
+    k_at = wait_for_slot();
+    wgmma_fence();
+    multiply_qk(k_at);
     advance();
-    const u32 v_at = await();
-    add_values(v_at);
+    const u32 v_at = wait_for_slot();
+    multiply_pv(v_at);
     advance();
-    end_products<1>(s);
+    wgmma_wait_for<1>(s);
     release(k_at);
-    soften(first_of(i));
-    end_products<0>(o);
+    softmax(first_of(i));
+    wgmma_wait_for<0>(o);
     release(v_at);
     if (__any_sync(~0u, low_shrink != 1.f || high_shrink != 1.f))
 #pragma unroll
@@ -258,8 +257,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     pack(s, p);
   }
   // From here on this block's queries may be written over by the others of its cluster.
-  if (c.splits > 1) arrive_started();
-  const u32 v_at = await();
+  if (c.splits > 1) cluster_arrive_relaxed();
+  const u32 v_at = wait_for_slot();
   const int real = max(limit - first_of(count - 1), 0);
   if (real < TILE) {
     // A value behind the last key may be NaN, and 0 × NaN is NaN. Whole rows: no swizzle to mind. Both warpgroups write them all
@@ -269,14 +268,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       const u32 at = v_at + i % (D / 8) / 8 * PANEL + (real + i / (D / 8)) * 128 + i % 8 * 16;
       asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
     }
-    show_products();
+    fence_proxy_async();
     sync_warpgroup(half);
   }
-  begin_products();
-  add_values(v_at);
+  wgmma_fence();
+  multiply_pv(v_at);
   low_sum = quad_sum(low_sum);
   high_sum = quad_sum(high_sum);
-  end_products<0>(o);
+  wgmma_wait_for<0>(o);
   // The blocks of a cluster share out each warp's strips. A part is divided by its own sum, narrowed, and takes the place of its
   // receiver's queries; the statistics lie behind all parts.
   const u32 parts = q_at, stats = q_at + 2 * BYTES - (MAX_SPLITS - 1) * WARPS * STATS;
@@ -285,44 +284,44 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   float4 others[MAX_SPLITS - 1];
   float low_mine = 1.f, high_mine = 1.f, low_max = low_best, high_max = high_best;
   if (c.splits > 1) {
-    wait_cluster();
+    cluster_wait();
     if (lane == 0) {
       int own = 0;
       for (int g = 0; g < STRIPS; ++g) own += (warp + g) % c.splits == rank;
-      expect(met + warp * 8, (c.splits - 1) * (own * PIECE + STATS));
+      mbarrier_arrive_expect_tx(met + warp * 8, (c.splits - 1) * (own * PIECE + STATS));
     }
     const float low_part = low_sum > 0.f ? 1.f / low_sum : 0.f, high_part = high_sum > 0.f ? 1.f / high_sum : 0.f;
 #pragma unroll
     for (int to = 0; to < MAX_SPLITS; ++to)
       if (to < c.splits && to != rank && lane % 4 == 0)
-        send(remote_address(stats + ((rank < to ? rank : rank - 1) * WARPS + warp) * STATS + lane / 4 * 16, to),
-             remote_address(met + warp * 8, to), __float_as_uint(low_best), __float_as_uint(low_sum), __float_as_uint(high_best),
+        st_async(mapa(stats + ((rank < to ? rank : rank - 1) * WARPS + warp) * STATS + lane / 4 * 16, to),
+             mapa(met + warp * 8, to), __float_as_uint(low_best), __float_as_uint(low_sum), __float_as_uint(high_best),
              __float_as_uint(high_sum));
     int owner = warp % c.splits, turn = 0, piece = 0;
 #pragma unroll
     for (int g = 0; g < STRIPS; ++g) {
       if (owner != rank) {
         const int from = rank < owner ? rank : rank - 1;
-        const u32 to = remote_address(parts + ((from * WARPS + warp) * pieces + piece) * PIECE + lane * 16, owner);
-        const u32 barrier = remote_address(met + warp * 8, owner);
+        const u32 to = mapa(parts + ((from * WARPS + warp) * pieces + piece) * PIECE + lane * 16, owner);
+        const u32 barrier = mapa(met + warp * 8, owner);
         u32 low[4], high[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          low[j] = narrow(o[g * 16 + j * 4] * low_part, o[g * 16 + j * 4 + 1] * low_part);
-          high[j] = narrow(o[g * 16 + j * 4 + 2] * high_part, o[g * 16 + j * 4 + 3] * high_part);
+          low[j] = pack_half2(o[g * 16 + j * 4] * low_part, o[g * 16 + j * 4 + 1] * low_part);
+          high[j] = pack_half2(o[g * 16 + j * 4 + 2] * high_part, o[g * 16 + j * 4 + 3] * high_part);
         }
-        send(to, barrier, low[0], low[1], low[2], low[3]);
-        send(to + 512, barrier, high[0], high[1], high[2], high[3]);
+        st_async(to, barrier, low[0], low[1], low[2], low[3]);
+        st_async(to + 512, barrier, high[0], high[1], high[2], high[3]);
       }
       ++owner == c.splits ? owner = 0 : 0;
       ++turn == c.splits ? (turn = 0, ++piece) : 0;
     }
-    wait_parity(met + warp * 8, 0);
+    mbarrier_wait(met + warp * 8, 0);
 #pragma unroll
     for (int i = 0; i < MAX_SPLITS - 1; ++i) {
       others[i] = make_float4(-1e30f, 0.f, -1e30f, 0.f);
       if (i < c.splits - 1) {
-        const uint4 v = load_shared(stats + (i * WARPS + warp) * STATS + lane / 4 * 16);
+        const uint4 v = ld_shared_v4(stats + (i * WARPS + warp) * STATS + lane / 4 * 16);
         others[i] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
       }
       low_max = fmaxf(low_max, others[i].x);
@@ -364,11 +363,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (i < c.splits - 1) {
           const u32 at = parts + ((i * WARPS + warp) * pieces + piece) * PIECE + lane * 16;
           const float low_theirs = others[i].y * low_scale, high_theirs = others[i].w * high_scale;
-          const uint4 v = load_shared(at), w = load_shared(at + 512);
+          const uint4 v = ld_shared_v4(at), w = ld_shared_v4(at + 512);
           const u32 lows[4] = {v.x, v.y, v.z, v.w}, highs[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            const float2 low_pair = widened(lows[j]), high_pair = widened(highs[j]);
+            const float2 low_pair = unpack_half2(lows[j]), high_pair = unpack_half2(highs[j]);
             a[j] += low_pair.x * low_theirs;
             b[j] += low_pair.y * low_theirs;
             e[j] += high_pair.x * high_theirs;

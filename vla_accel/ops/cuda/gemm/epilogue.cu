@@ -1,10 +1,10 @@
-// From the sums of `product.cu` to memory: bias, activation, rounding, the residual, and the norms on either side.
+// From the sums of `gemm.cu` to memory: bias, activation, rounding, the residual, and the norms on either side.
 //
 // A norm without weights (they are folded into the product that follows) needs two numbers of a row, so it costs no
 // pass over the rows: who writes them (RESIDUAL) writes the moments of every 64 columns, too, and who reads them (NORM)
 // multiplies them as they are, and scales and shifts the sums: norm(x) W = rstd (x W - mean (1 W)).
 //
-// Macros besides `product.cu`'s: RESIDUAL (out += the product), NORM (0 none, 1 RMS, 2 mean and variance), MOMENTS (of
+// Macros besides `gemm.cu`'s: RESIDUAL (out += the product), NORM (0 none, 1 RMS, 2 mean and variance), MOMENTS (of
 // a row of x: one for every 64 of its columns).
 
 #define TILE_W (64 * BLOCKS * GROUPS)
@@ -36,14 +36,8 @@ __device__ __forceinline__ float gelu(float x) {
   asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(u));
   return fmaf(h, t, h);
 }
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 v;
-#if KIND == 1
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-#endif
-  return v;
+__device__ __forceinline__ u32 pack_half2(float low, float high) {
+  return KIND == 1 ? pack_f16x2(low, high) : pack_bf16x2(low, high);
 }
 __device__ __forceinline__ float widen(u16 v) {
 #if KIND == 1
@@ -55,21 +49,18 @@ __device__ __forceinline__ float widen(u16 v) {
 #endif
 }
 // Two BF16 as two E4M3, saturated.
-__device__ __forceinline__ u32 narrow(u32 two, float inverse) {
-  u16 v;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-      : "=h"(v) : "f"(widen((u16)(two >> 16)) * inverse), "f"(widen((u16)two) * inverse));
-  return v;
+__device__ __forceinline__ u32 quantize2(u32 two, float inverse) {
+  return pack_e4m3x2(widen((u16)two) * inverse, widen((u16)(two >> 16)) * inverse);
 }
-__device__ __forceinline__ u32 narrow4(u32 a, u32 b, float inverse) {
-  return narrow(a, inverse) | (narrow(b, inverse) << 16);
+__device__ __forceinline__ u32 quantize4(u32 a, u32 b, float inverse) {
+  return quantize2(a, inverse) | (quantize2(b, inverse) << 16);
 }
 
 #if NORM
 #define NORMING 96
 // What the sums of TILE_T tokens from `token` on are multiplied by, and what is added to them for a weight row that sums
 // up to one, to shared memory. By the three warps that would be idle: it takes as long as a tile's first chunks.
-__device__ __forceinline__ void take_norms(u32 norms, int token, const Call& c) {
+__device__ __forceinline__ void load_norms(u32 norms, int token, const Call& c) {
   for (int t = threadIdx.x - CONSUMERS - 32; t < TILE_T; t += NORMING) {
     // Deviations from the first mean, so that nothing cancels.
     float first = 0.f, one = 0.f, two = 0.f, inside = 0.f;
@@ -92,15 +83,15 @@ __device__ __forceinline__ void take_norms(u32 norms, int token, const Call& c) 
   }
   asm volatile("bar.arrive 14, %0;" ::"n"(CONSUMERS + NORMING) : "memory");
 }
-__device__ __forceinline__ void await_norms() {
+__device__ __forceinline__ void wait_for_norms() {
   asm volatile("bar.sync 14, %0;" ::"n"(CONSUMERS + NORMING) : "memory");
 }
 #endif
 
 #if RESIDUAL
-// What `emit` of the same tokens and columns will add to. Early: it comes from far.
+// What `store_tile` of the same tokens and columns will add to. Early: it comes from far.
 template <int COUNT>
-__device__ __forceinline__ void take_residual(uint4 (&held)[(COUNT + 1) / 2], int token, int end, int column,
+__device__ __forceinline__ void load_residual(uint4 (&held)[(COUNT + 1) / 2], int token, int end, int column,
                                               const Call& c) {
 #pragma unroll
   for (int n = 0; n < (COUNT + 1) / 2; ++n) {
@@ -114,7 +105,7 @@ __device__ __forceinline__ void take_residual(uint4 (&held)[(COUNT + 1) / 2], in
 }
 
 __device__ __forceinline__ u32 add_two(u32 a, u32 b, float& low, float& high) {
-  const u32 sum = pack(widen((u16)a) + widen((u16)b), widen((u16)(a >> 16)) + widen((u16)(b >> 16)));
+  const u32 sum = pack_half2(widen((u16)a) + widen((u16)b), widen((u16)(a >> 16)) + widen((u16)(b >> 16)));
   low = widen((u16)sum);
   high = widen((u16)(sum >> 16));
   return sum;
@@ -145,7 +136,7 @@ __device__ __forceinline__ uint4 add_residual(const uint4& v, const uint4& held,
 struct Rows {
   float first_bias, second_bias, first_sum, second_sum;
 };
-__device__ __forceinline__ Rows take_rows(const Call& c, int column) {
+__device__ __forceinline__ Rows load_rows(const Call& c, int column) {
   Rows rows = {0.f, 0.f, 0.f, 0.f};
   const int at = column + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
   if (ACTIVATION != 2 && c.bias) {
@@ -162,9 +153,9 @@ __device__ __forceinline__ Rows take_rows(const Call& c, int column) {
 // COUNT times eight tokens from `token`, those before `end`, of one block of weight rows whose first output column is
 // `column`: sums in the layout of wgmma (lane 4 g + t: weight rows g and g + 8 of its warp's 16, tokens 2 t and
 // 2 t + 1) to memory. A warp's matrices of 8 x 8 are transposed on their way to the staging, where a token's columns
-// lie side by side. `held`: what `take_residual` took; `norms`: of the first token.
+// lie side by side. `held`: what `load_residual` took; `norms`: of the first token.
 template <int COUNT>
-__device__ __forceinline__ void emit(const float* sums, u32 staging, int token, int end, int column, const Rows& rows,
+__device__ __forceinline__ void store_tile(const float* sums, u32 staging, int token, int end, int column, const Rows& rows,
                                      const Call& c, int group, const uint4* held, u32 norms) {
   constexpr int MATRICES = ACTIVATION == 2 ? COUNT : 2 * COUNT;
   const int thread = threadIdx.x & 127, lane = thread & 31, warp = thread >> 5;
@@ -188,13 +179,13 @@ __device__ __forceinline__ void emit(const float* sums, u32 staging, int token, 
     for (int i = 0; i < 4; ++i) v[i] = fmaf(sums[4 * j + i], c.scale, v[i]);
 #endif
     if (ACTIVATION == 2) {
-      packed[j] = pack(gelu(v[0]) * v[2], gelu(v[1]) * v[3]);
+      packed[j] = pack_half2(gelu(v[0]) * v[2], gelu(v[1]) * v[3]);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (ACTIVATION == 1) v[i] = gelu(v[i]);
-      packed[2 * j % MATRICES] = pack(v[0], v[1]);
-      packed[(2 * j + 1) % MATRICES] = pack(v[2], v[3]);
+      packed[2 * j % MATRICES] = pack_half2(v[0], v[1]);
+      packed[(2 * j + 1) % MATRICES] = pack_half2(v[2], v[3]);
     }
   }
   // Lanes 8 i to 8 i + 7 name the rows of matrix i.
@@ -227,8 +218,8 @@ __device__ __forceinline__ void emit(const float* sums, u32 staging, int token, 
     uint4 w;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from + 16));
-    v = make_uint4(narrow4(v.x, v.y, c.inverse), narrow4(v.z, v.w, c.inverse), narrow4(w.x, w.y, c.inverse),
-                   narrow4(w.z, w.w, c.inverse));
+    v = make_uint4(quantize4(v.x, v.y, c.inverse), quantize4(v.z, v.w, c.inverse), quantize4(w.x, w.y, c.inverse),
+                   quantize4(w.z, w.w, c.inverse));
 #endif
 #if RESIDUAL
     float2 moments;

@@ -1,0 +1,8 @@
+"""The denoise loop of few rows in CUDA C++ for Hopper."""
+
+from vla_accel.ops.cuda.denoise.launch import StreamedLoop, why_not
+from vla_accel.ops.cuda.denoise.packing import Packed
+from vla_accel.ops.cuda.denoise.sizes import Sizes
+from vla_accel.ops.cuda.denoise.tables import StepTables
+
+__all__ = ["Packed", "Sizes", "StepTables", "StreamedLoop", "why_not"]

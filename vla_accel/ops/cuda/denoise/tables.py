@@ -1,0 +1,46 @@
+"""What depends on the denoising step alone, as the denoise kernels and the portable loop read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepTables:
+    """Constants by step (and layer), float32, contiguous.
+
+    π0.5: `*_scale`, `*_gate` (steps, L, W) of the norm before q/k/v (input) and before the MLP (post); `*_shift`: the
+    norm's shift already multiplied by the weight that follows, (steps, L, N); `final_*` (steps, W); `b_in` (W,).
+    π0: None, but `final_scale` (W,), the norm's weight, and `b_in` (steps, W), which holds the time's part. `w_in`
+    (A, W): actions to suffix tokens; in π0 to the hidden layer of the time MLP. On the host: `times` t and `gains` w(t)
+    of the guidance (`vla_accel.models.rtc`).
+    """
+
+    input_scale: Tensor | None
+    input_shift: Tensor | None
+    input_gate: Tensor | None
+    post_scale: Tensor | None
+    post_shift: Tensor | None
+    post_gate: Tensor | None
+    final_scale: Tensor
+    final_shift: Tensor | None
+    b_in: Tensor
+    w_in: Tensor
+    times: tuple[float, ...]
+    gains: tuple[float, ...]
+
+    @property
+    def steps(self) -> int:
+        return len(self.times)
+
+    def of(self, table: Tensor | None, step: int, layer: int | None = None) -> Tensor | None:
+        """A row of one of the tables; None where there is none."""
+        if table is None:
+            return None
+        return table[step] if layer is None else table[step, layer]
+
+    @property
+    def adaptive(self) -> bool:
+        return self.final_shift is not None

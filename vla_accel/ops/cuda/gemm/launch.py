@@ -1,0 +1,198 @@
+"""Launches of the GEMM of many rows on Hopper (`gemm.cu`, `epilogue.cu`): its source, tensor maps and checks.
+
+Knows matrices and epilogues, not layers or models. Which tiling is fast for which shape says `table.py`; every tiling
+that `Tiling.why_not` accepts is right for every shape that `why_not` accepts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vla_accel.errors import EngineError
+from vla_accel.ops.cuda.gemm.table import planned
+from vla_accel.ops.cuda.gemm.tiling import Tiling
+from vla_accel.ops.cuda.runtime import check_driver, driver, source_of
+from vla_accel.ops.cuda.wgmma import wgmma
+from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.reference import MOMENTS_OF
+from vla_accel.ops.rounding import round_up
+
+ARCHITECTURE = "sm_90a"
+_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
+_WGMMA = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
+_MAP_TYPES = {torch.bfloat16: 9, torch.float16: 6, torch.float8_e4m3fn: 0}  # CUtensorMapDataType; bytes for FP8
+_SWIZZLE_128, _PROMOTE_256 = 3, 3
+ACTIVATIONS = {"none": 0, "gelu": 1, "geglu": 2}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm without weights of a product's rows x (M, K): LayerNorm with `weight_sums`, otherwise RMSNorm.
+
+    `moments` (K / 64, M, 2) float32: mean and sum of squared deviations of every 64 columns of x, as a product that
+    adds to x writes them. `weight_sums` (N,) float32: of each row of the weight.
+    """
+
+    moments: Tensor
+    weight_sums: Tensor | None
+    eps: float
+
+
+def source(
+    kind: torch.dtype, narrow: bool, activation: str, tiling: Tiling, *, residual: bool = False, norm: str = "none",
+    k: int = 0,
+) -> str:  # fmt: skip
+    """The CUDA C++ of one kernel. `kind`: dtype of both operands; `narrow`: FP8 output; `residual`: the product is
+    added to what `out` holds; `norm` of the rows of x: none, rms or layer; `k`: their width, for a norm."""
+    memory = tiling.memory(activation, norm != "none")
+    sizes = {
+        "KIND": _KINDS[kind], "NARROW": int(narrow), "ACTIVATION": ACTIVATIONS[activation], "GROUPS": tiling.groups,
+        "BLOCKS": tiling.blocks, "PARTS": tiling.parts, "WIDTH": tiling.width, "STAGES": tiling.stages,
+        "ACROSS": tiling.across, "ALONG": tiling.along, "SPLIT": tiling.split,
+        **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tiling.registers, strict=True)),
+        "RESIDUAL": int(residual), "NORM": ("none", "rms", "layer").index(norm), "MOMENTS": k // MOMENTS_OF,
+        "STAGING": memory.staging, "EXCHANGE": memory.exchange, "BARRIERS": memory.barriers,
+    }  # fmt: skip
+    return source_of(sizes, "gemm/epilogue", "gemm/gemm", generated=wgmma("wgmma", tiling.width, _WGMMA[kind]))
+
+
+class _Map(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 128)]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("bias", ctypes.c_void_p), ("out", ctypes.c_void_p), ("scale", ctypes.c_float), ("inverse", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "chunks", "token_tiles", "tiles")),
+        *((name, ctypes.c_void_p) for name in ("moments_out", "moments", "weight_sums")), ("eps", ctypes.c_float),
+    ]  # fmt: skip
+
+
+def _map(matrix: Tensor, box: int) -> _Map:
+    """The tensor map of a row-major matrix: boxes of `box` rows by 128 bytes, swizzled; what is outside reads zero."""
+    rows, columns = matrix.shape
+    size = matrix.element_size()
+    memory = ctypes.create_string_buffer(192)
+    aligned = round_up(ctypes.addressof(memory), 64)
+    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+    status = driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned), _MAP_TYPES[matrix.dtype], u32(2), ctypes.c_void_p(matrix.data_ptr()),
+        (u64 * 2)(columns, rows), (u64 * 1)(columns * size), (u32 * 2)(128 // size, box), (u32 * 2)(1, 1), 0,
+        _SWIZZLE_128, _PROMOTE_256, 0,
+    )  # fmt: skip
+    check_driver(status, f"tensor map of {tuple(matrix.shape)} {matrix.dtype}")
+    return _Map.from_buffer_copy(ctypes.string_at(aligned, 128))
+
+
+def plan(gpu: Gpu | None, x: Tensor, weight: Tensor, out: Tensor, activation: str) -> Tiling | None:
+    """The tiling for a GEMM that this kernel does faster than the library on a GPU; None for others."""
+    if gpu is None or why_not(gpu, x, weight, out, activation) is not None:
+        return None
+    return planned(gpu, x.dtype, activation, x.shape[0], *weight.shape)
+
+
+def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: str) -> str | None:
+    """Why the kernel cannot take these matrices on a GPU; None where it can. Arguments as `gemm` has them."""
+    if gpu.architecture != ARCHITECTURE:
+        return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
+    if x.dtype not in _KINDS or weight.dtype != x.dtype:
+        return f"x is {x.dtype}, the weight {weight.dtype}; it takes two of BF16, FP16 or FP8"
+    wide = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
+    if out.dtype not in (wide, torch.float8_e4m3fn):
+        return f"out is {out.dtype}; for {x.dtype} it is {wide} or FP8"
+    (rows, k), (n, k_weight) = x.shape, weight.shape
+    columns = n // 2 if activation == "geglu" else n
+    if k != k_weight or out.shape != (rows, columns) or (activation == "geglu" and n % 16):
+        return f"x is {tuple(x.shape)}, the weight {tuple(weight.shape)}, out {tuple(out.shape)}"
+    if k * x.element_size() % 16 or columns * out.element_size() % 16 or not rows:
+        return "rows of x and of out are whole pieces of 16 bytes"
+    if not (x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()):
+        return "its matrices are contiguous"
+    if any(matrix.data_ptr() % 16 for matrix in (x, weight, out)):
+        return "its matrices begin at multiples of 16 bytes"
+    return None
+
+
+def gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gpu: Gpu, tiling: Tiling, activation: str = "none",
+    scale: float = 1.0, inverse_scale: float | None = None, moments: Tensor | None = None, norm: Norm | None = None,
+    dependent: bool = True,
+) -> None:  # fmt: skip
+    """out = activation(scale * x weightᵀ + bias), times `inverse_scale` and saturated where out is float8_e4m3fn.
+
+    x (M, K), weight (N, K), bias (N,), out (M, N), or (M, N / 2) for "geglu", whose weight rows alternate: eight of
+    gate, eight of up. `moments` (N / 64, M, 2) float32: the product is added to `out`, and the new rows' moments are
+    written (see `Norm`). `norm`: x is normed first, unrounded. `dependent`: may start before its predecessor on the
+    stream has finished. Raises EngineError for what the kernel cannot take.
+    """
+    from vla_accel.ops.cuda.runtime import load_module
+
+    chunks = -(-x.shape[1] * x.element_size() // 128)
+    options = {"residual": moments is not None, "normed": norm is not None}
+    reason = why_not(gpu, x, weight, out, activation) or tiling.why_not(activation, **options)
+    reason = reason or _why_no_norms(x, weight, out, activation, moments, norm)
+    if activation == "geglu" and bias is not None:
+        reason = reason or "a GeGLU has no bias"
+    if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
+        reason = reason or f"{chunks} chunks of K leave a part of {tiling.split} empty"
+    if reason:
+        raise EngineError(f"gemm: {reason}")
+    narrow = out.dtype == torch.float8_e4m3fn
+    kind = "none" if norm is None else "rms" if norm.weight_sums is None else "layer"
+    width = 0 if norm is None else x.shape[1]
+    text = source(x.dtype, narrow, activation, tiling, residual=moments is not None, norm=kind, k=width)
+    shared = tiling.memory(activation, norm is not None).size
+    module = load_module(text, {"gemm": shared}, ARCHITECTURE, x.device)
+    rows, n = x.shape[0], weight.shape[0]
+    boxes = [share // 2 if share > 256 else share for share in tiling.shares]
+    maps = (_map(weight, boxes[0]), _map(x, boxes[1]))
+    token_tiles = -(-rows // (tiling.tokens * tiling.along))
+    tiles = token_tiles * -(-n // (tiling.weight_rows * tiling.across))
+    call = _Call(
+        _address(bias), out.data_ptr(), scale, inverse_scale or 1.0, rows, out.shape[1], chunks, token_tiles, tiles,
+        _address(moments), None if norm is None else _address(norm.moments),
+        None if norm is None else _address(norm.weight_sums), 0.0 if norm is None else norm.eps,
+    )  # fmt: skip
+    clusters = tiles
+    if tiling.persistent:
+        clusters = min(tiles, gpu.multiprocessors * tiling.resident // tiling.cluster)
+    module.launch(
+        "gemm", clusters * tiling.cluster, tiling.threads, (*maps, call), cluster=tiling.cluster, dependent=dependent
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _why_no_norms(
+    x: Tensor, weight: Tensor, out: Tensor, activation: str, moments: Tensor | None, norm: Norm | None
+) -> str | None:
+    """Why the kernel cannot add to `out`, and norm x, with these; None where it can."""
+
+    def wrong(given: Tensor, columns: int, rows: int) -> str | None:
+        expected, got = (columns // MOMENTS_OF, rows, 2), tuple(given.shape)
+        whole = given.is_contiguous() and columns % MOMENTS_OF == 0
+        if whole and got == expected and given.dtype == torch.float32:
+            return None
+        return f"moments of {columns} columns are a whole float32 {expected}, got {given.dtype} {got}"
+
+    reason = None
+    if moments is not None:
+        if activation != "none" or out.dtype == torch.float8_e4m3fn:
+            reason = f"only a plain product is added to a residual, got {activation} into {out.dtype}"
+        reason = reason or wrong(moments, out.shape[1], len(out))
+    if norm is not None:
+        if x.dtype == torch.float8_e4m3fn or activation == "geglu":
+            reason = (
+                reason or f"only BF16 and FP16 rows are normed, and not for a GeGLU, got {x.dtype} for {activation}"
+            )
+        reason = reason or wrong(norm.moments, x.shape[1], len(x))
+        sums = norm.weight_sums
+        if sums is not None and (sums.shape != (len(weight),) or sums.dtype != torch.float32):
+            reason = reason or f"sums of {len(weight)} weight rows, got {sums.dtype} {tuple(sums.shape)}"
+    return reason

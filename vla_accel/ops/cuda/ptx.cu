@@ -1,0 +1,186 @@
+// PTX's instructions under their own names, and types. The first file of every source (`runtime.source_of`).
+// Source: the PTX manual.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+__device__ __forceinline__ u32 smem_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// -- dependent launches -----------------------------------------------------------------------------------------------
+
+// Tests set INJECT_DELAY (microseconds): a warp waits up to so long where an order must not depend on luck, between letting
+// the successor start and what it writes, and before it counts itself as ready.
+__device__ __forceinline__ void inject_delay(u32 salt) {
+#ifdef INJECT_DELAY
+  u64 begun, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
+  const u32 mixed = (blockIdx.x * 2654435761u ^ (threadIdx.x / 32 + 1) * 40503u ^ salt * 69069u) >> 7;
+  const u64 least = mixed % (INJECT_DELAY * 1000u);
+  do {
+    __nanosleep(200);
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - begun < least);
+  __syncwarp();
+#endif
+}
+// Lets the next kernel of the stream start.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  inject_delay(1);
+}
+// Waits until all that was launched before has finished. Before it, only what no kernel of the chain writes may be read.
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// -- barriers in shared memory ----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the cluster and to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Every wait is bounded: a mistake must end a launch with an error, which `runtime.synchronize` explains, and must not
+// hang the GPU. A wait is one piece of assembly, so that the compiler treats it as it would treat an instruction; its
+// clock is read only after the hardware's own time limit has passed once.
+#ifndef WAIT_TICKS
+#define WAIT_TICKS 4  // of 2^32 ns: 13 to 17 s
+#endif
+#define WAIT_POLLS 33554432  // of a counter in L2, which takes 0.3 us or more to read: 10 s
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .u32 begun, now;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\n"
+      "mov.u32 begun, %%globaltimer_hi;\n"
+      "again:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\n"
+      "mov.u32 now, %%globaltimer_hi;\nsub.u32 now, now, begun;\n"
+      "setp.lt.u32 p, now, " TEXT(WAIT_TICKS) ";\n@p bra again;\ntrap;\ndone:\n}"
+      ::"r"(barrier), "r"(parity) : "memory");
+}
+// Until a counter in global memory is `count` or more.
+__device__ __forceinline__ void wait_count(const u32* counter, u32 count) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .u32 seen, polls;\nmov.u32 polls, 0;\n"
+      "again:\nld.acquire.gpu.global.u32 seen, [%0];\nsetp.ge.u32 p, seen, %1;\n@p bra done;\n"
+      "add.u32 polls, polls, 1;\nsetp.lt.u32 p, polls, " TEXT(WAIT_POLLS) ";\n@p bra again;\ntrap;\ndone:\n}"
+      ::"l"(counter), "r"(count) : "memory");
+}
+
+// -- clusters ---------------------------------------------------------------------------------------------------------
+
+// All threads of a warp must execute the barriers of a cluster together, whatever branches they come from.
+__device__ __forceinline__ void cluster_arrive() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+// The arrival of a block that has written nothing that the others read: that has only started, or only read.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  __syncwarp();
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+// An address in the shared memory of another block, which may be written to once that block is known to have started.
+__device__ __forceinline__ u32 mapa(u32 address, int rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+// -- the copy engine --------------------------------------------------------------------------------------------------
+
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+__device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// A box of `map` to shared memory, in every block of the cluster that `mask` names; to this block for a mask of zero.
+__device__ __forceinline__ void tma_load_2d(u32 to, const TensorMap& map, int x, int y, u32 barrier, u16 mask, u64 policy) {
+  if (mask)
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier),
+        "h"(mask), "l"(policy) : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
+        : "memory");
+}
+__device__ __forceinline__ void tma_load_4d(u32 to, const TensorMap& map, int x, int y, int z, int w, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      : "memory");
+}
+// Contiguous bytes to shared memory: a multiple of sixteen, as both addresses are.
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// What threads wrote to shared memory is seen by the tensor cores and the copy engine after this and a barrier.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// -- conversions ------------------------------------------------------------------------------------------------------
+
+// Two neighbours in one register, the first in its lower half.
+__device__ __forceinline__ u32 pack_bf16x2(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+__device__ __forceinline__ u32 pack_f16x2(float low, float high) {
+  u32 v;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+// Saturated.
+__device__ __forceinline__ u16 pack_e4m3x2(float low, float high) {
+  u16 v;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+// -- the tensor cores -------------------------------------------------------------------------------------------------
+
+// Where an operand of wgmma lies in shared memory: its address, the two strides of its canonical layout in bytes, and
+// whether its rows of 128 bytes are swizzled. (wgmma.py makes the products themselves.)
+__device__ __forceinline__ u64 wgmma_descriptor(u32 address, u32 leading, u32 stride, bool swizzled) {
+  return (u64)((address & 0x3ffff) >> 4) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 | (u64)swizzled << 62;
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+// The compiler must not move what uses the sums of a wgmma above the wait for it.
+template <int N>
+__device__ __forceinline__ void wgmma_hold(float (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
