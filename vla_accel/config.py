@@ -23,6 +23,8 @@ EnginePrecision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 Attention = Literal["own", "sdpa", "flash_attn", "fastest"]
 Schedule = Literal["zeros", "ones", "linear", "exp"]
 T = typing.TypeVar("T")
+AUTO = "auto"
+"""The name of a configuration that leaves everything as it is by default."""
 
 
 @dataclass(frozen=True)
@@ -212,10 +214,11 @@ _FIELDS = ("vision", "kv_cache", "denoise")
 def load_config(source: str | Path | Mapping[str, Any] | PolicyConfig | None) -> PolicyConfig:
     """A `PolicyConfig` from a YAML or JSON file, a mapping, or as it is; None gives the defaults.
 
-    A file may be given as a path or, where it comes with the package, by its name: "native_fp8". Raises ConfigError
+    A file may be given as a path or, where it comes with the package, by its name: "native_fp8"; "auto" is the name
+    of the defaults. Raises ConfigError
     for an unknown name, an unreadable file, an unknown key or a value of the wrong kind.
     """
-    if source is None:
+    if source is None or source == AUTO:
         return PolicyConfig()
     if isinstance(source, PolicyConfig):
         return source
@@ -236,9 +239,9 @@ def find_config(name_or_path: str | Path) -> Path:
     path = shipped.get(name, Path(name_or_path))
     if path.suffix or path.exists():
         return path
-    nearest = difflib.get_close_matches(name, shipped, n=1)
+    nearest = difflib.get_close_matches(name, (AUTO, *shipped), n=1)
     hint = f": did you mean {nearest[0]}?" if nearest else ""
-    raise ConfigError(f"config: expected a file or one of {', '.join(shipped)}, got {name!r}{hint}")
+    raise ConfigError(f"config: expected a file or one of {', '.join((AUTO, *shipped))}, got {name!r}{hint}")
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

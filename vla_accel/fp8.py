@@ -22,7 +22,7 @@ from vla_accel.files import replacing
 
 FILE = "fp8_scales.json"
 FORMAT = "vla_accel.fp8_scales/2"
-AGAIN = "calibrate again: vla-accel calibrate OBSERVATIONS --checkpoint CHECKPOINT"
+AGAIN = "calibrate again: vla-accel calibrate CHECKPOINT --observations OBSERVATIONS"
 NO_SCALES = f"FP8 needs calibrated scales beside the checkpoint ({FILE}); make them with `vla-accel calibrate`"
 SAMPLE = 4096
 """Values of each tensor that a fingerprint looks at."""

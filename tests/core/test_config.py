@@ -50,7 +50,7 @@ def test_yaml_json_and_mapping_agree(tmp_path: Path) -> None:
 
 def test_defaults() -> None:
     config = load_config(None)
-    assert config == PolicyConfig() == load_config({})
+    assert config == PolicyConfig() == load_config({}) == load_config("auto")
     assert (config.num_steps, config.precision, config.device, config.strict, config.seed) == (
         10,
         "auto",
@@ -142,7 +142,7 @@ def test_a_shipped_config_is_found_by_its_name(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("native_fp9", r"config: expected a file or one of eager, .*, got 'native_fp9': did you mean native_fp8\?"),
+        ("native_fp9", r"expected a file or one of auto, eager, .*, got 'native_fp9': did you mean native_fp8\?"),
         ("tensorrt_rx", r"did you mean tensorrt_rtx\?"),
         ("Q", r"got 'Q'$"),
         ("folder/native", r"got 'folder/native'"),

@@ -42,7 +42,8 @@ LOOKED_UP: dict[str, str] = {
     "vla-accel inspect": f"{FILES}; tests/engines runs it",
     "vla-accel bench --model": f"{MINUTES}: models of the published size",
     "vla-accel bench --output": f"{MINUTES}: models of the published size",
-    "vla-accel parity configs/native_fp8.yaml": "it needs a GPU: a CPU's policy is in FP32",
+    "vla-accel parity demo --config native_fp8": "it needs a GPU: a CPU's policy is in FP32",
+    "vla-accel parity path/to/checkpoint --config native_fp8": "it needs a GPU: a CPU's policy is in FP32",
     "vla-accel build-vae": f"{FILES}; tests/diffusion runs it",
     "vla-accel build-unet": f"{FILES}; tests/diffusion runs it",
     "python -m eval.libero --": f"{MINUTES}; tests/eval plays episodes",
@@ -116,7 +117,7 @@ NEEDS = {
 """Command to the optional packages that it cannot do without."""
 
 
-SLOW = ("doctor --json", "calibrate", "parity configs/native.yaml --obs", "txt2img", "img2img", "bench-", "precision")
+SLOW = ("doctor --json", "calibrate", "parity demo --config native --obs", "txt2img", "img2img", "bench-", "precision")
 """Beginnings of commands of `vla-accel` that take more than a few seconds even so."""
 
 

@@ -1,4 +1,5 @@
-"""`vla-accel bench`: our engines, our eager code and openpi's, in turns; a table and one JSON line."""
+"""`vla-accel bench`: a checkpoint's configurations beside eager, or random weights of a published size beside openpi's
+code, in turns; a table and one JSON line."""
 
 from __future__ import annotations
 
@@ -7,59 +8,69 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
-from vla_accel.cli.common import print_table
+from vla_accel.cli.common import File, Number, Text, parse, print_table
+from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import replacing
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
-from vla_accel.measure.roofline import measure_ceilings, rates
-from vla_accel.measure.systems import Factory, describe_sizes, free, without_graph
+from vla_accel.measure.roofline import Ceilings, measure_ceilings, rates
+from vla_accel.measure.systems import CheckpointFactory, Factory, free, without_graph
 from vla_accel.models.family import Work, family_named
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Time whole calls of policies of the published size with random weights."""
+    """Time whole calls of a checkpoint's policy in several configurations, or with --model (pi05, if no checkpoint is
+    given) of policies of a family's published size with random weights, beside openpi's own code."""
 
-    model: str = "pi05"
-    """A model family: pi05 or pi0."""
+    checkpoint: Annotated[
+        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="")
+    ] = None
+    """A folder, a bundled checkpoint's name or one on the hub."""
+    config: Annotated[str, tyro.conf.arg(metavar="CONFIG,...")] = AUTO
+    """Of a checkpoint: the configurations to time beside eager, names of shipped ones or files."""
+    model: Text = None
+    """Random weights of a model family's published size: pi05 or pi0."""
     systems: tuple[str, ...] = ()
-    """Some of eager, native-bf16, native-fp8, native-fp8-vision, openpi-eager, openpi-compile, openpi-max-autotune; all
-    of ours and openpi-eager if not given. openpi's are left out, loudly, where it is not installed."""
+    """Of random weights: some of eager, native-bf16, native-fp8, native-fp8-vision, openpi-eager, openpi-compile,
+    openpi-max-autotune; all of ours and openpi-eager if not given. openpi's are left out, loudly, where it is not
+    installed."""
     steps: str = "10,3,1"
     """Denoising steps, a sweep."""
-    views: int | None = None
-    """Images a call; the family's own if not given: 2 for π0.5, 3 for π0."""
-    horizon: int | None = None
-    """Actions a chunk; the family's own if not given: 10 for π0.5, 50 for π0."""
+    views: Number = None
+    """Of random weights: images a call; the family's own if not given: 2 for π0.5, 3 for π0."""
+    horizon: Number = None
+    """Of random weights: actions a chunk; the family's own if not given: 10 for π0.5, 50 for π0."""
     batch: str = ""
     """Batch sizes whose throughput is measured besides, e.g. 1,2,4,8,16."""
     calls: int = 100
     """Timed calls of each system."""
-    profile: bool = False
+    profile: tyro.conf.FlagCreatePairsOff[bool] = False
     """Besides, list the GPU's kernels of one call of each of our systems."""
     device: str = "auto"
-    output: Path | None = None
+    """cpu, cuda or cuda:N."""
+    output: File = None
     """JSON file."""
 
 
 def main(arguments: list[str]) -> int:
     """Time and report."""
-    chosen = tyro.cli(Arguments, args=arguments, prog="vla-accel bench")
+    chosen = parse(Arguments, arguments, "vla-accel bench")
     sweep = _numbers(chosen.steps, "steps")
     batches = _numbers(chosen.batch, "batch") if chosen.batch else []
-    family = family_named(chosen.model)
     device = resolve_device(chosen.device)
-    views = chosen.views or family.views
-    horizon = chosen.horizon or family.action_shape(family.published())[0]
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
-    factory = Factory(family, views=views, horizon=horizon, device=str(device), ceilings=ceilings)
+    factory = _factory(chosen, str(device), ceilings)
+    family = factory.family
     # The quickest first; of the baselines the one that needs no compilation.
-    systems = chosen.systems or (*list(factory.configs)[1:], "eager", *family.baselines[:1])
+    systems = factory.names
+    if isinstance(factory, Factory):
+        systems = chosen.systems or (*list(factory.configs)[1:], "eager", *family.baselines[:1])
     unknown = [name for name in systems if name not in factory.names]
     if unknown:
         raise ConfigError(f"systems: expected some of {', '.join(factory.names)}, got {', '.join(unknown)}")
@@ -84,7 +95,7 @@ def main(arguments: list[str]) -> int:
         "command": "vla-accel bench " + " ".join(Path(a).name if "/" in a else a for a in arguments),
         "hardware": hardware(device),
         "software": software(),
-        "model": describe_sizes(family, factory.model.config, views) if factory.model is not None else {},
+        "model": factory.about(),
         "ceilings": None if ceilings is None else ceilings.__dict__,
         "left_out": left_out,
         "parts": family.parts,
@@ -101,7 +112,22 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _available(factory: Factory, names: list[str], steps: int) -> tuple[list[str], dict[str, str]]:
+def _factory(chosen: Arguments, device: str, ceilings: Ceilings | None) -> Factory | CheckpointFactory:
+    """What makes the systems. Raises ConfigError for options of the other one."""
+    if chosen.checkpoint is not None:
+        given = {"model": chosen.model, "systems": chosen.systems, "views": chosen.views, "horizon": chosen.horizon}
+        wrong = [name for name, value in given.items() if value]
+        if wrong:
+            raise ConfigError(f"{wrong[0]}: expected none beside checkpoint {chosen.checkpoint}, got {given[wrong[0]]}")
+        configs = dict.fromkeys((*chosen.config.split(","), "eager"))
+        return CheckpointFactory(chosen.checkpoint, tuple(configs), device=device, ceilings=ceilings)
+    family = family_named(chosen.model or "pi05")
+    views = chosen.views or family.views
+    horizon = chosen.horizon or family.action_shape(family.published())[0]
+    return Factory(family, views=views, horizon=horizon, device=device, ceilings=ceilings)
+
+
+def _available(factory: Factory | CheckpointFactory, names: list[str], steps: int) -> tuple[list[str], dict[str, str]]:
     left_out: dict[str, str] = {}
     for name in [n for n in names if n in factory.family.baselines]:
         try:
@@ -112,7 +138,9 @@ def _available(factory: Factory, names: list[str], steps: int) -> tuple[list[str
     return [n for n in names if n not in left_out], left_out
 
 
-def _throughput(factory: Factory, names: list[str], steps: int, batches: list[int], calls: int) -> list[dict[str, Any]]:
+def _throughput(
+    factory: Factory | CheckpointFactory, names: list[str], steps: int, batches: list[int], calls: int
+) -> list[dict[str, Any]]:
     """Observations a second of batched calls of one policy."""
     import numpy as np
 
@@ -129,7 +157,7 @@ def _throughput(factory: Factory, names: list[str], steps: int, batches: list[in
     return rows
 
 
-def profile(factory: Factory, name: str, steps: int) -> list[dict[str, Any]]:
+def profile(factory: Factory | CheckpointFactory, name: str, steps: int) -> list[dict[str, Any]]:
     """Kernels of one call, the longest first: name, times called, microseconds."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler

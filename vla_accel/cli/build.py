@@ -1,4 +1,4 @@
-"""`vla-accel build CONFIG`: every TensorRT engine that a configuration names, into the cache, with a manifest.
+"""`vla-accel build CHECKPOINT`: every TensorRT engine that a configuration names, into the cache, with a manifest.
 
 Ends with one JSON line: the manifest. Exit status 130 when interrupted: what was whole by then is in the cache.
 """
@@ -18,7 +18,7 @@ import torch
 import tyro
 
 from vla_accel.checkpoints.loading import Checkpoint, family_of, find, load
-from vla_accel.cli.common import parse, print_table
+from vla_accel.cli.common import File, Folder, Number, PolicySource, parse_source, print_table
 from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines.tensorrt_library import parse_target
 from vla_accel.engines.tensorrt_plan import Exports
@@ -30,35 +30,33 @@ from vla_accel.policy.ahead_of_time import Job
 
 
 @dataclass(frozen=True)
-class Options:
-    """Build the engines of a configuration ahead of time."""
+class Options(PolicySource):
+    """Build the TensorRT engines of a configuration ahead of time."""
 
-    config: Annotated[Path, tyro.conf.Positional]
-    """A configuration file, as for a policy."""
+    config: Annotated[str | None, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="(default: tensorrt_rtx)")] = None
+    """A shipped configuration's name (tensorrt, tensorrt_rtx, ...), or a YAML or JSON file, as for a policy."""
     target: str = ""
     """Compute capabilities, separated by commas, as in sm89,sm120: needs no GPU (TensorRT-RTX only). Empty: those in
     the configuration, else this machine's GPU."""
-    checkpoint: str = "demo"
-    """The checkpoint whose weights go in: a folder or a name."""
     random: str = ""
     """Instead of a checkpoint: random weights of a preset's size (pi05, pi0, pi05_demo), for measuring builds."""
-    depth: int | None = None
+    depth: Number = None
     """With --random: this many layers in the large stacks (of π0 prefix and expert), at full width."""
-    cache: Path | None = None
+    cache: Folder = None
     """Folder of the engines; empty: the configuration's."""
-    manifest: Path | None = None
+    manifest: File = None
     """Where the manifest goes; empty: beside the engines."""
-    no_verify: bool = False
+    no_verify: tyro.conf.FlagCreatePairsOff[bool] = False
     """Do not compare the exported graphs with the modules."""
-    dry_run: bool = False
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Only say what would be built, and what is in the cache already."""
 
 
 def main(arguments: list[str]) -> int:
     """The command; see `Options`."""
-    options = parse(Options, arguments, "vla-accel build", __doc__)
-    family = _family(options)
-    config = _with_options(load_config(options.config), family, options)
+    options = parse_source(Options, arguments, "vla-accel build")
+    family, name = _family(options), options.config or "tensorrt_rtx"
+    config = _with_options(load_config(name), family, options)
     targets = [parse_target(t) for t in options.target.split(",") if t]
     specs = building.named(config.specs(family.parts))
     building.check_libraries(specs, targets or [parse_target(t) for s in specs.values() for t in s.tensorrt.targets])
@@ -78,12 +76,12 @@ def main(arguments: list[str]) -> int:
         print(f"vla-accel build: interrupted after {len(rows)} engines; they are in the cache", file=sys.stderr)
         return 130
     _table(rows)
-    source = options.checkpoint
+    source = options.checkpoint or "demo"
     if options.random:
         depth = "" if options.depth is None else f", {options.depth} layers in the large stacks"
         source = f"random weights of {options.random}'s size{depth}"
-    record = building.manifest(rows, config=options.config.name, checkpoint=source, seconds=time.perf_counter() - began)
-    target = options.manifest or building.default_manifest(next(iter(specs.values())), options.config)
+    record = building.manifest(rows, config=Path(name).name, checkpoint=source, seconds=time.perf_counter() - began)
+    target = options.manifest or building.default_manifest(next(iter(specs.values())), name)
     with replacing(target) as temporary:
         temporary.write_text(json.dumps(record, indent=1))
     print(json.dumps(record))
@@ -102,7 +100,7 @@ def _with_options(config: PolicyConfig, family: Family, options: Options) -> Pol
 
 
 def _family(options: Options) -> Family:
-    return sized(options.random)[0] if options.random else family_of(find(options.checkpoint))
+    return sized(options.random)[0] if options.random else family_of(find(options.checkpoint or "demo"))
 
 
 def _checkpoint(options: Options, config: PolicyConfig, specs: Mapping[str, EngineSpec]) -> Checkpoint:
@@ -111,7 +109,7 @@ def _checkpoint(options: Options, config: PolicyConfig, specs: Mapping[str, Engi
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     if not options.random:
-        return load(options.checkpoint, config, device=device, dtype=dtype)
+        return load(options.checkpoint or "demo", config, device=device, dtype=dtype)
     family, size = sized(options.random)
     sizes = size() if options.depth is None else family.shallow(size(), options.depth)
     model = family.random(sizes, seed=0, device=str(device), dtype=dtype)

@@ -1,15 +1,13 @@
-"""`vla-accel calibrate`: FP8 scales of a checkpoint from recorded observations."""
+"""`vla-accel calibrate CHECKPOINT --observations FILE`: FP8 scales of a checkpoint from recorded observations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from vla_accel.checkpoints.loading import load
-from vla_accel.errors import CheckpointError
+from vla_accel.cli.common import Checkpoint, File, Folder, parse, without_option
+from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.fp8 import FILE
 from vla_accel.machine import resolve_device
 from vla_accel.measure.recording import load_observations
@@ -19,24 +17,31 @@ from vla_accel.measure.recording import load_observations
 class Arguments:
     """Measure the largest inputs of what FP8 may compute through NVIDIA ModelOpt; store them beside the checkpoint."""
 
-    observations: Annotated[Path, tyro.conf.Positional]
-    """Recorded observations (.npz): real ones, never noise."""
-    checkpoint: str = "demo"
-    """A folder, or a bundled checkpoint's name."""
-    output: Path | None = None
+    checkpoint: Checkpoint = None
+    """A folder, a bundled checkpoint's name or one on the hub."""
+    observations: File = None
+    """Recorded observations (.npz), which must be given: real ones, never noise."""
+    output: Folder = None
     """Folder for the scales; the checkpoint's own if not given."""
     limit: int = 256
     """At most so many observations, spread over the file."""
     device: str = "auto"
+    """cpu, cuda or cuda:N."""
 
 
 def main(arguments: list[str]) -> int:
     """Calibrate and write; the exit status."""
-    chosen = tyro.cli(Arguments, args=arguments, prog="vla-accel calibrate")
-    checkpoint = load(chosen.checkpoint, device=resolve_device(chosen.device))
-    recorded = load_observations(chosen.observations, chosen.limit)
+    words, named = without_option(arguments, "--checkpoint")
+    chosen = parse(Arguments, words, "vla-accel calibrate")
+    source, file = chosen.checkpoint, chosen.observations
+    if source is not None and source.endswith(".npz"):  # the former spelling: OBSERVATIONS --checkpoint CHECKPOINT
+        source, file = None, Path(source)
+    if file is None:
+        raise ConfigError("observations: expected recorded ones, as in --observations observations.npz, got none")
+    checkpoint = load(source or named or "demo", device=resolve_device(chosen.device))
+    recorded = load_observations(file, chosen.limit)
     prepared = [checkpoint.processor.prepare(o) for o in recorded]
-    scales = checkpoint.family.calibrate(checkpoint.model, prepared, chosen.observations.name)
+    scales = checkpoint.family.calibrate(checkpoint.model, prepared, file.name)
     folder = chosen.output or checkpoint.folder
     assert folder is not None
     if not folder.is_dir():

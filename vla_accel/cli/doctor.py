@@ -46,7 +46,7 @@ class Arguments:
 
 def main(arguments: list[str]) -> int:
     """Look, test and report; 0 if the self-test passed."""
-    chosen = parse(Arguments, arguments, "vla-accel doctor", Arguments.__doc__)
+    chosen = parse(Arguments, arguments, "vla-accel doctor")
     report = examine(chosen.device)
     if chosen.json:
         print(json.dumps(report, indent=1))

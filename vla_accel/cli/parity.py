@@ -1,4 +1,4 @@
-"""`vla-accel parity`: how well a configuration agrees with FP32 eager; the exit status is 1 where it does not."""
+"""`vla-accel parity CHECKPOINT`: how well a configuration agrees with FP32 eager; exit status 1 where it does not."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import tyro
 
 from vla_accel.checkpoints.loading import load
-from vla_accel.cli.common import print_table
-from vla_accel.config import load_config
+from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source, print_table
+from vla_accel.config import AUTO, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 from vla_accel.machine import hardware, software
@@ -23,42 +23,44 @@ from vla_accel.policy import OptimizedPolicy, agreement
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(PolicySource):
     """Compare final actions with the FP32 eager reference: same observations, same noise."""
 
-    config: Annotated[Path, tyro.conf.Positional]
-    """PolicyConfig file of the policy to judge."""
-    checkpoint: str = "demo"
-    """A folder, or a bundled checkpoint's name."""
-    observations: Path | None = None
+    observations: File = None
     """Recorded observations (.npz); random images if not given."""
-    synthetic: str | None = None
+    synthetic: Text = None
     """Instead of a checkpoint: random weights of a family's published size (pi0, pi05)."""
     count: int = 64
     """Observations at most."""
     draws: int = 1
     """Noises of each observation. Where noise decides a command, one draw of few observations says little."""
-    num_steps: int | None = None
-    device: str | None = None
-    threshold: float | None = None
+    num_steps: Number = None
+    """Denoising steps instead of the configuration's."""
+    device: Text = None
+    """cpu, cuda or cuda:N instead of the configuration's."""
+    threshold: Annotated[float | None, tyro.conf.arg(metavar="COSINE", help_behavior_hint="")] = None
     """Smallest cosine of the final actions; by precision if not given (BF16 0.9995, FP8 0.998)."""
     seed: int = 0
-    output: Path | None = None
+    """Of noise and random observations."""
+    output: File = None
     """JSON report."""
-    keep: bool = False
+    keep: tyro.conf.FlagCreatePairsOff[bool] = False
     """Keep the report beside the checkpoint, where engine auto believes it. Needs recorded observations and the usual
     threshold."""
 
 
 def main(arguments: list[str]) -> int:
     """Compare and report; 0 if the threshold holds."""
-    chosen = tyro.cli(Arguments, args=arguments, prog="vla-accel parity")
+    chosen = parse_source(Arguments, arguments, "vla-accel parity")
     if chosen.count < 1:
         raise ConfigError(f"count: expected at least 1, got {chosen.count}")
     if chosen.draws < 1:
         raise ConfigError(f"draws: expected at least 1, got {chosen.draws}")
     if chosen.keep and (chosen.observations is None or chosen.threshold is not None or chosen.synthetic):
         raise ConfigError("keep: expected a checkpoint, --observations and no --threshold of its own")
+    if chosen.checkpoint is not None and chosen.synthetic:
+        raise ConfigError(f"synthetic: expected no checkpoint beside it, got {chosen.checkpoint}")
+    checkpoint, name = chosen.checkpoint or "demo", Path(chosen.config or AUTO).stem
     settings = load_config(chosen.config)
     if chosen.synthetic:
         policy, twin = random_policy(chosen.synthetic, settings, seed=chosen.seed, steps=chosen.num_steps,
@@ -66,10 +68,8 @@ def main(arguments: list[str]) -> int:
         assert twin is not None
         reference = twin
     else:
-        policy = OptimizedPolicy.from_pretrained(
-            chosen.checkpoint, settings, device=chosen.device, num_steps=chosen.num_steps
-        )
-        exact = load(chosen.checkpoint, policy.config, device=policy.device, dtype=torch.float32)
+        policy = OptimizedPolicy.from_pretrained(checkpoint, settings, device=chosen.device, num_steps=chosen.num_steps)
+        exact = load(checkpoint, policy.config, device=policy.device, dtype=torch.float32)
         reference = reference_of(policy.config, exact)
     if chosen.observations is not None:
         observations = load_observations(chosen.observations, chosen.count)
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
         policy,
         reference,
         observations,
-        name=chosen.config.stem,
+        name=name,
         seed=chosen.seed,
         threshold=chosen.threshold,
         draws=chosen.draws,
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
     verdict = "agrees" if report.passed else "does NOT agree"
     print(f"{verdict}: cosine {report.actions.cosine:.6f}, at least {report.threshold} wanted")
     content = {
-        **report.as_dict(), "model": policy.metadata["model"], "weights": chosen.synthetic or chosen.checkpoint,
+        **report.as_dict(), "model": policy.metadata["model"], "weights": chosen.synthetic or checkpoint,
         "recorded": chosen.observations.name if chosen.observations else None,
         "hardware": hardware(policy.device), "software": software(),
     }  # fmt: skip
@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> int:
             temporary.write_text(json.dumps(content, indent=1) + "\n")
     folder = policy.checkpoint.folder
     if chosen.keep and folder is not None:
-        agreement.keep(content, folder, policy.model, policy.specs, chosen.config.stem)
+        agreement.keep(content, folder, policy.model, policy.specs, name)
     print(json.dumps(content))
     return 0 if report.passed else 1
 

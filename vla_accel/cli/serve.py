@@ -1,4 +1,4 @@
-"""`vla-accel serve CONFIG`: a policy server that openpi's clients talk to. Knows only what the options mean."""
+"""`vla-accel serve CHECKPOINT`: a policy server that openpi's clients talk to. Knows only what the options mean."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import ipaddress
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
+from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source
 from vla_accel.errors import ConfigError
 from vla_accel.server import ServerConfig, serve
 
@@ -17,21 +15,17 @@ LIMITS = ServerConfig()
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(PolicySource):
     """Serve a policy over openpi's websocket protocol: openpi-client and `vla_accel.client` talk to it unchanged.
 
     GET /healthz says that it is there, GET /metrics is for Prometheus. SIGTERM finishes the requests under way.
     """
 
-    config: tyro.conf.Positional[Path]
-    """Policy configuration, YAML or JSON (see configs/)."""
-    checkpoint: str = "demo"
-    """Checkpoint folder, or a bundled checkpoint's name."""
     host: str = LIMITS.host
     """Address to listen on. 0.0.0.0 is every network of this machine: then use a key."""
     port: int = LIMITS.port
     """Port; 0 takes a free one."""
-    api_key_file: Path | None = None
+    api_key_file: File = None
     """File with the key that clients must send as `Authorization: Api-Key …`."""
     max_clients: int = LIMITS.max_clients
     """Connections at once."""
@@ -45,9 +39,9 @@ class Arguments:
     """Observations of different clients to run together. Each batch size of 1, 2, 4, … builds engines of its own."""
     max_wait_ms: float = LIMITS.max_wait_s * 1e3
     """How long a batch waits to become full."""
-    device: Annotated[str | None, tyro.conf.arg(metavar="DEVICE")] = None
+    device: Text = None
     """cpu, cuda or cuda:N instead of the configuration's."""
-    num_steps: int | None = None
+    num_steps: Number = None
     """Denoising steps instead of the configuration's."""
 
     def limits(self) -> ServerConfig:
@@ -67,7 +61,7 @@ class Arguments:
 
 def main(arguments: list[str]) -> int:
     """Serve until SIGINT or SIGTERM."""
-    given = tyro.cli(Arguments, args=arguments, prog="vla-accel serve")
+    given = parse_source(Arguments, arguments, "vla-accel serve")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     limits = given.limits()
     if limits.api_key is None and not is_loopback(limits.host):
@@ -75,7 +69,7 @@ def main(arguments: list[str]) -> int:
     from vla_accel.policy import OptimizedPolicy
 
     policy = OptimizedPolicy.from_pretrained(
-        given.checkpoint, given.config, device=given.device, num_steps=given.num_steps
+        given.checkpoint or "demo", given.config, device=given.device, num_steps=given.num_steps
     )
     serve(policy, limits)
     return 0

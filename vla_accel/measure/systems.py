@@ -1,16 +1,18 @@
-"""What `vla-accel bench` can time: this package's engines on weights of a family's published size, and the family's
-baselines (openpi's own PyTorch for π0 and π0.5)."""
+"""What `vla-accel bench` can time: this package's engines on weights of a family's published size, the family's
+baselines (openpi's own PyTorch for π0 and π0.5), or a checkpoint in several configurations."""
 
 from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from vla_accel.config import EngineSpec, PolicyConfig
+from vla_accel.checkpoints.loading import family_of, find
+from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.measure.bench import System
 from vla_accel.measure.roofline import Ceilings, floors_ms
@@ -59,15 +61,49 @@ class Factory:
                 device=self.device, model=self.model,
             )  # fmt: skip
             self.policies[name], self.model, self.processor = policy, policy.model, policy.processor
-        policy = self.policies[name].with_steps(steps)
-        policy.warm_up()
-        system = System(name, policy.infer, steps, time.perf_counter() - started)
-        example = policy.processor.prepare(policy.processor.example())
-        work = self.family.work(policy.model.config, example, steps, policy.specs)
-        if self.ceilings is not None:
-            system.floors = floors_ms(work, self.ceilings)
-        system.notes = {"engines": policy.ledger.as_list(), "work": {n: asdict(w) for n, w in work.items()}}
-        return system
+        return timed(name, self.policies[name].with_steps(steps), started, self.ceilings)
+
+    def about(self) -> dict[str, Any]:
+        """What was timed, for the record."""
+        return {} if self.model is None else describe_sizes(self.family, self.model.config, self.views)
+
+
+class CheckpointFactory:
+    """Makes the systems of one checkpoint: a policy a configuration, by its name or file."""
+
+    def __init__(self, checkpoint: str, names: Sequence[str], *, device: str | None, ceilings: Ceilings | None) -> None:
+        self.checkpoint, self.device, self.ceilings = checkpoint, device, ceilings
+        self.names = tuple(names)
+        self.configs = {name: load_config(name) for name in names}
+        self.family = family_of(find(checkpoint))
+        self.processor: Any = None
+        self.policies: dict[str, OptimizedPolicy] = {}
+
+    def make(self, name: str, steps: int) -> System:
+        """A system by its configuration's name, with weights of its own."""
+        started = time.perf_counter()
+        if name not in self.policies:
+            settings = self.configs[name]
+            policy = OptimizedPolicy.from_pretrained(self.checkpoint, settings, device=self.device, num_steps=steps)
+            self.policies[name], self.processor = policy, policy.processor
+        return timed(name, self.policies[name].with_steps(steps), started, self.ceilings)
+
+    def about(self) -> dict[str, Any]:
+        """What was timed, for the record."""
+        policy = next(iter(self.policies.values()))
+        return {"name": self.checkpoint, **policy.metadata["model"]}
+
+
+def timed(name: str, policy: OptimizedPolicy, started: float, ceilings: Ceilings | None) -> System:
+    """A policy as a system, warm. `started`: `time.perf_counter()` before it was made."""
+    policy.warm_up()
+    system = System(name, policy.infer, policy.config.num_steps, time.perf_counter() - started)
+    example = policy.processor.prepare(policy.processor.example())
+    work = policy.family.work(policy.model.config, example, policy.config.num_steps, policy.specs)
+    if ceilings is not None:
+        system.floors = floors_ms(work, ceilings)
+    system.notes = {"engines": policy.ledger.as_list(), "work": {n: asdict(w) for n, w in work.items()}}
+    return system
 
 
 def free() -> None:

@@ -1,0 +1,148 @@
+"""The checkpoint comes first, the configuration is an option, and the former spelling still works."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny import tiny_observation, write_tiny_checkpoint
+from vla_accel.cli import COMMANDS, build, calibrate, main, parity, serve
+from vla_accel.cli.common import PolicySource, parse_source
+from vla_accel.errors import ConfigError, VlaAccelError
+from vla_accel.measure.recording import save_observations
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("commands") / "tiny"
+    write_tiny_checkpoint(folder, max_token_len=200)
+    return str(folder)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> str:
+    path = tmp_path / "observations.npz"
+    save_observations([tiny_observation(seed) for seed in range(3)], path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", (None, None)),
+        ("demo", ("demo", None)),
+        ("folder --config native_fp8", ("folder", "native_fp8")),
+        ("--config mine.yaml folder", ("folder", "mine.yaml")),
+        # The former spelling.
+        ("configs/native.yaml", (None, "configs/native.yaml")),
+        ("configs/native.yaml --checkpoint folder", ("folder", "configs/native.yaml")),
+        ("--checkpoint=folder mine.json", ("folder", "mine.json")),
+        ("--checkpoint folder", ("folder", None)),
+        ("--checkpoint folder --config native", ("folder", "native")),
+    ],
+)
+@pytest.mark.parametrize("kind", [serve.Arguments, parity.Arguments, build.Options])
+def test_a_checkpoint_and_how_it_runs(kind: type[PolicySource], words: str, expected: tuple[Any, Any]) -> None:
+    given = parse_source(kind, words.split(), "vla-accel")
+    assert (given.checkpoint, given.config) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("a.yaml --config native", "config: expected one, got a.yaml and native"),
+        ("demo --checkpoint folder", "checkpoint: expected one, got demo and folder"),
+    ],
+)
+def test_two_of_one_thing_are_refused(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_source(serve.Arguments, words.split(), "vla-accel serve")
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("former", [False, True])
+def test_parity(checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[str], former: bool) -> None:
+    first = ["configs/native.yaml", "--checkpoint", checkpoint] if former else [checkpoint, "--config", "native"]
+    assert main(["parity", *first, "--observations", recorded, "--device", "cpu", "--num-steps", "2"]) == 0
+    report = last_line(capsys)
+    assert (report["name"], report["weights"], report["num_steps"]) == ("native", checkpoint, 2)
+    assert report["observations"] == 3 and {e["used"] for e in report["engines"]} == {"native"}
+
+
+def test_parity_of_the_default_configuration(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", checkpoint, "--count", "1", "--device", "cpu", "--num-steps", "1"]) == 0
+    report = last_line(capsys)
+    assert report["name"] == "auto" and {e["requested"] for e in report["engines"]} == {"auto"}
+    assert main(["parity", checkpoint, "--synthetic", "pi05"]) == 1
+    assert "synthetic: expected no checkpoint beside it" in capsys.readouterr().err
+
+
+def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", "auto,native", "--steps", "2,1", "--calls", "2", "--device", "cpu", "--batch", "2"]
+    assert main(["bench", checkpoint, *words]) == 0
+    report = last_line(capsys)
+    timed = [(row["system"], row["steps"]) for row in report["rows"]]
+    assert timed == [(name, steps) for steps in (2, 1) for name in ("auto", "native", "eager")]
+    assert report["model"]["name"] == checkpoint and report["model"]["kind"] == "pi05"
+    assert all(row["speedup"] == 1.0 for row in report["rows"] if row["system"] == "eager")
+    assert {row["engines"][0]["used"] for row in report["rows"] if row["system"] == "native"} == {"native"}
+    assert [(row["system"], row["batch"]) for row in report["throughput"]] == [
+        ("auto", 2),
+        ("native", 2),
+        ("eager", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("demo --model pi05", "model: expected none beside checkpoint demo, got pi05"),
+        ("demo --systems eager", "systems: expected none beside checkpoint demo"),
+        ("demo --config native_fp9", "config: expected a file or one of auto, eager, .*: did you mean native_fp8"),
+        ("no/such/folder", "checkpoint: expected a folder or one of demo"),
+    ],
+)
+def test_what_cannot_be_timed_is_one_clear_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import re
+
+    assert main(["bench", *words.split(), "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(message, said) and len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("former", [False, True])
+def test_calibrate(monkeypatch: pytest.MonkeyPatch, recorded: str, former: bool) -> None:
+    asked: list[Any] = []
+
+    class Found(VlaAccelError):
+        pass
+
+    def observations(path: Path, limit: int) -> Any:
+        asked.append((str(path), limit))
+        raise Found
+
+    monkeypatch.setattr(calibrate, "load", lambda checkpoint, **_: asked.append(checkpoint))
+    monkeypatch.setattr(calibrate, "load_observations", observations)
+    words = [recorded, "--checkpoint", "folder"] if former else ["folder", "--observations", recorded]
+    assert main(["calibrate", *words, "--limit", "7", "--device", "cpu"]) == 1
+    assert asked == ["folder", (recorded, 7)]
+
+
+def test_calibrating_without_observations_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "demo"]) == 1
+    assert "observations: expected recorded ones, as in --observations" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_help_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    said = capsys.readouterr().out
+    assert stopped.value.code == 0 and f"vla-accel {name}" in said
+    assert name not in ("doctor", "bench", "parity", "calibrate", "build", "serve") or "{None}" not in said
