@@ -1,5 +1,6 @@
 # make libero   set everything up and run the main job: the bundled π0.5 in LIBERO, 3 tasks x 3 trials
-# make test     set everything up and run the tests
+# make test     set everything up and run the tests, but for repetitions at full size
+# make test-all every test that this machine can run
 # make check    lint, format and types
 # make docs     the pages of README and docs/ as a site, into site/
 
@@ -10,14 +11,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.vla_accel-installed
 DOCS_STAMP := $(VENV)/.vla_accel-docs-installed
 LIBERO_ARGS ?= --steps 3 --quick
+# A test file stays in one process, which its fixtures serve. Files start in their order, the long ones before the short.
+TEST_JOBS ?= 2
+TEST = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: libero test check format docs setup gl tables demo-checkpoint clean
+.PHONY: libero test test-all check format docs setup gl tables demo-checkpoint clean
 
 libero: setup gl
 	$(BIN)/python -m eval.libero $(LIBERO_ARGS)
 
 test: setup gl
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(TEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: setup gl
+	$(TEST) $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .

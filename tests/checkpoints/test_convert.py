@@ -345,7 +345,6 @@ def test_without_jax_the_error_says_what_to_install(tmp_path: Path, monkeypatch:
         OrbaxParameters(tmp_path)
 
 
-@pytest.mark.slow
 def test_orbax_round_trip(tmp_path: Path) -> None:
     """Saved by orbax with openpi's outer `params` and nnx's inner `value`, in a process that may import jax."""
     pytest.importorskip("orbax.checkpoint", reason="NOT RUN: needs pip install 'vla_accel[jax]'")

@@ -17,10 +17,7 @@ from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Pi0Config
 from vla_accel.models.siglip import SiglipConfig
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: reads Linux's /proc"),
-]
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: reads Linux's /proc")
 
 # About 150 M parameters, most of them in a few large tensors, as in the real model.
 CONFIG = Pi0Config(

@@ -33,7 +33,6 @@ def frame(prompt: str = "pick up the black bowl on the stove and place it on the
     }
 
 
-@pytest.mark.slow
 def test_the_bundled_checkpoint_is_served_and_answers_as_in_process(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("a secret\n")

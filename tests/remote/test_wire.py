@@ -118,7 +118,7 @@ def test_scalars_come_back_as_they_were(value: np.generic) -> None:
         2**64,
         Path("x"),
     ],
-    ids=str,
+    ids=lambda v: type(v).__name__,
 )
 def test_what_cannot_travel_is_not_sent(value: Any) -> None:
     with pytest.raises(WireError, match="wire format"):
