@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
+import types
 
 import pytest
 import torch
 
 import vla_accel
+from vla_accel import latency
 from vla_accel.latency import LatencyLog, Sample, Stopwatch, breakdown, summarise
 from vla_accel.machine import commit, hardware, software
 
@@ -89,16 +90,22 @@ def test_the_commit_is_the_repository_s_or_as_told(monkeypatch: pytest.MonkeyPat
     assert here is None or len(here["commit"]) == 40
 
 
-def test_the_stopwatch_on_a_cpu() -> None:
+def test_the_stopwatch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def pass_by(ms: float) -> None:
+        nonlocal now
+        now += ms / 1e3
+
+    monkeypatch.setattr(latency, "time", types.SimpleNamespace(perf_counter=lambda: now))
     watch = Stopwatch(CPU)
     with watch.section("a"):
-        time.sleep(0.02)
+        pass_by(20)
     with watch.section("b", host=True):
-        time.sleep(0.01)
+        pass_by(10)
     with watch.section("a"):
-        time.sleep(0.02)
-    time.sleep(0.01)  # outside of every section, inside the total
+        pass_by(25)
+    pass_by(5)  # outside of every section, inside the total
     sample = watch.finish()
     assert list(sample.sections) == ["a", "b"]
-    assert sample.sections["a"] >= 39 and sample.sections["b"] >= 9
-    assert sample.total_ms >= sum(sample.sections.values()) + 9
+    assert sample.sections == pytest.approx({"a": 45, "b": 10}) and sample.total_ms == pytest.approx(60)

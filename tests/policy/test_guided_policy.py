@@ -4,7 +4,9 @@ every preset, in batches, over the server and in the runner. The mathematics alo
 from __future__ import annotations
 
 import copy
+import itertools
 import time
+import types
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from vla_accel.errors import ObservationError
 from vla_accel.families.pi0 import PI0
 from vla_accel.models.pi0 import Kind
 from vla_accel.ops import suffix
+from vla_accel.remote import async_runner
 from vla_accel.remote.async_runner import AsyncRunner, takes_prev_chunk
 from vla_accel.transforms.normalisation import Normaliser, Statistics
 from vla_accel.transforms.processing import Processor
@@ -451,8 +454,8 @@ def test_the_servers_batches_mix_them(folders: dict[Kind, Path]) -> None:
 class Recorded:
     """A policy whose calls are written down."""
 
-    def __init__(self, policy: OptimizedPolicy, seconds: float) -> None:
-        self.policy, self.seconds = policy, seconds
+    def __init__(self, policy: OptimizedPolicy) -> None:
+        self.policy = policy
         self.calls: list[tuple[np.ndarray | None, int | None, np.ndarray]] = []
 
     def infer(
@@ -462,20 +465,25 @@ class Recorded:
         prev_chunk: np.ndarray | None = None,
         inference_delay: int | None = None,
     ) -> dict[str, Any]:
-        time.sleep(self.seconds)
         result = self.policy.infer(observation, prev_chunk=prev_chunk, inference_delay=inference_delay)
         self.calls.append((prev_chunk, inference_delay, result["actions"]))
         return result
 
 
-def test_the_runner_joins_the_chunks_of_a_policy(folders: dict[Kind, Path]) -> None:
-    policy = Recorded(load(folders["pi05"], replace(EAGER, num_steps=1, rtc=RtcConfig("ones"))), 0.02)
+def test_the_runner_joins_the_chunks_of_a_policy(folders: dict[Kind, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Recorded(load(folders["pi05"], replace(EAGER, num_steps=1, rtc=RtcConfig("ones"))))
+    # By this clock every inference takes a tick and a half; in the loop it ends before the next step.
+    monkeypatch.setattr(
+        async_runner,
+        "time",
+        types.SimpleNamespace(monotonic=time.monotonic, perf_counter=itertools.count(0, 0.015).__next__),
+    )
     with AsyncRunner(policy, 100.0, replan_ticks=2) as runner:
         assert runner.real_time_chunking
         runner.start(tiny_observation(0))
-        for tick in range(60):
+        for tick in range(20):
             runner.step(tiny_observation(tick))
-            time.sleep(0.01)
+            assert not runner._busy or runner._wait_until(time.monotonic() + 30)
     guided = [c for c in policy.calls if c[0] is not None]
     assert len(guided) >= 3
     previous, delay, _ = guided[0]
@@ -492,5 +500,5 @@ def test_a_policys_own_runner_is_guided(folders: dict[Kind, Path]) -> None:
         runner.start(tiny_observation(0))
         for tick in range(8):
             assert np.isfinite(runner.step(tiny_observation(tick))).all()
-            time.sleep(0.02)
+            assert not runner._busy or runner._wait_until(time.monotonic() + 30)
     assert runner.report().chunks >= 2

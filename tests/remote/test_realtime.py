@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.remote import async_runner
 from vla_accel.remote.async_runner import AsyncRunner, takes_prev_chunk
 
 HORIZON, DIM = 8, 2
@@ -253,32 +255,45 @@ def test_a_chunk_that_took_longer_than_it_lasts_is_dropped() -> None:
     stopped(loop)
 
 
-def test_step_waits_for_the_deadline_and_no_longer() -> None:
+def test_step_waits_for_the_deadline_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(Plain(), max_wait_s=0.3)
     loop.start()
     for _ in range(8):
         loop.step()
-    start = time.monotonic()
-    loop.step()
-    assert 0.28 < time.monotonic() - start < 1.0
-    assert loop.runner.report().underruns == 1
-    assert 280 < loop.runner.report().longest_step_ms < 1000
-    # What comes while it waits is used.
-    threading.Timer(0.05, loop.policy.gate.release).start()
-    loop.frame[0] = 9
-    start = time.monotonic()
-    assert tuple(loop.runner.step({"tick": loop.frame})) == (2, 9)
-    assert time.monotonic() - start < 0.28
+    now, until = 100.0, []
+    clock = types.SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
+    wait_until = loop.runner._wait_until
+
+    def wait_in_vain(end: float) -> bool:
+        nonlocal now
+        until.append(end)
+        now = end
+        return wait_until(now)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(async_runner, "time", clock)
+        patch.setattr(loop.runner, "_wait_until", wait_in_vain)
+        loop.step()
+        assert until == [pytest.approx(100.3)] and loop.runner.report().underruns == 1
+        assert loop.runner.report().longest_step_ms == pytest.approx(300)
+
+        def wait(end: float) -> bool:
+            loop.finish()
+            return wait_until(end)
+
+        # What comes while it waits is used.
+        patch.setattr(loop.runner, "_wait_until", wait)
+        assert loop.step() == (2, 9)
     stopped(loop)
 
 
-def test_step_does_not_wait_for_a_slow_policy() -> None:
+def test_step_does_not_wait_for_a_slow_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(Plain(), replan_ticks=1, max_wait_s=5.0)
     loop.start()
-    start = time.monotonic()
-    for _ in range(8):
-        loop.step()
-    assert time.monotonic() - start < 1.0
+    with monkeypatch.context() as patch:
+        patch.delattr(AsyncRunner, "_wait_until")  # whoever waits shows
+        for _ in range(8):
+            loop.step()
     stopped(loop)
 
 
@@ -406,7 +421,8 @@ def test_over_the_server_the_chunk_and_the_delay_arrive_and_no_tick_is_missed() 
             for tick in range(150):
                 action = runner.step({"tick": np.array([float(tick)])})
                 assert action[1] == tick
-                time.sleep(0.003)
+                # Each inference takes one tick, however long that is.
+                assert not runner._busy or runner._wait_until(time.monotonic() + 30)
         report = runner.report()
     assert report.underruns == 0 and report.chunks >= 5
     guided = [c for c in policy.calls if c["prev_chunk"] is not None]

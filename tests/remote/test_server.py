@@ -329,16 +329,18 @@ def test_who_comes_while_a_batch_runs_joins_the_next_one() -> None:
 
 def test_a_batch_waits_for_company_only_so_long() -> None:
     policy = EchoPolicy()
-    with background(policy, config(max_batch=2, max_wait_s=1.0)) as server:
-        with PolicyClient(server.address) as client:
-            start = time.monotonic()
-            client.infer(observation(1))
-            assert 0.95 < time.monotonic() - start < 5.0
-        start = time.monotonic()
-        with PolicyClient(server.address) as one, PolicyClient(server.address) as two, ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda c: c.infer(observation(1)), (one, two)))
-        assert time.monotonic() - start < 0.9, "a full batch does not wait"
-    assert policy.calls == [1, 2]
+    # An hour would not end: the first waits for the second, and a full batch waits for nobody.
+    with (
+        background(policy, config(max_batch=2, max_wait_s=3600.0)) as server,
+        PolicyClient(server.address) as one,
+        PolicyClient(server.address) as two,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        list(pool.map(lambda c: c.infer(observation(1)), (one, two)))
+    assert policy.calls == [2]
+    with background(policy, config(max_batch=2, max_wait_s=0.01)) as server, PolicyClient(server.address) as client:
+        client.infer(observation(1))
+    assert policy.calls == [2, 1]
 
 
 def test_one_bad_observation_of_a_batch_fails_alone() -> None:
@@ -520,11 +522,9 @@ def test_the_grace_period_ends() -> None:
         ):
             future = pool.submit(client.infer, observation(1))
             assert policy.entered.acquire(timeout=5)
-            start = time.monotonic()
             server.stop_soon()
             with pytest.raises(ServerError, match="no answer"):
                 future.result(10)
-            assert 0.15 < time.monotonic() - start < 5
     finally:
         policy.gate.set()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from tests.support.server_support import (
 )
 from vla_accel.client import PolicyClient
 from vla_accel.remote.wire import unpack_map
-from vla_accel.server import PolicyServer, ServerConfig, background
+from vla_accel.server import PolicyServer, ServerConfig, app, background
 
 LIMITS = ServerConfig(
     port=0, max_payload=300_000, message_timeout_s=0.6, handshake_timeout_s=0.6, send_timeout_s=0.6, max_clients=8
@@ -162,55 +162,80 @@ def test_a_message_in_pieces_with_pings_between_is_put_together(server: PolicySe
     client.close()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[PolicyServer]:
+    """A server that gives a message 1000 s and looks often; `pass_by` lets them go by."""
+    monkeypatch.setattr(app, "_CHECK_EVERY_S", 0.001)
+    with background(EchoPolicy(), ServerConfig(port=0, message_timeout_s=1000)) as server:
+        yield server
+
+
+def begun(server: PolicyServer) -> bool:
+    """Whether the server has part of a message."""
+    return any(client.unfinished_since is not None for client in list(server._clients))
+
+
+def pass_by(server: PolicyServer, seconds: float) -> None:
+    """Begin the unfinished messages so much earlier, and let the server look at them."""
+
+    def earlier() -> None:
+        for client in server._clients:
+            if client.unfinished_since is not None:
+                client.unfinished_since -= seconds
+
+    async def looked() -> None:
+        earlier()
+        await asyncio.sleep(0.01)  # ends after the server's own shorter ones
+
+    assert server._loop is not None
+    asyncio.run_coroutine_threadsafe(looked(), server._loop).result(30)
+
+
 @pytest.mark.parametrize("fragments", [False, True])
-def test_a_crawling_message_is_given_up(server: PolicyServer, fragments: bool) -> None:
+def test_a_crawling_message_is_given_up(patient: PolicyServer, fragments: bool) -> None:
     data = openpi_pack(observation(1))
-    client = RawClient(server.address)
-    start = time.monotonic()
+    client = RawClient(patient.address)
     if fragments:
         client.send(data[:1], fin=False)
     else:
         client.socket.sendall(frame_bytes(data)[:3])
-    client.socket.settimeout(0.05)
-    for _ in range(100):
-        # One more byte, again and again: progress, but no message.
-        try:
-            client.socket.sendall(frame_bytes(b"x", opcode=0, fin=False) if fragments else b"x")
-            code = client.close_code()
-            break
-        except TimeoutError:
-            continue
-    else:
-        raise AssertionError("it was not given up")
-    assert code == 1008
-    assert 0.5 < time.monotonic() - start < 4
+    eventually(lambda: begun(patient))
+    pass_by(patient, 600)
+    # One more byte: progress, but no message.
+    client.socket.sendall(frame_bytes(b"x", opcode=0, fin=False) if fragments else b"x")
+    assert begun(patient), "it has 400 s left"
+    pass_by(patient, 600)
+    assert client.close_code() == 1008
     client.close()
 
 
-def test_a_client_that_thinks_between_messages_is_not_given_up(server: PolicyServer) -> None:
-    with PolicyClient(server.address) as client:
+def test_a_client_that_thinks_between_messages_is_not_given_up(patient: PolicyServer) -> None:
+    with PolicyClient(patient.address) as client:
         client.infer(observation(1))
-        time.sleep(1.2)
+        assert not begun(patient), "no clock runs"
+        pass_by(patient, 2000)
         assert client.infer(observation(2))["actions"][0, 0] == 2
 
 
-def test_a_slow_message_in_time_is_read(server: PolicyServer) -> None:
+def test_a_slow_message_in_time_is_read(patient: PolicyServer) -> None:
     data = frame_bytes(openpi_pack(observation(3)))
-    client = RawClient(server.address)
+    client = RawClient(patient.address)
     for _ in range(3):  # each has a clock of its own
-        for start in range(0, len(data), len(data) // 4):
-            client.socket.sendall(data[start : start + len(data) // 4])
-            time.sleep(0.08)
+        client.socket.sendall(data[:20])
+        eventually(lambda: begun(patient))
+        pass_by(patient, 600)
+        client.socket.sendall(data[20:])
         assert unpack_map(client.frame()[1])["actions"][0, 0] == 3
     client.close()
 
 
-def test_messages_that_follow_each_other_closely_have_clocks_of_their_own(server: PolicyServer) -> None:
+def test_messages_that_follow_each_other_closely_have_clocks_of_their_own(patient: PolicyServer) -> None:
     data = frame_bytes(openpi_pack(observation(3)))
-    client = RawClient(server.address)
+    client = RawClient(patient.address)
     client.socket.sendall(data[:20])
-    for _ in range(6):  # 1.2 s, in which the server never sees the end of what it was sent
-        time.sleep(0.2)
+    for _ in range(6):  # 3600 s, in which the server never sees the end of what it was sent
+        eventually(lambda: begun(patient))
+        pass_by(patient, 600)
         client.socket.sendall(data[20:] + data[:20])
         assert unpack_map(client.frame()[1])["actions"][0, 0] == 3
     client.close()
@@ -340,10 +365,11 @@ def test_a_request_whose_client_left_is_not_run() -> None:
     assert policy.calls == [1]
 
 
-def test_frames_sent_ahead_are_answered_in_order_and_held_back() -> None:
+def test_frames_sent_ahead_are_answered_in_order_and_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_CHECK_EVERY_S", 0.001)
     policy = EchoPolicy()
     policy.gate.clear()
-    with background(policy, ServerConfig(port=0, message_timeout_s=0.5)) as server:
+    with background(policy, ServerConfig(port=0, message_timeout_s=1000)) as server:
         client = RawClient(server.address)
         client.socket.settimeout(0.5)
         sent, data = 0, b""
@@ -356,7 +382,7 @@ def test_frames_sent_ahead_are_answered_in_order_and_held_back() -> None:
         except TimeoutError:
             pass
         assert 1 < sent < 100, "the server must stop reading while the policy is busy"
-        time.sleep(0.8)  # its unfinished frame waits for the server: that is no crawling
+        pass_by(server, 2000)  # its unfinished frame waits for the server: that is no crawling
         assert metric(server.address, "vla_accel_clients") == 1
         policy.gate.set()
         client.socket.settimeout(10)
@@ -365,17 +391,20 @@ def test_frames_sent_ahead_are_answered_in_order_and_held_back() -> None:
         client.close()
 
 
-def test_the_clock_of_a_message_stands_while_the_server_is_busy() -> None:
+def test_the_clock_of_a_message_stands_while_the_server_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_CHECK_EVERY_S", 0.001)
     policy = EchoPolicy()
     policy.gate.clear()
-    with background(policy, ServerConfig(port=0, message_timeout_s=0.6)) as server:
+    with background(policy, ServerConfig(port=0, message_timeout_s=1000)) as server:
         client = RawClient(server.address)
         second = frame_bytes(openpi_pack(observation(2)))
         client.socket.sendall(frame_bytes(openpi_pack(observation(1))) + second[:20])
-        time.sleep(0.9)
+        assert policy.entered.acquire(timeout=30)
+        eventually(lambda: begun(server))
+        pass_by(server, 900)
         policy.gate.set()
         assert unpack_map(client.frame()[1])["actions"][0, 0] == 1
-        time.sleep(0.35)
+        pass_by(server, 900)
         client.socket.sendall(second[20:])
         assert unpack_map(client.frame()[1])["actions"][0, 0] == 2
         client.close()
