@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ import torch
 from vla_accel.machine import hardware, software
 
 SCHEMA = "vla_accel.breakdown/1"
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -119,3 +121,29 @@ def breakdown(
         "components": components,
         "hz": 1e3 / total if total else 0.0,
     }
+
+
+def in_turns(
+    systems: Mapping[str, Callable[[Given], Result]],
+    prepare: Callable[[], Given],
+    *,
+    calls: int,
+    turn: int = 1,
+    settle: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[str, float, Result]]:
+    """Time several systems: (name, wall-clock milliseconds, result) of `calls` calls of each, `turn` at a time.
+
+    They take turns, in an order that turns as well, so that drift of clocks and heat hits all alike. `prepare`: makes
+    what a call gets, before the clock starts; `settle`: waits for the device, before and after.
+    """
+    names = list(systems)
+    for number, done in enumerate(range(0, calls, turn)):
+        first = number % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            for _ in range(min(turn, calls - done)):
+                given = prepare()
+                settle()
+                began = time.perf_counter()
+                result = systems[name](given)
+                settle()
+                yield name, (time.perf_counter() - began) * 1e3, result

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import types
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import vla_accel
 from vla_accel import latency
-from vla_accel.latency import LatencyLog, Sample, Stopwatch, breakdown, summarise
+from vla_accel.latency import LatencyLog, Sample, Stopwatch, breakdown, in_turns, summarise
 from vla_accel.machine import commit, hardware, software
 
 CPU = torch.device("cpu")
@@ -109,3 +110,23 @@ def test_the_stopwatch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = watch.finish()
     assert list(sample.sections) == ["a", "b"]
     assert sample.sections == pytest.approx({"a": 45, "b": 10}) and sample.total_ms == pytest.approx(60)
+
+
+def test_systems_take_turns_and_the_order_turns() -> None:
+    given = iter(range(100))
+    seen: list[tuple[str, int]] = []
+
+    def system(name: str) -> Callable[[int], int]:
+        return lambda value: seen.append((name, value)) or -value
+
+    settled: list[int] = []
+    rows = list(
+        in_turns(
+            {n: system(n) for n in "ab"}, lambda: next(given), calls=5, turn=2, settle=lambda: settled.append(len(seen))
+        )
+    )
+    assert [name for name, _, _ in rows] == [*"aabb", *"bbaa", *"ab"], "two at a time, then the one that is left"
+    assert [value for _, value in seen] == list(range(10)), "each call gets something of its own"
+    assert [result for _, _, result in rows] == [-value for _, value in seen] and all(ms >= 0 for _, ms, _ in rows)
+    assert settled == [n for i in range(10) for n in (i, i + 1)], "before and after every call"
+    assert list(in_turns({}, lambda: 0, calls=3)) == []

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CORE = {"errors", "files"}
-# What each part of vla_accel may import of vla_accel, besides itself, `errors` and `files`.
+CORE = {"errors", "files", "numeric"}
+# What each part of vla_accel may import of vla_accel, besides itself and `CORE`.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
+    "numeric": set(),
     "config": set(),
     "fp8": set(),
     "component": {"config", "fp8"},
@@ -59,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         "remote",
         "transforms",
     },
-    "measure": {"checkpoints", "config", "fp8", "machine", "models", "ops", "policy"},
+    "measure": {"checkpoints", "config", "fp8", "latency", "machine", "models", "ops", "policy"},
     "diffusion": {"component", "components", "config", "engines", "latency", "ledger", "models", "native", "ops"},
     "cli": {
         "checkpoints",

@@ -117,9 +117,7 @@ def test_a_dimension_that_cannot_be_dynamic_is_refused(tmp_path: Path) -> None:
 def test_a_missing_package_is_named(tmp_path: Path, package: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     component = layer()
-    with pytest.raises(
-        DependencyError, match=rf"needs the package {package} .*pip install 'vla_accel\[tensorrt-rtx\]'"
-    ):
+    with pytest.raises(DependencyError, match=rf"needs the package {package} .*pip install 'vla_accel\[onnx\]'"):
         export(component, component.module, tmp_path)
 
 

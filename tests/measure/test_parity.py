@@ -13,7 +13,8 @@ import torch
 from vla_accel import cli
 from vla_accel.config import EngineSpec
 from vla_accel.ledger import Ledger
-from vla_accel.measure.parity import compare, cosine
+from vla_accel.measure.parity import compare
+from vla_accel.numeric import cosine
 
 
 class Stub:

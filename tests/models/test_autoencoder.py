@@ -20,8 +20,9 @@ from vla_accel.models.autoencoder import (  # noqa: E402
     autoencoder_kind,
     split_autoencoder,
 )
+from vla_accel.native import autoencoder as native_autoencoder  # noqa: E402
 from vla_accel.native.autoencoder import CompiledHalf, NativeHalf, QuickestHalf  # noqa: E402
-from vla_accel.ops import image as image_ops  # noqa: E402
+from vla_accel.ops.autotune import Fastest  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -154,16 +155,16 @@ def test_the_quickest_program_is_measured_once_a_size(vae: Any, monkeypatch: pyt
 
     measured = 0
 
-    def fastest(ways: dict[str, Any], repeats: int = 5) -> tuple[str, dict[str, float]]:
+    def fastest(ways: dict[str, Any], device: torch.device, repeats: int) -> Fastest:
         nonlocal measured
         measured += 1
         for run in ways.values():
             run()
-        return "compiled", {"fused": 2.0, "compiled": 1.0}
+        return Fastest("compiled", {"fused": 2.0, "compiled": 1.0}, {"third": "too large"})
 
     fused, compiled = NativeHalf(encoder), CompiledHalf(copy.deepcopy(encoder), backend="eager")
     fused({"x": image}, {"y": torch.empty(2, 8, *image.shape[2:-2], 6, 10)})
-    monkeypatch.setattr(image_ops, "fastest", fastest)
+    monkeypatch.setattr(native_autoencoder, "fastest", fastest)
     quickest = QuickestHalf({"fused": Noted("fused", fused), "compiled": Noted("compiled", compiled)})
     with torch.inference_mode():
         want = encoder(image)
@@ -173,7 +174,8 @@ def test_the_quickest_program_is_measured_once_a_size(vae: Any, monkeypatch: pyt
         assert relative(out, want) < 1e-5
     assert measured == 1 and calls == ["fused", "compiled", "compiled", "compiled"]
     assert quickest.detail == (
-        "compiled (fused 2.00 ms, compiled 1.00 ms): torch.compile (eager) of the channels-last form"
+        "compiled (fused 2.00 ms, compiled 1.00 ms, third out: too large): "
+        "torch.compile (eager) of the channels-last form"
     )
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from vla_accel.cli.common import (
-    DTYPES,
     PARITY_COLUMNS,
     BenchOptions,
     finish,
@@ -31,6 +30,7 @@ from vla_accel.diffusion.qwen import LAYERS, Transformer, accelerate, random_qwe
 from vla_accel.errors import EngineError
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
+from vla_accel.numeric import DTYPES
 
 COSINE = 0.999
 

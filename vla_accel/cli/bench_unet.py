@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vla_accel.cli.common import (
-    DTYPES,
     PARITY_COLUMNS,
     BenchOptions,
     Dtype,
@@ -45,6 +44,7 @@ from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, load_p
 from vla_accel.machine import resolve_device
 from vla_accel.models.autoencoder import SCALE
 from vla_accel.models.unet import TEXT_TOKENS
+from vla_accel.numeric import DTYPES
 
 System = Literal["eager-fp32", "eager", "compile", "compile-graphs", "native", "tensorrt", "tensorrt_rtx"]
 COSINE = 0.9995

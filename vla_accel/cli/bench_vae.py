@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from vla_accel.cli.common import (
-    DTYPES,
     PARITY_COLUMNS,
     BenchOptions,
     finish,
@@ -32,6 +31,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.models.autoencoder import SCALE, split_autoencoder
+from vla_accel.numeric import DTYPES
 
 System = Literal["eager", "compile", "native", "native-fp16", "native-measured", "inductor", "tensorrt", "tensorrt_rtx"]
 MSE, COSINE = 1e-3, 0.9995

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from vla_accel.cli.build_vae import describe, pick_targets, print_files
-from vla_accel.cli.common import DTYPES, Dtype, parse
+from vla_accel.cli.common import Dtype, parse
 from vla_accel.cli.generate import RANDOM
 from vla_accel.components.unet import unet_component
 from vla_accel.config import TensorrtOptions
@@ -27,6 +27,7 @@ from vla_accel.engines.onnx import OnnxFile
 from vla_accel.engines.tensorrt_library import LibraryName, load_library
 from vla_accel.errors import ConfigError
 from vla_accel.models.unet import Unet
+from vla_accel.numeric import DTYPES
 
 
 @dataclass(frozen=True)

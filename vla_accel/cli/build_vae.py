@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from vla_accel.cli.common import DTYPES, Dtype, parse, print_table
+from vla_accel.cli.common import Dtype, parse, print_table
 from vla_accel.components.vae import (
     PROFILES,
     SMALLEST,
@@ -38,6 +38,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 from vla_accel.machine import resolve_device
 from vla_accel.models.autoencoder import Half, split_autoencoder
+from vla_accel.numeric import DTYPES
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 T = TypeVar("T")
 
 

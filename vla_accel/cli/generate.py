@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from vla_accel import machine
-from vla_accel.cli.common import DTYPES, Dtype, print_table, write_json
+from vla_accel.cli.common import Dtype, print_table, write_json
 from vla_accel.config import EngineName, EngineSpec
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import diffusers_module, random_stable_diffusion
 from vla_accel.diffusion.picture import load_image, save_png
 from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, make_scheduler
 from vla_accel.errors import ConfigError
+from vla_accel.numeric import DTYPES
 
 RANDOM = {"random": False, "tiny-random": True}
 """Instead of a folder: version 1.4's configuration, or a tiny one, with random weights."""

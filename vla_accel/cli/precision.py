@@ -23,7 +23,6 @@ from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import CONFIGS, diffusers_module, filled, load_model
 from vla_accel.errors import ConfigError
 from vla_accel.measure.precision import (
-    DTYPES,
     Narrow,
     PrecisionPolicy,
     apply_policy,
@@ -34,6 +33,7 @@ from vla_accel.measure.precision import (
     ranges,
 )
 from vla_accel.models.autoencoder import SCALE
+from vla_accel.numeric import DTYPES
 
 TEXT_ENCODERS = {"qwen-text-encoder": 28, "tiny-qwen-text-encoder": 2}
 """Qwen-Image(-Edit)'s text encoder, Qwen2.5-VL's language model of 7 billion weights, by its number of layers."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.models.pi0 import Pi0
+from vla_accel.numeric import round_up
 
 MOST_VIEWS = 4
 """Views that one engine with dynamic shapes serves, at least."""
@@ -21,7 +22,7 @@ def longest_prompt(model: Pi0, length: int = 0) -> int:
 
 def padded_prompt(tokens: int) -> int:
     """Prompt tokens of the bucket that a prompt of `tokens` is padded to."""
-    return -(-tokens // PROMPT_BUCKET) * PROMPT_BUCKET
+    return round_up(tokens, PROMPT_BUCKET)
 
 
 def real_tokens(lengths: Tensor, total: int) -> Tensor:

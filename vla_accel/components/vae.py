@@ -17,6 +17,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError
 from vla_accel.models.autoencoder import SCALE, Half
 from vla_accel.native.autoencoder import NativeHalf
+from vla_accel.numeric import round_up
 
 MULTIPLE = 16
 """Of pixels a side: 8 for the latent, 2 for the transformer's patches."""
@@ -49,7 +50,7 @@ RATIOS: dict[str, Size] = {
 
 def padded_size(size: Size) -> Size:
     """The smallest size that an engine takes and that holds `size`. Raises ConfigError above the largest."""
-    height, width = (max(SMALLEST, -(-n // MULTIPLE) * MULTIPLE) for n in size)
+    height, width = (max(SMALLEST, round_up(n, MULTIPLE)) for n in size)
     if min(size) < 1 or max(height, width) > LARGEST:
         raise ConfigError(f"image size: expected {SMALLEST} to {LARGEST} pixels a side, got {_text(size)}")
     return height, width

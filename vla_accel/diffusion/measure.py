@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vla_accel import latency
+from vla_accel.numeric import cosine
+
 _log = logging.getLogger("vla_accel.bench")
 
 
@@ -86,29 +89,22 @@ def parity(result: Tensor, reference: Tensor) -> Parity:
     a, b = result.detach().double().flatten().cpu(), reference.detach().double().flatten().cpu()
     error = a - b
     mse = float(error.square().mean())
-    norm = float(a.norm() * b.norm())
     span = float(b.max() - b.min())
     psnr = math.inf if mse == 0 else 10 * math.log10(span**2 / mse) if span and math.isfinite(mse) else math.nan
-    cosine = float(a @ b) / norm if norm else float(torch.equal(a, b))
-    return Parity(mse, cosine, float(error.abs().max()), psnr)
+    return Parity(mse, cosine(a.numpy(), b.numpy()), float(error.abs().max()), psnr)
 
 
 def in_turns(
     systems: Mapping[str, Callable[[], object]], *, rounds: int, device: torch.device, warm_up: int = 2
 ) -> dict[str, Timing]:
-    """Time every system once a round, in an order that turns, so that drift of clocks and heat hits all alike."""
-    names = list(systems)
-    for name in names:
+    """Time every system once a round (`latency.in_turns`)."""
+    for run in systems.values():
         for _ in range(warm_up):
-            systems[name]()
-    taken: dict[str, list[float]] = {n: [] for n in names}
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            synchronise(device)
-            began = time.perf_counter()
-            systems[name]()
-            synchronise(device)
-            taken[name].append((time.perf_counter() - began) * 1e3)
+            run()
+    taken: dict[str, list[float]] = {n: [] for n in systems}
+    ready = {name: lambda _, run=run: run() for name, run in systems.items()}
+    for name, ms, _ in latency.in_turns(ready, lambda: None, calls=rounds, settle=lambda: synchronise(device)):
+        taken[name].append(ms)
     return {n: Timing(float(np.median(t)), float(np.mean(t)), float(np.min(t)), len(t)) for n, t in taken.items()}
 
 

@@ -23,8 +23,8 @@ from vla_accel.diffusion.stage import Stage, require_finite
 from vla_accel.errors import EngineError
 from vla_accel.ledger import Ledger
 from vla_accel.models.autoencoder import SCALE, Half, split_autoencoder
-from vla_accel.native import DTYPES
 from vla_accel.native.autoencoder import CompiledHalf, NativeHalf, QuickestHalf
+from vla_accel.numeric import DTYPES
 
 
 class Runnable(Protocol):

@@ -28,6 +28,7 @@ from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EnginePrecision
 from vla_accel.errors import DependencyError, EngineError
 from vla_accel.fp8 import E4M3
+from vla_accel.numeric import DTYPES, cosine
 
 OPSET = 20
 """The oldest with Gelu; later ones add nothing that is needed here."""
@@ -60,10 +61,9 @@ def module_at(component: Component, precision: EnginePrecision) -> nn.Module:
 
     Raises EngineError for a precision that the component does not come in.
     """
-    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if precision in component.variants:
         return component.variants[precision]()
-    if precision == "auto" or names.get(precision) == component.outputs[0].dtype:
+    if precision == "auto" or DTYPES.get(precision) == component.outputs[0].dtype:
         return component.module
     have = ", ".join(("auto", *component.variants))
     raise EngineError(f"{component.name}: precision {precision} was asked for; this component comes in {have}")
@@ -188,24 +188,22 @@ def compare(component: Component, module: nn.Module, path: Path, least: float = 
             results = session.run(None, {n: v for n, v in feeds.items() if n in known})
             for spec, want, got in zip(component.outputs, expected, results, strict=True):
                 name = f"{component.name}.{spec.name}"
-                worst = min(worst, _cosine(name, want.cpu().numpy(), np.asarray(got), least))
+                worst = min(worst, _checked(name, want.cpu().numpy(), np.asarray(got), least))
     return worst
 
 
-def _cosine(name: str, want: np.ndarray, got: np.ndarray, least: float) -> float:
+def _checked(name: str, want: np.ndarray, got: np.ndarray, least: float) -> float:
     if want.shape != got.shape:
         raise EngineError(f"{name}: the ONNX graph gives shape {got.shape}, the module {want.shape}")
-    a, b = want.astype(np.float64).ravel(), got.astype(np.float64).ravel()
-    for values, who in ((a, "the module"), (b, "the ONNX graph")):
+    for values, who in ((want, "the module"), (got, "the ONNX graph")):
         if not np.isfinite(values).all():
             raise EngineError(f"{name}: {who} gives {int((~np.isfinite(values)).sum())} non-finite values")
-    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
-    cosine = float(a @ b) / scale if scale else float(np.array_equal(a, b))
-    if cosine < least:
+    similarity = cosine(want, got)
+    if similarity < least:
         raise EngineError(
-            f"{name}: the ONNX graph differs from the module: cosine {cosine:.6f}, expected at least {least}"
+            f"{name}: the ONNX graph differs from the module: cosine {similarity:.6f}, expected at least {least}"
         )
-    return cosine
+    return similarity
 
 
 def _in_float32(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -294,8 +292,7 @@ def _need(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise DependencyError(
-            f"ONNX export needs the package {package} ({error}); install it: pip install 'vla_accel[tensorrt-rtx]' "
-            "(or [tensorrt])"
+            f"ONNX export needs the package {package} ({error}); install it: pip install 'vla_accel[onnx]'"
         ) from error
 
 

@@ -30,6 +30,7 @@ from vla_accel.engines.tensorrt_library import (
 from vla_accel.engines.tensorrt_plan import cache_of, content_key, obtain
 from vla_accel.engines.tensorrt_session import Session, shared_engine
 from vla_accel.errors import EngineError
+from vla_accel.numeric import cosine
 
 SIMILARITY = 0.99
 """Least cosine of an engine's first output with the eager module: far below any rounding, far above any mistake."""
@@ -60,7 +61,7 @@ class TensorrtEngine(Engine):
         self.session = Session(library, engine, obtained.profiles, body, device)
         self.capturable = self.session.capturable
         if spec.tensorrt.verify:
-            self._check_first_run()
+            check_first_run(self)
 
     def bind(self, name: str, source: Tensor) -> None:
         """As `Engine.bind`; the source must be contiguous, because the engine gets only its address."""
@@ -94,18 +95,6 @@ class TensorrtEngine(Engine):
         points = [self.inputs[self.loop.start], *places, self.outputs[self.loop.end]]
         return list(itertools.pairwise(points))
 
-    def _check_first_run(self) -> None:
-        """Run once on the examples and compare with the module. Synchronises: this is loading, not running."""
-        values = onnx.examples(self.component, lambda s: s.shape)
-        for spec, value in zip(self.component.inputs, values, strict=True):
-            self.write(spec.name, value.to(self.device))
-        self.run()
-        with torch.inference_mode():
-            expected = self.component.module(*(self.inputs[s.name] for s in self.component.inputs))
-        expected = expected if isinstance(expected, tuple) else (expected,)
-        for spec, want in zip(self.component.outputs, expected, strict=True):
-            check_output(f"{self.component.name}.{spec.name}", self.outputs[spec.name], want)
-
 
 class TensorrtRtxEngine(TensorrtEngine):
     """ONNX → TensorRT-RTX: plans built ahead of time, compiled for the GPU when first run."""
@@ -138,6 +127,19 @@ def refuse_if_not_runnable(name: LibraryName, capability: Capability, built: Seq
     )
 
 
+def check_first_run(engine: Engine) -> None:
+    """Run an engine once on examples and compare with its module. Synchronises: this is loading, not running."""
+    component = engine.component
+    for spec, value in zip(component.inputs, onnx.examples(component, lambda s: s.shape), strict=True):
+        engine.write(spec.name, value.to(engine.device))
+    engine.run()
+    with torch.inference_mode():
+        expected = component.module(*(engine.inputs[s.name] for s in component.inputs))
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for spec, want in zip(component.outputs, expected, strict=True):
+        check_output(f"{component.name}.{spec.name}", engine.outputs[spec.name], want)
+
+
 def check_output(name: str, got: Tensor, want: Tensor) -> None:
     """Raise EngineError unless an engine's output is finite and agrees with the module's."""
     a, b = got.detach().float().cpu().flatten().numpy(), want.detach().float().cpu().flatten().numpy()
@@ -146,7 +148,6 @@ def check_output(name: str, got: Tensor, want: Tensor) -> None:
         raise EngineError(
             f"{name}: the engine gave {bad} non-finite values of {a.size}; FP16 overflows at 65504, try precision auto"
         )
-    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
-    cosine = float(a @ b) / scale if scale else float(np.array_equal(a, b))
-    if cosine < SIMILARITY:
-        raise EngineError(f"{name}: the engine differs from the module: cosine {cosine:.4f}, expected {SIMILARITY}")
+    similarity = cosine(a, b)
+    if similarity < SIMILARITY:
+        raise EngineError(f"{name}: the engine differs from the module: cosine {similarity:.4f}, expected {SIMILARITY}")

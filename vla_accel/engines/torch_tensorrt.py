@@ -22,7 +22,7 @@ from vla_accel.component import Component, Island, TensorSpec
 from vla_accel.config import EngineSpec
 from vla_accel.engines import cache, onnx, tensorrt_library
 from vla_accel.engines.base import Engine
-from vla_accel.engines.tensorrt import check_output, refuse_if_not_runnable
+from vla_accel.engines.tensorrt import check_first_run, refuse_if_not_runnable
 from vla_accel.engines.tensorrt_library import load_library, major_minor
 from vla_accel.engines.tensorrt_plan import Obtained, cache_of, content_key, manifest
 from vla_accel.engines.tensorrt_session import Session, shared_engine
@@ -239,7 +239,7 @@ class TorchTensorrtEngine(Engine):
         self._allocate()
         self.capturable = True
         if spec.tensorrt.verify:
-            self._check_first_run()
+            check_first_run(self)
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -248,17 +248,6 @@ class TorchTensorrtEngine(Engine):
             self.component.outputs, results if isinstance(results, tuple) else (results,), strict=True
         ):
             self.outputs[spec.name].copy_(result)
-
-    def _check_first_run(self) -> None:
-        for spec, value in zip(self.component.inputs, onnx.examples(self.component, lambda s: s.shape), strict=True):
-            self.write(spec.name, value.to(self.device))
-        self.run()
-        with torch.inference_mode():
-            expected = self.component.module(*(self.inputs[s.name] for s in self.component.inputs))
-        for spec, want in zip(
-            self.component.outputs, expected if isinstance(expected, tuple) else (expected,), strict=True
-        ):
-            check_output(f"{self.component.name}.{spec.name}", self.outputs[spec.name], want)
 
 
 def _renamed(body: Component, engine: Any, trt: Any) -> Component:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from vla_accel.latency import in_turns
+
 SCHEMA = "vla_accel.bench/1"
 
 
@@ -53,21 +55,15 @@ def run(
         system.first_call_s = system.first_call_s or time.perf_counter() - start
         for _ in range(warmup - 1):
             system.infer(observe(rng))
-    done = 0
-    while done < calls:
-        count = min(turn, calls - done)
-        for system in systems:
-            kept = samples[system.name]
-            for _ in range(count):
-                observation = observe(rng)
-                start = time.perf_counter()
-                result = system.infer(observation)
-                kept.total_ms.append((time.perf_counter() - start) * 1e3)
-                for part, value in result.get("policy_timing", {}).items():
-                    if part not in ("infer_ms", "total_ms"):
-                        kept.parts_ms.setdefault(part.removesuffix("_ms"), []).append(value)
-        done += count
-        progress(f"{done}/{calls} calls of each")
+    infer = {system.name: system.infer for system in systems}
+    for done, (name, ms, result) in enumerate(in_turns(infer, lambda: observe(rng), calls=calls, turn=turn), 1):
+        kept = samples[name]
+        kept.total_ms.append(ms)
+        for part, value in result.get("policy_timing", {}).items():
+            if part not in ("infer_ms", "total_ms"):
+                kept.parts_ms.setdefault(part.removesuffix("_ms"), []).append(value)
+        if done % (turn * len(systems)) == 0 or done == calls * len(systems):
+            progress(f"{done // len(systems)}/{calls} calls of each")
     return [_row(system, samples[system.name]) for system in systems]
 
 

@@ -15,6 +15,7 @@ import torch
 
 from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.config import EngineSpec, PolicyConfig
+from vla_accel.numeric import cosine
 from vla_accel.policy import OptimizedPolicy
 
 SCHEMA = "vla_accel.parity/1"
@@ -57,12 +58,6 @@ class Agreement:
         error = np.abs(got - want)
         rows = [cosine(a, b) for a, b in zip(got, want, strict=True)]
         return cls(cosine(got, want), float(np.median(rows)), min(rows), float(error.max()), float(error.mean()))
-
-
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Cosine of two arrays as vectors; 1 for two zeros."""
-    size = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(np.vdot(a, b)) / size if size else float(not (a.any() or b.any()))
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.numeric import DTYPES
 from vla_accel.ops.gpu import Gpu
 
 Narrow = Literal["bf16", "fp16"]
-DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEADROOM = 0.5
 """A module whose largest value is above this share of a dtype's range is reported as close to overflow."""
 

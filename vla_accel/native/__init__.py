@@ -3,9 +3,3 @@
 A family's programs and the weights they share are its `NativeStore` (`native.pi0`); image models have theirs. Knows the
 models' weights, not how programs are run; the same programs run the ops' torch references where there is no GPU.
 """
-
-from __future__ import annotations
-
-import torch
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -18,6 +18,7 @@ from vla_accel.component import Program
 from vla_accel.errors import EngineError
 from vla_accel.models.autoencoder import ChannelRms, Downsample, Half, Norm, ResBlock, SpatialAttention, Upsample
 from vla_accel.ops import image as ops
+from vla_accel.ops.autotune import fastest
 from vla_accel.ops.sums import Sum
 
 _MULTIPLE = 8
@@ -130,10 +131,11 @@ class QuickestHalf:
             if source.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise EngineError("native autoencoder: run once at this size before the graph is captured")
             ways = {n: lambda p=p: p(inputs, outputs) for n, p in self.programs.items()}
-            name, times = ops.fastest(ways, repeats=3)
-            self.chosen[size] = name
-            taken = ", ".join(f"{n} {ms:.2f} ms" for n, ms in times.items()) or "not measured"
-            self.detail = f"{name} ({taken}): {self.programs[name].detail}"
+            found = fastest(ways, source.device, repeats=3)
+            self.chosen[size] = found.way
+            taken = [f"{n} {ms:.2f} ms" for n, ms in found.times.items()] or ["not measured"]
+            taken += [f"{n} out: {reason}" for n, reason in found.out.items()]
+            self.detail = f"{found.way} ({', '.join(taken)}): {self.programs[found.way].detail}"
         self.programs[self.chosen[size]](inputs, outputs)
 
 
@@ -184,7 +186,7 @@ class _Attention:
             if q.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise EngineError("native autoencoder: run once at this size before the graph is captured")
             ways = {w: lambda w=w: ops.attend(q, k, v, how=w) for w in (*ops.SCORES, *ops.FLASH, "sdpa")}
-            self.choices[name] = ops.fastest(ways, repeats=3)[0]
+            self.choices[name] = fastest(ways, q.device, repeats=3).way
         out = F.linear(ops.attend(q, k, v, how=self.choices[name]), self.proj)
         return Sum(out.view(y.shape), y, self.shift)
 

@@ -10,16 +10,12 @@ from torch import Tensor, nn
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import NO_SCALES, Products, Scales
 from vla_accel.models.gemma import RmsNorm
+from vla_accel.numeric import DTYPES
 
 
 def compute_dtype(precision: str) -> torch.dtype:
     """What everything but the FP8 products themselves is stored in."""
-    return {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
-
-
-def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple that is not below `size`."""
-    return -(-size // multiple) * multiple
+    return DTYPES.get(precision, torch.bfloat16)
 
 
 def fold_norm(linear: nn.Linear, norm: nn.LayerNorm | RmsNorm) -> tuple[Tensor, Tensor | None]:

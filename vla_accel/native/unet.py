@@ -24,6 +24,7 @@ from vla_accel.errors import EngineError
 from vla_accel.models.unet import Unet
 from vla_accel.native.autoencoder import laid_out, padded
 from vla_accel.ops import image as ops
+from vla_accel.ops.autotune import fastest
 from vla_accel.ops.sums import GroupNorm, Sum
 
 TRAIN_TIMESTEPS = 1000
@@ -176,7 +177,7 @@ class NativeUnet:
         if key not in self.choices:
             if like.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise EngineError("native unet: run once at this size before the graph is captured")
-            self.choices[key] = ops.fastest(ways)[0]
+            self.choices[key] = fastest(ways, like.device).way
         return self.choices[key]
 
 

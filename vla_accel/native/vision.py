@@ -17,7 +17,8 @@ from vla_accel.fp8 import E4M3, Scales
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.siglip import SiglipLayer
-from vla_accel.native.fold import amax_of, compute_dtype, fold_norm, round_up
+from vla_accel.native.fold import amax_of, compute_dtype, fold_norm
+from vla_accel.numeric import round_up
 from vla_accel.ops import folded
 from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.folded import with_sums

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +20,15 @@ from torch.nn import functional as F
 from vla_accel.errors import DependencyError, EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.ops import reference
+from vla_accel.ops.autotune import fastest
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.rows import store
 
 WAYS = ("own", "sdpa", "flash_attn")
 HALVES = (torch.bfloat16, torch.float16)
-CALLS, ROUNDS = 20, 5  # of a measurement: the best round of so many calls
+CALLS = 20
+"""Calls in a row that are measured together."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +104,21 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
         return Choice(asked, f"attention {asked}")
     if asked != "fastest":
         raise EngineError(f"attention: expected {', '.join(WAYS)} or fastest, got {asked!r}")
-    times: dict[str, float] = {}
-    found: list[str] = []
+    ways: dict[str, Callable[[], None]] = {}
+    out: dict[str, str] = {}
     for way in WAYS:
         if way == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-            found.append("flash_attn not installed")
+            out[way] = "not installed"
             continue
         try:
-            times[way] = _time(_trial(way, sizes, device), device)
-            found.append(f"{way} {times[way]:.1f} µs")
-        except EngineError as error:
+            ways[way] = _trial(way, sizes, device)
+        except (DependencyError, EngineError) as error:
             # A candidate that cannot run is out of the race, and the ledger says why.
-            found.append(f"{way} out: {error}")
-    best = min(times, key=lambda way: times[way])
-    return Choice(best, f"attention {best}, the fastest ({'; '.join(found)})")
+            out[way] = str(error)
+    found = fastest(ways, device, repeats=CALLS)
+    said = [f"{way} {ms * 1e3:.1f} µs" for way, ms in found.times.items()] or ["nothing is measured on a CPU"]
+    said += [f"{way} out: {reason}" for way, reason in {**out, **found.out}.items()]
+    return Choice(found.way, f"attention {found.way}, the fastest ({'; '.join(said)})")
 
 
 def kernel_name(sizes: Sizes, device: torch.device) -> str:
@@ -222,29 +224,3 @@ def _trial(way: str, sizes: Sizes, device: torch.device) -> Callable[[], None]:
             raise
         raise EngineError(f"attention {way}: it cannot run {sizes} ({str(error).splitlines()[0]})") from error
     return call
-
-
-def _time(call: Callable[[], None], device: torch.device) -> float:
-    """Microseconds of a call: on a GPU within a graph, so that only the device's time counts."""
-    with torch.inference_mode():
-        if device.type != "cuda":
-            rounds = []
-            for _ in range(ROUNDS):
-                began = time.perf_counter()
-                call()
-                rounds.append((time.perf_counter() - began) * 1e6)
-            return min(rounds)
-        with torch.cuda.device(device):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(CALLS):
-                    call()
-            rounds = []
-            for _ in range(ROUNDS + 1):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                rounds.append(start.elapsed_time(end) * 1e3 / CALLS)
-            return min(rounds[1:])

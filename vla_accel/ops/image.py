@@ -7,10 +7,6 @@ but by the next norm, which reads the result anyway: a `Sum` is such a value, no
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-from collections.abc import Callable, Mapping
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -166,58 +162,6 @@ def _product_f32(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a, b).float() if a.dtype in (torch.float16, torch.bfloat16) else torch.bmm(a, b)
-
-
-def fastest(candidates: Mapping[str, Callable[[], object]], repeats: int = 5) -> tuple[str, dict[str, float]]:
-    """The quickest of some ways to compute the same thing, measured now, and every way's milliseconds.
-
-    One that cannot run here (an unsupported shape or too little memory) is left out; none at all is an error. On a
-    CPU, where these choices do not matter, and while a graph is captured, the first is taken unmeasured.
-    """
-    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
-        return next(iter(candidates)), {}
-    times: dict[str, float] = {}
-    problems: list[str] = []
-    for name, run in candidates.items():
-        try:
-            times[name] = _time(run, repeats)
-        except (RuntimeError, NotImplementedError, *_unfit()) as error:
-            problems.append(f"{name}: {str(error).splitlines()[0]}")
-            continue
-    if not times:
-        raise RuntimeError(f"no way to compute this runs here ({'; '.join(problems)})")
-    return min(times, key=lambda n: times[n]), times
-
-
-def _unfit() -> tuple[type[Exception], ...]:
-    # Triton's word for a kernel that needs more registers or shared memory than this GPU has.
-    if importlib.util.find_spec("triton") is None:
-        return ()
-    from triton.runtime.errors import OutOfResources
-
-    return (OutOfResources,)
-
-
-def _time(run: Callable[[], object], repeats: int) -> float:
-    # Through a graph, as it will run: small kernels would otherwise be judged by how fast the CPU launches them.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(repeats):
-                run()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        graph.replay()
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    return min(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / repeats
 
 
 def _on_kernels(x: Tensor) -> bool:

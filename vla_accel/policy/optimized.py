@@ -26,6 +26,7 @@ from vla_accel.errors import CheckpointError, EngineError, ObservationError
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.models.family import Shape, Store
+from vla_accel.numeric import DTYPES
 from vla_accel.policy import agreement
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.remote.async_runner import AsyncRunner
@@ -357,4 +358,4 @@ def resolve_precision(config: PolicyConfig, device: torch.device) -> torch.dtype
     """The dtype of the large products: "auto" is BF16 on a GPU, FP32 on a CPU."""
     if config.precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.precision]
+    return DTYPES[config.precision]

@@ -26,6 +26,7 @@ from vla_accel.fp8 import Scales
 from vla_accel.ledger import Ledger
 from vla_accel.models.family import Family, Rows, Shape, Store
 from vla_accel.models.network import Network
+from vla_accel.numeric import round_up
 from vla_accel.ops.cuda.runtime import on, synchronize
 
 _log = logging.getLogger("vla_accel")
@@ -108,7 +109,7 @@ class Pipeline:
             for name, like in engine.inputs.items():
                 if name != NOISE and name not in made and name not in places:
                     places[name] = like, end
-                    end += -(-like.nbytes // _ALIGNMENT) * _ALIGNMENT
+                    end += round_up(like.nbytes, _ALIGNMENT)
             made |= engine.outputs
         self._given = torch.zeros(end, dtype=torch.uint8, device=self.device)
         self._staged = self._beside(self._given)

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vla_accel.numeric import round_up
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.wgmma import wgmma
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.rounding import round_up
 
 ARCHITECTURE = "sm_90a"
 LOG2E = 1.4426950408889634

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from vla_accel.errors import EngineError
+from vla_accel.numeric import round_up
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise.packing import Packed, splits_well
 from vla_accel.ops.cuda.denoise.schedule import KEYS, RANKS, THREADS, Schedule
 from vla_accel.ops.cuda.denoise.sizes import Sizes
 from vla_accel.ops.cuda.denoise.tables import StepTables
 from vla_accel.ops.gpu import PORTABLE_CLUSTER, Gpu
-from vla_accel.ops.rounding import round_up
 from vla_accel.ops.rows import rope_tables
 
 ARCHITECTURE = "sm_90a"

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from vla_accel.errors import EngineError
+from vla_accel.numeric import round_up
 from vla_accel.ops.cuda.gemm.table import planned
 from vla_accel.ops.cuda.gemm.tiling import Tiling
 from vla_accel.ops.cuda.runtime import check_driver, driver, source_of
 from vla_accel.ops.cuda.wgmma import wgmma
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.reference import MOMENTS_OF
-from vla_accel.ops.rounding import round_up
 
 ARCHITECTURE = "sm_90a"
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}

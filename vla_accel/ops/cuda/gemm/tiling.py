@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vla_accel.ops.rounding import round_up
+from vla_accel.numeric import round_up
 
 SHARED_LIMIT, SHARED_MULTIPROCESSOR = 232_448, 233_472
 """Shared memory of a block at most, and of a multiprocessor, in bytes: Hopper's, for which the kernel is made."""

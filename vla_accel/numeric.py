@@ -1,0 +1,21 @@
+"""Small arithmetic that several parts share: dtypes by their names, sizes rounded up, the cosine of two results."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What products compute in, by its name in configurations and on command lines. FP8 is another matter: `fp8`."""
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not below `size`."""
+    return -(-size // multiple) * multiple
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Cosine of two arrays as vectors, in float64; of two zeros 1, of one zero 0, NaN where a value is not finite."""
+    x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
+    size = float(np.linalg.norm(x) * np.linalg.norm(y))
+    return float(x @ y) / size if size else float(not (x.any() or y.any()))

@@ -1,0 +1,76 @@
+"""The quickest of some ways to compute the same thing, measured on the machine at hand, as it will run: in a graph."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from vla_accel.errors import VlaAccelError
+
+ROUNDS = 5
+"""Replays of a graph that count; the best of them is a way's time."""
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """The way taken, milliseconds a call of every way that was measured, and why the others are out.
+
+    On a CPU, where these choices do not matter, the first way is taken and nothing is measured: `times` is empty.
+    """
+
+    way: str
+    times: Mapping[str, float] = field(default_factory=dict)
+    out: Mapping[str, str] = field(default_factory=dict)
+
+
+def fastest(candidates: Mapping[str, Callable[[], object]], device: torch.device, repeats: int = 5) -> Fastest:
+    """Measure every candidate on a GPU, `repeats` calls to a graph. One that cannot run here (an unsupported shape, too
+    little memory) is out; none left is an error. While a graph is captured, the first is taken unmeasured."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return Fastest(next(iter(candidates)))
+    times: dict[str, float] = {}
+    out: dict[str, str] = {}
+    for name, run in candidates.items():
+        try:
+            times[name] = milliseconds(run, device, repeats)
+        except (RuntimeError, NotImplementedError, ValueError, VlaAccelError, *_unfit()) as error:
+            out[name] = str(error).splitlines()[0]
+    if not times:
+        raise RuntimeError(f"no way to compute this runs here ({'; '.join(f'{n}: {r}' for n, r in out.items())})")
+    return Fastest(min(times, key=lambda n: times[n]), times, out)
+
+
+def _unfit() -> tuple[type[Exception], ...]:
+    # Triton's word for a kernel that needs more registers or shared memory than this GPU has.
+    if importlib.util.find_spec("triton") is None:
+        return ()
+    from triton.runtime.errors import OutOfResources
+
+    return (OutOfResources,)
+
+
+def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Of one call on a GPU. Through a graph: small kernels would otherwise be judged by how fast the CPU launches."""
+    with torch.inference_mode(), torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(repeats):
+                    run()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)]
+            graph.replay()
+            events[0].record()
+            for event in events[1:]:
+                graph.replay()
+                event.record()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        return min(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / repeats
