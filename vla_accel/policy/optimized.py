@@ -204,17 +204,18 @@ class OptimizedPolicy:
         with self._lock:
             samples = list(self.latency.samples)
             ordinary, *others = (self._shape([self.processor.prepare(o)]) for o in (example, *prompts))
-            wanted = {ordinary, *others}
-            possible = set(wanted)
+            # Dictionaries as sets that keep their order.
+            wanted = possible = dict.fromkeys((ordinary, *others))
             if any(spec.engine == "native" for spec in self.specs.values()):
-                possible |= set(self.family.shapes(self.model.config, ordinary))
+                possible = dict.fromkeys((*self.family.shapes(self.model.config, ordinary), *wanted))
             if len(possible) <= MOST_BUILT:
                 wanted = possible
-            for shape in sorted(wanted - {ordinary}, key=str):
-                self.pipelines.get(shape).rehearse()
+            for shape in wanted:
+                if shape != ordinary:
+                    self.pipelines.get(shape).rehearse()
             self.infer(example, noise=noise)
             self.latency.samples[:] = samples
-        if left_out := sorted(possible - wanted, key=str):
+        if left_out := [shape for shape in possible if shape not in wanted]:
             _log.warning(
                 "%s: engines are not built in advance for %s: the first such call builds them; name its prompt in "
                 "`warm_up` of the configuration",
