@@ -204,6 +204,7 @@ def main() -> int:
     parser.add_argument("--delays", type=int, default=0, metavar="US", help="the longest wait, in microseconds")
     parser.add_argument("--list", action="store_true", help="name the cases and end")
     options = parser.parse_args()
+    runtime.MACROS["WAIT_TICKS"] = 32  # 2 minutes: under a sanitizer everything takes longer
     if options.delays:
         runtime.MACROS["INJECT_DELAY"] = options.delays
     chosen = itertools.chain.from_iterable(

@@ -55,7 +55,7 @@ def check_driver(status: int, what: str) -> None:
 
 
 MACROS: dict[str, int] = {}
-"""Macros before every source, set before anything is loaded. For tests: INJECT_DELAY, in microseconds."""
+"""Macros before every source, set before anything is loaded. For tests: INJECT_DELAY, WAIT_TICKS (ptx.cu)."""
 
 
 def source_of(macros: Mapping[str, int], *names: str, generated: str = "") -> str:
