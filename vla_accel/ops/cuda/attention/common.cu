@@ -15,7 +15,8 @@ __device__ __forceinline__ u32 pack_half2(float low, float high) {
 // Two neighbours as they are put out.
 __device__ __forceinline__ u32 pack_output(const Output& out, float first, float second) {
 #if QUANT
-  return pack_e4m3x2(first * out.inverse_scale, second * out.inverse_scale);
+  const float high = second * out.inverse_scale, low = first * out.inverse_scale;
+  return pack_e4m3x2(low, high);
 #else
   return pack_half2(first, second);
 #endif

@@ -50,7 +50,8 @@ __device__ __forceinline__ float widen(u16 v) {
 }
 // Two BF16 as two E4M3, saturated.
 __device__ __forceinline__ u32 quantize2(u32 two, float inverse) {
-  return pack_e4m3x2(widen((u16)two) * inverse, widen((u16)(two >> 16)) * inverse);
+  const float high = widen((u16)(two >> 16)) * inverse, low = widen((u16)two) * inverse;
+  return pack_e4m3x2(low, high);
 }
 __device__ __forceinline__ u32 quantize4(u32 a, u32 b, float inverse) {
   return quantize2(a, inverse) | (quantize2(b, inverse) << 16);
