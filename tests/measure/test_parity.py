@@ -14,7 +14,6 @@ from vla_accel import cli
 from vla_accel.config import EngineSpec
 from vla_accel.ledger import Ledger
 from vla_accel.measure.parity import compare
-from vla_accel.numeric import cosine
 
 
 class Stub:
@@ -67,10 +66,6 @@ def test_flipped_commands_are_counted_and_still_judged() -> None:
     everything = report(Stub(flip=(0, 1, 2, 3)), Stub())
     assert everything.flipped == 4 and everything.rest_cosine is None
     json.dumps(everything.as_dict())
-
-
-def test_cosine_of_zeros() -> None:
-    assert cosine(np.zeros(2), np.zeros(2)) == 1 and cosine(np.zeros(2), np.ones(2)) == 0
 
 
 def test_the_command_draws(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
