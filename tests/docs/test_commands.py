@@ -42,8 +42,6 @@ LOOKED_UP: dict[str, str] = {
     "vla-accel inspect": f"{FILES}; tests/engines runs it",
     "vla-accel bench --model": f"{MINUTES}: models of the published size",
     "vla-accel bench --output": f"{MINUTES}: models of the published size",
-    "vla-accel parity demo --config native_fp8": "it needs a GPU: a CPU's policy is in FP32",
-    "vla-accel parity path/to/checkpoint --config native_fp8": "it needs a GPU: a CPU's policy is in FP32",
     "vla-accel build-vae": f"{FILES}; tests/diffusion runs it",
     "vla-accel build-unet": f"{FILES}; tests/diffusion runs it",
     "python -m eval.libero --": f"{MINUTES}; tests/eval plays episodes",

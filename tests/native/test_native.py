@@ -118,13 +118,20 @@ def test_stale_buffers_do_not_leak_into_a_call(folder: Path) -> None:
 
 
 def test_fp8_without_scales_is_refused(folder: Path) -> None:
-    config = replace(NATIVE, kv_cache=EngineSpec("native", precision="fp8"))
+    config = replace(NATIVE, precision="bf16", kv_cache=EngineSpec("native", precision="fp8"))
     with pytest.raises(EngineError, match=r"kv_cache: FP8 needs calibrated scales beside the checkpoint"):
         OptimizedPolicy.from_pretrained(folder, config)
 
 
+@pytest.mark.parametrize("component", ["kv_cache", "denoise"])
+def test_fp8_beside_keys_and_values_in_float32_is_refused(folder: Path, component: str) -> None:
+    config = replace(NATIVE, precision="fp32", **{component: EngineSpec("native", precision="fp8")})
+    with pytest.raises(EngineError, match=f"{component}: the native engine of a fp32 policy has fp32, got fp8"):
+        OptimizedPolicy.from_pretrained(folder, config)
+
+
 def test_a_precision_the_engine_lacks_is_named(folder: Path) -> None:
-    with pytest.raises(EngineError, match="denoise: the native engine of a fp32 policy has fp32, fp8, got fp16"):
+    with pytest.raises(EngineError, match="denoise: the native engine of a fp32 policy has fp32, got fp16"):
         OptimizedPolicy.from_pretrained(folder, replace(NATIVE, denoise=EngineSpec("native", precision="fp16")))
 
 

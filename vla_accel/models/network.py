@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+N = TypeVar("N", bound="Network")
 
 
 class Network(nn.Module, ABC):
@@ -28,7 +30,7 @@ class Network(nn.Module, ABC):
         del name
         return False
 
-    def to_compute_dtype(self, dtype: torch.dtype) -> Self:
+    def to_compute_dtype(self: N, dtype: torch.dtype) -> N:
         """Cast the large products to `dtype`, and what is `kept_wide` to float32 (float64 for float64), in place."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         # One cast each: narrowing everything first and widening some again would round what is to stay exact.

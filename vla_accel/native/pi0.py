@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.models.pi0 import Pi0
@@ -22,7 +24,7 @@ class Pi0Store(NativeStore[Pi0]):
 
     def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
         """The prefix program of `image_tokens` image tokens and `length` prompt tokens a row."""
-        precision = self.precision("kv_cache", spec, ("fp8",))
+        precision = self.precision("kv_cache", spec, self._beside_bf16())
         weights = self.weights(("kv_cache", precision), lambda: PrefixWeights.of(self.model, precision, self.scales))
         return NativePrefix(weights, batch, image_tokens, length, spec.attention)
 
@@ -30,9 +32,13 @@ class Pi0Store(NativeStore[Pi0]):
         self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None
     ) -> Program:
         """The whole Euler loop of `num_steps`. `max_weight`: of the guidance, as in `RtcConfig`."""
-        precision = self.precision("denoise", spec, ("fp8",), calibrated=False)
+        precision = self.precision("denoise", spec, self._beside_bf16(), calibrated=False)
         weights = self.weights(("denoise", precision), lambda: ExpertWeights.of(self.model, precision))
         if why_not_streamed(weights, self.model.config, batch) is None:
             with self.counted():
                 _ = weights.packed
         return NativeDenoise(weights, self.model, batch, prefix_tokens, num_steps, max_weight)
+
+    def _beside_bf16(self) -> tuple[str, ...]:
+        """FP8 for the two that share keys and values: their programs keep those in BF16, as only a BF16 policy does."""
+        return ("fp8",) if self.model.dtype == torch.bfloat16 else ()
