@@ -11,6 +11,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from tests.support.pages import PAGES, ROOT, Command, commands, inline_commands, unfenced
+from vla_accel.checkpoints.loading import NAMED
 from vla_accel.cli import COMMANDS, main
 from vla_accel.config import load_config
 from vla_accel.measure.recording import save_observations
@@ -52,7 +54,7 @@ LOOKED_UP: dict[str, str] = {
 SMALLER: dict[str, str] = {
     "vla-accel build ": "--dry-run",
     "vla-accel parity ": "--count 2 --draws 1 --num-steps 2",
-    "vla-accel calibrate ": "--limit 2 --output .",
+    "vla-accel calibrate ": "--limit 2",
     "vla-accel txt2img ": "--steps 2 --height 64 --width 64",
     "vla-accel img2img ": "--steps 2 --height 64 --width 64",
     "vla-accel bench-vae ": "--sizes 64x64 --rounds 1",
@@ -64,7 +66,7 @@ SMALLER: dict[str, str] = {
 """Beginnings of commands that are run with these words, too."""
 
 INSTEAD = {
-    "path/to/checkpoint": str(ROOT / "vla_accel/assets/pi05_demo"),
+    "path/to/checkpoint": "checkpoint",
     "configs/": f"{ROOT / 'configs'}/",
     "stable-diffusion-v1-4": "tiny-random",
     " qwen-vae": " tiny-qwen-vae",
@@ -91,6 +93,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     observations = [{**policy.processor.example(), "observation/state": rng.normal(size=8) * 0.1} for _ in range(2)]
     for place in (folder, folder / "runs" / "demo"):
         save_observations(observations, place / "observations.npz")
+    shutil.copytree(NAMED["demo"], folder / "checkpoint")
     write_png(folder / "sketch.png")
     run = json.loads((ROOT / "eval/results/libero_spatial_quick_cpu.json").read_text())
     for name in ("eager", "native", "native_fp8"):
