@@ -53,6 +53,7 @@ LOOKED_UP: dict[str, str] = {
 
 SMALLER: dict[str, str] = {
     "vla-accel build ": "--dry-run",
+    "vla-accel bench demo ": "--calls 1",
     "vla-accel parity ": "--count 2 --draws 1 --num-steps 2",
     "vla-accel calibrate ": "--limit 2",
     "vla-accel txt2img ": "--steps 2 --height 64 --width 64",
