@@ -215,8 +215,8 @@ def load_config(source: str | Path | Mapping[str, Any] | PolicyConfig | None) ->
     """A `PolicyConfig` from a YAML or JSON file, a mapping, or as it is; None gives the defaults.
 
     A file may be given as a path or, where it comes with the package, by its name: "native_fp8"; "auto" is the name
-    of the defaults. Raises ConfigError
-    for an unknown name, an unreadable file, an unknown key or a value of the wrong kind.
+    of the defaults. Raises ConfigError for an unknown name, an unreadable file, an unknown key or a value of the wrong
+    kind.
     """
     if source is None or source == AUTO:
         return PolicyConfig()

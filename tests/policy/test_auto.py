@@ -22,8 +22,8 @@ from vla_accel.models.quantised import calibrated_products
 from vla_accel.ops.gpu import Gpu, assumed
 from vla_accel.policy import agreement, optimized
 
-PARTS = ("vision", "kv_cache", "denoise")
-FREE = dict.fromkeys(PARTS, EngineSpec())
+PARTS: tuple[str, ...] = ("vision", "kv_cache", "denoise")
+FREE: dict[str, EngineSpec] = dict.fromkeys(PARTS, EngineSpec())
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 T4 = replace(A100, name="Tesla T4", capability=(7, 5))
 SHOWN = Shown({"vision": "auto", "kv_cache": "fp8", "denoise": "auto"}, "parity_native_fp8.json")
@@ -158,7 +158,8 @@ def test_a_kept_report_counts_for_these_weights_steps_and_engines(folder: Path, 
     other = OptimizedPolicy.from_pretrained(tmp_path / "other", device="cpu", num_steps=2)
     assert agreement.shown(folder, other.model, 2) is None
     mixed = [{"component": p, "used": "eager" if p == "kv_cache" else "native"} for p in PARTS]
-    for changes in ({"passed": False}, {"engines": mixed}, {"num_steps": 10}):
+    wrong: list[dict[str, Any]] = [{"passed": False}, {"engines": mixed}, {"num_steps": 10}]
+    for changes in wrong:
         kept(folder, policy, **changes)
         assert agreement.shown(folder, policy.model, 2) is None
     path.write_text("{")
