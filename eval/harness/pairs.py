@@ -153,6 +153,7 @@ def _described(result: Mapping[str, Any]) -> dict[str, Any]:
         "engines": metadata.get("engines") or [],
         "hardware": launch["hardware"],
         "software": launch["software"],
+        "git": launch.get("git"),
         "workers": launch.get("workers"),
     }
 

@@ -67,7 +67,7 @@ def messages() -> list[str]:
                 parts = [str(v.value) if isinstance(v, ast.Constant) else HOLE for v in node.values]
                 found.append(re.sub(rf"{HOLE}(?: {HOLE})+", HOLE, "".join(parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
+                found.append(re.sub(r"%[sdg]", HOLE, node.value))  # as logging has it
     return found
 
 
