@@ -179,6 +179,27 @@ def bench(result: dict[str, Any]) -> str:
     return text + "\n" + _conditions(result)
 
 
+def quality(results: list[Any]) -> str:
+    """What each configuration keeps of the bundled checkpoint: agreement of its actions, and success on equal episodes.
+
+    `results`: the `vla-accel parity` reports, and one `python -m eval.paired` of the same configurations' names.
+    """
+    reports, pairs = results
+    demo = {r["name"]: r for r in reports if r["weights"] == "demo"}
+    played = {r["name"]: r for r in pairs["rows"]}
+    reference = pairs["reference"]
+    body = [[f"`{reference}`", "1", _rate(next(iter(played.values()))["reference"]), "-"]]
+    for name, report in demo.items():
+        agrees = "" if report["passed"] else ", **too little**"
+        row = played.get(name)
+        episodes = "-" if row is None else f"{row['lost']} / {row['gained']} of {row['pairs']}"
+        cosine = f"{report['actions']['cosine']:.4f}, {report['threshold']:g} needed{agrees}"
+        body.append([f"`{name}`", cosine, "-" if row is None else _rate(row["other"]), episodes])
+    header = ["configuration", "cosine of the final actions", "success (95 %)", "lost / gained"]
+    text = f"The bundled checkpoint, beside {reference}; success on the same episodes of {pairs['protocol']['suite']}"
+    return rows(header, body) + f"\n{text}. [Results](docs/results.md) has the runs.\n"
+
+
 def whole_calls(result: dict[str, Any]) -> str:
     """Of one `vla-accel bench`, the whole calls only."""
     return bench({**result, "rows": [{**r, "parts_ms": {}} for r in result["rows"]], "throughput": []})
@@ -335,6 +356,7 @@ def _where(result: dict[str, Any]) -> str:
 
 TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "overview": (overview, ("bench_pi05_h200", "bench_pi0_h200")),
+    "quality": (quality, ("parity_*", "libero_paired_h200")),
     "success": (success, "libero_spatial_demo_h200"),
     "tasks": (tasks, "libero_spatial_demo_h200"),
     "training": (training, "training"),

@@ -238,6 +238,23 @@ def test_the_overview_has_a_row_a_model_and_step_count() -> None:
     assert lines[-1].endswith("Random weights; NVIDIA X, torch 2.11.0.")
 
 
+def test_quality_has_agreement_and_success_of_a_configuration() -> None:
+    won = np.arange(20) > 1
+    pairs = {"note": "", **paired.compare(libero(won), {"native": libero(np.arange(20) > 3)}, "eager_fp32")}
+    pairs["protocol"]["suite"] = "libero_spatial"
+    pairs["rows"] = [r for r in pairs["rows"] if r["steps"] == 10]
+    reports = [
+        parity_report("native", 0.9999),
+        parity_report("native_fp8", 0.5),
+        parity_report("x", 1.0, weights="pi05"),
+    ]
+    lines = tables.quality([reports, pairs]).splitlines()
+    assert lines[2] == "| `eager_fp32` | 1 | 90.0 % (69.9 to 97.2) | - |"
+    assert lines[3] == "| `native` | 0.9999, 0.998 needed | 80.0 % (58.4 to 91.9) | 2 / 0 of 20 |"
+    assert lines[4] == "| `native_fp8` | 0.5000, 0.998 needed, **too little** | - | - |"
+    assert len(lines) == 7, "random weights say little"
+
+
 def test_the_picture_shows_what_the_report_says() -> None:
     report = bench_report(Ceilings(1e15, 2e15, 4e12))
     before = draw([report])
