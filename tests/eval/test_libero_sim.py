@@ -1,6 +1,6 @@
 """The harness on the real simulator: the expert wins, a policy acts, an episode repeats itself.
 
-Slow by the standards of unit tests (tens of seconds), and run by default.
+Whole runs take tens of seconds each and are marked slow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from eval.libero.benchmark import LIBERO
 from tests.support.eval_support import FakePolicy, write_checkpoint
 
 pytest.importorskip("libero", reason="needs LIBERO")
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
@@ -79,6 +78,7 @@ def test_an_episode_does_not_depend_on_those_before_it() -> None:
     assert seen(two) == [other]
 
 
+@pytest.mark.slow
 def test_the_expert_wins_in_several_processes(tmp_path: Path) -> None:
     output = tmp_path / "run.json"
     line, _ = run("--expert", "--tasks", "0-1", "--trials", "2", "--workers", "2", "--output", str(output))
@@ -87,6 +87,7 @@ def test_the_expert_wins_in_several_processes(tmp_path: Path) -> None:
     assert json.loads(output.read_text())["policy"]["kind"] == "expert" and line["figure"] is None
 
 
+@pytest.mark.slow
 def test_workers_with_policies_of_their_own_report_latency_and_film(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint")
     words = ("--policy", str(folder), "--steps", "1,2", "--tasks", "0-1", "--trials", "1")
@@ -115,6 +116,7 @@ def test_workers_with_policies_of_their_own_report_latency_and_film(tmp_path: Pa
     assert len(list(video.iterdir())) == 4 and Path(line["figure"]).exists()
 
 
+@pytest.mark.slow
 def test_the_demo_policy_acts_in_the_real_simulator(tmp_path: Path) -> None:
     words = ("--policy", "demo", "--steps", "3", "--tasks", "0", "--trials", "2")
     line, _ = run(*words, "--output", str(tmp_path / "run.json"))
