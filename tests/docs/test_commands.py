@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.pages import PAGES, ROOT, Command, commands, inline_commands, unfenced
+from tests.support.pages import PAGES, ROOT, Command, commands, inline_commands, text_of, unfenced
 from vla_accel.checkpoints.loading import NAMED
 from vla_accel.cli import COMMANDS, main
 from vla_accel.config import load_config
@@ -202,7 +202,18 @@ def check(line: str, capsys: pytest.CaptureFixture[str]) -> None:
         return
     text = capsys.readouterr().out
     for option in (w.partition("=")[0] for w in words if w.startswith("--")):
-        assert re.search(rf"{option}\b", text), f"{' '.join(words[:3])} has no {option}"
+        assert re.search(rf"{option}(?![\w-])", text), f"{' '.join(words[:3])} has no {option}"
+
+
+def test_options_in_the_text_are_some_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        with contextlib.suppress(SystemExit):
+            main([name, "--help"])
+    run(["python", "-m", "eval.libero", "--help"])
+    text = capsys.readouterr().out + (ROOT / "tests/conftest.py").read_text()
+    there = {*re.findall(r"--[a-z][\w-]*", text), "--help"}
+    shown = {page.name: set(re.findall(r"`(--[a-z][\w-]*)[^`]*`", text_of(page))) for page in PAGES}
+    assert {name: left for name, options in shown.items() if (left := options - there)} == {}
 
 
 def test_every_reason_is_needed() -> None:
