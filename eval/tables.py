@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from eval.markdown import commit, machine, machines, rows
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
 PICTURE = RESULTS / "latency.svg"
+PI0_PARTS = ("vision", "kv_cache", "denoise")
+"""Components in reports that do not name their model's."""
 TRAINING = ROOT / "vla_accel" / "assets" / "pi05_demo" / "training.json"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -165,9 +167,17 @@ def bench(result: dict[str, Any]) -> str:
     text += "\nMedian ms of a whole call, NumPy in to NumPy out" + (f"; times as fast as {base}.\n" if base else ".\n")
     inside = [r for r in timed if r["parts_ms"]]
     if inside:
+        parts = result.get("parts", PI0_PARTS)
         text += "\n" + rows(
-            ["system", "steps", "vision", "KV cache", "denoise", "the rest", "floor", "of the floor"],
-            [[r["system"], str(r["steps"]), *_components(r)] for r in inside],
+            [
+                "system",
+                "steps",
+                *(p.replace("kv_cache", "KV cache") for p in parts),
+                "the rest",
+                "floor",
+                "of the floor",
+            ],
+            [[r["system"], str(r["steps"]), *_components(r, parts)] for r in inside],
         )
         text += "\nMedian ms of each component, (its floor), and the rate it reached.\n"
     if result["throughput"]:
@@ -224,8 +234,11 @@ def _ran(found: dict[tuple[str, int], dict[str, Any]], system: str, steps: list[
 
 
 def _fell_back(engines: list[dict[str, Any]]) -> str:
-    instead = [f"{e['component']} ran {e['used']}" for e in engines if e["requested"] != e["used"]]
-    return f" ({', '.join(instead)})" if instead else ""
+    """What ran in place of the engines that were asked for, and what `auto` chose."""
+    chosen = dict.fromkeys(e["used"] for e in engines if e["requested"] == "auto")
+    said = [f"chose {', '.join(chosen)}"] if chosen else []
+    said += [f"{e['component']} ran {e['used']}" for e in engines if e["requested"] not in ("auto", e["used"])]
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def _call(row: dict[str, Any] | None) -> str:
@@ -235,17 +248,19 @@ def _call(row: dict[str, Any] | None) -> str:
     return f"{row['median_ms']:.2f}{speedup}"
 
 
-def _components(row: dict[str, Any]) -> list[str]:
-    """Cells of vision, prefix and denoising, of the rest of the call, of its floor."""
-    parts, floors = row["parts_ms"], row["floors_ms"]
-    rates = {"vision": "vision_tflops", "kv_cache": "kv_cache_tflops", "denoise": "denoise_gb_per_s"}
+def _components(row: dict[str, Any], parts: Sequence[str]) -> list[str]:
+    """Cells of each component, of the rest of the call, of its floor."""
+    found, floors = row["parts_ms"], row["floors_ms"]
     cells = []
-    for name, rate in rates.items():
+    for name in parts:
         floor = f" ({floors[name]:.2f})" if name in floors else ""
-        unit = "GB/s" if name == "denoise" else "TFLOP/s"
-        reached = f", {row[rate]:.0f} {unit}" if row.get(rate) else ""
-        cells.append(f"{parts[name]:.2f}{floor}{reached}" if name in parts else "-")
-    rest = row["median_ms"] - sum(parts.get(name, 0.0) for name in rates)
+        reached = "".join(
+            f", {row[key]:.0f} {unit}"
+            for key, unit in ((f"{name}_tflops", "TFLOP/s"), (f"{name}_gb_per_s", "GB/s"))
+            if row.get(key)
+        )
+        cells.append(f"{found[name]:.2f}{floor}{reached}" if name in found else "-")
+    rest = row["median_ms"] - sum(found.get(name, 0.0) for name in parts)
     share = row.get("share_of_floor")
     return [
         *cells,
@@ -258,9 +273,11 @@ def _components(row: dict[str, Any]) -> list[str]:
 def _conditions(result: dict[str, Any]) -> str:
     """What was timed, where, with which command."""
     model, ceilings = result["model"], result["ceilings"]
-    sizes = (
-        f"{model['kind']}, {model['views']} views, {model['action_horizon']} actions, random weights; " if model else ""
-    )
+    sizes = ""
+    if "views" in model:
+        sizes = f"{model['kind']}, {model['views']} views, {model['action_horizon']} actions, random weights; "
+    elif model:
+        sizes = f"checkpoint {model['name']} ({model['kind']}), {model['action_horizon']} actions; "
     calls = {r["calls"] for r in result["rows"]}
     text = f"{sizes}{machine(result)}; {max(calls)} calls of each system, in turns; `{_command(result['command'])}`."
     if ceilings:

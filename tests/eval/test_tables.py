@@ -187,6 +187,21 @@ def test_bench_says_what_is_missing_and_what_fell_back() -> None:
     assert lines[-1].endswith("Left out: openpi-eager (not installed).")
 
 
+def test_bench_of_a_checkpoint_with_components_of_its_own() -> None:
+    report = bench_report(None)
+    report |= {"model": {"name": "toy", "kind": "toy", "action_horizon": 4}, "parts": ["encoder", "decoder"]}
+    for row in report["rows"]:
+        row |= {"parts_ms": {"encoder": 1.0, "decoder": 2.0}, "decoder_tflops": 300.0}
+    lines = tables.bench(report).splitlines()
+    assert "| system | steps | encoder | decoder | the rest | floor | of the floor |" in lines
+    assert "| native-bf16 | 1 | 1.00 | 2.00, 300 TFLOP/s | 2.00 | - | - |" in lines
+    assert lines[-1].startswith("checkpoint toy (toy), 4 actions; Some CPU")
+    report["rows"][0]["engines"] = [
+        {"component": c, "requested": "auto", "used": "eager"} for c in ("encoder", "decoder")
+    ]
+    assert "| native-bf16 (chose eager) | " in tables.bench(report)
+
+
 def parity_report(name: str, cosine: float, *, steps: int = 10, used: str = "native", **more: Any) -> dict[str, Any]:
     alike = Agreement(
         cosine=cosine, median_cosine=cosine - 1e-5, worst_cosine=cosine - 1e-4, max_error=0.01, mean_error=0.001
