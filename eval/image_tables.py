@@ -103,18 +103,18 @@ def qwen_images(result: dict[str, Any]) -> str:
 
 
 def precisions(results: list[dict[str, Any]]) -> str:
-    """Several `vla-accel precision` reports, a row each: memory, latency and agreement, FP32 and narrow."""
+    """Several `vla-accel precision` reports, a row each: memory, latency and agreement, FP32 and BF16 or FP16."""
     body = []
     for r in sorted(results, key=lambda r: r["model"]):
-        wide, narrow = r["before"], r["after"]
-        peak = f"{wide['peak_mib']:.0f} → {narrow['peak_mib']:.0f}" if r["peak_ratio"] else "-"
+        full, reduced = r["before"], r["after"]
+        peak = f"{full['peak_mib']:.0f} → {reduced['peak_mib']:.0f}" if r["peak_ratio"] else "-"
         body.append([
             r["model"],
             _dtype(r),
-            f"{wide['weights_mib']:.0f} → {narrow['weights_mib']:.0f}",
+            f"{full['weights_mib']:.0f} → {reduced['weights_mib']:.0f}",
             peak,
             f"{r['peak_ratio']:.2f}" if r["peak_ratio"] else "-",
-            f"{wide['latency_ms']:.1f} → {narrow['latency_ms']:.1f}",
+            f"{full['latency_ms']:.1f} → {reduced['latency_ms']:.1f}",
             f"{r['speedup']:.2f}×",
             _cosine(r),
             str(len(r["kept_fp32"])),
@@ -123,7 +123,7 @@ def precisions(results: list[dict[str, Any]]) -> str:
     memory = ["weights MiB", "peak MiB", "peak ratio"]
     header = ["model", "dtype", *memory, "median ms", "speed-up", "cosine", "kept in FP32", "overflow"]
     where = machines((r["model"], r) for r in results)
-    return rows(header, body) + f"\nFP32 → narrow, eager both, without engines. {where}; random weights.\n"
+    return rows(header, body) + f"\nFP32 → BF16 or FP16, eager both, without engines. {where}; random weights.\n"
 
 
 def _cosine(row: dict[str, Any] | None, name: str = "parity") -> str:

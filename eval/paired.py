@@ -21,8 +21,8 @@ from rich.table import Table
 from eval.harness.benchmark import schema
 from eval.harness.pairs import compare
 from eval.harness.report import read_result
-from vla_accel.errors import ConfigError, VlaAccelError
-from vla_accel.files import replacing
+from eval.script import run_script, write_text
+from vla_accel.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,14 @@ def run(arguments: Arguments) -> dict[str, Any]:
     }
     _print(report)
     if arguments.output is not None:
-        with replacing(arguments.output) as temporary:
-            temporary.write_text(json.dumps(report, indent=1) + "\n")
+        write_text(arguments.output, json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
     return report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 compared, 1 the files cannot be compared."""
-    try:
-        run(tyro.cli(Arguments, args=argv, prog="python -m eval.paired"))
-    except VlaAccelError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_script("eval.paired", Arguments, run, argv)
 
 
 if __name__ == "__main__":

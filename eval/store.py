@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import tyro
 
 from eval.harness.report import read_result
-from vla_accel.errors import VlaAccelError
-from vla_accel.files import replacing
+from eval.script import run_script, write_text
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -56,19 +55,13 @@ def run(arguments: Arguments) -> None:
     lines = ",\n".join("  " + json.dumps(e) for e in episodes)
     text = json.dumps(head, indent=1)[:-2] + ',\n "episodes": [\n' + lines + "\n ]\n}\n"
     json.loads(text)
-    with replacing(target) as temporary:
-        temporary.write_text(text)
+    write_text(target, text)
     print(json.dumps({"stored": f"eval/results/{target.name}", "bytes": target.stat().st_size}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 stored, 1 there is no result to store."""
-    try:
-        run(tyro.cli(Arguments, args=argv, prog="python -m eval.store"))
-    except VlaAccelError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_script("eval.store", Arguments, run, argv)
 
 
 if __name__ == "__main__":

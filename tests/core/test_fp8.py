@@ -17,7 +17,7 @@ from tests.support.tiny import random_model, tiny_config, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import find, load
 from vla_accel.components.calibration import calibration
-from vla_accel.components.precision import needs_scales
+from vla_accel.components.variants import needs_scales
 from vla_accel.errors import CheckpointError, DependencyError, EngineError
 from vla_accel.fp8 import E4M3, FILE, Scales, fingerprint, read_scales, scales_for
 from vla_accel.models.quantised import QUANTISED, calibrated_products

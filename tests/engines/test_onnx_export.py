@@ -18,8 +18,8 @@ from tests.support.scales import calibrated
 from tests.support.tiny import random_model, tiny_config
 from vla_accel.component import Component, TensorSpec
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
-from vla_accel.components.precision import QuantisedKvCache
 from vla_accel.components.step import DenoiseStep
+from vla_accel.components.variants import QuantisedKvCache
 from vla_accel.engines import onnx
 from vla_accel.engines.onnx import SIMILARITY, compare, examples, export, largest, smallest
 from vla_accel.errors import DependencyError, EngineError

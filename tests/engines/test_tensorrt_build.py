@@ -18,7 +18,7 @@ from tests.support.scales import scales_of_any
 from vla_accel.checkpoints.loading import NAMED, load
 from vla_accel.component import Component, Island, TensorSpec
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
-from vla_accel.components.precision import QuantisedKvCache
+from vla_accel.components.variants import QuantisedKvCache
 from vla_accel.config import EngineSpec, TensorrtOptions
 from vla_accel.engines import onnx, tensorrt_builder
 from vla_accel.engines.onnx import OnnxFile, export, module_at
@@ -44,6 +44,7 @@ def library() -> Library:
 @pytest.fixture(scope="module")
 def demo() -> Pi0:
     model = load(NAMED["demo"], dtype=torch.bfloat16).model
+    assert isinstance(model, Pi0)
     return model.requires_grad_(False)
 
 

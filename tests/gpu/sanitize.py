@@ -51,7 +51,7 @@ def gemm() -> Cases:
     for i, tiling in [(i, TILINGS[i]) for i in (0, 6, 4, 10)]:
         found[f"gelu {i}"] = lambda t=tiling: gpu.check(t, torch.bfloat16, 100, 320, 1536, "gelu", False)
         found[f"geglu fp8 {i}"] = lambda t=tiling: gpu.check(t, E4M3.dtype, 100, 320, 1536, "geglu", True)
-        found[f"norms {i}"] = lambda t=tiling: gpu.check_folded(t, torch.bfloat16, 100, 320, 1536)
+        found[f"norms {i}"] = lambda t=tiling: gpu.check_norms_inside(t, torch.bfloat16, 100, 320, 1536)
     found["chain"] = gpu.test_a_chain_of_dependent_launches_is_ordered
     return found
 

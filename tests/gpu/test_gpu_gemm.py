@@ -98,7 +98,7 @@ def test_tilings_compute_the_epilogues(tiling: Tiling, activation: str, narrow: 
         check(tiling, kind, rows, 4352, 1152, activation, narrow)
 
 
-def check_folded(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: str = "none") -> None:
+def check_norms_inside(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: str = "none") -> None:
     """The product added to a residual, with the moments of its rows, and the product of normed rows."""
     draw = torch.Generator(device=DEVICE).manual_seed(rows)
 
@@ -143,7 +143,7 @@ def test_tilings_take_norms_in(tiling: Tiling, kind: torch.dtype) -> None:
     for rows, (n, k) in itertools.product((1, 100, 531, 800), ((1152, 4352), (2048, 2048), (64, 1152))):
         chunks = -(-k * (1 if kind == FP8 else 2) // 128)
         if -(-chunks // tiling.split) * (tiling.split - 1) < chunks:
-            check_folded(tiling, kind, rows, n, k)
+            check_norms_inside(tiling, kind, rows, n, k)
 
 
 @pytest.mark.parametrize("key", list(TABLES["sm_90a"]))
@@ -154,7 +154,7 @@ def test_the_tilings_in_use(key: tuple[str, str, int, int]) -> None:
             for dtype in (FP8,) if kind == "fp8" else (torch.bfloat16, torch.float16):
                 check(tiling, dtype, rows, n, k, activation, kind == "fp8" and activation != "none")
                 if activation != "geglu" and not (dtype == torch.float16 and k > 8192):
-                    check_folded(tiling, dtype, rows, n, k, activation)
+                    check_norms_inside(tiling, dtype, rows, n, k, activation)
 
 
 def test_a_chain_of_dependent_launches_is_ordered() -> None:

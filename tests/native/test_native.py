@@ -23,7 +23,7 @@ from vla_accel.errors import ConfigError, EngineError
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.siglip import SiglipConfig
 from vla_accel.native.pi0 import Pi0Store
-from vla_accel.ops import folded
+from vla_accel.ops import norms
 from vla_accel.ops.gpu import Gpu, assumed
 
 FP32 = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
@@ -73,7 +73,7 @@ def test_norms_inside_the_products_agree_with_eager(
     write_tiny_checkpoint(
         tmp_path, "pi05", vision=vision, prefix=prefix, expert=replace(tiny_config("pi05").expert, depth=4)
     )
-    monkeypatch.setattr(folded, "folds_norms", lambda *_: True)
+    monkeypatch.setattr(norms, "can_be_inside", lambda *_: True)
     eager, native = (OptimizedPolicy.from_pretrained(tmp_path, c) for c in (EAGER, NATIVE))
     observations = [tiny_observation(seed, PROMPTS[seed % 2]) for seed in range(batch)]
     start = noise(eager, batch)

@@ -53,7 +53,7 @@ def test_ops_ask_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted()
     for module in (rows, image):
         monkeypatch.setattr(module, "kernels", lambda _: noted)
-    monkeypatch.setattr(linear, "own_product", lambda *_, **__: noted.calls.append("own_product") or True)
+    monkeypatch.setattr(linear, "launched_own_gemm", lambda *_, **__: noted.calls.append("launched_own_gemm") or True)
     x, out, half = torch.ones(2, 16), torch.empty(2, 8), torch.ones(1, 2, 2, 4, dtype=torch.float16)
     layer = linear.make_linear(torch.ones(8, 16), torch.zeros(8), torch.float32)
 
@@ -70,7 +70,7 @@ def test_ops_ask_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
         # Products have no Triton kernel: they are the library's, or the reference's.
         assert calls() == ["geglu", "geglu_erf"]
     with steered("cuda"):
-        assert calls() == ["geglu", "geglu_erf", "own_product"], "linear's own products need a GPU's tensor"
+        assert calls() == ["geglu", "geglu_erf", "launched_own_gemm"], "linear's own products need a GPU's tensor"
     assert not image._on_kernels(Sum(torch.ones(1, 2, 2, 4)).value), "float32 images are references"
 
 
@@ -79,7 +79,7 @@ def test_own_kernels_are_taken_on_the_cuda_path_alone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gemm, "planned", lambda *_: object())
     for to, taken in (("cuda", True), ("triton", False), ("reference", False)):
         with steered(to):  # type: ignore[arg-type]
-            assert linear.has_own_product(8, layer, "none") == taken
+            assert linear.has_own_gemm(8, layer, "none") == taken
     sizes = Sizes(1, 4, 4, 2, 2, 16, torch.float32, padded=False, quantised=False)
     assert choose("own", sizes, CPU).detail == "attention own (reference)"
     with steered("triton"):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tests.support.gpus import GPUS, H200
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import E4M3
-from vla_accel.ops import folded, linear
+from vla_accel.ops import linear, norms
 from vla_accel.ops.cuda import gemm, runtime
 from vla_accel.ops.cuda.gemm import TABLES, Tiling, launch
 from vla_accel.ops.cuda.gemm.tiling import SHARED_LIMIT
@@ -360,14 +360,14 @@ def test_linear_gelu_is_linear_and_gelu() -> None:
     assert torch.equal(narrow.float(), (wide * 30).clamp(-448, 448).to(FP8).float())
 
 
-def test_anown_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_gemm_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(Gpu, "of", lambda _: H200)
     monkeypatch.setattr(gemm, "plan", lambda *_: TILINGS[0])
     monkeypatch.setattr(gemm, "gemm", lambda x, weight, bias, out, **options: seen.append({"bias": bias, **options}))
     layer = Linear(torch.zeros(32, 16).to(FP8), torch.ones(32), torch.tensor(0.5), torch.tensor(0.25), 0.5, 0.25)
     x, out = torch.zeros(2, 16).to(FP8), torch.zeros(2, 32)
-    assert linear.own_product(x, layer, out, "gelu", 3.0, True)
+    assert linear.launched_own_gemm(x, layer, out, "gelu", 3.0, True)
     assert seen == [
         {
             "bias": layer.bias,
@@ -380,7 +380,7 @@ def test_anown_product_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         }
     ]
     # A GeGLU's product has no bias.
-    assert not linear.own_product(x, pair(layer), out[:, :16], "geglu", None, True) and len(seen) == 1
+    assert not linear.launched_own_gemm(x, pair(layer), out[:, :16], "geglu", None, True) and len(seen) == 1
 
 
 @pytest.mark.parametrize("offset", [0.0, 300.0])
@@ -389,10 +389,10 @@ def test_norms_inside_the_products_are_the_norms(offset: float) -> None:
     rows, width, hidden = 7, 192, 40
     x, a = draw(rows, width) + offset, draw(rows, 32, seed=1)
     first = make_linear(draw(width, 32, seed=2), draw(width, seed=3), torch.float32)
-    second = folded.with_sums(make_linear(draw(hidden, width, seed=4), draw(hidden, seed=5), torch.float32))
+    second = norms.with_sums(make_linear(draw(hidden, width, seed=4), draw(hidden, seed=5), torch.float32))
     moments = torch.full((3, rows, 2), float("nan"))
     residual = x.clone()
-    folded.residual_linear(a, first, residual, moments)
+    norms.residual_linear(a, first, residual, moments)
     want = x + F.linear(a, first.weight, first.bias)
     torch.testing.assert_close(residual, want)
     parts = want.view(rows, 3, 64)
@@ -400,7 +400,7 @@ def test_norms_inside_the_products_are_the_norms(offset: float) -> None:
     torch.testing.assert_close(moments[..., 1].T, parts.var(2, unbiased=False) * 64)
     out = torch.empty(rows, hidden)
     for layer_norm, gelu in itertools.product((False, True), repeat=2):
-        folded.normed_linear(want, moments, second, out, layer_norm=layer_norm, eps=1e-6, gelu=gelu)
+        norms.normed_linear(want, moments, second, out, layer_norm=layer_norm, eps=1e-6, gelu=gelu)
         normed = F.layer_norm(want, (width,), eps=1e-6) if layer_norm else F.rms_norm(want, (width,), eps=1e-6)
         expected = F.linear(
             normed.double(), second.weight.double(), second.bias.double() if second.bias is not None else None
@@ -412,18 +412,18 @@ def test_norms_inside_the_products_are_the_norms(offset: float) -> None:
 def test_normed_rows_have_moments_that_change_nothing() -> None:
     x, layer = (
         F.layer_norm(draw(5, 128), (128,)),
-        folded.with_sums(make_linear(draw(16, 128, seed=1), None, torch.float32)),
+        norms.with_sums(make_linear(draw(16, 128, seed=1), None, torch.float32)),
     )
-    moments, out = folded.moments_buffer(5, 128, x.device, 1e-3), torch.empty(5, 16)
+    moments, out = norms.moments_buffer(5, 128, x.device, 1e-3), torch.empty(5, 16)
     for layer_norm in (False, True):
-        folded.normed_linear(x, moments, layer, out, layer_norm=layer_norm, eps=1e-3)
+        norms.normed_linear(x, moments, layer, out, layer_norm=layer_norm, eps=1e-3)
         torch.testing.assert_close(out, F.linear(x, layer.weight))
 
 
 def test_norms_are_folded_where_every_product_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     products = [(make_linear(torch.zeros(n, 64), None, BF16), "none") for n in (64, 128)]
-    assert not folded.folds_norms(8, *products)
+    assert not norms.can_be_inside(8, *products)
     for known in ((64,), (64, 128)):
         monkeypatch.setattr(gemm, "planned", lambda *sizes, known=known: TILINGS[0] if sizes[4] in known else None)
         with steered("cuda"):
-            assert folded.folds_norms(8, *products) == (len(known) == 2)
+            assert norms.can_be_inside(8, *products) == (len(known) == 2)

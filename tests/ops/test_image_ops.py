@@ -91,7 +91,7 @@ def test_attention_by_products(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(ops.attend(q, k, v, how=how), ops.attend(q, k, v))
     with pytest.raises(ValueError, match="expected sdpa, products, products-wide, flash, flash-64, got 'fast'"):
         ops.attend(q, k, v, how="fast")
-    with pytest.raises(NotImplementedError, match="flash needs a GPU and a narrow dtype"):
+    with pytest.raises(NotImplementedError, match="flash needs a GPU and BF16 or FP16"):
         ops.attend(q, k, v, how="flash")
 
 
@@ -137,7 +137,7 @@ from vla_accel.ops.kernels import image as K
 half = {n: "*bf16" for n in ("x_ptr", "residual_ptr", "sum_ptr", "out_ptr", "skip_ptr")}
 wide = {n: "*fp32" for n in ("shift_ptr", "gamma_ptr", "part_ptr", "weight_ptr", "bias_ptr")}
 add = {"HAS_RESIDUAL": True, "SHIFT": 2, "PHASED": True}
-group = {"C": 320, "GROUPS": 32, "PER_GROUP": 10, "STEPS": 2, "BLOCK": 128, "TAKEN": 12, "ROWS": 32, **add}
+group = {"C": 320, "GROUPS": 32, "PER_GROUP": 10, "PASSES": 2, "BLOCK": 128, "TAKEN": 12, "ROWS": 32, **add}
 work = [
     (K._rows, {"C": 96, "BLOCK_C": 128, "ROWS": 32, "NORM": True, "SILU": True, "KEEP": True, "PAD": True, **add}),
     (K._group_sums, {**group, "SKIP": 0, "KEEP": True}),

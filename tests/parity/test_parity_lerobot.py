@@ -65,7 +65,7 @@ def reference(request: pytest.FixtureRequest, reference_folder: Path) -> Referen
     folder = reference_folder / request.param
     checkpoint = load(folder / "checkpoint")
     model, processor = checkpoint.model, checkpoint.processor
-    assert model.config.kind == request.param
+    assert isinstance(model, Pi0) and model.config.kind == request.param
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     robot = dict(np.load(folder / "robot.npz"))
     tasks = json.loads((folder / "tasks.json").read_text())

@@ -25,7 +25,7 @@ from vla_accel.errors import CheckpointError
 from vla_accel.files import replacing
 from vla_accel.models.pi0 import Pi0, Pi0Config
 
-Precision = Literal["mixed", "bfloat16", "float32"]
+StoredPrecision = Literal["mixed", "bfloat16", "float32"]
 SCHEMA = "vla_accel.conversion/1"
 
 
@@ -85,7 +85,7 @@ def convert(
     output: Path,
     *,
     action_horizon: int,
-    precision: Precision = "mixed",
+    precision: StoredPrecision = "mixed",
     source: str = "memory",
     assets: Path | None = None,
     max_token_len: int | None = None,
@@ -166,16 +166,16 @@ class _Shapes:
         raise NotImplementedError(name)
 
 
-def _dtype(precision: Precision, wide: bool) -> torch.dtype:
+def _dtype(precision: StoredPrecision, wide: bool) -> torch.dtype:
     return torch.float32 if precision == "float32" or (precision == "mixed" and wide) else torch.bfloat16
 
 
 def _cut(array: np.ndarray, target: Target) -> Tensor:
     """A copy of the target's part alone: a whole parameter may be gigabytes."""
     # ml_dtypes' bfloat16 is none of torch's; its bits are.
-    narrow = array.dtype.name == "bfloat16"
-    tensor = torch.from_numpy(np.array(target.cut(array.view(np.int16) if narrow else array), order="C"))
-    return tensor.view(torch.bfloat16) if narrow else tensor
+    bf16 = array.dtype.name == "bfloat16"
+    tensor = torch.from_numpy(np.array(target.cut(array.view(np.int16) if bf16 else array), order="C"))
+    return tensor.view(torch.bfloat16) if bf16 else tensor
 
 
 def _row(parameters: Parameters, target: Target, tensor: Tensor, dtype: torch.dtype, source: str) -> Row:
@@ -195,7 +195,7 @@ def _row(parameters: Parameters, target: Target, tensor: Tensor, dtype: torch.dt
     )
 
 
-def _config(config: Pi0Config, precision: Precision, preset: str | None, discrete: bool | None) -> dict[str, Any]:
+def _config(config: Pi0Config, precision: StoredPrecision, preset: str | None, discrete: bool | None) -> dict[str, Any]:
     """The fields openpi's converter writes, and those that its files leave to be guessed."""
     content: dict[str, Any] = {
         "action_dim": config.action_dim,

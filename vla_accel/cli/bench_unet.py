@@ -1,10 +1,10 @@
 """`vla-accel bench-unet`: Stable Diffusion, whole pictures and single UNet calls, several systems in turns.
 
-Every system starts from the same weights (rounded to the narrow dtype), prompt and noise: eager-fp32 draws in the
-narrow dtype, too, since a generator's float16 values can be others than its float32 values. Not so for a scheduler that
+Every system starts from the same weights (rounded to the dtype asked for), prompt and noise: eager-fp32 draws in
+that dtype, too, since a generator's float16 values can be others than its float32 values. Not so for a scheduler that
 draws in float32 at every step whatever the model's dtype (diffusers' SDE solvers of DPM++): its noise differs.
 
-Agreement is reported twice: with eager in float32, and with eager in the narrow dtype, of the latents and of the
+Agreement is reported twice: with eager in float32, and with eager in that dtype, of the latents and of the
 picture. Over many steps the first says what the dtype costs, the second what a system adds to that. Ends with one JSON
 line. Exit status 1 if a system's UNet disagrees with the float32 one beyond the threshold.
 """
@@ -94,8 +94,8 @@ class _Bench:
         self.wide = self._load(torch.float32)
         for name in ("unet", "vae", "text_encoder"):
             # The same rounded weights: agreement judges arithmetic, not the checkpoint's rounding.
-            narrow = getattr(self.parts, name).state_dict()
-            getattr(self.wide, name).load_state_dict({k: v.float() for k, v in narrow.items()}, strict=False)
+            rounded = getattr(self.parts, name).state_dict()
+            getattr(self.wide, name).load_state_dict({k: v.float() for k, v in rounded.items()}, strict=False)
         self._ours: dict[str, StableDiffusion] = {}
         self._compiled: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}

@@ -23,7 +23,7 @@ from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines.tensorrt_library import parse_target
 from vla_accel.engines.tensorrt_plan import Exports
 from vla_accel.files import replacing
-from vla_accel.measure.synthetic import calibrate_on_noise
+from vla_accel.measure.random_policy import calibrate_on_noise
 from vla_accel.models.family import Family, sized
 from vla_accel.policy import ahead_of_time as building
 from vla_accel.policy.ahead_of_time import Job

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from vla_accel.checkpoints.convert import Precision, Report, Row, convert
+from vla_accel.checkpoints.convert import Report, Row, StoredPrecision, convert
 from vla_accel.checkpoints.orbax import OrbaxParameters
 from vla_accel.errors import ConfigError
 from vla_accel.transforms.robots import OPENPI_CONFIGS
@@ -43,7 +43,7 @@ class Arguments:
     action_horizon: int | None = None
     """Actions in a chunk, where no config is named."""
 
-    precision: Precision = "mixed"
+    precision: StoredPrecision = "mixed"
     """mixed: float32 for what openpi computes in float32, bfloat16 for the rest; or everything in one."""
 
     assets: Path | None = None

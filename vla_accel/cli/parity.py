@@ -17,8 +17,8 @@ from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 from vla_accel.machine import hardware, software
 from vla_accel.measure.parity import Agreement, compare, reference_of
+from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.measure.recording import load_observations
-from vla_accel.measure.synthetic import random_observations, random_policy
 from vla_accel.policy import OptimizedPolicy, agreement
 
 

@@ -22,15 +22,15 @@ from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, parse, print_tabl
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import CONFIGS, diffusers_module, filled, load_model
 from vla_accel.errors import ConfigError
-from vla_accel.measure.precision import (
-    Narrow,
-    PrecisionPolicy,
-    apply_policy,
+from vla_accel.measure.reduced_precision import (
+    ReducedDtype,
+    ReducedPrecision,
     cost,
     dtype_counts,
     inference,
     overflowing,
     ranges,
+    reduce_precision,
 )
 from vla_accel.models.autoencoder import SCALE
 from vla_accel.numeric import DTYPES
@@ -41,12 +41,12 @@ TEXT_ENCODERS = {"qwen-text-encoder": 28, "tiny-qwen-text-encoder": 2}
 
 @dataclass(frozen=True)
 class Options:
-    """Compare a model in float32 with the same model in a narrow dtype."""
+    """Compare a model in float32 with the same model in BF16 or FP16."""
 
     model: Annotated[str, tyro.conf.Positional]
     """A diffusers folder or hub name, or a configuration with random weights: qwen-vae, sd-vae, sd-unet,
     qwen-text-encoder, or tiny- and one of these."""
-    dtype: Narrow = "bf16"
+    dtype: ReducedDtype = "bf16"
     keep_fp32: tuple[str, ...] = ()
     """Names of modules (patterns) that stay in float32."""
     auto_fp32: bool = False
@@ -73,13 +73,13 @@ def main(arguments: list[str]) -> int:
         found = ranges(wide, call(wide, torch.float32))
         before = cost(wide, call(wide, torch.float32), device, options.calls)
     keep = (*options.keep_fp32, *(overflowing(found, dtype) if options.auto_fp32 else ()))
-    narrow = copy.deepcopy(wide)
+    reduced = copy.deepcopy(wide)
     del wide
-    kept = apply_policy(narrow, PrecisionPolicy(options.dtype, keep))
+    kept = reduce_precision(reduced, ReducedPrecision(options.dtype, keep))
     with inference(device):
-        result = call(narrow, dtype)()
-        seen = ranges(narrow, call(narrow, dtype))
-        after = cost(narrow, call(narrow, dtype), device, options.calls)
+        result = call(reduced, dtype)()
+        seen = ranges(reduced, call(reduced, dtype))
+        after = cost(reduced, call(reduced, dtype), device, options.calls)
     agreement = parity(result, reference)
     overflow = [n for n in overflowing(seen, dtype) if not any(n == k or n.startswith(f"{k}.") for k in kept)]
     would = [n for n in overflowing(found, dtype) if not any(n == k or n.startswith(f"{k}.") for k in kept)]
@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
         "hardware": machine.hardware(device),
         "software": machine.software(),
         "kept_fp32": kept,
-        "parameters": dtype_counts(narrow),
+        "parameters": dtype_counts(reduced),
         "before": dataclasses.asdict(before),
         "after": dataclasses.asdict(after),
         "speedup": before.latency_ms / after.latency_ms,
@@ -138,12 +138,12 @@ def text_encoder(name: str, device: torch.device) -> Any:
     import transformers
 
     tiny = name.startswith("tiny-")
-    wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     real = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
     config = transformers.Qwen2Config(
         vocab_size=200 if tiny else 152064,
         num_hidden_layers=TEXT_ENCODERS[name],
-        **(wide if tiny else real),  # pyright: ignore[reportArgumentType]
+        **(small if tiny else real),  # pyright: ignore[reportArgumentType]
     )
     return filled(lambda: transformers.Qwen2Model(config), dtype=torch.float32, device=device)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vla_accel.component import Component, TensorSpec
 from vla_accel.components.padding import MOST_VIEWS
-from vla_accel.components.precision import variants
+from vla_accel.components.variants import variants
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.quantised import QUANTISED
 

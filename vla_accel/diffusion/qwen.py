@@ -49,8 +49,8 @@ def accelerate(
         undo.append(_graphed(pipeline.transformer, ledger))
 
     def undo_all() -> None:
-        for step in reversed(undo):
-            step()
+        for restore in reversed(undo):
+            restore()
 
     return undo_all
 

@@ -49,17 +49,19 @@ def choose(
 
 def _choice(name: str, spec: EngineSpec, device: torch.device, dtype: torch.dtype, shown: Shown | None) -> Choice:
     gpu = Gpu.of(device)
-    reason = _unfit(device, gpu, dtype, spec.precision)
+    reason = _why_not_native(device, gpu, dtype, spec.precision)
     if reason is not None or gpu is None:
         return Choice(replace(spec, engine="eager", precision="auto", attention="own"), reason or "there is no GPU")
     why = f"{gpu.name} has compute capability {gpu.version}"
-    narrow = None if shown is None else shown.precisions.get(name)
-    if shown is not None and narrow not in (None, "auto", "bf16") and why_not(gpu, narrow) is None:
-        spec, why = replace(spec, precision=narrow), f"{why}, and {shown.source} shows that {narrow} agrees"
+    lower = None if shown is None else shown.precisions.get(name)
+    if shown is not None and lower not in (None, "auto", "bf16") and why_not(gpu, lower) is None:
+        spec, why = replace(spec, precision=lower), f"{why}, and {shown.source} shows that {lower} agrees"
     return Choice(replace(spec, engine="native", fallback=("eager",)), why)
 
 
-def _unfit(device: torch.device, gpu: Gpu | None, dtype: torch.dtype, precision: EnginePrecision) -> str | None:
+def _why_not_native(
+    device: torch.device, gpu: Gpu | None, dtype: torch.dtype, precision: EnginePrecision
+) -> str | None:
     """Why the native engine is not the fast path here."""
     if gpu is None:
         return "there is no GPU"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ class Engine(ABC):
     """What exactly runs inside, for the ledger."""
     capturable: bool = False
     """Whether `run` may be recorded into a CUDA graph."""
+    ahead_of_time: ClassVar[bool] = False
+    """Whether it is built once and kept in the cache of engines, so that `vla-accel build` can build it beforehand."""
 
     @classmethod
     def why_not(cls, device: torch.device) -> str | None:

@@ -1,6 +1,6 @@
 """A component as a checked ONNX file: exported, validated, and compared with the module before anything is built.
 
-Knows nothing about TensorRT. The comparison runs the exported graph itself, every narrow tensor of it widened to
+Knows nothing about TensorRT. The comparison runs the exported graph itself, every 16-bit tensor of it widened to
 float32, in ONNX Runtime: a wrong graph cannot hide behind rounding, and no CPU kernel for BF16 is needed.
 """
 
@@ -207,7 +207,7 @@ def _checked(name: str, want: np.ndarray, got: np.ndarray, least: float) -> floa
 
 
 def _in_float32(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The module's outputs with every narrow weight widened, without touching the module."""
+    """The module's outputs with every 16-bit weight widened, without touching the module."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     wide = {name: t.float() for name, t in tensors.items() if t.dtype in _NARROW}
     with torch.no_grad(), _quiet(), quantisers_as_operators():
@@ -223,13 +223,13 @@ def _widen(source: Path, target: Path) -> None:
     """The graph of `source` with FLOAT16 and BFLOAT16 replaced by FLOAT everywhere."""
     ir = _need("onnx_ir")
     model = ir.load(source)
-    narrow = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    sixteen_bits = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
     def tensor(value: Any) -> Any:
-        return ir.tensor(value.numpy().astype(np.float32), name=value.name) if value.dtype in narrow else value
+        return ir.tensor(value.numpy().astype(np.float32), name=value.name) if value.dtype in sixteen_bits else value
 
     def retype(value: Any) -> None:
-        if value is not None and value.dtype in narrow:
+        if value is not None and value.dtype in sixteen_bits:
             value.dtype = ir.DataType.FLOAT
 
     for value in model.graph.initializers.values():
@@ -245,7 +245,7 @@ def _widen(source: Path, target: Path) -> None:
                 node.attributes[name] = ir.AttrTensor(name, tensor(attribute.value))
             # Cast's `to` and the like hold the number of a type.
             elif attribute.type == ir.AttributeType.INT and name in ("to", "dtype", "output_dtype", "stash_type"):
-                wide = ir.DataType.FLOAT if ir.DataType(attribute.value) in narrow else attribute.value
+                wide = ir.DataType.FLOAT if ir.DataType(attribute.value) in sixteen_bits else attribute.value
                 node.attributes[name] = ir.AttrInt64(name, int(wide))
     ir.save(model, target, external_data=f"{target.name}.data")
 

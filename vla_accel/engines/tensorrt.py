@@ -40,6 +40,7 @@ class TensorrtEngine(Engine):
     """ONNX → TensorRT for the GPU at hand. Dynamic dimensions in the component's ranges share one plan."""
 
     name: ClassVar[str] = "tensorrt"
+    ahead_of_time: ClassVar[bool] = True
     library_name: ClassVar[LibraryName] = "tensorrt"
 
     @classmethod

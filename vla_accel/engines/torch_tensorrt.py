@@ -210,6 +210,7 @@ class TorchTensorrtEngine(Engine):
     """A module whose marked parts run as TensorRT engines and whose rest runs in PyTorch."""
 
     name: ClassVar[str] = "torch_tensorrt"
+    ahead_of_time: ClassVar[bool] = True
 
     @classmethod
     def why_not(cls, device: torch.device) -> str | None:

@@ -17,7 +17,7 @@ from vla_accel.component import Component
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
 from vla_accel.components.calibration import calibration
 from vla_accel.components.padding import padded_prompt
-from vla_accel.components.precision import needs_scales
+from vla_accel.components.variants import needs_scales
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.errors import ObservationError
 from vla_accel.families import pi0_openpi, pi0_stand_in

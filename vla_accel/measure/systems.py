@@ -15,8 +15,8 @@ from vla_accel.checkpoints.loading import family_of, find
 from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.measure.bench import System
+from vla_accel.measure.random_policy import random_policy
 from vla_accel.measure.roofline import Ceilings, floors_ms
-from vla_accel.measure.synthetic import random_policy
 from vla_accel.models.family import Family
 from vla_accel.models.network import Network
 from vla_accel.policy import OptimizedPolicy

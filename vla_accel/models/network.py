@@ -26,14 +26,14 @@ class Network(nn.Module, ABC):
 
     @staticmethod
     def kept_wide(name: str) -> bool:
-        """Whether a parameter stays in float32 in a network of narrower products."""
+        """Whether a parameter stays in float32 in a network of products in BF16 or FP16."""
         del name
         return False
 
     def to_compute_dtype(self: N, dtype: torch.dtype) -> N:
         """Cast the large products to `dtype`, and what is `kept_wide` to float32 (float64 for float64), in place."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        # One cast each: narrowing everything first and widening some again would round what is to stay exact.
+        # One cast each: rounding everything first and widening some again would round what is to stay exact.
         for name, parameter in self.named_parameters():
             parameter.data = parameter.data.to(wide if self.kept_wide(name) else dtype)
         return self

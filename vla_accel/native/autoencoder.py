@@ -23,7 +23,7 @@ from vla_accel.ops.sums import Sum
 
 _MULTIPLE = 8
 """Tensor cores want channels in multiples of 8: the 3 of a picture are padded with zeros."""
-Step = Callable[[Sum], Sum]
+Layer = Callable[[Sum], Sum]
 
 
 class NativeHalf:
@@ -43,7 +43,7 @@ class NativeHalf:
         self.detail = self._describe()
         self.conv_in = padded(half.conv_in.weight, 1)
         self.conv_out = padded(half.conv_out.weight, 0)
-        self.steps = [self._step(block) for block in half.blocks]
+        self.layers = [self._layer(block) for block in half.blocks]
         self.shift_in, self.norm_out = _bias(half.conv_in), _Norm(half.norm_out)
         last = half.last.weight.flatten(1).float() if half.last is not None else None
         bias = _bias(half.conv_out)
@@ -81,12 +81,12 @@ class NativeHalf:
         if wide is not None:
             wide[..., : x.shape[-1]] = x
         state = Sum(ops.conv(x.contiguous() if wide is None else wide, self.conv_in, padding=1), shift=self.shift_in)
-        for step in self.steps:
-            state = step(state)
+        for layer in self.layers:
+            state = layer(state)
         _, h = self.norm_out(state, silu=True, keep=False)
         return ops.conv(h, self.conv_out, padding=1)
 
-    def _step(self, block: nn.Module) -> Step:
+    def _layer(self, block: nn.Module) -> Layer:
         if isinstance(block, ResBlock):
             return _Res(block)
         if isinstance(block, SpatialAttention):

@@ -36,7 +36,7 @@ def step_tables(
         return StepTables(None, None, None, None, None, None, final, None, rows, w_in, times, gains)
     scale, shift, gate = modulations.float().chunk(3, dim=-1)  # each (steps, 2 L + 1, W)
 
-    def folded(which: int) -> Tensor:
+    def shift_products(which: int) -> Tensor:
         rows = []
         for layer, pair in enumerate(products):
             weight = pair[which].weight.float() * pair[which].weight_scale_value
@@ -44,8 +44,8 @@ def step_tables(
         return torch.stack(rows, 1).contiguous()
 
     return StepTables(
-        scale[:, 0:-1:2].contiguous(), folded(0), gate[:, 0:-1:2].contiguous(),
-        scale[:, 1:-1:2].contiguous(), folded(1), gate[:, 1:-1:2].contiguous(),
+        scale[:, 0:-1:2].contiguous(), shift_products(0), gate[:, 0:-1:2].contiguous(),
+        scale[:, 1:-1:2].contiguous(), shift_products(1), gate[:, 1:-1:2].contiguous(),
         scale[:, -1].contiguous(), shift[:, -1].contiguous(), bias_in.float().contiguous(),
         action_in.T.float().contiguous(), times, gains,
     )  # fmt: skip

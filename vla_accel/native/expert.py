@@ -18,7 +18,8 @@ from torch import Tensor
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.native.constants import step_tables
-from vla_accel.native.fold import compute_dtype, fold_norm
+from vla_accel.native.fold import fold_norm
+from vla_accel.native.store import compute_dtype
 from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.dispatch import dependent_launches
@@ -40,7 +41,7 @@ class ExpertLayer:
 @dataclass(frozen=True)
 class ExpertWeights:
     """The expert's weights. `state` (W, A) and `mix` (W, W): π0's state projection and the second layer of its time
-    MLP, else None. `w_out` (A, W) float32."""
+    MLP, else None. `w_out` (A, W) float32. `fp8`: the layers' weights are of one byte."""
 
     layers: tuple[ExpertLayer, ...]
     w_out: Tensor
@@ -48,7 +49,7 @@ class ExpertWeights:
     state: Linear | None
     mix: Linear | None
     dtype: torch.dtype
-    narrow: bool
+    fp8: bool
     head_dim: int
 
     @functools.cached_property
@@ -109,7 +110,7 @@ def sizes_of(config: Pi0Config) -> Sizes:
 def why_not_streamed(weights: ExpertWeights, config: Pi0Config, batch: int) -> str | None:
     """Why the streamed kernels cannot run these weights where they lie; None where they can."""
     gpu = Gpu.of(weights.w_out.device)
-    return why_not(gpu, sizes_of(config), batch, weights.dtype, weights.narrow)
+    return why_not(gpu, sizes_of(config), batch, weights.dtype, weights.fp8)
 
 
 def _plain(norm: object) -> RmsNorm:
@@ -135,7 +136,7 @@ class NativeDenoise:
         if weights.state is not None:
             self.state_token = torch.zeros(batch, expert.width, device=device)
         gpu, reason = Gpu.of(device), why_not_streamed(weights, config, batch)
-        kind = "FP8 weights" if weights.narrow else str(weights.dtype)
+        kind = "FP8 weights" if weights.fp8 else str(weights.dtype)
         if gpu is not None and reason is None:
             mix_bias = None if weights.mix is None else weights.mix_bias
             loop = StreamedLoop(

@@ -16,8 +16,9 @@ from vla_accel.fp8 import E4M3, Scales
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.quantised import QUANTISED
-from vla_accel.native.fold import amax_of, compute_dtype, fold_norm
-from vla_accel.ops import folded
+from vla_accel.native.fold import fold_norm
+from vla_accel.native.store import amax_of, compute_dtype
+from vla_accel.ops import norms
 from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.linear import Linear, gate_up, linear, make_linear, pair, products_by
 from vla_accel.ops.rows import add_norm, embed_norm, rope_cache, rope_tables
@@ -94,7 +95,7 @@ class NativePrefix:
         self.detail = f"fused ops, {'FP8' if quantised else dtype}"
         self.batch, self.tokens = batch, image_tokens + length
         rows, width = batch * self.tokens, weights.table.shape[1]
-        narrow = E4M3.dtype if quantised else dtype
+        product_input = E4M3.dtype if quantised else dtype
         sizes = Sizes(
             batch, self.tokens, self.tokens, weights.heads, weights.kv_heads, weights.head_dim, dtype, padded=True,
             quantised=quantised,
@@ -109,22 +110,24 @@ class NativePrefix:
             }  # fmt: skip
             products, self.pdl = products_by(rows, four)
         self.detail += products
-        self.folded = first.down is not None and folded.folds_norms(rows, (first.down, "none"), (first.qkv, "none"))
-        if self.folded:
+        self.norms_inside = first.down is not None and norms.can_be_inside(
+            rows, (first.down, "none"), (first.qkv, "none")
+        )
+        if self.norms_inside:
             self.detail += ", norm of q/k/v inside"
-        self.moments = folded.moments_buffer(rows, width, device)
-        self.normed = folded.moments_buffer(rows, width, device, weights.eps)
+        self.moments = norms.moments_buffer(rows, width, device)
+        self.normed = norms.moments_buffer(rows, width, device, weights.eps)
 
         def buffer(columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(rows, columns, dtype=kind, device=device)
 
-        self.x, self.y, self.h, self.h_mlp = buffer(width), buffer(width), buffer(width), buffer(width, narrow)
+        self.x, self.y, self.h, self.h_mlp = buffer(width), buffer(width), buffer(width), buffer(width, product_input)
         self.qkv = buffer((weights.heads + 2 * weights.kv_heads) * weights.head_dim)
         self.last_kv = buffer(2 * weights.kv_heads * weights.head_dim)
-        self.context = buffer(weights.heads * weights.head_dim, narrow)
+        self.context = buffer(weights.heads * weights.head_dim, product_input)
         if first.gate_up is not None:
             hidden = first.gate_up.weight.shape[0] // 2
-            self.gate_up, self.active = buffer(2 * hidden), buffer(hidden, narrow)
+            self.gate_up, self.active = buffer(2 * hidden), buffer(hidden, product_input)
         self.cos, self.sin = rope_tables(self.tokens, weights.head_dim, device)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
@@ -136,15 +139,15 @@ class NativePrefix:
         for index, layer in enumerate(w.layers):
             keys, values = outputs["keys"][index], outputs["values"][index]
             if layer.o is None or layer.gate_up is None or layer.down is None:
-                if self.folded and index:
+                if self.norms_inside and index:
                     add_norm(
                         self.x, None, self.x, self.h, layer=False, eps=w.eps, inverse_scale=None, pdl=pdl
                     )  # fmt: skip
                 linear(self.h, layer.qkv, self.last_kv, pdl=pdl)
                 rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0, pdl=pdl)
                 break
-            if self.folded:
-                folded.normed_linear(x, moments, layer.qkv, self.qkv, layer_norm=False, eps=w.eps, pdl=pdl)
+            if self.norms_inside:
+                norms.normed_linear(x, moments, layer.qkv, self.qkv, layer_norm=False, eps=w.eps, pdl=pdl)
             else:
                 linear(self.h, layer.qkv, self.qkv, pdl=pdl)
             rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads, pdl=pdl)
@@ -157,9 +160,9 @@ class NativePrefix:
             gate_up(
                 self.h_mlp, layer.gate_up, self.gate_up, self.active, inverse_scale=layer.down.inverse_scale, pdl=pdl
             )
-            if self.folded:
+            if self.norms_inside:
                 x, moments = self.x, self.moments
-                folded.residual_linear(self.active, layer.down, x, moments, pdl=pdl)
+                norms.residual_linear(self.active, layer.down, x, moments, pdl=pdl)
             else:
                 linear(self.active, layer.down, self.y, pdl=pdl)
                 self._residual(self.h, w.layers[index + 1].qkv)

@@ -10,8 +10,9 @@ import torch
 
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
-from vla_accel.fp8 import NO_SCALES, Scales
+from vla_accel.fp8 import NO_SCALES, Products, Scales
 from vla_accel.models.network import Network
+from vla_accel.numeric import DTYPES
 
 N = TypeVar("N", bound=Network)
 T = TypeVar("T")
@@ -58,3 +59,21 @@ class NativeStore(Generic[N]):
         if asked == "fp8" and calibrated and self.scales is None:
             raise EngineError(f"{component}: {NO_SCALES}")
         return asked
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """What everything but the FP8 products themselves is stored in."""
+    return DTYPES.get(precision, torch.bfloat16)
+
+
+def amax_of(scales: Scales | None, precision: str, layer: str, products: Products) -> Callable[[str], float | None]:
+    """Looks the calibrated input amax of a layer's product up by name; None unless FP8 is asked for and takes it."""
+
+    def find(name: str) -> float | None:
+        if precision != "fp8" or name not in products.names:
+            return None
+        if scales is None:
+            raise EngineError(NO_SCALES)
+        return scales.of(f"{layer}.{name}")
+
+    return find

@@ -17,12 +17,13 @@ from vla_accel.fp8 import E4M3, Scales
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.siglip import SiglipLayer
-from vla_accel.native.fold import amax_of, compute_dtype, fold_norm
+from vla_accel.native.fold import fold_norm
+from vla_accel.native.store import amax_of, compute_dtype
 from vla_accel.numeric import round_up
-from vla_accel.ops import folded
+from vla_accel.ops import norms
 from vla_accel.ops.attending import Sizes, attend, choose
-from vla_accel.ops.folded import with_sums
 from vla_accel.ops.linear import Linear, linear, linear_gelu, make_linear, patch_product, products_by
+from vla_accel.ops.norms import with_sums
 from vla_accel.ops.reference import MOMENTS_OF
 from vla_accel.ops.rows import add_norm, patchify
 
@@ -126,11 +127,11 @@ class NativeVision:
         products, self.pdl = products_by(rows, four)
         self.detail += products
         quantised = first.qkv.weight_scale is not None
-        self.folded = not quantised and width % MOMENTS_OF == 0 and folded.folds_norms(rows, *four.values())
-        if self.folded:
+        self.norms_inside = not quantised and width % MOMENTS_OF == 0 and norms.can_be_inside(rows, *four.values())
+        if self.norms_inside:
             self.detail += ", norms inside"
-        self.moments = folded.moments_buffer(rows, width, device)
-        self.normed = folded.moments_buffer(rows, width, device, weights.eps)
+        self.moments = norms.moments_buffer(rows, width, device)
+        self.normed = norms.moments_buffer(rows, width, device, weights.eps)
         self.patches = torch.empty(rows, weights.patch.shape[1], dtype=weights.patch.dtype, device=device)
         self.embedded = torch.empty(rows, width, dtype=torch.float32, device=device)
         self.x, self.y = buffer(width), buffer(width)
@@ -148,8 +149,8 @@ class NativeVision:
         first = w.layers[0].qkv
         add_norm(self.embedded, w.place, self.x, self.h, inverse_scale=first.inverse_scale, **norm)
         norm["pdl"] = self.pdl
-        if self.folded:
-            self._folded_layers()
+        if self.norms_inside:
+            self._layers_norms_inside()
             add_norm(self.x, None, self.x, self.last, inverse_scale=None, **norm)
         else:
             self._layers(norm)
@@ -165,17 +166,17 @@ class NativeVision:
         q, k, v = heads.unbind(2)
         attend(self.attention.way, q, k, v, self.context, None, inverse_scale=layer.out.inverse_scale, pdl=self.pdl)
 
-    def _folded_layers(self) -> None:
+    def _layers_norms_inside(self) -> None:
         """Products that add to the residual write its moments, and those after them norm with these."""
         pdl, norm = self.pdl, {"layer_norm": True, "eps": self.weights.eps, "pdl": self.pdl}
         x, moments = self.h, self.normed
         for layer in self.weights.layers:
-            folded.normed_linear(x, moments, layer.qkv, self.qkv, **norm)
+            norms.normed_linear(x, moments, layer.qkv, self.qkv, **norm)
             self._attend(layer)
             x, moments = self.x, self.moments
-            folded.residual_linear(self.context, layer.out, x, moments, pdl=pdl)
-            folded.normed_linear(x, moments, layer.fc1, self.active, gelu=True, **norm)
-            folded.residual_linear(self.active, layer.fc2, x, moments, pdl=pdl)
+            norms.residual_linear(self.context, layer.out, x, moments, pdl=pdl)
+            norms.normed_linear(x, moments, layer.fc1, self.active, gelu=True, **norm)
+            norms.residual_linear(self.active, layer.fc2, x, moments, pdl=pdl)
 
     def _layers(self, norm: dict[str, Any]) -> None:
         w, pdl = self.weights, self.pdl

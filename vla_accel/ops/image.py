@@ -123,7 +123,7 @@ SCORES = {"products": 1 << 24, "products-wide": 1 << 26}
 
 
 FLASH = {"flash": 128, "flash-64": 64}
-"""Ways of `attend` that hold no scores, for narrow heads of 384 or 512 channels on a GPU: queries a program."""
+"""Ways of `attend` that hold no scores: queries a program. They take heads of 384 or 512 in BF16 or FP16 on a GPU."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, how: str = "sdpa") -> Tensor:
@@ -137,7 +137,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, how: str = "sdpa") -> Tensor:
         return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
     if how in FLASH:
         if not _on_kernels(q):
-            raise NotImplementedError(f"attend: {how} needs a GPU and a narrow dtype")
+            raise NotImplementedError(f"attend: {how} needs a GPU and BF16 or FP16")
         return kernels("image").wide_attention(q, k, v, FLASH[how])
     if how not in SCORES:
         raise ValueError(f"attend: expected sdpa, {', '.join((*SCORES, *FLASH))}, got {how!r}")
@@ -165,7 +165,7 @@ def _product_f32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _on_kernels(x: Tensor) -> bool:
-    # The narrow dtypes only: in float32 these networks are references, and torch's own operations keep its digits.
+    # BF16 and FP16 only: in float32 these networks are references, and torch's own operations keep its digits.
     return path(x) != "reference" and x.dtype in (torch.float16, torch.bfloat16)
 
 

@@ -87,10 +87,10 @@ def pair(layer: Linear) -> Linear:
     return replace(layer, weight=mixed(layer.weight), bias=mixed(layer.bias), paired=True)
 
 
-def own_product(
+def launched_own_gemm(
     x: Tensor, layer: Linear, out: Tensor, activation: str, inverse_scale: float | None, pdl: bool, **norms: Any
 ) -> bool:
-    """Whether the project's own Hopper kernel has taken this product: where it is the fastest."""
+    """Launch the project's own Hopper GEMM where it is the fastest. False where it is not: nothing was launched."""
     from vla_accel.ops.cuda import gemm
 
     gpu = Gpu.of(x.device)
@@ -105,8 +105,8 @@ def own_product(
     return True
 
 
-def has_own_product(rows: int, layer: Linear, activation: str) -> bool:
-    """Whether `own_product` will take `rows` rows by this weight, on its device. `activation`: none, gelu or geglu."""
+def has_own_gemm(rows: int, layer: Linear, activation: str) -> bool:
+    """Whether `launched_own_gemm` would take `rows` rows by this weight. `activation`: none, gelu or geglu."""
     if path(layer.weight) != "cuda":
         return False
     from vla_accel.ops.cuda import gemm
@@ -124,7 +124,7 @@ def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[
     """
     own, library = [], []
     for name, (layer, activation) in products.items():
-        (own if has_own_product(rows, layer, activation) else library).append(name)
+        (own if has_own_gemm(rows, layer, activation) else library).append(name)
     if not own:
         return "", False
     detail = f", products in CUDA C++: {', '.join(own)}" + (f"; cuBLAS: {', '.join(library)}" if library else "")
@@ -138,7 +138,7 @@ def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bo
     """
     way = path(x)
     if x.is_cuda and way != "reference":
-        if way == "cuda" and not gelu and own_product(x, layer, out, "none", None, pdl):
+        if way == "cuda" and not gelu and launched_own_gemm(x, layer, out, "none", None, pdl):
             return
         if layer.weight_scale is not None and layer.input_scale is not None:
             torch._scaled_mm(
@@ -164,7 +164,7 @@ def linear_gelu(
     x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False
 ) -> None:
     """out = gelu_tanh(x Wᵀ + b). x (R, K), out (R, N), scratch (R, N), which may be used and may be `out`."""
-    if path(x) == "cuda" and own_product(x, layer, out, "gelu", inverse_scale, pdl):
+    if path(x) == "cuda" and launched_own_gemm(x, layer, out, "gelu", inverse_scale, pdl):
         return
     if layer.weight_scale is None and inverse_scale is None:
         return linear(x, layer, out, gelu=True)
@@ -176,7 +176,7 @@ def gate_up(
     x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False
 ) -> None:
     """out = gelu_tanh(gate) * up, of gate and up = x Wᵀ + b. x (R, K), out (R, H), scratch (R, 2 H) may be used."""
-    if path(x) == "cuda" and layer.paired and own_product(x, layer, out, "geglu", inverse_scale, pdl):
+    if path(x) == "cuda" and layer.paired and launched_own_gemm(x, layer, out, "geglu", inverse_scale, pdl):
         return
     linear(x, layer, scratch, pdl=pdl)
     geglu(scratch, out, inverse_scale=inverse_scale, paired=layer.paired, pdl=pdl)

@@ -11,7 +11,7 @@ MOMENTS_OF = 64
 
 
 def _wide(x: Tensor) -> Tensor:
-    """float32 for the narrow dtypes; float32 and float64 stay as they are."""
+    """float32 for dtypes of fewer bits; float32 and float64 stay as they are."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 

@@ -99,7 +99,7 @@ def rope_cache(
 
 
 def store(out: Tensor, value: Tensor, inverse_scale: float | None) -> None:
-    """The reference of every op's last step: `value` into `out`, quantised where there is a scale."""
+    """How every op's reference ends: `value` into `out`, quantised where there is a scale."""
     if inverse_scale is not None:
         value = E4M3.saturated(value.float() * inverse_scale)
     out.copy_(value.reshape(out.shape).to(out.dtype))

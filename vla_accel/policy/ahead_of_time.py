@@ -20,14 +20,20 @@ import torch
 from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig
-from vla_accel.engines import onnx, tensorrt_library, tensorrt_plan, torch_tensorrt, torch_tensorrt_versions
+from vla_accel.engines import (
+    ENGINES,
+    onnx,
+    tensorrt_library,
+    tensorrt_plan,
+    torch_tensorrt,
+    torch_tensorrt_versions,
+)
 from vla_accel.engines.tensorrt_builder import Progress
 from vla_accel.engines.tensorrt_library import Capability, LibraryName, check_target, load_library, parse_target
 from vla_accel.engines.tensorrt_plan import Exports, Obtained, body_of, obtain
 from vla_accel.errors import ConfigError, DependencyError
 
 SCHEMA = "vla_accel.build/1"
-BUILT = ("tensorrt", "tensorrt_rtx", "torch_tensorrt")
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class Job:
 
 def named(specs: Mapping[str, EngineSpec]) -> dict[str, EngineSpec]:
     """Those components that get a TensorRT engine. Raises ConfigError if there is none."""
-    found = {name: spec for name, spec in specs.items() if spec.engine in BUILT}
+    kept = {name for name, engine in ENGINES.items() if engine.ahead_of_time}
+    found = {name: spec for name, spec in specs.items() if spec.engine in kept}
     if not found:
         have = ", ".join(f"{name} {spec.engine}" for name, spec in specs.items())
         raise ConfigError(f"nothing to build: the configuration names no TensorRT engine ({have})")

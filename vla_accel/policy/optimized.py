@@ -52,7 +52,7 @@ class OptimizedPolicy:
         self.checkpoint, self.config, self.name = checkpoint, config, checkpoint.name
         self.family = checkpoint.family
         self.device = resolve_device(config.device)
-        dtype = resolve_precision(config, self.device)
+        dtype = resolve_dtype(config, self.device)
         self.model: Any = checkpoint.model.to(self.device).to_compute_dtype(dtype)
         self.processor = checkpoint.processor
         self.ledger = Ledger(strict=config.strict)
@@ -88,7 +88,7 @@ class OptimizedPolicy:
         overrides = {"device": device, "num_steps": num_steps, "seed": seed}
         settings = replace(settings, **{k: v for k, v in overrides.items() if v is not None})
         where = resolve_device(settings.device)
-        checkpoint = load(path_or_name, settings, device=where, dtype=resolve_precision(settings, where))
+        checkpoint = load(path_or_name, settings, device=where, dtype=resolve_dtype(settings, where))
         policy = cls(checkpoint, settings)
         policy.warm_up()
         policy._say_what_auto_chose()
@@ -355,7 +355,7 @@ class OptimizedPolicy:
         return self.pipelines.get(shape), Feed(self.family.feed(self.model.config, inputs), noise, guidance)
 
 
-def resolve_precision(config: PolicyConfig, device: torch.device) -> torch.dtype:
+def resolve_dtype(config: PolicyConfig, device: torch.device) -> torch.dtype:
     """The dtype of the large products: "auto" is BF16 on a GPU, FP32 on a CPU."""
     if config.precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32

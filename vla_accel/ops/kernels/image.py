@@ -104,7 +104,7 @@ def rows(x: Sum, gamma: Tensor | None, *, silu: bool, keep: bool, pad: bool) -> 
 @triton.jit
 def _group_sums(x_ptr, residual_ptr, shift_ptr, skip_ptr, sum_ptr, part_ptr, pixels, height, width,
                 C: tl.constexpr, SKIP: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr,
-                STEPS: tl.constexpr, BLOCK: tl.constexpr, TAKEN: tl.constexpr, ROWS: tl.constexpr,
+                PASSES: tl.constexpr, BLOCK: tl.constexpr, TAKEN: tl.constexpr, ROWS: tl.constexpr,
                 HAS_RESIDUAL: tl.constexpr, SHIFT: tl.constexpr, PHASED: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
     # A program has TAKEN whole groups, side by side in BLOCK lanes: loads are long and aligned, groups may be odd.
     piece, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -113,8 +113,8 @@ def _group_sums(x_ptr, residual_ptr, shift_ptr, skip_ptr, sum_ptr, part_ptr, pix
     real = (lane < TAKEN * PER_GROUP)[None, :] & (channel < C + SKIP)
     sums = tl.zeros((BLOCK,), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
-    for step in range(STEPS):
-        pixel = (piece * STEPS + step) * ROWS + tl.arange(0, ROWS)
+    for turn in range(PASSES):
+        pixel = (piece * PASSES + turn) * ROWS + tl.arange(0, ROWS)
         row = (batch * pixels + pixel)[:, None]
         keep = (pixel < pixels)[:, None] & real
         total = _summed(x_ptr, residual_ptr, shift_ptr, row, channel, keep & (channel < C), real & (channel < C),
@@ -147,7 +147,7 @@ def _membership(BLOCK: tl.constexpr, TAKEN: tl.constexpr, PER_GROUP: tl.constexp
 
 @triton.jit
 def _group_apply(x_ptr, residual_ptr, shift_ptr, part_ptr, weight_ptr, bias_ptr, out_ptr, pixels, height, width,
-                 pieces, eps, C: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, STEPS: tl.constexpr,
+                 pieces, eps, C: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, PASSES: tl.constexpr,
                  BLOCK: tl.constexpr, TAKEN: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
                  HAS_RESIDUAL: tl.constexpr, SHIFT: tl.constexpr, PHASED: tl.constexpr,
                  SILU: tl.constexpr):  # fmt: skip
@@ -170,8 +170,8 @@ def _group_apply(x_ptr, residual_ptr, shift_ptr, part_ptr, weight_ptr, bias_ptr,
     scales = tl.sum(tl.where(member, scale[:, None], 0.0), 0)[None, :]
     weight = tl.load(weight_ptr + channel, mask=real, other=0.0) * scales
     bias = tl.load(bias_ptr + channel, mask=real, other=0.0) - means * weight
-    for step in range(STEPS):
-        pixel = (piece * STEPS + step) * ROWS + tl.arange(0, ROWS)
+    for turn in range(PASSES):
+        pixel = (piece * PASSES + turn) * ROWS + tl.arange(0, ROWS)
         row = (batch * pixels + pixel)[:, None]
         keep = (pixel < pixels)[:, None] & real
         total = _summed(x_ptr, residual_ptr, shift_ptr, row, channel, keep, real, pixels, height, width, C,
@@ -195,8 +195,8 @@ def groups(x: Sum, norm: GroupNorm, *, silu: bool, keep: bool, skip: Tensor | No
     tile = max(1, TILE // block)
     # Enough programs for the GPU twice over, but no more partial sums than one tile holds.
     pieces = max(1, min(128, triton.cdiv(pixels, tile), triton.cdiv(264, batch * blocks)))
-    steps = triton.cdiv(triton.cdiv(pixels, pieces), tile)
-    pieces = triton.cdiv(pixels, steps * tile)
+    passes = triton.cdiv(triton.cdiv(pixels, pieces), tile)
+    pieces = triton.cdiv(pixels, passes * tile)
     device, dtype = x.value.device, x.value.dtype
     plain = x.residual is None and x.shift is None and not x.phased
     # Whatever is not as it will be read (added up or appended) is written on the way, once.
@@ -207,15 +207,15 @@ def groups(x: Sum, norm: GroupNorm, *, silu: bool, keep: bool, skip: Tensor | No
     shape = {"GROUPS": norm.groups, "PER_GROUP": per_group, "BLOCK": block, "TAKEN": taken}
     _group_sums[(pieces, blocks, batch)](
         x.value, _or(x.residual, x.value), _or(x.shift, x.value), _or(skip, x.value), total, parts, pixels, height,
-        width, C=channels, SKIP=extra, **shape, STEPS=steps, ROWS=tile,
+        width, C=channels, SKIP=extra, **shape, PASSES=passes, ROWS=tile,
         HAS_RESIDUAL=x.residual is not None, SHIFT=_shift_kind(x), PHASED=x.phased, KEEP=written, num_warps=4,
     )  # fmt: skip
     source = Sum(total) if written else x
     # Large images: more and shorter stretches than partial sums, for balance.
-    steps = min(steps, 4)
-    _group_apply[(triton.cdiv(pixels, steps * tile), blocks, batch)](
+    passes = min(passes, 4)
+    _group_apply[(triton.cdiv(pixels, passes * tile), blocks, batch)](
         source.value, _or(source.residual, x.value), _or(source.shift, x.value), parts, norm.weight, norm.bias, out,
-        pixels, height, width, pieces, norm.eps, C=wide, **shape, STEPS=steps, ROWS=tile,
+        pixels, height, width, pieces, norm.eps, C=wide, **shape, PASSES=passes, ROWS=tile,
         PIECES=power_of_two(pieces), HAS_RESIDUAL=source.residual is not None, SHIFT=_shift_kind(source),
         PHASED=source.phased, SILU=silu, num_warps=4,
     )  # fmt: skip

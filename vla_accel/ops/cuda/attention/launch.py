@@ -64,8 +64,8 @@ def why_not(gpu: Gpu, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Ten
     if q.dtype not in _KINDS or not q.dtype == k.dtype == v.dtype or out.dtype not in (q.dtype, torch.float8_e4m3fn):
         return f"it takes BF16 or FP16 throughout, and FP8 out, got {q.dtype}, {k.dtype}, {v.dtype} and {out.dtype}"
     # Sixteen bytes at a time, from every row of every head.
-    steps = (*q.stride()[:3], *k.stride()[:3])
-    if k.stride() != v.stride() or any(step % 8 for step in steps):
+    strides = (*q.stride()[:3], *k.stride()[:3])
+    if k.stride() != v.stride() or any(stride % 8 for stride in strides):
         return "its keys and values lie alike, and rows of heads are multiples of 16 bytes apart"
     if any(x.data_ptr() % 16 or x.stride(-1) != 1 for x in (q, k, v, out)):
         return "its tensors begin at multiples of 16 bytes, and a head's values lie side by side"
@@ -187,13 +187,13 @@ def _encode(
     raw = (ctypes.c_ubyte * 192)()
     at = round_up(ctypes.addressof(raw), 64)
     dims = (ctypes.c_uint64 * 4)(*reversed(shape))
-    steps = (ctypes.c_uint64 * 3)(*(2 * step for step in reversed(strides[:3])))
+    pitches = (ctypes.c_uint64 * 3)(*(2 * stride for stride in reversed(strides[:3])))
     boxes, ones = (ctypes.c_uint32 * 4)(*box), (ctypes.c_uint32 * 4)(1, 1, 1, 1)
     kind = {torch.float16: 6, torch.bfloat16: 9}[dtype]  # CUtensorMapDataType
     # No interleaving, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, zeros outside.
     runtime.check_driver(
         runtime.driver().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(at), kind, 4, ctypes.c_void_p(address), dims, steps, boxes, ones, 0, 3, 2, 0
+            ctypes.c_void_p(at), kind, 4, ctypes.c_void_p(address), dims, pitches, boxes, ones, 0, 3, 2, 0
         ),
         f"tensor map of {shape}",
     )  # fmt: skip

@@ -43,14 +43,14 @@ class Norm:
 
 
 def source(
-    kind: torch.dtype, narrow: bool, activation: str, tiling: Tiling, *, residual: bool = False, norm: str = "none",
+    kind: torch.dtype, fp8_out: bool, activation: str, tiling: Tiling, *, residual: bool = False, norm: str = "none",
     k: int = 0,
 ) -> str:  # fmt: skip
-    """The CUDA C++ of one kernel. `kind`: dtype of both operands; `narrow`: FP8 output; `residual`: the product is
+    """The CUDA C++ of one kernel. `kind`: dtype of both operands; `fp8_out`: it writes FP8; `residual`: the product is
     added to what `out` holds; `norm` of the rows of x: none, rms or layer; `k`: their width, for a norm."""
     memory = tiling.memory(activation, norm != "none")
     sizes = {
-        "KIND": _KINDS[kind], "NARROW": int(narrow), "ACTIVATION": ACTIVATIONS[activation], "GROUPS": tiling.groups,
+        "KIND": _KINDS[kind], "NARROW": int(fp8_out), "ACTIVATION": ACTIVATIONS[activation], "GROUPS": tiling.groups,
         "BLOCKS": tiling.blocks, "PARTS": tiling.parts, "WIDTH": tiling.width, "STAGES": tiling.stages,
         "ACROSS": tiling.across, "ALONG": tiling.along, "SPLIT": tiling.split,
         **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tiling.registers, strict=True)),
@@ -141,10 +141,10 @@ def gemm(
         reason = reason or f"{chunks} chunks of K leave a part of {tiling.split} empty"
     if reason:
         raise EngineError(f"gemm: {reason}")
-    narrow = out.dtype == torch.float8_e4m3fn
+    fp8_out = out.dtype == torch.float8_e4m3fn
     kind = "none" if norm is None else "rms" if norm.weight_sums is None else "layer"
     width = 0 if norm is None else x.shape[1]
-    text = source(x.dtype, narrow, activation, tiling, residual=moments is not None, norm=kind, k=width)
+    text = source(x.dtype, fp8_out, activation, tiling, residual=moments is not None, norm=kind, k=width)
     shared = tiling.memory(activation, norm is not None).size
     module = load_module(text, {"gemm": shared}, ARCHITECTURE, x.device)
     rows, n = x.shape[0], weight.shape[0]

@@ -1,4 +1,4 @@
-"""The components at another precision than the policy's: vision in FP16, the prefix with its MLPs in FP8.
+"""Variants of the components, at another precision than the policy's: vision in FP16, the prefix with its MLPs in FP8.
 
 Each is a module with the inputs and outputs of the component that it stands for; its parts that an engine may build
 alone are `Island`s. Knows nothing about engines.
@@ -34,7 +34,7 @@ class Bridge(nn.Module):
         return x.to(following.dtype)
 
 
-class NarrowVision(nn.Module):
+class Fp16Vision(nn.Module):
     """`Vision` with the tower in FP16, a cast bridge, and the projector as it is.
 
     The embeddings stay in float32 as in the model; of the tower's large products only the dtype changes.
@@ -116,7 +116,7 @@ class QuantisedKvCache(nn.Module):
 def variants(model: Pi0, kind: str, scales: Scales | None = None) -> dict[str, Callable[[], nn.Module]]:
     """The versions that a component ("vision" or "kv_cache") of `model` comes in, for `Component.variants`."""
     if kind == "vision":
-        return {"fp16": lambda: NarrowVision(model).requires_grad_(False)}
+        return {"fp16": lambda: Fp16Vision(model).requires_grad_(False)}
 
     def fp8() -> nn.Module:
         if scales is None:

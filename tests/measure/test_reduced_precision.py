@@ -16,15 +16,15 @@ from vla_accel import cli
 from vla_accel.cli import precision
 from vla_accel.diffusion.measure import parity
 from vla_accel.errors import ConfigError
-from vla_accel.measure.precision import (
+from vla_accel.measure.reduced_precision import (
     ModuleRange,
-    PrecisionPolicy,
-    apply_policy,
+    ReducedPrecision,
     cost,
     dtype_counts,
     inference,
     overflowing,
     ranges,
+    reduce_precision,
     to_device,
 )
 
@@ -64,7 +64,7 @@ def example(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_everything_is_converted_but_what_is_kept(net: Net) -> None:
     want = net(example())
-    kept = apply_policy(net, PrecisionPolicy("fp16", ("loud", "layers*")))
+    kept = reduce_precision(net, ReducedPrecision("fp16", ("loud", "layers*")))
     assert kept == ["loud", "layers.0", "layers.1"]
     assert {n for n, p in net.named_parameters() if p.dtype == torch.float32} == {
         f"{k}.{w}" for k in kept for w in ("weight", "bias")
@@ -85,7 +85,7 @@ def test_kept_modules_rescue_a_sum_that_float16_cannot_hold() -> None:
             layer.bias.zero_()  # pyright: ignore[reportCallIssue]
     net.requires_grad_(False)
     x = torch.ones(1, 8)
-    lost = apply_policy(net, PrecisionPolicy("fp16", ("1",)))
+    lost = reduce_precision(net, ReducedPrecision("fp16", ("1",)))
     assert lost == ["1"]
     torch.testing.assert_close(net(x.half()), x.half())
     net[1].to(torch.float16)
@@ -94,7 +94,7 @@ def test_kept_modules_rescue_a_sum_that_float16_cannot_hold() -> None:
 
 def test_a_pattern_that_names_nothing_is_an_error(net: Net) -> None:
     with pytest.raises(ConfigError, match=r"keep_fp32: no module is named 'decoder\.\*'; the first are conv, layers"):
-        apply_policy(net, PrecisionPolicy("bf16", ("decoder.*",)))
+        reduce_precision(net, ReducedPrecision("bf16", ("decoder.*",)))
 
 
 def test_ranges_find_what_overflows(net: Net) -> None:
@@ -105,7 +105,7 @@ def test_ranges_find_what_overflows(net: Net) -> None:
     assert overflowing(list(found.values()), torch.bfloat16) == []
     # No hook stays behind.
     assert not any(m._forward_hooks for m in net.modules())
-    narrow = apply_policy(net, PrecisionPolicy("fp16"))
+    narrow = reduce_precision(net, ReducedPrecision("fp16"))
     seen = {r.name: r for r in ranges(net, lambda: net(example(torch.float16)))}
     assert narrow == [] and seen["loud"].non_finite > 0 and seen["loud"].state(torch.float16) == "overflow"
 
@@ -137,7 +137,7 @@ def test_moving_nested_values() -> None:
 
 def test_cost_halves_the_weights(net: Net) -> None:
     before = cost(net, lambda: net(example()), CPU, calls=3)
-    apply_policy(net, PrecisionPolicy("bf16"))
+    reduce_precision(net, ReducedPrecision("bf16"))
     after = cost(net, lambda: net(example(torch.bfloat16)), CPU, calls=3)
     assert after.weights_mib == before.weights_mib / 2 and before.latency_ms > 0 and before.peak_mib == 0.0
 

@@ -16,7 +16,7 @@ from vla_accel.machine import resolve_device
 from vla_accel.models.family import Family, family_named
 from vla_accel.models.network import Network
 from vla_accel.policy import OptimizedPolicy
-from vla_accel.policy.optimized import resolve_precision
+from vla_accel.policy.optimized import resolve_dtype
 
 
 def random_observations(policy: OptimizedPolicy, count: int, *, seed: int = 0) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def random_policy(
     config = model.config if model is not None else family.published(horizon)
     processor = family.stand_in(config, views or family.views)
     where = resolve_device(settings.device)
-    dtype = resolve_precision(settings, where)
+    dtype = resolve_dtype(settings, where)
     name, exact = f"random {family.name}", None
     if model is None:
         model = family.random(config, seed=seed, device=str(where), dtype=torch.float32 if with_reference else dtype)

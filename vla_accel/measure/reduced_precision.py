@@ -1,6 +1,6 @@
 """A module in BF16 or FP16, and what that costs and saves: dtypes, ranges, memory, latency. Knows no model.
 
-The policy is explicit: weights are converted at load, modules named to stay in float32 compute there, and autocast
+`ReducedPrecision` says how: weights are converted at load, modules named to stay in float32 compute there, and autocast
 covers what is left between them. Sources of the ranges: IEEE 754 binary16 (65504) and bfloat16 (3.4e38).
 """
 
@@ -20,17 +20,17 @@ from vla_accel.errors import ConfigError, EngineError
 from vla_accel.numeric import DTYPES
 from vla_accel.ops.gpu import Gpu
 
-Narrow = Literal["bf16", "fp16"]
+ReducedDtype = Literal["bf16", "fp16"]
 HEADROOM = 0.5
 """A module whose largest value is above this share of a dtype's range is reported as close to overflow."""
 
 
 @dataclass(frozen=True)
-class PrecisionPolicy:
+class ReducedPrecision:
     """How a module computes. `dtype`: of weights and activations; `keep_fp32`: patterns of module names that stay in
     float32 (fnmatch: "decoder.mid_block.*"); `channels_last`: weights laid out for the GPU's convolutions."""
 
-    dtype: Narrow = "bf16"
+    dtype: ReducedDtype = "bf16"
     keep_fp32: tuple[str, ...] = ()
     channels_last: bool = True
 
@@ -63,25 +63,25 @@ class Cost:
     latency_ms: float
 
 
-def apply_policy(module: nn.Module, policy: PrecisionPolicy) -> list[str]:
-    """Convert a module in place; the names that stay in float32. Their inputs are widened and outputs narrowed.
+def reduce_precision(module: nn.Module, how: ReducedPrecision) -> list[str]:
+    """Convert a module in place; the names that stay in float32. Their inputs are widened and outputs rounded.
 
     Raises ConfigError for a pattern that names no module, EngineError on a device without the dtype.
     """
-    dtype = DTYPES[policy.dtype]
+    dtype = DTYPES[how.dtype]
     require_supported(module, dtype)
-    kept = _kept(module, policy.keep_fp32)
-    if policy.channels_last:
+    kept = _kept(module, how.keep_fp32)
+    if how.channels_last:
         _lay_out(module)
     parts = [module.get_submodule(name) for name in kept]
-    # Never through the narrow dtype: what is kept keeps every digit.
+    # Never through 16 bits: what is kept keeps every digit.
     wide = {id(t) for part in parts for t in (*part.parameters(), *part.buffers())}
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32 if id(tensor) in wide else dtype)
     for part in parts:
         part.register_forward_pre_hook(_widen, with_kwargs=True)
-        part.register_forward_hook(_narrower(dtype))
+        part.register_forward_hook(_rounding_to(dtype))
     return kept
 
 
@@ -219,7 +219,7 @@ def _widen(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
     return _cast(inputs, torch.float32), _cast(keywords, torch.float32)
 
 
-def _narrower(dtype: torch.dtype) -> Any:
+def _rounding_to(dtype: torch.dtype) -> Any:
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         return _cast(output, dtype)
 

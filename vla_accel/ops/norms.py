@@ -1,7 +1,7 @@
 """Norms inside the products around them: a product that adds to the residual also writes its rows' moments, and the
 next one multiplies the rows as they are and norms the sums. Between the two there is no pass over the rows.
 
-For own Hopper kernels alone (`folds_norms`); elsewhere than on a GPU the torch reference runs. Norms have no weights:
+For own Hopper kernels alone (`can_be_inside`); elsewhere than on a GPU the torch reference runs. Norms have no weights:
 those are folded into the product that follows. Conventions as in `vla_accel.ops.rows`.
 """
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from vla_accel.errors import EngineError
 from vla_accel.ops.dispatch import path
-from vla_accel.ops.linear import Linear, has_own_product, linear, own_product
+from vla_accel.ops.linear import Linear, has_own_gemm, launched_own_gemm, linear
 from vla_accel.ops.reference import MOMENTS_OF
 
 
@@ -26,9 +26,9 @@ def with_sums(layer: Linear) -> Linear:
     return replace(layer, sums=layer.weight.sum(1, dtype=torch.float64).float())
 
 
-def folds_norms(rows: int, *products: tuple[Linear, str]) -> bool:
+def can_be_inside(rows: int, *products: tuple[Linear, str]) -> bool:
     """Whether `residual_linear` and `normed_linear` can take these products, each with its activation, on this GPU."""
-    return all(has_own_product(rows, layer, activation) for layer, activation in products)
+    return all(has_own_gemm(rows, layer, activation) for layer, activation in products)
 
 
 def moments_buffer(rows: int, width: int, device: torch.device, eps: float | None = None) -> Tensor:
@@ -42,10 +42,10 @@ def moments_buffer(rows: int, width: int, device: torch.device, eps: float | Non
 def residual_linear(x: Tensor, layer: Linear, onto: Tensor, moments: Tensor, *, pdl: bool = False) -> None:
     """onto += x Wᵀ + b, and the moments of its new rows. x (R, K), onto (R, N), N a multiple of 64.
 
-    moments (N / 64, R, 2) float32: mean and sum of squared deviations of every 64 columns. Only where `folds_norms`.
+    moments (N / 64, R, 2) float32: mean and sum of squared deviations of every 64 columns. Only where `can_be_inside`.
     """
     if path(x) == "cuda":
-        if not own_product(x, layer, onto, "none", None, pdl, moments=moments):
+        if not launched_own_gemm(x, layer, onto, "none", None, pdl, moments=moments):
             raise EngineError(f"residual_linear: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")
         return
     y = torch.empty_like(onto)
@@ -64,14 +64,14 @@ def normed_linear(
     """out = norm(x) Wᵀ + b, then tanh GELU if `gelu`. x (R, K) as it is, and its `moments`; out (R, N).
 
     The product is of x itself, so that the norm rounds nothing: rstd (x Wᵀ - mean (1 Wᵀ)). A LayerNorm needs
-    `with_sums`; otherwise it is an RMSNorm. Only where `folds_norms`.
+    `with_sums`; otherwise it is an RMSNorm. Only where `can_be_inside`.
     """
     assert not layer_norm or layer.sums is not None
     if path(x) == "cuda":
         from vla_accel.ops.cuda.gemm import Norm
 
         norm = Norm(moments, layer.sums if layer_norm else None, eps)
-        if not own_product(x, layer, out, "gelu" if gelu else "none", None, pdl, norm=norm):
+        if not launched_own_gemm(x, layer, out, "gelu" if gelu else "none", None, pdl, norm=norm):
             raise EngineError(f"normed_linear: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")
         return
     wide = torch.promote_types(torch.float32, out.dtype)

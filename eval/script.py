@@ -1,0 +1,34 @@
+"""What scripts on result files share: options from words, one line for an error, JSON that is written whole."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+
+from vla_accel.errors import VlaAccelError
+from vla_accel.files import replacing
+
+T = TypeVar("T")
+
+
+def run_script(name: str, kind: type[T], run: Callable[[T], object], words: Sequence[str] | None) -> int:
+    """Run `python -m NAME` with its options, a dataclass, from `words` (the program's own if None).
+
+    The exit status: 0 done, 1 an error was said; wrong usage ends the program with status 2, as tyro does.
+    """
+    try:
+        run(tyro.cli(kind, args=words, prog=f"python -m {name}"))
+    except VlaAccelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text)
