@@ -116,11 +116,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   // Scores: a warp takes every eighth tile of eight keys, against all rows. The suffix's come last.
   const float scale = 1.4426950408889634f * rsqrtf((float)D);
   const int length = c.lengths[0];
-  // A value of the prefix behind the length has probability zero, but may be NaN, and 0 × NaN is NaN.
-  const int seen_rows = max(0, min(cached, length - first));
-#pragma unroll 1
-  for (int i = threadIdx.x; i < (cached - seen_rows) * (D / 8); i += THREADS)
-    *(uint4*)(v_tile + (seen_rows + i / (D / 8)) * PITCH * 2 + i % (D / 8) * 16) = make_uint4(0, 0, 0, 0);
   const int row_warp = warp % ROW_WARPS, key_warp = warp / ROW_WARPS;
   float s[KEY_ROUNDS][HELD_TILES][4], best[HELD_TILES][2];
 #pragma unroll
@@ -206,6 +201,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       const int row = (row_warp + mt) * 16 + half * 8 + g;
       if (t == 0 && row < ROWS) maxima[key_warp * ROWS + row] = one;
     }
+  // A value of the prefix behind the length has probability zero, but may be NaN, and 0 × NaN is NaN. The scores
+  // come first, so that nothing waits for the length here.
+  const int seen_rows = max(0, min(cached, length - first));
+#pragma unroll 1
+  for (int i = threadIdx.x; i < (cached - seen_rows) * (D / 8); i += THREADS)
+    *(uint4*)(v_tile + (seen_rows + i / (D / 8)) * PITCH * 2 + i % (D / 8) * 16) = make_uint4(0, 0, 0, 0);
   __syncthreads();
   const int p_pitch = keys + 8;
 #pragma unroll
