@@ -1,5 +1,5 @@
-// PTX's instructions under their own names, and types. The first file of every source (`runtime.source_of`).
-// Source: the PTX manual.
+// This file gives PTX's instructions their own names, after the PTX manual. Every source begins with it
+// (`runtime.source_of`).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -14,8 +14,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
 
 // -- dependent launches -----------------------------------------------------------------------------------------------
 
-// Tests set INJECT_DELAY (microseconds): a warp waits up to so long where an order must not depend on luck, between letting
-// the successor start and what it writes, and before it counts itself as ready.
+// Tests set INJECT_DELAY (microseconds). A warp then sleeps between 0 and INJECT_DELAY at two places whose order must
+// be enforced and not happen by luck: after it has let the successor start, and before it counts itself as ready.
 __device__ __forceinline__ void inject_delay(u32 salt) {
 #ifdef INJECT_DELAY
   u64 begun, now;
@@ -29,12 +29,13 @@ __device__ __forceinline__ void inject_delay(u32 salt) {
   __syncwarp();
 #endif
 }
-// Lets the next kernel of the stream start.
+// This lets the next kernel of the stream start.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   inject_delay(1);
 }
-// Waits until all that was launched before has finished. Before it, only what no kernel of the chain writes may be read.
+// This waits until every kernel that was launched before has finished. Before it, a kernel may read only what no kernel
+// of the chain writes.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // -- barriers in shared memory ----------------------------------------------------------------------------------------
@@ -42,7 +43,7 @@ __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcon
 __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers visible to the cluster and to the copy engine.
+// This makes initialised barriers visible to the cluster and to the copy engine.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -57,9 +58,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes
 // hang the GPU. A wait is one piece of assembly, so that the compiler treats it as it would treat an instruction; its
 // clock is read only after the hardware's own time limit has passed once.
 #ifndef WAIT_TICKS
-#define WAIT_TICKS 4  // of 2^32 ns: 13 to 17 s
+#define WAIT_TICKS 4  // A tick is 2^32 ns: a wait traps after 13 to 17 s.
 #endif
-#define WAIT_POLLS 33554432  // of a counter in L2, which takes 0.3 us or more to read: 10 s
+#define WAIT_POLLS 33554432  // A poll reads L2 and takes at least 0.3 us: a wait traps after 10 s or more.
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
 
@@ -73,7 +74,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
       "setp.lt.u32 p, now, " TEXT(WAIT_TICKS) ";\n@p bra again;\ntrap;\ndone:\n}"
       ::"r"(barrier), "r"(parity) : "memory");
 }
-// Until a counter in global memory is `count` or more.
+// This waits until a counter in global memory is `count` or more.
 __device__ __forceinline__ void wait_count(const u32* counter, u32 count) {
   asm volatile(
       "{\n.reg .pred p;\n.reg .u32 seen, polls;\nmov.u32 polls, 0;\n"
@@ -89,7 +90,7 @@ __device__ __forceinline__ void cluster_arrive() {
   __syncwarp();
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// The arrival of a block that has written nothing that the others read: that has only started, or only read.
+// A block arrives so where the others read nothing that it wrote: it has only started, or it has only read.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -102,7 +103,8 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
-// An address in the shared memory of another block, which may be written to once that block is known to have started.
+// This gives the address of the same place in another block's shared memory. One may write to it only after that block
+// is known to have started.
 __device__ __forceinline__ u32 mapa(u32 address, int rank) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
@@ -117,7 +119,8 @@ struct alignas(64) TensorMap {
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// A box of `map` to shared memory, in every block of the cluster that `mask` names; to this block for a mask of zero.
+// This copies a box of `map` to the shared memory of every block of the cluster that `mask` names; a mask of zero means
+// this block.
 __device__ __forceinline__ void tma_load_2d(u32 to, const TensorMap& map, int x, int y, u32 barrier, u16 mask, u64 policy) {
   if (mask)
     asm volatile(
@@ -136,18 +139,18 @@ __device__ __forceinline__ void tma_load_4d(u32 to, const TensorMap& map, int x,
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
       : "memory");
 }
-// Contiguous bytes to shared memory: a multiple of sixteen, as both addresses are.
+// This copies contiguous bytes to shared memory. `bytes` and both addresses are multiples of 16.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-// What threads wrote to shared memory is seen by the tensor cores and the copy engine after this and a barrier.
+// The tensor cores and the copy engine see what threads wrote to shared memory after this and a barrier.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // -- conversions ------------------------------------------------------------------------------------------------------
 
-// Two neighbours in one register, the first in its lower half.
+// These put two neighbours into one register, the first into its lower half.
 __device__ __forceinline__ u32 pack_bf16x2(float low, float high) {
   u32 v;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
@@ -158,7 +161,7 @@ __device__ __forceinline__ u32 pack_f16x2(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
-// Saturated.
+// Values beyond ±448 become ±448.
 __device__ __forceinline__ u16 pack_e4m3x2(float low, float high) {
   u16 v;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));
@@ -167,8 +170,8 @@ __device__ __forceinline__ u16 pack_e4m3x2(float low, float high) {
 
 // -- the tensor cores -------------------------------------------------------------------------------------------------
 
-// Where an operand of wgmma lies in shared memory: its address, the two strides of its canonical layout in bytes, and
-// whether its rows of 128 bytes are swizzled. (wgmma.py makes the products themselves.)
+// A descriptor says where an operand of wgmma lies in shared memory: its address, the two strides of its canonical
+// layout in bytes, and whether its rows of 128 bytes are swizzled. (wgmma.py makes the products themselves.)
 __device__ __forceinline__ u64 wgmma_descriptor(u32 address, u32 leading, u32 stride, bool swizzled) {
   return (u64)((address & 0x3ffff) >> 4) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 | (u64)swizzled << 62;
 }

@@ -69,7 +69,7 @@ def attention(
     source, kv_heads = k.shape[1:3]
     wide = head_dim > 128
     block_m = 64 if tokens > 32 else 16
-    # The fastest on an H200 for the prefix (544 x 256) and for a view (256 x 72).
+    # These were the fastest on an H200, for the prefix (544 x 256) and for a view (256 x 72).
     block_n = 32 if wide or source <= 64 else 128
     warps = 4 if wide or block_m == 16 else 8
     grid = (triton.cdiv(tokens, block_m), heads, batch)
@@ -115,7 +115,7 @@ def _suffix_attention(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, part_pt
         v = tl.load(sv_ptr + place[:, None] + d[None, :], mask=real_key[:, None] & in_d[None, :], other=0.0)
         allowed = real_row[:, None] & real_key[None, :]
         if STATE_FIRST:
-            # π0's state token is a block of its own: it does not see the actions.
+            # π0's state token attends to the prefix and itself, not to the actions.
             allowed = allowed & ((token[:, None] > 0) | (key[None, :] == 0))
     q = tl.load(q_ptr + query, mask=real_row[:, None] & in_d[None, :], other=0.0)
     s = tl.where(allowed, tl.dot(q, k) * scale, -float("inf"))
@@ -136,7 +136,7 @@ def _suffix_attention(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, part_pt
     tl.debug_barrier()
     arrived = tl.atomic_add(count_ptr + group, 1, sem="acq_rel", scope="gpu")
     if arrived == SPLITS - 1:
-        # The last to arrive puts the parts together.
+        # The program that arrives last combines the parts.
         tl.debug_barrier()
         best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         for other in range(SPLITS):
@@ -152,7 +152,7 @@ def _suffix_attention(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, part_pt
             total += weight * tl.load(stats + BLOCK_M + local, cache_modifier=".cg")
             part = tl.load(parts + local[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
             acc += weight[:, None] * part
-        # A row beyond the last token saw nothing; it is not stored, but must not divide by zero.
+        # A row beyond the last token has no keys; it is not stored, but must not divide by zero.
         out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + query, out.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & in_d[None, :])
         tl.store(count_ptr + group, 0)

@@ -26,7 +26,7 @@ def _silu(x):
 @triton.jit
 def _summed(x_ptr, residual_ptr, shift_ptr, row, column, keep, real, pixels, height, width, C: tl.constexpr,
             HAS_RESIDUAL: tl.constexpr, SHIFT: tl.constexpr, PHASED: tl.constexpr):  # fmt: skip
-    # row: pixel number over the batch (int64); column: channel, where `real`. Broadcast against each other.
+    # `row` counts pixels over the batch (int64), `column` counts channels, valid where `real`; the two broadcast.
     batch = row // pixels
     if PHASED:
         y, x = (row % pixels) // width, row % width
@@ -72,7 +72,7 @@ def _rows(x_ptr, residual_ptr, shift_ptr, gamma_ptr, sum_ptr, out_ptr, rows, pix
         tl.store(sum_ptr + place, total.to(sum_ptr.dtype.element_ty), mask=keep)
     if NORM:
         square = tl.sum(tl.where(keep, total * total, 0.0), 1)
-        # As F.normalize: the length is held to 1e-12 from below.
+        # x / max(|x|, 1e-12), as F.normalize has it.
         scale = tl.sqrt(float(C)) / tl.maximum(tl.sqrt(square), 1e-12)
         gamma = tl.load(gamma_ptr + column, mask=column < C, other=0.0)
         normed = total * scale[:, None] * gamma[None, :]
@@ -106,7 +106,8 @@ def _group_sums(x_ptr, residual_ptr, shift_ptr, skip_ptr, sum_ptr, part_ptr, pix
                 C: tl.constexpr, SKIP: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr,
                 PASSES: tl.constexpr, BLOCK: tl.constexpr, TAKEN: tl.constexpr, ROWS: tl.constexpr,
                 HAS_RESIDUAL: tl.constexpr, SHIFT: tl.constexpr, PHASED: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
-    # A program has TAKEN whole groups, side by side in BLOCK lanes: loads are long and aligned, groups may be odd.
+    # A program has TAKEN whole groups side by side in BLOCK lanes, so that loads are long and aligned for any width
+    # of a group.
     piece, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     channel = (block * (TAKEN * PER_GROUP) + lane)[None, :]
@@ -124,11 +125,11 @@ def _group_sums(x_ptr, residual_ptr, shift_ptr, skip_ptr, sum_ptr, part_ptr, pix
             total += other.to(tl.float32)
         if KEEP:
             tl.store(sum_ptr + row * (C + SKIP) + channel, total.to(sum_ptr.dtype.element_ty), mask=keep)
-        # Pixels beyond the last have a shift all the same.
+        # `_summed` gives pixels beyond the last their shift, which does not count.
         total = tl.where(keep, total, 0.0)
         sums += tl.sum(total, 0)
         squares += tl.sum(total * total, 0)
-    # From channels to groups, once.
+    # The channels' sums are added up to the groups', once.
     member = _membership(BLOCK, TAKEN, PER_GROUP)
     local = tl.arange(0, member.shape[0])
     group = block * TAKEN + local
@@ -140,7 +141,7 @@ def _group_sums(x_ptr, residual_ptr, shift_ptr, skip_ptr, sum_ptr, part_ptr, pix
 
 @triton.jit
 def _membership(BLOCK: tl.constexpr, TAKEN: tl.constexpr, PER_GROUP: tl.constexpr):
-    # (groups, lanes): which lane is of which group.
+    # (groups, lanes): true where the lane belongs to the group.
     lane, local = tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(TAKEN))
     return (lane // PER_GROUP)[None, :] == local[:, None]
 
@@ -165,7 +166,7 @@ def _group_apply(x_ptr, residual_ptr, shift_ptr, part_ptr, weight_ptr, bias_ptr,
     mean = tl.sum(tl.load(parts, mask=have, other=0.0), 0) / count
     square = tl.sum(tl.load(parts + GROUPS, mask=have, other=0.0), 0) / count
     scale = tl.rsqrt(tl.maximum(square - mean * mean, 0.0) + eps)
-    # From groups to channels: one lane of each column is a member.
+    # Each channel takes its group's values: a lane belongs to one group, so the sum has one term.
     means = tl.sum(tl.where(member, mean[:, None], 0.0), 0)[None, :]
     scales = tl.sum(tl.where(member, scale[:, None], 0.0), 0)[None, :]
     weight = tl.load(weight_ptr + channel, mask=real, other=0.0) * scales
@@ -188,18 +189,18 @@ def groups(x: Sum, norm: GroupNorm, *, silu: bool, keep: bool, skip: Tensor | No
     extra = 0 if skip is None else skip.shape[-1]
     wide, pixels = channels + extra, height * width
     per_group = wide // norm.groups
-    # Whole groups in some 128 lanes: for every width of these networks a multiple of 8 channels, 16 bytes.
+    # A program takes the whole groups that 128 lanes hold: in these networks a multiple of 8 channels, or 16 bytes.
     taken = min(norm.groups, max(1, 128 // per_group))
     block = power_of_two(taken * per_group)
     blocks = triton.cdiv(norm.groups, taken)
     tile = max(1, TILE // block)
-    # Enough programs for the GPU twice over, but no more partial sums than one tile holds.
+    # There are enough programs to fill the GPU twice, but no more partial sums than one tile holds.
     pieces = max(1, min(128, triton.cdiv(pixels, tile), triton.cdiv(264, batch * blocks)))
     passes = triton.cdiv(triton.cdiv(pixels, pieces), tile)
     pieces = triton.cdiv(pixels, passes * tile)
     device, dtype = x.value.device, x.value.dtype
     plain = x.residual is None and x.shift is None and not x.phased
-    # Whatever is not as it will be read (added up or appended) is written on the way, once.
+    # An input that is not stored as it will be read (it is added up or appended) is written on the way, once.
     written = (keep and not plain) or skip is not None
     total = torch.empty((batch, height, width, wide), dtype=dtype, device=device) if written else x.value
     out = torch.empty((batch, height, width, wide), dtype=dtype, device=device)
@@ -211,7 +212,7 @@ def groups(x: Sum, norm: GroupNorm, *, silu: bool, keep: bool, skip: Tensor | No
         HAS_RESIDUAL=x.residual is not None, SHIFT=_shift_kind(x), PHASED=x.phased, KEEP=written, num_warps=4,
     )  # fmt: skip
     source = Sum(total) if written else x
-    # Large images: more and shorter stretches than partial sums, for balance.
+    # Large images get more programs than partial sums, with fewer passes each, for balance.
     passes = min(passes, 4)
     _group_apply[(triton.cdiv(pixels, passes * tile), blocks, batch)](
         source.value, _or(source.residual, x.value), _or(source.shift, x.value), parts, norm.weight, norm.bias, out,
@@ -292,7 +293,7 @@ def _softmax(x_ptr, out_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    # Every lane keeps its own maximum and sum; they meet once, at the end.
+    # Every lane keeps its own maximum and sum; they are combined once, at the end.
     for start in range(0, COLUMNS, BLOCK):
         keep = start + column < COLUMNS
         x = tl.load(x_ptr + row * COLUMNS + start + column, mask=keep, other=-float("inf"))
@@ -321,7 +322,7 @@ def softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
 @triton.jit
 def _wide_attention(q_ptr, k_ptr, v_ptr, out_ptr, tokens, row, scale, SOURCE: tl.constexpr, D1: tl.constexpr,
                     D2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    # A head of D1 + D2 channels: blocks are powers of two, and one of 512 would not fit the registers.
+    # A head has D1 + D2 channels: blocks are powers of two, and one of 512 would not fit the registers.
     batch = tl.program_id(1).to(tl.int64)
     m, n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     a, b = tl.arange(0, D1), D1 + tl.arange(0, D2)
@@ -365,7 +366,7 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
     if any(t.stride() != (t.shape[1] * row, row, 1) for t in (q, k, v)) or power_of_two(width - first) != width - first:
         raise NotImplementedError(f"wide_attention: a head of {width}, or strides, that it does not take")
     out = torch.empty((batch, tokens, width), dtype=q.dtype, device=q.device)
-    # 8 warps: 128 rows of 384 channels just fill the registers, 64 rows of either width leave room.
+    # With 8 warps 128 rows of 384 channels just fill the registers; 64 rows of either width leave room.
     _wide_attention[(triton.cdiv(tokens, rows), batch)](
         q, k, v, out, tokens, row, width**-0.5 * 1.4426950408889634, k.shape[1], first, width - first, rows, 32,
         num_warps=8, num_stages=2,
@@ -379,5 +380,5 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _shift_kind(x: Sum) -> int:
-    # 0: none; 1: one for all; 2: one for each image.
+    # SHIFT is 0 for none, 1 for one of all images, 2 for one of each image.
     return 0 if x.shift is None else x.shift.dim()

@@ -23,7 +23,7 @@ def _patchify(image_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE:
     image, cell = row // (SIDE * SIDE), row % (SIDE * SIDE)
     top, left = (cell // SIDE) * PATCH, (cell % SIDE) * PATCH
     k = tl.arange(0, BLOCK)
-    # Column order of the convolution's weight: channel, row, column.
+    # A row is in the order of the convolution's weight: channel, row, column.
     channel, inside = k // (PATCH * PATCH), k % (PATCH * PATCH)
     y, x = top + inside // PATCH, left + inside % PATCH
     real = k < 3 * PATCH * PATCH
@@ -71,7 +71,7 @@ def _add_norm(x_ptr, y_ptr, x_out_ptr, h_ptr, y_rows, eps, inverse_scale, WIDTH:
         x += tl.load(y_ptr + (row % y_rows) * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
         rounded = x.to(x_out_ptr.dtype.element_ty)
         tl.store(x_out_ptr + offset, rounded, mask=keep)
-        # The norm sees what the next residual will add to.
+        # The norm takes the rounded sum, to which the next residual will be added.
         x = rounded.to(tl.float32)
     _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH, LAYER, QUANT)
 

@@ -208,7 +208,7 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, rows, tokens, N: t
     if HAS_GATE:
         y *= tl.load(gate_ptr + n, mask=n < N, other=0.0)
     if SKIP_FIRST:
-        # π0: the first token of a suffix is the state's and stays.
+        # The first token of π0's suffix is the state's, and stays.
         keep = keep & (row % tokens > 0)
     place = x_ptr + row * N + n
     if RESIDUAL:
@@ -309,7 +309,7 @@ def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target
         scale = tl.load(scale_ptr + column, mask=in_width, other=0.0)
         if HAS_SHIFT:
             shift = tl.load(shift_ptr + column, mask=in_width, other=0.0)
-            # The projection reads what the norm gave, in the dtype of the stream.
+            # Norm and projection stay in float32; nothing is rounded between them.
             normed = normed * (1.0 + scale) + shift
         else:
             normed = normed * (1.0 + scale)

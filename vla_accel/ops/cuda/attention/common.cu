@@ -1,8 +1,8 @@
-// Attention of many queries, on Hopper's warpgroup products: what the two kernels share, `whole.cu` (a vision tower) and
-// `shared_keys.cu` (a prefix). Each is compiled with this file before it.
+// Attention of many queries on Hopper's wgmma: this file holds what the two kernels share, `whole.cu` (a vision tower)
+// and `shared_keys.cu` (a prefix). Each is compiled with this file before it.
 //
-// Sizes arrive as macros: D head size, QUANT (FP8 output), HALF (FP16 instead of BF16); more in each kernel's file. `wgmma_qk`
-// (QK^T) and `wgmma_pv` (PV) are generated (`wgmma.py`).
+// Sizes arrive as macros: D head size, QUANT (FP8 output), HALF (FP16 instead of BF16); each kernel's file names
+// more. `wgmma.py` generates `wgmma_qk` (QKᵀ) and `wgmma_pv` (PV).
 
 struct Output {
   void* data;  // (B, T, H * D), contiguous
@@ -12,7 +12,7 @@ struct Output {
 __device__ __forceinline__ u32 pack_half2(float low, float high) {
   return HALF ? pack_f16x2(low, high) : pack_bf16x2(low, high);
 }
-// Two neighbours as they are put out.
+// This rounds two neighbours to the output's dtype: first in the lower half, FP8 scaled by inverse_scale.
 __device__ __forceinline__ u32 pack_output(const Output& out, float first, float second) {
 #if QUANT
   const float high = second * out.inverse_scale, low = first * out.inverse_scale;
@@ -26,7 +26,8 @@ __device__ __forceinline__ u32 pack_output(const Output& out, float first, float
 
 __device__ __forceinline__ void sync_warpgroup(int which) { asm volatile("bar.sync %0, 128;" ::"r"(which + 1) : "memory"); }
 
-// Scores of 16 x N of a warp: a lane's rows are g and g + 8, of every eight keys it has 2 t and 2 t + 1.
+// A warp holds 16 rows of scores in wgmma's layout: lane 4 g + t has rows g (low) and g + 8 (high), and keys 2 t and
+// 2 t + 1 of every eight. low = max(low, s[row g]), high = max(high, s[row g + 8]), the same in all lanes of a quad.
 template <int N>
 __device__ __forceinline__ void maxima_of(const float (&s)[N], float& low, float& high) {
 #pragma unroll

@@ -1,23 +1,25 @@
-// Attention of a prefix, where many query heads read the same key head. Follows common.cu.
+// Attention of a prefix, where many query heads read the same key head. This file follows common.cu.
 //
-// A tile of 64 rows is a few tokens times all heads of a group. A block has two such tiles, a warpgroup each; a third warpgroup
-// fetches keys and values into a ring that both read. Few tiles leave most of the chip idle: then the blocks of a cluster share
-// the keys of the same rows, and each puts out a share of the result, of which it gets the others' parts into its shared memory.
+// A tile of 64 rows is 64 / GROUP tokens times the GROUP heads of a key head. A block has two such tiles, one for each
+// of two warpgroups; a third warpgroup fetches keys and values into a ring that both read. A few tiles would leave most
+// of the chip idle: then the blocks of a cluster split the keys of the same rows. Each block writes a share of the
+// columns, and the others send their parts of these into its shared memory.
 //
-// GROUP query heads a key head, KV key heads, SLOTS of the ring, MAX_SPLITS blocks of a cluster at most.
+// Macros: GROUP (query heads a key head), KV (key heads), SLOTS (of the ring), MAX_SPLITS (blocks of a cluster at
+// most).
 
-#define TILE 64                 // rows of a warpgroup, and keys at a time
-#define PANELS (D / 64)         // of 128 bytes a row
+#define TILE 64                 // A warpgroup has so many rows, and takes so many keys at a time.
+#define PANELS (D / 64)         // A panel has 128 bytes of each row.
 #define PANEL (TILE * 128)
 #define BYTES (TILE * D * 2)
 #define H (GROUP * KV)
-#define TOKENS (TILE / GROUP)   // of a warpgroup
-#define WARPS 8                 // that multiply
-#define STRIPS (D / 32)         // of 32 columns: 16 sums a lane
-#define PIECE 1024              // 16 rows of a strip, narrowed
-#define STATS (8 * 16)          // of a warp's rows: two at a time
+#define TOKENS (TILE / GROUP)   // A warpgroup has so many tokens.
+#define WARPS 8                 // So many warps multiply.
+#define STRIPS (D / 32)         // A strip is 32 columns of the result: 16 sums a lane.
+#define PIECE 1024              // A piece is a warp's 16 rows of a strip in 16 bits: 16 x 32 x 2 bytes.
+#define STATS (8 * 16)          // 16 bytes for each of a warp's eight pairs of rows: (max, sum) of g and g + 8.
 
-// k and v twice: boxes of 64 keys and of 16.
+// k and v have two maps each: one with boxes of 64 keys, and a tail with boxes of 16.
 struct Maps {
   TensorMap q, k, k_tail, v, v_tail;
 };
@@ -25,10 +27,11 @@ struct SharedKeys {
   const int* lengths;  // (B,) or null
   Output out;
   float scale;
-  int tokens, tiles, source, splits;  // tiles: of two warpgroups' rows; splits: blocks of a cluster
+  int tokens, tiles, source, splits;  // A tile here is 128 rows; splits is the blocks of a cluster.
 };
 
-// Keys (or values) first ... first + count - 1 of a key head; count a multiple of 16 from 0 to 64. One thread.
+// One thread fetches keys (or values) first ... first + count - 1 of a key head; count is a multiple of 16 from 0 to
+// 64.
 __device__ __forceinline__ void load_keys(u32 to, const TensorMap& map, const TensorMap& tail, int first, int count, int kv, int batch, u32 barrier) {
   mbarrier_arrive_expect_tx(barrier, count * D * 2);
   if (count == TILE) {
@@ -42,13 +45,15 @@ __device__ __forceinline__ void load_keys(u32 to, const TensorMap& map, const Te
     for (int p = 0; p < PANELS; ++p) tma_load_4d(to + p * PANEL + i * 128, tail, p * 64, kv, first + i, batch, barrier);
 }
 
-// All products are done but the last LEFT committed groups; `sums`, theirs, may be looked at.
+// This waits until at most the last LEFT committed groups still run. `sums` belongs to an older group and may then be
+// read.
 template <int LEFT, int N>
 __device__ __forceinline__ void wgmma_wait_for(float (&sums)[N]) {
   wgmma_wait<LEFT>();
   wgmma_hold(sums);
 }
-// Scores to weights, in place; the lane's sums.
+// s = 2^(scale s - max) in place; the lane's own are added to low_sum and high_sum. `low` and `high`: scale times the
+// running maximum of rows g and g + 8.
 template <int N>
 __device__ __forceinline__ void exponentials(float (&s)[N], float scale, float low, float high, float& low_sum, float& high_sum) {
 #pragma unroll
@@ -59,7 +64,7 @@ __device__ __forceinline__ void exponentials(float (&s)[N], float scale, float l
     high_sum += s[i + 2] + s[i + 3];
   }
 }
-// Weights as the next product's operand.
+// This rounds the weights to 16 bits, as the left operand of PV.
 template <int N>
 __device__ __forceinline__ void pack(const float (&s)[N], u32 (&p)[N / 2]) {
 #pragma unroll
@@ -68,14 +73,14 @@ __device__ __forceinline__ void pack(const float (&s)[N], u32 (&p)[N / 2]) {
 
 // -- results ----------------------------------------------------------------------------------------------------------
 
-// Two neighbours of each of four chunks of eight columns, as a quad holds them: afterwards each lane has the eight columns of
-// one chunk, and writes them at once. `at`: of the lane's chunk.
+// A quad holds four chunks of eight columns, lane t columns 2 t and 2 t + 1 of each. Afterwards lane t holds all of
+// chunk t and writes it at once, to `at`.
 __device__ __forceinline__ void store_chunks(const Output& out, u64 at, const float (&first)[4], const float (&second)[4], int lane,
                                              bool there) {
   u32 v[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = pack_output(out, first[i], second[i]);
-  // A transposition: lane t gets what lane i has at t, at i.
+  // This is a transposition of 4 x 4 over the quad: v[i] of lane t becomes v[t] of lane i.
 #pragma unroll
   for (int step = 1; step < 4; step <<= 1) {
     const bool odd = lane & step;
@@ -93,7 +98,7 @@ __device__ __forceinline__ void store_chunks(const Output& out, u64 at, const fl
   *(uint4*)((u16*)out.data + at) = make_uint4(v[0], v[1], v[2], v[3]);
 #endif
 }
-// What `pack_half2` made of two neighbours.
+// This is the inverse of `pack_half2`.
 __device__ __forceinline__ float2 unpack_half2(u32 v) {
 #if HALF
   float low, high;
@@ -104,7 +109,7 @@ __device__ __forceinline__ float2 unpack_half2(u32 v) {
 #endif
 }
 
-// Sixteen bytes to another block, whose barrier counts them.
+// This stores 16 bytes in another block's shared memory, and that block's barrier counts them.
 __device__ __forceinline__ void st_async(u32 to, u32 barrier, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(a), "r"(b),
                "r"(c), "r"(d), "r"(barrier)
@@ -138,12 +143,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   __syncthreads();
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  // The block's i-th tile of keys begins at `first_of(i)`; without any it takes one of which nothing is seen: weights of zero.
+  // The block's i-th tile of keys begins at `first_of(i)`. A block without a tile takes one all the same, of which
+  // every key is masked: its weights are zero.
   const auto length = [&] { return c.lengths ? min(c.source, c.lengths[batch]) : c.source; };
   const auto count_of = [&](int limit) { return max(1, ((limit + TILE - 1) / TILE - rank + c.splits - 1) / c.splits); };
   const auto first_of = [&](int i) { return (rank + i * c.splits) * TILE; };
   if (warp >= WARPS) {
-    // All threads begin with as many registers; who multiplies needs more, who fetches hardly any.
+    // All threads begin with equally many registers; those that multiply need more, those that fetch need hardly any.
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x != WARPS * 32) return;
     int slot = 0, round = 0;
@@ -161,11 +167,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     };
     // The first warpgroup begins while the second's queries are on their way.
     fetch_queries(0);
-    // The first keys are fetched whatever the length, whose value takes a while to come.
+    // The first keys are fetched before the length is known, because its value takes a while to arrive.
     fetch(maps.k, maps.k_tail, 0, c.source);
     fetch_queries(1);
     const int limit = length(), count = count_of(limit);
-    // In the order in which they are used: K0, K1, V0, K2, V1 ... the last V.
+    // Tiles are fetched in the order in which they are used: K0, K1, V0, K2, V1, ..., the last V.
 #pragma unroll 1
     for (int i = 1; i < count; ++i) {
       fetch(maps.k, maps.k_tail, i, limit);
@@ -204,7 +210,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       wgmma_pv(o, p[i * 4], p[i * 4 + 1], p[i * 4 + 2], p[i * 4 + 3], values + i * 2048 / 16, 1);
     wgmma_commit();
   };
-  // Scores of the keys from `first` on to weights. They stay where they are: the product before may still read `p`.
+  // This makes weights of the scores of the keys from `first` on. They stay in `s`, because the PV before may still
+  // read `p`.
   const auto softmax = [&](int first) {
     const int real = limit - first;
     if (real < TILE)
@@ -231,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   release(k_at);
   softmax(first_of(0));
   pack(s, p);
-  // The exponentials of a tile run beside the product of the values before it.
+  // The exponentials of tile i run beside the PV of tile i - 1.
 #pragma unroll 1
   for (int i = 1; i < count; ++i) {
     k_at = wait_for_slot();
@@ -256,13 +263,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       }
     pack(s, p);
   }
-  // From here on this block's queries may be written over by the others of its cluster.
+  // From here on the other blocks of the cluster may write over this block's queries.
   if (c.splits > 1) cluster_arrive_relaxed();
   const u32 v_at = wait_for_slot();
   const int real = max(limit - first_of(count - 1), 0);
   if (real < TILE) {
-    // A value behind the last key may be NaN, and 0 × NaN is NaN. Whole rows: no swizzle to mind. Both warpgroups write them all
-    // rather than wait for each other.
+    // A value behind the last key may be NaN, and 0 × NaN is NaN. Whole rows are zeroed, so the swizzle does not
+    // matter. Both warpgroups write all of them, which is quicker than to wait for each other.
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < (TILE - real) * D / 8; i += 128) {
       const u32 at = v_at + i % (D / 8) / 8 * PANEL + (real + i / (D / 8)) * 128 + i % 8 * 16;
@@ -276,11 +283,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   low_sum = quad_sum(low_sum);
   high_sum = quad_sum(high_sum);
   wgmma_wait_for<0>(o);
-  // The blocks of a cluster share out each warp's strips. A part is divided by its own sum, narrowed, and takes the place of its
-  // receiver's queries; the statistics lie behind all parts.
+  // Block (warp + g) % splits writes strip g of a warp. The others send it o / sum of their own keys in 16 bits, to
+  // where its queries were, with (max, sum) behind all parts: result = Σ o_i / sum_i · w_i / Σ w_i, w_i = sum_i
+  // 2^(max_i - max).
   const u32 parts = q_at, stats = q_at + 2 * BYTES - (MAX_SPLITS - 1) * WARPS * STATS;
   static_assert((MAX_SPLITS - 1) * WARPS * ((STRIPS + MAX_SPLITS - 1) / MAX_SPLITS * PIECE + STATS) <= 2 * BYTES, "no room for the parts");
-  const int pieces = (STRIPS + c.splits - 1) / c.splits;  // of a warp in a block, at most
+  const int pieces = (STRIPS + c.splits - 1) / c.splits;  // A block gets at most so many strips of a warp.
   float4 others[MAX_SPLITS - 1];
   float low_mine = 1.f, high_mine = 1.f, low_max = low_best, high_max = high_best;
   if (c.splits > 1) {

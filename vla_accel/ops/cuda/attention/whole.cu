@@ -1,21 +1,21 @@
-// Attention of a vision tower: up to 256 keys and a head of 64, 72 or 80. Follows common.cu.
+// Attention of a vision tower: it has up to 256 keys and a head of 64, 72 or 80. This file follows common.cu.
 //
-// A block has 64 queries and all keys of a head at once: no running maximum. A row's first 128 bytes come swizzled through a
-// tensor map; what is left of it comes in pieces of 16 bytes, and 72 is filled up to 80 with zeros, in shared memory only. Each of
-// two warpgroups has half of the keys. S: keys.
+// A block has 64 queries and all S keys of a head at once, so it needs no running maximum. A row's first 128 bytes come
+// swizzled through a tensor map; the rest of it comes in chunks of 16 bytes, and a head of 72 is filled up to 80 with
+// zeros, in shared memory only. Each of two warpgroups has half of the keys.
 
-#define CHUNKS (D / 8)                  // of 16 bytes
-#define REST (CHUNKS - 8)               // chunks beyond the first 128 bytes of a row
+#define CHUNKS (D / 8)                  // A chunk is 16 bytes.
+#define REST (CHUNKS - 8)               // These chunks lie beyond the first 128 bytes of a row.
 #define KEYS ((S + 63) / 64 * 64)
-#define PART (KEYS / 2)                 // keys of a warpgroup
-#define FIRST ((CHUNKS + 1) / 2)        // chunks that the first warpgroup puts out; the second has the rest
+#define PART (KEYS / 2)                 // A warpgroup has so many keys.
+#define FIRST ((CHUNKS + 1) / 2)        // The first warpgroup writes so many chunks, the second the rest.
 
 struct WholeMaps {
   TensorMap q, k, v;
 };
 struct Whole {
   const u16 *q, *k, *v;
-  u64 q_batch, q_token, q_head, k_batch, k_token, k_head;  // elements
+  u64 q_batch, q_token, q_head, k_batch, k_token, k_head;  // Strides count elements.
   Output out;
   float scale;
   int tokens, tiles, heads;
@@ -29,7 +29,8 @@ __device__ __forceinline__ void store(const Output& out, u64 at, float first, fl
 #endif
 }
 
-// Scores to weights, packed as the next product's operand; the lane's sums.
+// p = 2^(scale s - max), packed as the left operand of PV; the lane's own p are added to low_sum and high_sum. `low`
+// and `high`: scale times the maximum of rows g and g + 8.
 template <int N>
 __device__ __forceinline__ void exponentials(float (&s)[N], u32 (&p)[N / 2], float scale, float low, float high,
                                            float& low_sum, float& high_sum) {
@@ -44,7 +45,8 @@ __device__ __forceinline__ void exponentials(float (&s)[N], u32 (&p)[N / 2], flo
   }
 }
 
-// What does not fit a swizzled row of 128 bytes: chunk j of row r at (j * rows + r) * 16. Zeros for rows that are not there.
+// This copies what does not fit a swizzled row of 128 bytes: chunk j of row r goes to (j * ROWS + r) * 16. A row beyond
+// `last` becomes zeros.
 template <int ROWS>
 __device__ __forceinline__ void load_rest(u32 to, const u16* from, u64 stride, int last) {
 #pragma unroll
@@ -110,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
       if (half * PART + i / 4 * 8 + lane % 4 * 2 + i % 2 >= S) s[i] = -INFINITE;
   float low_best = -INFINITE, high_best = -INFINITE, low_sum = 0.f, high_sum = 0.f;
   maxima_of(s, low_best, high_best);
-  // The second half of the keys may be all padding: its maximum must not be infinite, its weights are 0.
+  // The second half of the keys may be all padding. Its maximum must not be -inf, because -inf - -inf is NaN; with
+  // -1e30 its weights are 0.
   low_best = fmaxf(low_best * c.scale, -1e30f);
   high_best = fmaxf(high_best * c.scale, -1e30f);
   u32 p[PART / 4];
@@ -130,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   wgmma_commit();
   low_sum = quad_sum(low_sum);
   high_sum = quad_sum(high_sum);
-  // Each half sends the other the columns that the other puts out.
+  // Each warpgroup sends the other its sums of the columns that the other writes.
   float* from_second = exchange;
   float* from_first = exchange + 128 * (FIRST * 4);
   float* stats = exchange + 128 * CHUNKS * 4;
@@ -141,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   const bool up = half;
 #pragma unroll
   for (int j = 0; j < FIRST; ++j) {
-    // Whoever has the second part of the columns may have one chunk less.
+    // The second warpgroup may have one chunk less: CHUNKS - FIRST <= FIRST.
     constexpr int LAST = CHUNKS - 1;
     const int high = min(FIRST + j, LAST);
     float4 given;

@@ -1,18 +1,19 @@
-// q/k/v and attention of one sequence in one kernel. Follows products.cu, whose products it uses.
+// This kernel is q/k/v and attention of one sequence. The file follows products.cu, whose products it uses.
 //
 // A cluster of eight blocks owns a query head: each block makes an eighth of the head's q and sends it to the other
 // seven, then attends to an eighth of the prefix's keys and to an eighth of the suffix's own; the parts of the result,
 // unnormalised, go to the block that owns their columns. Nothing but the context goes through global memory. KV_UNITS
 // blocks in front make the suffix's keys and values; the others wait for them on a counter, after the prefix's scores.
 //
-// A block's place needs the eight of its cluster and the blocks in front to be resident together: a host that launches
-// this makes sure that the whole grid fits on the chip.
+// The eight blocks of a cluster and the blocks in front wait for each other, so they must be resident together: the
+// host that launches this makes sure that the whole grid fits on the chip.
 
 #define Q_UNITS (D / 16 / RANKS)
 #define Q_COLUMNS (D / RANKS)
 #define KV_UNITS (2 * KV * D / 16)
 #define ROWS (16 * MT)
-// Rows in shared memory are 16 bytes longer than their data: eight of them, read at the same column, meet all banks.
+// Rows in shared memory are 16 bytes longer than their data, so that eight of them, read at the same column, meet all
+// banks.
 #define PITCH (D + 8)
 #define ROUND_UP(x, n) (((x) + (n)-1) / (n) * (n))
 
@@ -25,29 +26,29 @@ __device__ __forceinline__ void red_release(u32* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// A block's keys: `prefix_each` of the prefix, then `suffix_each` of the suffix, both multiples of eight.
+// A block has `prefix_each` keys of the prefix, then `suffix_each` of the suffix; both are multiples of eight.
 extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     attend(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, int layer, int prefix_each,
            int suffix_each) {
   const u64 at = (u64)step * L + layer;
-  constexpr int VT = D / 64;  // tiles of eight value columns a warp
+  constexpr int VT = D / 64;  // A warp has so many tiles of eight value columns.
   static_assert(D % 128 == 0 && WARPS == RANKS, "a warp's columns of the result belong to one block");
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const bool in_front = blockIdx.x < KV_UNITS;
   const int rank = blockIdx.x % RANKS, head = in_front ? 0 : (blockIdx.x - KV_UNITS) / RANKS, kv = head / GROUP;
   const int keys_each = prefix_each + suffix_each, keys = ROUND_UP(keys_each, 16);
   const int first = rank * prefix_each, cached = max(0, min(prefix_each, c.s - first));
-  const int first_own = rank * suffix_each, own = max(0, min(suffix_each, T - first_own));  // tokens
+  const int first_own = rank * suffix_each, own = max(0, min(suffix_each, T - first_own));  // These count tokens.
   unsigned char* const k_tile = shared_memory + ROUND_UP(Q_UNITS * (STAGE_BYTES + 8) + 4 * (WARPS * HELD_TILES * 16 + ROWS), 16);
   unsigned char* const v_tile = k_tile + keys_each * PITCH * 2;
   unsigned char* const q_tile = v_tile + keys * PITCH * 2;
-  u16* const p_of = (u16*)q_tile;  // takes the place of q
+  u16* const p_of = (u16*)q_tile;  // The probabilities take the place of q.
   float* const maxima = (float*)(q_tile + ROWS * PITCH * 2);
   float* const totals = maxima + WARPS * ROWS;
-  float* const stats = totals + WARPS * ROWS;         // (RANKS, ROWS, 2), from every block of the cluster
+  float* const stats = totals + WARPS * ROWS;         // (RANKS, ROWS, 2): max and sum, from every block
   u16* const own_q = (u16*)(stats + RANKS * ROWS * 2);  // (T, Q_UNITS, 2, 8)
   const u32 kv_barrier = smem_of(own_q + ROWS * Q_COLUMNS);
-  // (RANKS, MT, VT, 32, 4) as lanes hold the sums, in the place of the weights
+  // The parts are (RANKS, MT, VT, 32, 4), as lanes hold the sums, and take the place of the weights.
   unsigned char* const parts = shared_memory;
   if (!in_front) {
     cluster_arrive_relaxed();
@@ -63,12 +64,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       const u64 from = ((((u64)layer * c.s) + first + key) * KV + kv) * D;
       bulk_load(smem_of((i & 1 ? v_tile : k_tile) + key * PITCH * 2), (i & 1 ? c.values : c.keys) + from, D * 2, kv_barrier);
     }
-    // Beyond the prefix's, and beyond the suffix's: a value there has probability zero, but must be a number.
+    // Values beyond the prefix's become zero: their probability is zero, and 0 × NaN is NaN. The suffix's are loaded
+    // later.
 #pragma unroll 1
     for (int i = threadIdx.x; i < (keys - cached) * (D / 8); i += THREADS)
       *(uint4*)(v_tile + (cached + i / (D / 8)) * PITCH * 2 + i % (D / 8) * 16) = make_uint4(0, 0, 0, 0);
   }
-  // One piece of code for both kinds of blocks: instructions that are not in the cache cost more than branches.
+  // Both kinds of blocks run the same code, because instructions that are not in the cache cost more than branches.
   const Units units = in_front ? Units{H * D / 16 + (int)blockIdx.x, 1, 1}
                                : Units{(head * RANKS + rank) * Q_UNITS, 1, Q_UNITS};
   normed_pairs<Q_UNITS>(
@@ -103,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     if (threadIdx.x == 0) red_release(c.ready + at);
     return;
   }
-  cluster_wait();  // the others have started
+  cluster_wait();  // The other blocks have started, so their memory may be written.
 #pragma unroll 1
   for (int i = threadIdx.x; i < T * Q_UNITS * 2 * RANKS; i += THREADS) {
     const int to = i % RANKS, part = i / RANKS, half = part & 1, row = part / (2 * Q_UNITS);
@@ -113,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   cluster_arrive();
   mbarrier_wait(kv_barrier, 0);
   cluster_wait();
-  // Scores: a warp takes every eighth tile of eight keys, against all rows. The suffix's come last.
+  // Scores: warp w takes tiles w / ROW_WARPS + K_WARPS i of eight keys, against its rows. The suffix's keys come last.
   const float scale = 1.4426950408889634f * rsqrtf((float)D);
   const int length = c.lengths[0];
   const int row_warp = warp % ROW_WARPS, key_warp = warp / ROW_WARPS;
@@ -123,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
 #pragma unroll
   for (int mt = 0; mt < HELD_TILES; ++mt) best[mt][0] = best[mt][1] = -INFINITE;
   const u32 q_at = smem_of(q_tile) + ((row_warp * 16 + (lane & 15)) * PITCH + (lane >> 4) * 8) * 2;
-  // Where a warp has many tiles of keys it keeps q in registers.
+  // A warp with many tiles of keys keeps q in registers.
   constexpr bool KEEP = KEY_ROUNDS > 2 && HELD_TILES == 1;
   constexpr int UNROLL = KEEP ? D / 32 : 2;
   u32 q[KEEP ? D / 16 : 1][4];
@@ -131,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   for (int i = 0; KEEP && i < D / 16; ++i) ldmatrix_x4(q[i], q_at + i * 32);
   const auto score = [&](int tile, float(&sum)[HELD_TILES][4]) {
     const u32 k_at = smem_of(k_tile) + ((tile * 8 + (lane & 7)) * PITCH + (lane >> 3) * 8) * 2;
-    float other[HELD_TILES][4];  // a second chain of sums: half the latency
+    float other[HELD_TILES][4];  // A second chain of sums halves the latency.
 #pragma unroll
     for (int i = 0; i < HELD_TILES * 4; ++i) ((float*)other)[i] = 0.f;
 #pragma unroll UNROLL
@@ -184,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       for (int i = 0; i < 4; ++i) {
         const int key = tile * 8 + 2 * t + (i & 1), row = (row_warp + mt) * 16 + g + (i >> 1) * 8;
         const int token = first_own + key - prefix_each;
-        // π0's state token is a block of its own: it does not see the actions.
+        // π0's state token attends to the prefix and itself, not to the actions.
         const bool seen = key < prefix_each ? first + key < length
                                             : key - prefix_each < own && (ADAPTIVE || row > 0 || token == 0);
         s[r][mt][i] = seen ? s[r][mt][i] * scale : -INFINITE;
@@ -215,11 +217,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     for (int half = 0; half < 2; ++half) {
       const int row = (row_warp + mt) * 16 + half * 8 + g;
       float one = -INFINITE, total = 0.f;
-      // Three tiles of rows leave a fourth of the warps without any.
+      // With three tiles of rows a fourth of the warps has none.
       if (row >= ROWS) continue;
 #pragma unroll
       for (int w = 0; w < K_WARPS; ++w) one = fmaxf(one, maxima[w * ROWS + row]);
-      // A block none of whose keys are seen must not compute inf - inf.
+      // Where every key of a block is masked, -inf - -inf would be NaN.
       one = one == -INFINITE ? 0.f : one;
 #pragma unroll
       for (int r = 0; r < KEY_ROUNDS; ++r) {
@@ -263,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       for (int i = 0; i < VT; ++i) mma_m16n8k16(o[mt][i], a[0], a[1], a[2], a[3], b[i / 2][i % 2 * 2], b[i / 2][i % 2 * 2 + 1]);
     }
   }
-  // A warp's columns are those of the block of its number.
+  // Warp w computes the columns that block w of the cluster owns.
   const u32 part_at = mapa(smem_of(parts + (rank * MT * VT * 32 + lane) * 16), warp);
 #pragma unroll
   for (int i = 0; i < MT * VT; ++i) {

@@ -1,5 +1,5 @@
-// q/k/v and attention in two kernels: any batch and any head. Follows phases.cu; `attend.cu` does both in one for a single
-// sequence.
+// These two kernels are q/k/v and attention, for any batch and any head; `attend.cu` does both in one for a single
+// sequence. The file follows phases.cu.
 
 #define ROW_TILES ((T * GROUP + 15) / 16)
 
@@ -37,18 +37,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       });
 }
 
-// The first `count` of eight values, and zeros.
+// This keeps the first `count` of eight values and makes the others zero.
 __device__ __forceinline__ uint4 first_values(const uint4& v, int count) {
   const auto pair = [&](u32 two, int at) { return count > at + 1 ? two : count > at ? two & 0xffffu : 0u; };
   return make_uint4(pair(v.x, 0), pair(v.y, 2), pair(v.z, 4), pair(v.w, 6));
 }
 
-// A cluster of blocks shares a tile of 16 query rows (tokens x heads of one key head); each block takes every CLUSTER-th
-// tile of 64 keys, and the parts meet in the cluster's shared memory. The prefix's keys are fetched before the wait for q.
+// A cluster of blocks shares a tile of 16 query rows (tokens x heads of one key head); each block takes every
+// CLUSTER-th tile of 64 keys, and the parts meet in the cluster's shared memory. The prefix's keys are fetched before
+// the wait for q.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ Model m, const __grid_constant__ Call c, int layer) {
-  constexpr int DB = D / 32;                       // blocks of 32 of the head
-  constexpr int VT = (D / 8 + WARPS - 1) / WARPS;  // tiles of eight value columns a warp
+  constexpr int DB = D / 32;                       // The head has DB blocks of 32.
+  constexpr int VT = (D / 8 + WARPS - 1) / WARPS;  // A warp has VT tiles of eight value columns.
   constexpr int TP = ((T + KEYS - 1) / KEYS) * KEYS;
   __shared__ float maxima[WARPS * 16], totals[WARPS * 16], part[16 * (D + 4)], stat[32];
   __shared__ __align__(16) u16 p_of[16 * (KEYS + 8)];
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = my_key + (i & 1), token = i < 2 ? low_token : high_token;
-      // π0's state token is a block of its own: it does not see the actions.
+      // π0's state token attends to the prefix and itself, not to the actions.
       const bool seen = at < limit && token < T && (ADAPTIVE || prefix || token > 0 || at == 0);
       s[i] = seen ? (s[i] + s2[i]) * scale : -INFINITE;
     }
@@ -135,14 +136,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       low_max = fmaxf(low_max, maxima[w * 16 + g]);
       high_max = fmaxf(high_max, maxima[w * 16 + g + 8]);
     }
-    // A row that has seen no key must not compute inf - inf.
+    // Where every key of a row is masked so far, -inf - -inf would be NaN.
     const float low_safe = low_max == -INFINITE ? 0.f : low_max, high_safe = high_max == -INFINITE ? 0.f : high_max;
     const float low_shrink = exp2_fast(low_best - low_safe), high_shrink = exp2_fast(high_best - high_safe);
     low_best = low_max;
     high_best = high_max;
     const float p0 = exp2_fast(s[0] - low_safe), p1 = exp2_fast(s[1] - low_safe);
     const float p2 = exp2_fast(s[2] - high_safe), p3 = exp2_fast(s[3] - high_safe);
-    // A lane's own keys; the lanes and warps of a row are added at the end.
+    // A lane sums its own keys; the lanes and warps of a row are added at the end.
     low_total = low_total * low_shrink + p0 + p1;
     high_total = high_total * high_shrink + p2 + p3;
     *(u32*)(p_of + g * (KEYS + 8) + warp * 8 + 2 * t) = pack_bf16x2(p0, p1);
@@ -190,7 +191,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     stat[16 + threadIdx.x] = total;
   }
   cluster_sync();
-  // Each block puts a slice of the columns together.
+  // Each block computes a slice of the columns: Σ 2^(max_i - max) o_i / Σ 2^(max_i - max) sum_i over the cluster's
+  // blocks.
   constexpr int SLICE = (D + CLUSTER - 1) / CLUSTER;
   for (int e = threadIdx.x; e < 16 * SLICE; e += THREADS) {
     const int row = e / SLICE, column = rank * SLICE + e % SLICE, r = tile * 16 + row, token = r / GROUP;

@@ -1,5 +1,5 @@
-// The denoise loop for few rows: sizes, structures and what all its kernels use. The files of this folder are compiled
-// as one source, in the order core, products, phases, then attention or attend, then step.
+// The denoise loop for few rows: this file holds sizes, structures and what all its kernels use. The files of this
+// folder are compiled as one source, in the order core, products, phases, then attention or attend, then step.
 //
 // A phase is a kernel (q/k/v and attention in one or two, output, gate and up, down), with one more between two steps.
 // They are launched with programmatic dependence: a kernel starts while its predecessors still run, fetches its weights
@@ -8,11 +8,12 @@
 // the predecessor's predecessors read may be overwritten.
 //
 // Sizes arrive as macros: M rows in MT tiles of 16 (BATCH sequences of T tokens, the last HZ of them actions), W width,
-// MLP, H query heads, KV key heads, D head size, L layers, A action size, GATE_UP_UNITS a block, CLUSTER blocks that share
-// an attention tile, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that share K of a product, whose weights are packed for
-// DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those that share a row between steps, KEY_ROUNDS tiles of
-// keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state). WARPS of a block, STAGE_BYTES of a unit's
-// weights, KEYS of a tile, RANKS (blocks of `attend` that share a head) and CHUNK (columns of K) are constants of Python's.
+// MLP, H query heads, KV key heads, D head size, L layers, A action size, GATE_UP_UNITS a block, CLUSTER blocks that
+// share an attention tile, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that share K of a product, whose weights are
+// packed for DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those that share a row between steps,
+// KEY_ROUNDS tiles of keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state). WARPS of a block,
+// STAGE_BYTES of a unit's weights, KEYS of a tile, RANKS (blocks of `attend` that share a head) and CHUNK (columns of
+// K) are constants of Python's.
 //
 // Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
 // its cache cost a phase of 4 us more than a loop does.
@@ -24,7 +25,7 @@
 #define QKV ((H + 2 * KV) * D)
 
 struct Model {
-  const unsigned char* weights;  // packed: π0's time MLP, then the layers, layer_bytes apart
+  const unsigned char* weights;  // π0's time MLP, then the layers, layer_bytes apart, packed
   u64 layer_at, layer_bytes, o_at, gate_up_at, down_at;
   const float *in_scale, *in_shift, *in_gate, *post_scale, *post_shift, *post_gate;  // (steps, L, ...)
   const float *final_scale, *final_shift, *b_in;                                     // (steps, W)
@@ -38,15 +39,15 @@ struct Call {
   const float* state;   // (BATCH, W): π0's state token
   float* actions;       // (BATCH, HZ, A)
   float* xf;            // (M, W): the residual stream
-  u16 *xb, *hidden, *context, *active;  // what is multiplied, BF16, in the order of `place_of`: the stream is xb
+  u16 *xb, *hidden, *context, *active;  // inputs of products, BF16, in the order of `place_of`; xb = BF16(xf)
   u16 *q, *ks, *vts, *vs;
-  const u16* values;  // as keys
-  u32* ready;         // (steps, L): blocks of `attend` that have made the suffix's keys and values
-  const float *target, *follow;  // (BATCH, HZ, A), (BATCH, HZ): the previous chunk, and how much its actions count
+  const u16* values;  // (L, BATCH, S, KV, D)
+  u32* ready;         // (steps, L): so many blocks of `attend` have made the suffix's keys and values
+  const float *target, *follow;  // (BATCH, HZ, A), (BATCH, HZ): the previous chunk and its actions' weights
   int s, sp, steps;
 };
 
-// Activations come from other multiprocessors: L1 may be stale, L2 is not.
+// Other multiprocessors wrote the activations: L1 may be stale, L2 is not.
 __device__ __forceinline__ uint4 ld_cg_v4(const void* p) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -59,8 +60,8 @@ __device__ __forceinline__ float ld_cg(const float* p) {
 }
 __device__ __forceinline__ float4 ldg_v4(const float* p) { return __ldg((const float4*)p); }
 
-// Rows that are multiplied lie in the order in which warps read them: 16 rows, 32 columns, half of the rows, then as `load_rows`
-// has it, 512 bytes that one load of a warp fetches as whole lines.
+// Inputs of products lie in the order in which warps read them: (row / 16, column / 32, row / 8 % 2, row % 8, column %
+// 32). The last two are 512 bytes, which one load of a warp fetches as whole lines.
 __device__ __forceinline__ u64 place_of(int row, int column, int width) {
   return ((row / 16 * (width / 32) + column / 32) * 2 + row / 8 % 2) * 256 + (row % 8 * 4 + column / 8 % 4) * 8 + column % 8;
 }
@@ -79,12 +80,13 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], u32 a0, u32 a1, u32 
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// 32 of K: a.lo and a.hi are rows g and g + 8, w is column g.
+// c += a wᵀ over 32 of K: lane 4 g + t has k = 8 t ... 8 t + 7 of rows g (lo) and g + 8 (hi) of a, and of column g (w).
 __device__ __forceinline__ void mma32(float (&c)[4], const uint4& lo, const uint4& hi, const uint4& w) {
   mma_m16n8k16(c, lo.x, hi.x, lo.y, hi.y, w.x, w.y);
   mma_m16n8k16(c, lo.z, hi.z, lo.w, hi.w, w.z, w.w);
 }
-// Four matrices of 8 x 16 bytes, whose rows begin where the lanes say: lane 4 g + t gets word t of row g of each.
+// This loads four matrices of 8 rows of 16 bytes, whose addresses the lanes give: lane 4 g + t gets word t of row g of
+// each.
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -93,7 +95,7 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
 
 // -- weights ----------------------------------------------------------------------------------------------------------
 
-// A block's weights: every chunk has its place, fetched once, before the wait.
+// A block's weights have a place for every chunk; each is fetched once, before the wait.
 struct Stages {
   unsigned char* memory;
   u32 barriers;
@@ -107,20 +109,20 @@ struct Stages {
       fence_mbarrier_init();
     }
   }
-  // Thread 0 only.
+  // Only thread 0 may call this.
   __device__ __forceinline__ void expect(int stage, u32 bytes) {
     mbarrier_arrive_expect_tx(barriers + stage * 8, bytes);
   }
   __device__ __forceinline__ void copy(int stage, u32 to, const unsigned char* from, u32 bytes) {
     bulk_load(smem_of(memory + to), from, bytes, barriers + stage * 8);
   }
-  // A unit: two tiles of columns, each in its half of the stage.
+  // This fetches a unit, two tiles of columns, each into its half of the stage.
   __device__ __forceinline__ void fetch(int stage, const unsigned char* from, u32 bytes) {
     expect(stage, bytes);
     for (int tile = 0; tile < 2; ++tile)
       copy(stage, stage * STAGE_BYTES + tile * TILE_BYTES, from + tile * (bytes / 2), bytes / 2);
   }
-  // The next chunk, arrived.
+  // This waits for the next chunk and returns its address.
   __device__ __forceinline__ u32 take() {
     mbarrier_wait(barriers + next * 8, 0);
     return smem_of(memory) + STAGE_BYTES * next++;

@@ -1,4 +1,4 @@
-// The phases that are a product: q/k/v, output, gate and up, down, and π0's second layer of the time MLP. Follows
+// These phases are products: output, gate and up, down, and the second layer of π0's time MLP. The file follows
 // products.cu.
 
 extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       });
 }
 
-// x += gate ∘ (rows Wᵀ), the residual stream in float32 and in BF16.
+// x += gate ∘ (rows Wᵀ), where x is the residual stream, kept in float32 (xf) and in BF16 (xb).
 template <int K, int PARTS, int PACKED>
 __device__ __forceinline__ void into_stream(const Call& c, const u16* rows, const unsigned char* weights,
                                             const float* gate) {
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 }
 
 #if !ADAPTIVE
-// The state's row is already in the stream.
+// The first token of a sequence is the state's, and its row is already in the stream.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     mix(const __grid_constant__ Model m, const __grid_constant__ Call c) {
   split_product<W, MIX_SPLIT, MIX_PACKED>(

@@ -1,37 +1,37 @@
-// Products of few rows with weights. Follows core.cu.
+// Products of few rows with weights. This file follows core.cu.
 //
-// Eight warps a block share K, so activations go from L2 straight into the registers of the product that needs them, and
-// the partial sums meet in shared memory. K is permuted alike in both operands of every product: lane t of a quad holds
-// k = 8 t ... 8 t + 7 of a block of 32, one 16-byte load, where mma.m16n8k16 would have it hold four pairs. A sum does not
-// mind the order of its terms.
+// Eight warps a block share K, so activations go from L2 straight into the registers of the product that needs them,
+// and the partial sums meet in shared memory. K is permuted alike in both operands of every product: lane t of a quad
+// holds k = 8 t ... 8 t + 7 of a block of 32, which is one load of 16 bytes, where mma.m16n8k16 would have it hold four
+// pairs. The sum over K does not depend on the order of its terms but for rounding.
 //
-// Weights lie in tiles of eight columns, a tile in blocks of 32 of K: four matrices of 8 x 16 bytes, of which the first has
-// each lane's first pair and so on. ldmatrix reads them for few rows, wgmma for many: there, four warps would otherwise
-// fetch the same weights, and their sums would take mma.sync's time.
+// Weights lie in tiles of eight columns, a tile in blocks of 32 of K: four matrices of 8 x 16 bytes, of which the first
+// has each lane's first pair and so on. ldmatrix reads them for few rows, wgmma for many, where four warps would
+// otherwise fetch the same weights, and mma.sync would be slower.
 
-// Pairs of output tiles that share one reduction: as many as keep the sums in registers.
+// So many pairs of output tiles share one reduction as keep their sums in registers.
 #define PAIRS (MT == 2 ? 2 : 4)
-// Few rows: all warps share K, and each has all rows. Many: four warps take a tile of rows each, and two share K, so
-// that a warp's sums are few.
+// With few rows all eight warps share K, and each has all rows. With many, four warps take a tile of rows each, and two
+// share K, so that a warp has few sums.
 #define ROW_WARPS (MT > 2 ? 4 : 1)
 #define HELD_TILES (MT > 2 ? 1 : MT)
 #define K_WARPS (WARPS / ROW_WARPS)
 #define ROUNDS(K) (((K) / 32 + K_WARPS - 1) / K_WARPS)
-// Whether every warp has a block of 32 in round i: said of constants, the compiler then asks nothing at run time.
+// This is true where every warp has a block of 32 in round i. It is constant, so that no test remains at run time.
 #define WHOLE(i, K) (K_WARPS * ((i) + 1) <= (K) / 32)
-// Rounds of rows that a warp of a split product holds at once: as many as leave registers for a second block, since
-// clusters need all places where rows are many.
+// A warp of a split product holds so many rounds of rows at once as leave registers for a second block on the
+// multiprocessor: where rows are many, clusters need all places.
 #define HELD (MT == 2 ? 4 : 8)
 #define BATCHED(K) (ROUNDS(K) < HELD ? ROUNDS(K) : HELD)
 
-// Rows of activations, the block `kb` of 32 columns: `base` (M, width) BF16 in the order of `place_of`.
+// This loads block `kb` of 32 columns of the activations `base` (M, width), BF16 in the order of `place_of`.
 __device__ __forceinline__ void load_rows(uint4 (&a)[HELD_TILES][2], const u16* base, int kb, int width, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3, first = warp % ROW_WARPS * 16;
 #pragma unroll
   for (int mt = 0; mt < HELD_TILES; ++mt)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // Rows beyond the last repeat it: a load without a condition, whose sums nobody takes.
+      // Rows beyond the last repeat it, so that the load needs no condition; nobody takes their sums.
       const int row = min(first + mt * 16 + half * 8 + g, M - 1);
       a[mt][half] = ld_cg_v4(base + place_of(row, t * 8, width) + kb * 512);
     }
@@ -54,14 +54,14 @@ __device__ __forceinline__ uint4 scaled(const uint4& v, const float4& s, const f
                     pack_bf16x2(low_of(v.w) * (1.f + r.z), high_of(v.w) * (1.f + r.w)));
 }
 
-// COUNT rounds of a chunk with TILES tiles of columns, `pitch` bytes apart, from round `first`, against rows already in
-// registers.
+// This multiplies rows in registers with COUNT rounds of a chunk, from round `first` on: TILES tiles of columns,
+// `pitch` bytes apart.
 template <int KCHUNK, int TILES, int COUNT>
 __device__ __forceinline__ void multiply(u32 data, u32 pitch, float (&acc)[TILES][HELD_TILES][4], const uint4 (&a)[COUNT][HELD_TILES][2],
                                          int first, int warp, int lane) {
 #if MT > 2
-  // A descriptor counts in 16 bytes: the place, the next matrix along K, the next tile. In a cluster a place has the
-  // block's rank in its upper bits, which do not belong here.
+  // A descriptor counts in 16 bytes: address | 128 << 16 (next matrix along K) | pitch << 32 (next tile). In a cluster
+  // the upper bits of an address are the block's rank, which does not belong here.
   const u64 matrix = (u64)(128 >> 4) << 16 | (u64)(pitch >> 4) << 32;
   float(&sums)[TILES * 4] = (float(&)[TILES * 4])acc;
   wgmma_fence();
@@ -99,8 +99,8 @@ __device__ __forceinline__ void put_sums(float* sums, const float* acc, int warp
 #pragma unroll
   for (int i = 0; i < N; ++i) sums[(warp * N + i) * 32 + lane] = acc[i];
 }
-// Where the sums of an accumulator go: element e of a reduction over tiles of 16 rows and 8 columns. `r`: the accumulator
-// within its tile of columns, in the warps of `row_warp`.
+// A place says where element e of a reduction lies, over tiles of 16 rows and 8 columns: at `row` and `column` of
+// `tile`, in accumulator `r` of lane `from`, in the warps of `row_warp`.
 struct Place {
   int tile, row, column, row_warp, r, from;
   __device__ __forceinline__ explicit Place(int e)
@@ -109,7 +109,7 @@ struct Place {
         r((e / 128) % MT / ROW_WARPS * 4 + ((e >> 5) & 3)), from(e & 31) {}
 };
 
-// The sum, over the warps that share K, of what belongs at `at` in a tile of columns, where every warp put N.
+// This sums, over the warps that share K, what belongs at `at` in a tile of columns; every warp put N accumulators.
 template <int N>
 __device__ __forceinline__ float sum_of_warps(const float* sums, int tile, const Place& at) {
   float sum = 0.f;
@@ -119,7 +119,7 @@ __device__ __forceinline__ float sum_of_warps(const float* sums, int tile, const
   return sum;
 }
 
-// Four neighbours' sums, from one place on.
+// This is `sum_of_warps` of four neighbours, from one place on.
 template <int N>
 __device__ __forceinline__ uint4 sums_of_warps(const float* sums, int tile, const Place& at) {
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -134,25 +134,25 @@ __device__ __forceinline__ uint4 sums_of_warps(const float* sums, int tile, cons
   return *(const uint4*)&sum;
 }
 
-// The units of a block: `count` of them, `stride` apart.
+// A block has `count` units, `stride` apart.
 struct Units {
   int first, stride, count;
   __device__ __forceinline__ int at(int i) const { return first + i * stride; }
-  // Dealt out to all blocks in turn.
+  // All blocks take units in turn: block b has b, b + blocks, ...
   static __device__ __forceinline__ Units dealt(int all) {
     const int block = blockIdx.x, blocks = gridDim.x;
     return {block, blocks, (all - block + blocks - 1) / blocks};
   }
 };
 
-// x ∘ (1 + scale) times pairs of tiles. `emit(unit, row, column, first, second, held)` gets both tiles' sums, times rstd;
-// `hold(unit, row, column)` fetches, before the wait, the constants that emit needs.
+// rstd ∘ ((x ∘ (1 + scale)) Wᵀ) of pairs of tiles. `emit(unit, row, column, first, second, held)` gets both tiles'
+// elements; `hold(unit, row, column)` fetches, before the wait, the constants that emit needs.
 template <int COUNT, class Hold, class Emit>
 __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& c, const unsigned char* weights,
                                              const float* scale, const Units& units, float eps, Hold hold, Emit emit) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, mine = units.count;
   constexpr int TOGETHER = COUNT < PAIRS ? COUNT : PAIRS;
-  Stages stages(shared, COUNT);  // at most COUNT units a block
+  Stages stages(shared, COUNT);  // A block has at most COUNT units.
   float* squares_at = (float*)(shared + COUNT * (STAGE_BYTES + 8));
   float* rstd_at = squares_at + WARPS * 16 * HELD_TILES;
   if (threadIdx.x == 0)
@@ -222,7 +222,7 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
     // The sums take the place of the weights that made them.
     float* sums = (float*)(shared + done * STAGE_BYTES);
 #if MT > 2
-    // One product of all tiles: those of a unit that is not there yield sums that nobody takes.
+    // One wgmma takes all tiles; nobody takes the sums of a unit that is not there.
     for (int j = 0; j < TOGETHER && done + j < mine; ++j) stages.take();
     multiply<W, 2 * TOGETHER, ROUNDS(W)>(smem_of(sums), TILE_BYTES, (float(&)[2 * TOGETHER][HELD_TILES][4])acc, a, 0, warp, lane);
 #else
@@ -252,10 +252,9 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
 }
 
 // A cluster of PARTS blocks shares PARTS tiles of columns: each block takes a part of K, which spares the others its
-// activations, and finishes one tile. Weights are packed for PACKED parts of K, which many rows divide further: by PACKED
-// tiles, part of K, tile.
-// `emit(row, column, sum, held, present)`: `hold(column)` fetches a constant before the wait, `late(row, column)`, after
-// it, what others wrote.
+// activations, and finishes one tile. Weights are packed for PACKED parts of K, which many rows divide further: by
+// PACKED tiles, then part of K, then tile. `emit(row, column, sum, held, present)`: `hold(column)` fetches a constant
+// before the wait, `late(row, column)` fetches, after it, what others wrote.
 template <int K, int PARTS, int PACKED, class Hold, class Late, class Emit>
 __device__ __forceinline__ void split_product(const u16* rows, const unsigned char* weights, Hold hold, Late late,
                                               Emit emit) {
@@ -265,7 +264,7 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   constexpr u32 TILE = 16 * IN_CHUNK, BYTES = PARTS * TILE;
   constexpr u32 LEAST = WARPS * N * 128, ROOM = CHUNKS * BYTES > LEAST ? CHUNKS * BYTES : LEAST;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x % PARTS, first = blockIdx.x / PARTS * PARTS;
-  float* parts = (float*)(shared_memory + ROOM);  // PARTS x MT x 128: every block's part of this block's tile
+  float* parts = (float*)(shared_memory + ROOM);  // (PARTS, MT, 128): every block's part of this tile
   Stages stages(shared_memory, smem_of(parts + PARTS * MT * 128), CHUNKS);
   if (threadIdx.x == 0)
     for (int i = 0; i < CHUNKS; ++i) {
@@ -305,7 +304,7 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
     }
   }
   __syncthreads();
-  if (PARTS > 1) cluster_wait();  // the others have started
+  if (PARTS > 1) cluster_wait();  // The other blocks have started, so their memory may be written.
   // The warps' sums take the place of the weights.
   float* sums = (float*)shared_memory;
   put_sums<N>(sums, (float*)acc, warp, lane);

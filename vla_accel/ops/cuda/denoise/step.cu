@@ -1,8 +1,9 @@
-// Between two evaluations of the expert. Follows core.cu.
+// This kernel runs between two evaluations of the expert. The file follows core.cu.
 
-// Final norm, output projection and Euler step of evaluation `step - 1`, then the input of evaluation `step`. The velocity
-// is guided to the target: `time` t and `gain` w(t) of that evaluation. Where `follow` is zero no bit changes.
-// A cluster of STEP_BLOCKS takes a row, a block a part of its columns; their parts of the velocity go to all of them.
+// It does the final norm, the output projection and the Euler step of evaluation `step - 1`, then makes the input of
+// evaluation `step`. v -= gain · follow · (target - (x - time · v)), with `time` and `gain` of evaluation `step - 1`;
+// where `follow` is zero no bit changes. A cluster of STEP_BLOCKS takes a row and each block a part of its columns;
+// each sends its part of the velocity to all of them.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     between(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, float time,
             float gain) {
@@ -13,9 +14,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int rank = blockIdx.x % STEP_BLOCKS, row = blockIdx.x / STEP_BLOCKS, first = rank * COLUMNS;
   cluster_arrive_relaxed();
   griddepcontrol_launch_dependents();
-  cluster_wait();  // all have started
+  cluster_wait();  // All blocks have started, so their memory may be written.
   if (row >= BATCH * HZ) {
-    // π0: blocks of their own for the state's token.
+    // The state's token of π0 has blocks of its own.
     griddepcontrol_wait();
     if (step < c.steps)
       for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
@@ -28,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   const int token_row = row / HZ * T + (T - HZ) + row % HZ;
   const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
-  // Constants come before the wait. A warp takes every eighth action, a lane every 32nd four columns.
+  // Constants are fetched before the wait. A warp takes every eighth action dimension, a lane every 32nd four columns.
   float4 out[EACH][VECTORS], in[EACH][VECTORS];
   float shifted[EACH];
 #pragma unroll

@@ -1,32 +1,35 @@
-// From the sums of `gemm.cu` to memory: bias, activation, rounding, the residual, and the norms on either side.
+// The epilogue takes the sums of `gemm.cu` to memory: bias, activation, rounding, the residual, the norms on either
+// side.
 //
 // A norm without weights (they are folded into the product that follows) needs two numbers of a row, so it costs no
-// pass over the rows: who writes them (RESIDUAL) writes the moments of every 64 columns, too, and who reads them (NORM)
-// multiplies them as they are, and scales and shifts the sums: norm(x) W = rstd (x W - mean (1 W)).
+// pass over the rows: the product that writes x (RESIDUAL) also writes the moments of every 64 columns, and the product
+// that reads x (NORM) multiplies it as it is, and scales and shifts the sums: norm(x) W = rstd (x W - mean (1 W)).
 //
-// Macros besides `gemm.cu`'s: RESIDUAL (out += the product), NORM (0 none, 1 RMS, 2 mean and variance), MOMENTS (of
-// a row of x: one for every 64 of its columns).
+// Macros besides `gemm.cu`'s: RESIDUAL (out += the product), NORM (0 none, 1 RMSNorm, 2 LayerNorm), MOMENTS (K / 64: a
+// row of x has so many pairs of moments).
 
 #define TILE_W (64 * BLOCKS * GROUPS)
 #define TILE_T (PARTS * WIDTH)
 #define STAGE ((TILE_W + TILE_T) * 128)
 #define CLUSTER (ACROSS * ALONG * SPLIT)
 #define CONSUMERS (GROUPS * 128)
-// Output columns of one block of 64 weight rows, and the pitch of their staging: rows 16 bytes apart modulo 128.
+// A block of 64 weight rows gives COLUMNS output columns. Eight rows of the staging, PITCH bytes apart, begin at eight
+// different multiples of 16 modulo 128, so that together they meet all banks.
 #define COLUMNS (ACTIVATION == 2 ? 32 : 64)
 #define PITCH (COLUMNS * 2 + 16)
 
 struct Call {
   const u16* bias;
   void* out;
-  float scale, inverse;  // of the sums; of an FP8 output
-  int rows, columns;     // of out
-  int chunks;            // of 128 bytes along K
-  int token_tiles, tiles;  // in clusters
-  // Mean and sum of squared deviations of 64 columns: (columns / 64, rows) of out, (MOMENTS, rows) of x.
+  float scale, inverse;  // scale multiplies the sums, inverse an FP8 output.
+  int rows, columns;     // out is (rows, columns).
+  int chunks;            // A chunk is 128 bytes along K.
+  int token_tiles, tiles;  // A tile here is what a cluster computes.
+  // A pair is the mean and the sum of squared deviations of 64 columns: (columns / 64, rows) of out, (MOMENTS, rows) of
+  // x.
   float2* moments_out;
   const float2* moments;
-  const float* weight_sums;  // of each row of the weights
+  const float* weight_sums;  // (N,): 1 W
   float eps;
 };
 
@@ -48,7 +51,7 @@ __device__ __forceinline__ float widen(u16 v) {
   return __uint_as_float((u32)v << 16);
 #endif
 }
-// Two BF16 as two E4M3, saturated.
+// This scales two 16-bit values and rounds them to E4M3, saturated.
 __device__ __forceinline__ u32 quantize2(u32 two, float inverse) {
   const float high = widen((u16)(two >> 16)) * inverse, low = widen((u16)two) * inverse;
   return pack_e4m3x2(low, high);
@@ -59,11 +62,11 @@ __device__ __forceinline__ u32 quantize4(u32 a, u32 b, float inverse) {
 
 #if NORM
 #define NORMING 96
-// What the sums of TILE_T tokens from `token` on are multiplied by, and what is added to them for a weight row that sums
-// up to one, to shared memory. By the three warps that would be idle: it takes as long as a tile's first chunks.
+// This writes (scale rstd, -scale rstd mean) of TILE_T tokens from `token` on to shared memory; the mean is 0 for
+// RMSNorm. The three warps that would be idle do it, in the time that a tile's first chunks take.
 __device__ __forceinline__ void load_norms(u32 norms, int token, const Call& c) {
   for (int t = threadIdx.x - CONSUMERS - 32; t < TILE_T; t += NORMING) {
-    // Deviations from the first mean, so that nothing cancels.
+    // Means count from the first one, so that nothing cancels: var = (Σ inside / 64 + Σ (mean_i - mean)²) / MOMENTS.
     float first = 0.f, one = 0.f, two = 0.f, inside = 0.f;
     if (token + t < c.rows) {
       const float2* from = c.moments + token + t;
@@ -90,7 +93,8 @@ __device__ __forceinline__ void wait_for_norms() {
 #endif
 
 #if RESIDUAL
-// What `store_tile` of the same tokens and columns will add to. Early: it comes from far.
+// This fetches what `store_tile` of the same tokens and columns will add to. It is called early, because global memory
+// is far.
 template <int COUNT>
 __device__ __forceinline__ void load_residual(uint4 (&held)[(COUNT + 1) / 2], int token, int end, int column,
                                               const Call& c) {
@@ -111,13 +115,13 @@ __device__ __forceinline__ u32 add_two(u32 a, u32 b, float& low, float& high) {
   high = widen((u16)(sum >> 16));
   return sum;
 }
-// Over the eight lanes that hold 64 columns of a token.
+// This sums over the eight lanes that hold 64 columns of a token.
 __device__ __forceinline__ float sum_of_eight(float v) {
   v += __shfl_xor_sync(~0u, v, 1);
   v += __shfl_xor_sync(~0u, v, 2);
   return v + __shfl_xor_sync(~0u, v, 4);
 }
-// held + v; the moments of the rounded sum, which is what the norm sees.
+// This returns held + v, and the moments of the rounded sum, which is what the norm sees.
 __device__ __forceinline__ uint4 add_residual(const uint4& v, const uint4& held, float2& moments) {
   float r[8];
   const uint4 sum = make_uint4(add_two(v.x, held.x, r[0], r[1]), add_two(v.y, held.y, r[2], r[3]),
@@ -133,7 +137,8 @@ __device__ __forceinline__ uint4 add_residual(const uint4& v, const uint4& held,
 }
 #endif
 
-// Of a thread's two weight rows in a block of 64, whose first is `column`. The columns of a GeGLU have no bias.
+// A thread has two weight rows of a block of 64, whose first row is `column`: their bias and their sums. A GeGLU has no
+// bias.
 struct Rows {
   float first_bias, second_bias, first_sum, second_sum;
 };
@@ -151,10 +156,11 @@ __device__ __forceinline__ Rows load_rows(const Call& c, int column) {
   return rows;
 }
 
-// COUNT times eight tokens from `token`, those before `end`, of one block of weight rows whose first output column is
-// `column`: sums in the layout of wgmma (lane 4 g + t: weight rows g and g + 8 of its warp's 16, tokens 2 t and
-// 2 t + 1) to memory. A warp's matrices of 8 x 8 are transposed on their way to the staging, where a token's columns
-// lie side by side. `held`: what `load_residual` took; `norms`: of the first token.
+// This writes the sums of COUNT times eight tokens from `token` on, those before `end`, of one block of weight rows
+// whose first output column is `column`. They come in the layout of wgmma: lane 4 g + t has weight rows g and g + 8 of
+// its warp's 16, and tokens 2 t and 2 t + 1. A warp's matrices of 8 x 8 are transposed on their way to the staging,
+// where a token's columns lie side by side. `held` comes from `load_residual`; `norms` is the address of the first
+// token's pair.
 template <int COUNT>
 __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int token, int end, int column, const Rows& rows,
                                      const Call& c, int group, const uint4* held, u32 norms) {
@@ -167,7 +173,7 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = i < 2 ? rows.first_bias : rows.second_bias;
 #if NORM
-    float n[4];  // of two tokens
+    float n[4];  // (factor, shift) of two tokens
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(n[0]), "=f"(n[1]), "=f"(n[2]), "=f"(n[3]) : "r"(norms + (j * 8 + lane % 4 * 2) * 8));
 #pragma unroll
@@ -189,11 +195,11 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
       packed[(2 * j + 1) % MATRICES] = pack_half2(v[2], v[3]);
     }
   }
-  // Lanes 8 i to 8 i + 7 name the rows of matrix i.
+  // Lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
   const int row = lane & 7, matrix = lane >> 3;
   const u32 at = ACTIVATION == 2 ? staging + (matrix * 8 + row) * PITCH + warp * 16
                                  : staging + ((matrix >> 1) * 8 + row) * PITCH + warp * 32 + (matrix & 1) * 16;
-  constexpr int STEP = (ACTIVATION == 2 ? 8 : 4) * PITCH;  // from a matrix to the next, on average
+  constexpr int STEP = (ACTIVATION == 2 ? 8 : 4) * PITCH;  // A matrix is so many bytes from the next, on average.
   constexpr int FOURS = MATRICES / 4 * 4;
 #pragma unroll
   for (int i = 0; i < FOURS; i += 4)
@@ -206,11 +212,11 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
     asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at + (MATRICES - 1) * STEP),
                  "r"(packed[MATRICES - 1]) : "memory");
   asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
-  constexpr int EACH = NARROW ? 16 : 8, PIECES = COLUMNS / EACH;  // columns a thread, threads a token
+  constexpr int EACH = NARROW ? 16 : 8, PIECES = COLUMNS / EACH;  // A thread has EACH columns, a token PIECES threads.
 #pragma unroll
   for (int n = 0; n < (COUNT * 8 * PIECES + 127) / 128; ++n) {
     const int i = thread + 128 * n;
-    if (i >= COUNT * 8 * PIECES) break;  // whole warps
+    if (i >= COUNT * 8 * PIECES) break;  // With RESIDUAL these are whole warps, whose sums may shuffle.
     const int t = i / PIECES, piece = i % PIECES, to = column + piece * EACH;
     const u32 from = staging + t * PITCH + piece * EACH * 2;
     uint4 v;

@@ -1,38 +1,40 @@
-// GEMM of many rows on Hopper: out = epilogue(scale * x Wᵀ + bias), x (M, K), W (N, K), FP8, BF16 or FP16. Follows
-// epilogue.cu.
+// GEMM of many rows on Hopper: out = epilogue(scale * x Wᵀ + bias), x (M, K), W (N, K), FP8, BF16 or FP16. This file
+// follows epilogue.cu.
 //
 // The weights are the tensor cores' M (blocks of 64 rows), the tokens their N (any multiple of 8), so that 544 tokens
 // are exactly 4 x 136. One thread fetches tiles of both by TMA into a ring of stages; its four warps give their
-// registers to the others: GROUPS groups of four warps that multiply with wgmma, each BLOCKS blocks of 64 weight rows
-// by PARTS times WIDTH tokens. Blocks of a cluster share what they fetch: ACROSS blocks take the same tokens, ALONG the
+// registers to GROUPS warpgroups that multiply with wgmma, each BLOCKS blocks of 64 weight rows by PARTS times WIDTH
+// tokens. Blocks of a cluster share what they fetch: ACROSS blocks take the same tokens, ALONG the
 // same weights, and SPLIT share K and add up their sums through distributed shared memory.
 //
 // Launched with programmatic dependence a kernel fetches its first WEIGHTS while its predecessor still runs, and only
-// then waits. What makes that safe, for all kernels of a chain: each executes griddepcontrol.wait before it reads or
-// writes anything but constants, and the wait returns when the predecessor has finished and its writes are visible,
-// hence (it waited as well) when all kernels before have. So a kernel that has started early cannot overwrite what an
-// older one still reads. Every kernel of a chain must execute the wait, whether it needs its predecessor's data or not.
-// Here the thread that fetches waits, and the others write only after tokens have arrived that it fetched.
+// then waits. This is safe because each kernel of a chain executes griddepcontrol.wait before it reads or writes
+// anything but constants. The wait returns when the predecessor has finished and its writes are visible; the
+// predecessor waited as well, so all kernels before it have finished, too. So a kernel that has started early cannot
+// overwrite what an older one still reads. Every kernel of a chain must execute the wait, whether it needs its
+// predecessor's data or not. Here the fetching thread waits, and the others write only after tokens have arrived that
+// it fetched.
 //
 // Macros: KIND (0 BF16, 1 FP16, 2 FP8 e4m3), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (0 none, 1
 // tanh GELU, 2 GeGLU of weight rows by turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH, STAGES,
-// ACROSS, ALONG, SPLIT, STAGING, EXCHANGE and BARRIERS (where in shared memory the output is staged, others' sums arrive
-// and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of either kind).
-// `wgmma`, one product of WIDTH tokens, is generated (`wgmma.py`).
+// ACROSS, ALONG, SPLIT, STAGING, EXCHANGE and BARRIERS (where in shared memory the output is staged, others' sums
+// arrive and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of either
+// kind). `wgmma`, one product of WIDTH tokens, is generated (`wgmma.py`).
 
-// A tile that COUNT blocks fetch for each other is cut into shares of whole eights of rows; where that does not come
-// out even, shares overlap and write the same rows twice.
+// COUNT blocks fetch a tile for each other: each fetches a share of it, a multiple of eight rows. Where COUNT such
+// shares are more than the tile, they overlap and write the same rows twice.
 #define SHARE(ROWS, COUNT) ((ROWS + 8 * COUNT - 1) / (8 * COUNT) * 8)
 #define START(ROWS, COUNT, i) (COUNT == 1 ? 0 : i * (ROWS - SHARE(ROWS, COUNT)) / (COUNT > 1 ? COUNT - 1 : 1) / 8 * 8)
 #define W_ROWS SHARE(TILE_W, ALONG)
 #define T_ROWS SHARE(TILE_T, ACROSS)
 #define ARRIVING ((W_ROWS * ALONG + T_ROWS * ACROSS) * 128)
-// Rows in one copy: a box has at most 256.
+// One copy brings so many rows: a box has at most 256.
 #define W_BOX (W_ROWS > 256 ? W_ROWS / 2 : W_ROWS)
 #define T_BOX (T_ROWS > 256 ? T_ROWS / 2 : T_ROWS)
 #define CHUNK (KIND == 2 ? 128 : 64)
 
-// Nothing was written that the others must see: a release beyond this block would be a memory barrier a stage.
+// This arrives at another block's barrier with the release of this block only: the others read nothing that it wrote,
+// and a release to the cluster would cost a memory barrier for each stage.
 __device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier, u32 rank) {
 #if CLUSTER > 1
   asm volatile(
@@ -43,7 +45,7 @@ __device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier, u32 rank) {
 #endif
 }
 
-// Rows of 128 bytes, swizzled: groups of eight rows are 1024 bytes apart.
+// Operands have swizzled rows of 128 bytes, so groups of eight rows are 1024 bytes apart.
 __device__ __forceinline__ u64 operand(u32 address) { return wgmma_descriptor(address, 16, 1024, true); }
 
 #if RESIDUAL
@@ -135,7 +137,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
     }
 #endif
     __syncwarp();
-    // As often as the others do.
+    // These warps arrive as often as those that multiply: a cluster's barrier counts all threads.
     for (int i = 0; i < (CLUSTER > 1) + (SPLIT > 1 && EXCHANGE == 0); ++i) {
       cluster_arrive();
       cluster_wait();
@@ -144,10 +146,11 @@ extern "C" __global__ void __maxnreg__(LIMIT)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
     const int group = warp >> 2;
 #if RESIDUAL
-    griddepcontrol_wait();  // these threads, too, read what others wrote
+    griddepcontrol_wait();  // These threads, too, read what older kernels wrote.
 #endif
     const auto release = [&](int stage) {
-      // All blocks that send to this stage; this one is both in its row and in its column.
+      // This tells all blocks that send to this stage, those of the same row and column of the cluster; this block is
+      // in both and is told once.
       if (lane < ACROSS + ALONG - 1) {
         const int to = lane < ACROSS ? lane + ACROSS * (along + ALONG * part)
                                      : across + ACROSS * (((lane - ACROSS) + (lane - ACROSS >= along)) + ALONG * part);
@@ -211,7 +214,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
 #endif
     }
 #if SPLIT > 1
-    // Each block adds up the sums of its share of the tokens: eights of tokens, EIGHTS of them a block.
+    // Each block adds up the parts of K for its share of the tokens, which is EIGHTS times eight tokens.
     constexpr int ALL = PARTS * WIDTH / 8, EIGHTS = (ALL + SPLIT - 1) / SPLIT;
     const int row = (mine / c.token_tiles * ACROSS + across) * TILE_W + group * BLOCKS * 64;
     const int start = (mine % c.token_tiles * ALONG + along) * TILE_T, token = start + part * EIGHTS * 8;
@@ -225,7 +228,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
     for (int m = 0; m < BLOCKS; ++m) load_residual<EIGHTS>(held[m][0], token, end, row + m * 64, c);
 #endif
 #if EXCHANGE == 0
-    cluster_wait();  // sums arrive in the place of stages, which nobody reads any more
+    cluster_wait();  // Now nobody reads the stages any more, whose place the sums take.
 #endif
     float total[BLOCKS][EIGHTS * 4];
 #pragma unroll
@@ -270,7 +273,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
       store_tile<EIGHTS>(total[m], staging, token, end, column, rows, c, group, HELD(m, 0), norms + part * EIGHTS * 64);
     }
 #elif CLUSTER > 1
-    // Others may still announce to this block that they have read a stage.
+    // Other blocks may still arrive at this block's barriers, so it must not exit before them.
     cluster_arrive();
     cluster_wait();
 #endif
