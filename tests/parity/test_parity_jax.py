@@ -10,7 +10,6 @@ Covers float32 on the CPU: two batch sizes, masked views, padded prompts, 1 and 
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.support.reference_script import make_reference, python_of
 from vla_accel.checkpoints.dialects import Stated, infer_config
 from vla_accel.checkpoints.pi0 import load_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights
@@ -30,22 +30,14 @@ pytestmark = pytest.mark.parity
 SCRIPT = Path(__file__).parent / "make_jax_reference.py"
 # XLA on the CPU and torch round differently; the least visible wrong layout moves the actions by more than 1e-1.
 ACTIONS_ATOL = 1e-4
-SCRIPT_TIMEOUT_S = 900
 
 
 @pytest.fixture(scope="module")
 def reference_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with ``pi0`` and ``pi05`` references, made by openpi just now."""
-    python = request.config.getoption("--openpi-python", None)
-    if python is None:
-        pytest.skip("NOT COMPARED WITH OPENPI'S JAX: give --openpi-python=PATH, an interpreter that has openpi")
+    python = python_of(request, "openpi", "OPENPI'S JAX")
     pytest.importorskip("orbax.checkpoint", reason="NOT COMPARED WITH OPENPI'S JAX: needs pip install 'vla_accel[jax]'")
-    folder = tmp_path_factory.mktemp("jax")
-    command = [str(python), str(SCRIPT), "--out", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_TIMEOUT_S, check=False)
-    if done.returncode != 0:
-        pytest.fail(f"{' '.join(command)} exited {done.returncode}:\n{done.stderr[-4000:]}")
-    return folder
+    return make_reference(python, SCRIPT, tmp_path_factory.mktemp("jax"))
 
 
 @pytest.fixture(scope="module", params=["pi0", "pi05"])

@@ -11,7 +11,6 @@ uint8 images, state and task to a robot's actions, through lerobot's saved proce
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.reference_script import make_reference, python_of
 from vla_accel.checkpoints.loading import load
 from vla_accel.models.pi0 import Pi0
 from vla_accel.transforms.processing import Processor
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.parity
 SCRIPT = Path(__file__).parent / "make_lerobot_reference.py"
 # Rounding in lerobot itself (float32) is about 5e-6; the least visible wrong formula moves the actions 5e-4.
 ACTIONS_ATOL = 1e-4
-SCRIPT_TIMEOUT_S = 900
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,8 @@ class Reference:
 @pytest.fixture(scope="module")
 def reference_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with ``pi0`` and ``pi05`` references, made by lerobot just now."""
-    python = request.config.getoption("--lerobot-python", None)
-    if python is None:
-        pytest.skip("NOT COMPARED WITH LEROBOT: give --lerobot-python=PATH, an interpreter that has lerobot")
-    folder = tmp_path_factory.mktemp("lerobot")
-    command = [str(python), str(SCRIPT), "--out", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_TIMEOUT_S, check=False)
-    # An interpreter was named, so a script that cannot run is a failure, not a reason to skip.
-    if done.returncode != 0:
-        pytest.fail(f"{' '.join(command)} exited {done.returncode}:\n{done.stderr[-4000:]}")
-    return folder
+    python = python_of(request, "lerobot", "LEROBOT")
+    return make_reference(python, SCRIPT, tmp_path_factory.mktemp("lerobot"))
 
 
 @pytest.fixture(scope="module", params=["pi0", "pi05"])

@@ -12,7 +12,6 @@ tokenisation.
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.reference_script import make_reference, python_of
 from vla_accel.checkpoints.pi0 import load_checkpoint
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Pi0, Pi0Config
@@ -34,7 +34,6 @@ SCRIPT = Path(__file__).parent / "make_openpi_reference.py"
 # beside float64) is 5e-6 at most at the small size; the least visible wrong formula moves them 5e-4.
 ACTIONS_ATOL = 1e-4
 VISION_ATOL = 1e-5
-SCRIPT_TIMEOUT_S = 900
 
 
 @dataclass(frozen=True)
@@ -87,16 +86,9 @@ def our_config(written: dict[str, Any]) -> Pi0Config:
 @pytest.fixture(scope="module", params=["small", pytest.param("wide", marks=pytest.mark.slow)])
 def reference_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with ``pi0`` and ``pi05`` references, made by openpi just now."""
-    python = request.config.getoption("--openpi-python", None)
-    if python is None:
-        pytest.skip("NOT COMPARED WITH OPENPI: give --openpi-python=PATH, an interpreter that has openpi")
+    python = python_of(request, "openpi", "OPENPI")
     folder = tmp_path_factory.mktemp(f"openpi_{request.param}")
-    command = [str(python), str(SCRIPT), "--out", str(folder), "--size", request.param]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_TIMEOUT_S, check=False)
-    # An interpreter was named, so a script that cannot run is a failure, not a reason to skip.
-    if done.returncode != 0:
-        pytest.fail(f"{' '.join(command)} exited {done.returncode}:\n{done.stderr[-4000:]}")
-    return folder
+    return make_reference(python, SCRIPT, folder, "--size", request.param)
 
 
 @pytest.fixture(scope="module", params=["pi0", "pi05"])

@@ -12,12 +12,12 @@ for bit.
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.reference_script import make_reference, python_of
 from vla_accel.transforms.normalisation import Normaliser, load_statistics
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import load_preset
@@ -40,15 +40,9 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    python = request.config.getoption("--openpi-python", None)
-    if python is None:
-        pytest.skip("NOT COMPARED WITH OPENPI: give --openpi-python=PATH, an interpreter that has openpi")
+    python = python_of(request, "openpi", "OPENPI")
     pytest.importorskip("sentencepiece", reason="NOT COMPARED WITH OPENPI: needs pip install 'vla_accel[checkpoints]'")
-    out = tmp_path_factory.mktemp("transforms")
-    done = subprocess.run([str(python), str(SCRIPT), "--out", str(out)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.fail(f"{SCRIPT.name} exited {done.returncode}:\n{done.stderr[-4000:]}")
-    return out
+    return make_reference(python, SCRIPT, tmp_path_factory.mktemp("transforms"))
 
 
 @pytest.mark.parametrize("name", CASES)

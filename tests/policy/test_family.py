@@ -17,6 +17,7 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, cli
 from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
+from vla_accel.engines.eager import EagerEngine
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_observations, random_policy
@@ -138,6 +139,13 @@ def test_engines_are_built_ahead_for_its_components(folder: Path) -> None:
     assert [job.title for job in jobs] == [f"head · tensorrt_rtx · auto · {t}" for t in ("sm89", "sm120")]
     with pytest.raises(ConfigError, match=r"names no TensorRT engine \(encoder auto, head auto\)"):
         ahead_of_time.jobs(load(folder), PolicyConfig(), [])
+
+
+def test_an_engine_says_itself_that_it_is_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = {"a": EngineSpec("eager"), "b": EngineSpec("native"), "c": EngineSpec("tensorrt")}
+    assert list(ahead_of_time.named(specs)) == ["c"]
+    monkeypatch.setattr(EagerEngine, "ahead_of_time", True)
+    assert list(ahead_of_time.named(specs)) == ["a", "c"]
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from vla_accel.remote import wire
 CORPUS = Path(__file__).parent / "corpus" / "wire"
 LARGEST_CORPUS_FILE = 512
 
-DTYPES = (
+WIRE_DTYPES = (
     "<f4",
     "<f8",
     "|u1",
@@ -45,7 +45,18 @@ DTYPES = (
     "(9,9)f4",
     "",
 )
-DTYPES = (*DTYPES, "<U999999999", "|S9999999999", "<f99", "object", "<M8[x]", "{'a': 1}", "|T16", "<f16", "\x00")
+WIRE_DTYPES = (
+    *WIRE_DTYPES,
+    "<U999999999",
+    "|S9999999999",
+    "<f99",
+    "object",
+    "<M8[x]",
+    "{'a': 1}",
+    "|T16",
+    "<f16",
+    "\x00",
+)
 
 
 # Four billion items, a gigabyte, forty levels.
@@ -59,14 +70,14 @@ def hostile_arrays(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         {b"__ndarray__": st.sampled_from([True, 1, None])},
         optional={
             b"data": st.one_of(st.binary(max_size=72), children),
-            b"dtype": st.one_of(st.sampled_from(DTYPES), st.text(max_size=6), children),
+            b"dtype": st.one_of(st.sampled_from(WIRE_DTYPES), st.text(max_size=6), children),
             b"shape": st.one_of(st.lists(sizes, max_size=4), st.just([0] * 40), children),
             b"more": children,
         },
     )
     scalar = st.fixed_dictionaries(
         {b"__npgeneric__": st.just(True)},
-        optional={b"data": children, b"dtype": st.one_of(st.sampled_from(DTYPES), children)},
+        optional={b"data": children, b"dtype": st.one_of(st.sampled_from(WIRE_DTYPES), children)},
     )
     return st.one_of(array, scalar)
 
