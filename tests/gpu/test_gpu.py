@@ -762,8 +762,8 @@ import ctypes, torch
 from vla_accel.ops.cuda import runtime
 kernel = '''extern "C" __global__ void f() {
   __shared__ u64 barrier;
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(smem_of(&barrier)) : "memory");
-  wait_parity(smem_of(&barrier), 0);
+  mbarrier_init(smem_of(&barrier), 1);
+  mbarrier_wait(smem_of(&barrier), 0);
 }'''
 device = torch.device("cuda", 0)
 module = runtime.load_module(runtime.source_of({"WAIT_TICKS": 1}) + kernel, {"f": 0}, "sm_90a", device)
