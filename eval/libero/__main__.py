@@ -15,7 +15,8 @@ class Arguments(command.Arguments):
     """Evaluate a policy in LIBERO by openpi's protocol."""
 
     suite: str = "libero_spatial"
-    """libero_spatial, libero_object, libero_goal, libero_10 or libero_90."""
+    """libero_spatial, libero_object, libero_goal, libero_10 or libero_90; or LIBERO-PRO's variants of the first four,
+    by ending: _lan (reworded instructions), _object (other objects), _swap (places exchanged), _task (other tasks)."""
     policy: str = "demo"
     """A checkpoint's folder or name on the hub, "demo" for the bundled one, or ws://host:port."""
 

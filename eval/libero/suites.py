@@ -1,9 +1,10 @@
-"""LIBERO's suites: tasks, instructions and the shipped start states. Starts no simulator."""
+"""LIBERO's suites and LIBERO-PRO's variants of them: tasks, instructions, shipped start states. Starts no simulator."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,17 @@ MAX_STEPS = {
     "libero_90": 400,
 }
 """Actions allowed after the wait steps, by suite (openpi's limits)."""
-SUITES = tuple(MAX_STEPS)
+VARIED = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
+"""Suites that LIBERO-PRO varies."""
+VARIANTS = {
+    "lan": "reworded instructions",
+    "object": "other objects",
+    "swap": "places exchanged",
+    "task": "other tasks",
+}
+"""What LIBERO-PRO varies, by the ending of a suite's name. A variant has its suite's limit."""
+SUITES = (*MAX_STEPS, *(f"{suite}_{variant}" for suite in VARIED for variant in VARIANTS))
+_LANGUAGE = re.compile(r"\(:language\s+([^()]+?)\s*\)")
 
 
 @dataclass(frozen=True)
@@ -48,17 +59,33 @@ def load_suite(name: str) -> LiberoSuite:
 
     Raises ConfigError for an unknown suite, DependencyError without libero.
     """
-    if name not in MAX_STEPS:
+    if name not in SUITES:
         raise ConfigError(f"LIBERO suite: expected one of {', '.join(SUITES)}, got {name!r}")
     names = libero().task_map[name]
-    return LiberoSuite(name, tuple(_load_task(name, i, task) for i, task in enumerate(names)), MAX_STEPS[name])
+    base = name if name in MAX_STEPS else name.rpartition("_")[0]
+    return LiberoSuite(name, tuple(_load_task(name, i, task) for i, task in enumerate(names)), MAX_STEPS[base])
 
 
 def _load_task(suite: str, task_id: int, name: str) -> LiberoTask:
     package = libero()
     bddl = Path(package.get_path("bddl_files")) / suite / f"{name}.bddl"
     states = load_states(Path(package.get_path("init_states")) / suite / f"{name}.pruned_init")
-    return LiberoTask(task_id, name, _instruction(name), states, bddl.resolve())
+    instruction = _instruction(name) if suite in MAX_STEPS else stated_instruction(bddl)
+    return LiberoTask(task_id, name, instruction, states, bddl.resolve())
+
+
+def stated_instruction(bddl: Path) -> str:
+    """What a task file says the robot is told. LIBERO-PRO's variants keep the names of the tasks that they vary.
+
+    Raises SimulatorError for a file that is missing or says nothing.
+    """
+    try:
+        found = _LANGUAGE.findall(bddl.read_text())
+    except OSError as error:
+        raise SimulatorError(f"task file {bddl}: cannot be read: {error}") from error
+    if len(found) != 1:
+        raise SimulatorError(f"task file {bddl}: expected one (:language …), got {len(found)}")
+    return " ".join(found[0].split())
 
 
 def _instruction(name: str) -> str:
