@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -35,3 +36,9 @@ def commit(result: Mapping[str, Any]) -> str:
     told = git.get("commit") or result["software"].get("commit") or ""
     changed = "+" if git.get("modified") or told.endswith("+") else ""
     return f", commit {told[:7]}{changed}" if told else ""
+
+
+def bare_command(command: str | list[str]) -> str:
+    """A command without the folders of the machine it ran on."""
+    words = command.split() if isinstance(command, str) else command
+    return " ".join(Path(word).name if word.startswith("/") else word for word in words)

@@ -9,22 +9,21 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+from eval.bench_tables import bench, fell_back, overview, whole_calls
 from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
 from eval.latency_picture import draw
-from eval.markdown import commit, machine, machines, rows
+from eval.markdown import bare_command, commit, machine, machines, rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
 PICTURE = RESULTS / "latency.svg"
-PI0_PARTS = ("vision", "kv_cache", "denoise")
-"""Components in reports that do not name their model's."""
 TRAINING = ROOT / "vla_accel" / "assets" / "pi05_demo" / "training.json"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -139,56 +138,6 @@ def builds(result: dict[str, Any]) -> str:
     return rows(header, body) + f"\n{where}\n"
 
 
-def overview(results: list[dict[str, Any]]) -> str:
-    """Several `vla-accel bench` reports, a row a model and step count: ms of a whole call, and over the baseline's."""
-    ours = {"native-bf16": "native, BF16", "native-fp8": "prefix in FP8", "native-fp8-vision": "vision, too"}
-    body = []
-    for result in results:
-        model, found = result["model"], {(r["system"], r["steps"]): r for r in result["rows"]}
-        case = f"{model['views']} views, {model['action_horizon']} actions"
-        name = {"pi05": "π0.5", "pi0": "π0"}.get(model["kind"], model["kind"])
-        for steps in dict.fromkeys(r["steps"] for r in result["rows"]):
-            cells = [_call(found.get((system, steps))) for system in ("openpi-eager", *ours)]
-            body.append([name, f"{case}, {steps} step{'s' * (steps > 1)}", cells[0].partition(",")[0], *cells[1:]])
-    where = machines((r["model"]["kind"], r) for r in results)
-    text = "Median ms of a whole call, NumPy in to NumPy out, and how many times as fast as openpi's PyTorch code"
-    return rows(["model", "case", "openpi", *ours.values()], body) + f"\n{text}. Random weights; {where}.\n"
-
-
-def bench(result: dict[str, Any]) -> str:
-    """One `vla-accel bench`: whole calls by system and steps, the components beside their floors, batched calls."""
-    timed = result["rows"]
-    steps = list(dict.fromkeys(r["steps"] for r in timed))
-    found = {(r["system"], r["steps"]): r for r in timed}
-    systems = list(dict.fromkeys(r["system"] for r in timed))
-    body = [[_ran(found, s, steps), *(_call(found.get((s, n))) for n in steps)] for s in systems]
-    text = rows(["system", *(f"{n} step{'s' * (n > 1)}" for n in steps)], body)
-    base = next((s for s in ("openpi-eager", "eager") if s in systems), None)
-    text += "\nMedian ms of a whole call, NumPy in to NumPy out" + (f"; times as fast as {base}.\n" if base else ".\n")
-    inside = [r for r in timed if r["parts_ms"]]
-    if inside:
-        parts = result.get("parts", PI0_PARTS)
-        text += "\n" + rows(
-            [
-                "system",
-                "steps",
-                *(p.replace("kv_cache", "KV cache") for p in parts),
-                "the rest",
-                "floor",
-                "of the floor",
-            ],
-            [[r["system"], str(r["steps"]), *_components(r, parts)] for r in inside],
-        )
-        text += "\nMedian ms of each component, (its floor), and the rate it reached.\n"
-    if result["throughput"]:
-        body = [
-            [r["system"], str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}"]
-            for r in result["throughput"]
-        ]
-        text += "\n" + rows(["system", "steps", "batch", "median ms", "observations/s"], body)
-    return text + "\n" + _conditions(result)
-
-
 def quality(results: list[Any]) -> str:
     """What each configuration keeps of the bundled checkpoint: agreement of its actions, and success on equal episodes.
 
@@ -210,11 +159,6 @@ def quality(results: list[Any]) -> str:
     return rows(header, body) + f"\n{text}. [Results](docs/results.md) has the runs.\n"
 
 
-def whole_calls(result: dict[str, Any]) -> str:
-    """Of one `vla-accel bench`, the whole calls only."""
-    return bench({**result, "rows": [{**r, "parts_ms": {}} for r in result["rows"]], "throughput": []})
-
-
 def openpi_agreement(result: dict[str, Any]) -> str:
     """`tests/parity/compare_with_openpi.py` at full size: final actions of both codes on the same weights."""
     body = []
@@ -227,75 +171,12 @@ def openpi_agreement(result: dict[str, Any]) -> str:
     return rows(header, body) + f"\nBF16: rms difference from FP32. {result['gpu']}; {result['software']}.\n"
 
 
-def _ran(found: dict[tuple[str, int], dict[str, Any]], system: str, steps: list[int]) -> str:
-    """A system's name, and what ran in place of the engines that it asked for."""
-    row = next(found[system, n] for n in steps if (system, n) in found)
-    return system + _fell_back(row.get("engines") or [])
-
-
-def _fell_back(engines: list[dict[str, Any]]) -> str:
-    """What ran in place of the engines that were asked for, and what `auto` chose."""
-    chosen = dict.fromkeys(e["used"] for e in engines if e["requested"] == "auto")
-    said = [f"chose {', '.join(chosen)}"] if chosen else []
-    said += [f"{e['component']} ran {e['used']}" for e in engines if e["requested"] not in ("auto", e["used"])]
-    return f" ({'; '.join(said)})" if said else ""
-
-
-def _call(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "-"
-    speedup = f", {row['speedup']:.1f}×" if row.get("speedup") else ""
-    return f"{row['median_ms']:.2f}{speedup}"
-
-
-def _components(row: dict[str, Any], parts: Sequence[str]) -> list[str]:
-    """Cells of each component, of the rest of the call, of its floor."""
-    found, floors = row["parts_ms"], row["floors_ms"]
-    cells = []
-    for name in parts:
-        floor = f" ({floors[name]:.2f})" if name in floors else ""
-        reached = "".join(
-            f", {row[key]:.0f} {unit}"
-            for key, unit in ((f"{name}_tflops", "TFLOP/s"), (f"{name}_gb_per_s", "GB/s"))
-            if row.get(key)
-        )
-        cells.append(f"{found[name]:.2f}{floor}{reached}" if name in found else "-")
-    rest = row["median_ms"] - sum(found.get(name, 0.0) for name in parts)
-    share = row.get("share_of_floor")
-    return [
-        *cells,
-        f"{rest:.2f}",
-        f"{floors['total']:.2f}" if floors else "-",
-        f"{100 * share:.0f} %" if share else "-",
-    ]
-
-
-def _conditions(result: dict[str, Any]) -> str:
-    """What was timed, where, with which command."""
-    model, ceilings = result["model"], result["ceilings"]
-    sizes = ""
-    if "views" in model:
-        sizes = f"{model['kind']}, {model['views']} views, {model['action_horizon']} actions, random weights; "
-    elif model:
-        sizes = f"checkpoint {model['name']} ({model['kind']}), {model['action_horizon']} actions; "
-    calls = {r["calls"] for r in result["rows"]}
-    text = f"{sizes}{machine(result)}; {max(calls)} calls of each system, in turns; `{_command(result['command'])}`."
-    if ceilings:
-        text += (
-            f" Ceilings measured on the same GPU: {ceilings['bf16_flops'] * 1e-12:.0f} TFLOP/s in BF16, "
-            f"{ceilings['fp8_flops'] * 1e-12:.0f} in FP8, {ceilings['bytes_per_s'] * 1e-9:.0f} GB/s copied."
-        )
-    if result["left_out"]:
-        text += f" Left out: {', '.join(sorted(result['left_out']))} (not installed)."
-    return text + "\n"
-
-
 def parity(results: list[dict[str, Any]]) -> str:
     """Several `vla-accel parity` reports, a row each."""
     body = []
     for r in sorted(results, key=lambda r: (r["weights"], r["name"], -r["num_steps"])):
         body.append([
-            r["name"] + _fell_back(r["engines"]),
+            r["name"] + fell_back(r["engines"]),
             r["weights"],
             f"{r['observations']} {'recorded' if r['recorded'] else 'random'}"
             + (f" × {r['draws']}" if r.get("draws", 1) > 1 else ""),
@@ -328,7 +209,7 @@ def paired(result: dict[str, Any]) -> str:
         steps, name = str(row["steps"] or "-"), row["name"]
         first, second = row["reference"], row["other"]
         body.append([
-            name + _fell_back(result["policies"][name]["engines"]),
+            name + fell_back(result["policies"][name]["engines"]),
             steps,
             _rate(second),
             _rate(first),
@@ -345,7 +226,7 @@ def paired(result: dict[str, Any]) -> str:
         f"Same tasks, initial states and seeds. Lost: pairs that only {reference} won; gained: pairs that only the run "
         "did; p: McNemar's exact test, two-sided; intervals: Wilson. A pair with a crash is an error, not compared."
     )
-    return rows(header, body) + f"\n{text} {where}; `{_command(result['command'])}`.{note}\n"
+    return rows(header, body) + f"\n{text} {where}; `{bare_command(result['command'])}`.{note}\n"
 
 
 def _rate(rate: dict[str, Any]) -> str:
@@ -353,12 +234,6 @@ def _rate(rate: dict[str, Any]) -> str:
         return "-"
     low, high = 100 * rate["wilson_95_low"], 100 * rate["wilson_95_high"]
     return f"{100 * rate['rate']:.1f} % ({low:.1f} to {high:.1f})"
-
-
-def _command(command: str | list[str]) -> str:
-    """A command without the folders of the machine it ran on."""
-    words = command.split() if isinstance(command, str) else command
-    return " ".join(Path(word).name if word.startswith("/") else word for word in words)
 
 
 def _where(result: dict[str, Any]) -> str:

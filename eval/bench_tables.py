@@ -1,0 +1,131 @@
+"""Tables of `vla-accel bench` reports: whole calls beside their baselines, components beside their floors, batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from eval.markdown import bare_command, machine, machines, rows
+
+PI0_PARTS = ("vision", "kv_cache", "denoise")
+"""Components in reports that do not name their model's."""
+
+
+def overview(results: list[dict[str, Any]]) -> str:
+    """Several `vla-accel bench` reports, a row a model and step count: ms of a whole call, and over the baseline's."""
+    ours = {"native-bf16": "native, BF16", "native-fp8": "prefix in FP8", "native-fp8-vision": "vision, too"}
+    body = []
+    for result in results:
+        model, found = result["model"], {(r["system"], r["steps"]): r for r in result["rows"]}
+        case = f"{model['views']} views, {model['action_horizon']} actions"
+        name = {"pi05": "π0.5", "pi0": "π0"}.get(model["kind"], model["kind"])
+        for steps in dict.fromkeys(r["steps"] for r in result["rows"]):
+            cells = [_call(found.get((system, steps))) for system in ("openpi-eager", *ours)]
+            body.append([name, f"{case}, {steps} step{'s' * (steps > 1)}", cells[0].partition(",")[0], *cells[1:]])
+    where = machines((r["model"]["kind"], r) for r in results)
+    text = "Median ms of a whole call, NumPy in to NumPy out, and how many times as fast as openpi's PyTorch code"
+    return rows(["model", "case", "openpi", *ours.values()], body) + f"\n{text}. Random weights; {where}.\n"
+
+
+def bench(result: dict[str, Any]) -> str:
+    """One `vla-accel bench`: whole calls by system and steps, the components beside their floors, batched calls."""
+    timed = result["rows"]
+    steps = list(dict.fromkeys(r["steps"] for r in timed))
+    found = {(r["system"], r["steps"]): r for r in timed}
+    systems = list(dict.fromkeys(r["system"] for r in timed))
+    body = [[_ran(found, s, steps), *(_call(found.get((s, n))) for n in steps)] for s in systems]
+    text = rows(["system", *(f"{n} step{'s' * (n > 1)}" for n in steps)], body)
+    base = next((s for s in ("openpi-eager", "eager") if s in systems), None)
+    text += "\nMedian ms of a whole call, NumPy in to NumPy out" + (f"; times as fast as {base}.\n" if base else ".\n")
+    inside = [r for r in timed if r["parts_ms"]]
+    if inside:
+        parts = result.get("parts", PI0_PARTS)
+        text += "\n" + rows(
+            [
+                "system",
+                "steps",
+                *(p.replace("kv_cache", "KV cache") for p in parts),
+                "the rest",
+                "floor",
+                "of the floor",
+            ],
+            [[r["system"], str(r["steps"]), *_components(r, parts)] for r in inside],
+        )
+        text += "\nMedian ms of each component, (its floor), and the rate it reached.\n"
+    if result["throughput"]:
+        body = [
+            [r["system"], str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}"]
+            for r in result["throughput"]
+        ]
+        text += "\n" + rows(["system", "steps", "batch", "median ms", "observations/s"], body)
+    return text + "\n" + _conditions(result)
+
+
+def whole_calls(result: dict[str, Any]) -> str:
+    """Of one `vla-accel bench`, the whole calls only."""
+    return bench({**result, "rows": [{**r, "parts_ms": {}} for r in result["rows"]], "throughput": []})
+
+
+def _ran(found: dict[tuple[str, int], dict[str, Any]], system: str, steps: list[int]) -> str:
+    """A system's name, and what ran in place of the engines that it asked for."""
+    row = next(found[system, n] for n in steps if (system, n) in found)
+    return system + fell_back(row.get("engines") or [])
+
+
+def fell_back(engines: list[dict[str, Any]]) -> str:
+    """What ran in place of the engines that were asked for, and what `auto` chose."""
+    chosen = dict.fromkeys(e["used"] for e in engines if e["requested"] == "auto")
+    said = [f"chose {', '.join(chosen)}"] if chosen else []
+    said += [f"{e['component']} ran {e['used']}" for e in engines if e["requested"] not in ("auto", e["used"])]
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def _call(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    speedup = f", {row['speedup']:.1f}×" if row.get("speedup") else ""
+    return f"{row['median_ms']:.2f}{speedup}"
+
+
+def _components(row: dict[str, Any], parts: Sequence[str]) -> list[str]:
+    """Cells of each component, of the rest of the call, of its floor."""
+    found, floors = row["parts_ms"], row["floors_ms"]
+    cells = []
+    for name in parts:
+        floor = f" ({floors[name]:.2f})" if name in floors else ""
+        reached = "".join(
+            f", {row[key]:.0f} {unit}"
+            for key, unit in ((f"{name}_tflops", "TFLOP/s"), (f"{name}_gb_per_s", "GB/s"))
+            if row.get(key)
+        )
+        cells.append(f"{found[name]:.2f}{floor}{reached}" if name in found else "-")
+    rest = row["median_ms"] - sum(found.get(name, 0.0) for name in parts)
+    share = row.get("share_of_floor")
+    return [
+        *cells,
+        f"{rest:.2f}",
+        f"{floors['total']:.2f}" if floors else "-",
+        f"{100 * share:.0f} %" if share else "-",
+    ]
+
+
+def _conditions(result: dict[str, Any]) -> str:
+    """What was timed, where, with which command."""
+    model, ceilings = result["model"], result["ceilings"]
+    sizes = ""
+    if "views" in model:
+        sizes = f"{model['kind']}, {model['views']} views, {model['action_horizon']} actions, random weights; "
+    elif model:
+        sizes = f"checkpoint {model['name']} ({model['kind']}), {model['action_horizon']} actions; "
+    calls = {r["calls"] for r in result["rows"]}
+    text = (
+        f"{sizes}{machine(result)}; {max(calls)} calls of each system, in turns; `{bare_command(result['command'])}`."
+    )
+    if ceilings:
+        text += (
+            f" Ceilings measured on the same GPU: {ceilings['bf16_flops'] * 1e-12:.0f} TFLOP/s in BF16, "
+            f"{ceilings['fp8_flops'] * 1e-12:.0f} in FP8, {ceilings['bytes_per_s'] * 1e-9:.0f} GB/s copied."
+        )
+    if result["left_out"]:
+        text += f" Left out: {', '.join(sorted(result['left_out']))} (not installed)."
+    return text + "\n"
