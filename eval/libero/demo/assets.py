@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.libero.suites import SUITES, load_suite
+from eval.libero.suites import MAX_STEPS, load_suite
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
 # Lowest and highest end-effector position (m), axis-angle (rad) and finger opening (m) that libero_spatial reaches.
@@ -32,7 +32,7 @@ class Arguments:
 def build_tokenizer() -> SmallTokenizer:
     """Words of every LIBERO instruction and of the prompt's frame, letters for other words, punctuation."""
     words = {"task", "state", "action"}
-    for suite in SUITES:
+    for suite in MAX_STEPS:  # not of their variants: the checkpoint was trained with these words
         for task in load_suite(suite).tasks:
             words |= set(re.findall(r"[a-z]+", task.instruction.lower()))
     letters = [c for c in "abcdefghijklmnopqrstuvwxyz" if c not in words]
