@@ -98,17 +98,22 @@ def test_attention_by_products(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
 # -- kernels ------------------------------------------------------------------------------------------------------
 
 
-@HAS_TRITON
-def test_kernels_compute_what_the_references_do() -> None:
+def interpreted(script: str) -> list[list[str]]:
+    """What a script of tests/support prints, a value and a name a line, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "interpret_image.py")],
+        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / script)],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    cases = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    return [line.split(" ", 1) for line in done.stdout.splitlines()]
+
+
+@HAS_TRITON
+def test_kernels_compute_what_the_references_do() -> None:
+    cases = interpreted("interpret_image.py")
     assert len(cases) > 170
     # float16 holds 11 bits: two roundings of one value differ by at most 2 ** -10.
     assert not [name for difference, name in cases if not float(difference) < 2e-3]
@@ -117,15 +122,7 @@ def test_kernels_compute_what_the_references_do() -> None:
 @HAS_TRITON
 def test_whole_models_run_on_the_kernels() -> None:
     pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "interpret_image_models.py")],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = {name: float(value) for value, name in (line.split(" ", 1) for line in done.stdout.splitlines())}
+    found = {name: float(value) for value, name in interpreted("interpret_image_models.py")}
     assert len(found) == 5 and 0 < max(found.values()) < RATIO, found
 
 
