@@ -145,7 +145,7 @@ def test_the_breakdown_names_every_part(parts: Any) -> None:
     names = {"text_encoder", "vae_encode", "scheduler", "unet", "vae_decode", "postprocess", "total"}
     assert report["schema"] == latency.SCHEMA and set(report["components"]) == names
     shares = [report["components"][n]["share"] for n in names - {"total"}]
-    assert all(s > 0 for s in shares) and 0.5 < sum(shares) <= 1.0
+    assert all(s > 0 for s in shares) and sum(shares) <= 1.0 + 1e-9
     assert {e["component"] for e in report["engines"]} == {"text_encoder", "unet", "vae_encoder", "vae_decoder"}
     json.dumps(report)
 
