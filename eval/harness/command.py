@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich.console import Console
 
 from eval.harness.benchmark import Benchmark, Suite
 from eval.harness.evaluation import Request, evaluate
 from eval.harness.policies import PolicySource
-from eval.harness.protocol import REPLAN_STEPS, SEED, Protocol, parse_steps, parse_tasks
+from eval.harness.protocol import REPLAN_STEPS, SEED, Protocol, Shard, parse_steps, parse_tasks
+from eval.harness.report import policy_name
+from eval.harness.tables import stderr_console
 from vla_accel.errors import ConfigError, VlaAccelError
 
 RUNS = Path("runs")
 QUICK_TASKS = 3
 QUICK_TRIALS = 3
-WIDTH = 180  # of tables where the terminal does not say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +73,13 @@ class Arguments:
     """Start afresh instead of continuing an earlier run."""
     retry_errors: bool = False
     """Play episodes again that an earlier launch ended with an error."""
+    shard: str | None = None
+    """Play a part of the run, such as "3/16" (counted from 1), for `python -m eval.merge` to put together."""
 
 
 def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
     """Run a benchmark's command line; returns the exit code."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        console = Console(stderr=True, highlight=False, width=WIDTH)
+    console = stderr_console()
     program = ("python", "-m", f"eval.{benchmark.name}")
     asked = tyro.cli(arguments, prog=" ".join(program), args=words, config=(tyro.conf.FlagCreatePairsOff,))
     try:
@@ -134,24 +134,29 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
             settings=benchmark.settings,
         )
 
-    # A bad number fails before anything is loaded; the policy's own step count is not known yet.
-    protocol(None if source.kind == "expert" else (steps or (1,))[0])
-    return Request(
+    shard = None if arguments.shard is None else Shard.parse(arguments.shard)
+    quick = ["quick"] if arguments.quick else []
+    part = [f"shard{shard.number}of{shard.count}"] if shard is not None else []
+    request = Request(
         benchmark=benchmark,
         suite=suite,
         protocol=protocol,
         source=source,
         output=arguments.output,
         folder=RUNS / benchmark.name,
-        label="-".join([source.name, suite.name, *(["quick"] if arguments.quick else [])]),
+        label="-".join([source.name, suite.name, *quick, *part]),
         video=arguments.video,
         quick=arguments.quick,
         workers=arguments.workers,
         target_hz=arguments.target_hz,
         overwrite=arguments.overwrite,
         retry_errors=arguments.retry_errors,
+        shard=shard,
         command=command,
     )
+    # A bad number fails before anything is loaded; the policy's own step count is not known yet.
+    request.plan(protocol(None if source.kind == "expert" else (steps or (1,))[0]))
+    return request
 
 
 def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] | None) -> PolicySource:
@@ -211,7 +216,8 @@ def _line(benchmark: Benchmark, result: dict[str, Any], errors: int) -> dict[str
     return {
         "benchmark": benchmark.name,
         **{key: protocol[key] for key in ("suite", "tasks", "trials", "max_steps", "seed")},
-        "policy": result["policy"].get("name", result["policy"]["kind"]),
+        "policy": policy_name(result),
+        **({"shard": result["shard"]} if "shard" in result else {}),
         "rows": rows,
         "errors": errors,
         "elapsed_s": result["elapsed_s"],

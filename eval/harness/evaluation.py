@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -23,10 +23,10 @@ from eval.harness import figures, report, workers
 from eval.harness.benchmark import Benchmark, Suite, schema
 from eval.harness.log import EpisodeLog, log_path
 from eval.harness.policies import PolicyBySteps, PolicySource, check_horizon, identity, make_actor
-from eval.harness.protocol import EpisodeKey, Protocol, fingerprint
+from eval.harness.protocol import EpisodeKey, Protocol, Shard, fingerprint
 from eval.harness.rollout import EpisodeResult
 from eval.harness.runner import Setup
-from eval.harness.tables import print_summary
+from eval.harness.tables import print_summary, run_title
 from vla_accel import latency, machine
 from vla_accel.errors import ConfigError
 
@@ -51,6 +51,7 @@ class Request:
         target_hz: rate of the latency analysis.
         overwrite: discard what an earlier run left at `output`.
         retry_errors: run episodes again that ended in an error.
+        shard: the part of the plan to play, or None for all of it.
         command: the command line, for the record.
     """
 
@@ -67,7 +68,12 @@ class Request:
     target_hz: float
     overwrite: bool
     retry_errors: bool
+    shard: Shard | None
     command: list[str]
+
+    def plan(self, protocol: Protocol) -> tuple[EpisodeKey, ...]:
+        """The episodes of this run. Raises `ConfigError` if there are fewer than shards."""
+        return protocol.plan() if self.shard is None else self.shard.part(protocol.plan())
 
 
 def evaluate(request: Request, console: Console) -> dict[str, Any]:
@@ -103,21 +109,22 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
         make_actor(source, policies, request.benchmark, protocol).warm_up(first.instruction)
     setup = Setup(request.benchmark, protocol, source, video_folder=video_folder, video_keys=frozenset(filmed))
     launch = _launch(request, policy)
+    plan = request.plan(protocol)
     ident = {"protocol": protocol.to_json(), "policy": who}
     warn = _warner(console)
     with EpisodeLog(log_path(output), schema(request.benchmark.name, "log"), mark, ident, warn) as log:
         if request.retry_errors and (struck := log.forget_errors()):
             console.print(f"running {struck} episodes again that ended in an error")
-        missing = _missing(log, protocol, console, launch["git"])
+        missing = _missing(log, plan, console, launch["git"])
         if missing:
             log.begin_launch(launch)
             shared = policies if request.workers <= 1 or _on_gpu(policy) else None
-            _play(setup, missing, shared, request.workers, log, console)
+            _play(setup, missing, len(plan), shared, request.workers, log, console)
         result = _result(request, protocol, who, mark, policies, log, video_folder)
-    result["figure"] = _draw(result, output, request)
+    result["figure"] = figures.draw_result(result, output)
     result["elapsed_s"] = round(time.perf_counter() - start, 3)
     report.write_json(output, result)
-    print_summary(console, result["summary"], title=_title(request, protocol))
+    print_summary(console, result["summary"], title=run_title(result))
     return {**result, "output": str(output)}
 
 
@@ -141,7 +148,7 @@ def _clear(output: Path, *, overwrite: bool) -> None:
 
 def _films(request: Request, protocol: Protocol, output: Path) -> tuple[Path | None, list[EpisodeKey]]:
     """Where videos go, and of which episodes: the first trial of each task; one if only quick."""
-    first = [key for key in protocol.plan() if key.trial == 0]
+    first = [key for key in request.plan(protocol) if key.trial == 0]
     if request.video is not None:
         return request.video, first
     if request.quick and request.benchmark.cameras:
@@ -167,9 +174,10 @@ def _launch(request: Request, policy: Any) -> dict[str, Any]:
     }
 
 
-def _missing(log: EpisodeLog, protocol: Protocol, console: Console, git: Mapping[str, Any] | None) -> list[EpisodeKey]:
+def _missing(
+    log: EpisodeLog, plan: Sequence[EpisodeKey], console: Console, git: Mapping[str, Any] | None
+) -> list[EpisodeKey]:
     """The episodes to play; says aloud what is taken from the log."""
-    plan = protocol.plan()
     missing = [key for key in plan if key not in log.results]
     done = len(plan) - len(missing)
     if done:
@@ -186,12 +194,13 @@ def _missing(log: EpisodeLog, protocol: Protocol, console: Console, git: Mapping
 def _play(
     setup: Setup,
     episodes: list[EpisodeKey],
+    plan: int,
     policies: PolicyBySteps | None,
     count: int,
     log: EpisodeLog,
     console: Console,
 ) -> None:
-    """Play the episodes, log each and show how it goes."""
+    """Play the episodes, log each and show how it goes; with those on record they will be `plan`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -199,7 +208,6 @@ def _play(
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    plan = len(setup.protocol.plan())
     with (
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
         closing(workers.play(setup, episodes, policies, workers=count)) as results,
@@ -228,7 +236,7 @@ def _result(
     log: EpisodeLog,
     video_folder: Path | None,
 ) -> dict[str, Any]:
-    results = {key: log.results[key] for key in protocol.plan() if key in log.results}
+    results = {key: log.results[key] for key in request.plan(protocol) if key in log.results}
     timed = report.comparable(results, log.launches, log.launch_of)
     summary = report.summarise_run(
         protocol,
@@ -238,13 +246,15 @@ def _result(
         target_hz=request.target_hz,
         breakdown=_breakdown(request, policies, log),
     )
+    own_limit = protocol.max_steps == request.suite.max_steps
     return {
         "schema": schema(request.benchmark.name, "result"),
         "fingerprint": mark,
         "protocol": {
             **protocol.to_json(),
-            "max_steps_source": request.benchmark.limits_by if _own_limit(request, protocol) else "--max-steps",
+            "max_steps_source": request.benchmark.limits_by if own_limit else "--max-steps",
         },
+        **({} if request.shard is None else {"shard": str(request.shard)}),
         "policy": {
             **who,
             "metadata": None if policies is None else _plain(policies.policy.metadata),
@@ -288,41 +298,6 @@ def _breakdown(
 
 def _episode(result: EpisodeResult, log: EpisodeLog) -> dict[str, Any]:
     return {**result.to_json(), "launch": log.launch_of[result.key]}
-
-
-def _draw(result: Mapping[str, Any], output: Path, request: Request) -> str | None:
-    """The latency picture beside the result, or None where nothing was timed."""
-    rows = [row for row in result["summary"]["rows"] if row["breakdown"]]
-    if not rows:
-        return None
-    first = rows[0]["breakdown"]
-    device = first["hardware"].get("gpu") or first["hardware"]["cpu"]
-    bars = [
-        (
-            "server's" if row["steps"] is None else str(row["steps"]),
-            report.mean_parts(row["breakdown"]),
-        )
-        for row in rows
-    ]
-    path = figures.draw_latency(
-        output.with_suffix(".latency.png"),
-        bars,
-        title=f"{request.source.name} on {device}",
-        target_hz=request.target_hz,
-    )
-    return str(path)
-
-
-def _title(request: Request, protocol: Protocol) -> str:
-    limit = f"{'' if _own_limit(request, protocol) else 'not '}{request.benchmark.limits_by}'s"
-    return (
-        f"{request.source.name} on {protocol.suite}: {len(protocol.tasks)} tasks x "
-        f"{protocol.trials} trials, {protocol.max_steps} actions at most ({limit} limit)"
-    )
-
-
-def _own_limit(request: Request, protocol: Protocol) -> bool:
-    return protocol.max_steps == request.suite.max_steps
 
 
 def _warner(console: Console) -> Callable[[str], None]:

@@ -69,6 +69,25 @@ def write_video(recorder: VideoRecorder, stem: Path) -> Path:
     return path
 
 
+def draw_result(result: Mapping[str, Any], output: Path) -> str | None:
+    """Draw a result's latencies beside its file `output`; returns the picture's path, or None where nothing was
+    timed."""
+    rows = [row for row in result["summary"]["rows"] if row["breakdown"]]
+    if not rows:
+        return None
+    hardware = rows[0]["breakdown"]["hardware"]
+    bars = [
+        ("server's" if row["steps"] is None else str(row["steps"]), report.mean_parts(row["breakdown"])) for row in rows
+    ]
+    path = draw_latency(
+        output.with_suffix(".latency.png"),
+        bars,
+        title=f"{report.policy_name(result)} on {hardware.get('gpu') or hardware['cpu']}",
+        target_hz=rows[0]["target"]["target_hz"],
+    )
+    return str(path)
+
+
 def draw_latency(
     path: Path,
     rows: Sequence[tuple[str, Mapping[str, float]]],

@@ -150,10 +150,10 @@ class EpisodeLog:
                 f"got {header.get('schema')!r}; --overwrite starts afresh"
             )
         if header.get("fingerprint") != fingerprint:
-            differences = _differences(header.get("identity", {}), identity)
+            what = differences(header.get("identity", {}), identity)
             raise ConfigError(
-                f"{self.path} belongs to another run: {'; '.join(differences)}. Give --output "
-                "another name, or --overwrite to start afresh"
+                f"{self.path} belongs to another run: {what}. Give --output another name, or --overwrite to start "
+                "afresh"
             )
 
     def _read(self, number: int, line: dict[str, Any]) -> None:
@@ -191,12 +191,16 @@ def log_path(output: Path) -> Path:
     return output.with_name(output.stem + ".episodes.jsonl")
 
 
-def _differences(old: Any, new: Any, where: str = "") -> list[str]:
-    """Human-readable differences between two identities, leaf by leaf."""
+def differences(old: Any, new: Any) -> str:
+    """Where two identities (JSON types) differ, leaf by leaf, for a reader."""
+    return "; ".join(_leaves(old, new, ""))
+
+
+def _leaves(old: Any, new: Any, where: str) -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         return [
             text
             for key in sorted({*old, *new})
-            for text in _differences(old.get(key), new.get(key), f"{where}.{key}".lstrip("."))
+            for text in _leaves(old.get(key), new.get(key), f"{where}.{key}".lstrip("."))
         ]
     return [] if old == new else [f"{where} was {json.dumps(old)}, now {json.dumps(new)}"]

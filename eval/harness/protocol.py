@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -104,6 +104,44 @@ class Protocol:
         own = asdict(self)
         settings = own.pop("settings")
         return json.loads(json.dumps({**own, **settings}))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Protocol:
+        """The inverse of `to_json`: what is no field of the harness is a setting of the benchmark."""
+        names = {field.name for field in fields(cls)} - {"settings"}
+        own = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name in names
+        }
+        return cls(**own, settings={name: value for name, value in data.items() if name not in names})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` parts of a plan, by `number` from 1: as many jobs play one run, a part each.
+
+    Parts are runs of consecutive episodes, equal but for one, so that few of them build the same environment.
+    """
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """`"3/16"`, the third of sixteen parts. Raises `ConfigError`."""
+        number, slash, count = text.partition("/")
+        if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+            raise ConfigError(f"shard: expected a part such as 3/16, counted from 1, got {text!r}")
+        return cls(int(number), int(count))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def part(self, plan: Sequence[EpisodeKey]) -> tuple[EpisodeKey, ...]:
+        """The episodes of this part. Raises `ConfigError` if there are fewer episodes than parts."""
+        if len(plan) < self.count:
+            raise ConfigError(f"shard: expected at most {len(plan)} parts of {len(plan)} episodes, got {self}")
+        first, last = (len(plan) * k // self.count for k in (self.number - 1, self.number))
+        return tuple(plan[first:last])
 
 
 def fingerprint(protocol: Protocol, policy: Mapping[str, Any]) -> str:

@@ -172,6 +172,11 @@ def read_result(path: Path) -> tuple[dict[str, Any], str]:
     return result, match[1]
 
 
+def policy_name(result: Mapping[str, Any]) -> str:
+    """The short name of who played: a local policy's own, `remote` or `expert`."""
+    return result["policy"].get("name", result["policy"]["kind"])
+
+
 def _latency(
     steps: int | None,
     samples: Samples,

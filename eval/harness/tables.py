@@ -8,11 +8,28 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.harness.report import WHOLES
+from eval.harness.report import WHOLES, policy_name
 
 Columns = dict[str, list[str]]
 RATE_TITLES = ("Success", "95% interval", "Errors")
-WIDE = 150
+WIDE = 150  # a terminal that holds the summary in one table
+UNWATCHED = 180  # where no terminal says
+
+
+def stderr_console() -> Console:
+    """Where progress and tables go. Where nobody watches, lines need not be broken."""
+    console = Console(stderr=True, highlight=False)
+    return console if console.is_terminal else Console(stderr=True, highlight=False, width=UNWATCHED)
+
+
+def run_title(result: Mapping[str, Any]) -> str:
+    """What a result is of: the policy, the suite and how much of it."""
+    protocol = result["protocol"]
+    part = f", part {result['shard']}" if "shard" in result else ""
+    return (
+        f"{policy_name(result)} on {protocol['suite']}: {len(protocol['tasks'])} tasks x {protocol['trials']} trials"
+        f"{part}, {protocol['max_steps']} actions at most (limit: {protocol['max_steps_source']})"
+    )
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], *, title: str) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support import toy_command
 from tests.support.pages import PAGES, ROOT, Command, commands, inline_commands, text_of, unfenced
 from vla_accel.checkpoints.loading import NAMED
 from vla_accel.cli import COMMANDS, main
@@ -101,6 +102,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("eager", "native", "native_fp8"):
         for place in (folder, folder / "runs"):
             (place / f"{name}.json").write_text(json.dumps(run))
+    for number in (1, 2):
+        part = ["--expert", "--shard", f"{number}/2", "--output", str(folder / f"part{number}.json")]
+        assert toy_command.main(part) == 0
     return folder
 
 

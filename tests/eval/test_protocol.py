@@ -30,10 +30,10 @@ def test_defaults_are_openpis() -> None:
 def test_a_stored_runs_fingerprint_is_still_that_of_its_protocol_and_policy(name: str) -> None:
     stored = json.loads((RESULTS / f"{name}.json").read_text())
     rules = {k: v for k, v in stored["protocol"].items() if k != "max_steps_source"}
-    settings = {k: rules.pop(k) for k in LIBERO.settings}
-    rules["tasks"], rules["steps"] = tuple(rules["tasks"]), tuple(rules["steps"])
+    protocol = Protocol.from_json(rules)
+    assert protocol.settings == LIBERO.settings
     policy = {k: v for k, v in stored["policy"].items() if k != "metadata"}
-    assert fingerprint(Protocol(**rules, settings=settings), policy) == stored["fingerprint"]
+    assert fingerprint(protocol, policy) == stored["fingerprint"]
 
 
 def test_plan_has_every_episode_once_and_groups_tasks() -> None:

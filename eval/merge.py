@@ -1,0 +1,59 @@
+"""The parts of one run as one result (`eval.harness.merge`).
+
+    python -m eval.merge part1.json part2.json … --output whole.json
+
+Reads result files that a benchmark's command wrote with `--shard`; prints and writes what one job would have.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from eval.harness.figures import draw_result
+from eval.harness.merge import merge
+from eval.harness.report import read_result, write_json
+from eval.harness.tables import print_summary, run_title, stderr_console
+from eval.script import run_script
+from vla_accel.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Put the parts of one run together, which jobs played with --shard."""
+
+    parts: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Result files, such as `python -m eval.libero --shard 1/2` writes."""
+    output: Path
+    """Result JSON of the whole run; its picture goes beside it."""
+
+
+def run(arguments: Arguments) -> None:
+    """Merge, print tables and one JSON line, write the result. Raises ConfigError for parts that do not fit."""
+    names = [str(path) for path in arguments.parts]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"parts: expected different result files, at least one, got {', '.join(names) or 'none'}")
+    parts = {str(path): read_result(path)[0] for path in arguments.parts}
+    # The files' names, not where they lie on this machine.
+    result = merge(parts, ["python", "-m", "eval.merge", *(path.name for path in arguments.parts)])
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    result["figure"] = draw_result(result, arguments.output)
+    write_json(arguments.output, result)
+    print_summary(stderr_console(), result["summary"], title=run_title(result))
+    rows = [{"steps": row["steps"], **row["success"]} for row in result["summary"]["rows"]]
+    print(json.dumps({"output": str(arguments.output), "episodes": len(result["episodes"]), "rows": rows}))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0 merged, 1 the parts do not make one run."""
+    return run_script("eval.merge", Arguments, run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
