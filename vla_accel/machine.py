@@ -31,6 +31,24 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def devices() -> list[str]:
+    """Every device that this machine has: its GPUs, and the CPU."""
+    return [*(f"cuda:{i}" for i in range(torch.cuda.device_count())), "cpu"]
+
+
+def resolve_devices(names: str) -> tuple[str, ...]:
+    """The devices in a list like `cuda:0,cuda:1`, in which one may stand twice; `all` is every GPU, or the CPU where
+    there is none. Raises ConfigError that lists the devices there are."""
+    there = devices()
+    if names == "all":
+        return tuple(there[:-1] or there)
+    wanted = tuple("cuda:0" if name.strip() == "cuda" else name.strip() for name in names.split(","))
+    for name in wanted:
+        if name not in there:
+            raise ConfigError(f"devices: expected all, or a list of {', '.join(there)}, got {name!r}")
+    return wanted
+
+
 def hardware(device: torch.device) -> dict[str, Any]:
     """What the figures were measured on."""
     info: dict[str, Any] = {"device": device.type, "cpu": _cpu_name(), "threads": torch.get_num_threads()}

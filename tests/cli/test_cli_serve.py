@@ -79,11 +79,27 @@ def test_a_real_policy_answers_batches_of_different_observations(tmp_path: Path)
         assert metric(address, 'vla_accel_requests_total{outcome="bad request"}') == 2
 
 
+@pytest.mark.slow
+def test_two_processes_answer_as_one_policy(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "tiny")
+    expected = OptimizedPolicy.from_pretrained(tmp_path / "tiny", CONFIG, device="cpu").infer(tiny_observation())
+    with serve_command(str(tmp_path / "tiny"), "--config", CONFIG, "--devices", "cpu,cpu") as address:
+        with PolicyClient(address) as client:
+            for _ in range(2):  # each process draws its first noise
+                got = client.infer(tiny_observation())
+                np.testing.assert_allclose(got["actions"], expected["actions"], rtol=0, atol=1e-5)
+        page = get(address, "/metrics")[2]
+    for name in ("0 cpu", "1 cpu"):
+        assert f'vla_accel_replica_requests_total{{replica="{name}"}} 1' in page
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("no/such.yaml",), "no/such.yaml"),
         ((CONFIG, "--checkpoint", "no/such/folder"), "checkpoint: expected a folder or one of demo"),
+        ((CONFIG, "--devices", "cpu,cuda:99"), "devices: expected all, or a list of "),
+        ((CONFIG, "--devices", "cpu", "--device", "cpu"), "device: expected --device or --devices, got both"),
         ((CONFIG, "--max-clients", "0"), "max_clients: expected at least 1"),
         ((CONFIG, "--api-key-file", "no/such/file"), "api key no/such/file: expected a readable text file"),
     ],

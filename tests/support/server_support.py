@@ -96,6 +96,32 @@ class MixingPolicy(GuidedPolicy):
         return super().infer_batch(observations)
 
 
+class ProcessPolicy(EchoPolicy):
+    """Says which process it is in. A prompt `wait FILE` waits until the file is there, `die` ends the process."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.metadata["device"] = device
+
+    def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+        what, _, file = str(observation.get("prompt", "")).partition(" ")
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while what == "wait" and not Path(file).exists():
+            time.sleep(0.002)
+        return {**super().infer(observation), "pid": os.getpid()}
+
+
+class Unloadable:
+    """A policy that fails with `error` while it is loaded."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self, device: str) -> Any:
+        raise self.error
+
+
 def observation(*numbers: float, image: bool = False) -> dict[str, Any]:
     """An observation with up to eight numbers as its state."""
     state = np.zeros(8)

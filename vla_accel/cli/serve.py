@@ -6,10 +6,12 @@ import ipaddress
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from vla_accel import machine
 from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source
 from vla_accel.errors import ConfigError
-from vla_accel.server import ServerConfig, serve
+from vla_accel.server import Replicas, ServerConfig, serve
 
 LIMITS = ServerConfig()
 
@@ -41,6 +43,8 @@ class Arguments(PolicySource):
     """How long a batch waits to become full."""
     device: Text = None
     """cpu, cuda or cuda:N instead of the configuration's."""
+    devices: Text = None
+    """A process with the policy for each of these, behind one address: all, or a list like cuda:0,cuda:1."""
     num_steps: Number = None
     """Denoising steps instead of the configuration's."""
 
@@ -66,13 +70,33 @@ def main(arguments: list[str]) -> int:
     limits = given.limits()
     if limits.api_key is None and not is_loopback(limits.host):
         logging.getLogger("vla_accel.server").warning("%s without a key: whoever reaches it may use it", limits.host)
-    from vla_accel.policy import OptimizedPolicy
-
-    policy = OptimizedPolicy.from_pretrained(
-        given.checkpoint or "demo", given.config, device=given.device, num_steps=given.num_steps
-    )
-    serve(policy, limits)
+    load = Load(given.checkpoint or "demo", given.config, given.num_steps)
+    if given.devices is None:
+        serve(load(given.device), limits)
+    elif given.device is not None:
+        raise ConfigError("device: expected --device or --devices, got both")
+    else:
+        serve(Replicas(load, machine.resolve_devices(given.devices)), limits)
     return 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a policy is made, in this process or in a replica's."""
+
+    checkpoint: str
+    config: str | None
+    num_steps: int | None
+
+    def __call__(self, device: str | None) -> Any:
+        """The policy on a device; None leaves it to the configuration. A GPU also becomes this process's own."""
+        import torch
+
+        from vla_accel.policy import OptimizedPolicy
+
+        if device is not None and device.startswith("cuda:"):
+            torch.cuda.set_device(device)
+        return OptimizedPolicy.from_pretrained(self.checkpoint, self.config, device=device, num_steps=self.num_steps)
 
 
 def read_key(path: Path) -> str:

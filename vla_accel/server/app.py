@@ -10,50 +10,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import http
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from vla_accel.errors import ConfigError, EngineError, ObservationError, ServerError, WireError
-from vla_accel.remote import wire
-from vla_accel.remote.async_runner import takes_prev_chunk
+from vla_accel.errors import ConfigError
 from vla_accel.server.connection import SPARE_SOCKETS, connection_class, websockets_server
-from vla_accel.server.dispatch import ClientGone, Dispatcher
+from vla_accel.server.dispatch import ClientGone, Dispatcher, Job
 from vla_accel.server.limits import ServerConfig
 from vla_accel.server.metrics import CONTENT_TYPE, Metrics
-from vla_accel.server.requests import parse
+from vla_accel.server.replica import ProcessReplica, Replica, Replicas, ThreadReplica
+from vla_accel.server.runner import Answer, Call
 
 logger = logging.getLogger("vla_accel.server")
 
 GOING_AWAY, POLICY_VIOLATION, INTERNAL_ERROR = 1001, 1008, 1011
 _REFUSALS = {1002: "protocol", 1007: "protocol", 1009: "message too big"}
 _CHECK_EVERY_S = 0.25
-_LONGEST_ERROR = 4000
 
 
 class PolicyServer:
-    """Serves `policy` (anything with `infer`, and `metadata` if it has some) until `stop`.
+    """Serves `policy` until `stop_soon`: anything with `infer`, and `metadata` if it has some, whose calls run in one
+    thread, or `Replicas`, each in a process of its own.
 
-    Its calls run in one thread. Methods are for the event loop that runs `run`, but for `stop_soon`.
+    Methods are for the event loop that runs `run`, but for `stop_soon`.
     """
 
     def __init__(self, policy: Any, config: ServerConfig | None = None) -> None:
-        self.policy, self.config = policy, config or ServerConfig()
+        self.config = config or ServerConfig()
         self.address = ""
         """`ws://host:port`, once it listens."""
-        self.real_time_chunking = takes_prev_chunk(policy)
         self.metrics = Metrics(
             clients=lambda: len(self._clients),
-            waiting=lambda: self._dispatcher.waiting if self._dispatcher else 0,
-            running=lambda: self._dispatcher.running if self._dispatcher else 0,
+            waiting=lambda: self.dispatcher.waiting,
+            running=lambda: self.dispatcher.running,
+            replicas=lambda: self.dispatcher.ready,
         )
+        self.dispatcher = Dispatcher(_replicas(policy), self.config, self.metrics)
         self._clients: set[Any] = set()
-        self._dispatcher: Dispatcher | None = None
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hurry: asyncio.Event | None = None
@@ -64,14 +64,14 @@ class PolicyServer:
     # -- its life -------------------------------------------------------------------------------------------------
 
     async def run(self, on_ready: Callable[[PolicyServer], None] | None = None) -> None:
-        """Listen, serve until `stop_soon`, then finish what is under way. Raises ConfigError if it cannot listen."""
+        """Load, listen, serve until `stop_soon`, then finish what is under way. Raises ConfigError if it cannot listen,
+        and what loading a replica raised."""
         config = self.config
         self._loop, self._stop, self._hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        self._hello()  # metadata that cannot be sent is an error now
         module = websockets_server()
         quiet = logging.getLogger("vla_accel.server.handshakes")
         quiet.setLevel(logging.CRITICAL)  # what a stranger sends is not this server's error
-        self._dispatcher = Dispatcher(self.policy, config)
+        await self.dispatcher.start()
         try:
             server = await module.serve(
                 self._handle,
@@ -87,7 +87,7 @@ class PolicyServer:
                 logger=quiet,
             )
         except OSError as error:
-            await self._dispatcher.close()
+            await self.dispatcher.close()
             raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
         host, port = server.sockets[0].getsockname()[:2]
         self.address = f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
@@ -104,7 +104,7 @@ class PolicyServer:
                 client.transport.abort()
             server.close()
             await server.wait_closed()
-            await self._dispatcher.close()
+            await self.dispatcher.close()
             logger.info("stopped after %d answers", sum(self.metrics.requests.values.values()))
 
     def stop_soon(self) -> None:
@@ -185,20 +185,24 @@ class PolicyServer:
 
         self._clients.add(client)
         self.metrics.connections.add()
-        gone = asyncio.ensure_future(client.wait_closed())
-        previous_s: float | None = None
+        timing: dict[str, float] = {}
         try:
-            await self._send(client, self._hello())
+            await self._send(client, self.dispatcher.hello)
             while not self._draining:
                 frame = await client.recv()
                 client.busy = True
                 began = self._now()
                 self.metrics.received.add(amount=len(frame))
-                answer = await self._answer(client, frame, gone, previous_s)
-                await self._send(client, answer)
-                previous_s = self._now() - began
-                self.metrics.request_seconds.observe(previous_s)
-                if isinstance(answer, str):
+                job = self.dispatcher.submit(Call(frame, timing), _host(client))
+                client.on_gone = functools.partial(self.dispatcher.give_up, job)
+                answer = await job.outcome
+                self._count(client, job, answer)
+                await self._send(client, answer.message)
+                took = self._now() - began
+                self.metrics.request_seconds.observe(took)
+                # Told with the next answer: it includes sending this one.
+                timing = {"prev_total_ms": took * 1e3}
+                if answer.outcome != "ok":
                     await client.close(INTERNAL_ERROR, "the error is in the previous frame")
                     return
                 client.busy = False
@@ -216,53 +220,18 @@ class PolicyServer:
         finally:
             client.busy = False
             self._clients.discard(client)
-            gone.cancel()
 
-    async def _answer(
-        self, client: Any, frame: bytes | str, gone: asyncio.Future[Any], previous_s: float | None
-    ) -> bytes | str:
-        """The result as a binary frame, or the error as a text frame."""
-        assert self._dispatcher is not None
-        try:
-            request = parse(frame, real_time_chunking=self.real_time_chunking)
-            job, result = await self._dispatcher.infer(request, _host(client), gone)
-            if not isinstance(result, Mapping):
-                raise EngineError(f"policy: expected a mapping as its result, got {type(result).__name__}")
-            timing = {
-                "infer_ms": (job.ended_s - job.started_s) * 1e3,
-                "queue_ms": (job.started_s - job.arrived_s) * 1e3,
-                "batch": job.batch,
-            }
-            if previous_s is not None:
-                # Of the request before: this one's includes sending it.
-                timing["prev_total_ms"] = previous_s * 1e3
-            answer = wire.pack({**result, "server_timing": timing})
-        except ClientGone:
-            raise
-        except Exception as error:
-            return self._report(client, error)
-        self.metrics.queue_seconds.observe(job.started_s - job.arrived_s)
-        self.metrics.batch_size.observe(job.batch)
-        self.metrics.components(result.get("policy_timing"))
-        self.metrics.requests.add("ok")
-        return answer
-
-    def _report(self, client: Any, error: Exception) -> str:
-        """Count and log an error; what the client is told. The traceback stays here."""
-        kind = type(error).__name__
-        expected = isinstance(error, (WireError, ObservationError, ServerError))
-        outcome = "timeout" if isinstance(error, ServerError) else "bad request" if expected else "policy error"
-        self.metrics.requests.add(outcome)
-        self.metrics.errors.add(kind)
-        logger.log(
-            logging.WARNING if expected else logging.ERROR,
-            "%s: %s: %s",
-            _peer(client),
-            kind,
-            error,
-            exc_info=None if expected else error,
-        )
-        return f"{kind}: {error}"[:_LONGEST_ERROR]
+    def _count(self, client: Any, job: Job, answer: Answer) -> None:
+        """Count an answer; log it if it is an error. Its traceback stays here."""
+        self.metrics.requests.add(answer.outcome)
+        if answer.outcome == "ok":
+            self.metrics.queue_seconds.observe(job.started_s - job.arrived_s)
+            self.metrics.batch_size.observe(answer.batch)
+            self.metrics.components(answer.policy_timing)
+            return
+        self.metrics.errors.add(answer.error)
+        level = logging.ERROR if answer.outcome == "policy error" else logging.WARNING
+        logger.log(level, "%s: %s%s", _peer(client), answer.message, f"\n{answer.trace}" if answer.trace else "")
 
     async def _send(self, client: Any, message: bytes | str) -> None:
         """Send, or drop a client that does not take its answer."""
@@ -274,10 +243,6 @@ class PolicyServer:
             client.transport.abort()
             raise ClientGone from None
         self.metrics.sent.add(amount=len(message))
-
-    def _hello(self) -> bytes:
-        metadata = getattr(self.policy, "metadata", None) or {}
-        return wire.pack({**metadata, wire.REAL_TIME_CHUNKING: self.real_time_chunking})
 
     def _now(self) -> float:
         assert self._loop is not None
@@ -329,6 +294,12 @@ def background(policy: Any, config: ServerConfig | None = None) -> Iterator[Poli
         thread.join()
     if failure:
         raise failure[0]
+
+
+def _replicas(policy: Any) -> list[Replica]:
+    if not isinstance(policy, Replicas):
+        return [ThreadReplica(policy)]
+    return [ProcessReplica(f"{i} {device}", policy.load, device) for i, device in enumerate(policy.devices)]
 
 
 def _digest(text: str) -> bytes:

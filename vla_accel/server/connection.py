@@ -29,7 +29,8 @@ def connection_class(max_sockets: int, on_refused: Callable[[str], None]) -> typ
     """A subclass of websockets' `ServerConnection`.
 
     Attributes of its instances: `busy`: set by the server while it works for this client, when a message may wait;
-    `unfinished_since`: the event loop's time of the first byte of a message that is not complete, or None.
+    `on_gone`: called when the connection is lost; `unfinished_since`: the event loop's time of the first byte of a
+    message that is not complete, or None.
     At most `max_sockets` TCP connections are open at once. One more takes the place of the oldest whose handshake is
     not finished (its own, where all others are); that one is dropped, and `on_refused` told.
     """
@@ -40,6 +41,7 @@ def connection_class(max_sockets: int, on_refused: Callable[[str], None]) -> typ
 
     class Connection(base):  # type: ignore[misc,valid-type]
         busy = False
+        on_gone: Callable[[], None] | None = None
         unfinished_since: float | None = None
         _fragmented = False
 
@@ -56,6 +58,8 @@ def connection_class(max_sockets: int, on_refused: Callable[[str], None]) -> typ
             places.pop(self, None)
             self.unfinished_since = None
             super().connection_lost(exc)
+            if self.on_gone is not None:
+                self.on_gone()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)

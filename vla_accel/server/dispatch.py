@@ -1,148 +1,193 @@
-"""Takes requests from the queue, forms batches and hands them to the worker. Knows nothing about sockets."""
+"""Hands requests to whichever replica is idle, in turn, in batches; brings dead replicas back. Knows no sockets.
+
+Work waits in one queue and never at a replica, so nobody waits behind a slow request while a replica is idle.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from vla_accel.errors import EngineError, ServerError
 from vla_accel.server.limits import ServerConfig
+from vla_accel.server.metrics import Metrics
 from vla_accel.server.queue import FairQueue
-from vla_accel.server.requests import Request
-from vla_accel.server.worker import Worker, batches_prev_chunks, run_requests
+from vla_accel.server.replica import Replica
+from vla_accel.server.runner import Answer, Call, failure, power_of_two
+
+logger = logging.getLogger("vla_accel.server")
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
+"""Between attempts to start a replica again that does not come up."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A request under way; times are the event loop's seconds."""
+    """A request under way; times are the event loop's seconds. `outcome` may also be cancelled or `ClientGone`."""
 
-    request: Request
+    call: Call
     client: Hashable
     arrived_s: float
-    outcome: asyncio.Future[dict[str, Any] | Exception]
+    outcome: asyncio.Future[Answer]
     started_s: float = 0.0
-    ended_s: float = 0.0
-    batch: int = 0
+    deaths: int = 0
+    """Replicas that died while they worked on it."""
 
 
 class Dispatcher:
-    """Runs `policy` for whoever calls `infer`, in turn. Made inside a running event loop; `close` ends it."""
+    """Answers what is submitted. Methods are for the event loop; `start` comes first, `close` ends it."""
 
-    def __init__(self, policy: Any, config: ServerConfig) -> None:
-        self._policy, self._config = policy, config
-        self._max_batch = config.max_batch if hasattr(policy, "infer_batch") else 1
-        self._mixed = batches_prev_chunks(policy)
+    def __init__(self, replicas: Sequence[Replica], config: ServerConfig, metrics: Metrics) -> None:
+        self.replicas, self.config, self._metrics = replicas, config, metrics
         self._queue: FairQueue[Job] = FairQueue()
-        self._more = asyncio.Event()
+        self._idle: deque[Replica] = deque()  # the one that is idle the longest first
+        self._under_way: dict[Replica, dict[int, Job]] = {}
+        self._pump_at: asyncio.TimerHandle | None = None
+        self._reviving: set[asyncio.Task[None]] = set()
+        self._max_batch = 1
+
+    async def start(self) -> None:
+        """Load every replica at once. Raises what the first of them to fail raised."""
         self._loop = asyncio.get_running_loop()
-        self._worker = Worker()
-        self.running = 0
-        self._task = self._loop.create_task(self._dispatch())
+        starts = [asyncio.ensure_future(r.start(lambda r=r: self._died(r))) for r in self.replicas]
+        outcomes = await asyncio.gather(*starts, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                await self.close()
+                raise outcome
+        self._max_batch = self.config.max_batch if self.replicas[0].batches else 1
+        self._idle.extend(self.replicas)
+
+    @property
+    def hello(self) -> bytes:
+        """What clients are greeted with."""
+        return self.replicas[0].hello
 
     @property
     def waiting(self) -> int:
         """Requests that wait for their turn."""
         return len(self._queue)
 
-    async def infer(self, request: Request, client: Hashable, gone: asyncio.Future[Any]) -> tuple[Job, dict[str, Any]]:
-        """Wait for the request's turn and run it; the job, for its times, and the policy's result.
+    @property
+    def running(self) -> int:
+        """Requests that a replica works on."""
+        return sum(map(len, self._under_way.values()))
 
-        Raises what the policy raised, ServerError after `request_timeout_s`, and ClientGone when `gone` is done
-        first. A request that has not begun is taken out of the queue; one that has runs to its end, unheard.
-        """
-        if self._task.done():
-            raise EngineError("the server's dispatcher has ended") from _exception(self._task)
-        job = Job(request, client, self._loop.time(), self._loop.create_future())
+    @property
+    def ready(self) -> int:
+        """Replicas that are loaded."""
+        return len(self._idle) + len(self._under_way)
+
+    def submit(self, call: Call, client: Hashable) -> Job:
+        """Queue a call; its outcome is an answer, after `request_timeout_s` at the latest."""
+        job = Job(call, client, self._loop.time(), self._loop.create_future())
+        limit = self._loop.call_later(self.config.request_timeout_s, self._too_late, job)
+        job.outcome.add_done_callback(lambda _: limit.cancel())
         self._queue.put(client, job)
-        self._more.set()
-        try:
-            await asyncio.wait(
-                {job.outcome, gone}, timeout=self._config.request_timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if job.outcome.done():
-                outcome = job.outcome.result()
-                if isinstance(outcome, Exception):
-                    raise outcome
-                return job, outcome
-            if gone.done():
-                raise ClientGone
-            where = "while it waited for its turn" if not job.started_s else "while the policy computed"
-            raise ServerError(f"request: no result within {self._config.request_timeout_s:g} s, {where}")
-        finally:
-            if not job.outcome.done():
-                job.outcome.cancel()
-                self._queue.remove(client, job)
+        self._pump()
+        return job
+
+    def give_up(self, job: Job) -> None:
+        """Its client has left. One that has not begun is taken out of the queue; another runs to its end, unheard."""
+        if not job.outcome.done():
+            job.outcome.set_exception(ClientGone())
+            self._queue.remove(job.client, job)
 
     async def close(self) -> None:
-        """Stop taking requests and let the worker's thread end."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._worker.close()
+        """End the replicas; what is under way may be lost."""
+        for task in self._reviving:
+            task.cancel()
+        if self._pump_at is not None:
+            self._pump_at.cancel()
+        await asyncio.gather(*self._reviving, return_exceptions=True)
+        await asyncio.gather(*(r.close() for r in self.replicas))
 
-    async def _dispatch(self) -> None:
-        while True:
-            jobs = await self._take()
-            # Each group's answers leave before the next group begins; meanwhile clients may give up.
-            while jobs := [job for job in jobs if not job.outcome.done()]:
-                group = next_group(jobs, self._mixed)
-                jobs = [job for job in jobs if job not in group]
-                await self._run(group)
+    # -- inside ----------------------------------------------------------------------------------------------------
 
-    async def _run(self, jobs: list[Job]) -> None:
-        """Run jobs as one batch and give each its outcome."""
-        self.running = len(jobs)
+    def _pump(self) -> None:
+        """Give idle replicas what waits; a batch that may still become full is looked at again when its time is up."""
+        if self._pump_at is not None:
+            self._pump_at.cancel()
+            self._pump_at = None
+        while self._idle and (waiting := len(self._queue)):
+            if waiting < self._max_batch:
+                until = min(job.arrived_s for job in self._queue) + self.config.max_wait_s
+                if until > self._loop.time():
+                    self._pump_at = self._loop.call_at(until, self._pump)
+                    return
+            jobs = [self._queue.pop() for _ in range(power_of_two(min(waiting, self._max_batch)))]
+            self._begin(self._idle.popleft(), jobs)
+
+    def _begin(self, replica: Replica, jobs: list[Job]) -> None:
         now = self._loop.time()
         for job in jobs:
-            job.started_s, job.batch = now, len(jobs)
-        try:
-            outcomes = await self._worker.run(partial(run_requests, self._policy, [j.request for j in jobs]))
-        except Exception as error:  # SystemExit and the like, from within the policy
-            outcomes = [error] * len(jobs)
-        finally:
-            self.running = 0
-        now = self._loop.time()
-        for job, outcome in zip(jobs, outcomes, strict=True):
-            job.ended_s = now
-            if not job.outcome.done():  # else its client has given up
-                job.outcome.set_result(outcome)
+            job.started_s = now
+            job.call.timing["queue_ms"] = (now - job.arrived_s) * 1e3
+        under_way = dict(enumerate(jobs))
+        self._under_way[replica] = under_way
 
-    async def _take(self) -> list[Job]:
-        """At least one job; more, up to `max_batch`, if they come within `max_wait_s`. A power of two of them."""
-        deadline = None
+        def deliver(answers: list[tuple[int, Answer]]) -> None:
+            for index, answer in answers:
+                job = under_way.pop(index)
+                if not job.outcome.done():  # else its client has given up
+                    job.outcome.set_result(answer)
+            self._metrics.replica_requests.add(replica.name, len(answers))
+            if not under_way:
+                del self._under_way[replica]
+                self._idle.append(replica)
+                self._pump()
+
+        replica.run([job.call for job in jobs], deliver)
+
+    def _too_late(self, job: Job) -> None:
+        if not job.outcome.done():
+            where = "while it waited for its turn" if not job.started_s else "while the policy computed"
+            error = ServerError(f"request: no result within {self.config.request_timeout_s:g} s, {where}")
+            job.outcome.set_result(failure(error, "timeout"))
+            self._queue.remove(job.client, job)
+
+    def _died(self, replica: Replica) -> None:
+        """Try again, once, what the replica was working on, and bring the replica back."""
+        jobs = self._under_way.pop(replica, {})
+        if replica in self._idle:
+            self._idle.remove(replica)
+        logger.error("replica %s died with %d requests under way; it is started again", replica.name, len(jobs))
+        self._metrics.replica_deaths.add(replica.name)
+        for job in reversed(jobs.values()):
+            job.deaths += 1
+            if job.outcome.done():
+                continue
+            if job.deaths > 1:
+                error = EngineError("policy: its process died twice while it computed this request")
+                job.outcome.set_result(failure(error, "policy error"))
+            else:
+                job.started_s = 0.0
+                self._metrics.retried.add()
+                self._queue.put_first(job.client, job)
+        task = asyncio.ensure_future(self._revive(replica))
+        self._reviving.add(task)
+        task.add_done_callback(self._reviving.discard)
+        self._pump()
+
+    async def _revive(self, replica: Replica) -> None:
+        wait_s = _FIRST_WAIT_S
         while True:
-            waiting = len(self._queue)
-            now = self._loop.time()
-            if waiting and deadline is None:
-                deadline = now + (self._config.max_wait_s if self._max_batch > 1 else 0.0)
-            if waiting >= self._max_batch or (waiting and deadline is not None and now >= deadline):
-                return [self._queue.pop() for _ in range(_power_of_two(min(waiting, self._max_batch)))]
-            self._more.clear()
-            if not waiting:
-                deadline = None
+            await replica.close()
             try:
-                await asyncio.wait_for(self._more.wait(), None if deadline is None else deadline - now)
-            except asyncio.TimeoutError:
-                pass
-
-
-def next_group(jobs: Sequence[Job], mixed: bool) -> list[Job]:
-    """The jobs to run first: a power of two of them together. Unless `mixed`, only plain ones make a batch, and a
-    guided one runs alone when there is no plain one."""
-    able = jobs if mixed else [job for job in jobs if not job.request.options]
-    return list(able[: _power_of_two(len(able))]) if able else [jobs[0]]
-
-
-def _power_of_two(count: int) -> int:
-    """The largest one that is not above `count` (1 or more)."""
-    return 1 << (count.bit_length() - 1)
+                await replica.start(lambda: self._died(replica))
+            except Exception as error:
+                logger.error("replica %s does not start, next attempt in %g s: %s", replica.name, wait_s, error)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                continue
+            logger.warning("replica %s is back", replica.name)
+            self._idle.append(replica)
+            self._pump()
+            return
 
 
 class ClientGone(Exception):
     """The client has left; there is nobody to answer."""
-
-
-def _exception(task: asyncio.Task[Any]) -> BaseException | None:
-    return None if task.cancelled() else task.exception()

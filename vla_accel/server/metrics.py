@@ -71,11 +71,21 @@ class Histogram:
 class Metrics:
     """Everything a policy server counts."""
 
-    def __init__(self, *, clients: Callable[[], int], waiting: Callable[[], int], running: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        *,
+        clients: Callable[[], int],
+        waiting: Callable[[], int],
+        running: Callable[[], int],
+        replicas: Callable[[], int],
+    ) -> None:
         self.requests = Counter("vla_accel_requests_total", "Requests answered, by outcome.", "outcome")
         self.errors = Counter("vla_accel_errors_total", "Errors reported to clients, by type.", "type")
         self.connections = Counter("vla_accel_connections_total", "Connections that completed the handshake.")
         self.refused = Counter("vla_accel_refused_total", "Connections refused or ended, by reason.", "reason")
+        self.replica_requests = Counter("vla_accel_replica_requests_total", "Requests computed, by replica.", "replica")
+        self.replica_deaths = Counter("vla_accel_replica_deaths_total", "Replicas that ended unasked.", "replica")
+        self.retried = Counter("vla_accel_retried_total", "Requests computed again because a replica died.")
         self.received = Counter("vla_accel_received_bytes_total", "Bytes of the messages received.")
         self.sent = Counter("vla_accel_sent_bytes_total", "Bytes of the messages sent.")
         self.request_seconds = Histogram(
@@ -90,6 +100,7 @@ class Metrics:
             Gauge("vla_accel_clients", "Clients connected now.", clients),
             Gauge("vla_accel_queue_depth", "Requests waiting for their turn.", waiting),
             Gauge("vla_accel_running_requests", "Requests that the policy computes now.", running),
+            Gauge("vla_accel_replicas", "Replicas that are loaded.", replicas),
             Gauge("process_resident_memory_bytes", "Resident memory of the server process.", resident_bytes),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -18,9 +18,17 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
+    def __iter__(self) -> Iterator[T]:
+        return (item for items in self._waiting.values() for item in items)
+
     def put(self, client: Hashable, item: T) -> None:
         """Add an item; a client that had none waiting goes to the end of the round."""
         self._waiting.setdefault(client, deque()).append(item)
+
+    def put_first(self, client: Hashable, item: T) -> None:
+        """Give an item back whose turn it was: it comes next."""
+        self._waiting.setdefault(client, deque()).appendleft(item)
+        self._waiting.move_to_end(client, last=False)
 
     def pop(self) -> T:
         """The next item; its client goes to the end of the round. IndexError when nothing waits."""

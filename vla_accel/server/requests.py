@@ -1,4 +1,4 @@
-"""From a frame to a request that the policy can be given, or one clear error. Knows nothing about sockets or turns."""
+"""From a frame to requests that the policy can be given, or one clear error. Knows nothing about sockets or turns."""
 
 from __future__ import annotations
 

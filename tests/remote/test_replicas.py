@@ -1,0 +1,154 @@
+"""One endpoint over several processes: nobody waits needlessly, and a replica that dies costs no answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("websockets", reason="needs websockets")
+pytest.importorskip("msgpack", reason="the wire format needs msgpack")
+
+from tests.remote.test_server import eventually
+from tests.support.server_support import ProcessPolicy, Unloadable, expected_actions, metric, observation
+from vla_accel.client import PolicyClient
+from vla_accel.errors import CheckpointError, ConfigError, EngineError, ServerError
+from vla_accel.machine import devices, resolve_devices
+from vla_accel.server import PolicyServer, Replicas, ServerConfig, background
+
+LOCAL = ServerConfig(port=0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PolicyServer]:
+    with background(Replicas(ProcessPolicy, ("cpu", "cpu")), LOCAL) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _both_are_there(server: PolicyServer) -> Iterator[None]:
+    yield
+    eventually(lambda: metric(server.address, "vla_accel_replicas") == 2, within_s=30)
+
+
+def pids(server: PolicyServer) -> list[int]:
+    return [replica.pid for replica in server.dispatcher.replicas]  # type: ignore[attr-defined]
+
+
+def waiting(file: Path) -> dict[str, Any]:
+    """An observation that the policy works on until a file is there."""
+    return {**observation(7), "prompt": f"wait {file}"}
+
+
+def test_a_second_client_does_not_wait_behind_a_slow_one(server: PolicyServer, tmp_path: Path) -> None:
+    with PolicyClient(server.address) as slow, PolicyClient(server.address) as quick, ThreadPoolExecutor(1) as pool:
+        assert slow.metadata["device"] == "cpu"
+        blocked = pool.submit(slow.infer, waiting(tmp_path / "go"))
+        eventually(lambda: metric(server.address, "vla_accel_running_requests") == 1)
+        processes = set()
+        for index in range(20):
+            answer = quick.infer(observation(index))
+            np.testing.assert_array_equal(answer["actions"], expected_actions(observation(index)["observation/state"]))
+            processes.add(answer["pid"])
+        assert not blocked.done()
+        (tmp_path / "go").touch()
+        assert {blocked.result(10)["pid"]} | processes == set(pids(server)) and len(processes) == 1
+
+
+def test_idle_replicas_take_turns(server: PolicyServer) -> None:
+    with PolicyClient(server.address) as client:
+        used = [client.infer(observation(i))["pid"] for i in range(4)]
+    assert used[:2] == used[2:] and set(used) == set(pids(server))
+
+
+def test_killing_a_replica_in_mid_load_loses_no_answer(server: PolicyServer, tmp_path: Path) -> None:
+    """Two requests are under way and two wait when one process is killed; another dies idle. All are answered."""
+    before = metric(server.address, "vla_accel_retried_total")
+    clients = [PolicyClient(server.address) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(c.infer, waiting(tmp_path / "go")) for c in clients[:2]]
+        eventually(lambda: metric(server.address, "vla_accel_running_requests") == 2)
+        asked += [pool.submit(c.infer, waiting(tmp_path / "go")) for c in clients[2:]]
+        eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 2)
+        victim, other = pids(server)
+        os.kill(victim, signal.SIGKILL)
+        eventually(lambda: metric(server.address, "vla_accel_retried_total") == before + 1)
+        (tmp_path / "go").touch()
+        answers = [future.result(30) for future in asked]
+    assert {a["actions"][0, 0] for a in answers} == {7.0} and victim not in {a["pid"] for a in answers}
+    eventually(lambda: metric(server.address, "vla_accel_replicas") == 2, within_s=30)
+    assert victim not in pids(server) and other in pids(server)
+    for client in clients:
+        client.close()
+
+
+def test_a_replica_that_dies_idle_is_started_again(server: PolicyServer) -> None:
+    deaths = 'vla_accel_replica_deaths_total{replica="1 cpu"}'
+    before = metric(server.address, deaths)
+    os.kill(pids(server)[1], signal.SIGKILL)
+    eventually(lambda: metric(server.address, deaths) == before + 1)
+    with PolicyClient(server.address) as client:
+        for index in range(4):
+            assert client.infer(observation(index))["pid"] == pids(server)[0]
+
+
+def test_what_kills_two_replicas_is_answered_with_an_error(server: PolicyServer) -> None:
+    with PolicyClient(server.address) as client:
+        with pytest.raises(ServerError, match="EngineError: policy: its process died twice while it computed this"):
+            client.infer({**observation(1), "prompt": "die"})
+        assert client.infer(observation(3))["actions"][0, 0] == 3, "it waits for the first that is back"
+
+
+@pytest.mark.slow
+def test_32_clients_and_a_replica_killed_again_and_again(server: PolicyServer) -> None:
+    end = time.monotonic() + 5
+
+    def ask(index: int) -> int:
+        count = 0
+        with PolicyClient(server.address) as client:
+            while time.monotonic() < end:
+                answer = client.infer(observation(index, count))
+                np.testing.assert_array_equal(answer["actions"], expected_actions(np.r_[index, count, np.zeros(6)]))
+                count += 1
+        return count
+
+    with ThreadPoolExecutor(32) as pool:
+        asked = [pool.submit(ask, index) for index in range(32)]
+        for victim in (0, 1, 0):
+            time.sleep(1)
+            eventually(lambda: metric(server.address, "vla_accel_replicas") == 2, within_s=30)
+            os.kill(pids(server)[victim], signal.SIGKILL)
+        assert all(future.result(60) for future in asked)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (CheckpointError("x.safetensors: damaged"), CheckpointError, "replica 0 cpu: x.safetensors: damaged"),
+        (KeyError("layer"), EngineError, "replica 0 cpu: KeyError: 'layer'"),
+        (SystemExit(3), EngineError, "replica 0 cpu: its process ended while it loaded"),
+    ],
+)
+def test_a_policy_that_does_not_load_is_one_clear_error(error: Exception, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said), background(Replicas(Unloadable(error), ("cpu",)), LOCAL):
+        raise AssertionError("it must not serve")
+
+
+def test_devices_that_are_there_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    assert devices()[-1] == "cpu" and resolve_devices("cpu, cpu") == ("cpu", "cpu")
+    for count, every in ((0, ("cpu",)), (2, ("cuda:0", "cuda:1"))):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert resolve_devices("all") == every
+    assert resolve_devices("cuda,cuda:1") == ("cuda:0", "cuda:1")
+    for wrong in ("cuda:0,cuda:2", "cuda:2", "tpu", "", "cpu,"):
+        with pytest.raises(ConfigError, match=r"devices: expected all, or a list of cuda:0, cuda:1, cpu, got '"):
+            resolve_devices(wrong)

@@ -1,0 +1,235 @@
+"""Where a policy runs: in a thread of this process, or in a process of its own for each device.
+
+A replica takes some calls, delivers their answers to the event loop, and can be given no more meanwhile. Knows nothing
+about clients, turns or what a call says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import pickle
+import queue
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vla_accel import errors
+from vla_accel.errors import EngineError, VlaAccelError
+from vla_accel.server.runner import Call, Deliver, Runner
+
+logger = logging.getLogger("vla_accel.server")
+
+_LENGTH = struct.Struct(">Q")
+_END_S = 5.0
+"""How long a process may take to end before it is killed."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """A policy in several processes, one for each of `devices` (a device may stand in it more than once).
+
+    `load` makes the policy for a device's name; it is pickled, and called in the replica's process.
+    """
+
+    load: Callable[[str], Any]
+    devices: tuple[str, ...]
+
+
+class Replica(Protocol):
+    """One copy of a policy. `hello` and `batches` are known once it has started."""
+
+    name: str
+    hello: bytes
+    batches: bool
+
+    async def start(self, on_death: Callable[[], None]) -> None:
+        """Load the policy. Raises what loading raised. `on_death` is told once when the replica ends unasked."""
+        ...
+
+    def run(self, calls: Sequence[Call], deliver: Deliver) -> None:
+        """Begin to answer; `deliver` gets every answer on the event loop, unless the replica dies."""
+        ...
+
+    async def close(self) -> None:
+        """End it; a call under way may be lost."""
+        ...
+
+
+class ThreadReplica:
+    """A policy in a daemon thread of this process: one that hangs cannot keep the process from ending."""
+
+    name = "here"
+
+    def __init__(self, policy: Any) -> None:
+        self._runner = Runner(policy)
+        self._calls: queue.SimpleQueue[tuple[Sequence[Call], Deliver] | None] = queue.SimpleQueue()
+        self.hello, self.batches = b"", self._runner.batches
+
+    async def start(self, on_death: Callable[[], None]) -> None:
+        self.hello = self._runner.hello
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._work, name="policy", daemon=True).start()
+
+    def run(self, calls: Sequence[Call], deliver: Deliver) -> None:
+        self._calls.put((calls, deliver))
+
+    async def close(self) -> None:
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            calls, deliver = item
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+                self._runner.run(calls, lambda answers, to=deliver: self._loop.call_soon_threadsafe(to, answers))
+
+
+class ProcessReplica:
+    """A policy in a process of its own. What it is sent and what it answers are pickles over a pair of sockets."""
+
+    def __init__(self, name: str, load: Callable[[str], Any], device: str) -> None:
+        self.name, self._load, self._device = name, load, device
+        self.hello, self.batches = b"", False
+        self.pid = 0
+        self._process: Any = None
+        self._pipe: _Pipe | None = None
+        self._deliver: Deliver | None = None
+
+    async def start(self, on_death: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # Not forked: a process that has used CUDA or threads cannot be.
+            process = multiprocessing.get_context("spawn").Process(
+                target=_replica_main, args=(theirs, self._load, self._device, self.name), name=self.name, daemon=True
+            )
+            await loop.run_in_executor(None, process.start)
+        self._process, self.pid = process, process.pid or 0
+        ready: asyncio.Future[Any] = loop.create_future()
+
+        def received(message: Any) -> None:
+            if not ready.done():
+                ready.set_result(message)
+            elif self._deliver is not None:
+                self._deliver(message)
+
+        def lost() -> None:
+            if ready.done():
+                on_death()
+            else:
+                ready.set_result(EngineError("its process ended while it loaded"))
+
+        _, self._pipe = await loop.create_connection(lambda: _Pipe(received, lost), sock=ours)
+        told = await ready
+        if isinstance(told, Exception):
+            await self.close()
+            raise type(told)(f"replica {self.name}: {told}")
+        self.hello, self.batches = told
+
+    def run(self, calls: Sequence[Call], deliver: Deliver) -> None:
+        assert self._pipe is not None
+        self._deliver = deliver
+        self._pipe.send(calls)
+
+    async def close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.get_running_loop().run_in_executor(None, _end, process)
+
+
+class _Pipe(asyncio.Protocol):
+    """The server's end of a replica's socket: messages out, messages in."""
+
+    def __init__(self, received: Callable[[Any], None], lost: Callable[[], None]) -> None:
+        self._received, self._lost = received, lost
+        self._transport: Any = None
+        self._buffer = bytearray()
+        self._closed = False
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                return
+            message = pickle.loads(memoryview(self._buffer)[_LENGTH.size : end])
+            del self._buffer[:end]
+            self._received(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._closed:
+            self._closed = True
+            self._lost()
+
+    def send(self, message: Any) -> None:
+        data = pickle.dumps(message, protocol=5)
+        self._transport.write(_LENGTH.pack(len(data)) + data)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def _end(process: Any) -> None:
+    """A process whose socket is closed ends by itself, unless it is in a call that does not."""
+    process.join(_END_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()
+
+
+# -- in the replica's process ------------------------------------------------------------------------------------------
+
+
+def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, name: str) -> None:
+    """Load the policy, then answer until the server closes its end."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal, or systemd, tells the whole group: the server decides
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s [{name}]: %(message)s")
+    with pipe, contextlib.suppress(ConnectionError):
+        try:
+            runner = Runner(load(device))
+            _send(pipe, (runner.hello, runner.batches))
+        except Exception as error:
+            known = (
+                type(error) if isinstance(error, VlaAccelError) and type(error).__module__ == errors.__name__ else None
+            )
+            if known is None:
+                logger.exception("the policy cannot be loaded")
+            _send(pipe, (known or EngineError)(str(error) if known else f"{type(error).__name__}: {error}"))
+            return
+        while True:
+            runner.run(_receive(pipe), lambda answers: _send(pipe, answers))
+
+
+def _send(pipe: socket.socket, message: Any) -> None:
+    data = pickle.dumps(message, protocol=5)
+    pipe.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(pipe: socket.socket) -> Any:
+    return pickle.loads(_exactly(pipe, _LENGTH.unpack(_exactly(pipe, _LENGTH.size))[0]))
+
+
+def _exactly(pipe: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    rest = memoryview(data)
+    while rest:
+        got = pipe.recv_into(rest)
+        if not got:
+            raise ConnectionResetError("the server has closed its end")
+        rest = rest[got:]
+    return data
