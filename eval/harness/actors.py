@@ -10,6 +10,7 @@ import numpy as np
 
 from eval.harness.benchmark import Benchmark, Expert
 from eval.harness.protocol import EpisodeKey, Protocol
+from eval.harness.stress import disturb
 from vla_accel.errors import ConfigError, EngineError
 
 WARM_UP_CALLS = 2
@@ -22,8 +23,11 @@ class PolicyActor:
         policies: gives the policy for a step count.
         benchmark: whose observations the policy sees.
         protocol: its seed, with task, trial and call index, determines the noise of every call, so
-            that step counts, engines and numbers of workers meet the same noise.
+            that step counts, engines and numbers of workers meet the same noise. So it does with the protocol's stress
+            on what the policy sees.
         send_noise: False for a server, which draws its own.
+        guided: tell the policy what is left of its last chunk and how many of those actions will be executed before
+            its answer arrives: real-time chunking.
     """
 
     looks = True
@@ -35,11 +39,12 @@ class PolicyActor:
         protocol: Protocol,
         *,
         send_noise: bool = True,
+        guided: bool = False,
     ) -> None:
         self._policies = policies
         self._benchmark = benchmark
         self._protocol = protocol
-        self._send_noise = send_noise
+        self._send_noise, self._guided = send_noise, guided
         self.timings: dict[str, list[float]] = {}
 
     def warm_up(self, instruction: str) -> None:
@@ -55,9 +60,16 @@ class PolicyActor:
         self._policy = self._policies(key.steps)
         self._policy.reset()
 
-    def actions(self, env: Any) -> Sequence[np.ndarray]:
-        obs = {**env.observation(), "prompt": self._instruction}
-        options = {"noise": self._noise(self._call)} if self._send_noise else {}
+    def actions(self, env: Any, left: np.ndarray | None) -> Sequence[np.ndarray]:
+        protocol = self._protocol
+        episode = (protocol.seed, self._key.task_id, self._key.trial)
+        seen = disturb(
+            env.observation(), self._benchmark.cameras, protocol.stress, episode=episode, call=self._call
+        )  # fmt: skip
+        obs = {**seen, "prompt": self._instruction}
+        options: dict[str, Any] = {"noise": self._noise(self._call)} if self._send_noise else {}
+        if self._guided and left is not None:
+            options |= {"prev_chunk": left, "inference_delay": min(protocol.latency, len(left))}
         start = time.perf_counter()
         out = self._policy.infer(obs, **options)
         wall = (time.perf_counter() - start) * 1e3
@@ -82,14 +94,15 @@ class PolicyActor:
         return rng.standard_normal(shape).astype(np.float32)
 
     def _checked(self, actions: Any) -> list[np.ndarray]:
-        chunk, count = np.asarray(actions, dtype=np.float64), self._protocol.replan_steps
-        size = self._benchmark.action_dim
+        chunk, size = np.asarray(actions, dtype=np.float64), self._benchmark.action_dim
+        replan, latency = self._protocol.replan_steps, self._protocol.latency
+        count = max(replan, latency + 1)
         if chunk.ndim != 2 or len(chunk) < count or chunk.shape[1] != size:
+            late = f", {latency} ticks late" if latency else ""
             raise EngineError(
-                f"actions: expected at least {count} of {size} numbers, to replan every "
-                f"{count} steps, got {chunk.shape}"
+                f"actions: expected at least {count} of {size} numbers, to replan every {replan} steps{late}, "
+                f"got {chunk.shape}"
             )
-        chunk = chunk[:count]
         if not np.isfinite(chunk).all():
             raise EngineError("actions: expected finite numbers, got NaN or infinity")
         return list(chunk)
@@ -110,7 +123,7 @@ class ExpertActor:
     def begin(self, key: EpisodeKey, instruction: str) -> None:
         self.timings = {}
 
-    def actions(self, env: Any) -> Sequence[np.ndarray]:
+    def actions(self, env: Any, left: np.ndarray | None) -> Sequence[np.ndarray]:
         return [self._expert.act(env)]
 
 

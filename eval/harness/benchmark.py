@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from eval.harness.stress import IMAGES, LATENCY, Kind
 from vla_accel.errors import ConfigError
 
 Observation = dict[str, Any]
@@ -106,6 +107,10 @@ class Benchmark:
         make_expert: the scripted expert, or None. Its source file is its identity.
         expert_suites: the suites that the expert can play.
         packages: distributions whose versions a result states.
+        stresses: what the simulator itself can disturb, by name. `make_environment` finds their values among its
+            settings; an environment draws what they leave open from the seed of `reset_to`.
+        idle: what the robot does in a tick for which no action has arrived, from its last action (action_dim,) or
+            None: it stands still. Without it there is no latency.
     """
 
     name: str
@@ -122,6 +127,13 @@ class Benchmark:
     make_expert: Callable[[], Expert] | None = None
     expert_suites: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
+    stresses: Mapping[str, Kind] = field(default_factory=dict)
+    idle: Callable[[np.ndarray | None], np.ndarray] | None = None
+
+    @property
+    def disturbances(self) -> dict[str, Kind]:
+        """Everything that `--stress` can ask for."""
+        return {**self.stresses, **(IMAGES if self.cameras else {}), **(LATENCY if self.idle is not None else {})}
 
     def check_suite(self, name: str) -> None:
         """Raise `ConfigError` unless `name` is one of the suites."""

@@ -21,9 +21,10 @@ import tyro
 
 from eval.harness.benchmark import Benchmark, Suite
 from eval.harness.evaluation import Request, evaluate
-from eval.harness.policies import PolicySource
+from eval.harness.policies import Chunking, PolicySource
 from eval.harness.protocol import REPLAN_STEPS, SEED, Protocol, Shard, parse_steps, parse_tasks
 from eval.harness.report import policy_name
+from eval.harness.stress import parse_stress
 from eval.harness.tables import stderr_console
 from vla_accel.errors import ConfigError, VlaAccelError
 
@@ -63,6 +64,11 @@ class Arguments:
     """Processes. More are faster, but they slow down each other's policy calls."""
     max_steps: int | None = None
     """Actions before an episode is lost. Default: the benchmark's limit for the suite."""
+    stress: str | None = None
+    """Disturbances of what the policy sees, such as "noise=0.1,brightness=0.8", or of when its actions arrive
+    ("latency=2", in control ticks). An unknown name lists all of them."""
+    chunking: Chunking = "plain"
+    """rtc: each chunk is guided to join what is left of the last one (real-time chunking)."""
     expert: bool = False
     """Let the scripted expert act instead of a policy, to check the simulator."""
     target_hz: float = 20.0
@@ -118,6 +124,7 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
     if arguments.video is not None and not benchmark.cameras:
         raise ConfigError(f"video: {benchmark.name} has no cameras")
     steps = parse_steps(arguments.steps) if arguments.steps is not None else None
+    stress = {} if arguments.stress is None else parse_stress(arguments.stress, benchmark.disturbances)
     source = _source(benchmark, arguments, steps)
     suite = benchmark.load_suite(arguments.suite)
     tasks, trials = _episodes(benchmark, arguments, suite)
@@ -132,6 +139,7 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
             seed=arguments.seed,
             replan_steps=arguments.replan,
             settings=benchmark.settings,
+            stress=stress,
         )
 
     shard = None if arguments.shard is None else Shard.parse(arguments.shard)
@@ -161,12 +169,16 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
 
 def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] | None) -> PolicySource:
     if not arguments.expert:
-        source = PolicySource.parse(arguments.policy, config=arguments.config, device=arguments.device)
+        source = PolicySource.parse(arguments.policy, config=arguments.config, device=arguments.device,
+                                    chunking=arguments.chunking)  # fmt: skip
         if source.kind == "remote" and steps is not None and len(steps) > 1:
             raise ConfigError(f"steps: a remote policy has its server's step count, got a sweep {list(steps)}")
         return source
     if steps is not None:
         raise ConfigError("steps: the scripted expert has no denoising steps; leave --steps out")
+    for name, given in (("stress", arguments.stress), ("chunking", arguments.chunking != "plain")):
+        if given:
+            raise ConfigError(f"{name}: the scripted expert reads the simulator and answers at once; leave it out")
     if benchmark.make_expert is None:
         raise ConfigError(f"expert: {benchmark.name} has none")
     if arguments.suite not in benchmark.expert_suites:
@@ -215,7 +227,9 @@ def _line(benchmark: Benchmark, result: dict[str, Any], errors: int) -> dict[str
     protocol = result["protocol"]
     return {
         "benchmark": benchmark.name,
-        **{key: protocol[key] for key in ("suite", "tasks", "trials", "max_steps", "seed")},
+        **{
+            key: protocol[key] for key in ("suite", "tasks", "trials", "max_steps", "seed", "stress") if key in protocol
+        },
         "policy": policy_name(result),
         **({"shard": result["shard"]} if "shard" in result else {}),
         "rows": rows,

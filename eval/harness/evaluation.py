@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from eval.harness import figures, report, workers
 from eval.harness.benchmark import Benchmark, Suite, schema
 from eval.harness.log import EpisodeLog, log_path
-from eval.harness.policies import PolicyBySteps, PolicySource, check_horizon, identity, make_actor
+from eval.harness.policies import PolicyBySteps, PolicySource, check_chunks, identity, make_actor
 from eval.harness.protocol import EpisodeKey, Protocol, Shard, fingerprint
 from eval.harness.rollout import EpisodeResult
 from eval.harness.runner import Setup
@@ -93,7 +93,7 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
     policy = None if source.kind == "expert" else source.load()
     protocol = request.protocol(policy.metadata.get("num_steps") if policy is not None else None)
     if policy is not None:
-        check_horizon(policy, source, protocol.replan_steps)
+        check_chunks(policy, source, protocol)
     who = identity(source, policy, request.benchmark)
     mark = fingerprint(protocol, who)
     output = request.output or request.folder / f"{request.label}-{mark[:8]}.json"

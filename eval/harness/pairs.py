@@ -155,6 +155,7 @@ def _described(result: Mapping[str, Any]) -> dict[str, Any]:
         "software": launch["software"],
         "git": launch.get("git"),
         "workers": launch.get("workers"),
+        "chunking": policy.get("chunking", "plain"),
     }
 
 

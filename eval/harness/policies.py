@@ -20,7 +20,9 @@ from eval.harness.protocol import Protocol
 from eval.harness.rollout import Actor
 from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError
+from vla_accel.remote.async_runner import takes_prev_chunk
 
+Chunking = Literal["plain", "rtc"]
 REMOTE_IDENTITY = ("policy", "model", "num_steps", "dtype")
 ANSWER_TIMEOUT_S = 300.0  # a server may compile at its first request
 
@@ -35,26 +37,28 @@ class PolicySource:
         config: of a local policy: what `OptimizedPolicy.from_pretrained` takes (a file, or the name of a shipped
             configuration), or None for its default.
         device: `cpu`, `cuda`, or `auto` for what the configuration says, for a local policy.
+        chunking: `plain`, or `rtc` for chunks that are guided by what is left of the last one.
     """
 
     kind: Literal["local", "remote", "expert"]
     where: str = ""
     config: str | None = None
     device: str = "auto"
+    chunking: Chunking = "plain"
 
     @classmethod
-    def parse(cls, text: str, *, config: str | None, device: str) -> PolicySource:
+    def parse(cls, text: str, *, config: str | None, device: str, chunking: Chunking = "plain") -> PolicySource:
         """`ws://host:port`, `demo`, or a checkpoint's path.
 
         Raises:
             ConfigError: a malformed address, or a configuration for a policy that has its own.
         """
         if "://" not in text:
-            return cls("local", text, config, device)
+            return cls("local", text, config, device, chunking)
         check_address(text)
         if config is not None:
             raise ConfigError(f"config: a remote policy is configured at its server, got {config!r} beside {text}")
-        return cls("remote", text)
+        return cls("remote", text, chunking=chunking)
 
     @property
     def name(self) -> str:
@@ -97,26 +101,38 @@ def make_actor(source: PolicySource, policies: PolicyBySteps | None, benchmark: 
         return ExpertActor(benchmark.make_expert())
     assert policies is not None
     # A request is never repeated: a lost answer is that episode's error, and the next `reset` connects again.
-    return PolicyActor(policies, benchmark, protocol, send_noise=source.kind == "local")
+    guided = source.chunking == "rtc"
+    return PolicyActor(policies, benchmark, protocol, send_noise=source.kind == "local", guided=guided)
 
 
-def check_horizon(policy: Any, source: PolicySource, replan_steps: int) -> None:
-    """Raise `ConfigError` if a local policy predicts fewer actions than are to be executed."""
+def check_chunks(policy: Any, source: PolicySource, protocol: Protocol) -> None:
+    """Raise `ConfigError` if a local policy predicts fewer actions than are to be executed, or too few to have some
+    left when they arrive, or if a policy takes no previous chunk and shall be guided by it."""
     if source.kind == "local":
         horizon, _ = noise_shape(policy.metadata)
-        if horizon < replan_steps:
-            raise ConfigError(f"replan: expected at most the policy's {horizon} predicted actions, got {replan_steps}")
+        for name, got, most in (
+            ("replan", protocol.replan_steps, horizon),
+            ("stress: latency", protocol.latency, horizon - 1),
+        ):
+            if got > most:
+                fewer = "" if most == horizon else " less one"
+                raise ConfigError(
+                    f"{name}: expected at most the policy's {horizon} predicted actions{fewer}, got {got}"
+                )
+    if source.chunking == "rtc" and not takes_prev_chunk(policy):
+        raise ConfigError("chunking: rtc needs a policy whose infer takes prev_chunk and inference_delay")
 
 
 def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[str, Any]:
     """What must not change when a run is resumed (JSON types)."""
+    chunking = {} if source.chunking == "plain" else {"chunking": source.chunking}
     if source.kind == "expert":
         assert benchmark.make_expert is not None
         content = Path(inspect.getfile(type(benchmark.make_expert()))).read_bytes()
         return {"kind": "expert", "sha256": hashlib.sha256(content).hexdigest()}
     if source.kind == "remote":
         known = {k: policy.metadata[k] for k in REMOTE_IDENTITY if k in policy.metadata}
-        return {"kind": "remote", "address": source.where, "metadata": known}
+        return {"kind": "remote", "address": source.where, "metadata": known, **chunking}
     # What `auto` chose is what ran; a step count is the protocol's; what is empty asks for nothing.
     config = asdict(policy.config.with_specs(policy.specs))
     del config["num_steps"]
@@ -126,6 +142,7 @@ def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[st
         "sha256": _folder_hash(policy.checkpoint.folder),
         "config": json.loads(json.dumps({name: value for name, value in config.items() if value not in ((), {})})),
         "device": policy.metadata["device"],
+        **chunking,
     }
 
 

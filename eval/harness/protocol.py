@@ -54,6 +54,7 @@ class Protocol:
             an episode also depends on those before it).
         replan_steps: actions executed of each predicted chunk.
         settings: the benchmark's own (`Benchmark.settings`).
+        stress: what is disturbed, and how much (`eval.harness.stress`).
     """
 
     suite: str
@@ -64,6 +65,12 @@ class Protocol:
     seed: int = SEED
     replan_steps: int = REPLAN_STEPS
     settings: Mapping[str, Any] = field(default_factory=dict)
+    stress: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def latency(self) -> int:
+        """Control ticks from an observation to the actions it leads to."""
+        return int(self.stress.get("latency", 0))
 
     def __post_init__(self) -> None:
         if not self.tasks or len(set(self.tasks)) != len(self.tasks):
@@ -100,9 +107,12 @@ class Protocol:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The protocol as JSON types; the benchmark's settings stand beside the harness's own fields."""
+        """The protocol as JSON types; the benchmark's settings stand beside the harness's own fields, and stress only
+        where there is some."""
         own = asdict(self)
         settings = own.pop("settings")
+        if not self.stress:
+            del own["stress"]
         return json.loads(json.dumps({**own, **settings}))
 
     @classmethod

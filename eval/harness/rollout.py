@@ -1,6 +1,7 @@
 """One episode: openpi's loop, step for step, and an honest account of how it ended.
 
-The loop asks the actor for actions whenever its queue is empty, and stops at success or after `max_steps` actions.
+The loop asks the actor for actions whenever it is time to (`eval.harness.chunks`), and stops at success or after
+`max_steps` actions; a tick in which the robot waits for an answer counts as one.
 Success while the environment begins the episode counts for nothing, as in openpi. Cameras are rendered only for the
 steps after which the actor or the video looks.
 
@@ -11,14 +12,14 @@ be a failure. This module knows neither where policies come from nor how episode
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from eval.harness.benchmark import Environment, Task
+from eval.harness.chunks import Chunks
 from eval.harness.protocol import EpisodeKey
 from eval.harness.protocol import Protocol as EvaluationProtocol
 
@@ -42,8 +43,9 @@ class Actor(Protocol):
         """Forget the last episode, and its timings."""
         ...
 
-    def actions(self, env: Any) -> Sequence[np.ndarray]:
-        """At least one action (action_dim,), to be executed before the next call."""
+    def actions(self, env: Any, left: np.ndarray | None) -> Sequence[np.ndarray]:
+        """The next actions, each (action_dim,): the first belongs to what `env` shows now. `left` (k, action_dim): what
+        is still to come of those in use."""
         ...
 
 
@@ -123,11 +125,13 @@ def run_episode(
     protocol: EvaluationProtocol,
     *,
     recorder: Recorder | None = None,
+    idle: Callable[[np.ndarray | None], np.ndarray] | None = None,
 ) -> EpisodeResult:
     """Play one episode to its end, or to the exception that becomes its error.
 
     Args:
         recorder: gets the first observation and then one every `recorder.every` actions.
+        idle: what the robot does while it waits (`Benchmark.idle`); a protocol with latency needs it.
     """
     start = time.perf_counter()
     env_steps, success, error = 0, False, None
@@ -136,14 +140,18 @@ def run_episode(
         env.reset_to(task.start_states[key.trial], seed=(protocol.seed, key.task_id, key.trial))
         if recorder is not None:
             recorder.add(env.observation())
-        queue: deque[np.ndarray] = deque()
+        chunks, action = Chunks(protocol.latency, protocol.replan_steps), None
         while env_steps < protocol.max_steps and not success:
-            if not queue:
-                queue.extend(actor.actions(env))
-            action = queue.popleft()
+            if chunks.due(env_steps):
+                chunks.put(actor.actions(env, chunks.left(env_steps)), env_steps)
+            arrived = chunks.at(env_steps)
+            if arrived is None:
+                assert idle is not None, "a protocol with latency is for benchmarks that say how to wait"
+                arrived = idle(action)
+            action = arrived
             after = env_steps + 1
             films = recorder is not None and after % recorder.every == 0
-            asks = actor.looks and not queue and after < protocol.max_steps
+            asks = actor.looks and chunks.due(after) and after < protocol.max_steps
             success = bool(env.step(action, look=films or asks))
             env_steps = after
             if recorder is not None and films:

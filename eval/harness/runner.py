@@ -61,7 +61,8 @@ class Runner:
         if folder is not None and key in setup.video_keys:
             recorder = VideoRecorder(setup.benchmark.cameras, every=VIDEO_EVERY, control_hz=setup.benchmark.control_hz)
         task = self._suite.tasks[key.task_id]
-        result = run_episode(env, task, self._actor, key, setup.protocol, recorder=recorder)
+        idle = setup.benchmark.idle
+        result = run_episode(env, task, self._actor, key, setup.protocol, recorder=recorder, idle=idle)
         if result.error:
             self.close()  # its simulator may be broken: the next episode gets a new one
         if folder is not None and recorder is not None and recorder.frames:
@@ -80,7 +81,9 @@ class Runner:
             self.close()
             setup, task = self._setup, self._suite.tasks[task_id]
             films = any(key.task_id == task_id for key in setup.video_keys)
-            self._env = setup.benchmark.make_environment(task, setup.protocol.settings, films or self._actor.looks)
+            stress = {n: v for n, v in setup.protocol.stress.items() if n in setup.benchmark.stresses}
+            settings = {**setup.protocol.settings, **stress}
+            self._env = setup.benchmark.make_environment(task, settings, films or self._actor.looks)
             self._task_id = task_id
             self._actor.warm_up(task.instruction)
         return self._env

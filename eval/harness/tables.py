@@ -26,9 +26,10 @@ def run_title(result: Mapping[str, Any]) -> str:
     """What a result is of: the policy, the suite and how much of it."""
     protocol = result["protocol"]
     part = f", part {result['shard']}" if "shard" in result else ""
+    stress = "".join(f", {name} {value:g}" for name, value in protocol.get("stress", {}).items())
     return (
         f"{policy_name(result)} on {protocol['suite']}: {len(protocol['tasks'])} tasks x {protocol['trials']} trials"
-        f"{part}, {protocol['max_steps']} actions at most (limit: {protocol['max_steps_source']})"
+        f"{part}, {protocol['max_steps']} actions at most (limit: {protocol['max_steps_source']}){stress}"
     )
 
 

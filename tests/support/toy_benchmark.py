@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,4 +69,29 @@ TOY = Benchmark(
     trials=2,
     make_expert=Expert,
     expert_suites=("line",),
+)
+
+
+class SeeingPoint(Point):
+    """A point with an eye: an image whose brightness says how far it has to go."""
+
+    def observation(self) -> dict[str, Any]:
+        shade = int(np.clip(128 + 60 * (self.goal - self.x), 0, 255))
+        return {**super().observation(), "eye": np.full((16, 24, 3), shade, np.uint8)}
+
+
+def make_seeing(task: Task, settings: Mapping[str, Any], render: bool) -> SeeingPoint:
+    return SeeingPoint(GOALS[task.id], settings["step"])
+
+
+def seeing_example() -> dict[str, Any]:
+    return {**example_observation(), "eye": np.zeros((16, 24, 3), np.uint8)}
+
+
+def stand_still(last: np.ndarray | None) -> np.ndarray:
+    return np.zeros(1)
+
+
+SEEING = replace(
+    TOY, cameras=("eye",), make_environment=make_seeing, example_observation=seeing_example, idle=stand_still
 )

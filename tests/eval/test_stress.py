@@ -1,0 +1,299 @@
+"""Stress: each disturbance does what it says, is the same for the same episode, and is the policy's alone; late answers
+arrive at their tick."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eval.harness import pairs
+from eval.harness.actors import PolicyActor
+from eval.harness.chunks import Chunks
+from eval.harness.policies import PolicyBySteps, PolicySource, check_chunks
+from eval.harness.protocol import EpisodeKey, Protocol
+from eval.harness.rollout import run_episode
+from eval.harness.runner import Setup
+from eval.harness.stress import GREY, disturb, parse_stress
+from eval.harness.workers import _together, play
+from eval.libero.benchmark import LIBERO
+from eval.libero.benchmark import idle as stand_still
+from tests.support.eval_support import OBSERVATION, TASK, FakeEnv, FakePolicy
+from tests.support.toy_benchmark import SEEING
+from tests.support.toy_command import main
+from vla_accel.errors import ConfigError
+
+CAMERAS = LIBERO.cameras
+EPISODE = (7, 4, 1)
+SCENE = {
+    **OBSERVATION,
+    **{name: np.random.default_rng(i).integers(0, 256, (224, 224, 3), np.uint8) for i, name in enumerate(CAMERAS)},
+}
+
+
+def seen(stress: dict[str, float], episode: tuple[int, ...] = EPISODE, call: int = 0) -> list[np.ndarray]:
+    """Both images under stress, as float; checks that nothing else changed, and nothing that came in."""
+    before = copy.deepcopy(SCENE)
+    out = disturb(SCENE, CAMERAS, stress, episode=episode, call=call)
+    assert all(np.array_equal(SCENE[name], before[name]) for name in before)
+    assert out["observation/state"] is SCENE["observation/state"]
+    assert all(out[name].dtype == np.uint8 and out[name].shape == (224, 224, 3) for name in CAMERAS)
+    return [out[name].astype(np.float64) for name in CAMERAS]
+
+
+PLAIN = [SCENE[name].astype(np.float64) for name in CAMERAS]
+
+
+def test_values_are_read_in_one_order_and_what_changes_nothing_is_left_out() -> None:
+    kinds = LIBERO.disturbances
+    assert parse_stress(" latency=2, noise=0.1,brightness=1,occlusion=0", kinds) == {"noise": 0.1, "latency": 2}
+    assert list(parse_stress("noise=0.1,camera=0.05", kinds)) == list(parse_stress("camera=0.05,noise=0.1", kinds))
+    assert {"noise", "brightness", "contrast", "occlusion", "camera", "latency"} == set(kinds)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["nose=0.1", "noise", "noise=x", "noise=nan", "noise=-0.1", "noise=2", "latency=1.5", "noise=0.1,noise=0.2", ""],
+)
+def test_what_cannot_be_asked_for_is_one_error_that_lists_what_can(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_stress(text, LIBERO.disturbances)
+    said = str(error.value)
+    assert said.startswith("stress: expected NAME=VALUE") and said.endswith(f"got {text.split(',')[-1]!r}")
+    assert all(f"{name} ({kind.low:g} to {kind.high:g}" in said for name, kind in LIBERO.disturbances.items())
+
+
+def test_brightness_and_contrast_scale_pixels() -> None:
+    for image, plain in zip(seen({"brightness": 0.5}), PLAIN, strict=True):
+        np.testing.assert_allclose(image, plain * 0.5, atol=0.5)
+    for image, plain in zip(seen({"contrast": 0.25}), PLAIN, strict=True):
+        np.testing.assert_allclose(image, plain.mean() + 0.25 * (plain - plain.mean()), atol=0.51)
+
+
+def test_noise_has_its_deviation_and_is_new_in_each_call_and_on_each_camera() -> None:
+    grey = {name: np.full((224, 224, 3), GREY, np.uint8) for name in CAMERAS}
+    first, second = (disturb(grey, CAMERAS, {"noise": 0.1}, episode=EPISODE, call=c) for c in (0, 1))
+    errors = [out[name].astype(np.float64) - GREY for out in (first, second) for name in CAMERAS]
+    for error in errors:
+        assert error.std() == pytest.approx(25.5, rel=0.02) and abs(error.mean()) < 0.5
+    for i in range(4):
+        assert all(abs(np.corrcoef(errors[i].ravel(), errors[j].ravel())[0, 1]) < 0.02 for j in range(i))
+
+
+def test_occlusion_covers_its_share_at_one_place_in_an_episode() -> None:
+    covered = [[(image == GREY).all(-1) for image in seen({"occlusion": 0.2}, call=call)] for call in (0, 5)]
+    for mask in covered[0]:
+        rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+        assert len(rows) * len(columns) == mask.sum() == pytest.approx(0.2 * 224 * 224, rel=0.02), "one full rectangle"
+    assert np.array_equal(covered[0], covered[1])
+    elsewhere = [(image == GREY).all(-1) for image in seen({"occlusion": 0.2}, episode=(7, 4, 2))]
+    assert not np.array_equal(covered[0], elsewhere) and not np.array_equal(*covered[0])
+
+
+@pytest.mark.parametrize("stress", [{"noise": 0.1}, {"occlusion": 0.3}, {"brightness": 0.7, "noise": 0.05}])
+def test_the_same_episode_is_disturbed_in_the_same_way(stress: dict[str, float]) -> None:
+    assert np.array_equal(seen(stress), seen(stress))
+    for other in ((8, 4, 1), (7, 3, 1), (7, 4, 0)):
+        assert not np.array_equal(seen(stress), seen(stress, episode=other))
+
+
+def test_without_stress_on_images_nothing_is_touched() -> None:
+    out = disturb(SCENE, CAMERAS, {"latency": 3, "camera": 0.1}, episode=EPISODE, call=0)
+    assert all(out[name] is SCENE[name] for name in SCENE)
+
+
+# -- late answers -------------------------------------------------------------------------------------------------
+
+
+def timeline(
+    latency: int, ticks: int, horizon: int = 10, replan: int = 5
+) -> tuple[list[int], list[tuple[int, int] | None]]:
+    """Ticks at which the policy is asked, and of each tick which question's chunk and which of its rows is executed."""
+    chunks, asked, done = Chunks(latency, replan), [], []
+    for tick in range(ticks):
+        if chunks.due(tick):
+            chunks.put([np.array([len(asked), row]) for row in range(horizon)], tick)
+            asked.append(tick)
+        action = chunks.at(tick)
+        done.append(None if action is None else (int(action[0]), int(action[1])))
+    return asked, done
+
+
+def test_without_latency_it_is_the_ordinary_loop() -> None:
+    asked, done = timeline(0, 12)
+    assert asked == [0, 5, 10]
+    assert done == [(tick // 5, tick % 5) for tick in range(12)]
+    assert timeline(0, 3, horizon=1)[0] == [0, 1, 2], "one action at a time, as the expert answers"
+
+
+def test_a_late_chunk_begins_with_the_row_of_the_tick_at_which_it_arrives() -> None:
+    asked, done = timeline(2, 14)
+    assert asked == [0, 7, 12]
+    assert done[:2] == [None, None], "the robot waits for its first actions"
+    assert done[2:9] == [(0, row) for row in range(7)], "and loses none of them"
+    assert done[9:14] == [(1, row) for row in range(2, 7)]
+
+
+def test_a_policy_slower_than_half_a_chunk_leaves_the_robot_waiting() -> None:
+    asked, done = timeline(8, 34)
+    assert asked == [0, 10, 18, 26], "asked early enough if it can be, and as soon as it is free"
+    assert done[:8] == [None] * 8 and done[8:18] == [(0, row) for row in range(10)]
+    assert done[18:34] == [(1, 8), (1, 9), *[None] * 6, (2, 8), (2, 9), *[None] * 6]
+
+
+class Watching(FakePolicy):
+    """Keeps what it was shown and told; answers with rows that count on from call to call."""
+
+    def __init__(self, steps: int = 10) -> None:
+        super().__init__(steps)
+        self.images: list[np.ndarray] = []
+        self.told: list[tuple[Any, Any]] = []
+
+    def with_steps(self, steps: int) -> Watching:
+        return self
+
+    def infer(self, obs: dict[str, Any], *, noise: Any = None, prev_chunk: Any = None, inference_delay: Any = None
+              ) -> dict[str, Any]:  # fmt: skip
+        self.images.append(obs.get(CAMERAS[0]))
+        self.told.append((prev_chunk, inference_delay))
+        rows = np.repeat(100.0 * self.calls + np.arange(10)[:, None], 7, axis=1)
+        return {**super().infer(obs, noise=noise), "actions": rows}
+
+
+def episode(
+    stress: dict[str, float], *, guided: bool = False, succeed_after: int | None = None
+) -> tuple[Any, Any, Any]:
+    protocol = Protocol("libero_spatial", tasks=(4,), trials=2, steps=(3,), max_steps=16, stress=stress)
+    policy, env = Watching(), FakeEnv(succeed_after)
+
+    class Recorder:
+        every = 2
+
+        def add(self, observation: Any) -> None:
+            assert observation is OBSERVATION
+
+    actor = PolicyActor(PolicyBySteps(policy), LIBERO, protocol, guided=guided)
+    result = run_episode(
+        env, TASK, actor, EpisodeKey(3, 4, 1), protocol, recorder=Recorder(), idle=stand_still
+    )  # fmt: skip
+    assert result.error is None
+    return result, policy, env
+
+
+def test_late_actions_reach_the_simulator_at_their_tick_and_the_gripper_holds_meanwhile() -> None:
+    result, policy, env = episode({"latency": 2})
+    assert (result.env_steps, result.infer_count) == (16, 3)
+    assert [action[0] for action, _ in env.steps] == [0, 0, *range(7), *(100 + np.arange(2, 7)), 202, 203]
+    assert env.steps[0][0][-1] == -1 and stand_still(np.full(7, 0.5)).tolist() == [0] * 6 + [0.5]
+    assert policy.told == [(None, None)] * 3
+
+
+def test_a_guided_policy_is_told_what_is_left_and_how_late_it_will_be() -> None:
+    _, policy, _ = episode({"latency": 2}, guided=True)
+    assert policy.told[0] == (None, None)
+    for call, (left, delay) in enumerate(policy.told[1:]):
+        assert delay == 2
+        np.testing.assert_array_equal(left[:, 0], 100.0 * call + np.arange(5, 10))
+    _, at_once, _ = episode({}, guided=True)
+    assert [delay for _, delay in at_once.told] == [None, 0, 0, 0] and len(at_once.told[1][0]) == 5
+
+
+def test_only_the_policy_sees_the_stress_and_the_goal_is_checked_as_ever() -> None:
+    result, policy, _ = episode({"brightness": 0.5, "noise": 0.2}, succeed_after=7)
+    assert result.success and result.env_steps == 7
+    assert not OBSERVATION[CAMERAS[0]].any()
+    assert all(image.any() for image in policy.images) and not np.array_equal(*policy.images)
+
+
+class Fingerprints(FakePolicy):
+    """Counts every image that it is shown."""
+
+    def __init__(self, steps: int = 10) -> None:
+        super().__init__(steps)
+        self.shown: Counter[str] = Counter()
+
+    def with_steps(self, steps: int) -> Fingerprints:
+        return self
+
+    def infer(self, obs: dict[str, Any], *, noise: Any = None) -> dict[str, Any]:
+        if noise is not None:  # no warm-up
+            self.shown[hashlib.sha256(obs["eye"].tobytes()).hexdigest()] += 1
+        return {**super().infer(obs, noise=noise), "actions": np.full((10, 1), 0.1)}
+
+
+def test_any_number_of_workers_meets_the_same_stress() -> None:
+    stress = {"noise": 0.2, "occlusion": 0.1, "latency": 1}
+    protocol = Protocol("line", (0, 1), 2, (3,), 8, settings=SEEING.settings, stress=stress)
+    setup = Setup(SEEING, protocol, PolicySource("local", "unused"))
+    shown = []
+    for workers in (1, 2):
+        policy = Fingerprints()
+        results = list(play(setup, protocol.plan(), PolicyBySteps(policy), workers=workers))
+        assert [(r.error, r.infer_count) for r in results] == [(None, 2)] * 4
+        shown.append(policy.shown)
+    assert shown[0] == shown[1] and len(shown[0]) == 8, "each call of each episode has its own noise"
+
+
+def test_requests_that_are_answered_together_keep_their_own_chunks() -> None:
+    noise = np.zeros((10, 8))
+    assert set(_together([{"noise": noise}, {"noise": noise}])) == {"noise"}
+    both = _together([{"noise": noise}, {"noise": noise, "prev_chunk": "left", "inference_delay": 2}])
+    assert both["noise"].shape == (2, 10, 8)
+    assert both["prev_chunks"] == [None, "left"] and both["inference_delays"] == [None, 2]
+    assert _together([{}, {"noise": noise}])["noise"] is None
+
+
+def test_a_policy_must_have_actions_left_when_they_arrive() -> None:
+    protocol, source = Protocol("line", (0,), 1, (3,), 5), PolicySource("local", "x")
+    check_chunks(FakePolicy(), source, replace(protocol, stress={"latency": 9}))
+    with pytest.raises(
+        ConfigError, match="latency: expected at most the policy's 10 predicted actions less one, got 10"
+    ):
+        check_chunks(FakePolicy(), source, replace(protocol, stress={"latency": 10}))
+    with pytest.raises(ConfigError, match="chunking: rtc needs a policy whose infer takes prev_chunk"):
+        check_chunks(FakePolicy(), replace(source, chunking="rtc"), protocol)
+    check_chunks(Watching(), replace(source, chunking="rtc"), protocol)
+
+
+# -- the record ---------------------------------------------------------------------------------------------------
+
+
+def test_stress_is_on_record_and_another_one_is_neither_resumed_nor_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PolicySource, "load", lambda self: Fingerprints())
+    monkeypatch.setattr("eval.harness.evaluation.identity", lambda *_: {"kind": "local"})
+    benchmark = SEEING
+    output = tmp_path / "dark.json"
+    words = ["--tasks", "0", "--trials", "1", "--output"]
+    assert main([*words, str(output), "--stress", "brightness=0.5,latency=1"], benchmark) == 0
+    out, err = capfd.readouterr()
+    dark = json.loads(output.read_text())
+    assert dark["protocol"]["stress"] == {"brightness": 0.5, "latency": 1} == json.loads(out)["stress"]
+    assert "brightness 0.5, latency 1" in err
+    assert main([*words, str(output), "--stress", "brightness=0.6,latency=1"], benchmark) == 2
+    assert "belongs to another run: protocol.stress.brightness was 0.5, now 0.6" in capfd.readouterr().err
+    assert main([*words, str(tmp_path / "plain.json")], benchmark) == 0
+    plain = json.loads((tmp_path / "plain.json").read_text())
+    assert "stress" not in plain["protocol"], "a run without stress is what it always was"
+    with pytest.raises(ConfigError, match=r"dark: expected stress None as in plain, got \{'brightness': 0.5"):
+        pairs.compare(plain, {"dark": dark}, "plain")
+
+
+def test_the_expert_is_not_disturbed(capfd: pytest.CaptureFixture[str]) -> None:
+    for words, name in ((["--stress", "noise=0.1"], "stress"), (["--chunking", "rtc"], "chunking")):
+        assert main(["--expert", *words], SEEING) == 2
+        assert f"error: {name}: the scripted expert reads the simulator" in capfd.readouterr().err
+
+
+def test_a_benchmark_without_cameras_offers_no_images_to_disturb(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--stress", "noise=0.1"], replace(SEEING, cameras=())) == 2
+    err = capfd.readouterr().err
+    assert "of latency (0 to 64, whole:" in err and "brightness" not in err
