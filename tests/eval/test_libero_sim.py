@@ -18,7 +18,7 @@ from eval.harness.actors import PolicyActor
 from eval.harness.policies import PolicyBySteps, PolicySource
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.runner import Runner, Setup
-from eval.libero.benchmark import LIBERO
+from eval.libero.benchmark import LIBERO, make_environment
 from tests.support.eval_support import FakePolicy, write_checkpoint
 
 pytest.importorskip("libero", reason="needs LIBERO")
@@ -76,6 +76,32 @@ def test_an_episode_does_not_depend_on_those_before_it() -> None:
     assert first == again, "bit for bit, images included"
     assert first != other
     assert seen(two) == [other]
+
+
+@pytest.mark.slow
+def test_a_moved_camera_shows_the_same_world_from_elsewhere() -> None:
+    from eval.libero.suites import load_suite
+
+    task = load_suite("libero_spatial").tasks[0]
+
+    def look(camera: float, *trials: int) -> list[dict[str, Any]]:
+        env = make_environment(task, {**LIBERO.settings, "camera": camera}, True)
+        found = []
+        for trial in trials:
+            env.reset_to(task.start_states[0], seed=(7, 0, trial))
+            place = env.model.camera("agentview").pos.copy()
+            found.append({**env.observation(), "place": place, "physics": env.data.qpos.copy()})
+        env.close()
+        return found
+
+    first, other, again = look(0.05, 0, 1, 0)
+    (plain,) = look(0.0, 0)
+    for key in ("observation/image", "place"):
+        assert np.array_equal(first[key], again[key]), "the same episode has the same camera"
+        assert not np.array_equal(first[key], other[key]) and not np.array_equal(first[key], plain[key])
+    assert np.linalg.norm(first["place"] - plain["place"]) == pytest.approx(0.05)
+    for key in ("observation/wrist_image", "observation/state", "physics"):
+        assert np.array_equal(first[key], plain[key]), "nothing else has changed"
 
 
 @pytest.mark.slow
