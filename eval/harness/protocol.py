@@ -119,7 +119,7 @@ class Protocol:
     def from_json(cls, data: Mapping[str, Any]) -> Protocol:
         """The inverse of `to_json`: what is no field of the harness is a setting of the benchmark."""
         names = {field.name for field in fields(cls)} - {"settings"}
-        own = {
+        own: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name in names
         }
         return cls(**own, settings={name: value for name, value in data.items() if name not in names})

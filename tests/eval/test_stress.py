@@ -153,7 +153,7 @@ class Watching(FakePolicy):
 
     def __init__(self, steps: int = 10) -> None:
         super().__init__(steps)
-        self.images: list[np.ndarray] = []
+        self.images: list[Any] = []
         self.told: list[tuple[Any, Any]] = []
 
     def with_steps(self, steps: int) -> Watching:
