@@ -2,6 +2,7 @@
 # make test     set everything up and run the tests, but for repetitions at full size
 # make test-all every test that this machine can run
 # make check    lint, format and types
+# make browser  set up the browser that opens reports in tests
 # make docs     the pages of README and docs/ as a site, into site/
 
 # An active virtual environment is used; otherwise .venv is made.
@@ -15,7 +16,7 @@ LIBERO_ARGS ?= --steps 3 --quick
 TEST_JOBS ?= 2
 TEST = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: libero test test-all check format docs setup gl tables demo-checkpoint clean
+.PHONY: browser libero test test-all check format docs setup gl tables demo-checkpoint clean
 
 libero: setup gl
 	$(BIN)/python -m eval.libero $(LIBERO_ARGS)
@@ -77,6 +78,14 @@ gl:
 	else \
 		echo 'no OpenGL library to render with; install one: sudo apt-get install -y $(GL_PACKAGES)' >&2; exit 1; \
 	fi
+
+# Debian's chromium; without it the tests of reports in a browser are skipped, and say so.
+browser: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
+	@if command -v chromium >/dev/null; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+	else echo 'no chromium; install it: sudo apt-get install -y chromium' >&2; fi
 
 clean:
 	rm -rf .venv runs site .pytest_cache .ruff_cache

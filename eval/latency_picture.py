@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-PARTS = {"vision": "#2b6cb0", "kv_cache": "#dd6b20", "denoise": "#38a169", "the rest": "#9aa5b1"}
+from vla_accel.report import colours
+from vla_accel.report.colours import OTHER
+
+PARTS = {**{name: colours.PARTS[name] for name in ("vision", "kv_cache", "denoise")}, "the rest": colours.PARTS[OTHER]}
 SYSTEMS = {"native-bf16": "BF16", "native-fp8": "FP8 prefix"}
 _LEFT, _WIDTH, _RIGHT = 150, 460, 250  # of the labels, the longest bar and the text behind it, in pixels
 _ROW, _GAP, _TOP = 22, 34, 40

@@ -18,10 +18,12 @@ import tyro
 
 from eval.harness.figures import draw_result
 from eval.harness.merge import merge
+from eval.harness.pages import run_page
 from eval.harness.report import read_result, write_json
 from eval.harness.tables import print_summary, run_title, stderr_console
 from eval.script import run_script
 from vla_accel.errors import ConfigError
+from vla_accel.report import page
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,14 @@ class Arguments:
     """Result files, such as `python -m eval.libero --shard 1/2` writes."""
     output: Path
     """Result JSON of the whole run; its picture goes beside it."""
+    report: Path | None = None
+    """HTML file that opens offline: pictures, tables, films, conditions."""
 
 
 def run(arguments: Arguments) -> None:
     """Merge, print tables and one JSON line, write the result. Raises ConfigError for parts that do not fit."""
+    if arguments.report is not None:
+        page.check_path(arguments.report)
     names = [str(path) for path in arguments.parts]
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"parts: expected different result files, at least one, got {', '.join(names) or 'none'}")
@@ -45,6 +51,8 @@ def run(arguments: Arguments) -> None:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     result["figure"] = draw_result(result, arguments.output)
     write_json(arguments.output, result)
+    if arguments.report is not None:
+        print(f"report: {page.write(run_page(result), arguments.report)}", file=sys.stderr)
     print_summary(stderr_console(), result["summary"], title=run_title(result))
     rows = [{"steps": row["steps"], **row["success"]} for row in result["summary"]["rows"]]
     print(json.dumps({"output": str(arguments.output), "episodes": len(result["episodes"]), "rows": rows}))

@@ -19,10 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.harness.benchmark import schema
+from eval.harness.pages import paired_page
 from eval.harness.pairs import compare
 from eval.harness.report import read_result
 from eval.script import run_script, write_text
 from vla_accel.errors import ConfigError
+from vla_accel.report.page import check_path, write
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class Arguments:
     """JSON report."""
     note: str = ""
     """What a reader must know beside the figures."""
+    report: Path | None = None
+    """HTML file that opens offline: pictures, tables, and films of the episodes that only one of them won, where both
+    runs were filmed (--film-all)."""
 
 
 def _print(report: Mapping[str, Any]) -> None:
@@ -57,6 +62,8 @@ def _print(report: Mapping[str, Any]) -> None:
 
 def run(arguments: Arguments) -> dict[str, Any]:
     """Compare, print a table and one JSON line, write the report; returns it."""
+    if arguments.report is not None:
+        check_path(arguments.report)
     paths: Sequence[Path] = (arguments.reference, *arguments.others)
     names = [path.stem for path in paths]
     if not arguments.others:
@@ -68,18 +75,21 @@ def run(arguments: Arguments) -> dict[str, Any]:
     if len(benchmarks) > 1:
         raise ConfigError(f"result files: expected one benchmark, got {', '.join(sorted(benchmarks))}")
     results = {name: result for name, (result, _) in read.items()}
-    reference = results.pop(names[0])
+    reference = results[names[0]]
+    others = {name: results[name] for name in names[1:]}
     # The files' names, not where they lie on this machine.
     command = ["python", "-m", "eval.paired", *(path.name for path in paths)]
     report = {
         "note": arguments.note,
         "command": command,
         "schema": schema(benchmarks.pop(), "paired"),
-        **compare(reference, results, names[0]),
+        **compare(reference, others, names[0]),
     }
     _print(report)
     if arguments.output is not None:
         write_text(arguments.output, json.dumps(report, indent=1) + "\n")
+    if arguments.report is not None:
+        print(f"report: {write(paired_page(report, results), arguments.report)}", file=sys.stderr)
     print(json.dumps(report))
     return report
 

@@ -23,10 +23,11 @@ from eval.harness.benchmark import Benchmark, Suite
 from eval.harness.evaluation import Request, evaluate
 from eval.harness.policies import Chunking, PolicySource
 from eval.harness.protocol import REPLAN_STEPS, SEED, Protocol, Shard, parse_steps, parse_tasks
-from eval.harness.report import policy_name
+from eval.harness.report import policy_name, read_result
 from eval.harness.stress import parse_stress
 from eval.harness.tables import stderr_console
 from vla_accel.errors import ConfigError, VlaAccelError
+from vla_accel.report.page import check_path
 
 RUNS = Path("runs")
 QUICK_TASKS = 3
@@ -60,6 +61,14 @@ class Arguments:
     """Result JSON. Default: runs/BENCHMARK/, named after the run. The episode log goes beside it."""
     video: Path | None = None
     """Folder for videos of the first trial of each task. With --quick one is made in any case."""
+    film_all: bool = False
+    """Film every episode, with the images that the policy sees anyway, into --video's folder or one named after the
+    output: `eval.paired --report` then shows lost episodes beside the reference's."""
+    report: Path | None = None
+    """HTML file that opens offline: pictures, tables, films, conditions. With --quick one is made in any case."""
+    beside: tuple[Path, ...] = ()
+    """Result files whose latencies stand beside this run's in its pictures. Default: stored runs of the same model on
+    the same kind of device."""
     workers: int = 1
     """Processes. More are faster, but they slow down each other's policy calls."""
     max_steps: int | None = None
@@ -98,7 +107,8 @@ def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str])
         print("interrupted; the same command continues from the episode log", file=sys.stderr)
         return 130
     errors = sum(row["success"]["errors"] for row in result["summary"]["rows"])
-    for name, path in (("output", result["output"]), ("figure", result["figure"])):
+    for name in ("output", "figure", "report"):
+        path = result[name]
         if path:
             console.print(f"{name}: {path}", soft_wrap=True)
     for video in result["videos"]:
@@ -121,8 +131,11 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
         raise ConfigError(f"workers: expected an integer >= 0, got {arguments.workers}")
     if not (math.isfinite(arguments.target_hz) and arguments.target_hz > 0):
         raise ConfigError(f"target-hz: expected a number above 0, got {arguments.target_hz}")
-    if arguments.video is not None and not benchmark.cameras:
-        raise ConfigError(f"video: {benchmark.name} has no cameras")
+    for name, given in (("video", arguments.video is not None), ("film-all", arguments.film_all)):
+        if given and not benchmark.cameras:
+            raise ConfigError(f"{name}: {benchmark.name} has no cameras")
+    if arguments.report is not None:
+        check_path(arguments.report)
     steps = parse_steps(arguments.steps) if arguments.steps is not None else None
     stress = {} if arguments.stress is None else parse_stress(arguments.stress, benchmark.disturbances)
     source = _source(benchmark, arguments, steps)
@@ -154,6 +167,9 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
         folder=RUNS / benchmark.name,
         label="-".join([source.name, suite.name, *quick, *part]),
         video=arguments.video,
+        film_all=arguments.film_all,
+        report=arguments.report,
+        beside=None if not arguments.beside else {path.stem: read_result(path)[0] for path in arguments.beside},
         quick=arguments.quick,
         workers=arguments.workers,
         target_hz=arguments.target_hz,
@@ -237,6 +253,7 @@ def _line(benchmark: Benchmark, result: dict[str, Any], errors: int) -> dict[str
         "elapsed_s": result["elapsed_s"],
         "output": result["output"],
         "figure": result["figure"],
+        "report": result["report"],
         "videos": result["videos"],
     }
 

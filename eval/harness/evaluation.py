@@ -22,13 +22,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from eval.harness import figures, report, workers
 from eval.harness.benchmark import Benchmark, Suite, schema
 from eval.harness.log import EpisodeLog, log_path
+from eval.harness.pages import run_page
 from eval.harness.policies import PolicyBySteps, PolicySource, check_chunks, identity, make_actor
 from eval.harness.protocol import EpisodeKey, Protocol, Shard, fingerprint
 from eval.harness.rollout import EpisodeResult
-from eval.harness.runner import Setup
+from eval.harness.runner import VIDEO_EVERY, Setup
+from eval.harness.stored import stored_like
 from eval.harness.tables import print_summary, run_title
 from vla_accel import latency, machine
 from vla_accel.errors import ConfigError
+from vla_accel.report import page
 
 PACKAGES = ("numpy", "imageio-ffmpeg")
 
@@ -46,7 +49,10 @@ class Request:
         folder: for results without a name.
         label: goes into that name.
         video: folder for rollout videos; None films only if `quick`.
-        quick: film one episode in any case.
+        film_all: film every episode, with frames as far apart as the policy's calls, which cost no rendering.
+        report: HTML file, or None for none, unless `quick`.
+        beside: results by name whose latencies stand beside; None for the stored ones that are like this run.
+        quick: film one episode and write a report in any case.
         workers: processes; 0 and 1 play in this one.
         target_hz: rate of the latency analysis.
         overwrite: discard what an earlier run left at `output`.
@@ -63,6 +69,9 @@ class Request:
     folder: Path
     label: str
     video: Path | None
+    film_all: bool
+    report: Path | None
+    beside: Mapping[str, Mapping[str, Any]] | None
     quick: bool
     workers: int
     target_hz: float
@@ -80,7 +89,7 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
     """Play what is not on record yet, write the result file and print the tables.
 
     Returns:
-        The result JSON, with `output` and `figure` (paths) added.
+        The result JSON, with `output`, `figure` and `report` (paths) added.
 
     Raises:
         VlaAccelError: bad input, or a policy or simulator that cannot start. Episodes that crash
@@ -107,7 +116,10 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
         # Builds every engine before the first episode, so that what cannot run fails here.
         first = request.suite.tasks[protocol.tasks[0]]
         make_actor(source, policies, request.benchmark, protocol).warm_up(first.instruction)
-    setup = Setup(request.benchmark, protocol, source, video_folder=video_folder, video_keys=frozenset(filmed))
+    every = protocol.replan_steps if request.film_all else VIDEO_EVERY
+    setup = Setup(
+        request.benchmark, protocol, source, video_folder=video_folder, video_keys=frozenset(filmed), video_every=every
+    )
     launch = _launch(request, policy)
     plan = request.plan(protocol)
     ident = {"protocol": protocol.to_json(), "policy": who}
@@ -121,11 +133,15 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
             shared = policies if request.workers <= 1 or _on_gpu(policy) else None
             _play(setup, missing, len(plan), shared, request.workers, log, console)
         result = _result(request, protocol, who, mark, policies, log, video_folder)
-    result["figure"] = figures.draw_result(result, output)
+    beside = request.beside if request.beside is not None else stored_like(result, request.benchmark.name)
+    result["figure"] = figures.draw_result(result, output, beside)
     result["elapsed_s"] = round(time.perf_counter() - start, 3)
     report.write_json(output, result)
+    made = request.report or (output.with_suffix(".html") if request.quick else None)
+    if made is not None:
+        page.write(run_page(result, beside), made)
     print_summary(console, result["summary"], title=run_title(result))
-    return {**result, "output": str(output)}
+    return {**result, "output": str(output), "report": None if made is None else str(made)}
 
 
 def _clear(output: Path, *, overwrite: bool) -> None:
@@ -147,8 +163,11 @@ def _clear(output: Path, *, overwrite: bool) -> None:
 
 
 def _films(request: Request, protocol: Protocol, output: Path) -> tuple[Path | None, list[EpisodeKey]]:
-    """Where videos go, and of which episodes: the first trial of each task; one if only quick."""
-    first = [key for key in request.plan(protocol) if key.trial == 0]
+    """Where videos go, and of which episodes: all, or the first trial of each task; one if only quick."""
+    plan = request.plan(protocol)
+    first = [key for key in plan if key.trial == 0]
+    if request.film_all:
+        return request.video or output.with_suffix(""), list(plan)
     if request.video is not None:
         return request.video, first
     if request.quick and request.benchmark.cameras:

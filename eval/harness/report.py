@@ -23,9 +23,9 @@ from eval.harness.rollout import EpisodeResult
 from eval.harness.statistics import Rate, fit_line, goals_to_json, rate_goals
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
+from vla_accel.report.colours import OTHER
 
 WHOLES = ("total", "wall", "infer")  # timings that span several parts
-OTHER = "other"  # what no part explains
 AGREEMENT = 0.02  # how much of the total the parts may leave unexplained before it is said aloud
 
 SPREAD = 2.0  # p90 over p10 of a call's latency from which the mean is not to be trusted

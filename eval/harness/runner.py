@@ -25,6 +25,7 @@ class Setup:
         threads: for torch in a worker with its own policy; None leaves torch's default.
         video_folder: where rollout videos go, or None for none.
         video_keys: the episodes that are filmed.
+        video_every: actions between two frames.
     """
 
     benchmark: Benchmark
@@ -33,6 +34,7 @@ class Setup:
     threads: int | None = None
     video_folder: Path | None = None
     video_keys: frozenset[EpisodeKey] = frozenset()
+    video_every: int = VIDEO_EVERY
 
 
 class Runner:
@@ -59,7 +61,9 @@ class Runner:
         env = self._environment(key.task_id)
         recorder = None
         if folder is not None and key in setup.video_keys:
-            recorder = VideoRecorder(setup.benchmark.cameras, every=VIDEO_EVERY, control_hz=setup.benchmark.control_hz)
+            recorder = VideoRecorder(
+                setup.benchmark.cameras, every=setup.video_every, control_hz=setup.benchmark.control_hz
+            )
         task = self._suite.tasks[key.task_id]
         idle = setup.benchmark.idle
         result = run_episode(env, task, self._actor, key, setup.protocol, recorder=recorder, idle=idle)

@@ -39,6 +39,7 @@ class Harness:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
         self.played: list[int] = []
         self.made: list[int] = []
+        self.looked = 0
         self.fail: Callable[[int], None] | None = None
         self.succeed_after: int | None = 7
         self._capfd = capfd
@@ -51,6 +52,10 @@ class Harness:
                 print("what simulators print")
                 os.write(1, b"what their C libraries print\n")
                 self.task = task
+
+            def step(self, action: np.ndarray, *, look: bool) -> bool:
+                harness.looked += look
+                return super().step(action, look=look)
 
             def reset_to(self, start_state: np.ndarray, *, seed: Sequence[int]) -> None:
                 super().reset_to(start_state, seed=seed)
@@ -66,7 +71,7 @@ class Harness:
 
     def run(self, *words: str) -> tuple[int, dict[str, Any] | None, str]:
         """Returns exit code, the JSON line of stdout, and stderr."""
-        self.played, self.made = [], []
+        self.played, self.made, self.looked = [], [], 0
         code = command.main(self.benchmark, libero.Arguments, list(words))
         out, err = self._capfd.readouterr()
         lines = out.splitlines()
@@ -133,6 +138,7 @@ def test_quick_is_three_tasks_three_trials_and_a_video(
     assert Path(line["output"]).name.startswith("demo-libero_spatial-quick-")
     (video,) = line["videos"]
     assert Path(video).stat().st_size > 0 and Path(line["figure"]).stat().st_size > 0
+    assert "data:video/mp4" in Path(line["report"]).read_text()
     # What is asked for explicitly goes before what --quick stands for.
     _, line, _ = harness.run("--quick", "--tasks", "4", "--trials", "1")
     assert line is not None and (line["tasks"], line["trials"]) == ([4], 1)
@@ -147,6 +153,17 @@ def test_video_films_the_first_trial_of_each_task(harness: Harness, tmp_path: Pa
     expected = [f"libero_spatial-task{t}-trial0-steps{n}" for t in (0, 1) for n in (1, 3)]
     assert names == expected
     assert line is not None and sorted(Path(v).stem for v in line["videos"]) == expected
+
+
+def test_film_all_films_every_episode_with_what_the_policy_sees(harness: Harness, tmp_path: Path) -> None:
+    output = tmp_path / "run.json"
+    looked: list[int] = []
+    for more in ((), ("--film-all", "--overwrite")):
+        _, line, _ = harness.run("--steps", "1", "--tasks", "0", "--trials", "2", "--output", str(output), *more)
+        looked.append(harness.looked)
+    assert line is not None and len(line["videos"]) == 2
+    assert all(Path(v).parent == tmp_path / "run" and Path(v).stat().st_size for v in line["videos"])
+    assert looked[0] == looked[1] > 0, "a film must cost no rendering"
 
 
 def test_a_finished_run_is_not_played_again_unless_asked(harness: Harness, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from eval.libero.benchmark import LIBERO
 from tests.support.eval_support import PARTS
 from vla_accel import latency
 from vla_accel.errors import ConfigError
+from vla_accel.report.charts import Bar
+from vla_accel.report.colours import PARTS as COLOURS
 
 PROTOCOL = Protocol("libero_spatial", tasks=(0, 1), trials=2, steps=(1, 10), max_steps=220)
 
@@ -229,13 +231,13 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_the_latency_picture_is_a_png_of_stacked_bars(tmp_path: Path) -> None:
-    rows = [(str(n), {**PARTS, "denoise": 2.0 + 3.0 * n}) for n in (1, 10)]
-    path = figures.draw_latency(tmp_path / "p" / "x.png", rows, title="t", target_hz=20)
+    bars = [Bar(str(n), {**PARTS, "denoise": 2.0 + 3.0 * n}) for n in (1, 10)]
+    path = figures.draw_latency(tmp_path / "p" / "x.png", bars, title="t", target_hz=20)
     import imageio.v2 as imageio
 
     picture = np.asarray(imageio.imread(path))[..., :3]
     assert picture.shape[0] > 300 and picture.shape[1] > 400
-    for colour in ("#2b6cb0", "#dd6b20", "#38a169"):  # vision, KV cache, denoise
+    for colour in (COLOURS["vision"], COLOURS["kv_cache"], COLOURS["denoise"]):
         rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
         assert (picture == rgb).all(-1).sum() > 200
     assert [p.name for p in path.parent.iterdir()] == ["x.png"]

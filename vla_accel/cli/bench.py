@@ -21,6 +21,8 @@ from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
 from vla_accel.measure.roofline import Ceilings, measure_ceilings, rates
 from vla_accel.measure.systems import CheckpointFactory, Factory, free, without_graph
 from vla_accel.models.family import Work, family_named
+from vla_accel.report.bench import page
+from vla_accel.report.page import check_path, write
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Arguments:
     """cpu, cuda or cuda:N."""
     output: File = None
     """JSON file."""
+    report: File = None
+    """HTML file that opens offline: pictures, tables, engines, conditions."""
 
 
 def main(arguments: list[str]) -> int:
@@ -63,6 +67,8 @@ def main(arguments: list[str]) -> int:
     chosen = parse(Arguments, arguments, "vla-accel bench")
     sweep = _numbers(chosen.steps, "steps")
     batches = _numbers(chosen.batch, "batch") if chosen.batch else []
+    if chosen.report is not None:
+        check_path(chosen.report)
     device = resolve_device(chosen.device)
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
     factory = _factory(chosen, str(device), ceilings)
@@ -108,6 +114,8 @@ def main(arguments: list[str]) -> int:
     if chosen.output is not None:
         with replacing(chosen.output) as temporary:
             temporary.write_text(json.dumps(report, indent=1) + "\n")
+    if chosen.report is not None:
+        print(f"report: {write(page(report), chosen.report)}", file=sys.stderr)
     print(json.dumps(report))
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,8 @@ from vla_accel.measure.parity import Agreement, compare, reference_of
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.measure.recording import load_observations
 from vla_accel.policy import OptimizedPolicy, agreement
+from vla_accel.report.page import check_path, write
+from vla_accel.report.parity import page
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Arguments(PolicySource):
     """Of noise and random observations."""
     output: File = None
     """JSON report."""
+    report: File = None
+    """HTML file that opens offline: pictures, tables, engines, conditions."""
     keep: tyro.conf.FlagCreatePairsOff[bool] = False
     """Keep the report beside the checkpoint, where engine auto believes it. Needs recorded observations and the usual
     threshold."""
@@ -52,6 +57,8 @@ class Arguments(PolicySource):
 def main(arguments: list[str]) -> int:
     """Compare and report; 0 if the threshold holds."""
     chosen = parse_source(Arguments, arguments, "vla-accel parity")
+    if chosen.report is not None:
+        check_path(chosen.report)
     if chosen.count < 1:
         raise ConfigError(f"count: expected at least 1, got {chosen.count}")
     if chosen.draws < 1:
@@ -103,6 +110,9 @@ def main(arguments: list[str]) -> int:
     if chosen.output is not None:
         with replacing(chosen.output) as temporary:
             temporary.write_text(json.dumps(content, indent=1) + "\n")
+    if chosen.report is not None:
+        path = write(page(content, ["vla-accel", "parity", *arguments]), chosen.report)
+        print(f"report: {path}", file=sys.stderr)
     folder = policy.checkpoint.folder
     if chosen.keep and folder is not None:
         agreement.keep(content, folder, policy.model, policy.specs, name)

@@ -1,0 +1,58 @@
+"""README's picture of a report: `python -m eval.screenshot` takes it in Debian's chromium, from a stored bench."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.script import run_script
+from vla_accel.errors import DependencyError
+from vla_accel.files import replacing
+from vla_accel.report import bench
+from vla_accel.report.page import write
+
+RESULTS = Path(__file__).parent / "results"
+SIZE = {"width": 1000, "height": 660}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Take the picture of a stored `vla-accel bench` as a report shows it."""
+
+    result: Path = RESULTS / "bench_pi05_h200.json"
+    output: Path = RESULTS / "report.png"
+
+
+def run(arguments: Arguments) -> None:
+    """Raises DependencyError without chromium or playwright."""
+    chromium = shutil.which("chromium")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError as error:
+        raise DependencyError(f"a screenshot needs playwright ({error}); pip install '.[browser]'") from error
+    if chromium is None:
+        raise DependencyError("a screenshot needs chromium: apt-get install chromium")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as play:
+        report = write(bench.page(json.loads(arguments.result.read_text())), Path(folder) / "report.html")
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport=SIZE)
+        page.goto(report.as_uri())
+        picture = page.screenshot(type="png")
+        browser.close()
+    with replacing(arguments.output) as temporary:
+        temporary.write_bytes(picture)
+    print(json.dumps({"stored": arguments.output.name, "bytes": len(picture)}))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0 taken, 1 something is missing."""
+    return run_script("eval.screenshot", Arguments, run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

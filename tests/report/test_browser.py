@@ -1,0 +1,127 @@
+"""Reports in a real browser, Debian's chromium: they open offline, show the JSON's figures, and are read at 400 and at
+1600 pixels, by keyboard and by screen readers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.harness.pages import run_page
+from tests.support.reports import ROOT
+from vla_accel.report import bench, parity
+from vla_accel.report.page import Page, write
+
+pytestmark = pytest.mark.slow
+WIDTHS = (400, 1600)
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="NOT RUN: needs playwright (pip install '.[browser]')")
+    if CHROMIUM is None:
+        pytest.skip("NOT RUN: needs chromium (apt-get install chromium)")
+    with api.sync_playwright() as play:
+        # Containers run tests as root, where chromium's sandbox refuses to start.
+        started = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+def stored(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "eval/results" / f"{name}.json").read_text())
+
+
+PAGES: dict[str, tuple[Callable[[dict[str, Any]], Page], str]] = {
+    "run": (run_page, "libero_spatial_quick_cpu"),
+    "bench": (bench.page, "bench_pi0_h200"),
+    "parity": (lambda report: parity.page(report, ["vla-accel", "parity"]), "parity_native_fp8"),
+}
+
+
+@pytest.fixture(scope="module", params=PAGES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    make, name = PAGES[request.param]
+    path = write(make(stored(name)), tmp_path_factory.mktemp("reports") / f"{request.param}.html")
+    return path, stored(name)
+
+
+def opened(browser: Any, path: Path, width: int) -> tuple[Any, list[str]]:
+    """The page in a window of some width, and what went wrong: console lines, requests beyond the file."""
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("requestfailed", lambda request: wrong.append(request.url[:200]))
+    page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else wrong.append(r.url))
+    page.goto(path.as_uri())
+    page.wait_for_load_state("load")
+    return page, wrong
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_it_opens_offline_and_fits(browser: Any, made: tuple[Path, dict[str, Any]], width: int) -> None:
+    page, wrong = opened(browser, made[0], width)
+    assert wrong == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "it must not scroll sideways"
+    pictures = page.evaluate("[...document.images].map(i => [i.complete, i.naturalWidth, i.clientWidth, i.alt])")
+    assert pictures and all(done and natural > 0 and words for done, natural, _, words in pictures)
+    # What is drawn for a narrow window is not shrunk there: a letter of 7 points stays one.
+    assert all(shown >= 0.9 * natural for _, natural, shown, _ in pictures)
+    sizes = page.evaluate(
+        "[...document.querySelectorAll('p, td, th, li')].map(e => parseFloat(getComputedStyle(e).fontSize))"
+    )
+    assert min(sizes) >= 14
+
+
+def test_the_figures_are_the_jsons(browser: Any, made: tuple[Path, dict[str, Any]]) -> None:
+    page, _ = opened(browser, made[0], 1600)
+    shown = {float(v) for v in page.evaluate("[...document.querySelectorAll('data')].map(e => e.value)")}
+    result = made[1]
+    if "summary" in result:
+        rows = result["summary"]["rows"]
+        expected = {r["success"]["wilson_95_low"] for r in rows} | {r["breakdown"]["hz"] for r in rows}
+    elif "rows" in result:
+        expected = {r["median_ms"] for r in result["rows"]} | {r["per_second"] for r in result["throughput"]}
+    else:
+        expected = {d["max_error"] for d in result["dimensions"]} | {result["actions"]["cosine"]}
+    assert expected <= shown
+    for name, version in result.get("software", {}).items():
+        assert page.get_by_role("row", name=f"{name.replace('_', ' ')} {version}", exact=True).count() == 1
+
+
+def test_it_is_read_by_keyboard_and_by_screen_readers(browser: Any, made: tuple[Path, dict[str, Any]]) -> None:
+    page, _ = opened(browser, made[0], 400)
+    assert page.evaluate("document.documentElement.lang") == "en" and page.title()
+    assert page.get_by_role("heading", level=1).count() == 1 and page.get_by_role("main").count() == 1
+    assert page.get_by_role("link", name="Skip to the results").count() == 1
+    for role in ("img", "table", "figure", "region", "navigation"):
+        for element in page.get_by_role(role).all():
+            assert "name" in element.evaluate(NAMED), f"a {role} without a name"
+    # The first stop leads past the links to the results; what scrolls sideways can be reached, too.
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the results"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.closest('main') !== null")
+    wide = "[...document.querySelectorAll('.wide')].filter(e => e.scrollWidth > e.clientWidth)"
+    assert page.evaluate(f"{wide}.every(e => e.tabIndex === 0)")
+
+
+NAMED = """e => (e.getAttribute('aria-label') || e.getAttribute('aria-labelledby') || e.alt || e.title ||
+    (e.querySelector('caption, figcaption') || {}).textContent) ? 'has a name' : e.outerHTML.slice(0, 80)"""
+
+
+def test_a_page_that_would_load_something_is_found(browser: Any, tmp_path: Path) -> None:
+    """The tests above can fail: the browser refuses a script and a picture from elsewhere, and says so."""
+    path = write(Page("t", "s", []), tmp_path / "x.html")
+    foreign = '<img src="https://example.org/x.png"><script>1</script></main>'
+    path.write_text(path.read_text().replace("</main>", foreign))
+    page, wrong = opened(browser, path, 400)
+    page.wait_for_timeout(100)
+    assert len(wrong) >= 2

@@ -1,0 +1,72 @@
+"""Pages of results: what they say, that they hold everything, and that no name breaks them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.reports import ROOT, figures_in
+from vla_accel.errors import ConfigError
+from vla_accel.report import bench, parity
+from vla_accel.report.page import Films, Number, Page, Section, Table, Text, render, write
+
+
+def stored(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "eval/results" / f"{name}.json").read_text())
+
+
+def parity_page(report: dict[str, Any]) -> Page:
+    return parity.page(report, ["vla-accel", "parity"])
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "expected"),
+    [
+        (bench.page, "bench_pi05_h200", lambda r: [row["median_ms"] for row in r["rows"]]),
+        (parity_page, "parity_native_fp8", lambda r: [r["actions"]["cosine"], r["actions"]["max_error"]]),
+    ],
+)
+def test_a_page_holds_the_figures_of_its_json(
+    make: Callable[[dict[str, Any]], Page], name: str, expected: Callable[[dict[str, Any]], list[float]]
+) -> None:
+    report = stored(name)
+    if "rows" in report:
+        report["rows"] = [row for row in report["rows"] if row["steps"] == 3]
+    text = render(make(report))
+    assert set(expected(report)) <= figures_in(text)
+    assert all(version in text for version in report["software"].values())
+    assert all(engine["detail"] in text for row in report.get("rows", [report]) for engine in row.get("engines", []))
+    assert not re.findall(r'(?:src|href|srcset)="(?!data:|#)', text), "something would be loaded"
+    assert len(text) < 2_000_000
+
+
+def test_the_same_result_gives_the_same_page() -> None:
+    report = stored("parity_native")
+    assert render(parity_page(report)) == render(parity_page(report))
+
+
+def test_names_are_words_and_never_markup() -> None:
+    bad = '<img src=x onerror="alert(1)">&'
+    table = Table(bad, [bad], [[bad, Number(None)]])
+    text = render(Page(bad, bad, [Section(bad, [Text(bad), table])]))
+    assert "<img" not in text and text.count("&lt;img") >= 7
+
+
+def test_films_lie_inside_the_page(tmp_path: Path) -> None:
+    for name in ("a.mp4", "b.gif"):
+        (tmp_path / name).write_bytes(b"film")
+    films = Films("task 1", [("reference", tmp_path / "a.mp4"), ("candidate", tmp_path / "b.gif")])
+    text = render(Page("t", "s", [Section("Films", [films]), Section("Nothing", [])]))
+    assert 'aria-label="task 1: reference" src="data:video/mp4;base64,ZmlsbQ=="' in text
+    assert 'alt="task 1: candidate"' in text and "Nothing" not in text
+
+
+def test_a_report_is_an_html_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"report: expected a file name ending in \.html, got 'x\.pdf'"):
+        write(Page("t", "s", []), Path("x.pdf"))
+    assert write(Page("t", "s", []), tmp_path / "x.html").read_text().startswith("<!doctype html>")

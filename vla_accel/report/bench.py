@@ -1,0 +1,90 @@
+"""The report of a `vla-accel bench`: whole calls of systems as stacked bars beside their floors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vla_accel.report import charts
+from vla_accel.report.colours import OTHER
+from vla_accel.report.conditions import conditions, ledger, machine
+from vla_accel.report.page import Number, Page, Picture, Section, Table
+
+CLOSE = 4
+"""Beside a system that takes longer than so many times the quickest, that one's parts cannot be seen."""
+
+
+def page(report: Mapping[str, Any]) -> Page:
+    """The page of a report of schema `vla_accel.bench/1`."""
+    rows = report["rows"]
+    quickest = min(rows, key=lambda row: row["median_ms"])
+    model = report["model"].get("name") or report["model"].get("kind", "policy")
+    summary = (
+        f"{quickest['system']} with {_steps(quickest['steps'])} is the quickest: {quickest['median_ms']:.2f} ms a call "
+        f"(median), {1e3 / quickest['median_ms']:.0f} Hz, on {machine(report['hardware'])}."
+    )
+    near = [row for row in rows if row["median_ms"] <= CLOSE * quickest["median_ms"]]
+    pictures = [_calls(rows, "all systems")]
+    if len(near) < len(rows):
+        pictures.insert(0, _calls(near, f"those within {CLOSE} times the quickest"))
+    sections = [Section("Whole calls", pictures), ledger((_label(row), row.get("engines") or []) for row in rows)]
+    if report["throughput"]:
+        sections.insert(1, Section("Batched calls", [_batches(report["throughput"])]))
+    left_out = ", ".join(f"{name} ({why})" for name, why in report["left_out"].items())
+    sections.append(conditions(report["command"], report["hardware"], report["software"], left_out=left_out))
+    return Page(f"Latency of {model}", summary, sections)
+
+
+def call_parts(row: Mapping[str, Any]) -> dict[str, float]:
+    """The median milliseconds of a row's parts, and of what they leave unexplained."""
+    parts = dict(row["parts_ms"])
+    rest = row["median_ms"] - sum(parts.values())
+    return {**parts, OTHER: rest} if rest > 0 else parts
+
+
+def _calls(rows: list[dict[str, Any]], which: str) -> Picture:
+    bars = [
+        charts.Bar(_label(row), call_parts(row), _told(row), (row["floors_ms"] or {}).get("total")) for row in rows
+    ]  # fmt: skip
+    names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
+    header = ["system", "median ms", "p10 ms", "p90 ms", "times as fast", "floor ms", *(f"{n} ms" for n in names)]
+    body = [
+        [
+            bar.label,
+            *(Number(row[key]) for key in ("median_ms", "p10_ms", "p90_ms")),
+            Number(row.get("speedup"), "{:.1f}×"),
+            Number(bar.floor),
+            *(Number(bar.parts.get(name)) for name in names),
+        ]
+        for row, bar in zip(rows, bars, strict=True)
+    ]
+    words = "; ".join(f"{bar.label} takes {row['median_ms']:.1f} ms" for row, bar in zip(rows, bars, strict=True))
+    return Picture(
+        f"Median of a whole call by system and denoising steps, {which}, stacked by part; the mark is the machine's "
+        "floor",
+        f"Stacked bars: {words}.",
+        lambda narrow: charts.stacked(bars, unit="median of one call [ms]", narrow=narrow),
+        Table(f"Whole calls, NumPy in to NumPy out: {which}", header, body),
+    )
+
+
+def _batches(rows: list[dict[str, Any]]) -> Table:
+    body = [
+        [r["system"], Number(r["steps"], "{}"), Number(r["batch"], "{}"), Number(r["median_ms"]),
+         Number(r["per_second"], "{:.0f}")]
+        for r in rows
+    ]  # fmt: skip
+    return Table("Throughput", ("system", "steps", "batch", "median ms", "observations/s"), body)
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    return f"{row['system']}, {_steps(row['steps'])}"
+
+
+def _steps(steps: int) -> str:
+    return f"{steps} step{'s' * (steps > 1)}"
+
+
+def _told(row: Mapping[str, Any]) -> str:
+    speedup = f", {row['speedup']:.1f}×" if row.get("speedup") else ""
+    return f"{row['median_ms']:.1f} ms{speedup}"

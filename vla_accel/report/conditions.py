@@ -1,0 +1,47 @@
+"""What every report says besides its result: the command, versions, hardware, and which engines really ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vla_accel.report.page import Cell, Section, Table
+
+
+def conditions(
+    command: str | Sequence[str], hardware: Mapping[str, Any], software: Mapping[str, Any], **more: object
+) -> Section:
+    """The section "Conditions". `more`: further lines, by name."""
+    words = command.split() if isinstance(command, str) else command
+    # Names of files, not where one machine keeps them.
+    shown = " ".join(Path(word).name if word.startswith("/") else word for word in words)
+    lines: list[tuple[str, object]] = [("command", shown), *((n.replace("_", " "), v) for n, v in more.items() if v)]
+    tables = [
+        Table("Command", ("what", "value"), [[name, str(value)] for name, value in lines]),
+        Table("Hardware", ("what", "value"), _flat(hardware)),
+        Table("Versions", ("package", "version"), _flat(software)),
+    ]
+    return Section("Conditions", tables)
+
+
+def ledger(runs: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> Section:
+    """The section "Engines": of each named run the ledger's entries."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, entries in runs:
+        for e in entries:
+            cells = (e["component"], e["requested"], e["used"], e["reason"] or "-", e["detail"] or "-")
+            found.setdefault(cells, []).append(name)
+    # What ran alike stands once, with the names of its runs.
+    rows: list[list[Cell]] = [[*cells, "; ".join(dict.fromkeys(names))] for cells, names in found.items()]
+    header = ("component", "asked for", "ran", "why not what was asked for", "exactly", "in")
+    return Section("Engines", [Table("Which path really ran (the ledger)", header, rows)] if rows else [])
+
+
+def machine(hardware: Mapping[str, Any]) -> str:
+    """The hardware in some words."""
+    return str(hardware.get("gpu") or hardware.get("cpu") or hardware.get("device"))
+
+
+def _flat(values: Mapping[str, Any]) -> list[list[Cell]]:
+    return [[name.replace("_", " "), str(value)] for name, value in values.items() if value is not None]
