@@ -17,7 +17,7 @@ from vla_accel.report import bench
 from vla_accel.report.page import write
 
 RESULTS = Path(__file__).parent / "results"
-SIZE = {"width": 1000, "height": 660}
+WIDTH, HEIGHT = 1000, 660
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def run(arguments: Arguments) -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as play:
         report = write(bench.page(json.loads(arguments.result.read_text())), Path(folder) / "report.html")
         browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport=SIZE)
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         page.goto(report.as_uri())
         picture = page.screenshot(type="png")
         browser.close()

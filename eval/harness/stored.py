@@ -33,6 +33,8 @@ def _timed(result: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Model and kind of device of the run's latencies, or None."""
     for row in result["summary"]["rows"]:
         if row["breakdown"]:
+            # A server says of its model what it likes.
             model = row["breakdown"]["model"]
-            return model.get("kind"), model.get("parameters"), row["breakdown"]["hardware"].get("device")
+            sizes = [model.get(name) for name in ("kind", "parameters")] if isinstance(model, Mapping) else [model]
+            return (*sizes, row["breakdown"]["hardware"].get("device"))
     return None

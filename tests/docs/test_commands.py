@@ -55,8 +55,8 @@ LOOKED_UP: dict[str, str] = {
 SMALLER: dict[str, str] = {
     "vla-accel build ": "--dry-run",
     "vla-accel doctor": "--device cpu",
-    "vla-accel bench demo ": "--calls 1 --device cpu",
-    "vla-accel parity ": "--count 2 --draws 1 --num-steps 2 --device cpu",
+    "vla-accel bench demo ": "--calls 1 --device cpu --report report.html",
+    "vla-accel parity ": "--count 2 --draws 1 --num-steps 2 --device cpu --report report.html",
     "vla-accel calibrate ": "--limit 2 --device cpu",
     "vla-accel txt2img ": "--steps 2 --height 64 --width 64 --device cpu",
     "vla-accel img2img ": "--steps 2 --height 64 --width 64 --device cpu",

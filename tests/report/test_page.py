@@ -36,7 +36,7 @@ def test_a_page_holds_the_figures_of_its_json(
 ) -> None:
     report = stored(name)
     if "rows" in report:
-        report["rows"] = [row for row in report["rows"] if row["steps"] == 3]
+        report["rows"] = report["rows"][:2]
     text = render(make(report))
     assert set(expected(report)) <= figures_in(text)
     assert all(version in text for version in report["software"].values())

@@ -169,7 +169,7 @@ def _patch(colour: str, name: str) -> Any:
     return Patch(facecolor=colour, label=name, edgecolor="white")
 
 
-def _line(colour: str, name: str, style: str, mark: str = "") -> Any:
+def _line(colour: str, name: str, style: Any, mark: str = "") -> Any:
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color=colour, linestyle=style, marker=mark, label=name)
