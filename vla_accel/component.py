@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,6 +66,12 @@ class Component:
     loop: Callable[[], Loop] | None = None
     # What each engine computes in FP8 at that precision, by the engine's name.
     quantised: Mapping[str, Products] = field(default_factory=dict)
+    # Brings the weights that `module` computes with to the device, and returns them; None where they are there.
+    fetch: Callable[[], Sequence[Tensor]] | None = None
+
+    def weights(self) -> Sequence[Tensor]:
+        """The weights that `module` computes with, on the device from now on."""
+        return list(self.module.parameters()) if self.fetch is None else self.fetch()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,10 @@ class EngineError(VlaAccelError):
     """An engine could not be built or run as asked for."""
 
 
+class DeviceMemoryError(EngineError):
+    """A policy does not fit into its device's memory."""
+
+
 class DependencyError(VlaAccelError):
     """An optional package that the call needs is missing or has a version that does not work."""
 

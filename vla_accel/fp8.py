@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,10 +163,12 @@ def fingerprint(model: nn.Module, products: Iterable[str]) -> str:
     for name, tensor in tensors:
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         stride = max(1, tensor.numel() // SAMPLE) | 1
-        samples.append(tensor.detach().reshape(-1)[::stride].to(torch.bfloat16).view(torch.int16))
+        # A weight that is not there (`models.network.Network.origin`) is looked at where it lies.
+        origin: Any = model.origin if tensor.is_meta else None
+        values = tensor.detach().reshape(-1)[::stride] if origin is None else origin.sample(name, stride)
+        samples.append(values.to(torch.bfloat16).view(torch.int16).cpu())
     if samples:
-        # One copy from the device for all.
-        digest.update(torch.cat(samples).cpu().numpy().tobytes())
+        digest.update(torch.cat(samples).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -107,8 +107,10 @@ def breakdown(
     device: torch.device,
     components: dict[str, dict[str, float]],
     samples: int,
+    memory: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The breakdown JSON, one schema for policies and diffusion."""
+    """The breakdown JSON, one schema for policies and diffusion. `memory`: bytes on the device, where they are known
+    by component."""
     total = components.get("total", {}).get("mean_ms", 0.0)
     return {
         "schema": SCHEMA,
@@ -119,6 +121,7 @@ def breakdown(
         "steps": steps,
         "samples": samples,
         "components": components,
+        **({} if memory is None else {"memory": memory}),
         "hz": 1e3 / total if total else 0.0,
     }
 

@@ -196,7 +196,7 @@ def test_an_interrupted_build_keeps_what_is_whole(
 
 def test_sized_models_for_measuring() -> None:
     family, size = sized("pi05_demo")
-    model: Any = family.random(family.shallow(size(), 1), seed=0, device="cpu", dtype=torch.bfloat16)
+    model: Any = family.random(family.shallow(size(), 1), seed=0, device="cpu", dtype=torch.bfloat16).whole()
     assert (len(model.prefix.layers), len(model.expert.layers), len(model.vision.layers)) == (1, 1, 5)
     assert all(bool(p.isfinite().all()) and float(p.float().abs().max()) > 0 for p in model.parameters())
     assert model.dtype == torch.bfloat16 and model.action_in_proj.weight.dtype == torch.float32

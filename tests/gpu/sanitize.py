@@ -88,14 +88,14 @@ def denoise() -> Cases:
         sizes = (case.batch, case.prefix_tokens)
         with torch.inference_mode():
             exact = ExpertWeights.of(model, "fp32")
-            tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in exact.layers], case.steps)
+            tables = step_tables(model, exact.normed_products(), case.steps)
             wide = {n: v.float() if n != "lengths" else v for n, v in inputs.items()}
             want = gpu.run_loop(_LayerLoop(exact, case.config, tables, *sizes), wide, state, noise, "cpu")
-            weights = ExpertWeights.of(gpu.on_gpu(model), "bf16")
-            tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], case.steps)
+            weights = ExpertWeights.of(gpu.on_gpu(model), "bf16", streamed=True)
+            tables = step_tables(model, weights.normed_products(), case.steps)
             mix_bias = None if weights.mix is None else weights.mix_bias
             gpu_here = Gpu.of(DEVICE)
-            assert gpu_here is not None
+            assert gpu_here is not None and weights.packed is not None
             loop = StreamedLoop(
                 gpu_here, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out, mix_bias, *sizes
             )

@@ -35,10 +35,11 @@ from vla_accel.errors import EngineError
 from vla_accel.families.pi0 import PI0, PI05, Pi0Shape
 from vla_accel.fp8 import E4M3
 from vla_accel.ledger import Ledger
+from vla_accel.models.memory import Counted
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.constants import step_tables
-from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of
+from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of, why_not_streamed
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.native.prefix import PrefixWeights
 from vla_accel.ops.cuda.denoise import StepTables, StreamedLoop, why_not
@@ -465,6 +466,11 @@ def test_ten_thousand_calls_take_no_more_memory(demo: OptimizedPolicy) -> None:
     assert _resident() - resident < 64 * 2**20
 
 
+def prepared_bytes(store: Any) -> int:
+    """Bytes of what a store has prepared."""
+    return Counted("cuda").add(itertools.chain(*store.tensors().values()))
+
+
 def _held() -> int:
     """What torch holds of the GPU for this process, pools of graphs too, once it keeps nothing unused."""
     gc.collect()
@@ -488,7 +494,7 @@ def test_eviction_frees_device_memory() -> None:
     del roomy
     gc.collect()
     # cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it ever ran on: one of them is fair.
-    assert torch.cuda.memory_allocated() - before - store.bytes < 40 * 2**20
+    assert torch.cuda.memory_allocated() - before - prepared_bytes(store) < 40 * 2**20
 
     tight = pipelines_of(model, replace(NATIVE, pipeline_memory_gib=budget), store)
     for shape in shapes:
@@ -678,7 +684,7 @@ def loops_inputs(case: LoopCase) -> tuple[dict[str, Tensor], Tensor | None, Tens
 
 def loop_of(case: LoopCase, weights: ExpertWeights, tables: StepTables) -> StreamedLoop:
     gpu, mix_bias = Gpu.of(torch.device(DEVICE)), None if weights.mix is None else weights.mix_bias
-    assert gpu is not None
+    assert gpu is not None and weights.packed is not None
     return StreamedLoop(
         gpu, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out, mix_bias, case.batch,
         case.prefix_tokens,
@@ -706,15 +712,15 @@ def test_the_streamed_loop_agrees_with_the_triton_loop(name: str) -> None:
     sizes = (case.batch, case.prefix_tokens)
     with torch.inference_mode():
         exact = ExpertWeights.of(model, "fp32")
-        tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in exact.layers], case.steps)
+        tables = step_tables(model, exact.normed_products(), case.steps)
         reference = _LayerLoop(exact, config, tables, *sizes)
         want = run_loop(
             reference, {n: v.float() if n != "lengths" else v for n, v in inputs.items()}, state, noise, "cpu"
         )
         weights = ExpertWeights.of(on_gpu(model), "bf16")
-        tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], case.steps)
+        tables = step_tables(model, weights.normed_products(), case.steps)
         layered = _LayerLoop(weights, config, tables, *sizes)
-        streamed = loop_of(case, weights, tables)
+        streamed = loop_of(case, ExpertWeights.of(model, "bf16", streamed=True), tables)
     triton_actions = run_loop(layered, inputs, state, noise, DEVICE)
     first = run_loop(streamed, inputs, state, noise, DEVICE)
     assert np.isfinite(first).all()
@@ -739,8 +745,8 @@ def test_nan_behind_the_length_changes_no_bit(name: str) -> None:
     beyond = (torch.arange(case.prefix_tokens) >= inputs["lengths"][:, None])[None, :, :, None, None]
     model = on_gpu(random_model(case.config))
     with torch.inference_mode():
-        weights = ExpertWeights.of(model, "bf16")
-        tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], case.steps)
+        weights = ExpertWeights.of(model, "bf16", streamed=True)
+        tables = step_tables(model, weights.normed_products(), case.steps)
         loop = loop_of(case, weights, tables)
 
     def run_with(value: float) -> np.ndarray:
@@ -790,8 +796,8 @@ def test_the_streamed_loop_sees_each_row_s_length() -> None:
     model = on_gpu(random_model(case.config))
     inputs, state, noise = loops_inputs(case)
     with torch.inference_mode():
-        weights = ExpertWeights.of(model, "bf16")
-        tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], case.steps)
+        weights = ExpertWeights.of(model, "bf16", streamed=True)
+        tables = step_tables(model, weights.normed_products(), case.steps)
         loop = loop_of(case, weights, tables)
     first = run_loop(loop, inputs, state, noise, DEVICE)
     length = int(inputs["lengths"][1])
@@ -810,8 +816,9 @@ def test_the_store_counts_weights_once() -> None:
     store = pipelines.plan.store
     assert isinstance(store, Pi0Store)
     run(pipelines, padded(1, 2, 32, 2), feed_of(model, padded(1, 2, 32, 2), 0))
-    before = store.bytes
+    before = prepared_bytes(store)
     assert before > 0
     run(pipelines, padded(2, 1, 32, 2), feed_of(model, padded(2, 1, 32, 2), 0))
-    assert store.bytes == before
-    assert dataclasses.is_dataclass(store.prepared["denoise", "bf16"])
+    assert prepared_bytes(store) == before
+    form = "streamed" if why_not_streamed(model, "bf16", 1) is None else "layers"
+    assert dataclasses.is_dataclass(store.prepared["denoise", "bf16", form])

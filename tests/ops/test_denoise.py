@@ -117,7 +117,10 @@ def test_the_kernels_find_every_weight_once(
         for i in (0, 1000)
     ]  # fmt: skip
     time_mlp = random_bits(width, width, 99) if mix else None
-    packed = Packed.of(layers, time_mlp, head_dim)
+    packed = Packed.of(layers, time_mlp, head_dim, len(layers))
+    for (qkv, _, gate_up, _), (first, second) in zip(layers, packed.normed_products(), strict=True):
+        assert torch.equal(first.view(torch.int16), qkv.view(torch.int16))
+        assert torch.equal(second.view(torch.int16), gate_up.view(torch.int16))
     taken = torch.zeros(packed.data.numel() // 2, dtype=torch.int32)
     if time_mlp is not None:
         check_reads(packed, time_mlp, split_product(0, width, width, tiles), taken)

@@ -15,6 +15,7 @@ from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, cli
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Choice, Shown, choose
+from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.fp8 import Scales, fingerprint
 from vla_accel.measure.recording import save_observations
@@ -115,14 +116,14 @@ def as_if(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_steps_down_and_says_why(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(component: Any, device: Any, spec: EngineSpec) -> Any:
-        if component.name == "denoise":
-            raise EngineError("denoise: no such kernel")
-        return native(component, device, spec)
+    class Broken(NativeEngine):
+        def __init__(self, component: Any, device: Any, spec: EngineSpec) -> None:
+            if component.name == "denoise":
+                raise EngineError("denoise: no such kernel")
+            super().__init__(component, device, spec)
 
-    native = ENGINES["native"]
     as_if(H200, monkeypatch)
-    monkeypatch.setitem(ENGINES, "native", broken)
+    monkeypatch.setitem(ENGINES, "native", Broken)
     policy = OptimizedPolicy.from_pretrained(folder, {"strict": True, "device": "cpu"})
     entries = policy.ledger.entries
     assert {n: e.used for n, e in entries.items()} == {"vision": "native", "kv_cache": "native", "denoise": "eager"}

@@ -87,7 +87,7 @@ def scaling(kind: Kind, name: str) -> tuple[np.ndarray, np.ndarray]:
 def by_hand(policy: OptimizedPolicy, kind: Kind, observation: Mapping[str, Any], noise: np.ndarray,
             previous: np.ndarray, weights: np.ndarray, steps: int, bound: float) -> np.ndarray:  # fmt: skip
     """The guided loop in float64, in the paper's time, written without what is tested."""
-    model = copy.deepcopy(policy.model).double()
+    model = copy.deepcopy(policy.model).whole().double()
     inputs = policy.processor.prepare(observation)
     state = torch.zeros(1, 8, dtype=torch.float64)
     centre, half = scaling(kind, "state")

@@ -19,7 +19,8 @@ from tests.support.tiny import TOKENIZER, statistics, tiny_observation, write_ti
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.component import Component
 from vla_accel.config import load_config
-from vla_accel.engines import ENGINES, Engine
+from vla_accel.engines import ENGINES
+from vla_accel.engines.eager import EagerEngine
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
 from vla_accel.models.pi0 import Kind
 from vla_accel.transforms.tokenizer import tokenize_prompt
@@ -301,7 +302,7 @@ def test_metadata_and_latency_report(folders: dict[Kind, Path], policy: Optimize
     for seed in range(3):
         policy.infer(tiny_observation(seed))
     metadata, report = policy.metadata, policy.latency_report()
-    assert {k: v for k, v in metadata.items() if k not in ("model", "engines")} == {
+    assert {k: v for k, v in metadata.items() if k not in ("model", "engines", "memory")} == {
         "policy": str(folders["pi05"]),
         "action_horizon": 5,
         "action_dim": 8,
@@ -322,6 +323,7 @@ def test_metadata_and_latency_report(folders: dict[Kind, Path], policy: Optimize
         assert row.keys() == {"mean_ms", "p50_ms", "p90_ms", "p99_ms", "share"}
     assert components["total"]["share"] == 1.0
     assert sum(components[p]["share"] for p in PARTS) == pytest.approx(1.0, rel=1e-9)
+    assert report["memory"] == metadata["memory"] == policy.memory()
     assert report["hz"] == pytest.approx(1e3 / components["total"]["mean_ms"])
     assert json.loads(json.dumps(report)) == report
 
@@ -336,10 +338,11 @@ def test_a_policy_that_was_never_asked_has_an_empty_report(policy: OptimizedPoli
 
 @pytest.fixture
 def broken_engine(monkeypatch: pytest.MonkeyPatch) -> str:
-    def refuses(component: Component, device: torch.device, spec: EngineSpec) -> Engine:
-        raise EngineError(f"cannot build {component.name}")
+    class Refuses(EagerEngine):
+        def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
+            raise EngineError(f"cannot build {component.name}")
 
-    monkeypatch.setitem(ENGINES, "broken", refuses)
+    monkeypatch.setitem(ENGINES, "broken", Refuses)
     return "broken"
 
 

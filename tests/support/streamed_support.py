@@ -96,8 +96,9 @@ def recorded_loop(
     monkeypatch.setattr(runtime, "load_module", RecordedModule)
     model = random_model(case.config)
     with torch.inference_mode():
-        weights = ExpertWeights.of(model.to_compute_dtype(torch.bfloat16), "bf16")
-        tables = step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], case.steps)
+        weights = ExpertWeights.of(model.to_compute_dtype(torch.bfloat16), "bf16", streamed=True)
+        assert weights.packed is not None
+        tables = step_tables(model, weights.normed_products(), case.steps)
         loop = StreamedLoop(
             gpu, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out,
             None if weights.mix is None else weights.mix_bias, case.batch, case.prefix_tokens,

@@ -28,7 +28,7 @@ Recipe = Mapping[str, tuple[Piece, ...]]
 """The stored tensors that make up each canonical one."""
 T = TypeVar("T")
 N = TypeVar("N", bound=Network)
-# Values checked at a time: a check of a whole embedding table would need half a gigabyte.
+# Values checked or cast at a time: a whole embedding table would need half a gigabyte.
 _CHECKED = 1 << 22
 _SHOWN_BYTES = 256 << 20
 
@@ -42,6 +42,48 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {name: weights.read(name) for name in weights.shapes}
 
 
+class Stored:
+    """A checkpoint's weights as a network's `Origin`: read tensor by tensor, accounted for already.
+
+    Reading a weight takes the host memory of one stored tensor, which a mapped file gives without a copy, and on the
+    device that of the weight, and of a few megabytes while they are cast there.
+    """
+
+    def __init__(self, weights: Weights, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+        self.weights, self.recipe, self.shapes, self.where = weights, recipe, shapes, where
+        self._advance: Callable[[int], None] = lambda count: None
+
+    def __deepcopy__(self, memo: object) -> Stored:
+        return self  # of a copied network, too
+
+    def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+        value = _joined(self.weights, self.recipe[name], self.shapes[name], device, dtype, self._advance)
+        if not all(bool(torch.isfinite(part).all()) for part in value.flatten().split(_CHECKED)):
+            raise CheckpointError(f"checkpoint {self.where}: non-finite values in {name}")
+        return value
+
+    def sample(self, name: str, stride: int) -> Tensor:
+        found, begin = [], 0
+        for piece in self.recipe[name]:
+            values = self.weights.read(piece.name).reshape(-1)
+            found.append(values[-begin % stride :: stride].clone())
+            begin += len(values)
+        return torch.cat(found)
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[None]:
+        total = sum(self.weights.sizes[p.name] for parts in self.recipe.values() for p in parts)
+        with _progress(total, self.where) as self._advance:
+            yield
+        self._advance = lambda count: None
+
+
+def deferred(network: N, weights: Weights, recipe: Recipe, where: str) -> N:
+    """A network on the meta device, in eval mode, whose weights come from here when they are asked for."""
+    network.origin = Stored(weights, recipe, shapes_of(network), where)
+    return network.requires_grad_(False).eval()
+
+
 def assemble(
     network: N,
     weights: Weights,
@@ -51,27 +93,12 @@ def assemble(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
 ) -> N:
-    """The network with its weights, in eval mode. Shows progress for large ones.
+    """The network with all its weights, in eval mode. Shows progress for large ones.
 
     Args: `network`: on the meta device; `recipe`: accounted for already; `dtype`: of the large products, what the
-    network keeps wide stays so, None keeps what is stored. Host memory needed: the model's bytes, if `device` is the
-    CPU, and one tensor more. Raises CheckpointError for non-finite weights.
+    network keeps wide stays so, None keeps what is stored. Raises CheckpointError for non-finite weights.
     """
-    expected = shapes_of(network)
-    state: dict[str, Tensor] = {}
-    broken: list[str] = []
-    # Largest first: while it is copied, its source is in memory too, and the rest is not there yet.
-    order = sorted(recipe, key=lambda n: -sum(weights.sizes[p.name] for p in recipe[n]))
-    with _progress(sum(weights.sizes[p.name] for parts in recipe.values() for p in parts), where) as advance:
-        for name in order:
-            target = _target(network, name, dtype)
-            state[name] = _joined(weights, recipe[name], expected[name], device, target, advance)
-            if not all(bool(torch.isfinite(part).all()) for part in state[name].flatten().split(_CHECKED)):
-                broken.append(name)
-    if broken:
-        raise CheckpointError(f"checkpoint {where}: non-finite values in {some(sorted(broken))}")
-    network.load_state_dict(state, strict=True, assign=True)
-    return network.requires_grad_(False).eval()
+    return deferred(network, weights, recipe, where).bound_for(torch.device(device), dtype).whole()
 
 
 def shapes_of(network: Network) -> dict[str, tuple[int, ...]]:
@@ -79,21 +106,15 @@ def shapes_of(network: Network) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in network.state_dict().items()}
 
 
-def _target(network: Network, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    if dtype is None or not network.kept_wide(name):
-        return dtype
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _joined(
     weights: Weights,
     parts: tuple[Piece, ...],
     shape: tuple[int, ...],
-    device: str | torch.device,
+    device: torch.device,
     dtype: torch.dtype | None,
     advance: Callable[[int], None],
 ) -> Tensor:
-    """One canonical tensor from its pieces, each read, cast and copied to its place before the next."""
+    """One canonical tensor from its pieces, each read, copied to its place and cast there before the next."""
     result = torch.empty(0)
     row = 0
     for index, part in enumerate(parts):
@@ -104,11 +125,20 @@ def _joined(
             # Pieces of one matrix in different dtypes: the wider holds both exactly.
             result = result.to(torch.promote_types(result.dtype, source.dtype))
         rows = result[row : row + source.shape[0]] if len(parts) > 1 else result
-        rows.copy_(source)
+        _upload(source, rows)
         row += source.shape[0] if source.ndim else 0
         del source  # and with it the pages of its file, before the next is read
         advance(weights.sizes[part.name])
     return result
+
+
+def _upload(source: Tensor, target: Tensor) -> None:
+    """Copy from the host; another dtype is cast on the target's device, a few megabytes at a time."""
+    if source.dtype == target.dtype or target.device.type == "cpu":
+        target.copy_(source)
+        return
+    for values, place in zip(source.reshape(-1).split(_CHECKED), target.view(-1).split(_CHECKED), strict=True):
+        place.copy_(values.to(target.device))
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ no model and no engine.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,10 @@ class Checkpoint:
     folder: Path | None = None
     calibrated: Scales | None = None
 
+    def progress(self) -> AbstractContextManager[None]:
+        """Inside, what is read of the weights is shown on the terminal."""
+        return contextlib.nullcontext() if self.model.origin is None else self.model.origin.progress()
+
     @functools.cached_property
     def scales(self) -> Scales | None:
         """FP8 scales, None where there are none; read when first asked for. Raises CheckpointError for a damaged file
@@ -57,18 +63,21 @@ def load(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    whole: bool = True,
 ) -> Checkpoint:
     """The checkpoint with its weights where and what they are to be.
 
     Args: `path_or_name`: a folder, a bundled checkpoint ("demo") or a name on the hub ("lerobot/…"); `settings`: what
     the checkpoint does not say (`preset`, `checkpoint`, `default_prompt`); `dtype`: of the large products, None keeps
-    what is stored. Raises CheckpointError for anything missing, left over, misshaped or contradictory, ConfigError for
-    settings that cannot be, DependencyError that says what to install.
+    what is stored; `whole`: read all weights now. Otherwise a family that can leaves them in the file until a policy's
+    engines ask for a part, and a policy keeps on its device what its engines read, once.
+    Raises CheckpointError for anything missing, left over, misshaped or contradictory, ConfigError for settings that
+    cannot be, DependencyError that says what to install.
     """
     folder = find(path_or_name)
     family = family_of(folder)
     model, processor = family.load(folder, settings or PolicyConfig(), device=device, dtype=dtype)
-    return Checkpoint(str(path_or_name), family, model, processor, folder)
+    return Checkpoint(str(path_or_name), family, model.whole() if whole else model, processor, folder)
 
 
 def find(path_or_name: str | Path) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints.checkpoint import account, assemble, read_config, shapes_of
+from vla_accel.checkpoints.checkpoint import account, deferred, read_config, shapes_of
 from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, dialect_of, pieces
 from vla_accel.checkpoints.weights import MemoryWeights, Piece, SafetensorsWeights, Weights
 from vla_accel.errors import CheckpointError
@@ -52,8 +52,15 @@ def load_weights(
     dtype: torch.dtype | None = None,
 ) -> Pi0:
     """As `load_checkpoint`, from weights that are read one at a time."""
+    return deferred_weights(weights, config, where, device=device, dtype=dtype).whole()
+
+
+def deferred_weights(
+    weights: Weights, config: Pi0Config, where: str, *, device: str | torch.device, dtype: torch.dtype | None
+) -> Pi0:
+    """As `load_weights`, but that each is read when it is asked for (`models.network.Network.fetch`)."""
     recipe = check_weights(weights, config, where)
-    return assemble(_empty(config), weights, recipe, where, device=device, dtype=dtype)
+    return deferred(_empty(config), weights, recipe, where).bound_for(torch.device(device), dtype)
 
 
 def check_weights(weights: Weights, config: Pi0Config, where: str) -> dict[str, tuple[Piece, ...]]:

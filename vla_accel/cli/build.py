@@ -112,7 +112,7 @@ def _checkpoint(options: Options, config: PolicyConfig, specs: Mapping[str, Engi
         return load(options.checkpoint or "demo", config, device=device, dtype=dtype)
     family, size = sized(options.random)
     sizes = size() if options.depth is None else family.shallow(size(), options.depth)
-    model = family.random(sizes, seed=0, device=str(device), dtype=dtype)
+    model = family.random(sizes, seed=0, device=str(device), dtype=dtype).whole()
     processor = family.stand_in(sizes, family.views)
     scales = calibrate_on_noise(family, model, processor, count=1) if family.needs_scales(specs) else None
     return Checkpoint(f"random {options.random}", family, model, processor, calibrated=scales)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from vla_accel.component import Component, TensorSpec
+from vla_accel.component import Component, Loop, TensorSpec
 from vla_accel.components.padding import MOST_VIEWS, longest_prompt, real_tokens
 from vla_accel.components.step import denoise_loop
 from vla_accel.models.pi0 import Pi0, euler_times
@@ -28,17 +28,28 @@ class Denoise(nn.Module):
         self, model: Pi0, num_steps: int, takes_state: bool, padded: bool, max_weight: float | None = None
     ) -> None:
         super().__init__()
-        self.embeddings: Tensor
-        self.modulations: Tensor | None
+        self.embeddings: Any
+        self.modulations: Any
         self.model = model
         self.takes_state, self.padded = takes_state, padded
-        device = next(model.parameters()).device
         self.times: list[float] = euler_times(num_steps).tolist()
         self.gains = step_gains(self.times, max_weight)
-        with torch.inference_mode():
-            embeddings, modulations = model.conditioning(euler_times(num_steps).to(device))
-        self.register_buffer("embeddings", embeddings, persistent=False)
-        self.register_buffer("modulations", modulations, persistent=False)
+        self.register_buffer("embeddings", None, persistent=False)
+        self.register_buffer("modulations", None, persistent=False)
+        if model.origin is None:
+            self.fetch()
+
+    def fetch(self) -> list[Tensor]:
+        """Compute what depends on the steps alone, and bring the weights that `forward` reads."""
+        if self.embeddings is None:
+            times = euler_times(len(self.times)).to(self.model.device)
+            with torch.inference_mode():
+                self.embeddings, self.modulations = self.model.conditioning(times)
+        small = ("action_in_proj", "action_out_proj", "state_proj", "action_time_mlp_in", "action_time_mlp_out")
+        parts = [name for name in small if hasattr(self.model, name)]
+        # The adaptive norms' dense layers and the time's MLP are in the modulations.
+        parts += [name for name in self.model.names("expert") if ".dense." not in name]
+        return self.model.fetched(*parts)
 
     def forward(
         self, noise: Tensor, keys: Tensor, values: Tensor, target: Tensor, weights: Tensor, *rest: Tensor
@@ -81,5 +92,11 @@ def denoise_component(
         native = partial(store.denoise, batch, prefix_tokens, num_steps, max_weight=max_weight)
     module = Denoise(model, num_steps, takes_state, padded, max_weight)
     outputs = (TensorSpec("actions", actions, torch.float32),)
-    loop = denoise_loop(model, tuple(inputs), module.embeddings, module.modulations, module.times, module.gains)
-    return Component("denoise", module, tuple(inputs), outputs, native, loop=loop, quantised=QUANTISED["denoise"])
+
+    def loop() -> Loop:
+        return denoise_loop(model, tuple(inputs), module.embeddings, module.modulations, module.times, module.gains)
+
+    return Component(
+        "denoise", module, tuple(inputs), outputs, native, loop=loop, quantised=QUANTISED["denoise"],
+        fetch=module.fetch,
+    )  # fmt: skip

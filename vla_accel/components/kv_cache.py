@@ -34,6 +34,12 @@ class KvCache(nn.Module):
         return self.model.prefix_cache(image_tokens, tokens, None if lengths is None else real_tokens(lengths, total))
 
 
+def prefix_weights(model: Pi0) -> list[str]:
+    """The prefix's parts that compute something: the last layer stops after its keys and values."""
+    *whole, last = (f"prefix.layers.{index}" for index in range(model.config.prefix.depth))
+    return [*whole, f"{last}.input_layernorm", f"{last}.qkv_proj"]
+
+
 def kv_cache_component(
     model: Pi0,
     batch: int,
@@ -68,4 +74,5 @@ def kv_cache_component(
         native,
         variants(model, "kv_cache", scales),
         quantised=QUANTISED["kv_cache"],
+        fetch=partial(model.fetched, "embed", *prefix_weights(model)),
     )

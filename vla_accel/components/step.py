@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,33 +41,29 @@ def denoise_loop(
     modulations: Tensor | None,
     times: Sequence[float],
     gains: Sequence[float],
-) -> Callable[[], Loop]:
+) -> Loop:
     """The loop of a denoise component with these inputs, these rows of `Pi0.conditioning` and, by step, the time and
     the guidance's gain."""
-
-    def make() -> Loop:
-        rows = embeddings if modulations is None else modulations
-        steps = len(rows)
-        specs = {s.name: s for s in inputs}
-        start = specs["noise"]
-        body_inputs = (
-            TensorSpec("noisy", start.shape, start.dtype),
-            specs["keys"],
-            specs["values"],
-            specs["target"],
-            specs["weights"],
-            *(TensorSpec(name, (1,), torch.float32) for name in ("dt", "time", "gain")),
-            TensorSpec("condition", tuple(rows.shape[1:]), rows.dtype),
-            *(specs[name] for name in ("state", "lengths") if name in specs),
-        )
-        body = Component(
-            "denoise_step",
-            DenoiseStep(model, "lengths" in specs),
-            body_inputs,
-            (TensorSpec("next", start.shape, start.dtype),),
-        )
-        scalars = {"dt": [-1.0 / steps] * steps, "time": times, "gain": gains}
-        tables = {n: torch.tensor(v, dtype=torch.float32, device=rows.device)[:, None] for n, v in scalars.items()}
-        return Loop(body, steps, ("noisy", "next"), "noise", "actions", {**tables, "condition": rows.contiguous()})
-
-    return make
+    rows = embeddings if modulations is None else modulations
+    steps = len(rows)
+    specs = {s.name: s for s in inputs}
+    start = specs["noise"]
+    body_inputs = (
+        TensorSpec("noisy", start.shape, start.dtype),
+        specs["keys"],
+        specs["values"],
+        specs["target"],
+        specs["weights"],
+        *(TensorSpec(name, (1,), torch.float32) for name in ("dt", "time", "gain")),
+        TensorSpec("condition", tuple(rows.shape[1:]), rows.dtype),
+        *(specs[name] for name in ("state", "lengths") if name in specs),
+    )
+    body = Component(
+        "denoise_step",
+        DenoiseStep(model, "lengths" in specs),
+        body_inputs,
+        (TensorSpec("next", start.shape, start.dtype),),
+    )
+    scalars = {"dt": [-1.0 / steps] * steps, "time": times, "gain": gains}
+    tables = {n: torch.tensor(v, dtype=torch.float32, device=rows.device)[:, None] for n, v in scalars.items()}
+    return Loop(body, steps, ("noisy", "next"), "noise", "actions", {**tables, "condition": rows.contiguous()})

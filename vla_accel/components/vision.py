@@ -44,4 +44,5 @@ def vision_component(model: Pi0, batch: int, views: int, store: Pi0Store | None 
         native=None if store is None else partial(store.vision, batch, views),
         variants=variants(model, "vision"),
         quantised=QUANTISED["vision"],
+        fetch=partial(model.fetched, "vision", "projector"),
     )

@@ -27,6 +27,8 @@ ENGINES: dict[str, type[Engine]] = {
 def build(component: Component, spec: EngineSpec, *, device: torch.device, ledger: Ledger, why: str = "") -> Engine:
     """The engine asked for, or the next one that `spec.fallback` allows, with an entry in the ledger.
 
+    Running out of memory is no reason to fall back: another engine would need as much.
+
     `why`: "auto" was asked for, and chose `spec` for this reason (`engines.auto`): stepping down is then no fallback.
     Raises ConfigError for an unknown engine, EngineError if none could be built (or, with a strict ledger, if the
     first could not).
@@ -38,7 +40,7 @@ def build(component: Component, spec: EngineSpec, *, device: torch.device, ledge
             raise ConfigError(f"{component.name}: expected an engine of {', '.join(ENGINES)}, got {name!r}")
         try:
             engine = ENGINES[name](component, device, spec)
-        except (EngineError, DependencyError, ImportError, torch.OutOfMemoryError) as error:
+        except (EngineError, DependencyError, ImportError) as error:
             reasons.append(f"{name}: {error}")
             continue
         detail = engine.detail

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ class Engine(ABC):
     """What exactly runs inside, for the ledger."""
     capturable: bool = False
     """Whether `run` may be recorded into a CUDA graph."""
+    needs: ClassVar[Literal["all", "parts", "nothing"]] = "all"
+    """The model's own weights that must stay on the device for it: all, those of `Component.weights`, or none."""
     ahead_of_time: ClassVar[bool] = False
     """Whether it is built once and kept in the cache of engines, so that `vla-accel build` can build it beforehand."""
 
@@ -36,6 +39,7 @@ class Engine(ABC):
         self.component, self.device, self.spec = component, device, spec
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
+        self.weights: Sequence[Tensor] = () if self.needs == "nothing" else component.weights()
 
     def write(self, name: str, value: Tensor) -> None:
         """Copy `value` into an input: the only door for data. Raises EngineError unless shape and dtype fit."""

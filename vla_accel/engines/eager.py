@@ -14,6 +14,7 @@ class EagerEngine(Engine):
     """Runs the module under inference mode and copies its results into the output buffers."""
 
     name = "eager"
+    needs = "parts"
 
     def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
         super().__init__(component, device, spec)

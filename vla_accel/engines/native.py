@@ -38,6 +38,7 @@ class NativeEngine(Engine):
     """
 
     name = "native"
+    needs = "nothing"
 
     @classmethod
     def why_not(cls, device: torch.device) -> str | None:

@@ -25,7 +25,7 @@ from vla_accel.families.pi0_folders import load_folder
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Family, Rows, Shape, Work
 from vla_accel.models.pi0 import Kind, Pi0, Pi0Config, pi0, pi05, pi05_demo
-from vla_accel.models.random_weights import random_model
+from vla_accel.models.random_weights import drawn_model
 from vla_accel.models.rtc import chunk_weights
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.quantize import calibrate
@@ -63,7 +63,7 @@ class Pi0Family(Family):
         return Pi0(config)
 
     def random(self, config: Pi0Config, *, seed: int, device: str, dtype: torch.dtype) -> Pi0:
-        return random_model(config, seed=seed, device=device, dtype=dtype)
+        return drawn_model(config, seed=seed, device=device, dtype=dtype)
 
     def action_shape(self, config: Pi0Config) -> tuple[int, int]:
         return config.action_horizon, config.action_dim
@@ -194,7 +194,8 @@ class Pi0Family(Family):
         return needs_scales(specs)
 
     def calibrate(self, model: Pi0, inputs: Sequence[Inputs], source: str) -> Scales:  # type: ignore[override]
-        return calibrate(model, calibration(model), [(i.images, i.tokens) for i in inputs], source)
+        with model.present():
+            return calibrate(model, calibration(model), [(i.images, i.tokens) for i in inputs], source)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch
 from vla_accel.checkpoints.checkpoint import is_own, read_config
 from vla_accel.checkpoints.dialects import Stated, dialect_of, infer_config
 from vla_accel.checkpoints.lerobot import is_lerobot, read_folder
-from vla_accel.checkpoints.pi0 import load_weights
+from vla_accel.checkpoints.pi0 import deferred_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
@@ -42,7 +42,8 @@ class _Described:
 def load_folder(
     folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
 ) -> tuple[Pi0, Processor]:
-    """The model and the robot's transforms; see `vla_accel.checkpoints.loading.load`."""
+    """The model, none of whose weights is read yet, and the robot's transforms; see
+    `vla_accel.checkpoints.loading.load`."""
     if is_lerobot(folder):
         weights = SafetensorsWeights(folder)
         described = _lerobot(folder, weights, settings)
@@ -72,7 +73,7 @@ def load_folder(
         preset=described.preset,
         prompt_state_dim=described.prompt_state_dim,
     )
-    model = load_weights(weights, config, str(folder), device=device, dtype=dtype)
+    model = deferred_weights(weights, config, str(folder), device=device, dtype=dtype)
     return model, processor
 
 

@@ -52,14 +52,14 @@ def random_policy(
     dtype = resolve_dtype(settings, where)
     name, exact = f"random {family.name}", None
     if model is None:
-        model = family.random(config, seed=seed, device=str(where), dtype=torch.float32 if with_reference else dtype)
+        model = family.random(config, seed=seed, device=str(where), dtype=dtype)
     if with_reference:
         from vla_accel.measure.parity import reference_of
 
         twin = family.random(config, seed=seed, device=str(where), dtype=torch.float32)
         exact = reference_of(settings, Checkpoint(name, family, twin, processor))
     if scales is None and family.needs_scales(settings.specs(family.parts)):
-        scales = calibrate_on_noise(family, model.to_compute_dtype(dtype), processor, seed=seed)
+        scales = calibrate_on_noise(family, model.placed(None, dtype), processor, seed=seed)
     return OptimizedPolicy(Checkpoint(name, family, model, processor, calibrated=scales), settings), exact
 
 

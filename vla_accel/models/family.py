@@ -62,9 +62,11 @@ class Transforms(Protocol):
 
 
 class Store(Protocol):
-    """A model's weights as the native engine reads them, prepared once for all shapes. `bytes`: of device memory."""
+    """A model's weights as the native engine reads them, prepared once for all shapes."""
 
-    bytes: int
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """What was prepared so far, by component."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class Family(ABC):
 
     @abstractmethod
     def random(self, config: Any, *, seed: int, device: str, dtype: torch.dtype) -> Network:
-        """A network whose weights are drawn so that activations stay of order one, in eval mode."""
+        """A network whose weights are drawn so that activations stay of order one, in eval mode; now or, with an
+        `origin`, when they are asked for."""
 
     @abstractmethod
     def action_shape(self, config: Any) -> tuple[int, int]:
@@ -224,7 +227,11 @@ class Family(ABC):
     def load(
         self, folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
     ) -> tuple[Network, Transforms]:
-        """The network with a folder's weights, and the transforms around it. Raises CheckpointError, ConfigError."""
+        """The network with a folder's weights, and the transforms around it. Raises CheckpointError, ConfigError.
+
+        A network may come with an `origin` instead of weights, if the family's components fetch what they compute with
+        (`Component.fetch`) and its native programs prepare from parts that are `present`.
+        """
 
 
 def family_named(name: str) -> Family:

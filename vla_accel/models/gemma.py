@@ -7,7 +7,6 @@ stock language model, as in openpi: no √width normaliser inside, no output hea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,18 +146,10 @@ class GemmaExpert(nn.Module):
             AdaRmsNorm(config.width, config.width, config.eps) if adaptive else RmsNorm(config.width, config.eps)
         )
 
-    def modulations(self, cond: Tensor) -> Tensor | None:
-        """Every adaptive norm's `dense(cond)`: cond (..., width) to (..., 2 * depth + 1, 3 * width).
-
-        Order: layer 0 input, layer 0 post-attention, layer 1 input, …, final. None for a plain expert.
-        """
-        if not self.adaptive:
-            return None
-        norms: list[Any] = [
-            getattr(layer, n) for layer in self.layers for n in ("input_layernorm", "post_attention_layernorm")
-        ]
-        norms.append(self.norm)
-        return torch.stack([norm.dense(cond) for norm in norms], dim=-2)
+    def norm_names(self) -> list[str]:
+        """Layer 0 input, layer 0 post-attention, layer 1 input, …, final: the order of `forward`'s modulations."""
+        parts = ("input_layernorm", "post_attention_layernorm")
+        return [*(f"layers.{i}.{part}" for i in range(len(self.layers)) for part in parts), "norm"]
 
     def forward(
         self,

@@ -181,13 +181,19 @@ class Pi0(Network):
 
     def conditioning(self, times: Tensor) -> tuple[Tensor, Tensor | None]:
         """All that depends on time only. times (n,) gives the time embedding (n, width) (π0 uses it in its action
-        tokens) and, for π0.5, every norm's modulation (n, 2 * depth + 1, 3 * width), else None."""
+        tokens) and, for π0.5, every adaptive norm's `dense` of the time (n, 2 * depth + 1, 3 * width), else None."""
         weight = (self.time_mlp_in if self.config.kind == "pi05" else self.action_time_mlp_in).weight
         embedding = sinusoidal_embedding(times, self.config.expert.width).to(weight.dtype)
         if self.config.kind == "pi0":
             return embedding, None
-        cond = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(embedding))))
-        return embedding, self.expert.modulations(cond)
+        with self.present("time_mlp_in", "time_mlp_out"):
+            cond = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(embedding))))
+        modulations = []
+        for name in self.expert.norm_names():
+            dense = f"{name}.dense"
+            with self.present(f"expert.{dense}"):
+                modulations.append(self.expert.get_submodule(dense)(cond))
+        return embedding, torch.stack(modulations, dim=-2)
 
     def embed_suffix(self, noisy: Tensor, time_embedding: Tensor, state: Tensor | None) -> Tensor:
         """Suffix tokens (B, T, expert width) from noisy actions (B, H, action_dim).

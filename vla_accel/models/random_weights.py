@@ -5,9 +5,13 @@ Weights are drawn so that activations stay of order one through every layer: a r
 
 from __future__ import annotations
 
+import contextlib
 import math
+import zlib
+from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from vla_accel.models.pi0 import Pi0, Pi0Config
 
@@ -15,37 +19,63 @@ from vla_accel.models.pi0 import Pi0, Pi0Config
 _BRANCH_ENDS = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")
 
 
-@torch.no_grad()
-def random_model(config: Pi0Config, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Pi0:
-    """A model of `config` with seeded random weights, on `device`, large products in `dtype`, in eval mode.
+class Drawn:
+    """Random weights as a network's `Origin`: each is drawn from a generator of its own, the same again each time.
 
     Drawn on the device: the same seed gives the same weights on one kind of device, not across kinds.
     """
+
+    def __init__(self, network: Pi0, seed: int, device: torch.device) -> None:
+        self.config, self.seed, self.device = network.config, seed, device
+        self.shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
+
+    @torch.no_grad()
+    def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+        value = torch.empty(self.shapes[name], device=self.device)
+        generator = torch.Generator(self.device).manual_seed(self.seed + (zlib.crc32(name.encode()) << 8))
+        mean, deviation = self._normal(name)
+        value.normal_(mean, deviation, generator=generator)
+        # A norm's gate multiplies a branch: around one, as trained models have it, not around zero.
+        if name.startswith("expert.") and name.endswith("norm.dense.bias"):
+            value[2 * self.config.expert.width :] += 1.0
+        return value.to(device, dtype or value.dtype)
+
+    def sample(self, name: str, stride: int) -> Tensor:
+        return self.read(name, None, self.device).reshape(-1)[::stride]
+
+    def progress(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _normal(self, name: str) -> tuple[float, float]:
+        """Mean and standard deviation of a parameter's values."""
+        shape = self.shapes[name]
+        if name.endswith("bias"):
+            return 0.0, 0.02
+        if name == "vision.position_embedding":
+            return 0.0, 0.5
+        if name == "embed.weight":
+            # Scaled by √width on the way in, to the size of the image tokens.
+            return 0.0, 1.0 / math.sqrt(self.config.prefix.width)
+        if "norm" in name and name.endswith("dense.weight"):
+            return 0.0, 0.2 / math.sqrt(shape[1])
+        if "norm" in name:
+            return (1.0 if name.startswith("vision.") else 0.0), 0.1
+        gain = 1.0 / math.sqrt(2 * _depth(self.config, name)) if name.endswith(_BRANCH_ENDS) else 1.0
+        return 0.0, gain / math.sqrt(shape[1:].numel())
+
+
+def drawn_model(config: Pi0Config, *, seed: int, device: str, dtype: torch.dtype) -> Pi0:
+    """A model of `config` whose weights are drawn when they are asked for, on `device`, large products in `dtype`, in
+    eval mode."""
     with torch.device("meta"):
         model = Pi0(config)
-    model = model.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.normal_(0.0, 0.02, generator=generator)
-        elif name == "vision.position_embedding":
-            parameter.normal_(0.0, 0.5, generator=generator)
-        elif name == "embed.weight":
-            # Scaled by √width on the way in, to the size of the image tokens.
-            parameter.normal_(0.0, 1.0 / math.sqrt(config.prefix.width), generator=generator)
-        elif "norm" in name and name.endswith("dense.weight"):
-            parameter.normal_(0.0, 0.2 / math.sqrt(parameter.shape[1]), generator=generator)
-        elif "norm" in name:
-            parameter.normal_(1.0 if name.startswith("vision.") else 0.0, 0.1, generator=generator)
-        else:
-            fan_in = parameter[0].numel()
-            gain = 1.0 / math.sqrt(2 * _depth(config, name)) if name.endswith(_BRANCH_ENDS) else 1.0
-            parameter.normal_(0.0, gain / math.sqrt(fan_in), generator=generator)
-    # A norm's gate multiplies a branch: around one, as trained models have it, not around zero.
-    for name, parameter in model.named_parameters():
-        if name.startswith("expert.") and name.endswith("norm.dense.bias"):
-            parameter[2 * config.expert.width :] += 1.0
-    return model.to_compute_dtype(dtype).requires_grad_(False).eval()
+    model.origin = Drawn(model, seed, torch.device(device))
+    return model.requires_grad_(False).eval().placed(torch.device(device), dtype)
+
+
+def random_model(config: Pi0Config, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Pi0:
+    """As `drawn_model`, with all weights drawn."""
+    return drawn_model(config, seed=seed, device=device, dtype=dtype).whole()
 
 
 def _depth(config: Pi0Config, name: str) -> int:

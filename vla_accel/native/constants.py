@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -15,37 +15,37 @@ from vla_accel.ops.linear import Linear
 
 @torch.inference_mode()
 def step_tables(
-    model: Pi0, products: Sequence[tuple[Linear, Linear]], num_steps: int, max_weight: float | None = None
+    model: Pi0, products: Iterable[tuple[Linear, Linear]], num_steps: int, max_weight: float | None = None
 ) -> StepTables:
     """The tables of a model for `num_steps`; `products`: each layer's q/k/v and gate/up as the programs use them;
     `max_weight`: of the guidance, as in `RtcConfig`."""
-    device = model.action_in_proj.weight.device
     euler = euler_times(num_steps)
     times = tuple(euler.tolist())
     gains = step_gains(times, max_weight)
-    embeddings, modulations = model.conditioning(euler.to(device))
-    action_in, bias_in = model.action_in_proj.weight.double(), model.action_in_proj.bias.double()
+    embeddings, modulations = model.conditioning(euler.to(model.device))
+    with model.present("action_in_proj"):
+        action_in, bias_in = model.action_in_proj.weight.double(), model.action_in_proj.bias.double()
     if modulations is None:
         # Two linear maps in a row are one: actions → width → hidden layer. The time's half is a constant of the step.
         width = model.config.expert.width
-        mlp, bias = model.action_time_mlp_in.weight.double(), model.action_time_mlp_in.bias.double()
+        with model.present("action_time_mlp_in", "expert.norm"):
+            mlp, bias = model.action_time_mlp_in.weight.double(), model.action_time_mlp_in.bias.double()
+            final = model.expert.norm.weight.float().contiguous()  # type: ignore[union-attr]
         from_actions, from_time = mlp[:, :width], mlp[:, width:]
         rows = (from_actions @ bias_in + bias + embeddings.double() @ from_time.T).float().contiguous()
         w_in = (from_actions @ action_in).T.float().contiguous()
-        final = model.expert.norm.weight.float().contiguous()  # type: ignore[union-attr]
         return StepTables(None, None, None, None, None, None, final, None, rows, w_in, times, gains)
     scale, shift, gate = modulations.float().chunk(3, dim=-1)  # each (steps, 2 L + 1, W)
 
-    def shift_products(which: int) -> Tensor:
-        rows = []
-        for layer, pair in enumerate(products):
-            weight = pair[which].weight.float() * pair[which].weight_scale_value
-            rows.append(shift[:, 2 * layer + which] @ weight.T)
-        return torch.stack(rows, 1).contiguous()
-
+    shifted: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for layer, pair in enumerate(products):
+        for which, product in enumerate(pair):
+            weight = product.weight.float() * product.weight_scale_value
+            shifted[which].append(shift[:, 2 * layer + which] @ weight.T)
+    of_input, of_post = (torch.stack(rows, 1).contiguous() for rows in shifted)
     return StepTables(
-        scale[:, 0:-1:2].contiguous(), shift_products(0), gate[:, 0:-1:2].contiguous(),
-        scale[:, 1:-1:2].contiguous(), shift_products(1), gate[:, 1:-1:2].contiguous(),
+        scale[:, 0:-1:2].contiguous(), of_input, gate[:, 0:-1:2].contiguous(),
+        scale[:, 1:-1:2].contiguous(), of_post, gate[:, 1:-1:2].contiguous(),
         scale[:, -1].contiguous(), shift[:, -1].contiguous(), bias_in.float().contiguous(),
         action_in.T.float().contiguous(), times, gains,
     )  # fmt: skip

@@ -8,17 +8,16 @@ values are read where the prefix wrote them.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vla_accel.models.gemma import GemmaLayer, RmsNorm
+from vla_accel.models.gemma import GemmaLayer
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.native.constants import step_tables
-from vla_accel.native.fold import fold_norm
+from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import compute_dtype
 from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
@@ -41,9 +40,12 @@ class ExpertLayer:
 @dataclass(frozen=True)
 class ExpertWeights:
     """The expert's weights. `state` (W, A) and `mix` (W, W): π0's state projection and the second layer of its time
-    MLP, else None. `w_out` (A, W) float32. `fp8`: the layers' weights are of one byte."""
+    MLP, else None. `w_out` (A, W) float32. `fp8`: the layers' weights are of one byte.
+
+    The layers' weights are there once: as `layers`, or, for the streamed kernels, as `packed`."""
 
     layers: tuple[ExpertLayer, ...]
+    packed: Packed | None
     w_out: Tensor
     b_out: Tensor
     state: Linear | None
@@ -52,11 +54,12 @@ class ExpertWeights:
     fp8: bool
     head_dim: int
 
-    @functools.cached_property
-    def packed(self) -> Packed:
-        """The weights as the streamed kernels read them; made on first use, shared by all shapes."""
-        layers = [(w.qkv.weight, w.o.weight, w.gate_up.weight, w.down.weight) for w in self.layers]
-        return Packed.of(layers, None if self.mix is None else self.mix.weight, self.head_dim)
+    def normed_products(self) -> Iterator[tuple[Linear, Linear]]:
+        """Each layer's q/k/v and gate/up, the products that follow a norm. Of packed weights they are copies."""
+        if self.packed is None:
+            yield from ((layer.qkv, layer.gate_up) for layer in self.layers)
+        else:
+            yield from ((Linear(qkv), Linear(gate_up)) for qkv, gate_up in self.packed.normed_products())
 
     @property
     def mix_bias(self) -> Tensor:
@@ -65,37 +68,48 @@ class ExpertWeights:
         return self.mix.bias.float().contiguous()
 
     @classmethod
-    def of(cls, model: Pi0, precision: str) -> ExpertWeights:
-        """Prepare from a model; `precision` fp32, bf16 or fp8: weights of one byte, widened in registers."""
+    def of(cls, model: Pi0, precision: str, *, streamed: bool = False) -> ExpertWeights:
+        """Prepare from a model; `precision` fp32, bf16 or fp8: weights of one byte, widened in registers. `streamed`:
+        for the streamed kernels."""
         dtype, adaptive = compute_dtype(precision), model.config.kind == "pi05"
         # Weight-only: the activations are never quantised, so no calibration is needed and the input scale is unused.
         amax = 448.0 if precision == "fp8" else None
-        layers = []
-        for layer in model.expert.layers:
+        names = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+        # Adaptive norms have a dense layer of the time instead of weights to fold (`native.constants`).
+        names += [] if adaptive else ["input_layernorm", "post_attention_layernorm"]
+
+        def made(index: int) -> ExpertLayer:
+            layer = model.expert.layers[index]
             assert isinstance(layer, GemmaLayer)
-            first, second = layer.input_layernorm, layer.post_attention_layernorm
-            qkv = (layer.qkv_proj.weight, None) if adaptive else fold_norm(layer.qkv_proj, _plain(first))
-            gate_up = (layer.gate_up_proj.weight, None) if adaptive else fold_norm(layer.gate_up_proj, _plain(second))
-            layers.append(
-                ExpertLayer(
+            with model.present(*(f"expert.layers.{index}.{name}" for name in names)):
+                first, second = layer.input_layernorm, layer.post_attention_layernorm
+                qkv = (layer.qkv_proj.weight, None) if adaptive else fold_norm(layer.qkv_proj, plain(first))
+                gate_up = (
+                    (layer.gate_up_proj.weight, None) if adaptive else fold_norm(layer.gate_up_proj, plain(second))
+                )
+                return ExpertLayer(
                     make_linear(*qkv, dtype, amax),
                     make_linear(layer.o_proj.weight, None, dtype, amax),
                     make_linear(*gate_up, dtype, amax),
                     make_linear(layer.down_proj.weight, None, dtype, amax),
                 )
-            )
+
         state = mix = None
         if not adaptive:
-            state = Linear(model.state_proj.weight.float(), model.state_proj.bias.float())
-            mix = make_linear(model.action_time_mlp_out.weight, model.action_time_mlp_out.bias, dtype)
-        w_out, b_out = model.action_out_proj.weight.float(), model.action_out_proj.bias.float()
-        head_dim = model.config.expert.head_dim
-        return cls(tuple(layers), w_out.contiguous(), b_out, state, mix, dtype, amax is not None, head_dim)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the layers' weights: what one step must read."""
-        return sum(p.bytes for layer in self.layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down))
+            with model.present("state_proj", "action_time_mlp_out"):
+                state = Linear(model.state_proj.weight.float(), model.state_proj.bias.float())
+                mix = make_linear(model.action_time_mlp_out.weight, model.action_time_mlp_out.bias, dtype)
+        with model.present("action_out_proj"):
+            w_out, b_out = model.action_out_proj.weight.float().contiguous(), model.action_out_proj.bias.float()
+        depth, head_dim = model.config.expert.depth, model.config.expert.head_dim
+        every = (made(index) for index in range(depth))
+        packed, layers = None, ()
+        if streamed:
+            weights = ((w.qkv.weight, w.o.weight, w.gate_up.weight, w.down.weight) for w in every)
+            packed = Packed.of(weights, None if mix is None else mix.weight, head_dim, depth)
+        else:
+            layers = tuple(every)
+        return cls(layers, packed, w_out, b_out, state, mix, dtype, amax is not None, head_dim)
 
 
 def sizes_of(config: Pi0Config) -> Sizes:
@@ -107,15 +121,17 @@ def sizes_of(config: Pi0Config) -> Sizes:
     )  # fmt: skip
 
 
-def why_not_streamed(weights: ExpertWeights, config: Pi0Config, batch: int) -> str | None:
-    """Why the streamed kernels cannot run these weights where they lie; None where they can."""
-    gpu = Gpu.of(weights.w_out.device)
-    return why_not(gpu, sizes_of(config), batch, weights.dtype, weights.fp8)
+def why_not_streamed(model: Pi0, precision: str, batch: int) -> str | None:
+    """Why the streamed kernels cannot run a model where its weights are; None where they can."""
+    gpu = Gpu.of(model.device)
+    return why_not(gpu, sizes_of(model.config), batch, compute_dtype(precision), precision == "fp8")
 
 
-def _plain(norm: object) -> RmsNorm:
-    assert isinstance(norm, RmsNorm)
-    return norm
+def steps_of(
+    model: Pi0, weights: ExpertWeights, num_steps: int, max_weight: float | None = None
+) -> StepTables:  # fmt: skip
+    """What the steps add to these weights; the same for all shapes."""
+    return step_tables(model, weights.normed_products(), num_steps, max_weight)
 
 
 class NativeDenoise:
@@ -124,20 +140,18 @@ class NativeDenoise:
     float32; output `actions` (B, H, A) float32."""
 
     def __init__(
-        self, weights: ExpertWeights, model: Pi0, batch: int, prefix_tokens: int, num_steps: int,
-        max_weight: float | None = None,
+        self, weights: ExpertWeights, config: Pi0Config, tables: StepTables, batch: int, prefix_tokens: int,
+        why_not_streamed: str | None = None,
     ) -> None:  # fmt: skip
-        self.weights, self.config = weights, model.config
-        config, expert = model.config, model.config.expert
+        """`why_not_streamed`: of weights that are not packed, for the ledger."""
+        self.weights, self.config, self.tables = weights, config, tables
         device = weights.w_out.device
-        products = [(layer.qkv, layer.gate_up) for layer in weights.layers]
-        self.tables = step_tables(model, products, num_steps, max_weight)
         self.state_token = None
         if weights.state is not None:
-            self.state_token = torch.zeros(batch, expert.width, device=device)
-        gpu, reason = Gpu.of(device), why_not_streamed(weights, config, batch)
+            self.state_token = torch.zeros(batch, config.expert.width, device=device)
+        gpu = Gpu.of(device)
         kind = "FP8 weights" if weights.fp8 else str(weights.dtype)
-        if gpu is not None and reason is None:
+        if gpu is not None and weights.packed is not None:
             mix_bias = None if weights.mix is None else weights.mix_bias
             loop = StreamedLoop(
                 gpu, sizes_of(config), weights.packed, self.tables, weights.w_out, weights.b_out, mix_bias, batch,
@@ -149,7 +163,9 @@ class NativeDenoise:
                 self.detail += f" (q/k/v and attention apart: {loop.schedule.apart})"
         else:
             self.loop = _LayerLoop(weights, config, self.tables, batch, prefix_tokens)
-            self.detail = f"fused ops, {kind}" + (f" (no streamed kernels: {reason})" if device.type == "cuda" else "")
+            self.detail = f"fused ops, {kind}"
+            if device.type == "cuda":
+                self.detail += f" (no streamed kernels: {why_not_streamed})"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         state, actions = self.weights.state, outputs["actions"]

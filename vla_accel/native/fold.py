@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from vla_accel.models.gemma import RmsNorm
+
+_ROWS = 2048
 
 
 def fold_norm(linear: nn.Linear, norm: nn.LayerNorm | RmsNorm) -> tuple[Tensor, Tensor | None]:
@@ -12,10 +15,24 @@ def fold_norm(linear: nn.Linear, norm: nn.LayerNorm | RmsNorm) -> tuple[Tensor, 
 
     LayerNorm: W diag(γ), b + W β. Gemma's RMSNorm: W diag(1 + w). Formed in float64, returned in float32.
     """
-    weight = linear.weight.double()
     bias = None if linear.bias is None else linear.bias.double()
+    scale = norm.weight.double()
     if isinstance(norm, RmsNorm):
-        return (weight * (1.0 + norm.weight.double())).float(), None if bias is None else bias.float()
-    shift = weight @ norm.bias.double()
+        return _scaled(linear.weight, 1.0 + scale), None if bias is None else bias.float()
+    shift = linear.weight.double() @ norm.bias.double()
     bias = shift if bias is None else bias + shift
-    return (weight * norm.weight.double()).float(), bias.float()
+    return _scaled(linear.weight, scale), bias.float()
+
+
+def plain(norm: nn.Module) -> RmsNorm:
+    """A norm of the prefix's or of π0's expert, whose weights can be folded; π0.5's adaptive ones cannot."""
+    assert isinstance(norm, RmsNorm)
+    return norm
+
+
+def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
+    """W diag(scale), a part of the rows at a time: all of a large product in float64 would be four times its bytes."""
+    folded = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    for rows, place in zip(weight.split(_ROWS), folded.split(_ROWS), strict=True):
+        place.copy_(rows.double() * scale)
+    return folded

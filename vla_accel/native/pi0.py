@@ -7,7 +7,7 @@ import torch
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.models.pi0 import Pi0
-from vla_accel.native.expert import ExpertWeights, NativeDenoise, why_not_streamed
+from vla_accel.native.expert import ExpertWeights, NativeDenoise, steps_of, why_not_streamed
 from vla_accel.native.prefix import NativePrefix, PrefixWeights
 from vla_accel.native.store import NativeStore
 from vla_accel.native.vision import NativeVision, VisionWeights
@@ -25,7 +25,10 @@ class Pi0Store(NativeStore[Pi0]):
     def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
         """The prefix program of `image_tokens` image tokens and `length` prompt tokens a row."""
         precision = self.precision("kv_cache", spec, self._beside_bf16())
-        weights = self.weights(("kv_cache", precision), lambda: PrefixWeights.of(self.model, precision, self.scales))
+        where = spec.native.embeddings
+        weights = self.weights(
+            ("kv_cache", precision, where), lambda: PrefixWeights.of(self.model, precision, self.scales, where)
+        )
         return NativePrefix(weights, batch, image_tokens, length, spec.attention)
 
     def denoise(
@@ -33,11 +36,12 @@ class Pi0Store(NativeStore[Pi0]):
     ) -> Program:
         """The whole Euler loop of `num_steps`. `max_weight`: of the guidance, as in `RtcConfig`."""
         precision = self.precision("denoise", spec, self._beside_bf16(), calibrated=False)
-        weights = self.weights(("denoise", precision), lambda: ExpertWeights.of(self.model, precision))
-        if why_not_streamed(weights, self.model.config, batch) is None:
-            with self.counted():
-                _ = weights.packed
-        return NativeDenoise(weights, self.model, batch, prefix_tokens, num_steps, max_weight)
+        why_not = why_not_streamed(self.model, precision, batch)
+        form = ("denoise", precision, "layers" if why_not else "streamed")
+        weights = self.weights(form, lambda: ExpertWeights.of(self.model, precision, streamed=why_not is None))
+        steps = (*form, num_steps, max_weight)
+        tables = self.weights(steps, lambda: steps_of(self.model, weights, num_steps, max_weight))
+        return NativeDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)
 
     def _beside_bf16(self) -> tuple[str, ...]:
         """FP8 for the two that share keys and values: their programs keep those in BF16, as only a BF16 policy does."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vla_accel.fp8 import E4M3, Scales
-from vla_accel.models.gemma import GemmaLayer, RmsNorm
+from vla_accel.models.gemma import GemmaLayer
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.quantised import QUANTISED
-from vla_accel.native.fold import fold_norm
+from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import amax_of, compute_dtype
 from vla_accel.ops import norms
 from vla_accel.ops.attending import Sizes, attend, choose
@@ -36,7 +37,8 @@ class PrefixLayer:
 
 @dataclass(frozen=True)
 class PrefixWeights:
-    """The stack's weights, folded. `table` (vocabulary, W): the token embedding, unscaled, shared with the model."""
+    """The stack's weights, folded. `table` (vocabulary, W): the token embedding, unscaled, on the GPU or in page-locked
+    memory."""
 
     table: Tensor
     layers: tuple[PrefixLayer, ...]
@@ -47,33 +49,44 @@ class PrefixWeights:
     eps: float
 
     @classmethod
-    def of(cls, model: Pi0, precision: str, scales: Scales | None) -> PrefixWeights:
-        """Prepare from a model; `precision` fp32, bf16 or fp8 (what `QUANTISED` names in FP8, the rest BF16)."""
+    def of(
+        cls, model: Pi0, precision: str, scales: Scales | None, embeddings: Literal["gpu", "host"] = "gpu"
+    ) -> PrefixWeights:
+        """Prepare from a model; `precision` fp32, bf16 or fp8 (what `QUANTISED` names in FP8, the rest BF16);
+        `embeddings`: where the table lies (`config.NativeOptions`)."""
         config, dtype = model.config.prefix, compute_dtype(precision)
         layers = []
         for index, layer in enumerate(model.prefix.layers):
             assert isinstance(layer, GemmaLayer)
-            first, second = layer.input_layernorm, layer.post_attention_layernorm
-            assert isinstance(first, RmsNorm) and isinstance(second, RmsNorm)
-            amax = amax_of(scales, precision, f"prefix.layers.{index}", QUANTISED["kv_cache"]["native"])
-            weight, _ = fold_norm(layer.qkv_proj, first)
+            name = f"prefix.layers.{index}"
+            amax = amax_of(scales, precision, name, QUANTISED["kv_cache"]["native"])
             if index + 1 == config.depth:
                 # Nothing asks the last layer anything: only its keys and values are needed.
-                only = weight[config.heads * config.head_dim :]
-                layers.append(PrefixLayer(make_linear(only, None, dtype), None, None, None))
+                with model.present(f"{name}.qkv_proj", f"{name}.input_layernorm"):
+                    weight, _ = fold_norm(layer.qkv_proj, plain(layer.input_layernorm))
+                    only = make_linear(weight[config.heads * config.head_dim :], None, dtype)
+                layers.append(PrefixLayer(only, None, None, None))
                 continue
-            layers.append(
-                PrefixLayer(
-                    make_linear(weight, None, dtype, amax("qkv_proj")),
-                    make_linear(layer.o_proj.weight, None, dtype, amax("o_proj")),
-                    pair(make_linear(*fold_norm(layer.gate_up_proj, second), dtype, amax("gate_up_proj"))),
-                    make_linear(layer.down_proj.weight, None, dtype, amax("down_proj")),
-                )
-            )
-        return cls(
-            model.embed.weight.detach(), tuple(layers), dtype, config.heads, config.kv_heads, config.head_dim,
-            config.eps,
-        )  # fmt: skip
+            # Each product from its own weights: no more than one of them is here twice.
+            with model.present(f"{name}.qkv_proj", f"{name}.input_layernorm"):
+                folded = fold_norm(layer.qkv_proj, plain(layer.input_layernorm))
+                qkv = make_linear(*folded, dtype, amax("qkv_proj"))
+            with model.present(f"{name}.o_proj"):
+                o = make_linear(layer.o_proj.weight, None, dtype, amax("o_proj"))
+            with model.present(f"{name}.gate_up_proj", f"{name}.post_attention_layernorm"):
+                folded = fold_norm(layer.gate_up_proj, plain(layer.post_attention_layernorm))
+                gate_up = make_linear(*folded, dtype, amax("gate_up_proj"))
+                del folded
+            gate_up = pair(gate_up)
+            with model.present(f"{name}.down_proj"):
+                down = make_linear(layer.down_proj.weight, None, dtype, amax("down_proj"))
+            layers.append(PrefixLayer(qkv, o, gate_up, down))
+        if embeddings == "host":
+            table = model.on_host("embed.weight")
+        else:
+            with model.present("embed"):
+                table = model.embed.weight.detach()
+        return cls(table, tuple(layers), dtype, config.heads, config.kv_heads, config.head_dim, config.eps)
 
     @property
     def bytes(self) -> int:
@@ -90,7 +103,7 @@ class NativePrefix:
         self, weights: PrefixWeights, batch: int, image_tokens: int, length: int, attention: str = "own"
     ) -> None:
         self.weights = weights
-        first, dtype, device = weights.layers[0], weights.dtype, weights.table.device
+        first, dtype, device = weights.layers[0], weights.dtype, weights.layers[0].qkv.weight.device
         quantised = first.o is not None and first.o.weight_scale is not None
         self.detail = f"fused ops, {'FP8' if quantised else dtype}"
         self.batch, self.tokens = batch, image_tokens + length
@@ -110,6 +123,8 @@ class NativePrefix:
             }  # fmt: skip
             products, self.pdl = products_by(rows, four)
         self.detail += products
+        if weights.table.device != device:
+            self.detail += ", embeddings on the host"
         self.norms_inside = first.down is not None and norms.can_be_inside(
             rows, (first.down, "none"), (first.qkv, "none")
         )

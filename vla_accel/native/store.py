@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import NO_SCALES, Products, Scales
+from vla_accel.models.memory import tensors_in
 from vla_accel.models.network import Network
 from vla_accel.numeric import DTYPES
 
@@ -27,26 +28,21 @@ class NativeStore(Generic[N]):
 
     def __init__(self, model: N, scales: Scales | None = None) -> None:
         self.model, self.scales = model, scales
-        self.prepared: dict[Hashable, Any] = {}
-        self.bytes = 0
-        """Device memory of the weights prepared so far."""
+        self.prepared: dict[tuple[Any, ...], Any] = {}
 
-    def weights(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` prepared the first time that `key` was asked for."""
+    def weights(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What `make` prepared the first time that `key` was asked for. A key begins with the component's name."""
         if key not in self.prepared:
-            with self.counted():
+            with torch.inference_mode():
                 self.prepared[key] = make()
         return self.prepared[key]
 
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Whatever stays allocated after it counts as weights."""
-        device = next(self.model.parameters()).device
-        cuda = device.type == "cuda"
-        before = torch.cuda.memory_allocated(device) if cuda else 0
-        with torch.inference_mode():
-            yield
-        self.bytes += torch.cuda.memory_allocated(device) - before if cuda else 0
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What was prepared so far, by component."""
+        found: dict[str, list[Tensor]] = {}
+        for key, prepared in self.prepared.items():
+            found.setdefault(key[0], []).extend(tensors_in(prepared))
+        return found
 
     def precision(self, component: str, spec: EngineSpec, extra: tuple[str, ...], *, calibrated: bool = True) -> str:
         """The precision that a component is prepared in: the policy's, or one of `extra`. `calibrated`: its FP8 needs

@@ -64,16 +64,18 @@ class VisionWeights:
             amax = amax_of(scales, precision, f"vision.layers.{index}", QUANTISED["vision"]["native"])
             hidden = round_up(config.mlp_dim, 64)
             extra = hidden - config.mlp_dim
-            layers.append(
-                VisionLayer(
+            with model.present(f"vision.layers.{index}"):
+                made = VisionLayer(
                     with_sums(make_linear(*fold_norm(layer.qkv_proj, layer.layer_norm1), dtype, amax("qkv_proj"))),
                     make_linear(layer.out_proj.weight, layer.out_proj.bias, dtype, amax("out_proj")),
                     with_sums(make_linear(*fold_norm(layer.fc1, layer.layer_norm2), dtype, amax("fc1"), pad_n=extra)),
                     make_linear(layer.fc2.weight, layer.fc2.bias, dtype, amax("fc2"), pad_k=extra),
                 )
-            )
-        patch, place = _patch_embedding(model.vision.patch_embedding, model.vision.position_embedding, precision)
-        projector = make_linear(*fold_norm(model.projector, model.vision.post_layernorm), dtype)
+            layers.append(made)
+        with model.present("vision.patch_embedding", "vision.position_embedding"):
+            patch, place = _patch_embedding(model.vision.patch_embedding, model.vision.position_embedding, precision)
+        with model.present("projector", "vision.post_layernorm"):
+            projector = make_linear(*fold_norm(model.projector, model.vision.post_layernorm), dtype)
         return cls(
             patch, place, tuple(layers), projector, dtype, config.heads, config.eps, config.image_size,
             config.patch_size,

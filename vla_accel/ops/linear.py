@@ -17,6 +17,9 @@ from vla_accel.ops.dispatch import dependent_launches, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.rows import geglu, gelu
 
+_ROWS = 2048
+"""Rows of a weight that are cast at a time: copies of all of a large one would take more memory than a layer."""
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -63,14 +66,22 @@ def make_linear(
     bias = bias.to(dtype).contiguous() if bias is not None else None
     if input_amax is None:
         return Linear(weight.to(dtype).contiguous(), bias)
-    amax = float(weight.abs().amax())
-    weight_scale, input_scale = E4M3.scale(amax), E4M3.scale(input_amax)
-    stored = E4M3.saturated(weight.float() / weight_scale).contiguous()
     device = weight.device
+    weight_scale, input_scale = E4M3.scale(_amax(weight)), E4M3.scale(input_amax)
+    stored = torch.empty(weight.shape, dtype=E4M3.dtype, device=device)
+    for rows, place in zip(weight.split(_ROWS), stored.split(_ROWS), strict=True):
+        place.copy_(E4M3.saturated(rows.float() / weight_scale))
     return Linear(
         stored, bias, torch.tensor(weight_scale, device=device), torch.tensor(input_scale, device=device),
         weight_scale, input_scale,
     )  # fmt: skip
+
+
+def _amax(weight: Tensor) -> float:
+    """The largest magnitude. On the meta device, where bytes are counted, any number does."""
+    if weight.is_meta:
+        return 1.0
+    return max(float(rows.abs().amax()) for rows in weight.split(_ROWS))
 
 
 def pair(layer: Linear) -> Linear:

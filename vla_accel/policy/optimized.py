@@ -11,7 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,16 @@ import torch
 from vla_accel import latency
 from vla_accel.checkpoints.loading import NAMED, Checkpoint, load
 from vla_accel.config import EngineSpec, PolicyConfig, load_config
+from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Shown, choose
 from vla_accel.errors import CheckpointError, EngineError, ObservationError
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.models.family import Shape, Store
+from vla_accel.models.memory import Counted
 from vla_accel.numeric import DTYPES
 from vla_accel.policy import agreement
+from vla_accel.policy.footprint import free_memory, told_if_too_large
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.transforms.numbers import real_numbers
@@ -47,13 +52,15 @@ class OptimizedPolicy:
     """
 
     def __init__(self, checkpoint: Checkpoint, config: PolicyConfig, *, store: Store | None = None) -> None:
-        """`checkpoint`: its model is moved and cast in place; `store`: of another policy of the same model, to share
-        its prepared weights. Raises ConfigError for a component that the model lacks."""
-        self.checkpoint, self.config, self.name = checkpoint, config, checkpoint.name
-        self.family = checkpoint.family
+        """`checkpoint`: its model is moved and cast in place, unless it can be read again; `store`: of another policy
+        of the same model, to share its prepared weights. Raises ConfigError for a component that the model lacks."""
+        self.config, self.name, self.family = config, checkpoint.name, checkpoint.family
         self.device = resolve_device(config.device)
         dtype = resolve_dtype(config, self.device)
-        self.model: Any = checkpoint.model.to(self.device).to_compute_dtype(dtype)
+        self.model: Any = checkpoint.model.placed(self.device, dtype)
+        if self.model is not checkpoint.model:
+            checkpoint = replace(checkpoint, model=self.model)
+        self.checkpoint = checkpoint
         self.processor = checkpoint.processor
         self.ledger = Ledger(strict=config.strict)
         self.latency = latency.LatencyLog()
@@ -65,6 +72,10 @@ class OptimizedPolicy:
         self.store = store or self.family.store(self.model, self.scales)
         plan = Plan(self.family, self.model, config, self.choices, self.store, self.device, self.ledger, self.scales)
         self.pipelines = Pipelines(plan)
+        self._free = free_memory(self.device) if self.device.type == "cuda" else (0, 0)
+        if any(ENGINES[name].needs == "all" for spec in self.specs.values() for name in (spec.engine, *spec.fallback)):
+            with self._told_if_too_large():
+                self.model.fetch()
         self._lock = threading.RLock()
         self._noise = torch.Generator(self.device).manual_seed(config.seed)
 
@@ -88,9 +99,10 @@ class OptimizedPolicy:
         overrides = {"device": device, "num_steps": num_steps, "seed": seed}
         settings = replace(settings, **{k: v for k, v in overrides.items() if v is not None})
         where = resolve_device(settings.device)
-        checkpoint = load(path_or_name, settings, device=where, dtype=resolve_dtype(settings, where))
-        policy = cls(checkpoint, settings)
-        policy.warm_up()
+        checkpoint = load(path_or_name, settings, device=where, dtype=resolve_dtype(settings, where), whole=False)
+        with checkpoint.progress():
+            policy = cls(checkpoint, settings)
+            policy.warm_up()
         policy._say_what_auto_chose()
         return policy
 
@@ -212,7 +224,7 @@ class OptimizedPolicy:
                 wanted = possible
             for shape in wanted:
                 if shape != ordinary:
-                    self.pipelines.get(shape).rehearse()
+                    self._pipeline(shape).rehearse()
             self.infer(example, noise=noise)
             self.latency.samples[:] = samples
         if left_out := [shape for shape in possible if shape not in wanted]:
@@ -249,7 +261,22 @@ class OptimizedPolicy:
             "device": str(self.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "engines": self.ledger.as_list(),
+            "memory": self.memory(),
         }
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes on the policy's device. `weights`: by component, as its engines read them, each storage counted once;
+        `unused`: weights of the model that are there, but that no engine reads; `buffers`: inputs, activations and
+        graphs of all shapes, as the device's allocator counts them (0 on a CPU); `total`: their sum. `host`: of weights
+        that a GPU reads from host memory."""
+        counted, on_host = Counted(self.device.type), Counted("cpu")
+        prepared, own = self.store.tensors(), self.pipelines.eager_weights()
+        by_part = {part: [*prepared.get(part, ()), *own.get(part, ())] for part in self.family.parts}
+        weights = {part: counted.add(tensors) for part, tensors in by_part.items()}
+        unused = counted.add(self.model.parameters())
+        host = on_host.add(chain(*by_part.values())) if self.device.type == "cuda" else 0
+        total = sum(weights.values()) + unused + self.pipelines.bytes
+        return {"weights": weights, "unused": unused, "buffers": self.pipelines.bytes, "total": total, "host": host}
 
     def latency_report(self) -> dict[str, Any]:
         """The breakdown JSON over the calls so far (schema `vla_accel.breakdown/1`)."""
@@ -260,6 +287,7 @@ class OptimizedPolicy:
             device=self.device,
             components=self.latency.components(),
             samples=len(self.latency.samples),
+            memory=self.memory(),
         )
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -342,6 +370,16 @@ class OptimizedPolicy:
                 guidance[name][row] = array
         return guidance
 
+    def _pipeline(self, shape: Shape) -> Pipeline:
+        with self._told_if_too_large():
+            return self.pipelines.get(shape)
+
+    def _told_if_too_large(self) -> AbstractContextManager[None]:
+        def ordinary() -> Shape:
+            return self._shape([self.processor.prepare(self.processor.example())])
+
+        return told_if_too_large(self.pipelines.plan, self.checkpoint, self._free, ordinary)
+
     def _shape(self, inputs: Sequence[Any]) -> Shape:
         return self.family.shape(self.model.config, inputs, self.config.num_steps, self.specs)
 
@@ -352,7 +390,7 @@ class OptimizedPolicy:
         if noise is not None:
             noise = self._given_noise(noise, len(inputs))
         shape = self._shape(inputs)
-        return self.pipelines.get(shape), Feed(self.family.feed(self.model.config, inputs), noise, guidance)
+        return self._pipeline(shape), Feed(self.family.feed(self.model.config, inputs), noise, guidance)
 
 
 def resolve_dtype(config: PolicyConfig, device: torch.device) -> torch.dtype:

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from vla_accel.errors import EngineError
 from vla_accel.fp8 import Scales
 from vla_accel.ledger import Ledger
 from vla_accel.models.family import Family, Rows, Shape, Store
+from vla_accel.models.memory import Counted
 from vla_accel.models.network import Network
 from vla_accel.numeric import round_up
 from vla_accel.ops.cuda.runtime import on, synchronize
@@ -63,6 +65,10 @@ class Plan:
     device: torch.device
     ledger: Ledger
     scales: Scales | None = None
+
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on the device, the model's own and the store's."""
+        return Counted(self.device.type).add([*self.model.parameters(), *chain(*self.store.tensors().values())])
 
 
 class Pipeline:
@@ -256,6 +262,14 @@ class Pipelines:
         """The pipeline used last."""
         return next(reversed(self._kept.values()))[0]
 
+    def eager_weights(self) -> dict[str, list[Tensor]]:
+        """The model's own weights that engines read, by component."""
+        found: dict[str, list[Tensor]] = {}
+        for pipeline, _ in self._kept.values():
+            for name, engine in pipeline.engines:
+                found.setdefault(name, []).extend(engine.weights)
+        return found
+
     @property
     def bytes(self) -> int:
         """Device memory of the pipelines kept (0 on a CPU)."""
@@ -267,11 +281,10 @@ class Pipelines:
         if known is not None:
             self._kept.move_to_end(shape)
             return known[0]
-        store = self.plan.store
-        before = self._allocated() - store.bytes
+        before = self._allocated() - self.plan.weight_bytes()
         pipeline = Pipeline(self.plan, shape)
         # Weights are shared by all shapes and stay.
-        self._kept[shape] = (pipeline, max(0, self._allocated() - store.bytes - before))
+        self._kept[shape] = (pipeline, max(0, self._allocated() - self.plan.weight_bytes() - before))
         while len(self._kept) > 1 and (len(self._kept) > self.limit or self.bytes > self.budget):
             dropped, _ = self._kept.popitem(last=False)
             _log.info("dropped the pipeline of %s: %d kept within %d bytes", dropped, len(self._kept), self.budget)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -56,9 +56,21 @@ def pack_split(weight: Tensor) -> Tensor:
     return pack(tiles.reshape(-1, split, 8, part), min(part, CHUNK))
 
 
+def unpack(data: Tensor, k: int) -> Tensor:
+    """The inverse of `pack` for two tiles a unit and all of K in a chunk: tiles (units, 2, 8, K)."""
+    parts = data.view(torch.bfloat16).view(-1, 2, k // 32, 4, 8, 4, 2)
+    return parts.permute(0, 1, 4, 2, 5, 3, 6).reshape(-1, 2, 8, k)
+
+
+def unpair_tiles(tiles: Tensor, apart: int, block: int) -> Tensor:
+    """The inverse of `pair_tiles`: the weight (N, K)."""
+    k = tiles.shape[-1]
+    return tiles.view(-1, apart // 8, block // apart, 8, k).transpose(1, 2).reshape(-1, k)
+
+
 @dataclass(frozen=True)
 class Packed:
-    """All layers' weights in one buffer of bytes, and where each product starts."""
+    """All layers' weights in one buffer of bytes, and where each product starts. `width`: K of q/k/v and gate/up."""
 
     data: Tensor
     layer_at: int
@@ -66,24 +78,39 @@ class Packed:
     o_at: int
     gate_up_at: int
     down_at: int
+    width: int
+    head_dim: int
 
     @classmethod
-    def of(cls, layers: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], mix: Tensor | None, head_dim: int) -> Packed:
-        """`layers`: weights (N, K) of q/k/v, o, gate/up and down of each layer, BF16."""
-        parts: list[Tensor] = []
-        if mix is not None:
-            parts.append(pack_split(mix))
-        layer_at = parts[0].numel() if parts else 0
-        offsets = (0, 0, 0)
-        for qkv, o, gate_up, down in layers:
+    def of(
+        cls, layers: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], mix: Tensor | None, head_dim: int, depth: int
+    ) -> Packed:
+        """`layers`: weights (N, K) of q/k/v, o, gate/up and down of each of `depth` layers, BF16. Each is packed before
+        the next is asked for."""
+        first = None if mix is None else pack_split(mix)
+        layer_at = 0 if first is None else first.numel()
+        data, offsets, size, width = torch.empty(0), (0, 0, 0), 0, 0
+        for index, (qkv, o, gate_up, down) in enumerate(layers):
             four = (
                 pack(pair_tiles(qkv, head_dim // 2, head_dim), qkv.shape[1]),
                 pack_split(o),
                 pack(pair_tiles(gate_up, len(gate_up) // 2, len(gate_up)), gate_up.shape[1]),
                 pack_split(down),
             )
-            sizes = [part.numel() for part in four]
-            offsets = (sizes[0], sum(sizes[:2]), sum(sizes[:3]))
-            parts.extend(four)
-        data = torch.cat(parts)
-        return cls(data, layer_at, (data.numel() - layer_at) // len(layers), *offsets)
+            if index == 0:
+                sizes = [part.numel() for part in four]
+                offsets, size, width = (sizes[0], sum(sizes[:2]), sum(sizes[:3])), sum(sizes), qkv.shape[1]
+                data = torch.empty(layer_at + depth * size, dtype=torch.uint8, device=qkv.device)
+                if first is not None:
+                    data[:layer_at] = first
+            torch.cat(four, out=data[layer_at + index * size : layer_at + (index + 1) * size])
+        return cls(data, layer_at, size, *offsets, width, head_dim)
+
+    def normed_products(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Copies of each layer's q/k/v and gate/up weights (N, K)."""
+        for start in range(self.layer_at, self.data.numel(), self.layer_bytes):
+            layer = self.data[start : start + self.layer_bytes]
+            qkv = unpack(layer[: self.o_at], self.width)
+            gate_up = unpack(layer[self.gate_up_at : self.down_at], self.width)
+            hidden = gate_up.shape[0] * 8
+            yield unpair_tiles(qkv, self.head_dim // 2, self.head_dim), unpair_tiles(gate_up, hidden, 2 * hidden)

@@ -1,0 +1,263 @@
+"""Each weight lies once where it is read, and is there no earlier than it is needed: counted in bytes of live tensors,
+of a small model as it is and of the published sizes on the meta device."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.support.gpus import H200
+from tests.support.scales import scales_of_any
+from tests.support.tiny import Kind, tiny_observation, write_tiny_checkpoint
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.checkpoints.loading import load
+from vla_accel.config import NativeOptions
+from vla_accel.errors import DeviceMemoryError
+from vla_accel.families.pi0 import PI0, PI05, Pi0Shape
+from vla_accel.models.memory import Counted, tensors_in
+from vla_accel.models.pi0 import Pi0
+from vla_accel.native.vision import VisionWeights
+from vla_accel.ops.gpu import Gpu
+from vla_accel.policy import footprint
+
+PARTS = ("vision", "kv_cache", "denoise")
+BF16 = PolicyConfig(num_steps=2, precision="bf16", device="cpu")
+NATIVE = BF16.with_specs(dict.fromkeys(PARTS, EngineSpec("native")))
+EAGER = BF16.with_specs(dict.fromkeys(PARTS, EngineSpec("eager")))
+FP8 = NATIVE.with_specs(dict.fromkeys(PARTS, EngineSpec("native", precision="fp8")))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
+    kinds: tuple[Kind, ...] = ("pi0", "pi05")
+    found: dict[Kind, Path] = {kind: tmp_path_factory.mktemp(kind) for kind in kinds}
+    for kind in kinds:
+        write_tiny_checkpoint(found[kind], kind)
+    return found
+
+
+def policy_of(folder: Path, config: PolicyConfig, *, whole: bool = False) -> OptimizedPolicy:
+    """A warm policy, with scales for whatever asks for them."""
+    checkpoint = replace(load(folder, config, dtype=torch.bfloat16, whole=whole), calibrated=scales_of_any())
+    policy = OptimizedPolicy(checkpoint, config)
+    policy.warm_up()
+    return policy
+
+
+def actions(policy: OptimizedPolicy) -> np.ndarray:
+    horizon, dim = policy.family.action_shape(policy.model.config)
+    noise = np.random.default_rng(0).standard_normal((horizon, dim)).astype(np.float32)
+    return policy.infer(tiny_observation(), noise=noise)["actions"]
+
+
+def live() -> list[torch.Tensor]:
+    gc.collect()
+    return [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
+
+
+# -- what is there ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+@pytest.mark.parametrize("config", [NATIVE, FP8, EAGER, replace(EAGER, denoise=EngineSpec("native"))])
+def test_a_policy_read_part_by_part_computes_the_same_bits(
+    folders: dict[Kind, Path], kind: Kind, config: PolicyConfig
+) -> None:
+    """As one whose model was read as a whole; with other steps, too, and the embeddings on the host."""
+    whole, parts = policy_of(folders[kind], config, whole=True), policy_of(folders[kind], config)
+    on_host = policy_of(folders[kind], replace(config, native=NativeOptions(embeddings="host")))
+    want = actions(whole)
+    np.testing.assert_array_equal(actions(parts), want)
+    np.testing.assert_array_equal(actions(on_host), want)
+    np.testing.assert_array_equal(actions(parts.with_steps(3)), actions(whole.with_steps(3)))
+
+
+@pytest.mark.parametrize("config", [NATIVE, FP8, EAGER])
+def test_each_weight_is_there_once(tmp_path: Path, config: PolicyConfig) -> None:
+    write_tiny_checkpoint(tmp_path, "pi05", seed=1)
+    earlier, known = live(), Counted("cpu")
+    known.add(earlier)
+    policy = policy_of(tmp_path, config)
+    told = policy.memory()
+    assert told["unused"] == 0 and told["host"] == 0
+    assert told["total"] == sum(told["weights"].values()) == policy.metadata["memory"]["total"]
+    # All that lives and has the size of one of the model's products is in what was told.
+    held = (policy.store.tensors(), policy.pipelines.eager_weights())
+    assert known.add(t for found in held for tensors in found.values() for t in tensors) == told["total"]
+    sizes = {p.numel() for n, p in policy.model.named_parameters() if p.ndim == 2 and p.numel() > 300}
+    assert len(sizes) > 6
+    assert known.add(t for t in live() if t.numel() in sizes and t.ndim == 2 and t.is_floating_point()) == 0
+
+
+def test_dead_weights_are_never_read(folders: dict[Kind, Path]) -> None:
+    """The prefix's last MLP and output projection: nothing reads what they compute."""
+    for config in (NATIVE, EAGER):
+        policy = policy_of(folders["pi05"], config)
+        last = policy.model.prefix.layers[-1]
+        dead = (last.o_proj, last.gate_up_proj, last.down_proj, last.post_attention_layernorm)
+        assert all(part.weight.is_meta for part in dead)
+    assert not last.qkv_proj.weight.is_meta
+
+
+def test_what_is_asked_for_later_is_read_again(folders: dict[Kind, Path]) -> None:
+    """Another precision of one checkpoint, beside the first, from the file and not from what was rounded."""
+    checkpoint = load(folders["pi05"], dtype=torch.bfloat16, whole=False)
+    native, exact = (OptimizedPolicy(checkpoint, c) for c in (NATIVE, replace(EAGER, precision="fp32")))
+    first = actions(native)
+    alone = OptimizedPolicy(load(folders["pi05"], whole=False), replace(EAGER, precision="fp32"))
+    np.testing.assert_array_equal(actions(exact), actions(alone))
+    np.testing.assert_array_equal(actions(native), first)
+    again = exact.with_steps(3)
+    assert again.model is exact.model is not native.model
+
+
+# -- what is there while it is made -------------------------------------------------------------------------------
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the storages that operations make inside, at most at once; `kind`: of which device type."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.now, self.most = kind, 0, 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty_like.default:
+            return result  # what stands on the meta device for a weight that was let go
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self.kind:
+                self._meet(tensor.untyped_storage())
+        return result
+
+    def _meet(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def published(family: Any) -> tuple[Pi0, Pi0Shape]:
+    model = family.random(family.published(), seed=0, device="cpu", dtype=torch.bfloat16)
+    return model, Pi0Shape(1, 10, family.views, 32, True)
+
+
+def engines(
+    vision: str = "auto", kv_cache: str = "auto", denoise: str = "auto", **native: Any
+) -> dict[str, EngineSpec]:
+    given = dict(zip(PARTS, (vision, kv_cache, denoise), strict=True))
+    options = NativeOptions(**native)
+    return {n: EngineSpec("native", precision=p, native=options) for n, p in given.items()}  # type: ignore[arg-type]
+
+
+def weights_of(family: Any, **chosen: Any) -> dict[str, int]:
+    model, shape = published(family)
+    return footprint.weight_bytes(model, family, shape, engines(**chosen), scales_of_any())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [PI05, PI0])
+def test_the_published_sizes_fit_into_small_gpus(family: Any) -> None:
+    """Decimal gigabytes of weights; an ordinary shape's buffers take a few hundred megabytes more."""
+    plain, prefix = weights_of(family), weights_of(family, kv_cache="fp8")
+    vision = weights_of(family, vision="fp8", kv_cache="fp8")
+    smallest = weights_of(family, vision="fp8", kv_cache="fp8", denoise="fp8", embeddings="host")
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.count(" | ") == 5]
+    told = {row[0]: [float(row[i]) for i in (1, 2, 4, 5)] for row in rows if row[1][0].isdigit()}
+    for name, found in (("BF16", plain), ("prefix in FP8", prefix), ("vision and prefix in FP8", vision),
+                        ("all three in FP8, embeddings on the host", smallest)):  # fmt: skip
+        counts = [round(size / 1e9, 2) for size in (*found.values(), sum(found.values()))]
+        print(family.name, name, counts)
+        assert family is not PI05 or told[name] == counts
+    assert sum(plain.values()) < 6.4e9 and sum(vision.values()) < 4.2e9 and sum(smallest.values()) < 2.8e9
+    # What one reads of the published sizes: two bytes, or one, of each product's weights.
+    assert plain["denoise"] > 2 * 300e6 and prefix["vision"] == plain["vision"] > 1.9 * vision["vision"]
+    table = 2 * 257_152 * 2048
+    assert plain["kv_cache"] - weights_of(family, embeddings="host")["kv_cache"] == table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["auto", "fp8"])
+def test_loading_takes_little_more_than_the_result(precision: str) -> None:
+    """One layer in float32, in which norms are folded, at π0.5's published size."""
+    model, shape = published(PI05)
+    twin = model.away(footprint._Sizes(model)).placed(torch.device("meta"), torch.bfloat16)
+    store = PI05.store(twin, scales_of_any())
+    specs = engines(precision, precision)
+    with Peak("meta") as peak:
+        for component in PI05.components(twin, shape, store=store):
+            assert component.native is not None
+            component.native(specs[component.name])
+    final = sum(Counted("meta").add(tensors) for tensors in store.tensors().values())
+    prefix = model.config.prefix
+    layer = 4 * prefix.width * (prefix.qkv_dim + prefix.heads * prefix.head_dim + 3 * prefix.mlp_dim)
+    print(f"{precision}: peak {peak.most / 1e9:.3f} GB, weights {final / 1e9:.3f} GB, a layer {layer / 1e9:.3f} GB")
+    assert final < peak.most < final + layer
+
+
+# -- what does not fit --------------------------------------------------------------------------------------------
+
+
+def out_of_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 MiB.\nmore of this")
+
+
+def test_a_policy_that_does_not_fit_says_what_would(folders: dict[Kind, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error, and no slow fallback, even where auto could step down."""
+    monkeypatch.setattr(VisionWeights, "of", out_of_memory)
+    monkeypatch.setattr(footprint, "weight_bytes", lambda *a: sizes(*a))
+    policy = OptimizedPolicy(load(folders["pi05"], dtype=torch.bfloat16, whole=False), NATIVE)
+
+    def sizes(model: Any, family: Any, shape: Any, specs: Any, scales: Any) -> dict[str, int]:
+        del model, family, shape, scales
+        on_host = specs["kv_cache"].native.embeddings == "host"
+        return {"vision": 838_000_000, "kv_cache": 3_700_000_000 if on_host else 4_800_000_000}
+
+    want = r"cpu: out of memory: the weights need 5\.64 GB \(vision 0\.84 GB, kv_cache 4\.80 GB\), and buffers "
+    want += r"beside them; 5\.20 GB of 8\.00 GB were free; weights of 4\.54 GB would fit: native: "
+    want += r"\{embeddings: host\} \(CUDA out of memory\. Tried to allocate 96\.00 MiB\.\)$"
+    policy._free = (5_200_000_000, 8_000_000_000)
+    with pytest.raises(DeviceMemoryError, match=want):
+        policy.warm_up()
+    policy._free = (4_000_000_000, 8_000_000_000)
+    with pytest.raises(DeviceMemoryError, match="no smaller configuration of this model would fit"):
+        policy.warm_up()
+
+
+def test_smaller_configurations_are_those_that_the_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gpu, "of", lambda _: H200)
+    cuda = torch.device("cuda")
+    texts = [text for text, _ in footprint.smaller(PI05, engines(), cuda, True)]
+    host = "native: {embeddings: host}"
+    prefix = "kv_cache: {engine: native, precision: fp8}"
+    vision = f"vision: {{engine: native, precision: fp8}}, {prefix}"
+    assert texts == [host, prefix, f"{prefix}, {host}", vision, f"{vision}, {host}"]
+    assert [text for text, _ in footprint.smaller(PI05, engines(), cuda, False)] == [host]
+    monkeypatch.setattr(Gpu, "of", lambda _: replace(H200, capability=(8, 6)))
+    assert [text for text, _ in footprint.smaller(PI05, engines(), cuda, True)] == [host]
+
+
+def test_tensors_are_found_wherever_they_are() -> None:
+    a, b = torch.zeros(4), torch.zeros(8)
+    assert list(map(id, tensors_in({"a": [a, (b, "text")], "b": None, "c": EngineSpec()}))) == [id(a), id(b)]
+    counted = Counted("cpu")
+    assert counted.add([a, a[:2], b]) == 48 and counted.add([a]) == 0
+    assert Counted("meta").add([a]) == 0 and Counted("meta").add(torch.empty(2, 3, device="meta").unbind()) == 24

@@ -1,0 +1,42 @@
+"""Bytes of tensors, each storage counted once however many tensors share it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested dataclasses, mappings and sequences."""
+    if isinstance(value, Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for part in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, part.name))
+    elif isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)
+
+
+class Counted:
+    """Counts storages, each the first time that it is met. `kind`: the device type that counts; others are left out,
+    such as host memory beside a GPU's."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._met: set[int] = set()
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of those storages that were not met before."""
+        total = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            # Tensors without values have no address: each is one of its own.
+            key = storage._cdata
+            if tensor.device.type == self.kind and key not in self._met:
+                self._met.add(key)
+                total += storage.nbytes()
+        return total
