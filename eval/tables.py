@@ -20,6 +20,7 @@ from eval.bench_tables import bench, fell_back, overview, whole_calls
 from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
 from eval.latency_picture import draw
 from eval.markdown import bare_command, commit, machine, machines, rows
+from eval.server_tables import server
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
@@ -267,6 +268,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "sd_unet": (unets, "sd_unet_h200"),
     "qwen_image": (qwen_images, "qwen_image_h200"),
     "precision": (precisions, "precision_*"),
+    "bench_server": (server, "bench_server_cpu"),
 }
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 

@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         "remote",
         "transforms",
     },
-    "measure": {"checkpoints", "config", "fp8", "latency", "machine", "models", "ops", "policy"},
+    "measure": {"checkpoints", "client", "config", "fp8", "latency", "machine", "models", "ops", "policy", "server"},
     "diffusion": {"component", "components", "config", "engines", "latency", "ledger", "models", "native", "ops"},
     "cli": {
         "checkpoints",
@@ -113,6 +113,7 @@ OPTIONAL = {
     "tokenizers",
     "torch_tensorrt",
     "transformers",
+    "uvloop",
     "websockets",
 }
 

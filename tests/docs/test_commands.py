@@ -41,6 +41,7 @@ LOOKED_UP: dict[str, str] = {
     "python tests/": MINUTES,
     "python -m tests.": MINUTES,
     "vla-accel serve": f"{SERVES}; tests/cli/test_cli_serve.py starts it",
+    "vla-accel bench-server": f"{MINUTES}; tests/cli/test_bench_server.py runs it",
     "vla-accel convert": f"{FILES}; tests/checkpoints/test_convert.py runs it",
     "vla-accel inspect": f"{FILES}; tests/engines runs it",
     "vla-accel bench --model": f"{MINUTES}: models of the published size",

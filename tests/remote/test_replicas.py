@@ -132,8 +132,13 @@ def test_32_clients_and_a_replica_killed_again_and_again(server: PolicyServer) -
     ("error", "kind", "said"),
     [
         (CheckpointError("x.safetensors: damaged"), CheckpointError, "replica 0 cpu: x.safetensors: damaged"),
-        (KeyError("layer"), EngineError, "replica 0 cpu: KeyError: 'layer'"),
-        (SystemExit(3), EngineError, "replica 0 cpu: its process ended while it loaded"),
+        pytest.param(KeyError("layer"), EngineError, "replica 0 cpu: KeyError: 'layer'", marks=pytest.mark.slow),
+        pytest.param(
+            SystemExit(3),
+            EngineError,
+            "replica 0 cpu: its process ended while it loaded",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_policy_that_does_not_load_is_one_clear_error(error: Exception, kind: type[Exception], said: str) -> None:

@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("vla_accel.cli.inspect", "layers, precisions, profiles and size of a built engine"),
     "convert": ("vla_accel.cli.convert", "an openpi JAX checkpoint to safetensors"),
     "serve": ("vla_accel.cli.serve", "serve a policy to openpi's clients"),
+    "bench-server": ("vla_accel.cli.bench_server", "time calls over a server: what it adds, and where"),
     "build-vae": ("vla_accel.cli.build_vae", "build TensorRT engine files of an autoencoder"),
     "build-unet": ("vla_accel.cli.build_unet", "build a TensorRT engine file of Stable Diffusion's UNet"),
     "bench-vae": ("vla_accel.cli.bench_vae", "time an autoencoder: eager, torch.compile, native, TensorRT in turns"),

@@ -17,6 +17,7 @@ import http
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.server.connection import SPARE_SOCKETS, connection_class, websockets_server
 from vla_accel.server.dispatch import ClientGone, Dispatcher, Job
 from vla_accel.server.limits import ServerConfig
+from vla_accel.server.loop import run_loop
 from vla_accel.server.metrics import CONTENT_TYPE, Metrics
 from vla_accel.server.replica import ProcessReplica, Replica, Replicas, ThreadReplica
 from vla_accel.server.runner import Answer, Call
@@ -127,8 +129,8 @@ class PolicyServer:
         for client in self._clients:
             if not client.busy:
                 self._spawn(client.close(GOING_AWAY, "the server is stopping"))
-        end = self._now() + self.config.grace_s
-        while self._clients and self._now() < end and not self._hurry.is_set():
+        end = time.monotonic() + self.config.grace_s
+        while self._clients and time.monotonic() < end and not self._hurry.is_set():
             await asyncio.sleep(0.02)
         busy = sum(client.busy for client in self._clients)
         if busy:
@@ -144,8 +146,8 @@ class PolicyServer:
                 if since is None:
                     continue
                 if client.busy:  # its next message waits for us
-                    client.unfinished_since = self._now()
-                elif self._now() - since > limit:
+                    client.unfinished_since = time.monotonic()
+                elif time.monotonic() - since > limit:
                     client.unfinished_since = None
                     self.metrics.refused.add("slow message")
                     logger.warning("%s: a message took longer than %g s", _peer(client), limit)
@@ -191,14 +193,14 @@ class PolicyServer:
             while not self._draining:
                 frame = await client.recv()
                 client.busy = True
-                began = self._now()
+                began = time.monotonic()
                 self.metrics.received.add(amount=len(frame))
                 job = self.dispatcher.submit(Call(frame, timing), _host(client))
                 client.on_gone = functools.partial(self.dispatcher.give_up, job)
                 answer = await job.outcome
                 self._count(client, job, answer)
                 await self._send(client, answer.message)
-                took = self._now() - began
+                took = time.monotonic() - began
                 self.metrics.request_seconds.observe(took)
                 # Told with the next answer: it includes sending this one.
                 timing = {"prev_total_ms": took * 1e3}
@@ -235,18 +237,18 @@ class PolicyServer:
 
     async def _send(self, client: Any, message: bytes | str) -> None:
         """Send, or drop a client that does not take its answer."""
+        assert self._loop is not None
+        late = self._loop.call_later(self.config.send_timeout_s, self._drop, client)
         try:
-            await asyncio.wait_for(client.send(message), self.config.send_timeout_s)
-        except asyncio.TimeoutError:
-            self.metrics.refused.add("slow reader")
-            logger.warning("%s: did not take its answer within %g s", _peer(client), self.config.send_timeout_s)
-            client.transport.abort()
-            raise ClientGone from None
+            await client.send(message)
+        finally:
+            late.cancel()
         self.metrics.sent.add(amount=len(message))
 
-    def _now(self) -> float:
-        assert self._loop is not None
-        return self._loop.time()
+    def _drop(self, client: Any) -> None:
+        self.metrics.refused.add("slow reader")
+        logger.warning("%s: did not take its answer within %g s", _peer(client), self.config.send_timeout_s)
+        client.transport.abort()
 
     def _spawn(self, work: Any) -> None:
         """Run a closing handshake beside everything else."""
@@ -265,7 +267,7 @@ def serve(policy: Any, config: ServerConfig | None = None) -> None:
             loop.add_signal_handler(name, server.stop_soon)
         await server.run()
 
-    asyncio.run(main())
+    run_loop(main())
 
 
 @contextlib.contextmanager
@@ -277,7 +279,7 @@ def background(policy: Any, config: ServerConfig | None = None) -> Iterator[Poli
 
     def main() -> None:
         try:
-            asyncio.run(server.run(lambda _: ready.set()))
+            run_loop(server.run(lambda _: ready.set()))
         except BaseException as error:
             failure.append(error)
         finally:

@@ -7,6 +7,7 @@ Knows nothing about requests or policies.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ def connection_class(max_sockets: int, on_refused: Callable[[str], None]) -> typ
     """A subclass of websockets' `ServerConnection`.
 
     Attributes of its instances: `busy`: set by the server while it works for this client, when a message may wait;
-    `on_gone`: called when the connection is lost; `unfinished_since`: the event loop's time of the first byte of a
+    `on_gone`: called when the connection is lost; `unfinished_since`: the time (`time.monotonic`) of the first byte of a
     message that is not complete, or None.
     At most `max_sockets` TCP connections are open at once. One more takes the place of the oldest whose handshake is
     not finished (its own, where all others are); that one is dropped, and `on_refused` told.
@@ -66,7 +67,7 @@ def connection_class(max_sockets: int, on_refused: Callable[[str], None]) -> typ
             if not self.protocol.reader.buffer and not self._fragmented:
                 self.unfinished_since = None
             elif self.unfinished_since is None:
-                self.unfinished_since = self.loop.time()
+                self.unfinished_since = time.monotonic()
 
         def process_event(self, event: Any) -> None:
             opcode = getattr(event, "opcode", None)  # the handshake has none

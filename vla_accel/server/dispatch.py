@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 
 @dataclass(eq=False)
 class Job:
-    """A request under way; times are the event loop's seconds. `outcome` may also be cancelled or `ClientGone`."""
+    """A request under way; times are `time.monotonic`'s seconds. `outcome` may also be cancelled or `ClientGone`."""
 
     call: Call
     client: Hashable
@@ -83,7 +84,7 @@ class Dispatcher:
 
     def submit(self, call: Call, client: Hashable) -> Job:
         """Queue a call; its outcome is an answer, after `request_timeout_s` at the latest."""
-        job = Job(call, client, self._loop.time(), self._loop.create_future())
+        job = Job(call, client, time.monotonic(), self._loop.create_future())
         limit = self._loop.call_later(self.config.request_timeout_s, self._too_late, job)
         job.outcome.add_done_callback(lambda _: limit.cancel())
         self._queue.put(client, job)
@@ -115,17 +116,19 @@ class Dispatcher:
         while self._idle and (waiting := len(self._queue)):
             if waiting < self._max_batch:
                 until = min(job.arrived_s for job in self._queue) + self.config.max_wait_s
-                if until > self._loop.time():
-                    self._pump_at = self._loop.call_at(until, self._pump)
+                left = until - time.monotonic()
+                if left > 0:
+                    self._pump_at = self._loop.call_later(left, self._pump)
                     return
             jobs = [self._queue.pop() for _ in range(power_of_two(min(waiting, self._max_batch)))]
             self._begin(self._idle.popleft(), jobs)
 
     def _begin(self, replica: Replica, jobs: list[Job]) -> None:
-        now = self._loop.time()
+        now = time.monotonic()
         for job in jobs:
             job.started_s = now
             job.call.timing["queue_ms"] = (now - job.arrived_s) * 1e3
+            job.call.sent_s = now
         under_way = dict(enumerate(jobs))
         self._under_way[replica] = under_way
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from vla_accel import errors
 from vla_accel.errors import EngineError, VlaAccelError
+from vla_accel.server.loop import tune_process
 from vla_accel.server.runner import Call, Deliver, Runner
 
 logger = logging.getLogger("vla_accel.server")
@@ -198,6 +199,7 @@ def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, 
     """Load the policy, then answer until the server closes its end."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal, or systemd, tells the whole group: the server decides
         signal.signal(number, signal.SIG_IGN)
+    tune_process()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s [{name}]: %(message)s")
     with pipe, contextlib.suppress(ConnectionError):
         try:

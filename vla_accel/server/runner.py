@@ -25,12 +25,14 @@ _OPTIONS = ("prev_chunk", "inference_delay")
 _LONGEST_ERROR = 4000
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
-    """A frame as a client sent it. `timing`: what is known so far of the answer's `server_timing`, milliseconds."""
+    """A frame as a client sent it. `timing`: what is known so far of the answer's `server_timing`, milliseconds;
+    `sent_s`: when it was given to a replica (`time.monotonic`, which a machine's processes share)."""
 
     frame: bytes | str
     timing: dict[str, float] = field(default_factory=dict)
+    sent_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Answer:
     policy_timing: dict[str, Any] = field(default_factory=dict)
 
 
-Deliver = Callable[[list[tuple[int, Answer]]], None]
+Deliver = Callable[[list[tuple[int, Answer]]], object]
 """Takes answers as soon as there are some, each with the index of its call."""
 
 
@@ -75,19 +77,22 @@ class Runner:
         waiting: list[tuple[int, Request]] = []
         refused: list[tuple[int, Answer]] = []
         for index, call in enumerate(calls):
+            began = time.monotonic()
+            call.timing["handover_ms"] = (began - call.sent_s) * 1e3
             try:
                 waiting.append((index, parse(call.frame, real_time_chunking=self._real_time_chunking)))
             except Exception as error:
                 refused.append((index, failure(error)))
+            call.timing["decode_ms"] = (time.monotonic() - began) * 1e3
         if refused:
             deliver(refused)
         while waiting:
             group = next_group(waiting, self._mixed)
             taken = {index for index, _ in group}
             waiting = [one for one in waiting if one[0] not in taken]
-            began = time.perf_counter()
+            began = time.monotonic()
             outcomes = run_requests(self._policy, [request for _, request in group])
-            infer_ms = (time.perf_counter() - began) * 1e3
+            infer_ms = (time.monotonic() - began) * 1e3
             answers = []
             for (index, _), outcome in zip(group, outcomes, strict=True):
                 timing = {"infer_ms": infer_ms, **calls[index].timing, "batch": len(group)}

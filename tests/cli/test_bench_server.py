@@ -1,0 +1,64 @@
+"""`vla-accel bench-server`: what is reported adds up, and a wrong answer does not go unnoticed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("websockets", reason="needs websockets")
+pytest.importorskip("msgpack", reason="the wire format needs msgpack")
+
+from vla_accel.cli import main
+from vla_accel.client import load
+from vla_accel.measure.serving import Nothing
+from vla_accel.server import ServerConfig, background
+
+
+@pytest.mark.slow
+def test_the_bench_runs_and_its_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    words = ["bench-server", "--clients", "1,3", "--seconds", "0.5", "--devices", "cpu,cpu", "--output", str(file)]
+    assert main(words) == 0
+    report = json.loads(file.read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
+    assert [row["clients"] for row in report["rows"]] == [1, 3]
+    for row in report["rows"]:
+        assert row["problems"] == [] and row["requests"] == pytest.approx(row["per_second"] * row["seconds"], rel=0.02)
+        assert 0 < row["added_ms"]["p50"] <= row["round_trip_ms"]["p50"] <= row["round_trip_ms"]["p99"]
+        assert all(value > 0 for value in row["parts_ms"].values())
+    assert report["costs"]["bytes"]["request"] > 300_000 and report["costs"]["bare_socket_ms"] > 0
+
+
+def test_clients_that_cannot_be_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--clients", "1,x"], ["--clients", "0"], ["--seconds", "0"]):
+        assert main(["bench-server", *words]) == 1
+        assert "clients: expected numbers of clients like 1,8" in capsys.readouterr().err
+
+
+def ask(policy: Any) -> load.Load:
+    """What one client sees of a policy."""
+    options = {"state": "observation/state", "warm_up": 1, "api_key": None}
+    with background(policy, ServerConfig(port=0)) as server:
+        return load._clients(server.address, 1, 0, time.monotonic(), 0.05, Nothing.example(), options)
+
+
+def test_every_request_is_seen_with_its_parts() -> None:
+    seen = ask(Nothing())
+    assert seen.problems == [] and seen.counts == [len(seen.samples)] and len(seen.samples) > 0
+    column = dict(zip(load.COLUMNS, seen.samples.T, strict=True))
+    assert np.isnan(column["server"][-1]), "the last is told with an answer that never came"
+    inside = column["queue"] + column["handover"] + column["decode"] + column["infer"]
+    assert (inside[:-1] < column["server"][:-1]).all() and (inside < column["round_trip"]).all()
+
+
+def test_a_crossed_answer_is_noticed() -> None:
+    class Crossing(Nothing):
+        def infer(self, observation: Any) -> Any:
+            return super().infer({**observation, "observation/state": np.zeros(8)})
+
+    assert "client 0 got another's answer to request 0" in ask(Crossing()).problems

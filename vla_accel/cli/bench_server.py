@@ -1,0 +1,103 @@
+"""`vla-accel bench-server`: what a policy server adds to a call, and where; a table and one JSON line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from vla_accel import machine
+from vla_accel.cli.common import File, Number, Text, finish, parse, print_table
+from vla_accel.cli.serve import Load
+from vla_accel.errors import ConfigError
+from vla_accel.measure.serving import SCHEMA, Nothing, costs, measure, served
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Time calls over a server on this machine, one client and many, beside the policy's own time: of a checkpoint's
+    policy, or of one that costs nothing. Server and clients have processes of their own."""
+
+    checkpoint: Annotated[
+        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="")
+    ] = None
+    """A folder, a bundled checkpoint's name or one on the hub; a policy that costs nothing if not given."""
+    config: Text = None
+    """Of a checkpoint: a shipped configuration's name, or a file."""
+    clients: str = "1,8,64"
+    """Clients at once, a sweep."""
+    seconds: float = 10.0
+    """Of each number of clients."""
+    devices: Text = None
+    """Replicas, as `vla-accel serve --devices` takes them."""
+    device: Text = None
+    """cpu, cuda or cuda:N instead of the configuration's."""
+    max_batch: int = 1
+    """As `vla-accel serve --max-batch`."""
+    num_steps: Number = None
+    """Denoising steps instead of the configuration's."""
+    output: File = None
+    """JSON file."""
+
+
+def main(arguments: list[str]) -> int:
+    """Time and report; fails if an answer was lost or crossed."""
+    chosen = parse(Arguments, arguments, "vla-accel bench-server")
+    began = time.monotonic()
+    try:
+        sweep = [int(word) for word in chosen.clients.split(",")]
+    except ValueError:
+        sweep = []
+    if not sweep or min(sweep) < 1 or not chosen.seconds > 0:
+        raise ConfigError(f"clients: expected numbers of clients like 1,8 and seconds above 0, got {chosen.clients!r}")
+    load = Nothing if chosen.checkpoint is None else Load(chosen.checkpoint, chosen.config, chosen.num_steps)
+    devices = None if chosen.devices is None else machine.resolve_devices(chosen.devices)
+    first = machine.resolve_device(devices[0] if devices else chosen.device or "auto")
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": "vla-accel bench-server " + " ".join(arguments),
+        "policy": chosen.checkpoint or "nothing",
+        "config": chosen.config,
+        "devices": devices,
+        "max_batch": chosen.max_batch,
+        "hardware": machine.hardware(first) | {"cores": os.cpu_count()},
+        "software": machine.software(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "rows": [],
+    }
+    observation = Nothing.example() if chosen.checkpoint is None else _example(load)
+    limits = {"max_clients": max(64, 2 * max(sweep)), "max_batch": chosen.max_batch}
+    with served(load, devices, device=chosen.device, **limits) as address:
+        report["costs"] = costs(address, observation)
+        for clients in sweep:
+            row = measure(address, observation, clients, chosen.seconds)
+            report["rows"].append(row)
+            print(f"{clients} clients: {row['per_second']:.0f} requests/s", file=sys.stderr)
+    print_table("Milliseconds of a call over the server", COLUMNS, [_cells(row) for row in report["rows"]])
+    report["seconds"] = round(time.monotonic() - began, 1)
+    report["passed"] = not any(row["problems"] for row in report["rows"])
+    return finish(report, chosen.output)
+
+
+COLUMNS = ("clients", "requests/s", "round trip", "p99", "policy", "waits", "added", "p99")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    times = [
+        row["round_trip_ms"]["p50"],
+        row["round_trip_ms"]["p99"],
+        row["infer_ms"]["p50"],
+        row["queue_ms"]["p50"],
+        row["added_ms"]["p50"],
+        row["added_ms"]["p99"],
+    ]
+    return [str(row["clients"]), f"{row['per_second']:.0f}", *(f"{value:.3f}" for value in times)]
+
+
+def _example(load: Any) -> dict[str, Any]:
+    """What the checkpoint's robot sends."""
+    return dict(load("cpu").processor.example())

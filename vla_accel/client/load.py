@@ -1,0 +1,151 @@
+"""Load on a policy server: many clients, in several processes, that time every request and check every answer.
+
+Every request carries a state of its own, which comes back in its answer: one that is lost or crossed does not go
+unnoticed. Knows nothing about servers but their address.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vla_accel.client.client import PolicyClient
+from vla_accel.errors import ServerError
+from vla_accel.remote import wire
+
+COLUMNS = ("round_trip", "server", "queue", "handover", "decode", "infer")
+"""Milliseconds of a request: as the client saw it, and, as the server told it, from its arrival to its answer, sent; its
+wait for a turn, its way to the policy, the reading of the frame, the policy."""
+_CONNECT_S = 2.0
+
+
+@dataclass
+class Load:
+    """What clients saw. `samples` (requests, len(COLUMNS)) float64, NaN where the server told nothing."""
+
+    samples: np.ndarray
+    counts: list[int] = field(default_factory=list)
+    """Answers of each client."""
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def load(
+    address: str,
+    clients: int,
+    seconds: float,
+    observation: Mapping[str, Any],
+    *,
+    state: str = "observation/state",
+    warm_up: int = 0,
+    api_key: str | None = None,
+) -> Load:
+    """Ask as fast as answers come, from `clients` connections.
+
+    Args: `observation`: what is sent, with other numbers as its `state`; `warm_up`: requests of each client that are
+    not counted. A client that meets an error notes it and goes on with a new connection.
+    """
+    processes = max(1, min(clients, os.cpu_count() or 1))
+    shares = [clients // processes + (i < clients % processes) for i in range(processes)]
+    begin = time.monotonic() + _CONNECT_S
+    options = {"state": state, "warm_up": warm_up, "api_key": api_key}
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        parts = [
+            pool.submit(_clients, address, share, sum(shares[:i]), begin, seconds, dict(observation), options)
+            for i, share in enumerate(shares)
+        ]
+        done = [part.result() for part in parts]
+    return Load(
+        np.concatenate([one.samples for one in done]),
+        [count for one in done for count in one.counts],
+        [problem for one in done for problem in one.problems],
+        max(one.seconds for one in done),
+    )
+
+
+def _clients(
+    address: str,
+    clients: int,
+    first: int,
+    begin: float,
+    seconds: float,
+    observation: dict[str, Any],
+    options: dict[str, Any],
+) -> Load:
+    """The clients of one process, each in a thread."""
+    samples: list[list[tuple[float, ...]]] = [[] for _ in range(clients)]
+    problems: list[str] = []
+    began: list[float] = []
+
+    def one(index: int) -> None:
+        rng = np.random.default_rng(first + index)
+        policy = None
+        end = 0.0
+        count = -options["warm_up"]
+        while not end or time.monotonic() < end:
+            try:
+                if policy is None:
+                    policy = PolicyClient(address, timeout_s=60, api_key=options["api_key"])
+                if count == 0 and not end:
+                    time.sleep(max(0.0, begin - time.monotonic()))
+                    began.append(time.monotonic())
+                    end = began[-1] + seconds
+                numbers = np.asarray(rng.random(len(observation[options["state"]])))
+                start = time.monotonic()
+                answer = policy.infer({**observation, options["state"]: numbers})
+                took = (time.monotonic() - start) * 1e3
+            except ServerError as error:
+                problems.append(f"client {first + index}: {error}")
+                policy = None
+                continue
+            if not np.array_equal(answer["state"], numbers):
+                problems.append(f"client {first + index} got another's answer to request {count}")
+            if count >= 0:
+                samples[index].append(_sample(took, answer.get("server_timing", {})))
+            count += 1
+        if policy is not None:
+            policy.close()
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    took = time.monotonic() - min(began)
+    rows = [row for own in samples for row in _told_late(own)]
+    counts = [len(own) for own in samples]
+    return Load(np.array(rows, np.float64).reshape(-1, len(COLUMNS)), counts, problems, took)
+
+
+def _sample(round_trip: float, timing: Mapping[str, float]) -> tuple[float, ...]:
+    told = ("prev_total_ms", "queue_ms", "handover_ms", "decode_ms", "infer_ms")
+    return (round_trip, *(float(timing.get(name, np.nan)) for name in told))
+
+
+def _told_late(own: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """The server tells its whole time for a request with the next answer."""
+    following = [row[1] for row in own[1:]] + [np.nan]
+    return [(row[0], late, *row[2:]) for row, late in zip(own, following, strict=True)]
+
+
+def packing_ms(observation: Mapping[str, Any], answer: Mapping[str, Any], times: int = 200) -> dict[str, float]:
+    """What a client does itself, median milliseconds: encoding an observation and decoding an answer."""
+
+    def median(work: Any) -> float:
+        took = []
+        for _ in range(times):
+            start = time.monotonic()
+            work()
+            took.append((time.monotonic() - start) * 1e3)
+        return float(np.median(took))
+
+    data = wire.pack(dict(answer))
+    return {"encode": median(lambda: wire.pack(dict(observation))), "decode": median(lambda: wire.unpack_map(data))}
