@@ -25,9 +25,11 @@ def server(result: dict[str, Any]) -> str:
     one, costs = result["rows"][0]["parts_ms"], result["costs"]
     parts = ", ".join(f"{name} {value:.2f}" for name, value in one.items())
     policy = "a policy that costs nothing" if result["policy"] == "nothing" else result["policy"]
+    client, place = costs["client_ms"], f"{machine(result)}, {result['hardware']['cores']} cores"
     return (
-        rows(header, body) + f"\nMilliseconds, {policy}. Of one client's call: {parts}. The client itself encodes in "
-        f"{costs['client_ms']['encode']:.2f} and decodes in {costs['client_ms']['decode']:.2f}; the same bytes over a bare "
-        f"socket and back take {costs['bare_socket_ms']:.2f}. {machine(result)}, {result['hardware']['cores']} cores that "
-        f"clients, server and others share (load {result['load_average']:.1f} before the run).\n"
+        rows(header, body)
+        + f"\nMilliseconds, {policy}. Of one client's call: {parts}. The client itself encodes in {client['encode']:.2f} "
+        f"and decodes in {client['decode']:.2f}; the same bytes over a bare socket and back take "
+        f"{costs['bare_socket_ms']:.2f}. {place} that clients, server and others share (load "
+        f"{result['load_average']:.1f} before the run).\n"
     )

@@ -22,8 +22,8 @@ from vla_accel.errors import ServerError
 from vla_accel.remote import wire
 
 COLUMNS = ("round_trip", "server", "queue", "handover", "decode", "infer")
-"""Milliseconds of a request: as the client saw it, and, as the server told it, from its arrival to its answer, sent; its
-wait for a turn, its way to the policy, the reading of the frame, the policy."""
+"""Milliseconds of a request: as the client saw it, and, as the server told it, from its arrival to its answer, sent;
+its wait for a turn, its way to the policy, the reading of the frame, the policy."""
 _CONNECT_S = 2.0
 
 

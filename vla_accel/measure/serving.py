@@ -28,9 +28,8 @@ SCHEMA = "vla_accel.bench_server/1"
 class Nothing:
     """A policy that costs nothing, with an answer as large as π0.5's for LIBERO."""
 
-    metadata = {"policy": "nothing"}
-
     def __init__(self, device: str | None = None) -> None:
+        self.metadata = {"policy": "nothing"}
         entry = {"component": "", "requested": "auto", "used": "eager", "reason": "", "detail": "", "fell_back": False}
         self._engines = [{**entry, "component": name} for name in ("vision", "kv_cache", "denoise")]
 
