@@ -28,7 +28,7 @@ def server(result: dict[str, Any]) -> str:
     client, place = costs["client_ms"], f"{machine(result)}, {result['hardware']['cores']} cores"
     return (
         rows(header, body)
-        + f"\nMilliseconds, {policy}. Of one client's call: {parts}. The client itself encodes in {client['encode']:.2f} "
+        + f"\nMilliseconds, {policy}. Of one client's call: {parts}. The client encodes in {client['encode']:.2f} "
         f"and decodes in {client['decode']:.2f}; the same bytes over a bare socket and back take "
         f"{costs['bare_socket_ms']:.2f}. {place} that clients, server and others share (load "
         f"{result['load_average']:.1f} before the run).\n"
