@@ -69,8 +69,12 @@ class Arguments:
     beside: tuple[Path, ...] = ()
     """Result files whose latencies stand beside this run's in its pictures. Default: stored runs of the same model on
     the same kind of device."""
-    workers: int = 1
-    """Processes. More are faster, but they slow down each other's policy calls."""
+    workers: int | None = None
+    """Simulators that play at once. More are faster, but they slow down each other's policy calls. Default: 1, or one
+    for each core of a Ray cluster."""
+    ray: str | None = None
+    """Play on a Ray cluster: "auto" for the one that this machine belongs to, HOST:PORT for another, "local" for one
+    that is started here and ends with the run. One policy for each GPU, or each machine if there is none."""
     max_steps: int | None = None
     """Actions before an episode is lost. Default: the benchmark's limit for the suite."""
     stress: str | None = None
@@ -127,7 +131,7 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
         VlaAccelError: what the benchmark needs is missing.
     """
     benchmark.check_suite(arguments.suite)
-    if arguments.workers < 0:
+    if arguments.workers is not None and arguments.workers < 0:
         raise ConfigError(f"workers: expected an integer >= 0, got {arguments.workers}")
     if not (math.isfinite(arguments.target_hz) and arguments.target_hz > 0):
         raise ConfigError(f"target-hz: expected a number above 0, got {arguments.target_hz}")
@@ -172,6 +176,7 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
         beside=None if not arguments.beside else {path.stem: read_result(path)[0] for path in arguments.beside},
         quick=arguments.quick,
         workers=arguments.workers,
+        ray=arguments.ray,
         target_hz=arguments.target_hz,
         overwrite=arguments.overwrite,
         retry_errors=arguments.retry_errors,

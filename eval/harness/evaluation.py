@@ -6,34 +6,30 @@ module joins the others and decides nothing about episodes, statistics or tables
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from eval.harness import figures, report, workers
+from eval.harness import conditions, figures, report
 from eval.harness.benchmark import Benchmark, Suite, schema
+from eval.harness.crew import Crew, LocalCrew
 from eval.harness.log import EpisodeLog, log_path
 from eval.harness.pages import run_page
-from eval.harness.policies import PolicyBySteps, PolicySource, check_chunks, identity, make_actor
+from eval.harness.policies import PolicySource, check_chunks
+from eval.harness.progress import EpisodeProgress
 from eval.harness.protocol import EpisodeKey, Protocol, Shard, fingerprint
 from eval.harness.rollout import EpisodeResult
 from eval.harness.runner import VIDEO_EVERY, Setup
 from eval.harness.stored import stored_like
 from eval.harness.tables import print_summary, run_title
-from vla_accel import latency, machine
+from vla_accel import latency
 from vla_accel.errors import ConfigError
 from vla_accel.report import page
-
-PACKAGES = ("numpy", "imageio-ffmpeg")
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,9 @@ class Request:
         report: HTML file, or None for none, unless `quick`.
         beside: results by name whose latencies stand beside; None for the stored ones that are like this run.
         quick: film one episode and write a report in any case.
-        workers: processes; 0 and 1 play in this one.
+        workers: simulators that play at once; None for one, or for as many as a cluster has cores. Without a cluster
+            0 and 1 play in this process.
+        ray: address of a Ray cluster that plays, or None for this machine.
         target_hz: rate of the latency analysis.
         overwrite: discard what an earlier run left at `output`.
         retry_errors: run episodes again that ended in an error.
@@ -73,7 +71,8 @@ class Request:
     report: Path | None
     beside: Mapping[str, Mapping[str, Any]] | None
     quick: bool
-    workers: int
+    workers: int | None
+    ray: str | None
     target_hz: float
     overwrite: bool
     retry_errors: bool
@@ -96,43 +95,36 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
             do not raise: they are errors in the result.
     """
     start = time.perf_counter()
-    source = request.source
-    if source.kind != "expert":
-        console.print(f"loading policy {source.where}")
-    policy = None if source.kind == "expert" else source.load()
-    protocol = request.protocol(policy.metadata.get("num_steps") if policy is not None else None)
-    if policy is not None:
-        check_chunks(policy, source, protocol)
-    who = identity(source, policy, request.benchmark)
-    mark = fingerprint(protocol, who)
-    output = request.output or request.folder / f"{request.label}-{mark[:8]}.json"
-    _clear(output, overwrite=request.overwrite)
-    video_folder, filmed = _films(request, protocol, output)
-    if filmed and figures.check_video_packages() == "gif":
-        console.print("rollout videos are GIFs: the package imageio-ffmpeg is not installed")
-
-    policies = None if policy is None else PolicyBySteps(policy)
-    if policies is not None:
-        # Builds every engine before the first episode, so that what cannot run fails here.
-        first = request.suite.tasks[protocol.tasks[0]]
-        make_actor(source, policies, request.benchmark, protocol).warm_up(first.instruction)
-    every = protocol.replan_steps if request.film_all else VIDEO_EVERY
-    setup = Setup(
-        request.benchmark, protocol, source, video_folder=video_folder, video_keys=frozenset(filmed), video_every=every
-    )
-    launch = _launch(request, policy)
-    plan = request.plan(protocol)
-    ident = {"protocol": protocol.to_json(), "policy": who}
-    warn = _warner(console)
-    with EpisodeLog(log_path(output), schema(request.benchmark.name, "log"), mark, ident, warn) as log:
-        if request.retry_errors and (struck := log.forget_errors()):
-            console.print(f"running {struck} episodes again that ended in an error")
-        missing = _missing(log, plan, console, launch["git"])
-        if missing:
-            log.begin_launch(launch)
-            shared = policies if request.workers <= 1 or _on_gpu(policy) else None
-            _play(setup, missing, len(plan), shared, request.workers, log, console)
-        result = _result(request, protocol, who, mark, policies, log, video_folder)
+    with closing(_crew(request, console)) as crew:
+        protocol = request.protocol((crew.metadata or {}).get("num_steps"))
+        if crew.metadata is not None:
+            check_chunks(crew.metadata, request.source, protocol, takes_prev_chunk=crew.takes_prev_chunk)
+        mark = fingerprint(protocol, crew.identity)
+        output = request.output or request.folder / f"{request.label}-{mark[:8]}.json"
+        _clear(output, overwrite=request.overwrite)
+        video_folder, filmed = _films(request, protocol, output)
+        if filmed and figures.check_video_packages() == "gif":
+            console.print("rollout videos are GIFs: the package imageio-ffmpeg is not installed")
+        crew.warm_up(protocol, request.suite.tasks[protocol.tasks[0]].instruction)
+        setup = Setup(
+            request.benchmark,
+            protocol,
+            request.source,
+            video_folder=video_folder,
+            video_keys=frozenset(filmed),
+            video_every=protocol.replan_steps if request.film_all else VIDEO_EVERY,
+        )
+        launch = conditions.launch(request.benchmark, request.command, hardware=crew.hardware, workers=crew.size)
+        ident = {"protocol": protocol.to_json(), "policy": crew.identity}
+        schema_of_log = schema(request.benchmark.name, "log")
+        with EpisodeLog(log_path(output), schema_of_log, mark, ident, _warner(console)) as log:
+            if request.retry_errors and (struck := log.forget_errors()):
+                console.print(f"running {struck} episodes again that ended in an error")
+            missing = _missing(log, request.plan(protocol), console, launch["git"])
+            if missing:
+                log.begin_launch(launch)
+                _play(setup, missing, crew, log, console)
+            result = _result(request, protocol, mark, crew, log, video_folder)
     beside = request.beside if request.beside is not None else stored_like(result, request.benchmark.name)
     result["figure"] = figures.draw_result(result, output, beside)
     result["elapsed_s"] = round(time.perf_counter() - start, 3)
@@ -142,6 +134,17 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
         page.write(run_page(result, beside), made)
     print_summary(console, result["summary"], title=run_title(result))
     return {**result, "output": str(output), "report": None if made is None else str(made)}
+
+
+def _crew(request: Request, console: Console) -> Crew:
+    source = request.source
+    if source.kind != "expert":
+        console.print(f"loading policy {source.where}")
+    if request.ray is None:
+        return LocalCrew(source, request.benchmark, max(1, request.workers or 1))
+    from eval.harness.cluster_crew import RayCrew
+
+    return RayCrew(request.ray, source, request.benchmark, request.workers, _warner(console))
 
 
 def _clear(output: Path, *, overwrite: bool) -> None:
@@ -175,24 +178,6 @@ def _films(request: Request, protocol: Protocol, output: Path) -> tuple[Path | N
     return None, []
 
 
-def _launch(request: Request, policy: Any) -> dict[str, Any]:
-    """The conditions under which this process plays (JSON types)."""
-    import torch
-
-    device = policy.device if request.source.kind == "local" else torch.device("cpu")
-    hardware = machine.hardware(device)
-    if request.source.kind == "remote":
-        hardware["device"] = f"remote ({request.source.where}); cpu and threads are the client's"
-    return {
-        "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": request.command,
-        "git": machine.commit(),
-        "hardware": {**hardware, "cores": workers.available_cores()},
-        "software": _software(request.benchmark),
-        "workers": max(1, request.workers),
-    }
-
-
 def _missing(
     log: EpisodeLog, plan: Sequence[EpisodeKey], console: Console, git: Mapping[str, Any] | None
 ) -> list[EpisodeKey]:
@@ -210,48 +195,23 @@ def _missing(
     return missing
 
 
-def _play(
-    setup: Setup,
-    episodes: list[EpisodeKey],
-    plan: int,
-    policies: PolicyBySteps | None,
-    count: int,
-    log: EpisodeLog,
-    console: Console,
-) -> None:
-    """Play the episodes, log each and show how it goes; with those on record they will be `plan`."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
+def _play(setup: Setup, episodes: list[EpisodeKey], crew: Crew, log: EpisodeLog, console: Console) -> None:
+    """Play the episodes, log each and show how it goes."""
+    done = len(log.results)
     with (
-        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-        closing(workers.play(setup, episodes, policies, workers=count)) as results,
+        EpisodeProgress(console, setup.protocol.suite, plan=done + len(episodes), done=done) as progress,
+        closing(crew.play(setup, episodes)) as results,
     ):
-        bar = progress.add_task(setup.protocol.suite, total=plan, completed=len(log.results), note="")
         for result in results:
             log.append(result)
-            rate = report.rate_of(log.results.values())
-            note = (
-                f"{result.key}: {result.outcome}, {result.env_steps} actions, "
-                f"{result.wall_s:.1f} s; so far {rate.successes}/{rate.episodes}"
-            )
-            progress.update(bar, advance=1, note=note)
-            if result.error:
-                console.print(f"[red]error[/] in {result.key}: {result.error}", markup=True)
-            elif not console.is_terminal:
-                console.print(f"{len(log.results)}/{plan} {note}")
+            progress.show(result, log.results.values(), crew.nodes())
 
 
 def _result(
     request: Request,
     protocol: Protocol,
-    who: Mapping[str, Any],
     mark: str,
-    policies: PolicyBySteps | None,
+    crew: Crew,
     log: EpisodeLog,
     video_folder: Path | None,
 ) -> dict[str, Any]:
@@ -263,7 +223,7 @@ def _result(
         timed,
         task_names={i: request.suite.tasks[i].instruction for i in protocol.tasks},
         target_hz=request.target_hz,
-        breakdown=_breakdown(request, policies, log),
+        breakdown=_breakdown(crew, log),
     )
     own_limit = protocol.max_steps == request.suite.max_steps
     return {
@@ -275,8 +235,8 @@ def _result(
         },
         **({} if request.shard is None else {"shard": str(request.shard)}),
         "policy": {
-            **who,
-            "metadata": None if policies is None else _plain(policies.policy.metadata),
+            **crew.identity,
+            "metadata": None if crew.metadata is None else _plain(crew.metadata),
         },
         "command": request.command,
         "launches": log.launches,
@@ -291,21 +251,17 @@ def _result(
     }
 
 
-def _breakdown(
-    request: Request, policies: PolicyBySteps | None, log: EpisodeLog
-) -> Callable[[int | None, report.Samples], dict[str, Any]]:
+def _breakdown(crew: Crew, log: EpisodeLog) -> Callable[[int | None, report.Samples], dict[str, Any]]:
     """Makes the breakdown JSON of `vla_accel.latency`, naming the engines that really ran."""
     import torch
 
     def make(steps: int | None, samples: report.Samples) -> dict[str, Any]:
-        assert policies is not None
-        policy = policies(steps)
-        local = request.source.kind == "local"
+        metadata = crew.metadata_at(steps)
         made = latency.breakdown(
-            model=_plain(policy.metadata.get("model", {})),
-            engines=_plain(policy.metadata.get("engines", [])),
-            steps=steps if steps is not None else policy.metadata.get("num_steps", 0),
-            device=policy.device if local else torch.device("cpu"),
+            model=_plain(metadata.get("model", {})),
+            engines=_plain(metadata.get("engines", [])),
+            steps=steps if steps is not None else metadata.get("num_steps", 0),
+            device=torch.device("cpu"),
             components=latency.summarise(samples.sections, samples.totals),
             samples=len(samples.totals),
         )
@@ -323,10 +279,6 @@ def _warner(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(f"[yellow]warning:[/] {text}")
 
 
-def _on_gpu(policy: Any) -> bool:
-    return str(getattr(policy, "device", "cpu")).startswith("cuda")
-
-
 def _plain(value: Any) -> Any:
     """Metadata as JSON types; a server may send anything that msgpack carries."""
     if isinstance(value, Mapping):
@@ -334,13 +286,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
-
-
-def _software(benchmark: Benchmark) -> dict[str, str]:
-    versions = dict(machine.software())
-    for name in (*benchmark.packages, *PACKAGES):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue  # optional: absent from the list means absent from the machine
-    return {**versions, "platform": platform.platform()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,6 @@ from eval.harness.protocol import Protocol
 from eval.harness.rollout import Actor
 from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError
-from vla_accel.remote.async_runner import takes_prev_chunk
 
 Chunking = Literal["plain", "rtc"]
 REMOTE_IDENTITY = ("policy", "model", "num_steps", "dtype")
@@ -105,11 +105,13 @@ def make_actor(source: PolicySource, policies: PolicyBySteps | None, benchmark: 
     return PolicyActor(policies, benchmark, protocol, send_noise=source.kind == "local", guided=guided)
 
 
-def check_chunks(policy: Any, source: PolicySource, protocol: Protocol) -> None:
-    """Raise `ConfigError` if a local policy predicts fewer actions than are to be executed, or too few to have some
-    left when they arrive, or if a policy takes no previous chunk and shall be guided by it."""
+def check_chunks(
+    metadata: Mapping[str, Any], source: PolicySource, protocol: Protocol, *, takes_prev_chunk: bool
+) -> None:
+    """Raise `ConfigError` if a local policy with this metadata predicts fewer actions than are to be executed, or too
+    few to have some left when they arrive, or if a policy takes no previous chunk and shall be guided by it."""
     if source.kind == "local":
-        horizon, _ = noise_shape(policy.metadata)
+        horizon, _ = noise_shape(metadata)
         for name, got, most in (
             ("replan", protocol.replan_steps, horizon),
             ("stress: latency", protocol.latency, horizon - 1),
@@ -119,7 +121,7 @@ def check_chunks(policy: Any, source: PolicySource, protocol: Protocol) -> None:
                 raise ConfigError(
                     f"{name}: expected at most the policy's {horizon} predicted actions{fewer}, got {got}"
                 )
-    if source.chunking == "rtc" and not takes_prev_chunk(policy):
+    if source.chunking == "rtc" and not takes_prev_chunk:
         raise ConfigError("chunking: rtc needs a policy whose infer takes prev_chunk and inference_delay")
 
 

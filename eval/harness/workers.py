@@ -20,19 +20,18 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections import deque
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import numpy as np
-
 from eval.harness.policies import PolicyBySteps, make_actor
 from eval.harness.protocol import EpisodeKey
 from eval.harness.rollout import EpisodeResult, describe
 from eval.harness.runner import Runner, Setup
+from eval.harness.schedule import Schedule
+from eval.harness.sharing import answer, unwrap
 from vla_accel.errors import EngineError, VlaAccelError
 
 JOIN_TIMEOUT_S = 5.0
@@ -72,32 +71,6 @@ def _play_here(
             yield runner.run(key)
     finally:
         runner.close()
-
-
-class Schedule:
-    """Hands out episodes, keeping each worker at its task as long as that has any left."""
-
-    def __init__(self, episodes: Sequence[EpisodeKey]) -> None:
-        self._by_task: dict[int, deque[EpisodeKey]] = {}
-        for key in episodes:
-            self._by_task.setdefault(key.task_id, deque()).append(key)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._by_task.values()))
-
-    def next(self, task_id: int | None, busy: Container[int | None]) -> EpisodeKey | None:
-        """The next episode for a worker whose environment is that of `task_id`.
-
-        Its own task first, then one that no other worker plays (`busy`), then the longest.
-        """
-        open_tasks = [task for task, queue in self._by_task.items() if queue]
-        if not open_tasks:
-            return None
-        if task_id not in open_tasks:
-            free = [task for task in open_tasks if task not in busy]
-            task_id = free[0] if free else max(open_tasks, key=lambda t: len(self._by_task[t]))
-        assert task_id is not None
-        return self._by_task[task_id].popleft()
 
 
 @dataclass
@@ -189,22 +162,12 @@ class _Pool:
         return EpisodeResult(worker.episode, False, 0, f"WorkerDied: {end}", 0.0, 0)
 
     def _answer(self, requests: list[tuple[_Worker, tuple[Any, ...]]]) -> None:
-        """Answer all waiting requests with the shared policy, in batches of equal step counts."""
+        """Answer all waiting requests with the shared policy."""
         assert self._policies is not None
-        by_steps: dict[int | None, list[tuple[_Worker, tuple[Any, ...]]]] = {}
-        for request in requests:
-            by_steps.setdefault(request[1][0], []).append(request)
-        for steps, group in by_steps.items():
-            policy = self._policies(steps)
-            if len(group) > 1 and hasattr(policy, "infer_batch"):
-                observations = [content[1] for _, content in group]
-                options = _together([content[2] for _, content in group])
-                answers = _attempt(lambda p=policy, o=observations, k=options: p.infer_batch(o, **k), len(group))
-            else:
-                answers = [_attempt(lambda p=policy, c=content: [p.infer(c[1], **c[2])], 1)[0] for _, content in group]
-            for (worker, _), answer in zip(group, answers, strict=True):
-                with suppress(OSError):  # it died meanwhile: its pipe reports the end
-                    worker.pipe.send(answer)
+        answers = answer(self._policies, [(steps, obs, options) for _, (steps, obs, options) in requests])
+        for (worker, _), one in zip(requests, answers, strict=True):
+            with suppress(OSError):  # it died meanwhile: its pipe reports the end
+                worker.pipe.send(one)
 
     def _stop(self) -> None:
         for worker in self._workers.values():
@@ -215,14 +178,6 @@ class _Pool:
                 worker.process.kill()
             worker.pipe.close()
         self._workers.clear()
-
-
-def _attempt(call: Callable[[], list[Any]], count: int) -> list[tuple[str, Any]]:
-    """`count` answers, or the same refusal `count` times: one bad episode must not end the run."""
-    try:
-        return [("answer", result) for result in call()]
-    except Exception as exception:
-        return [("failed", describe(exception))] * count
 
 
 class PipePolicy:
@@ -242,10 +197,7 @@ class PipePolicy:
     def infer(self, obs: dict[str, Any], **options: Any) -> dict[str, Any]:
         """Ask the parent; its error, if any, becomes an `EngineError` here. `options`: of the parent's `infer`."""
         self._pipe.send(("infer", self._steps, obs, options))
-        kind, content = self._pipe.recv()
-        if kind == "failed":
-            raise EngineError(f"shared policy: {content}")
-        return content
+        return unwrap(self._pipe.recv())
 
     def reset(self) -> None:
         """Nothing to forget: a shared policy keeps no state between calls."""
@@ -280,14 +232,3 @@ def _worker_policies(pipe: Connection, setup: Setup, metadata: Mapping[str, Any]
 
         torch.set_num_threads(setup.threads)
     return PolicyBySteps(setup.source.load())
-
-
-def _together(options: list[dict[str, Any]]) -> dict[str, Any]:
-    """Options of several `infer` as those of one `infer_batch`: noise (batch, horizon, action_dim), or None if any
-    request left it to the policy; previous chunks where any has one."""
-    noise = [one["noise"] for one in options if one.get("noise") is not None]
-    batch: dict[str, Any] = {"noise": np.stack(noise) if len(noise) == len(options) else None}
-    if any("prev_chunk" in one for one in options):
-        batch["prev_chunks"] = [one.get("prev_chunk") for one in options]
-        batch["inference_delays"] = [one.get("inference_delay") for one in options]
-    return batch

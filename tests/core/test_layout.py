@@ -118,6 +118,7 @@ OPTIONAL = {
     "onnxscript",
     "orbax",
     "playwright",
+    "ray",
     "robosuite",
     "sentencepiece",
     "tensorrt",

@@ -21,8 +21,9 @@ from eval.harness.policies import PolicyBySteps, PolicySource, check_chunks
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import run_episode
 from eval.harness.runner import Setup
+from eval.harness.sharing import _together
 from eval.harness.stress import GREY, disturb, parse_stress
-from eval.harness.workers import _together, play
+from eval.harness.workers import play
 from eval.libero.benchmark import LIBERO
 from eval.libero.benchmark import idle as stand_still
 from tests.support.eval_support import OBSERVATION, TASK, FakeEnv, FakePolicy
@@ -247,19 +248,20 @@ def test_requests_that_are_answered_together_keep_their_own_chunks() -> None:
     both = _together([{"noise": noise}, {"noise": noise, "prev_chunk": "left", "inference_delay": 2}])
     assert both["noise"].shape == (2, 10, 8)
     assert both["prev_chunks"] == [None, "left"] and both["inference_delays"] == [None, 2]
-    assert _together([{}, {"noise": noise}])["noise"] is None
+    assert _together([{}, {}])["noise"] is None
 
 
 def test_a_policy_must_have_actions_left_when_they_arrive() -> None:
     protocol, source = Protocol("line", (0,), 1, (3,), 5), PolicySource("local", "x")
-    check_chunks(FakePolicy(), source, replace(protocol, stress={"latency": 9}))
+    metadata = FakePolicy().metadata
+    check_chunks(metadata, source, replace(protocol, stress={"latency": 9}), takes_prev_chunk=False)
     with pytest.raises(
         ConfigError, match="latency: expected at most the policy's 10 predicted actions less one, got 10"
     ):
-        check_chunks(FakePolicy(), source, replace(protocol, stress={"latency": 10}))
+        check_chunks(metadata, source, replace(protocol, stress={"latency": 10}), takes_prev_chunk=False)
     with pytest.raises(ConfigError, match="chunking: rtc needs a policy whose infer takes prev_chunk"):
-        check_chunks(FakePolicy(), replace(source, chunking="rtc"), protocol)
-    check_chunks(Watching(), replace(source, chunking="rtc"), protocol)
+        check_chunks(metadata, replace(source, chunking="rtc"), protocol, takes_prev_chunk=False)
+    check_chunks(metadata, replace(source, chunking="rtc"), protocol, takes_prev_chunk=True)
 
 
 # -- the record ---------------------------------------------------------------------------------------------------
@@ -269,7 +271,7 @@ def test_stress_is_on_record_and_another_one_is_neither_resumed_nor_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(PolicySource, "load", lambda self: Fingerprints())
-    monkeypatch.setattr("eval.harness.evaluation.identity", lambda *_: {"kind": "local"})
+    monkeypatch.setattr("eval.harness.crew.identity", lambda *_: {"kind": "local"})
     benchmark = SEEING
     output = tmp_path / "dark.json"
     words = ["--tasks", "0", "--trials", "1", "--output"]

@@ -14,7 +14,9 @@ import numpy as np
 from eval.harness.policies import PolicyBySteps, PolicySource
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.runner import Setup
-from eval.harness.workers import Schedule, _Pool, play
+from eval.harness.schedule import Schedule
+from eval.harness.sharing import answer
+from eval.harness.workers import _Pool, play
 from tests.support.eval_support import FakePolicy
 from tests.support.toy_benchmark import TOY
 
@@ -38,6 +40,8 @@ def test_a_worker_keeps_its_task_then_takes_a_free_one_then_helps() -> None:
     assert len(schedule) == 1
     assert schedule.next(1, {1}) == key(1, 2)
     assert schedule.next(1, set()) is None
+    schedule.give_back(key(1, 1))
+    assert (len(schedule), schedule.next(0, {1})) == (1, key(1, 1)), "nobody finished it"
 
 
 class BatchPolicy(FakePolicy):
@@ -76,6 +80,16 @@ def test_workers_share_a_policy_and_meet_the_same_noise_as_one_process() -> None
         for call in (0, 1)
     }
     assert given == expected
+
+
+def test_an_episode_keeps_its_noise_beside_a_warm_up_that_has_none() -> None:
+    policy = BatchPolicy()
+    noise = [np.full((10, 8), value) for value in (1.0, 2.0)]
+    options: list[dict[str, Any]] = [{"noise": noise[0]}, {}, {"noise": noise[1]}]
+    answers = answer(PolicyBySteps(policy), [(None, {"prompt": "p"}, one) for one in options])
+    assert [kind for kind, _ in answers] == ["answer"] * 3 and policy.batches == [2]
+    given = [one for one in policy.noises if one is not None]
+    assert [one[0, 0] for one in given] == [1.0, 2.0]
 
 
 class DeadlyPolicy(FakePolicy):

@@ -1,0 +1,345 @@
+"""A run on a Ray cluster: a replica of the policy on each GPU, simulators wherever there are cores.
+
+This process hands out episodes and takes their results, one at a time from each simulator; only it writes. What dies is
+replaced where the cluster has room: an episode that was being played when its simulator, its replica or their node died
+is played again from its start, so that it counts once. One that has lost its players `TRIES` times is an error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eval.harness import cluster
+from eval.harness.benchmark import Benchmark
+from eval.harness.cluster_actors import Loaded, Played, Replica, Simulator
+from eval.harness.crew import LocalCrew
+from eval.harness.log import differences
+from eval.harness.policies import PolicySource
+from eval.harness.protocol import EpisodeKey, Protocol
+from eval.harness.rollout import EpisodeResult, describe
+from eval.harness.runner import Setup
+from eval.harness.schedule import Schedule
+from vla_accel.errors import ConfigError, EngineError, VlaAccelError
+from vla_accel.files import replacing
+
+TRIES = 5
+PLACE_TIMEOUT_S = 60.0
+"""How long nothing may happen because the cluster has no room."""
+Then = Callable[[Any, Any], "Iterable[EpisodeResult]"]
+
+
+@dataclass(eq=False)
+class _Actor:
+    """A process on a node: its Ray handle, and the node's name once it is known."""
+
+    handle: Any
+    node: str = "not placed"
+    dead: bool = False
+
+
+@dataclass(eq=False)
+class _Replica(_Actor):
+    options: dict[str, Any] = field(default_factory=dict)
+    loaded: Loaded | None = None
+
+
+@dataclass(eq=False)
+class _Simulator(_Actor):
+    placed: bool = False
+    replica: _Replica | None = None
+    episode: EpisodeKey | None = None
+    task_id: int | None = None
+
+
+class RayCrew:
+    """Simulators and replicas on a cluster. `eval.harness.crew.Crew` says the rest.
+
+    Args:
+        address: `auto`, `local` or HOST:PORT.
+        workers: simulators; None for one a core.
+        warn: is told of what dies.
+
+    Raises:
+        ConfigError: no cluster at that address, or a GPU is asked for and no node has one.
+        EngineError: a node has other versions, or its policy is another one.
+    """
+
+    def __init__(
+        self, address: str, source: PolicySource, benchmark: Benchmark, workers: int | None, warn: Callable[[str], None]
+    ) -> None:
+        self._source, self._benchmark, self._warn = source, benchmark, warn
+        self._nodes: dict[str, cluster.Node] = {}
+        self._pending: dict[Any, tuple[_Actor, Then]] = {}
+        self._replicas: list[_Replica] = []
+        self._simulators: list[_Simulator] = []
+        self._played: Counter[str] = Counter()
+        self._tries: Counter[EpisodeKey] = Counter()
+        self._failed_starts = 0
+        self._schedule = Schedule([])
+        self._ray = cluster.connect(address)
+        try:
+            nodes = cluster.nodes(self._ray)
+            replicas = self._replica_options(nodes) if source.kind == "local" else []
+            for node in nodes:
+                self._meet(node)
+            self.size = max(1, sum(node.cores for node in nodes) if workers is None else workers)
+            if source.kind == "local":
+                for options in replicas[: self.size]:
+                    self._start_replica(options)
+                loaded = self._loaded().loaded
+                assert loaded is not None
+                known: Loaded | LocalCrew = loaded
+            else:
+                known = LocalCrew(source, benchmark, self.size)
+            self.metadata, self.identity, self.hardware = known.metadata, known.identity, dict(known.hardware)
+            self.takes_prev_chunk = known.takes_prev_chunk
+            self.hardware["nodes"] = sorted(f"{node.cores} cores, {node.gpus} GPUs" for node in nodes)
+        except BaseException:
+            self.close()
+            raise
+
+    def metadata_at(self, steps: int | None) -> Mapping[str, Any]:
+        if self._source.kind != "local":
+            return self.metadata or {}
+        while True:
+            replica = self._loaded()
+            try:
+                return self._ray.get(replica.handle.metadata_at.remote(steps))
+            except self._ray.exceptions.RayActorError as error:
+                self._replica_died(replica, error)
+
+    def warm_up(self, protocol: Protocol, instruction: str) -> None:
+        """Nothing: a simulator warms its replica up when it builds a task's environment."""
+
+    def play(self, setup: Setup, episodes: Sequence[EpisodeKey]) -> Generator[EpisodeResult, None, None]:
+        self._setup, self._schedule = setup, Schedule(episodes)
+        left = set(episodes)
+        try:
+            for _ in range(min(self.size, len(episodes))):
+                self._start_simulator()
+            while left:
+                for result in self._wait():
+                    left.remove(result.key)
+                    yield result
+        finally:
+            for simulator in self._simulators:
+                self._forget(simulator)
+            self._simulators.clear()
+
+    def nodes(self) -> Mapping[str, tuple[int, int]]:
+        living = Counter(simulator.node for simulator in self._simulators if simulator.placed)
+        return {name: (living[name], self._played[name]) for name in sorted({*living, *self._played})}
+
+    def close(self) -> None:
+        for actor in (*self._simulators, *self._replicas):
+            self._forget(actor)
+        self._ray.shutdown()
+
+    # -- what happens on the cluster ----------------------------------------------------------------------------------
+
+    def _wait(self, timeout_s: float = PLACE_TIMEOUT_S) -> Iterator[EpisodeResult]:
+        """Handle the next thing that happens; yields the results of episodes, if it was one."""
+        ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
+        if not ready and not self._busy():
+            raise EngineError(
+                f"ray: expected room for a {'simulator (a core)' if self._simulators else 'policy'} on the cluster, "
+                f"got none for {timeout_s:.0f} s"
+            )
+        for reference in ready:
+            actor, then = self._pending.pop(reference)
+            try:
+                value = self._ray.get(reference)
+            except self._ray.exceptions.RayTaskError as error:
+                raise _cause(actor.node, error) from error
+            except self._ray.exceptions.RayError as error:
+                yield from self._died(actor, error)
+            else:
+                yield from then(actor, value)
+
+    def _busy(self) -> bool:
+        """Whether an episode is played or a policy loaded, either of which may take as long as it likes."""
+        loads = any(then == self._replica_loaded for _, then in self._pending.values())
+        return loads or any(simulator.episode is not None for simulator in self._simulators)
+
+    def _await(self, reference: Any, actor: _Actor, then: Then) -> None:
+        self._pending[reference] = (actor, then)
+
+    def _died(self, actor: _Actor, error: Exception) -> Iterator[EpisodeResult]:
+        if isinstance(actor, _Replica):
+            self._replica_died(actor, error)
+            return
+        assert isinstance(actor, _Simulator)
+        if not actor.placed:
+            self._count_failed_start(actor, error)
+        self._forget(actor)
+        self._simulators.remove(actor)
+        episode, actor.episode = actor.episode, None
+        if episode is not None:
+            yield from self._again(episode, f"its simulator on node {actor.node} ended ({_last_line(error)})")
+        self._start_simulator()
+        self._assign()
+
+    def _replica_died(self, replica: _Replica, error: Exception) -> None:
+        """Its simulators give their episodes back as they notice."""
+        if replica.dead:
+            return
+        if replica.loaded is None:
+            self._count_failed_start(replica, error)
+        self._forget(replica)
+        self._replicas.remove(replica)
+        self._warn(f"the policy on node {replica.node} ended ({_last_line(error)}); another is started")
+        self._start_replica(replica.options)
+
+    def _count_failed_start(self, actor: _Actor, error: Exception) -> None:
+        self._failed_starts += 1
+        if self._failed_starts >= TRIES:
+            what = "policy" if isinstance(actor, _Replica) else "simulator"
+            raise EngineError(
+                f"node {actor.node}: a {what} ended {TRIES} times as it started: {_last_line(error)}"
+            ) from error
+
+    def _forget(self, actor: _Actor) -> None:
+        """End a process, and whatever is awaited of it."""
+        actor.dead = True
+        self._pending = {ref: waiting for ref, waiting in self._pending.items() if waiting[0] is not actor}
+        self._ray.kill(actor.handle)
+
+    def _meet(self, node: cluster.Node) -> None:
+        cluster.check_node(self._ray, node, self._benchmark)
+        self._nodes[node.id] = node
+
+    def _name(self, node_id: str) -> str:
+        """A node's name; one that joined later is checked first."""
+        if node_id not in self._nodes:
+            for node in cluster.nodes(self._ray):
+                if node.id == node_id:
+                    self._meet(node)
+        return self._nodes[node_id].name if node_id in self._nodes else node_id[:6]
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    def _replica_options(self, nodes: Sequence[cluster.Node]) -> list[dict[str, Any]]:
+        """Ray's options of each replica: one a GPU, or one a node where there is none. Raises `ConfigError` if a GPU is
+        asked for and there is none."""
+        gpus, asked = sum(node.gpus for node in nodes), self._source.device
+        if asked.startswith("cuda") and not gpus:
+            raise ConfigError(f"device: {asked!r} was asked for, but no node of the Ray cluster lends a GPU")
+        if gpus and asked != "cpu":
+            return [{"num_gpus": 1, "scheduling_strategy": "SPREAD"}] * gpus
+        affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        return [{"scheduling_strategy": affinity(node.id, soft=True)} for node in nodes if node.cores]
+
+    def _start_replica(self, options: dict[str, Any]) -> None:
+        make = self._ray.remote(num_cpus=0, **options)(Replica)
+        replica = _Replica(make.remote(self._source, self._benchmark, "num_gpus" in options), options=options)
+        self._replicas.append(replica)
+        self._await(replica.handle.place.remote(), replica, self._replica_placed)
+
+    def _replica_placed(self, replica: _Replica, node_id: str) -> Iterable[EpisodeResult]:
+        replica.node = self._name(node_id)
+        self._await(replica.handle.load.remote(), replica, self._replica_loaded)
+        return ()
+
+    def _replica_loaded(self, replica: _Replica, loaded: Loaded) -> Iterable[EpisodeResult]:
+        first = next((other for other in self._replicas if other.loaded is not None), None)
+        if first is not None and first.loaded is not None:
+            if loaded.identity != first.loaded.identity:
+                what = differences(first.loaded.identity, loaded.identity)
+                raise EngineError(f"node {replica.node}: expected the policy of node {first.node}, got another: {what}")
+            if loaded.hardware != first.loaded.hardware:
+                self._warn(f"nodes {first.node} and {replica.node} differ: latencies are those of both")
+        replica.loaded = loaded
+        self._failed_starts = 0
+        self._assign()
+        return ()
+
+    def _loaded(self) -> _Replica:
+        """Any replica that answers; waits for one."""
+        while True:
+            for replica in self._replicas:
+                if replica.loaded is not None:
+                    return replica
+            for _ in self._wait():
+                raise AssertionError("no episode is played before a policy is there")
+
+    # -- simulators ---------------------------------------------------------------------------------------------------
+
+    def _start_simulator(self) -> None:
+        make = self._ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(Simulator)
+        metadata = self.metadata if self._source.kind == "local" else None
+        simulator = _Simulator(make.remote(self._setup, metadata))
+        self._simulators.append(simulator)
+        self._await(simulator.handle.place.remote(), simulator, self._simulator_placed)
+
+    def _simulator_placed(self, simulator: _Simulator, node_id: str) -> Iterable[EpisodeResult]:
+        simulator.node, simulator.placed = self._name(node_id), True
+        self._failed_starts = 0
+        self._assign()
+        return ()
+
+    def _assign(self) -> None:
+        """Give every idle simulator its next episode."""
+        for simulator in self._simulators:
+            if not simulator.placed or simulator.episode is not None:
+                continue
+            replica = self._least_asked(simulator)
+            if replica is None and self._source.kind == "local":
+                return
+            busy = {other.task_id for other in self._simulators if other.episode is not None}
+            episode = self._schedule.next(simulator.task_id, busy)
+            if episode is None:
+                return
+            simulator.episode, simulator.task_id, simulator.replica = episode, episode.task_id, replica
+            asked = None if replica is None else replica.handle
+            self._await(simulator.handle.play.remote(episode, asked), simulator, self._simulator_played)
+
+    def _least_asked(self, simulator: _Simulator) -> _Replica | None:
+        """The replica with the fewest simulators; among equals one on the simulator's own node."""
+        asked = Counter(id(other.replica) for other in self._simulators if other.episode is not None)
+        loaded = [replica for replica in self._replicas if replica.loaded is not None]
+        return min(loaded, key=lambda r: (asked[id(r)], r.node != simulator.node), default=None)
+
+    def _simulator_played(self, simulator: _Simulator, played: Played | None) -> Iterable[EpisodeResult]:
+        episode, simulator.episode = simulator.episode, None
+        assert episode is not None
+        if played is None:
+            assert simulator.replica is not None
+            self._replica_died(simulator.replica, EngineError("an answer was lost"))
+            yield from self._again(episode, f"the policy on node {simulator.replica.node} ended")
+        self._assign()  # before the result is handled, so that the simulator does not wait
+        if played is not None:
+            self._played[simulator.node] += 1
+            self._keep_video(played)
+            yield played.result
+
+    def _keep_video(self, played: Played) -> None:
+        folder = self._setup.video_folder
+        if played.video is None or folder is None or played.result.video is None:
+            return
+        with replacing(folder / played.result.video) as temporary:
+            temporary.write_bytes(played.video)
+
+    def _again(self, episode: EpisodeKey, why: str) -> Iterator[EpisodeResult]:
+        """An episode that nobody finished: its turn comes again, but not for ever."""
+        self._tries[episode] += 1
+        if self._tries[episode] >= TRIES:
+            yield EpisodeResult(episode, False, 0, f"PlayerDied: {TRIES} times; at last {why}", 0.0, 0)
+            return
+        self._warn(f"{episode} is played again: {why}")
+        self._schedule.give_back(episode)
+
+
+def _last_line(error: Exception) -> str:
+    """What Ray says of a death, without the ids before it."""
+    return str(error).strip().rpartition("\n")[2][:300]
+
+
+def _cause(node: str, error: Any) -> VlaAccelError:
+    """What a process on a node raised: our own errors as they are, but for the node's name."""
+    cause = error.cause
+    if isinstance(cause, VlaAccelError):
+        return type(cause)(f"node {node}: {cause}")
+    return EngineError(f"node {node}: {describe(cause) if cause is not None else error}")

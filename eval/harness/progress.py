@@ -1,0 +1,61 @@
+"""What a watcher sees while episodes are played: bars on a terminal, a line an episode elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from eval.harness import report
+from eval.harness.rollout import EpisodeResult
+
+
+class EpisodeProgress:
+    """A bar for the run and one for each machine of a cluster; a context manager.
+
+    Args:
+        name: of what is played.
+        plan: episodes of the run.
+        done: of those, how many are on record.
+    """
+
+    def __init__(self, console: Console, name: str, *, plan: int, done: int) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._console, self._plan = console, plan
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._run = self._progress.add_task(name, total=plan, completed=done, note="")
+        self._nodes: dict[str, TaskID] = {}
+
+    def __enter__(self) -> EpisodeProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, result: EpisodeResult, results: Iterable[EpisodeResult], nodes: Mapping[str, tuple[int, int]]
+             ) -> None:  # fmt: skip
+        """One more result. `results`: all on record; `nodes`: simulators and episodes played by each machine's name."""
+        results = list(results)
+        rate = report.rate_of(results)
+        note = (
+            f"{result.key}: {result.outcome}, {result.env_steps} actions, "
+            f"{result.wall_s:.1f} s; so far {rate.successes}/{rate.episodes}"
+        )
+        self._progress.update(self._run, advance=1, note=note)
+        for name, (simulators, played) in nodes.items():
+            if name not in self._nodes:
+                self._nodes[name] = self._progress.add_task(name, total=self._plan, note="")
+            self._progress.update(self._nodes[name], completed=played, note=f"{simulators} simulators")
+        if result.error:
+            self._console.print(f"[red]error[/] in {result.key}: {result.error}", markup=True)
+        elif not self._console.is_terminal:
+            each = "".join(f"; {name}: {played} by {simulators}" for name, (simulators, played) in nodes.items())
+            self._console.print(f"{len(results)}/{self._plan} {note}{each}")

@@ -1,0 +1,171 @@
+"""`--ray`: what a cluster plays is what one machine plays, whatever dies on the way; and one error for each thing that
+cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from eval.harness import command
+from eval.harness.cluster import connect
+from eval.harness.evaluation import evaluate
+from eval.harness.policies import PolicySource
+from tests.support import toy_cluster as toy
+from tests.support.tiny import write_tiny_checkpoint
+from tests.support.toy_command import Arguments
+from vla_accel.errors import ConfigError, EngineError
+
+ray = pytest.importorskip("ray", reason="NOT RUN: needs ray")
+# Ray's own.
+pytestmark = pytest.mark.filterwarnings("ignore")
+CONFIG = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_checkpoint(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def cluster_of(*nodes: dict[str, Any]) -> Iterator[Any]:
+    """A cluster on this machine: a head that lends nothing, and a node for each of `nodes`."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": CONFIG})
+    try:
+        for node in nodes:
+            made.add_node(**node)
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+def request(checkpoint: Path, output: Path, benchmark: Any, *words: str) -> Any:
+    given = ["--policy", str(checkpoint), "--device", "cpu", "--steps", "2", "--output", str(output), *words]
+    asked = command.tyro.cli(Arguments, args=given)
+    return command.make_request(benchmark, asked, given)
+
+
+def outcomes(path: Path) -> list[tuple[Any, ...]]:
+    names = ("task_id", "trial", "success", "env_steps", "infer_count", "error")
+    return [tuple(episode[name] for name in names) for episode in json.loads(path.read_text())["episodes"]]
+
+
+class Killer(threading.Thread):
+    """Kills every replica, then a node, each when an episode says that it waits for that."""
+
+    def __init__(self, cluster: Any, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.cluster, self.folder = cluster, folder
+        self.killed: list[str] = []
+
+    def run(self) -> None:
+        self._waits_for(1)
+        for file in self.folder.glob("replica-*"):
+            os.kill(int(file.name.split("-")[1]), signal.SIGKILL)
+            self.killed.append("replica")
+        (self.folder / "done-1").touch()
+        node_id = self._waits_for(2)
+        self.cluster.remove_node(
+            next(n for n in self.cluster.worker_nodes if n.node_id == node_id), allow_graceful=False
+        )
+        self.killed.append("node")  # what it played waits on: nobody may finish it there
+
+    def _waits_for(self, task: int) -> str:
+        end = time.monotonic() + toy.WAIT_S
+        while time.monotonic() < end:
+            with contextlib.suppress(FileNotFoundError):
+                if text := (self.folder / f"waiting-{task}").read_text():
+                    return text
+            time.sleep(0.05)
+        raise AssertionError(f"task {task} never began")
+
+
+@pytest.mark.slow
+def test_whatever_dies_each_episode_counts_once(tmp_path: Path, checkpoint: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    evaluate(request(checkpoint, tmp_path / "plain.json", toy.SEEING), console)
+    with cluster_of({"num_cpus": 1}, {"num_cpus": 1}) as cluster:
+        output = tmp_path / "ray.json"
+        asked = request(checkpoint, output, toy.doomed(tmp_path), "--ray", cluster.address)
+        source = toy.NotingSource("local", asked.source.where, None, "cpu", folder=str(tmp_path))
+        killer = Killer(cluster, tmp_path)
+        killer.start()
+        result = evaluate(replace(asked, source=source), console)
+        killer.join(1.0)
+    assert killer.killed[0] == "replica" and killer.killed[-1] == "node" and (tmp_path / "waiting-0").exists()
+    assert outcomes(output) == outcomes(tmp_path / "plain.json"), "nothing lost, nothing twice, and the same actions"
+    log = (tmp_path / "ray.episodes.jsonl").read_text().splitlines()
+    played = Counter((e["task_id"], e["trial"]) for e in map(json.loads, log) if e["kind"] == "episode")
+    assert len(played) == len(toy.PROMPTS) * toy.TRIALS and set(played.values()) == {1}
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "task 0, trial 0, 2 steps is played again: its simulator on node" in said
+    assert "task 1, trial 0, 2 steps is played again: the policy on node" in said
+    assert "task 2, trial 0, 2 steps is played again: its simulator on node" in said
+    assert result["launches"][0]["workers"] == 2 and result["summary"]["rows"][0]["breakdown"]["engines"]
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_play_is_named(tmp_path: Path, checkpoint: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m\nold = m.version\nm.version = lambda n: '0.1' if n == 'numpy' else old(n)\n"
+    )
+    other = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    with cluster_of({"num_cpus": 1, "env_vars": other}) as cluster:
+        asked = request(checkpoint, tmp_path / "run.json", toy.SEEING, "--ray", cluster.address)
+        with pytest.raises(
+            EngineError, match=r"node [\d.]+/\w{6}: expected the versions of this machine, got numpy 0.1 \("
+        ):
+            evaluate(asked, Console(quiet=True))
+        cuda = replace(asked, source=PolicySource("local", str(checkpoint), device="cuda"))
+        with pytest.raises(
+            ConfigError, match="device: 'cuda' was asked for, but no node of the Ray cluster lends a GPU"
+        ):
+            evaluate(cuda, Console(quiet=True))
+    assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NOT RUN: there is a GPU")
+def test_a_gpu_that_is_lent_but_not_there_is_an_error(tmp_path: Path, checkpoint: Path) -> None:
+    with cluster_of({"num_cpus": 1, "num_gpus": 1}) as cluster:
+        asked = request(checkpoint, tmp_path / "run.json", toy.SEEING, "--ray", cluster.address)
+        asked = replace(asked, source=PolicySource("local", str(checkpoint)))
+        with pytest.raises(EngineError, match=r"node [\d.]+/\w{6}: Ray lends a GPU here, but torch .* sees none"):
+            evaluate(asked, Console(quiet=True))
+
+
+def test_an_address_where_no_cluster_is_is_one_error(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for address, message in (
+        (f"127.0.0.1:{port}", f"ray: nobody answers at 127.0.0.1:{port} "),
+        ("ray://head:10001", "ray: expected auto, local or HOST:PORT, got 'ray://head:10001'"),
+        ("head", "ray: expected auto, local or HOST:PORT, got 'head'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            connect(address)
