@@ -442,7 +442,7 @@ def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any
     [
         (drop("policy_preprocessor"), r"expected policy_preprocessor\.json with the statistics, found no such file"),
         (drop("policy_postprocessor"), r"expected policy_postprocessor\.json"),
-        (put("config", "type", "smolvla"), "expected a policy of type pi0 or pi05, got 'smolvla'"),
+        (put("config", "type", "act"), "expected a policy of type pi0 or pi05 or .*, got .act."),
         (put("config", "type", "pi0"), "contradict each other: kind: config says pi0, weights say pi05"),
         (put("config", "use_peft", True), "expected whole weights, got an adapter"),
         (put("config", "min_period", 0.001), r"cannot run with min_period 0\.001 instead of 0\.004"),

@@ -32,7 +32,8 @@ from vla_accel.config import RtcConfig
 from vla_accel.engines.auto import choose
 from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import EngineError
-from vla_accel.families.pi0 import PI0, PI05, Pi0Shape
+from vla_accel.families.pi0 import PI0, PI05
+from vla_accel.families.prompted import PromptShape
 from vla_accel.fp8 import E4M3
 from vla_accel.ledger import Ledger
 from vla_accel.models.memory import Counted
@@ -251,11 +252,11 @@ def test_noise_of_the_device_is_seeded(folder: Path) -> None:
 # -- shapes that change -----------------------------------------------------------------------------------------------
 
 
-def padded(batch: int, views: int, tokens: int, steps: int) -> Pi0Shape:
-    return Pi0Shape(batch=batch, steps=steps, views=views, tokens=tokens, padded=True)
+def padded(batch: int, views: int, tokens: int, steps: int) -> PromptShape:
+    return PromptShape(batch=batch, steps=steps, views=views, tokens=tokens, padded=True)
 
 
-def feed_of(model: Pi0, shape: Pi0Shape, seed: int) -> Feed:
+def feed_of(model: Pi0, shape: PromptShape, seed: int) -> Feed:
     """Random inputs of a shape; rows differ in length."""
     rng, config = np.random.default_rng(seed), model.config
     size, images = config.vision.image_size, shape.views * config.vision.tokens
@@ -277,7 +278,7 @@ def pipelines_of(model: Pi0, config: PolicyConfig, store: Pi0Store | None = None
     return Pipelines(Plan(family, model, config, choices, store or Pi0Store(model), device, Ledger()))
 
 
-def run(pipelines: Pipelines, shape: Pi0Shape, feed: Feed) -> np.ndarray:
+def run(pipelines: Pipelines, shape: PromptShape, feed: Feed) -> np.ndarray:
     with torch.inference_mode():
         pipeline = pipelines.get(shape)
         pipeline.feed(feed, torch.Generator(DEVICE))

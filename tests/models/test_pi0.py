@@ -16,17 +16,16 @@ from tests.support.agreement import assert_as_near
 from tests.support.openpi_dialect import openpi_names
 from tests.support.tiny import random_model, random_state, tiny_config
 from vla_accel.errors import ConfigError
-from vla_accel.models import pi0 as pi0_module
+from vla_accel.models import flow
+from vla_accel.models.flow import euler_times, sinusoidal_embedding
 from vla_accel.models.pi0 import (
     SIZES,
     Kind,
     Pi0,
     Pi0Config,
-    euler_times,
     pi0,
     pi05,
     prefix_positions,
-    sinusoidal_embedding,
     suffix_attention,
 )
 
@@ -167,7 +166,7 @@ def test_sample_actions(model: Pi0, batch: int, steps: int, masks: str) -> None:
 
 def test_float32_is_near_float64(model: Pi0, monkeypatch: pytest.MonkeyPatch) -> None:
     # The times are openpi's float32 sums on both sides: the embedding turns their last bit into 1e-4.
-    monkeypatch.setattr(pi0_module, "euler_times", lambda steps, dtype: euler_times(steps).to(dtype))
+    monkeypatch.setattr(flow, "euler_times", lambda steps, dtype: euler_times(steps).to(dtype))
     inputs = make_inputs(model.config, 3, "ragged")
     exact = model.sample_actions(**inputs, num_steps=10)
     floats = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vla_accel.config import PolicyConfig, RtcConfig, Schedule, load_config
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.models.pi0 import euler_times
+from vla_accel.models.flow import euler_times
 from vla_accel.models.rtc import (
     Jacobian,
     chunk_weights,

@@ -17,7 +17,7 @@ from tests.support import streamed_support
 from tests.support.gpus import GPUS, H20, H100, H200, MIG_SLICE, MIG_TWO
 from tests.support.streamed_support import LOOPS, LoopCase, RecordedModule, reason, recorded_loop, streamable
 from vla_accel.errors import EngineError
-from vla_accel.models.pi0 import euler_times
+from vla_accel.models.flow import euler_times
 from vla_accel.models.rtc import guidance_weights
 from vla_accel.native.expert import sizes_of
 from vla_accel.ops.cuda import runtime

@@ -29,5 +29,9 @@ def scales_of_any(value: float = 32.0) -> Scales:
 def calibrated(model: Pi0, seed: int = 3) -> Scales:
     """Of one random observation of a tiny model: two views and nine tokens."""
     rng = np.random.default_rng(seed)
-    observation = (rng.integers(0, 256, (2, 28, 28, 3), np.uint8), rng.integers(0, 40, 9))
+    observation = (
+        rng.integers(0, 256, (2, 28, 28, 3), np.uint8),
+        rng.integers(0, 40, 9),
+        np.zeros(model.config.action_dim, np.float32),
+    )
     return calibrate(model, calibration(model), [observation], "test")

@@ -60,6 +60,16 @@ def test_bilinear_is_torchs(height: int, width: int) -> None:
     assert difference <= 0.51
 
 
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_corner_pads_above_and_on_the_left(height: int, width: int) -> None:
+    """The picture is that of "bilinear"."""
+    image = picture(height, width)
+    top, left, h, w = fitted(height, width, 56)
+    expected = np.zeros((56, 56, 3), np.uint8)
+    expected[56 - h :, 56 - w :] = resized(image, "bilinear")[top : top + h, left : left + w]
+    np.testing.assert_array_equal(resized(image, "corner"), expected)
+
+
 def test_the_right_size_is_not_even_copied() -> None:
     image = picture(56, 56)
     for given in (image, image[::-1], np.asfortranarray(image)):

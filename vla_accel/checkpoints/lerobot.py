@@ -1,4 +1,4 @@
-"""lerobot's π0 and π0.5 folders: what their JSON files and statistics say, in this package's terms.
+"""lerobot's folders of π0, π0.5 and SmolVLA: what their JSON files and statistics say, in this package's terms.
 
 Reads `config.json` and the saved pre- and postprocessor with their statistics (safetensors). A step of a pipeline
 that is not known here is an error: leaving one out would cost success silently. Knows nothing of weights.
@@ -6,7 +6,7 @@ that is not known here is an error: leaving one out would cost success silently.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.transforms.normalisation import Normaliser, finite_array
-from vla_accel.transforms.robots import LIBERO, Preset
+from vla_accel.transforms.robots import LIBERO, Preset, Resize
 
 STATE, ACTION = "observation.state", "action"
 # Steps that only move data about, and those read below. What they do otherwise is fixed by the model.
@@ -29,8 +29,21 @@ _KNOWN_STEPS = {
     "tokenizer_processor",
     "pi0_new_line_processor",
     "pi05_prepare_state_tokenizer_processor_step",
+    "smolvla_new_line_processor",
 }
 _LIBERO_IMAGES = ("observation.images.image", "observation.images.image2")
+
+_FIXED = {"min_period": 4e-3, "max_period": 4.0, "n_obs_steps": 1}
+
+
+@dataclass(frozen=True)
+class Processors:
+    """What the saved pipelines say: the robot's conventions, its statistics, and the tokenizer step's settings."""
+
+    preset: Preset
+    state: Normaliser
+    actions: Normaliser
+    tokenizer: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,23 +73,53 @@ def is_lerobot(folder: Path) -> bool:
 
 
 def read_folder(folder: Path) -> LerobotFolder:
-    """Raises CheckpointError for another policy, missing files or statistics, and for steps that are not known."""
+    """Of π0 and π0.5. Raises CheckpointError for another policy, missing files or statistics, and for steps that are
+    not known."""
     path = folder / "config.json"
+    config = read_settings(path, ("pi0", "pi05"))
+    told = read_processors(folder, config, "bilinear")
+    resolution = member(config, "image_resolution", list, path)
+    if len(resolution) != 2 or resolution[0] != resolution[1]:
+        raise CheckpointError(f"{path}: expected a square image_resolution, got {resolution}")
+    longest = told.tokenizer.get("max_length", member(config, "tokenizer_max_length", int, path))
+    return LerobotFolder(
+        kind=config["type"],
+        horizon=member(config, "chunk_size", int, path),
+        action_dim=member(config, "max_action_dim", int, path),
+        max_token_len=int(longest),
+        image_size=int(resolution[0]),
+        variants=(config.get("paligemma_variant"), config.get("action_expert_variant")),
+        prompt_state_dim=member(config, "max_state_dim", int, path),
+        preset=told.preset,
+        state=told.state,
+        actions=told.actions,
+        tokenizer=told.tokenizer.get("tokenizer_name"),
+    )
+
+
+def read_settings(path: Path, kinds: Sequence[str], fixed: Mapping[str, object] = {}) -> Mapping[str, Any]:
+    """A config.json of a policy of one of `kinds` whose settings, where it has them, are `fixed` and those that no
+    policy here can change. Raises CheckpointError."""
     config = read_json(path)
-    kind = config["type"]
-    if kind not in ("pi0", "pi05"):
-        raise CheckpointError(f"{path}: expected a policy of type pi0 or pi05, got {kind!r}")
+    if config["type"] not in kinds:
+        raise CheckpointError(f"{path}: expected a policy of type {' or '.join(kinds)}, got {config['type']!r}")
     if config.get("use_peft"):
         raise CheckpointError(f"{path}: expected whole weights, got an adapter (use_peft); merge it with lerobot first")
-    fixed = {"min_period": 4e-3, "max_period": 4.0, "n_obs_steps": 1}
-    changed = [f"{k} {config[k]} instead of {v}" for k, v in fixed.items() if config.get(k, v) != v]
+    expected = {**_FIXED, **fixed}
+    changed = [f"{k} {config[k]} instead of {v}" for k, v in expected.items() if config.get(k, v) != v]
     if changed:
         raise CheckpointError(f"{path}: cannot run with {', '.join(changed)}")
+    return config
+
+
+def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize) -> Processors:
+    """The saved pre- and postprocessor beside a config.json. `resize`: how the policy brings images to its size."""
+    path = folder / "config.json"
     before = _steps(folder / "policy_preprocessor.json")
     after = _steps(folder / "policy_postprocessor.json")
     renamed = _config(before, "rename_observations_processor", {}).get("rename_map") or {}
-    preset = _preset(config, renamed, path)
-    modes = _member(config, "normalization_mapping", dict, path)
+    preset = _preset(config, renamed, path, resize)
+    modes = member(config, "normalization_mapping", dict, path)
     scaling = {
         name: _normaliser(folder, steps, step, key, modes, count)
         for name, steps, step, key, count in (
@@ -87,28 +130,13 @@ def read_folder(folder: Path) -> LerobotFolder:
     tokenizer = _config(before, "tokenizer_processor", None)
     if tokenizer is None:
         raise CheckpointError(f"{folder / 'policy_preprocessor.json'}: expected a tokenizer_processor step, found none")
-    resolution = _member(config, "image_resolution", list, path)
-    if len(resolution) != 2 or resolution[0] != resolution[1]:
-        raise CheckpointError(f"{path}: expected a square image_resolution, got {resolution}")
-    return LerobotFolder(
-        kind=kind,
-        horizon=_member(config, "chunk_size", int, path),
-        action_dim=_member(config, "max_action_dim", int, path),
-        max_token_len=int(tokenizer.get("max_length", _member(config, "tokenizer_max_length", int, path))),
-        image_size=int(resolution[0]),
-        variants=(config.get("paligemma_variant"), config.get("action_expert_variant")),
-        prompt_state_dim=_member(config, "max_state_dim", int, path),
-        preset=preset,
-        state=scaling["state"],
-        actions=scaling["actions"],
-        tokenizer=tokenizer.get("tokenizer_name"),
-    )
+    return Processors(preset, scaling["state"], scaling["actions"], tokenizer)
 
 
-def _preset(config: Mapping[str, Any], renamed: Mapping[str, str], path: Path) -> Preset:
+def _preset(config: Mapping[str, Any], renamed: Mapping[str, str], path: Path, resize: Resize) -> Preset:
     """The robot's keys: those of LIBERO where the features are LIBERO's, else the features' own names."""
-    inputs = _member(config, "input_features", dict, path)
-    outputs = _member(config, "output_features", dict, path)
+    inputs = member(config, "input_features", dict, path)
+    outputs = member(config, "output_features", dict, path)
     cameras: list[str] = [k for k, f in inputs.items() if f.get("type") == "VISUAL" and "empty_camera" not in k]
     try:
         (state_dim,), (action_dim,) = inputs[STATE]["shape"], outputs[ACTION]["shape"]
@@ -131,7 +159,7 @@ def _preset(config: Mapping[str, Any], renamed: Mapping[str, str], path: Path) -
             prompt=prompt,
             # A camera that is missing is a masked view, as in lerobot.
             optional_images=optional,
-            resize="bilinear",
+            resize=resize,
         )
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -179,7 +207,7 @@ def _statistics(folder: Path, steps: list[dict[str, Any]], step: str) -> dict[st
 def _steps(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path.parent}: expected {path.name} with the statistics, found no such file")
-    steps = _member(read_json(path), "steps", list, path)
+    steps = member(read_json(path), "steps", list, path)
     unknown = [str(s.get("registry_name", s.get("class"))) for s in steps if s.get("registry_name") not in _KNOWN_STEPS]
     if unknown:
         raise CheckpointError(
@@ -193,7 +221,8 @@ def _config(steps: list[dict[str, Any]], name: str, default: Any) -> Any:
     return found[0] if found else default
 
 
-def _member(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
+def member(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
+    """A setting of a JSON file that must be there. Raises CheckpointError."""
     value = content.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise CheckpointError(f"{path}: expected {key} of type {kind.__name__}, got {value!r}")

@@ -1,4 +1,4 @@
-"""What is calibrated of π0 and π0.5: vision and prefix as engines run them, with norm weights folded into products."""
+"""What is calibrated of a flow network: vision and prefix as engines run them, norm weights folded into products."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from vla_accel.models.gemma import GemmaLayer, RmsNorm
-from vla_accel.models.pi0 import Pi0
+from vla_accel.models.flow import FlowNetwork
+from vla_accel.models.gemma import GemmaLayer, GemmaPrefix, RmsNorm
 from vla_accel.models.quantised import calibrated_products
 from vla_accel.models.siglip import SiglipLayer
 from vla_accel.native.fold import fold_norm
 
 
-def calibration(model: Pi0) -> tuple[nn.Module, Sequence[str]]:
-    """(module, names of its products to measure): the module takes an observation's images uint8 (V, S, S, 3) and
-    tokens int64 (L,), and its products have the names that they have in `model`, which is left as it is."""
+def calibration(model: FlowNetwork) -> tuple[nn.Module, Sequence[str]]:
+    """(module, names of its products to measure): the module takes an observation's images uint8 (V, S, S, 3), tokens
+    int64 (L,) and state float32, and its products have the names that they have in `model`, which is left as it is."""
     return _Calibrated(model), calibrated_products(model.config)
 
 
 class _Calibrated(nn.Module):
-    def __init__(self, model: Pi0) -> None:
+    def __init__(self, model: FlowNetwork) -> None:
         super().__init__()
         self.vision = copy.deepcopy(model.vision)
-        self.prefix = copy.deepcopy(model.prefix)
+        self.prefix: GemmaPrefix = copy.deepcopy(model.prefix)
         # In a list, so that its modules are not this module's.
         self._model = [model]
         with torch.no_grad():
@@ -38,16 +38,13 @@ class _Calibrated(nn.Module):
                 _fold_in_place(layer.input_layernorm, layer.qkv_proj)
                 _fold_in_place(layer.post_attention_layernorm, layer.gate_up_proj)
 
-    def forward(self, images: Tensor, tokens: Tensor) -> None:
+    def forward(self, images: Tensor, tokens: Tensor, state: Tensor) -> None:
         (model,) = self._model
         wide = self.vision.patch_embedding.weight.dtype
         pixels = images.to(wide).permute(0, 3, 1, 2) / 255.0 * 2.0 - 1.0
-        features = self.vision(pixels)
-        image_tokens = nn.functional.linear(features, model.projector.weight, model.projector.bias)
+        image_tokens = model.project(self.vision(pixels))
         image_tokens = image_tokens.reshape(1, -1, image_tokens.shape[-1])
-        x = torch.cat((image_tokens, model.embed_tokens(tokens[None]).to(image_tokens.dtype)), dim=1)
-        positions = torch.arange(x.shape[1], device=x.device).expand(1, -1)
-        self.prefix(x, positions, None)
+        self.prefix(*model.prefix_rows(image_tokens, tokens[None], state[None]))
 
 
 def _fold_in_place(norm: nn.Module, linear: nn.Linear) -> None:
@@ -57,7 +54,6 @@ def _fold_in_place(norm: nn.Module, linear: nn.Linear) -> None:
     linear.weight.copy_(weight)
     if bias is not None:
         linear.bias.copy_(bias)
-    # Gemma stores an offset from one.
-    norm.weight.fill_(0.0 if isinstance(norm, RmsNorm) else 1.0)
+    norm.weight.fill_(1.0 - norm.offset if isinstance(norm, RmsNorm) else 1.0)
     if isinstance(norm, nn.LayerNorm):
         norm.bias.zero_()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vla_accel.component import Component, Loop, TensorSpec
 from vla_accel.components.padding import MOST_VIEWS, longest_prompt, real_tokens
 from vla_accel.components.step import denoise_loop
-from vla_accel.models.pi0 import Pi0, euler_times
+from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.rtc import Guidance, step_gains
 
@@ -25,14 +25,14 @@ class Denoise(nn.Module):
     int32 of the prefix, to normalised actions (B, H, action_dim) float32. `max_weight`: as in `RtcConfig`."""
 
     def __init__(
-        self, model: Pi0, num_steps: int, takes_state: bool, padded: bool, max_weight: float | None = None
+        self, model: FlowNetwork, num_steps: int, takes_state: bool, padded: bool, max_weight: float | None = None
     ) -> None:
         super().__init__()
         self.embeddings: Any
         self.modulations: Any
         self.model = model
         self.takes_state, self.padded = takes_state, padded
-        self.times: list[float] = euler_times(num_steps).tolist()
+        self.times: list[float] = model.times(num_steps).tolist()
         self.gains = step_gains(self.times, max_weight)
         self.register_buffer("embeddings", None, persistent=False)
         self.register_buffer("modulations", None, persistent=False)
@@ -42,13 +42,16 @@ class Denoise(nn.Module):
     def fetch(self) -> list[Tensor]:
         """Compute what depends on the steps alone, and bring the weights that `forward` reads."""
         if self.embeddings is None:
-            times = euler_times(len(self.times)).to(self.model.device)
+            times = self.model.times(len(self.times)).to(self.model.device)
             with torch.inference_mode():
                 self.embeddings, self.modulations = self.model.conditioning(times)
-        small = ("action_in_proj", "action_out_proj", "state_proj", "action_time_mlp_in", "action_time_mlp_out")
+        small = ["action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out"]
+        small += ["state_proj"] if self.model.takes_state else []
         parts = [name for name in small if hasattr(self.model, name)]
-        # The adaptive norms' dense layers and the time's MLP are in the modulations.
-        parts += [name for name in self.model.names("expert") if ".dense." not in name]
+        # The adaptive norms' dense layers and the time's MLP are in the modulations, what makes keys and values of the
+        # prefix's in these.
+        inside = (".dense.", ".key_proj.", ".value_proj.")
+        parts += [name for name in self.model.names("expert") if not any(part in name for part in inside)]
         return self.model.fetched(*parts)
 
     def forward(
@@ -61,7 +64,7 @@ class Denoise(nn.Module):
 
 
 def denoise_component(
-    model: Pi0,
+    model: FlowNetwork,
     batch: int,
     prefix_tokens: int,
     num_steps: int,
@@ -71,11 +74,11 @@ def denoise_component(
 ) -> Component:
     """The loop for a fixed number of steps and prefix tokens. `max_weight`: of the guidance, as in `RtcConfig`."""
     config = model.config
-    takes_state = config.kind == "pi0"
+    takes_state = model.takes_state
     actions = (batch, config.action_horizon, config.action_dim)
     prefix = config.prefix
     cache = (prefix.depth, batch, prefix_tokens, prefix.kv_heads, prefix.head_dim)
-    ranges = {2: (1, max(prefix_tokens, MOST_VIEWS * config.vision.tokens + longest_prompt(model)))}
+    ranges = {2: (1, max(prefix_tokens, config.prefix_tokens(MOST_VIEWS, longest_prompt(model))))}
     inputs = [
         TensorSpec("noise", actions, torch.float32),
         TensorSpec("keys", cache, model.dtype, ranges),

@@ -52,7 +52,7 @@ def kv_cache_component(
     """The prefix for a fixed number of views and prompt tokens; `padded` rows may be shorter than `length`. `scales`:
     for engines that are built from a quantised module."""
     config = model.config
-    image_tokens = views * config.vision.tokens
+    image_tokens = views * config.image_tokens
     total = image_tokens + length
     prefix = config.prefix
     inputs = [

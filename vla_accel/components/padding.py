@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vla_accel.models.pi0 import Pi0
+from vla_accel.models.network import Network
 from vla_accel.numeric import round_up
 
 MOST_VIEWS = 4
@@ -15,7 +15,7 @@ PROMPT_BUCKET = 32
 added is masked."""
 
 
-def longest_prompt(model: Pi0, length: int = 0) -> int:
+def longest_prompt(model: Network, length: int = 0) -> int:
     """Prompt tokens that one engine with dynamic shapes serves: the model's longest, rounded up as padding does."""
     return max(length, padded_prompt(model.config.max_token_len))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vla_accel.component import Component, Loop, TensorSpec
 from vla_accel.components.padding import real_tokens
-from vla_accel.models.pi0 import Pi0
+from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.rtc import corrected
 
 
@@ -18,16 +18,16 @@ class DenoiseStep(nn.Module):
     the step's `time` and its guidance's `gain`; `condition` (one row of the time's modulations for π0.5, of its
     embedding for π0), then `state` for π0, then `lengths` when padded, to the next noisy actions."""
 
-    def __init__(self, model: Pi0, padded: bool) -> None:
+    def __init__(self, model: FlowNetwork, adaptive: bool, padded: bool) -> None:
         super().__init__()
         self.model = model
-        self.adaptive, self.padded = model.config.kind == "pi05", padded
+        self.adaptive, self.padded = adaptive, padded
 
     def forward(
         self, noisy: Tensor, keys: Tensor, values: Tensor, target: Tensor, weights: Tensor, dt: Tensor, time: Tensor,
         gain: Tensor, condition: Tensor, *rest: Tensor,
     ) -> Tensor:  # fmt: skip
-        state = None if self.adaptive else rest[0]
+        state = rest[0] if self.model.takes_state else None
         mask = real_tokens(rest[-1], keys.shape[2]) if self.padded else None
         modulations = condition if self.adaptive else None
         v = self.model.velocity(noisy, condition, modulations, state, keys, values, mask).to(noisy.dtype)
@@ -35,7 +35,7 @@ class DenoiseStep(nn.Module):
 
 
 def denoise_loop(
-    model: Pi0,
+    model: FlowNetwork,
     inputs: tuple[TensorSpec, ...],
     embeddings: Tensor,
     modulations: Tensor | None,
@@ -60,7 +60,7 @@ def denoise_loop(
     )
     body = Component(
         "denoise_step",
-        DenoiseStep(model, "lengths" in specs),
+        DenoiseStep(model, modulations is not None, "lengths" in specs),
         body_inputs,
         (TensorSpec("next", start.shape, start.dtype),),
     )

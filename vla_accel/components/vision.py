@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vla_accel.component import Component, TensorSpec
 from vla_accel.components.padding import MOST_VIEWS
 from vla_accel.components.variants import variants
-from vla_accel.models.pi0 import Pi0
+from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.quantised import QUANTISED
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Vision(nn.Module):
     """images uint8 (B, V, H, W, 3) to image tokens (B, V * tokens, prefix width) in the prefix's dtype."""
 
-    def __init__(self, model: Pi0) -> None:
+    def __init__(self, model: FlowNetwork) -> None:
         super().__init__()
         self.model = model
 
@@ -32,7 +32,7 @@ class Vision(nn.Module):
         return self.model.embed_images(pixels).to(self.model.dtype)
 
 
-def vision_component(model: Pi0, batch: int, views: int, store: Pi0Store | None = None) -> Component:
+def vision_component(model: FlowNetwork, batch: int, views: int, store: Pi0Store | None = None) -> Component:
     """The vision component for a fixed number of views."""
     config = model.config
     size = config.vision.image_size
@@ -40,7 +40,7 @@ def vision_component(model: Pi0, batch: int, views: int, store: Pi0Store | None 
         "vision",
         Vision(model),
         inputs=(TensorSpec("images", (batch, views, size, size, 3), torch.uint8, {1: (1, max(views, MOST_VIEWS))}),),
-        outputs=(TensorSpec("image_tokens", (batch, views * config.vision.tokens, config.prefix.width), model.dtype),),
+        outputs=(TensorSpec("image_tokens", (batch, views * config.image_tokens, config.prefix.width), model.dtype),),
         native=None if store is None else partial(store.vision, batch, views),
         variants=variants(model, "vision"),
         quantised=QUANTISED["vision"],

@@ -26,6 +26,7 @@ from vla_accel.models.network import Network
 FAMILIES: dict[str, str] = {
     "pi0": "vla_accel.families.pi0:PI0",
     "pi05": "vla_accel.families.pi0:PI05",
+    "smolvla": "vla_accel.families.smolvla:SMOLVLA",
 }
 """Every family by name, as "module:object", imported when it is asked for: none needs another's packages."""
 

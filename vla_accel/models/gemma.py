@@ -7,6 +7,7 @@ stock language model, as in openpi: no √width normaliser inside, no output hea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +41,23 @@ class GemmaConfig:
 
 
 class RmsNorm(nn.Module):
-    """Gemma's RMSNorm; the stored weight is an offset from one."""
+    """Gemma's RMSNorm; the stored weight is an offset from one, or, in a subclass, from another `offset`."""
+
+    offset: ClassVar[float] = 1.0
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - self.offset))
         self.eps = eps
 
     def forward(self, x: Tensor, modulation: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Returns the normed x and the gate of the coming residual: None, this norm has no gate."""
-        return ops.rms_norm(x, self.weight, self.eps), None
+        return ops.rms_norm(x, self.weight, self.eps, self.offset), None
+
+    @property
+    def factor(self) -> Tensor:
+        """What normed rows are multiplied by, (width,) float64."""
+        return self.offset + self.weight.double()
 
 
 class AdaRmsNorm(nn.Module):
@@ -71,12 +79,14 @@ class AdaRmsNorm(nn.Module):
 class GemmaLayer(nn.Module):
     """One block, in three pieces, so that the last prefix layer can stop after its keys and values."""
 
+    norm_type: ClassVar[type[RmsNorm]] = RmsNorm
+
     def __init__(self, config: GemmaConfig, adaptive: bool) -> None:
         super().__init__()
         width, self.config = config.width, config
 
         def norm() -> RmsNorm | AdaRmsNorm:
-            return AdaRmsNorm(width, width, config.eps) if adaptive else RmsNorm(width, config.eps)
+            return AdaRmsNorm(width, width, config.eps) if adaptive else self.norm_type(width, config.eps)
 
         self.input_layernorm = norm()
         self.qkv_proj = nn.Linear(width, config.qkv_dim, bias=False)
@@ -93,22 +103,29 @@ class GemmaLayer(nn.Module):
         normed, gate = self.input_layernorm(x, modulation)
         projected = self.qkv_proj(normed).unflatten(-1, (-1, config.head_dim))
         q, k, v = projected.split((config.heads, config.kv_heads, config.kv_heads), dim=2)
-        return ops.apply_rope(q, *rope), ops.apply_rope(k, *rope), v, gate
+        return ops.apply_rope(q, *rope).to(v.dtype), ops.apply_rope(k, *rope).to(v.dtype), v, gate
 
     def finish(self, x: Tensor, attended: Tensor, gate: Tensor | None, modulation: Tensor | None = None) -> Tensor:
         """Output projection, residual, MLP, residual. `attended` (B, T, heads, d)."""
         x = ops.gated_residual(x, self.o_proj(attended.flatten(2)), gate)
         normed, gate = self.post_attention_layernorm(x, modulation)
-        return ops.gated_residual(x, self.down_proj(ops.geglu(self.gate_up_proj(normed))), gate)
+        return ops.gated_residual(x, self.down_proj(self.activate(self.gate_up_proj(normed))), gate)
+
+    @staticmethod
+    def activate(gate_up: Tensor) -> Tensor:
+        """The MLP's activation: (..., 2 * mlp_dim), gate first, to (..., mlp_dim)."""
+        return ops.geglu(gate_up)
 
 
 class GemmaPrefix(nn.Module):
     """The prefix stack. `forward` fills the cache; there is no final norm, because nothing reads the last output."""
 
+    layer_type: ClassVar[type[GemmaLayer]] = GemmaLayer
+
     def __init__(self, config: GemmaConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(GemmaLayer(config, adaptive=False) for _ in range(config.depth))
+        self.layers = nn.ModuleList(self.layer_type(config, adaptive=False) for _ in range(config.depth))
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values of every layer.
@@ -122,7 +139,7 @@ class GemmaPrefix(nn.Module):
 
     def run(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """As `forward`, but lists per layer and, besides, the input of the last layer (B, S, width)."""
-        rope = ops.rope_tables(positions, self.config.head_dim, x.dtype)
+        rope = ops.rope_tables(positions, self.config.head_dim, self.rope_dtype(x))
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for index, module in enumerate(self.layers):
@@ -133,6 +150,11 @@ class GemmaPrefix(nn.Module):
             if index + 1 < len(self.layers):
                 x = module.finish(x, ops.attention(q, k, v, mask), gate)
         return keys, values, x
+
+    @staticmethod
+    def rope_dtype(x: Tensor) -> torch.dtype:
+        """The dtype in which queries and keys are rotated."""
+        return x.dtype
 
 
 class GemmaExpert(nn.Module):

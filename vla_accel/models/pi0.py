@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
+from vla_accel.models.flow import FlowNetwork, sinusoidal_embedding
 from vla_accel.models.gemma import GemmaConfig, GemmaExpert, GemmaPrefix
-from vla_accel.models.network import Network
-from vla_accel.models.rtc import Guidance
 from vla_accel.models.siglip import SiglipConfig, SiglipVision
 
 Kind = Literal["pi0", "pi05"]
@@ -57,6 +56,20 @@ class Pi0Config:
         """Tokens of the suffix: the actions, and in π0 the state before them."""
         return self.action_horizon + (1 if self.kind == "pi0" else 0)
 
+    @property
+    def image_tokens(self) -> int:
+        """Prefix tokens of one view."""
+        return self.vision.tokens
+
+    @property
+    def image_scale(self) -> float:
+        """What image tokens are multiplied by on their way into the prefix."""
+        return 1.0
+
+    def prefix_tokens(self, views: int, tokens: int) -> int:
+        """Tokens of a prefix of so many views and prompt tokens."""
+        return views * self.image_tokens + tokens
+
 
 def pi05(**changes: object) -> Pi0Config:
     """π0.5 at the published size (SigLIP So400m/14, Gemma 2B prefix, 300M expert)."""
@@ -88,25 +101,6 @@ def pi05_demo(**changes: object) -> Pi0Config:
 SIZES = {"pi0": pi0, "pi05": pi05, "pi05_demo": pi05_demo}
 
 
-def sinusoidal_embedding(time: Tensor, width: int, min_period: float = 4e-3, max_period: float = 4.0) -> Tensor:
-    """Sine-cosine embedding of flow time. time (B,) to (B, width) float32, formed in float64 (openpi)."""
-    fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=time.device)
-    period = min_period * (max_period / min_period) ** fraction
-    angle = time.double()[..., None] * (2 * math.pi / period)
-    return torch.cat((angle.sin(), angle.cos()), dim=-1).to(torch.promote_types(time.dtype, torch.float32))
-
-
-def euler_times(num_steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Times (n,) of the evaluations: t = 1, then dt = -1 / n added n - 1 times in `dtype`, as openpi does."""
-    if num_steps < 1:
-        raise ConfigError(f"num_steps: expected at least 1, got {num_steps}")
-    dt = torch.tensor(-1.0 / num_steps, dtype=dtype)
-    times = [torch.tensor(1.0, dtype=dtype)]
-    for _ in range(num_steps - 1):
-        times.append(times[-1] + dt)
-    return torch.stack(times)
-
-
 def suffix_attention(kind: Kind, tokens: int, device: torch.device) -> Tensor | None:
     """Who attends to whom inside the suffix, (tokens, tokens) bool; None when everyone attends to everyone.
 
@@ -119,7 +113,7 @@ def suffix_attention(kind: Kind, tokens: int, device: torch.device) -> Tensor | 
     return allowed
 
 
-class Pi0(Network):
+class Pi0(FlowNetwork):
     """The model. Module names are the canonical checkpoint keys (see `vla_accel.checkpoints.checkpoint`)."""
 
     config: Pi0Config
@@ -127,6 +121,7 @@ class Pi0(Network):
     def __init__(self, config: Pi0Config) -> None:
         super().__init__()
         self.config = config
+        self.takes_state = config.kind == "pi0"
         self.vision = SiglipVision(config.vision)
         self.projector = nn.Linear(config.vision.width, config.prefix.width)
         self.embed = nn.Embedding(config.vocab_size, config.prefix.width)
@@ -158,12 +153,9 @@ class Pi0(Network):
 
     # -- prefix ---------------------------------------------------------------------------------------------------
 
-    def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * tokens, prefix width). Not scaled."""
-        batch, views = pixels.shape[:2]
-        features = self.vision(pixels.flatten(0, 1))
-        tokens = F.linear(features, self.projector.weight, self.projector.bias)
-        return tokens.view(batch, views * self.config.vision.tokens, -1)
+    def project(self, features: Tensor) -> Tensor:
+        """Not scaled."""
+        return F.linear(features, self.projector.weight, self.projector.bias)
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Token ids (B, L) to embeddings (B, L, prefix width), scaled by √width."""
@@ -174,8 +166,15 @@ class Pi0(Network):
 
         Args: image_tokens (B, I, width); tokens (B, L) int64; mask (B, S) bool, True = real, None = all real.
         """
-        x = torch.cat((image_tokens, self.embed_tokens(tokens).to(image_tokens.dtype)), dim=1)
+        x, _, _ = self.prefix_rows(image_tokens, tokens)
         return self.prefix(x, *prefix_positions(x, mask))
+
+    def prefix_rows(
+        self, image_tokens: Tensor, tokens: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        del state
+        x = torch.cat((image_tokens, self.embed_tokens(tokens).to(image_tokens.dtype)), dim=1)
+        return x, *prefix_positions(x, None)
 
     # -- suffix ---------------------------------------------------------------------------------------------------
 
@@ -243,42 +242,6 @@ class Pi0(Network):
         x = x[:, -self.config.action_horizon :]
         return self.action_out_proj(x.to(self.action_out_proj.weight.dtype))
 
-    def denoise(
-        self,
-        noise: Tensor,
-        num_steps: int,
-        keys: Tensor,
-        values: Tensor,
-        state: Tensor | None = None,
-        prefix_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Euler from t = 1 to 0. noise (B, H, action_dim) float32; returns the actions, same shape and dtype."""
-        times = euler_times(num_steps, noise.dtype).to(noise.device)
-        return self.integrate(noise, *self.conditioning(times), keys, values, state, prefix_mask)
-
-    def integrate(
-        self,
-        noise: Tensor,
-        embeddings: Tensor,
-        modulations: Tensor | None,
-        keys: Tensor,
-        values: Tensor,
-        state: Tensor | None = None,
-        prefix_mask: Tensor | None = None,
-        guidance: Guidance | None = None,
-    ) -> Tensor:
-        """`denoise` with `conditioning(times)` already computed: one row of it a step. `guidance`: towards a previous
-        chunk (`vla_accel.models.rtc`)."""
-        steps = len(embeddings)
-        x = noise
-        for step in range(steps):
-            row = None if modulations is None else modulations[step]
-            v = self.velocity(x, embeddings[step], row, state, keys, values, prefix_mask).to(x.dtype)
-            if guidance is not None:
-                v = guidance.corrected(v, x, step)
-            x = x + (-1.0 / steps) * v
-        return x
-
     # -- all of it ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -305,7 +268,7 @@ class Pi0(Network):
         image_tokens = self.embed_images(images.to(self.vision.patch_embedding.weight.dtype)).to(self.dtype)
         mask = None
         if not (image_mask.all() and token_mask.all()):
-            mask = torch.cat((image_mask.repeat_interleave(self.config.vision.tokens, 1), token_mask), 1)
+            mask = torch.cat((image_mask.repeat_interleave(self.config.image_tokens, 1), token_mask), 1)
         keys, values = self.prefix_cache(image_tokens, tokens, mask)
         return self.denoise(noise, num_steps, keys, values, state, mask)
 

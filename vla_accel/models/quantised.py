@@ -1,11 +1,11 @@
-"""Which products of π0 and π0.5 each component computes in FP8, in which engine. The ledger repeats it."""
+"""Which products of a flow network each component computes in FP8, in which engine. The ledger repeats it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from vla_accel.fp8 import Products
-from vla_accel.models.pi0 import Pi0Config
 
 # TensorRT takes islands, modules of their own; the output projection is inside none.
 _MLP = Products(("gate_up_proj", "down_proj"), power_of_two=True)
@@ -23,7 +23,7 @@ QUANTISED: Mapping[str, Mapping[str, Products]] = {
 """By component, then engine. What is not in here is computed in the policy's own precision."""
 
 
-def calibrated_products(config: Pi0Config) -> list[str]:
+def calibrated_products(config: Any) -> list[str]:
     """Every product of vision and prefix whose input is measured, by its name in the model, q/k/v included. The last
     prefix layer stops after its keys and values."""
     vision = ("qkv_proj", "out_proj", "fc1", "fc2")

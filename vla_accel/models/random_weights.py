@@ -9,11 +9,15 @@ import contextlib
 import math
 import zlib
 from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from vla_accel.models.pi0 import Pi0, Pi0Config
+from vla_accel.models.flow import FlowNetwork
+from vla_accel.models.gemma import RmsNorm
+
+N = TypeVar("N", bound=FlowNetwork)
 
 # The products that end a residual branch.
 _BRANCH_ENDS = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")
@@ -25,9 +29,13 @@ class Drawn:
     Drawn on the device: the same seed gives the same weights on one kind of device, not across kinds.
     """
 
-    def __init__(self, network: Pi0, seed: int, device: torch.device) -> None:
+    def __init__(self, network: FlowNetwork, seed: int, device: torch.device) -> None:
         self.config, self.seed, self.device = network.config, seed, device
         self.shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
+        self.plain = {
+            f"{name}.weight": 1.0 - module.offset
+            for name, module in network.named_modules() if isinstance(module, RmsNorm)
+        }  # fmt: skip
 
     @torch.no_grad()
     def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
@@ -59,24 +67,28 @@ class Drawn:
         if "norm" in name and name.endswith("dense.weight"):
             return 0.0, 0.2 / math.sqrt(shape[1])
         if "norm" in name:
-            return (1.0 if name.startswith("vision.") else 0.0), 0.1
+            return self.plain.get(name, 1.0), 0.1
         gain = 1.0 / math.sqrt(2 * _depth(self.config, name)) if name.endswith(_BRANCH_ENDS) else 1.0
+        if name == "projector.weight":
+            gain = 1.0 / self.config.image_scale
         return 0.0, gain / math.sqrt(shape[1:].numel())
 
 
-def drawn_model(config: Pi0Config, *, seed: int, device: str, dtype: torch.dtype) -> Pi0:
-    """A model of `config` whose weights are drawn when they are asked for, on `device`, large products in `dtype`, in
+def drawn_model(kind: type[N], config: Any, *, seed: int, device: str, dtype: torch.dtype) -> N:
+    """A model of a kind and `config` whose weights are drawn when they are asked for, on `device`, large products in `dtype`, in
     eval mode."""
     with torch.device("meta"):
-        model = Pi0(config)
+        model = kind(config)
     model.origin = Drawn(model, seed, torch.device(device))
     return model.requires_grad_(False).eval().placed(torch.device(device), dtype)
 
 
-def random_model(config: Pi0Config, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Pi0:
+def random_model(
+    kind: type[N], config: Any, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> N:  # fmt: skip
     """As `drawn_model`, with all weights drawn."""
-    return drawn_model(config, seed=seed, device=device, dtype=dtype).whole()
+    return drawn_model(kind, config, seed=seed, device=device, dtype=dtype).whole()
 
 
-def _depth(config: Pi0Config, name: str) -> int:
+def _depth(config: Any, name: str) -> int:
     return {"vision": config.vision.depth, "prefix": config.prefix.depth}.get(name.split(".")[0], config.expert.depth)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from vla_accel.models.pi0 import Pi0, euler_times
+from vla_accel.models.pi0 import Pi0
 from vla_accel.models.rtc import step_gains
 from vla_accel.ops.cuda.denoise import StepTables
 from vla_accel.ops.linear import Linear
@@ -19,7 +19,7 @@ def step_tables(
 ) -> StepTables:
     """The tables of a model for `num_steps`; `products`: each layer's q/k/v and gate/up as the programs use them;
     `max_weight`: of the guidance, as in `RtcConfig`."""
-    euler = euler_times(num_steps)
+    euler = model.times(num_steps)
     times = tuple(euler.tolist())
     gains = step_gains(times, max_weight)
     embeddings, modulations = model.conditioning(euler.to(model.device))

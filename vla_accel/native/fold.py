@@ -13,15 +13,15 @@ _ROWS = 2048
 def fold_norm(linear: nn.Linear, norm: nn.LayerNorm | RmsNorm) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of `linear(norm(x))` for a norm without weights.
 
-    LayerNorm: W diag(γ), b + W β. Gemma's RMSNorm: W diag(1 + w). Formed in float64, returned in float32.
+    LayerNorm: W diag(γ), b + W β. RMSNorm: W diag(1 + w) in Gemma, W diag(w) in Llama. Formed in
+    float64, returned in float32.
     """
     bias = None if linear.bias is None else linear.bias.double()
-    scale = norm.weight.double()
     if isinstance(norm, RmsNorm):
-        return _scaled(linear.weight, 1.0 + scale), None if bias is None else bias.float()
+        return _scaled(linear.weight, norm.factor), None if bias is None else bias.float()
     shift = linear.weight.double() @ norm.bias.double()
     bias = shift if bias is None else bias + shift
-    return _scaled(linear.weight, scale), bias.float()
+    return _scaled(linear.weight, norm.weight.double()), bias.float()
 
 
 def plain(norm: nn.Module) -> RmsNorm:

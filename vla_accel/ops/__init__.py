@@ -13,6 +13,7 @@ from vla_accel.ops.reference import (
     layer_norm,
     rms_norm,
     rope_tables,
+    swiglu,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "layer_norm",
     "rms_norm",
     "rope_tables",
+    "swiglu",
 ]

@@ -28,10 +28,11 @@ def _normalise(x: Tensor, eps: float) -> Tensor:
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Gemma's RMSNorm: x / rms(x) * (1 + weight). x (..., width), weight (width,). Returns the dtype of x."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 1.0) -> Tensor:
+    """RMSNorm: x / rms(x) * (offset + weight), the offset 1 in Gemma and 0 in Llama. x (..., width), weight (width,).
+    Returns the dtype of x."""
     normed = _normalise(x, eps)
-    return (normed * (1.0 + weight.to(normed.dtype))).to(x.dtype)
+    return (normed * (offset + weight.to(normed.dtype))).to(x.dtype)
 
 
 def adarms(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
@@ -49,6 +50,12 @@ def geglu(gate_up: Tensor) -> Tensor:
     """(..., 2 * hidden), gate first, to gelu_tanh(gate) * up, (..., hidden)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """(..., 2 * hidden), gate first, to silu(gate) * up, (..., hidden)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def rope_tables(positions: Tensor, head_dim: int, dtype: torch.dtype, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:

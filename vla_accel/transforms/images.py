@@ -1,6 +1,6 @@
 """Camera images to what a model takes: uint8, channels last, square, black bars where the aspect ratio differs.
 
-Two ways to resize, each the one its checkpoints were trained with. Knows nothing of keys, views or models.
+Three ways to resize, each the one its checkpoints were trained with. Knows nothing of keys, views or models.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def resize(image: np.ndarray, size: int, method: str) -> np.ndarray:
     is returned itself, not a copy.
 
     `method`: "antialias" is Pillow's bilinear filter, as in openpi; "bilinear" samples four neighbours, as in
-    lerobot, rounded to whole numbers (lerobot keeps fractions, and pads beyond the range of an image).
+    lerobot, rounded to whole numbers (lerobot keeps fractions, and pads beyond the range of an image); "corner" does
+    so, too, and leaves the bars above and on the left alone.
     """
     if image.shape == (size, size, 3):
         return image
@@ -59,6 +60,8 @@ def resize(image: np.ndarray, size: int, method: str) -> np.ndarray:
     inner = _filtered(image, height, width) if method == "antialias" else _sampled(image, height, width)
     if height == width == size:
         return inner
+    if method == "corner":
+        top, left = size - height, size - width
     out = np.zeros((size, size, 3), np.uint8)
     out[top : top + height, left : left + width] = inner
     return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from vla_accel.transforms.images import resize, to_uint8
 from vla_accel.transforms.normalisation import Normaliser, NormKind, Statistics, load_statistics
 from vla_accel.transforms.numbers import real_numbers
 from vla_accel.transforms.robots import LIBERO, Preset
-from vla_accel.transforms.tokenizer import Tokenizer, tokenize_prompt
+from vla_accel.transforms.tokenizer import Tokenizer, tokenize_line, tokenize_prompt
 
 __all__ = ["IMAGE_KEYS", "STATE_KEY", "Inputs", "NormKind", "Normaliser", "Processor", "Statistics", "load_statistics"]
 
@@ -46,6 +46,8 @@ class Processor:
     A view that is missing is masked in openpi; a masked view is dropped here, which is exact, so `Inputs.images` may
     have fewer views than the preset. `state` and `actions` scale the robot's numbers; `prompt_state_dim`: the state
     is filled with zeros to so many numbers before it enters the prompt (lerobot), None leaves it as it is.
+    `padded_state`: numbers of `Inputs.state`, None as many as of an action. `prompt_form`: "cleaned" as openpi
+    does, or "line", the instruction as it is and a newline.
     """
 
     tokenizer: Tokenizer
@@ -58,6 +60,8 @@ class Processor:
     default_prompt: str | None = None
     preset: Preset = LIBERO
     prompt_state_dim: int | None = None
+    padded_state: int | None = None
+    prompt_form: Literal["cleaned", "line"] = "cleaned"
     _prompts: dict[str, np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
     _siblings: dict[str, frozenset[str]] = field(init=False, repr=False, compare=False, default_factory=dict)
     # The preset's dimensions as NumPy indexes with them.
@@ -92,8 +96,8 @@ class Processor:
         images = tuple(resize(to_uint8(image, key), self.image_size, preset.resize) for key, image in views)
         raw = self._raw_state(states)
         normalised = self.state.normalise(self._decoded(raw))
-        padded = np.zeros(self.action_dim, np.float32)
-        count = min(len(normalised), self.action_dim)
+        padded = np.zeros(self.padded_state or self.action_dim, np.float32)
+        count = min(len(normalised), len(padded))
         with np.errstate(over="ignore"):
             padded[:count] = normalised[:count]
         if not np.isfinite(padded).all():
@@ -207,7 +211,8 @@ class Processor:
             return tokenize_prompt(self.tokenizer, prompt, state, self.max_token_len)
         known = self._prompts.get(prompt) if isinstance(prompt, str) else None
         if known is None:
-            known = tokenize_prompt(self.tokenizer, prompt, None, self.max_token_len)
+            tokenize = tokenize_line if self.prompt_form == "line" else tokenize_prompt
+            known = tokenize(self.tokenizer, prompt, None, self.max_token_len)
             known.setflags(write=False)
             if len(self._prompts) >= _KEPT_PROMPTS:
                 self._prompts.clear()

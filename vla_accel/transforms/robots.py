@@ -17,7 +17,7 @@ from typing import Any, Literal
 from vla_accel.config import from_mapping, read_mapping
 from vla_accel.errors import ConfigError
 
-Resize = Literal["antialias", "bilinear"]
+Resize = Literal["antialias", "bilinear", "corner"]
 Gripper = Literal["none", "aloha"]
 
 
@@ -37,7 +37,8 @@ class Preset:
 
     `discrete_state_input`: whether π0.5 reads the state in its prompt, where the checkpoint does not say; None is the
     model's default (it does). `resize`: how images of other sizes are brought to the model's: "antialias" as openpi
-    does, "bilinear" without a filter as lerobot does; both keep the aspect ratio and pad with black.
+    does, "bilinear" without a filter as lerobot does; both keep the aspect ratio and pad with black on both sides.
+    "corner" is "bilinear" with black above and on the left alone, as in lerobot's SmolVLA.
     """
 
     images: tuple[str, ...]

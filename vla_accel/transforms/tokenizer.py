@@ -1,6 +1,7 @@
-"""Prompts to token ids: PaliGemma's tokenizer for real checkpoints, a small one of the same interface for the demo.
+"""Prompts to token ids: the tokenizers of real checkpoints, and a small one of the same interface for the demo.
 
-Knows the two prompt forms of openpi (plain, and with a discretised state) and nothing about images or models.
+Knows the two prompt forms of openpi (plain, and with a discretised state) and lerobot's line; nothing about images or
+models.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,12 +41,15 @@ def discretise_state(state: np.ndarray) -> np.ndarray:
 
 def clean_prompt(prompt: object) -> str:
     """openpi's cleaning. Raises ObservationError for what is not a string or says nothing."""
+    return _instruction(prompt).strip().replace("_", " ").replace("\n", " ")
+
+
+def _instruction(prompt: object) -> str:
     if not isinstance(prompt, str):
         raise ObservationError(f"prompt: expected a str, got {type(prompt).__name__}")
-    cleaned = prompt.strip().replace("_", " ").replace("\n", " ")
-    if not cleaned.strip():
+    if not prompt.replace("_", " ").strip():
         raise ObservationError(f"prompt: expected an instruction, got {prompt!r}")
-    return cleaned
+    return prompt
 
 
 def tokenize_prompt(tokenizer: Tokenizer, prompt: object, state: np.ndarray | None, max_token_len: int) -> np.ndarray:
@@ -61,7 +65,21 @@ def tokenize_prompt(tokenizer: Tokenizer, prompt: object, state: np.ndarray | No
     else:
         values = " ".join(map(str, discretise_state(state).tolist()))
         ids = tokenizer.encode(f"Task: {cleaned}, State: {values};\nAction: ", add_bos=True)
-    ids = tokenizer.finish(ids)
+    return _fitting(tokenizer.finish(ids), prompt, max_token_len)
+
+
+def tokenize_line(tokenizer: Tokenizer, prompt: object, state: None, max_token_len: int) -> np.ndarray:
+    """The ids of an instruction as it is, ended by a newline if it is not, int64 (L,), unpadded: lerobot's SmolVLA.
+
+    lerobot truncates a longer prompt; we refuse it, because what is cut off first is the newline.
+    """
+    del state
+    line = _instruction(prompt)
+    ids = tokenizer.encode(line if line.endswith("\n") else f"{line}\n", add_bos=True)
+    return _fitting(tokenizer.finish(ids), prompt, max_token_len)
+
+
+def _fitting(ids: list[int], prompt: object, max_token_len: int) -> np.ndarray:
     if len(ids) > max_token_len:
         raise ObservationError(
             f"prompt: expected at most {max_token_len} tokens, got {len(ids)} from {str(prompt)[:60]!r}"
@@ -162,7 +180,29 @@ class PaliGemmaTokenizer:
         return ids
 
 
+class LineTokenizer:
+    """Any of Hugging Face's `tokenizer.json`: of a text's tokens it adds itself what its file says, and nothing else
+    (SmolVLM2's adds nothing)."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = _read_tokenizers(path)
+
+    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_bos).ids
+
+    def finish(self, ids: list[int]) -> list[int]:
+        return ids
+
+
 def _from_tokenizers(path: Path) -> tuple[Callable[[str], list[int]], int]:
+    tokenizer = _read_tokenizers(path)
+    bos = tokenizer.token_to_id("<bos>")
+    if bos is None:
+        raise CheckpointError(f"tokenizer {path}: expected a token <bos>, found none")
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, bos
+
+
+def _read_tokenizers(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer as HubTokenizer
     except ImportError as error:
@@ -172,13 +212,10 @@ def _from_tokenizers(path: Path) -> tuple[Callable[[str], list[int]], int]:
     # The library raises nothing narrower.
     except Exception as error:
         raise CheckpointError(f"tokenizer {path}: expected a Hugging Face tokenizer, got: {error}") from error
-    bos = tokenizer.token_to_id("<bos>")
-    if bos is None:
-        raise CheckpointError(f"tokenizer {path}: expected a token <bos>, found none")
     # Padding and truncation may be stored in the file; both are ours to decide.
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, bos
+    return tokenizer
 
 
 def _from_sentencepiece(path: Path) -> tuple[Callable[[str], list[int]], int]:
@@ -219,24 +256,39 @@ def load_tokenizer(folder: Path, source: str | None = None, *, elsewhere: bool =
     raise CheckpointError(f"tokenizer {folder}: expected tokenizer.json or tokenizer.model, found neither")
 
 
+def load_line_tokenizer(folder: Path, source: str | None, hub: str) -> Tokenizer:
+    """The tokenizer of a checkpoint whose prompts are lines: `tokenizer.json` of a folder (`source`, else the
+    checkpoint's), of a file or of the hub, by default of `hub`. Raises CheckpointError if there is none."""
+    place = folder if source is None else Path(source)
+    path = place / "tokenizer.json" if place.is_dir() else place
+    if not path.is_file():
+        hint = "put its tokenizer.json into the checkpoint's folder, or name one as checkpoint.tokenizer"
+        path = _from_hub(source or hub, hint)
+    return LineTokenizer(path) if _is_hugging_face(path) else SmallTokenizer.load(path)
+
+
 def _load_file(path: Path) -> Tokenizer:
-    if path.suffix != ".json":
-        return PaliGemmaTokenizer(path)
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"tokenizer {path}: expected JSON, got: {error}") from error
-    # Hugging Face's file of the same name holds the tokenizer under "model".
-    if isinstance(content, dict) and "model" in content:
+    if path.suffix != ".json" or _is_hugging_face(path):
         return PaliGemmaTokenizer(path)
     return SmallTokenizer.load(path)
 
 
-def _from_hub(name: str) -> Path:
-    hint = (
-        "PaliGemma's licence must be accepted on its page once; or put its tokenizer.model into the checkpoint's "
-        "folder, or name it as checkpoint.tokenizer in the configuration"
-    )
+def _is_hugging_face(path: Path) -> bool:
+    """Whether a JSON file holds a tokenizer under "model", as Hugging Face's does."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"tokenizer {path}: expected JSON, got: {error}") from error
+    return isinstance(content, dict) and "model" in content
+
+
+_PALIGEMMA_HINT = (
+    "PaliGemma's licence must be accepted on its page once; or put its tokenizer.model into the checkpoint's "
+    "folder, or name it as checkpoint.tokenizer in the configuration"
+)
+
+
+def _from_hub(name: str, hint: str = _PALIGEMMA_HINT) -> Path:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Transforms and observations for a π0 or π0.5 with random weights, whose tokenizer and statistics cannot be had."""
+"""Transforms and observations for a network with random weights, whose tokenizer and statistics cannot be had."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from vla_accel.errors import ConfigError
-from vla_accel.models.pi0 import Pi0Config
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import LIBERO
@@ -20,7 +19,7 @@ PROMPT = "pick up the black bowl between the plate and the ramekin and place it 
 
 @dataclass(frozen=True)
 class _Words:
-    """A stand-in for PaliGemma's tokenizer, whose files cannot be bundled: a token a word, about as many as that."""
+    """A stand-in for a tokenizer whose files cannot be bundled: a token a word, about as many as it has."""
 
     vocab_size: int
 
@@ -33,8 +32,8 @@ class _Words:
         return ids
 
 
-def processor(config: Pi0Config, views: int) -> Processor:
-    """LIBERO's transforms with any number of views and statistics that change nothing."""
+def processor(config: Any, views: int, **more: Any) -> Processor:
+    """LIBERO's transforms with any number of views and statistics that change nothing; `more` fields of it."""
     if not 1 <= views <= len(VIEWS):
         raise ConfigError(f"views: expected 1 to {len(VIEWS)}, got {views}")
     unit = Normaliser("mean_std", np.zeros(8), np.ones(8))
@@ -47,6 +46,7 @@ def processor(config: Pi0Config, views: int) -> Processor:
         max_token_len=config.max_token_len,
         discrete_state=False,
         preset=replace(LIBERO, images=VIEWS[:views], ignored_images=()),
+        **more,
     )
 
 

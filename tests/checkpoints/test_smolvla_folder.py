@@ -1,0 +1,184 @@
+"""lerobot's SmolVLA folders: keys, sizes, statistics, cameras, prompts, and every contradiction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.tiny import TOKENIZER
+from tests.support.tiny import statistics as own_statistics
+from tests.support.tiny_smolvla import (
+    CAMERAS,
+    expected_actions,
+    libero_config,
+    observation,
+    statistics,
+    tiny_config,
+    tiny_model,
+    write_lerobot,
+)
+from vla_accel import OptimizedPolicy, PolicyConfig
+from vla_accel.checkpoints.checkpoint import save_checkpoint
+from vla_accel.checkpoints.loading import load
+from vla_accel.checkpoints.smolvla import DEAD, pieces
+from vla_accel.config import CheckpointSpec, load_config
+from vla_accel.errors import CheckpointError, ConfigError, ObservationError
+from vla_accel.models.smolvla import SmolVla, smolvla
+
+FP32 = load_config("eager_fp32")
+
+
+def test_keys_and_shapes_are_lerobots() -> None:
+    """Of the published size, as `lerobot/smolvla_base` has them."""
+    config, root = smolvla(), "model.vlm_with_expert."
+    with torch.device("meta"):
+        model = SmolVla(config)
+    shapes = {}
+    for name, value in model.state_dict().items():
+        for part in pieces(name, config):
+            shapes[part.name] = (part.rows or len(value), *value.shape[1:])
+    layer = root + "vlm.model.text_model.layers.15."
+    expert = root + "lm_expert.layers."
+    expected = {
+        root + "vlm.model.vision_model.embeddings.patch_embedding.weight": (768, 3, 16, 16),
+        root + "vlm.model.vision_model.embeddings.position_embedding.weight": (1024, 768),
+        root + "vlm.model.vision_model.encoder.layers.11.self_attn.k_proj.bias": (768,),
+        root + "vlm.model.vision_model.encoder.layers.11.mlp.fc2.weight": (768, 3072),
+        root + "vlm.model.vision_model.post_layernorm.bias": (768,),
+        root + "vlm.model.connector.modality_projection.proj.weight": (960, 12_288),
+        root + "vlm.model.text_model.embed_tokens.weight": (49_280, 960),
+        layer + "self_attn.q_proj.weight": (960, 960),
+        layer + "self_attn.v_proj.weight": (320, 960),
+        layer + "mlp.up_proj.weight": (2560, 960),
+        layer + "post_attention_layernorm.weight": (960,),
+        expert + "0.self_attn.k_proj.weight": (320, 720),
+        expert + "1.self_attn.k_proj.weight": (320, 320),
+        expert + "1.self_attn.v_proj.weight": (320, 320),
+        expert + "1.self_attn.q_proj.weight": (960, 720),
+        expert + "15.self_attn.o_proj.weight": (720, 960),
+        expert + "15.mlp.gate_proj.weight": (2048, 720),
+        root + "lm_expert.norm.weight": (720,),
+        "model.state_proj.weight": (960, 32),
+        "model.action_time_mlp_in.weight": (720, 1440),
+        "model.action_out_proj.bias": (32,),
+    }
+    assert {name: shapes.get(name) for name in expected} == expected
+    assert not [name for name in shapes if "layers.16." in name] and not set(DEAD) & set(shapes)
+
+
+@pytest.mark.parametrize("libero", [False, True])
+def test_a_folder_becomes_a_policy(libero: bool, tmp_path: Path) -> None:
+    """From pixels, state and task to the robot's numbers, beside the formulas written down a second time."""
+    model = write_lerobot(tmp_path, libero=libero)
+    policy = OptimizedPolicy.from_pretrained(tmp_path, FP32, num_steps=3)
+    config = policy.model.config
+    assert config == (libero_config() if libero else tiny_config())
+    given = observation(libero=libero)
+    noise = np.random.default_rng(1).standard_normal((config.action_horizon, config.action_dim)).astype(np.float32)
+    ours = policy.infer(given, noise=noise)["actions"]
+    images = [v for v in given.values() if isinstance(v, np.ndarray) and v.ndim == 3]
+    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).double() / 255 * 2 - 1
+    tokens = torch.tensor(TOKENIZER.encode("pick up the bowl\n", add_bos=True))
+    (raw,) = (v for v in given.values() if isinstance(v, np.ndarray) and v.ndim == 1)
+    scale, count = statistics(len(raw)), 7 if libero else 6
+    state = torch.zeros(config.state_dim)
+    state[: len(raw)] = torch.from_numpy((raw - scale["mean"]) / scale["std"])
+    expected = expected_actions(model.state_dict(), config, pixels, tokens, state, torch.from_numpy(noise), 3)
+    back = statistics(count)
+    np.testing.assert_allclose(ours, expected[:, :count].numpy() * back["std"] + back["mean"], rtol=0, atol=3e-4)
+
+
+def test_what_the_observation_may_lack(tmp_path: Path) -> None:
+    write_lerobot(tmp_path)
+    policy = OptimizedPolicy.from_pretrained(tmp_path, FP32, num_steps=1)
+    given = observation()
+    whole = policy.processor.prepare(given)
+    one = policy.processor.prepare({k: v for k, v in given.items() if k != CAMERAS[0]})
+    assert len(whole.images) == 2 and np.array_equal(one.images[0], whole.images[1])
+    assert np.isfinite(policy.infer({k: v for k, v in given.items() if k != CAMERAS[1]})["actions"]).all()
+    with pytest.raises(ObservationError, match=rf"missing one of {', '.join(CAMERAS)}; got observation\.state, task"):
+        policy.infer({k: v for k, v in given.items() if k not in CAMERAS})
+    with pytest.raises(ObservationError, match=r"observation\.state: expected shape \(6,\), got \(11,\)"):
+        policy.infer({**given, "observation.state": np.zeros(11)})
+    with pytest.raises(ObservationError, match="prompt: expected an instruction"):
+        policy.infer({**given, "task": " \n"})
+
+
+def test_prompts_are_lines(tmp_path: Path) -> None:
+    write_lerobot(tmp_path)
+    processor = load(tmp_path).processor
+    plain, ended = (processor.prepare(observation(prompt=p)).tokens for p in ("Pick up", "Pick up\n"))
+    assert plain.tolist() == ended.tolist() == TOKENIZER.encode("pick up\n", add_bos=True)
+    with pytest.raises(ObservationError, match="expected at most 48 tokens, got 51"):
+        processor.prepare(observation(prompt="the " * 49))
+
+
+def test_this_packages_own_form(tmp_path: Path) -> None:
+    config = tiny_config()
+    model = tiny_model(config)
+    save_checkpoint(model.state_dict(), config, tmp_path, "smolvla")
+    TOKENIZER.save(tmp_path / "tokenizer.json")
+    (tmp_path / "norm_stats.json").write_text(json.dumps({"norm_stats": own_statistics()}))
+    checkpoint = load(tmp_path)
+    assert checkpoint.family.name == "smolvla" and checkpoint.model.config == config
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), checkpoint.model.parameters(), strict=True))
+    changed = load(tmp_path, PolicyConfig(checkpoint=CheckpointSpec(action_horizon=3, max_token_len=9)))
+    assert (changed.model.config.action_horizon, changed.model.config.max_token_len) == (3, 9)
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "depth": (lambda f: f["config"].update(num_vlm_layers=2), "num_vlm_layers: config says 2, weights say 3"),
+    "expert depth": (lambda f: f["config"].update(num_expert_layers=1),
+                     "num_expert_layers: config says 1, weights say 3"),
+    "width": (lambda f: f["config"].update(expert_width_multiplier=0.5),
+              r"expert_width_multiplier: config says \(24, 256\), weights say \(36, 256\)"),
+    "state": (lambda f: f["config"].update(max_state_dim=32), "max_state_dim: config says 32, weights say 10"),
+    "image": (lambda f: f["config"].update(resize_imgs_with_padding=[64, 32]),
+              r"resize_imgs_with_padding: config says \[64, 32\], weights say \[32, 32\]"),
+    "crossing": (lambda f: f["config"].update(self_attn_every_n_layers=0), r"misshaped.*layers\.0\.self_attn\.k_proj"),
+    "aloha": (lambda f: f["config"].update(adapt_to_pi_aloha=True),
+              "cannot run with adapt_to_pi_aloha True instead of"),
+    "special tokens": (lambda f: f["config"].update(add_image_special_tokens=True), "add_image_special_tokens True"),
+    "adapter": (lambda f: f["config"].update(use_peft=True), r"expected whole weights, got an adapter"),
+    "step": (lambda f: f["policy_preprocessor"]["steps"].append({"registry_name": "rotate"}),
+             "expected steps among.*rotate"),
+    "no horizon": (lambda f: f["config"].pop("chunk_size"), "expected chunk_size of type int, got None"),
+    "no longest prompt": (lambda f: f["policy_preprocessor"]["steps"][3]["config"].pop("max_length"),
+                          "expected a tokenizer_processor with max_length, got None"),
+    "no statistics": (lambda f: f["policy_preprocessor"]["steps"].pop(), "expected a normalizer_processor step"),
+    "robot too large": (lambda f: f["config"]["output_features"]["action"].update(shape=[10]),
+                        "10 action dimensions do not fit a model of 9"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_contradiction_is_named(name: str, tmp_path: Path) -> None:
+    change, message = CHANGES[name]
+    write_lerobot(tmp_path, change=change)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        load(tmp_path)
+
+
+def test_every_key_is_accounted_for(tmp_path: Path) -> None:
+    write_lerobot(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.state_proj.bias"], tensors["model.vlm_with_expert.lm_expert.layers.1.self_attn.v_proj.weight"]
+    tensors["model.vlm_with_expert.lm_expert.embed_tokens.weight"] = torch.ones(2, 2)
+    save_file(tensors, path)
+    missing = r"2 missing: model\.state_proj\.bias, .*layers\.1\.self_attn\.v_proj\.weight"
+    with pytest.raises(CheckpointError, match=missing + r"; 1 left over: .*lm_expert\.embed_tokens\.weight"):
+        load(tmp_path)
+
+
+def test_a_robot_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    write_lerobot(tmp_path, tiny_config(state_dim=5))
+    with pytest.raises(ConfigError, match="6 state dimensions do not fit a model of 5"):
+        load(tmp_path)

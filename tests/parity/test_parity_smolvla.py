@@ -1,0 +1,107 @@
+"""SmolVLA and the whole path around it against lerobot's own code, on folders that lerobot itself saves.
+
+Needs an interpreter with lerobot installed, given as ``--lerobot-python=PATH``; without it every test here is skipped
+and says so. lerobot runs in its own process through ``tests/parity/make_smolvla_reference.py``, which knows nothing of
+this package.
+
+Covers float32 on the CPU: the model alone (batch 1 and 3, a camera less, padded prompts, the shapes of `smolvla_base`
+and of the LIBERO checkpoints, the published size), and whole observations from uint8 images, state and task to a
+robot's actions, through lerobot's saved processors.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.support.reference_script import make_reference, python_of
+from vla_accel import OptimizedPolicy
+from vla_accel.models.smolvla import SmolVla
+
+pytestmark = pytest.mark.parity
+
+SCRIPT = Path(__file__).parent / "make_smolvla_reference.py"
+# Rounding is about 3e-6; lerobot under transformers 4.57, which shifts the tower's positions, is 0.37 off.
+ACTIONS_ATOL = 1e-4
+
+
+@dataclass(frozen=True)
+class Reference:
+    """lerobot's folder as a policy of ours, and what lerobot was given and answered."""
+
+    policy: OptimizedPolicy
+    tensors: dict[str, Tensor]
+    robot: dict[str, np.ndarray]
+    tasks: list[str]
+
+
+@pytest.fixture(scope="module")
+def small_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the small variants, made by lerobot just now."""
+    python = python_of(request, "lerobot", "LEROBOT")
+    return make_reference(python, SCRIPT, tmp_path_factory.mktemp("smolvla"))
+
+
+@pytest.fixture(scope="module", params=["base", "libero"])
+def reference(request: pytest.FixtureRequest, small_folder: Path) -> Reference:
+    return read(small_folder / request.param)
+
+
+def read(folder: Path) -> Reference:
+    policy = OptimizedPolicy.from_pretrained(folder / "checkpoint", "eager_fp32", device="cpu")
+    assert isinstance(policy.model, SmolVla)
+    robot = dict(np.load(folder / "robot.npz")) if (folder / "robot.npz").is_file() else {}
+    return Reference(
+        policy, load_file(folder / "model.safetensors"), robot, json.loads((folder / "tasks.json").read_text())
+    )
+
+
+def check(ours: np.ndarray, theirs: np.ndarray, what: str, record_property: Any) -> None:
+    assert ours.shape == theirs.shape and np.isfinite(ours).all()
+    difference = float(np.abs(ours.astype(np.float64) - theirs).max())
+    record_property("max_abs_difference", difference)
+    print(f"{what}: largest difference {difference:.1e}, actions' rms {np.sqrt((theirs**2).mean()):.2f}")
+    assert difference <= ACTIONS_ATOL
+
+
+def compare(reference: Reference, case: str, steps: int, record_property: Any) -> None:
+    given = {k.split(".", 1)[1]: v for k, v in reference.tensors.items() if k.startswith(f"{case}.")}
+    ours = reference.policy.model.sample_actions(
+        *(given[n] for n in ("images", "tokens", "token_mask", "state", "noise")), num_steps=steps
+    )
+    check(ours.numpy(), given[f"steps{steps}"].numpy(), f"{case}, {steps} steps", record_property)
+
+
+@pytest.mark.parametrize(("case", "steps"), [("batch1", 1), ("batch1", 10), ("batch3", 10), ("missing", 10)])
+def test_model(reference: Reference, case: str, steps: int, record_property: Any) -> None:
+    compare(reference, case, steps, record_property)
+
+
+def test_whole_observations(reference: Reference, record_property: Any) -> None:
+    """From camera images to the robot's numbers, one observation after the other; the last camera may be missing."""
+    robot, policy = reference.robot, reference.policy
+    preset = policy.processor.preset
+    for i, task in enumerate(reference.tasks):
+        missing = 1 if i == 0 and preset.optional_images else 0
+        keys = preset.images[: len(preset.images) - missing]
+        observation = {key: robot["images"][i, view] for view, key in enumerate(keys)}
+        observation |= {preset.state[0]: robot["state"][i], preset.prompt: task}
+        ours = policy.infer(observation, noise=robot["noise"][i])["actions"]
+        check(ours, robot["actions"][i], f"whole observation, {len(keys)} cameras", record_property)
+
+
+@pytest.mark.slow
+def test_published_size(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, record_property: Any
+) -> None:
+    """450 M parameters, random; half a minute and 4 GB on either side."""
+    python = python_of(request, "lerobot", "LEROBOT")
+    folder = make_reference(python, SCRIPT, tmp_path_factory.mktemp("full"), "--variants", "full")
+    compare(read(folder / "full"), "batch1", 10, record_property)

@@ -1,0 +1,266 @@
+"""A tiny SmolVLA whose every weight is random, in this package's form and in lerobot's, and its formulas written down a
+second time: one observation, no padding, nothing hoisted, float64."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.tiny import TOKENIZER
+from vla_accel.checkpoints.smolvla import DEAD, pieces
+from vla_accel.models.siglip import SiglipConfig
+from vla_accel.models.smollm import SmolLmConfig
+from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, expert_mlp_dim
+
+CAMERAS = ("observation.images.front", "observation.images.wrist")
+LIBERO_CAMERAS = ("observation.images.image", "observation.images.image2")
+VOCABULARY = TOKENIZER.vocab_size
+
+
+def tiny_config(**changes: Any) -> SmolVlaConfig:
+    """32-pixel views of four tokens, four query heads of 64 on two key heads: heads are as wide as in every checkpoint,
+    because no weight shows it."""
+    sizes = {"depth": 3, "heads": 4, "kv_heads": 2}
+    config = SmolVlaConfig(
+        vision=SiglipConfig(width=64, depth=2, mlp_dim=20, heads=1, image_size=32, patch_size=8),
+        prefix=SmolLmConfig(width=48, mlp_dim=26, **sizes),
+        expert=SmolLmConfig(width=36, mlp_dim=expert_mlp_dim(36), **sizes),
+        vocab_size=VOCABULARY,
+        shuffle=2,
+        state_dim=10,
+        action_dim=9,
+        action_horizon=5,
+    )
+    return replace(config, **changes)
+
+
+def libero_config() -> SmolVlaConfig:
+    """Shaped as the LIBERO checkpoints: every layer crosses, the expert is half as wide."""
+    config = tiny_config(self_every=0)
+    return replace(config, expert=replace(config.expert, width=24, mlp_dim=expert_mlp_dim(24)))
+
+
+@torch.no_grad()
+def tiny_model(config: SmolVlaConfig, seed: int = 0) -> SmolVla:
+    """Random weights, float32, in eval mode; activations stay of order one."""
+    model, generator = SmolVla(config), torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name and name.endswith("weight"):
+            parameter.copy_(1 + 0.2 * drawn)
+        elif name.endswith("bias") or name == "vision.position_embedding":
+            parameter.copy_(0.3 * drawn)
+        elif name == "embed.weight":
+            parameter.copy_(drawn / config.prefix.width**0.5)
+        else:
+            scale = config.image_scale if name == "projector.weight" else 1.0
+            parameter.copy_(drawn / parameter[0].numel() ** 0.5 / scale)
+    return model.requires_grad_(False).eval()
+
+
+# -- lerobot's folder -------------------------------------------------------------------------------------------------
+
+
+def lerobot_tensors(model: SmolVla) -> dict[str, Tensor]:
+    """The weights under lerobot's names, with what the model never reads."""
+    config, tensors = model.config, {}
+    for name, value in model.state_dict().items():
+        parts = pieces(name, config)
+        rows = [p.rows or len(value) for p in parts]
+        tensors |= {p.name: t.clone() for p, t in zip(parts, value.split(rows), strict=True)}
+    shapes = (config.vocab_size, config.prefix.width), (config.prefix.width,)
+    return {**tensors, **{name: torch.ones(shape) for name, shape in zip(DEAD, shapes, strict=True)}}
+
+
+def statistics(count: int) -> dict[str, np.ndarray]:
+    """Unequal for every number."""
+    steps = np.arange(count, dtype=np.float32)
+    return {"mean": 0.1 * steps - 0.2, "std": 0.5 + 0.1 * steps}
+
+
+def write_lerobot(
+    folder: Path, config: SmolVlaConfig | None = None, *, libero: bool = False,
+    change: Callable[[dict[str, Any]], None] = lambda files: None,
+) -> SmolVla:  # fmt: skip
+    """A folder as lerobot saves it, and its model; `change` may edit the JSON files before they are written."""
+    config = config or (libero_config() if libero else tiny_config())
+    model = tiny_model(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(lerobot_tensors(model), folder / "model.safetensors")
+    cameras, state, action = (LIBERO_CAMERAS, 8, 7) if libero else (CAMERAS, 6, 6)
+    side, prefix = config.vision.image_size, config.prefix
+    features = {c: {"type": "VISUAL", "shape": [3, side, side]} for c in cameras}
+    features["observation.state"] = {"type": "STATE", "shape": [state]}
+    modes = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
+    text = {"max_length": config.max_token_len, "tokenizer_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"}
+    names = {
+        w: f"policy_{p}processor_step_{w}.safetensors" for w, p in (("normalizer", "pre"), ("unnormalizer", "post"))
+    }
+    files: dict[str, Any] = {
+        "config": {
+            "type": "smolvla", "n_obs_steps": 1, "input_features": features,
+            "output_features": {"action": {"type": "ACTION", "shape": [action]}}, "use_peft": False,
+            "chunk_size": config.action_horizon, "normalization_mapping": modes, "max_state_dim": config.state_dim,
+            "max_action_dim": config.action_dim, "resize_imgs_with_padding": [side, side], "empty_cameras": 0,
+            "adapt_to_pi_aloha": False, "tokenizer_max_length": config.max_token_len, "use_cache": True,
+            "add_image_special_tokens": False, "attention_mode": "cross_attn", "prefix_length": -1,
+            "num_expert_layers": 0 if libero else -1, "num_vlm_layers": 0 if libero else prefix.depth,
+            "self_attn_every_n_layers": config.self_every, "min_period": 0.004, "max_period": 4.0,
+            "expert_width_multiplier": config.expert.width / prefix.width,
+        },
+        "policy_preprocessor": {"steps": [
+            {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
+            {"registry_name": "to_batch_processor", "config": {}},
+            {"registry_name": "smolvla_new_line_processor", "config": {}},
+            {"registry_name": "tokenizer_processor", "config": text},
+            {"registry_name": "normalizer_processor", "config": {"eps": 1e-8, "norm_map": modes},
+             "state_file": names["normalizer"]},
+        ]},
+        "policy_postprocessor": {"steps": [
+            {"registry_name": "unnormalizer_processor", "config": {"eps": 1e-8, "norm_map": modes},
+             "state_file": names["unnormalizer"]},
+        ]},
+    }  # fmt: skip
+    change(files)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    table = {"observation.state": statistics(state), "action": statistics(action)}
+    flat = {f"{k}.{n}": torch.from_numpy(v) for k, d in table.items() for n, v in d.items()}
+    for name in names.values():
+        save_file(flat, folder / name)
+    TOKENIZER.save(folder / "tokenizer.json")
+    return model
+
+
+def observation(
+    seed: int = 0, *, libero: bool = False, size: int = 32, prompt: str = "pick up the bowl"
+) -> dict[str, Any]:
+    """An observation for the folders of `write_lerobot`."""
+    rng = np.random.default_rng(seed)
+    keys = ("observation/image", "observation/wrist_image") if libero else CAMERAS
+    state = ("observation/state", 8) if libero else ("observation.state", 6)
+    images = {k: rng.integers(0, 256, (size, size, 3), dtype=np.uint8) for k in keys}
+    return {**images, state[0]: rng.random(state[1]), "prompt" if libero else "task": prompt}
+
+
+def sizes_of(config: SmolVlaConfig) -> dict[str, Any]:
+    """Plain data, for comparing."""
+    return asdict(config)
+
+
+# -- the formulas a second time ---------------------------------------------------------------------------------------
+
+
+def expected_actions(
+    weights: Mapping[str, Tensor], config: SmolVlaConfig, pixels: Tensor, tokens: Tensor, state: Tensor, noise: Tensor,
+    steps: int,
+) -> Tensor:  # fmt: skip
+    """pixels (V, 3, S, S) in [-1, 1], tokens (L,), state (n,), noise (H, A), all without a batch; float64."""
+    w = {k: v.double() for k, v in weights.items()}
+    prefix, expert, width = config.prefix, config.expert, config.prefix.width
+
+    def affine(x: Tensor, name: str) -> Tensor:
+        y = x @ w[name + ".weight"].T
+        return y + w[name + ".bias"] if name + ".bias" in w else y
+
+    def layer_norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], w[name + ".weight"], w[name + ".bias"], config.vision.eps)
+
+    def rms(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + prefix.eps).sqrt() * w[name + ".weight"]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """q (T, heads, d), k, v (S, kv_heads, d), mask (T, S)."""
+        out = []
+        for head in range(q.shape[1]):
+            key = head * k.shape[1] // q.shape[1]
+            scores = q[:, head] @ k[:, key].T / q.shape[-1] ** 0.5
+            scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+            out.append(scores.softmax(-1) @ v[:, key])
+        return torch.cat(out, -1)
+
+    def rotate(x: Tensor, first: int) -> Tensor:
+        d = x.shape[-1]
+        angle = torch.arange(first, first + len(x)).double()[:, None] / 10_000.0 ** (torch.arange(0, d, 2).double() / d)
+        c, s = angle.cos()[:, None], angle.sin()[:, None]
+        a, b = x[..., : d // 2], x[..., d // 2 :]
+        return torch.cat((a * c - b * s, b * c + a * s), -1)
+
+    def mlp(x: Tensor, name: str) -> Tensor:
+        gate, up = affine(rms(x, name + ".post_attention_layernorm"), name + ".gate_up_proj").chunk(2, -1)
+        return x + affine(F.silu(gate) * up, name + ".down_proj")
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, prefix.head_dim))
+
+    def split(x: Tensor) -> tuple[Tensor, ...]:
+        return heads(x).split((prefix.heads, prefix.kv_heads, prefix.kv_heads), 1)
+
+    rows = []
+    side, s = config.vision.image_size // config.vision.patch_size, config.shuffle
+    for view in pixels.double():
+        patch = w["vision.patch_embedding.weight"]
+        x = F.conv2d(view[None], patch, w["vision.patch_embedding.bias"], stride=patch.shape[-1])[0].flatten(1).T
+        x = x + w["vision.position_embedding"]
+        for i in range(config.vision.depth):
+            name = f"vision.layers.{i}"
+            qkv = affine(layer_norm(x, name + ".layer_norm1"), name + ".qkv_proj").unflatten(
+                -1, (3, config.vision.heads, -1)
+            )
+            x = x + affine(attend(*qkv.unbind(1)), name + ".out_proj")
+            hidden = F.gelu(affine(layer_norm(x, name + ".layer_norm2"), name + ".fc1"), approximate="tanh")
+            x = x + affine(hidden, name + ".fc2")
+        x = layer_norm(x, "vision.post_layernorm")
+        for row in range(0, side, s):
+            for column in range(0, side, s):
+                square = [x[(row + a) * side + column + b] for a in range(s) for b in range(s)]
+                rows.append(affine(torch.cat(square), "projector") * width**0.5)
+    x = torch.cat(
+        (torch.stack(rows), w["embed.weight"][tokens] * width**0.5, affine(state.double(), "state_proj")[None])
+    )
+    n = len(x)
+    seen = torch.ones(n, n, dtype=torch.bool)
+    seen[:-1, -1] = False
+    cache = []
+    for i in range(prefix.depth):
+        name = f"prefix.layers.{i}"
+        q, k, v = split(affine(rms(x, name + ".input_layernorm"), name + ".qkv_proj"))
+        q, k = rotate(q, 0), rotate(k, 0)
+        cache.append((k, v))
+        x = mlp(x + affine(attend(q, k, v, seen), name + ".o_proj"), name)
+    a = noise.double()
+    horizon = len(a)
+    causal = torch.cat((torch.ones(horizon, n, dtype=torch.bool), torch.ones(horizon, horizon).tril().bool()), 1)
+    for step in range(steps):
+        period = 0.004 * 1000.0 ** (torch.arange(expert.width // 2).double() / (expert.width // 2 - 1))
+        angle = 2 * math.pi * (1 - step / steps) / period
+        time = torch.cat((angle.sin(), angle.cos())).expand(horizon, -1)
+        hidden = F.silu(affine(torch.cat((affine(a, "action_in_proj"), time), -1), "action_time_mlp_in"))
+        x = affine(hidden, "action_time_mlp_out")
+        for i, (k, v) in enumerate(cache):
+            name = f"expert.layers.{i}"
+            normed = rms(x, name + ".input_layernorm")
+            if config.crosses(i):
+                q = rotate(heads(affine(normed, name + ".q_proj")), 0)
+                k, v = (
+                    heads(affine(k.flatten(1), name + ".key_proj")),
+                    heads(affine(v.flatten(1), name + ".value_proj")),
+                )
+                attended = attend(q, k, v)
+            else:
+                q, own, values = split(affine(normed, name + ".qkv_proj"))
+                keys = torch.cat((k, rotate(own, n)))
+                attended = attend(rotate(q, n), keys, torch.cat((v, values)), causal)
+            x = mlp(x + affine(attended, name + ".o_proj"), name)
+        a = a - affine(rms(x, "expert.norm"), "action_out_proj") / steps
+    return a

@@ -1,0 +1,168 @@
+"""SmolVLA's weights under lerobot's names: which stored tensors make up each canonical one, and the sizes they show.
+
+Knows nothing of robots, statistics or tokenizers: see `vla_accel.families.smolvla_folder`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vla_accel.checkpoints.checkpoint import account, deferred, shapes_of
+from vla_accel.checkpoints.lerobot import member
+from vla_accel.checkpoints.weights import Piece, Weights
+from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.models.siglip import SiglipConfig
+from vla_accel.models.smollm import SmolLmConfig
+from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, expert_mlp_dim
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_ROOT = "model.vlm_with_expert."
+_TOWER = _ROOT + "vlm.model.vision_model."
+_STACKS = {"prefix": _ROOT + "vlm.model.text_model.", "expert": _ROOT + "lm_expert."}
+_PROJECTOR = _ROOT + "vlm.model.connector.modality_projection.proj."
+SIGNS = (_PROJECTOR + "weight", _STACKS["expert"] + "norm.weight")
+"""Two tensors that no other model has."""
+# Never read by the model: the language model's head, and the prefix's final norm (only K and V leave the prefix). The
+# last prefix layer's MLP and output projection are dead, too, but kept in the model, so not listed here.
+DEAD = (_ROOT + "vlm.lm_head.weight", _STACKS["prefix"] + "norm.weight")
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_BLOCK = {
+    "qkv_proj": _QKV,
+    "q_proj": _QKV[:1],
+    "key_proj": _QKV[1:2],
+    "value_proj": _QKV[2:],
+    "o_proj": ("self_attn.o_proj",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
+_SIGLIP = {"qkv_proj": _QKV, "out_proj": ("self_attn.out_proj",), "fc1": ("mlp.fc1",), "fc2": ("mlp.fc2",)}
+_HEAD_DIM = 64  # of SigLIP B and of every SmolLM2; the number of heads cannot be read off a weight
+
+
+def load_weights(
+    weights: Weights, config: SmolVlaConfig, where: str, *, device: str | torch.device, dtype: torch.dtype | None
+) -> SmolVla:  # fmt: skip
+    """The model with a checkpoint's weights, in eval mode, each read when it is asked for; `dtype` of the large
+    products, None keeps what is stored.
+
+    Raises CheckpointError that lists keys missing, left over or misshaped.
+    """
+    with torch.device("meta"):
+        empty = SmolVla(config)
+    expected = shapes_of(empty)
+    recipe = {name: pieces(name, config) for name in expected}
+    known = {p.name for parts in recipe.values() for p in parts} | set(DEAD)
+    account(weights, recipe, expected, known, f"checkpoint {where} does not fit smolvla")
+    return deferred(empty, weights, recipe, where).bound_for(torch.device(device), dtype)
+
+
+def pieces(name: str, config: SmolVlaConfig) -> tuple[Piece, ...]:
+    """The tensors in lerobot's names that make up one canonical tensor, in order along its first axis."""
+    rows: tuple[int, ...] | None = None
+    if match := re.fullmatch(r"(prefix|expert)\.layers\.(\d+)\.(\w+)\.(.+)", name):
+        stack, index, module, leaf = match.groups()
+        sizes = config.prefix if stack == "prefix" else config.expert
+        whole = tuple(f"{_STACKS[stack]}layers.{index}.{part}.{leaf}" for part in _BLOCK.get(module, (module,)))
+        if module == "qkv_proj":
+            rows = (sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim)
+        elif module == "gate_up_proj":
+            rows = (sizes.mlp_dim, sizes.mlp_dim)
+    elif match := re.fullmatch(r"vision\.layers\.(\d+)\.(\w+)\.(.+)", name):
+        index, module, leaf = match.groups()
+        whole = tuple(f"{_TOWER}encoder.layers.{index}.{part}.{leaf}" for part in _SIGLIP.get(module, (module,)))
+        rows = (config.vision.width,) * 3 if module == "qkv_proj" else None
+    elif name == "vision.position_embedding":
+        whole = (_TOWER + "embeddings.position_embedding.weight",)
+    elif name.startswith("vision.patch_embedding."):
+        whole = (_TOWER + "embeddings." + name.removeprefix("vision."),)
+    elif name.startswith("vision."):
+        whole = (_TOWER + name.removeprefix("vision."),)
+    elif name == "embed.weight":
+        whole = (_STACKS["prefix"] + "embed_tokens.weight",)
+    elif name.startswith("expert."):
+        whole = (_STACKS["expert"] + name.removeprefix("expert."),)
+    elif name.startswith("projector."):
+        whole = (_PROJECTOR + name.removeprefix("projector."),)
+    else:
+        whole = ("model." + name,)
+    return tuple(Piece(n, r) for n, r in zip(whole, rows or (None,) * len(whole), strict=True))
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------
+
+
+def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, where: Path) -> SmolVlaConfig:
+    """The architecture of weights in lerobot's names, from their shapes, checked against its config.json `content`.
+
+    Only the action horizon, the longest prompt and which layers cross leave no sure trace in the weights. Raises
+    CheckpointError that names what is missing or contradicts.
+    """
+
+    def shape(name: str, axes: int) -> tuple[int, ...]:
+        found = shapes.get(name)
+        if found is None or len(found) != axes:
+            raise CheckpointError(f"checkpoint {where.parent}: 1 missing: {name} ({axes} axes), got {found}")
+        return found
+
+    def stack(name: str) -> SmolLmConfig:
+        start = _STACKS[name]
+        queries, width = shape(f"{start}layers.0.self_attn.q_proj.weight", 2)
+        keys, _ = shape(f"{start}layers.0.self_attn.k_proj.weight", 2)
+        mlp_dim, _ = shape(f"{start}layers.0.mlp.gate_proj.weight", 2)
+        return SmolLmConfig(width, _depth(shapes, start), mlp_dim, queries // _HEAD_DIM, keys // _HEAD_DIM, _HEAD_DIM)
+
+    width, _, _, patch = shape(_TOWER + "embeddings.patch_embedding.weight", 4)
+    patches, _ = shape(_TOWER + "embeddings.position_embedding.weight", 2)
+    hidden, _ = shape(_TOWER + "encoder.layers.0.mlp.fc1.weight", 2)
+    crossed = "cross" in member(content, "attention_mode", str, where)
+    every = member(content, "self_attn_every_n_layers", int, where)
+    side = patch * math.isqrt(patches)
+    try:
+        config = SmolVlaConfig(
+            vision=SiglipConfig(width, _depth(shapes, _TOWER + "encoder."), hidden, width // _HEAD_DIM, side, patch),
+            prefix=stack("prefix"),
+            expert=stack("expert"),
+            vocab_size=shape(_STACKS["prefix"] + "embed_tokens.weight", 2)[0],
+            shuffle=math.isqrt(shape(SIGNS[0], 2)[1] // width),
+            self_every=max(every, 0) if crossed else 1,
+            state_dim=shape("model.state_proj.weight", 2)[1],
+            action_dim=shape("model.action_in_proj.weight", 2)[1],
+            action_horizon=member(content, "chunk_size", int, where),
+            max_token_len=max_token_len,
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"checkpoint {where.parent}: {error}") from error
+    _cross_check(config, content, where)
+    return config
+
+
+def _depth(shapes: Shapes, start: str) -> int:
+    found = {int(m[1]) for n in shapes if (m := re.match(re.escape(start) + r"layers\.(\d+)\.", n))}
+    # A gap shows as missing keys of a deeper model, not as a shallower one.
+    return max(found, default=-1) + 1
+
+
+def _cross_check(config: SmolVlaConfig, content: Mapping[str, Any], where: Path) -> None:
+    """What config.json says must be what the weights show; layers of 0 or less mean all."""
+    width = int(config.prefix.width * member(content, "expert_width_multiplier", float, where))
+    pairs = [
+        ("resize_imgs_with_padding", content.get("resize_imgs_with_padding"), [config.vision.image_size] * 2),
+        ("max_state_dim", member(content, "max_state_dim", int, where), config.state_dim),
+        ("max_action_dim", member(content, "max_action_dim", int, where), config.action_dim),
+        ("expert_width_multiplier", (width, expert_mlp_dim(width)), (config.expert.width, config.expert.mlp_dim)),
+    ]
+    for name, found in (("num_vlm_layers", config.prefix.depth), ("num_expert_layers", config.expert.depth)):
+        said = member(content, name, int, where)
+        pairs.append((name, said if said > 0 else found, found))
+    wrong = [f"{name}: config says {said}, weights say {shown}" for name, said, shown in pairs if said != shown]
+    if wrong:
+        raise CheckpointError(
+            f"checkpoint {where.parent}: config and weights contradict each other: {'; '.join(wrong)}"
+        )

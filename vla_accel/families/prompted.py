@@ -1,0 +1,122 @@
+"""What families of vision → image_tokens → kv_cache → keys, values → denoise → actions have in common: views of one
+size, prompts of several lengths in buckets, a state, and guidance by a previous chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from vla_accel.components.calibration import calibration
+from vla_accel.components.padding import padded_prompt
+from vla_accel.components.variants import needs_scales
+from vla_accel.config import EngineSpec, RtcConfig
+from vla_accel.errors import ObservationError
+from vla_accel.families import stand_in
+from vla_accel.fp8 import Scales
+from vla_accel.models.family import Family, Rows, Shape
+from vla_accel.models.rtc import chunk_weights
+from vla_accel.quantize import calibrate
+from vla_accel.transforms.processing import Inputs, Processor
+
+
+@dataclass(frozen=True)
+class PromptShape(Shape):
+    """`views`: images of each observation; `tokens`: prompt tokens; `padded`: rows may have fewer, and `lengths` say
+    how many."""
+
+    views: int
+    tokens: int
+    padded: bool
+
+    @property
+    def title(self) -> str:
+        return f"{self.views} views and {self.tokens} prompt tokens"
+
+
+class PromptedFamily(Family):
+    """A family whose config is one of a `models.flow.FlowNetwork`, and whose transforms are a `Processor`."""
+
+    parts = ("vision", "kv_cache", "denoise")
+    guidance = ("target", "weights")
+    fp8_systems: ClassVar = {"native-fp8": ("kv_cache",), "native-fp8-vision": ("vision", "kv_cache")}
+
+    def action_shape(self, config: Any) -> tuple[int, int]:
+        return config.action_horizon, config.action_dim
+
+    def shallow(self, config: Any, depth: int) -> Any:
+        """Prefix and expert; vision stays whole."""
+        return replace(
+            config, prefix=replace(config.prefix, depth=depth), expert=replace(config.expert, depth=depth)
+        )  # fmt: skip
+
+    # -- running it -----------------------------------------------------------------------------------------------
+
+    def shape(
+        self, config: Any, inputs: Sequence[Inputs], steps: int, specs: Mapping[str, EngineSpec]
+    ) -> PromptShape:  # fmt: skip
+        del config
+        views = len(inputs[0].images)
+        if any(len(i.images) != views for i in inputs):
+            raise ObservationError(f"batch: expected as many views of each, got {[len(i.images) for i in inputs]}")
+        counts = [len(i.tokens) for i in inputs]
+        longest = max(counts)
+        # The native engine takes lengths: where it runs a part that reads the prompt, or may have to step in for
+        # another, all parts must agree, and so must engines built ahead of time.
+        bucketed = any("native" in (specs[n].engine, *specs[n].fallback) for n in ("kv_cache", "denoise"))
+        tokens = padded_prompt(longest) if bucketed else longest
+        return PromptShape(len(inputs), steps, views, tokens, bucketed or min(counts) != longest)
+
+    def shapes(self, config: Any, shape: PromptShape) -> Sequence[PromptShape]:
+        if not shape.padded:
+            return (shape,)
+        bucket, longest = padded_prompt(1), padded_prompt(config.max_token_len)
+        return [replace(shape, tokens=tokens) for tokens in range(bucket, longest + 1, bucket)]
+
+    def feed(self, config: Any, inputs: Sequence[Inputs]) -> dict[str, Rows]:
+        return {
+            "images": [i.images for i in inputs],
+            "tokens": [i.tokens for i in inputs],
+            "lengths": np.array([config.prefix_tokens(len(i.images), len(i.tokens)) for i in inputs], np.int32),
+            "state": [i.state for i in inputs],
+        }
+
+    def rehearse(self, config: Any, shape: PromptShape, host: Mapping[str, np.ndarray]) -> None:
+        # A length of zero would leave rows without a key.
+        if "lengths" in host:
+            host["lengths"][:] = config.prefix_tokens(shape.views, shape.tokens)
+
+    def guide(self, config: Any, rtc: RtcConfig, previous: np.ndarray, delay: int) -> dict[str, np.ndarray]:
+        target = np.zeros(self.action_shape(config), np.float32)
+        target[: len(previous)] = previous
+        weights = chunk_weights(rtc, delay, len(previous), config.action_horizon)
+        return {"target": target, "weights": weights.numpy()}
+
+    # -- measuring it ---------------------------------------------------------------------------------------------
+
+    def internals(self, config: Any, outputs: Mapping[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
+        """`image_tokens` (I, W), and `keys` and `values` (depth, S, kv_heads, d) of the real tokens."""
+        real = config.prefix_tokens(len(inputs.images), len(inputs.tokens))
+        return {
+            "image_tokens": outputs["image_tokens"][0],
+            "keys": outputs["keys"][:, 0, :real],
+            "values": outputs["values"][:, 0, :real],
+        }
+
+    def stand_in(self, config: Any, views: int) -> Processor:
+        return stand_in.processor(config, views)
+
+    def random_observation(self, transforms: Processor, rng: np.random.Generator) -> dict[str, Any]:
+        return stand_in.observation(transforms, rng)
+
+    # -- FP8 ------------------------------------------------------------------------------------------------------
+
+    def needs_scales(self, specs: Mapping[str, EngineSpec]) -> bool:
+        return needs_scales(specs)
+
+    def calibrate(self, model: Any, inputs: Sequence[Inputs], source: str) -> Scales:
+        with model.present():
+            return calibrate(model, calibration(model), [(i.images, i.tokens, i.state) for i in inputs], source)

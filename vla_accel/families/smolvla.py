@@ -1,0 +1,114 @@
+"""SmolVLA as a model family: vision → image_tokens → kv_cache → keys, values → denoise → actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from vla_accel.checkpoints.checkpoint import is_own
+from vla_accel.checkpoints.smolvla import SIGNS
+from vla_accel.component import Component
+from vla_accel.components import denoise_component, vision_component
+from vla_accel.components.smolvla import smolvla_kv_cache_component
+from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
+from vla_accel.families import stand_in
+from vla_accel.families.prompted import PromptedFamily, PromptShape
+from vla_accel.families.smolvla_folder import load_folder
+from vla_accel.fp8 import Scales
+from vla_accel.models.family import Work
+from vla_accel.models.random_weights import drawn_model
+from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla
+from vla_accel.native.smolvla import SmolVlaStore
+from vla_accel.transforms.processing import Inputs, Processor
+
+
+class SmolVlaFamily(PromptedFamily):
+    """SmolVLA, whatever its sizes and whichever of its layers cross."""
+
+    name = "smolvla"
+    sizes: ClassVar[Mapping[str, Callable[..., SmolVlaConfig]]] = {"smolvla": smolvla}
+
+    # -- the network ----------------------------------------------------------------------------------------------
+
+    def network(self, config: SmolVlaConfig) -> SmolVla:
+        return SmolVla(config)
+
+    def random(self, config: SmolVlaConfig, *, seed: int, device: str, dtype: torch.dtype) -> SmolVla:
+        return drawn_model(SmolVla, config, seed=seed, device=device, dtype=dtype)
+
+    # -- running it -----------------------------------------------------------------------------------------------
+
+    def store(self, model: SmolVla, scales: Scales | None) -> SmolVlaStore:  # type: ignore[override]
+        return SmolVlaStore(model, scales)
+
+    def components(  # type: ignore[override]
+        self, model: SmolVla, shape: PromptShape, *, store: SmolVlaStore | None = None, scales: Scales | None = None,
+        rtc: RtcConfig | None = None,
+    ) -> Sequence[Component]:  # fmt: skip
+        del store, scales
+        batch, views, tokens, padded = shape.batch, shape.views, shape.tokens, shape.padded
+        prefix = model.config.prefix_tokens(views, tokens)
+        most = None if rtc is None else rtc.max_guidance_weight
+        return (
+            vision_component(model, batch, views),
+            smolvla_kv_cache_component(model, batch, views, tokens, padded),
+            denoise_component(model, batch, prefix, shape.steps, padded, None, most),
+        )
+
+    # -- measuring it ---------------------------------------------------------------------------------------------
+
+    def work(
+        self, config: SmolVlaConfig, inputs: Inputs, steps: int, specs: Mapping[str, EngineSpec]
+    ) -> dict[str, Work]:  # fmt: skip
+        """The exact savings are applied: the last prefix layer stops after its keys and values, and what a crossing
+        layer makes of them is made once."""
+        v, p, e = config.vision, config.prefix, config.expert
+        views, tokens = len(inputs.images), config.prefix_tokens(len(inputs.images), len(inputs.tokens))
+        crossing = sum(map(config.crosses, range(e.depth)))
+        kv = p.kv_heads * p.head_dim
+        attended = p.heads * p.head_dim
+        per_patch = 4 * v.width * v.width + 2 * v.width * v.mlp_dim
+        vision = v.depth * (2 * per_patch + 4 * v.tokens * v.width) + 2 * 3 * v.patch_size**2 * v.width
+        vision = views * v.tokens * (vision + 2 * v.width * p.width)
+        layer = p.width * (p.qkv_dim + attended + 3 * p.mlp_dim)
+        prefix = 2 * tokens * ((p.depth - 1) * layer + p.width * 2 * kv + crossing * 2 * kv * kv)
+        prefix += (p.depth - 1) * 4 * tokens * tokens * attended
+        expert = e.depth * e.width * (2 * attended + 3 * e.mlp_dim) + (e.depth - crossing) * e.width * 2 * kv
+        suffix = config.action_horizon
+        attention = 4 * suffix * attended * (e.depth * tokens + (e.depth - crossing) * suffix)
+        read = expert * 2 + 2 * e.depth * tokens * kv * 2
+
+        def products(name: str) -> Literal["bf16", "fp8"]:
+            return "fp8" if specs[name].precision == "fp8" else "bf16"
+
+        return {
+            "vision": Work(float(vision), precision=products("vision")),
+            "kv_cache": Work(float(prefix), float(p.depth * layer * 2), precision=products("kv_cache")),
+            "denoise": Work(float(steps * (2 * suffix * expert + attention)), float(steps * read)),
+        }
+
+    def published(self, horizon: int | None = None) -> SmolVlaConfig:
+        return smolvla(action_horizon=horizon or 50)
+
+    def stand_in(self, config: SmolVlaConfig, views: int) -> Processor:
+        return stand_in.processor(config, views, padded_state=config.state_dim, prompt_form="line")
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        if is_own(content):
+            return content.get("family") == self.name
+        if "type" in content and "input_features" in content:  # lerobot's
+            return content["type"] == self.name
+        return all(name in shapes for name in SIGNS)
+
+    def load(
+        self, folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
+    ) -> tuple[SmolVla, Processor]:
+        return load_folder(folder, settings, device=device, dtype=dtype)
+
+
+SMOLVLA = SmolVlaFamily()

@@ -1,0 +1,99 @@
+"""SmolVLA's checkpoint folders: lerobot's, and this package's own. To the same thing: the model, and the transforms
+around it. Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from vla_accel.checkpoints.checkpoint import is_own, load_own, read_config
+from vla_accel.checkpoints.lerobot import Processors, read_processors, read_settings
+from vla_accel.checkpoints.smolvla import load_weights, read_sizes
+from vla_accel.checkpoints.weights import SafetensorsWeights, read_json
+from vla_accel.config import PolicyConfig
+from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
+from vla_accel.transforms.normalisation import Normaliser, load_statistics
+from vla_accel.transforms.processing import Processor
+from vla_accel.transforms.robots import load_preset
+from vla_accel.transforms.tokenizer import SmallTokenizer, Tokenizer, load_line_tokenizer
+
+TOKENIZER_HUB = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
+# What lerobot can be told, and what would change the model in ways that are not built here.
+_FIXED = {"adapt_to_pi_aloha": False, "add_image_special_tokens": False, "use_cache": True}
+
+
+def load_folder(
+    folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
+) -> tuple[SmolVla, Processor]:
+    """The model and the robot's transforms; see `vla_accel.checkpoints.loading.load`."""
+    path = folder / "config.json"
+    content = read_json(path)
+    if is_own(content):
+        return _ours(folder, settings, device=device, dtype=dtype)
+    read_settings(path, ("smolvla",), _FIXED)
+    told = read_processors(folder, content, "corner")
+    weights = SafetensorsWeights(folder)
+    longest = told.tokenizer.get("max_length")
+    if not isinstance(longest, int) or isinstance(longest, bool):
+        raise CheckpointError(f"checkpoint {folder}: expected a tokenizer_processor with max_length, got {longest!r}")
+    config = _changed(read_sizes(weights.shapes, content, longest, path), settings)
+    if settings.preset is not None:
+        # The robot's keys and conventions may be another's; how images are resized is the checkpoint's training.
+        preset = dataclasses.replace(load_preset(settings.preset), resize=told.preset.resize)
+        told = dataclasses.replace(told, preset=preset)
+    hub = told.tokenizer.get("tokenizer_name") or TOKENIZER_HUB
+    tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, hub)
+    processor = _processor(folder, config, told, tokenizer, settings)
+    return load_weights(weights, config, str(folder), device=device, dtype=dtype), processor
+
+
+def _ours(
+    folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
+) -> tuple[SmolVla, Processor]:
+    config = _changed(read_config(folder, SmolVlaConfig), settings)
+    statistics = load_statistics(folder / "norm_stats.json")
+    preset = dataclasses.replace(load_preset(settings.preset or "libero"), resize="corner")
+    state, actions = (Normaliser.of(statistics[name], "mean_std", name) for name in ("state", "actions"))
+    tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, TOKENIZER_HUB)
+    processor = _processor(folder, config, Processors(preset, state, actions, {}), tokenizer, settings)
+    with torch.device("meta"):
+        empty = SmolVla(config)
+    return load_own(empty, folder, device=device, dtype=dtype), processor
+
+
+def _processor(
+    folder: Path, config: SmolVlaConfig, told: Processors, tokenizer: Tokenizer, settings: PolicyConfig
+) -> Processor:  # fmt: skip
+    if isinstance(tokenizer, SmallTokenizer) and tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"tokenizer {folder}: expected at most {config.vocab_size} tokens, got {tokenizer.vocab_size}"
+        )
+    for what, needed, there in (
+        ("state", told.preset.state_dim, config.state_dim), ("action", told.preset.action_dim, config.action_dim),
+    ):  # fmt: skip
+        if needed > there:
+            raise ConfigError(f"preset: {needed} {what} dimensions do not fit a model of {there}")
+    return Processor(
+        tokenizer=tokenizer,
+        state=told.state,
+        actions=told.actions,
+        image_size=config.vision.image_size,
+        action_dim=config.action_dim,
+        max_token_len=config.max_token_len,
+        discrete_state=False,
+        default_prompt=settings.default_prompt,
+        preset=told.preset,
+        padded_state=config.state_dim,
+        prompt_form="line",
+    )
+
+
+def _changed(config: SmolVlaConfig, settings: PolicyConfig) -> SmolVlaConfig:
+    """The sizes that the user knows better."""
+    names = ("action_horizon", "max_token_len")
+    changes = {n: value for n in names if (value := getattr(settings.checkpoint, n)) is not None}
+    return dataclasses.replace(config, **changes) if changes else config

@@ -1,0 +1,128 @@
+"""Networks that see images and whose actions are the end of a flow from noise: what components ask of them, and the
+Euler loop.
+
+t = 1 is noise, t = 0 are actions. Knows nothing of what the velocity is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from vla_accel.errors import ConfigError
+from vla_accel.models.gemma import GemmaPrefix
+from vla_accel.models.network import Network
+from vla_accel.models.rtc import Guidance
+from vla_accel.models.siglip import SiglipVision
+
+
+class FlowNetwork(Network):
+    """A network of a vision tower, a prefix that leaves keys and values, and a velocity that reads them.
+
+    `takes_state`: its suffix reads the state. Its config has `vision`, `prefix`, `image_tokens` (of a view),
+    `image_scale`, `prefix_tokens`, `action_horizon`, `action_dim` and `max_token_len`.
+    """
+
+    vision: SiglipVision
+    prefix: GemmaPrefix
+    takes_state: bool = False
+
+    @abstractmethod
+    def project(self, features: Tensor) -> Tensor:
+        """The tower's features (N, patches, width) as image tokens (N, image_tokens, prefix width)."""
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * image_tokens, prefix width)."""
+        batch, views = pixels.shape[:2]
+        features = self.vision(pixels.flatten(0, 1))
+        return self.project(features).view(batch, views * self.config.image_tokens, -1)
+
+    @staticmethod
+    def times(num_steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The times (n,) of the evaluations."""
+        return euler_times(num_steps, dtype)
+
+    @abstractmethod
+    def conditioning(self, times: Tensor) -> tuple[Tensor, Tensor | None]:
+        """All that depends on time only, a row a time (n,): what the noisy actions are embedded with, and every
+        adaptive norm's modulation, None where norms are plain."""
+
+    @abstractmethod
+    def velocity(
+        self,
+        noisy: Tensor,
+        time_embedding: Tensor,
+        modulations: Tensor | None,
+        state: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        prefix_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The flow's velocity at `noisy` (B, H, action_dim); returns the same shape, in the projections' dtype.
+
+        keys, values (depth, B, S, kv_heads, head_dim); prefix_mask (B, S) bool or None; the time-only inputs are one
+        row of `conditioning`.
+        """
+
+    @abstractmethod
+    def prefix_rows(self, image_tokens: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the prefix stack takes, of rows that are all real: (B, S, width), positions (B, S) and who sees whom
+        (B, S, S), None where all see all. `state` (B, state_dim) where it is in the prefix."""
+
+    def denoise(
+        self,
+        noise: Tensor,
+        num_steps: int,
+        keys: Tensor,
+        values: Tensor,
+        state: Tensor | None = None,
+        prefix_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Euler from t = 1 to 0. noise (B, H, action_dim) float32; returns the actions, same shape and dtype."""
+        times = self.times(num_steps, noise.dtype).to(noise.device)
+        return self.integrate(noise, *self.conditioning(times), keys, values, state, prefix_mask)
+
+    def integrate(
+        self,
+        noise: Tensor,
+        embeddings: Tensor,
+        modulations: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        state: Tensor | None = None,
+        prefix_mask: Tensor | None = None,
+        guidance: Guidance | None = None,
+    ) -> Tensor:
+        """`denoise` with `conditioning(times)` already computed: one row of it a step. `guidance`: towards a previous
+        chunk (`vla_accel.models.rtc`)."""
+        steps = len(embeddings)
+        x = noise
+        for step in range(steps):
+            row = None if modulations is None else modulations[step]
+            v = self.velocity(x, embeddings[step], row, state, keys, values, prefix_mask).to(x.dtype)
+            if guidance is not None:
+                v = guidance.corrected(v, x, step)
+            x = x + (-1.0 / steps) * v
+        return x
+
+
+def euler_times(num_steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Times (n,) of the evaluations: t = 1, then dt = -1 / n added n - 1 times in `dtype`, as openpi does."""
+    if num_steps < 1:
+        raise ConfigError(f"num_steps: expected at least 1, got {num_steps}")
+    dt = torch.tensor(-1.0 / num_steps, dtype=dtype)
+    times = [torch.tensor(1.0, dtype=dtype)]
+    for _ in range(num_steps - 1):
+        times.append(times[-1] + dt)
+    return torch.stack(times)
+
+
+def sinusoidal_embedding(time: Tensor, width: int, min_period: float = 4e-3, max_period: float = 4.0) -> Tensor:
+    """Sine-cosine embedding of flow time. time (B,) to (B, width) float32, formed in float64 (openpi)."""
+    fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=time.device)
+    period = min_period * (max_period / min_period) ** fraction
+    angle = time.double()[..., None] * (2 * math.pi / period)
+    return torch.cat((angle.sin(), angle.cos()), dim=-1).to(torch.promote_types(time.dtype, torch.float32))
