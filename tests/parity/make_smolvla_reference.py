@@ -29,11 +29,13 @@ from unittest import mock
 
 import numpy as np
 import torch
+from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.policies.smolvla import smolvlm_with_expert
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot.policies.smolvla.processor_smolvla import make_smolvla_pre_post_processors
-from make_lerobot_reference import TASKS, FeatureType, PolicyFeature, small_tokenizer, tokenizer_processor
+from lerobot.processor import tokenizer_processor
+from make_lerobot_reference import TASKS, small_tokenizer
 from safetensors.torch import save_file
 from transformers.models.smolvlm import SmolVLMConfig
 
