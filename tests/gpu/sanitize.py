@@ -32,6 +32,7 @@ from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import _attention, _self_attention
 from tests.support.streamed_support import LoopCase, streamable
 from vla_accel.fp8 import E4M3
+from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.gpu import Gpu
@@ -83,7 +84,7 @@ def denoise() -> Cases:
     from vla_accel.ops.cuda.denoise import StreamedLoop
 
     def run(case: LoopCase) -> None:
-        model = random_model(case.config)
+        model = random_model(Pi0, case.config)
         inputs, state, noise = gpu.loops_inputs(case)
         sizes = (case.batch, case.prefix_tokens)
         with torch.inference_mode():

@@ -81,7 +81,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, config in SMALL.items():
         folder = made[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
         config = replace(config, vocab_size=TOKENIZER.vocab_size)
-        save_checkpoint(random_model(config).state_dict(), config, folder)
+        save_checkpoint(random_model(Pi0, config).state_dict(), config, folder)
         TOKENIZER.save(folder / "tokenizer.json")
         (folder / "norm_stats.json").write_text(_statistics_text())
     return made
@@ -220,7 +220,7 @@ def test_native_agrees_with_eager_float32(name: str, batch: int, folders: dict[s
 def test_the_oddest_sizes_work(kind: Any, tmp_path: Path) -> None:
     """Heads of six, widths of 12, 18 and 14: nothing is a multiple of anything."""
     config = tiny_config(kind, vocab_size=TOKENIZER.vocab_size)
-    save_checkpoint(random_model(config).state_dict(), config, tmp_path)
+    save_checkpoint(random_model(Pi0, config).state_dict(), config, tmp_path)
     TOKENIZER.save(tmp_path / "tokenizer.json")
     (tmp_path / "norm_stats.json").write_text(_statistics_text())
     native, eager = load(tmp_path), load(tmp_path, EAGER)
@@ -287,8 +287,8 @@ def run(pipelines: Pipelines, shape: PromptShape, feed: Feed) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["pi05", "pi0"])
 def test_shapes_may_change_between_calls(kind: str) -> None:
-    model = random_model(SMALL[kind])
-    eager = pipelines_of(random_model(SMALL[kind]).to(DEVICE), EAGER)
+    model = random_model(Pi0, SMALL[kind])
+    eager = pipelines_of(random_model(Pi0, SMALL[kind]).to(DEVICE), EAGER)
     native = pipelines_of(on_gpu(model), NATIVE)
     # Views, prompt length, steps and batch, one after the other and back.
     shapes = [
@@ -481,7 +481,7 @@ def _held() -> int:
 
 
 def test_eviction_frees_device_memory() -> None:
-    model = on_gpu(random_model(SMALL["pi05"]))
+    model = on_gpu(random_model(Pi0, SMALL["pi05"]))
     shapes = [padded(batch, views, 32, 2) for batch in (1, 4) for views in (1, 2, 3)]
     feeds = {shape: feed_of(model, shape, seed) for seed, shape in enumerate(shapes)}
     gc.collect()
@@ -520,7 +520,7 @@ def test_fp8_weights_take_half_the_memory() -> None:
     """Of every product but q/k/v, which stays BF16: of the whole prefix nearly, where the MLP is as wide as usual."""
     config = streamable("pi05", width=128, mlp=512, heads=4, depth=3)
     config = replace(config, prefix=replace(config.prefix, width=256, mlp_dim=4096))
-    model = on_gpu(random_model(config))
+    model = on_gpu(random_model(Pi0, config))
     with torch.inference_mode():
         wide = PrefixWeights.of(model, "bf16", None)
         narrow = PrefixWeights.of(model, "fp8", scales_of_any())
@@ -708,7 +708,7 @@ def test_the_streamed_loop_agrees_with_the_triton_loop(name: str) -> None:
     if why is not None:
         assert why.startswith("it needs compute capability 9.0")
         pytest.skip(f"NOT RUN: {why}")
-    model = random_model(config)
+    model = random_model(Pi0, config)
     inputs, state, noise = loops_inputs(case)
     sizes = (case.batch, case.prefix_tokens)
     with torch.inference_mode():
@@ -744,7 +744,7 @@ def test_nan_behind_the_length_changes_no_bit(name: str) -> None:
     inputs, state, noise = loops_inputs(case)
     inputs["lengths"] = (inputs["lengths"] - 13).clamp(min=1)
     beyond = (torch.arange(case.prefix_tokens) >= inputs["lengths"][:, None])[None, :, :, None, None]
-    model = on_gpu(random_model(case.config))
+    model = on_gpu(random_model(Pi0, case.config))
     with torch.inference_mode():
         weights = ExpertWeights.of(model, "bf16", streamed=True)
         tables = step_tables(model, weights.normed_products(), case.steps)
@@ -794,7 +794,7 @@ def test_a_second_gpu_computes_what_the_first_does(folder: Path) -> None:
 def test_the_streamed_loop_sees_each_row_s_length() -> None:
     """Rubbish beyond the length changes nothing, a key before it does."""
     case = BATCHED["demo x 2"]
-    model = on_gpu(random_model(case.config))
+    model = on_gpu(random_model(Pi0, case.config))
     inputs, state, noise = loops_inputs(case)
     with torch.inference_mode():
         weights = ExpertWeights.of(model, "bf16", streamed=True)
@@ -812,7 +812,7 @@ def test_the_streamed_loop_sees_each_row_s_length() -> None:
 
 
 def test_the_store_counts_weights_once() -> None:
-    model = on_gpu(random_model(SMALL["pi05"]))
+    model = on_gpu(random_model(Pi0, SMALL["pi05"]))
     pipelines = pipelines_of(model, NATIVE)
     store = pipelines.plan.store
     assert isinstance(store, Pi0Store)

@@ -22,7 +22,8 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import load
 from vla_accel.config import NativeOptions
 from vla_accel.errors import DeviceMemoryError
-from vla_accel.families.pi0 import PI0, PI05, Pi0Shape
+from vla_accel.families.pi0 import PI0, PI05
+from vla_accel.families.prompted import PromptShape
 from vla_accel.models.memory import Counted, tensors_in
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.vision import VisionWeights
@@ -154,9 +155,9 @@ class Peak(TorchDispatchMode):
         self.now -= size
 
 
-def published(family: Any) -> tuple[Pi0, Pi0Shape]:
+def published(family: Any) -> tuple[Pi0, PromptShape]:
     model = family.random(family.published(), seed=0, device="cpu", dtype=torch.bfloat16)
-    return model, Pi0Shape(1, 10, family.views, 32, True)
+    return model, PromptShape(1, 10, family.views, 32, True)
 
 
 def engines(

@@ -75,8 +75,8 @@ class Drawn:
 
 
 def drawn_model(kind: type[N], config: Any, *, seed: int, device: str, dtype: torch.dtype) -> N:
-    """A model of a kind and `config` whose weights are drawn when they are asked for, on `device`, large products in `dtype`, in
-    eval mode."""
+    """A model of a kind and `config` whose weights are drawn when they are asked for, on `device`, large products in
+    `dtype`, in eval mode."""
     with torch.device("meta"):
         model = kind(config)
     model.origin = Drawn(model, seed, torch.device(device))
