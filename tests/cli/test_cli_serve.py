@@ -93,6 +93,21 @@ def test_two_processes_answer_as_one_policy(tmp_path: Path) -> None:
         assert f'vla_accel_replica_requests_total{{replica="{name}"}} 1' in page
 
 
+@pytest.mark.slow
+def test_two_policies_are_served_and_one_is_put_away_and_loaded_again(tmp_path: Path) -> None:
+    expected = {}
+    for seed, name in enumerate(("first", "second")):
+        write_tiny_checkpoint(tmp_path / name, seed=seed)
+        policy = OptimizedPolicy.from_pretrained(tmp_path / name, CONFIG, device="cpu")
+        expected[name] = policy.infer(tiny_observation())["actions"]
+    words = [w for n in expected for w in ("--policy", f"{n}={CONFIG}:{tmp_path / n}")]
+    with serve_command(*words, "--device", "cpu", "--memory-budget-gib", "1e-5") as address:
+        for name, actions in expected.items():
+            with PolicyClient(f"{address}/{name}") as client:
+                got = client.infer(tiny_observation())["actions"]
+                np.testing.assert_allclose(got, actions, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -433,7 +433,8 @@ def test_over_the_server(folders: dict[Kind, Path]) -> None:
 
 def test_the_servers_batches_mix_them(folders: dict[Kind, Path]) -> None:
     from vla_accel.server.requests import Request
-    from vla_accel.server.runner import batches_prev_chunks, run_requests
+    from vla_accel.server.runner import run_requests
+    from vla_accel.server.shelf import batches_prev_chunks
 
     policy = load(folders["pi05"], replace(EAGER, num_steps=1, rtc=RtcConfig("ones")))
     assert batches_prev_chunks(policy)

@@ -132,6 +132,18 @@ def observation(*numbers: float, image: bool = False) -> dict[str, Any]:
     return result
 
 
+def scaled(factor: float) -> EchoPolicy:
+    """An echo policy whose answers are a multiple of the others', and which says so."""
+
+    class Scaled(EchoPolicy):
+        def infer_batch(self, observations: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+            return [{**r, "actions": factor * r["actions"]} for r in super().infer_batch(observations)]
+
+    policy = Scaled()
+    policy.metadata["factor"] = factor
+    return policy
+
+
 def port_of(address: str) -> int:
     return int(address.rsplit(":", 1)[1])
 

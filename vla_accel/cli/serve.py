@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from vla_accel import machine
 from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source
 from vla_accel.errors import ConfigError
-from vla_accel.server import Replicas, ServerConfig, serve
+from vla_accel.server import Replicas, ServerConfig, Shelf, serve
 
 LIMITS = ServerConfig()
 
@@ -41,6 +45,11 @@ class Arguments(PolicySource):
     """Observations of different clients to run together. Each batch size of 1, 2, 4, … builds engines of its own."""
     max_wait_ms: float = LIMITS.max_wait_s * 1e3
     """How long a batch waits to become full."""
+    policy: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=CONFIG:CHECKPOINT, once for each of several policies; clients choose one by the key `policy` or by the
+    address's path, and get the first if they do not. CONFIG may be auto."""
+    memory_budget_gib: Annotated[float | None, tyro.conf.arg(metavar="GIB", help_behavior_hint="")] = None
+    """With several policies: those not used for the longest time are put away, and loaded again when asked for."""
     device: Text = None
     """cpu, cuda or cuda:N instead of the configuration's."""
     devices: Text = None
@@ -70,7 +79,7 @@ def main(arguments: list[str]) -> int:
     limits = given.limits()
     if limits.api_key is None and not is_loopback(limits.host):
         logging.getLogger("vla_accel.server").warning("%s without a key: whoever reaches it may use it", limits.host)
-    load = Load(given.checkpoint or "demo", given.config, given.num_steps)
+    load = loader(given)
     if given.devices is None:
         serve(load(given.device), limits)
     elif given.device is not None:
@@ -78,6 +87,23 @@ def main(arguments: list[str]) -> int:
     else:
         serve(Replicas(load, machine.resolve_devices(given.devices)), limits)
     return 0
+
+
+def loader(given: Arguments) -> Load | LoadSeveral:
+    """What makes the policy, or all of them. Raises ConfigError for a policy that is not told as it must be."""
+    if not given.policy:
+        return Load(given.checkpoint or "demo", given.config, given.num_steps)
+    if given.checkpoint or given.config:
+        raise ConfigError("policy: expected --policy, or a checkpoint and --config, got both")
+    loads: dict[str, Load] = {}
+    for text in given.policy:
+        name, _, rest = text.partition("=")
+        config, _, checkpoint = rest.partition(":")
+        if not re.fullmatch(r"[\w.-]+", name) or not checkpoint or name in loads or name in ("healthz", "metrics"):
+            raise ConfigError(f"policy: expected NAME=CONFIG:CHECKPOINT, each name once, got {text!r}")
+        loads[name] = Load(checkpoint, config or None, given.num_steps)
+    budget = given.memory_budget_gib
+    return LoadSeveral(loads, None if budget is None else int(budget * 2**30))
 
 
 @dataclass(frozen=True)
@@ -97,6 +123,30 @@ class Load:
         if device is not None and device.startswith("cuda:"):
             torch.cuda.set_device(device)
         return OptimizedPolicy.from_pretrained(self.checkpoint, self.config, device=device, num_steps=self.num_steps)
+
+    def sized(self, device: str | None) -> tuple[Any, int]:
+        """The policy, and the bytes that it takes: on a GPU what torch reserved for it, graphs and all; on a CPU its
+        parameters."""
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+        policy = self(device)
+        if policy.device.type == "cuda":
+            return policy, max(0, torch.cuda.memory_reserved(policy.device) - before)
+        return policy, sum(p.numel() * p.element_size() for p in policy.model.parameters())
+
+
+@dataclass(frozen=True)
+class LoadSeveral:
+    """How several policies are made, by name. `budget`: bytes that they may take together."""
+
+    loads: dict[str, Load]
+    budget: int | None
+
+    def __call__(self, device: str | None) -> Shelf:
+        return Shelf({name: partial(load.sized, device) for name, load in self.loads.items()}, self.budget)
 
 
 def read_key(path: Path) -> str:

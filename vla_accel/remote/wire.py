@@ -30,6 +30,13 @@ PREV_CHUNK = "rtc/prev_chunk"
 row 0 belongs to the control tick of this observation."""
 INFERENCE_DELAY = "rtc/inference_delay"
 """Observation key of real-time chunking: control ticks that will pass before the answer is used, int."""
+BATCH = "batch"
+"""The only observation key of a request with several observations (openpi's pull request 941): a list of them; the
+answer is a list of results in their order."""
+POLICY = "policy"
+"""Observation key, where a server has several policies: the name of the one that is asked."""
+POLICIES = "policies"
+"""Metadata key: the names of a server's policies, where it has several."""
 REAL_TIME_CHUNKING = "real_time_chunking"
 """Metadata key: whether the server's policy takes the two keys above."""
 

@@ -38,8 +38,8 @@ _CHECK_EVERY_S = 0.25
 
 
 class PolicyServer:
-    """Serves `policy` until `stop_soon`: anything with `infer`, and `metadata` if it has some, whose calls run in one
-    thread, or `Replicas`, each in a process of its own.
+    """Serves `policy` until `stop_soon`: anything with `infer`, and `metadata` if it has some, or a `Shelf` of several,
+    whose calls run in one thread; or `Replicas` of either, each in a process of its own.
 
     Methods are for the event loop that runs `run`, but for `stop_soon`.
     """
@@ -54,7 +54,7 @@ class PolicyServer:
             running=lambda: self.dispatcher.running,
             replicas=lambda: self.dispatcher.ready,
         )
-        self.dispatcher = Dispatcher(_replicas(policy), self.config, self.metrics)
+        self.dispatcher = Dispatcher(_replicas(policy, self.config.max_batch), self.config, self.metrics)
         self._clients: set[Any] = set()
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -157,8 +157,8 @@ class PolicyServer:
 
     def _process_request(self, connection: Any, request: Any) -> Any:
         """openpi's health check, metrics, the key and the number of clients; None goes on with the handshake."""
-        path = request.path.partition("?")[0]
-        if path == "/healthz":
+        path = _path(request)
+        if path == "healthz":
             return connection.respond(http.HTTPStatus.OK, "OK\n")
         if self._key is not None:
             given = request.headers.get_all("Authorization")
@@ -168,11 +168,15 @@ class PolicyServer:
                 response = connection.respond(http.HTTPStatus.UNAUTHORIZED, "expected Authorization: Api-Key ...\n")
                 response.headers["WWW-Authenticate"] = "Api-Key"
                 return response
-        if path == "/metrics":
+        if path == "metrics":
             response = connection.respond(http.HTTPStatus.OK, self.metrics.text())
             del response.headers["Content-Type"]
             response.headers["Content-Type"] = CONTENT_TYPE
             return response
+        names = [name for name in self.dispatcher.hellos if name]
+        if names and path not in self.dispatcher.hellos:
+            text = f"policy: expected one of {', '.join(names)} as the path\n"
+            return connection.respond(http.HTTPStatus.NOT_FOUND, text)
         if len(self._clients) >= self.config.max_clients:
             self.metrics.refused.add("clients")
             return connection.respond(
@@ -189,13 +193,15 @@ class PolicyServer:
         self.metrics.connections.add()
         timing: dict[str, float] = {}
         try:
-            await self._send(client, self.dispatcher.hello)
+            hellos, name = self.dispatcher.hellos, _path(client.request)
+            name = name if name in hellos else ""  # a single policy is asked whatever the path
+            await self._send(client, hellos[name])
             while not self._draining:
                 frame = await client.recv()
                 client.busy = True
                 began = time.monotonic()
                 self.metrics.received.add(amount=len(frame))
-                job = self.dispatcher.submit(Call(frame, timing), _host(client))
+                job = self.dispatcher.submit(Call(frame, name, timing), _host(client))
                 client.on_gone = functools.partial(self.dispatcher.give_up, job)
                 answer = await job.outcome
                 self._count(client, job, answer)
@@ -230,6 +236,8 @@ class PolicyServer:
             self.metrics.queue_seconds.observe(job.started_s - job.arrived_s)
             self.metrics.batch_size.observe(answer.batch)
             self.metrics.components(answer.policy_timing)
+            if answer.policy:
+                self.metrics.policy_requests.add(answer.policy)
             return
         self.metrics.errors.add(answer.error)
         level = logging.ERROR if answer.outcome == "policy error" else logging.WARNING
@@ -298,10 +306,16 @@ def background(policy: Any, config: ServerConfig | None = None) -> Iterator[Poli
         raise failure[0]
 
 
-def _replicas(policy: Any) -> list[Replica]:
+def _replicas(policy: Any, max_batch: int) -> list[Replica]:
     if not isinstance(policy, Replicas):
-        return [ThreadReplica(policy)]
-    return [ProcessReplica(f"{i} {device}", policy.load, device) for i, device in enumerate(policy.devices)]
+        return [ThreadReplica(policy, max_batch)]
+    named = [(f"{i} {device}", device) for i, device in enumerate(policy.devices)]
+    return [ProcessReplica(name, policy.load, device, max_batch) for name, device in named]
+
+
+def _path(request: Any) -> str:
+    """The path of a request without slashes: a page, or the policy that is asked."""
+    return request.path.partition("?")[0].strip("/")
 
 
 def _digest(text: str) -> bytes:

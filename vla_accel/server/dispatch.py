@@ -63,9 +63,9 @@ class Dispatcher:
         self._idle.extend(self.replicas)
 
     @property
-    def hello(self) -> bytes:
-        """What clients are greeted with."""
-        return self.replicas[0].hello
+    def hellos(self) -> dict[str, bytes]:
+        """What clients are greeted with, by the policy that they ask; "" is the default's."""
+        return self.replicas[0].hellos
 
     @property
     def waiting(self) -> int:

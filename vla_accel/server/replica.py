@@ -24,6 +24,7 @@ from vla_accel import errors
 from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.server.loop import tune_process
 from vla_accel.server.runner import Call, Deliver, Runner
+from vla_accel.server.shelf import Shelf
 
 logger = logging.getLogger("vla_accel.server")
 
@@ -36,7 +37,7 @@ _END_S = 5.0
 class Replicas:
     """A policy in several processes, one for each of `devices` (a device may stand in it more than once).
 
-    `load` makes the policy for a device's name; it is pickled, and called in the replica's process.
+    `load` makes the policy, or the `Shelf`, for a device's name; it is pickled, and called in the replica's process.
     """
 
     load: Callable[[str], Any]
@@ -44,10 +45,10 @@ class Replicas:
 
 
 class Replica(Protocol):
-    """One copy of a policy. `hello` and `batches` are known once it has started."""
+    """One copy of the policies. `hellos` (`Shelf.hellos`) and `batches` are known once it has started."""
 
     name: str
-    hello: bytes
+    hellos: dict[str, bytes]
     batches: bool
 
     async def start(self, on_death: Callable[[], None]) -> None:
@@ -68,13 +69,15 @@ class ThreadReplica:
 
     name = "here"
 
-    def __init__(self, policy: Any) -> None:
-        self._runner = Runner(policy)
+    def __init__(self, policy: Any, max_batch: int) -> None:
+        self._runner = Runner(Shelf.of(policy), max_batch)
         self._calls: queue.SimpleQueue[tuple[Sequence[Call], Deliver] | None] = queue.SimpleQueue()
-        self.hello, self.batches = b"", self._runner.batches
+        self.hellos, self.batches = {}, False
 
     async def start(self, on_death: Callable[[], None]) -> None:
-        self.hello = self._runner.hello
+        shelf = self._runner.shelf
+        shelf.start()
+        self.hellos, self.batches = shelf.hellos, shelf.batches
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._work, name="policy", daemon=True).start()
 
@@ -94,9 +97,9 @@ class ThreadReplica:
 class ProcessReplica:
     """A policy in a process of its own. What it is sent and what it answers are pickles over a pair of sockets."""
 
-    def __init__(self, name: str, load: Callable[[str], Any], device: str) -> None:
-        self.name, self._load, self._device = name, load, device
-        self.hello, self.batches = b"", False
+    def __init__(self, name: str, load: Callable[[str], Any], device: str, max_batch: int) -> None:
+        self.name, self._load, self._device, self._max_batch = name, load, device, max_batch
+        self.hellos, self.batches = {}, False
         self.pid = 0
         self._process: Any = None
         self._pipe: _Pipe | None = None
@@ -107,8 +110,9 @@ class ProcessReplica:
         ours, theirs = socket.socketpair()
         with theirs:
             # Not forked: a process that has used CUDA or threads cannot be.
+            words = theirs, self._load, self._device, self.name, self._max_batch
             process = multiprocessing.get_context("spawn").Process(
-                target=_replica_main, args=(theirs, self._load, self._device, self.name), name=self.name, daemon=True
+                target=_replica_main, args=words, name=self.name, daemon=True
             )
             await loop.run_in_executor(None, process.start)
         self._process, self.pid = process, process.pid or 0
@@ -131,7 +135,7 @@ class ProcessReplica:
         if isinstance(told, Exception):
             await self.close()
             raise type(told)(f"replica {self.name}: {told}")
-        self.hello, self.batches = told
+        self.hellos, self.batches = told
 
     def run(self, calls: Sequence[Call], deliver: Deliver) -> None:
         assert self._pipe is not None
@@ -195,7 +199,7 @@ def _end(process: Any) -> None:
 # -- in the replica's process ------------------------------------------------------------------------------------------
 
 
-def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, name: str) -> None:
+def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, name: str, max_batch: int) -> None:
     """Load the policy, then answer until the server closes its end."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal, or systemd, tells the whole group: the server decides
         signal.signal(number, signal.SIG_IGN)
@@ -203,8 +207,10 @@ def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, 
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s [{name}]: %(message)s")
     with pipe, contextlib.suppress(ConnectionError):
         try:
-            runner = Runner(load(device))
-            _send(pipe, (runner.hello, runner.batches))
+            shelf = Shelf.of(load(device))
+            shelf.start()
+            runner = Runner(shelf, max_batch)
+            _send(pipe, (shelf.hellos, shelf.batches))
         except Exception as error:
             known = (
                 type(error) if isinstance(error, VlaAccelError) and type(error).__module__ == errors.__name__ else None

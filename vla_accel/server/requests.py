@@ -20,14 +20,41 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def parse(frame: Any, *, real_time_chunking: bool) -> Request:
-    """The request in a frame.
+@dataclass(frozen=True)
+class Asked:
+    """What a frame asks: of which policy ("" where it does not say), and what. `several`: a list is the answer."""
+
+    policy: str
+    observations: list[dict[str, Any]]
+    several: bool = False
+
+
+def read(frame: Any, *, named: bool) -> Asked:
+    """What a frame asks. `named`: whether the server has policies to choose from.
+
+    Raises WireError for what is no openpi message, ObservationError for a list of observations or a name that is none.
+    """
+    content = wire.unpack_map(frame)
+    policy = content.pop(wire.POLICY, "") if named else ""
+    if not isinstance(policy, str):
+        raise ObservationError(f"{wire.POLICY}: expected a name, got {policy!r:.60}")
+    if content.keys() != {wire.BATCH}:
+        return Asked(policy, [content])
+    observations = content[wire.BATCH]
+    if not isinstance(observations, list) or not observations:
+        raise ObservationError(f"{wire.BATCH}: expected a list of observations, got {observations!r:.60}")
+    for index, one in enumerate(observations):
+        if not isinstance(one, dict) or not all(isinstance(key, str) for key in one):
+            raise ObservationError(f"{wire.BATCH}[{index}]: expected a map with text keys, got {one!r:.60}")
+    return Asked(policy, observations, True)
+
+
+def request_of(observation: dict[str, Any], *, real_time_chunking: bool) -> Request:
+    """An observation apart from what travelled with it.
 
     Args: `real_time_chunking`: whether the policy takes `prev_chunk` and `inference_delay`.
-    Raises WireError for what is no openpi message, ObservationError for real-time chunking that cannot be. The
-    observation itself is the policy's to check.
+    Raises ObservationError for real-time chunking that cannot be. The observation itself is the policy's to check.
     """
-    observation = wire.unpack_map(frame)
     given = [key for key in (wire.PREV_CHUNK, wire.INFERENCE_DELAY) if key in observation]
     if not given:
         return Request(observation)

@@ -6,7 +6,6 @@ travels there as it came.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 import traceback
@@ -14,23 +13,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vla_accel.errors import EngineError, ObservationError, WireError
+from vla_accel.errors import EngineError, ObservationError, VlaAccelError, WireError
 from vla_accel.remote import wire
-from vla_accel.remote.async_runner import takes_prev_chunk
-from vla_accel.server.requests import Request, parse
+from vla_accel.server.requests import Asked, Request, read, request_of
+from vla_accel.server.shelf import OPTIONS, Served, Shelf
 
 logger = logging.getLogger("vla_accel.server")
 
-_OPTIONS = ("prev_chunk", "inference_delay")
 _LONGEST_ERROR = 4000
 
 
 @dataclass
 class Call:
-    """A frame as a client sent it. `timing`: what is known so far of the answer's `server_timing`, milliseconds;
-    `sent_s`: when it was given to a replica (`time.monotonic`, which a machine's processes share)."""
+    """A frame as a client sent it. `policy`: the name that its connection asks, "" for the default; `timing`: what is
+    known so far of the answer's `server_timing`, milliseconds; `sent_s`: when it was given to a replica
+    (`time.monotonic`, which a machine's processes share)."""
 
     frame: bytes | str
+    policy: str = ""
     timing: dict[str, float] = field(default_factory=dict)
     sent_s: float = 0.0
 
@@ -47,6 +47,8 @@ class Answer:
     trace: str = ""
     """For errors that no client can make."""
     batch: int = 0
+    """Observations that ran together."""
+    policy: str = ""
     policy_timing: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,64 +56,103 @@ Deliver = Callable[[list[tuple[int, Answer]]], object]
 """Takes answers as soon as there are some, each with the index of its call."""
 
 
+@dataclass
+class _Work:
+    """A call that was read: its policy, and the results, in order, as they come."""
+
+    call: Call
+    asked: Asked
+    served: Served
+    results: dict[int, Any] = field(default_factory=dict)
+
+
 class Runner:
-    """Answers calls with `policy`, several as one batch where it has `infer_batch`."""
+    """Answers calls with the policies of a shelf, up to `max_batch` as one batch where a policy has `infer_batch`."""
 
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
-        self._real_time_chunking = takes_prev_chunk(policy)
-        self._mixed = batches_prev_chunks(policy)
-        self.batches = hasattr(policy, "infer_batch")
-
-    @property
-    def hello(self) -> bytes:
-        """The first frame that a client gets: the policy's metadata. Raises WireError if it cannot be sent."""
-        metadata = getattr(self._policy, "metadata", None) or {}
-        return wire.pack({**metadata, wire.REAL_TIME_CHUNKING: self._real_time_chunking})
+    def __init__(self, shelf: Shelf, max_batch: int) -> None:
+        self.shelf, self._max_batch = shelf, max_batch
 
     def run(self, calls: Sequence[Call], deliver: Deliver) -> None:
         """Answer every call exactly once, whatever the policy raises; a batch's answers leave before the next begins.
 
-        When a batch fails its requests run one by one, so that one bad observation fails alone.
+        When a batch fails its requests run one by one, so that one bad observation fails alone; with it fails the call
+        that it came with.
         """
-        waiting: list[tuple[int, Request]] = []
+        works: dict[int, _Work] = {}
+        waiting: list[Entry] = []
         refused: list[tuple[int, Answer]] = []
         for index, call in enumerate(calls):
             began = time.monotonic()
             call.timing["handover_ms"] = (began - call.sent_s) * 1e3
             try:
-                waiting.append((index, parse(call.frame, real_time_chunking=self._real_time_chunking)))
+                works[index], requests = self._read(call)
+                waiting += [Entry(index, place, works[index].served, r) for place, r in enumerate(requests)]
             except Exception as error:
                 refused.append((index, failure(error)))
             call.timing["decode_ms"] = (time.monotonic() - began) * 1e3
         if refused:
             deliver(refused)
         while waiting:
-            group = next_group(waiting, self._mixed)
-            taken = {index for index, _ in group}
-            waiting = [one for one in waiting if one[0] not in taken]
+            group = next_group(waiting, self._max_batch)
+            taken = {(one.call, one.place) for one in group}
+            waiting = [one for one in waiting if (one.call, one.place) not in taken]
             began = time.monotonic()
-            outcomes = run_requests(self._policy, [request for _, request in group])
+            outcomes = run_requests(group[0].served.policy, [one.request for one in group])
             infer_ms = (time.monotonic() - began) * 1e3
             answers = []
-            for (index, _), outcome in zip(group, outcomes, strict=True):
-                timing = {"infer_ms": infer_ms, **calls[index].timing, "batch": len(group)}
-                answers.append((index, _answer(outcome, timing)))
+            for one, outcome in zip(group, outcomes, strict=True):
+                work = works[one.call]
+                work.results[one.place] = outcome, infer_ms, len(group)
+                if len(work.results) == len(work.asked.observations):
+                    answers.append((one.call, _answer(work)))
             deliver(answers)
 
+    def _read(self, call: Call) -> tuple[_Work, list[Request]]:
+        asked = read(call.frame, named=bool(self.shelf.names))
+        served = self.shelf.get(asked.policy or call.policy)
+        requests = []
+        for index, observation in enumerate(asked.observations):
+            try:
+                requests.append(request_of(observation, real_time_chunking=served.real_time_chunking))
+            except ObservationError as error:
+                raise _placed(error, asked, index) from None
+        return _Work(call, asked, served), requests
 
-def _answer(outcome: Any, timing: dict[str, float]) -> Answer:
-    """The answer to one request: what the policy returned, or the exception that it raised."""
-    if isinstance(outcome, Exception):
-        return failure(outcome)
-    if not isinstance(outcome, Mapping):
-        return failure(EngineError(f"policy: expected a mapping as its result, got {type(outcome).__name__}"))
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One observation that waits: the index of its call, its place in it, and what runs it."""
+
+    call: int
+    place: int
+    served: Served
+    request: Request
+
+
+def _answer(work: _Work) -> Answer:
+    """The answer to a call whose results, or the exceptions in their place, are all there."""
+    packed, told, infer_ms, batch = [], {}, 0.0, 0
+    for place in range(len(work.results)):
+        outcome, infer_ms, batch = work.results[place]
+        if isinstance(outcome, Exception):
+            return failure(_placed(outcome, work.asked, place))
+        if not isinstance(outcome, Mapping):
+            return failure(EngineError(f"policy: expected a mapping as its result, got {type(outcome).__name__}"))
+        told = outcome.get("policy_timing")
+        packed.append({**outcome, "server_timing": {"infer_ms": infer_ms, **work.call.timing, "batch": batch}})
     try:
-        message = wire.pack({**outcome, "server_timing": timing})
+        message = wire.pack(packed if work.asked.several else packed[0])
     except WireError as error:
         return failure(EngineError(f"policy: its result cannot be sent: {error}"))
-    told = outcome.get("policy_timing")
-    return Answer(message, batch=int(timing["batch"]), policy_timing=dict(told) if isinstance(told, Mapping) else {})
+    timing = dict(told) if isinstance(told, Mapping) else {}
+    return Answer(message, batch=batch, policy=work.served.name, policy_timing=timing)
+
+
+def _placed(error: Exception, asked: Asked, index: int) -> Exception:
+    """The error, with the place of the observation where there are several."""
+    if not asked.several or not isinstance(error, VlaAccelError):
+        return error
+    return type(error)(f"{wire.BATCH}[{index}]: {error}")
 
 
 def failure(error: Exception, outcome: str = "") -> Answer:
@@ -126,11 +167,14 @@ def failure(error: Exception, outcome: str = "") -> Answer:
     )
 
 
-def next_group(waiting: Sequence[tuple[int, Request]], mixed: bool) -> list[tuple[int, Request]]:
-    """The requests to run first: a power of two of them together, because engines have fixed shapes. Unless `mixed`,
-    only plain ones make a batch, and a guided one runs alone when there is no plain one."""
-    able = waiting if mixed else [one for one in waiting if not one[1].options]
-    return list(able[: power_of_two(len(able))]) if able else [waiting[0]]
+def next_group(waiting: Sequence[Entry], max_batch: int) -> list[Entry]:
+    """What runs first: of one policy, a power of two together, because engines have fixed shapes. Unless the policy
+    mixes them only plain requests make a batch, and a guided one runs alone when there is no plain one."""
+    served = waiting[0].served
+    if not served.batches:
+        return [waiting[0]]
+    able = [one for one in waiting if one.served is served and (served.mixed or not one.request.options)]
+    return able[: power_of_two(min(len(able), max_batch))] if able else [waiting[0]]
 
 
 def power_of_two(count: int) -> int:
@@ -146,7 +190,7 @@ def run_requests(policy: Any, requests: Sequence[Request]) -> list[Any]:
     if len(requests) > 1:
         observations, options = [r.observation for r in requests], {}
         if any(r.options for r in requests):
-            options = {f"{name}s": [r.options.get(name) for r in requests] for name in _OPTIONS}
+            options = {f"{name}s": [r.options.get(name) for r in requests] for name in OPTIONS}
         try:
             results = policy.infer_batch(observations, **options)
             if len(results) != len(requests):
@@ -155,12 +199,6 @@ def run_requests(policy: Any, requests: Sequence[Request]) -> list[Any]:
         except BaseException as error:  # SystemExit from a policy must not end the thread that answers
             logger.warning("a batch of %d failed, running one by one: %s", len(requests), error)
     return [run_one(policy, r) for r in requests]
-
-
-def batches_prev_chunks(policy: Any) -> bool:
-    """Whether `policy.infer_batch` takes a previous chunk and a delay, or None, for each observation."""
-    infer_batch = getattr(policy, "infer_batch", None)
-    return infer_batch is not None and {f"{n}s" for n in _OPTIONS} <= inspect.signature(infer_batch).parameters.keys()
 
 
 def run_one(policy: Any, request: Request) -> Any:
