@@ -16,9 +16,9 @@ from tests.support.server_support import get, metric, serve_command
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
 from vla_accel.cli import main
-from vla_accel.cli.serve import is_loopback, read_key
+from vla_accel.cli.serve import is_loopback
 from vla_accel.client import PolicyClient
-from vla_accel.errors import ConfigError, ServerError
+from vla_accel.errors import ServerError
 
 CONFIG = "configs/eager_fp32.yaml"
 
@@ -115,6 +115,8 @@ def test_two_policies_are_served_and_one_is_put_away_and_loaded_again(tmp_path: 
         ((CONFIG, "--checkpoint", "no/such/folder"), "checkpoint: expected a folder or one of demo"),
         ((CONFIG, "--devices", "cpu,cuda:99"), "devices: expected all, or a list of "),
         ((CONFIG, "--devices", "cpu", "--device", "cpu"), "device: expected --device or --devices, got both"),
+        ((CONFIG, "--host", "0.0.0.0"), "host: 0.0.0.0 without a key lets in whoever reaches it: expected --api-key-f"),
+        ((CONFIG, "--tls-key", "x"), "tls_key: expected tls_cert, too"),
         ((CONFIG, "--max-clients", "0"), "max_clients: expected at least 1"),
         ((CONFIG, "--api-key-file", "no/such/file"), "api key no/such/file: expected a readable text file"),
     ],
@@ -124,18 +126,6 @@ def test_what_cannot_be_served_is_one_clear_line(
 ) -> None:
     assert main(["serve", *words]) == 1
     assert message in capsys.readouterr().err
-
-
-def test_the_key_file(tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.write_text("  key \n")
-    assert read_key(file) == "key"
-    file.write_text("\n")
-    with pytest.raises(ConfigError, match="empty file"):
-        read_key(file)
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="readable text"):
-        read_key(file)
 
 
 def test_who_can_reach_an_address() -> None:

@@ -7,7 +7,6 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -16,6 +15,7 @@ from vla_accel import machine
 from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source
 from vla_accel.errors import ConfigError
 from vla_accel.server import Replicas, ServerConfig, Shelf, serve
+from vla_accel.server.keys import Keys
 
 LIMITS = ServerConfig()
 
@@ -28,11 +28,18 @@ class Arguments(PolicySource):
     """
 
     host: str = LIMITS.host
-    """Address to listen on. 0.0.0.0 is every network of this machine: then use a key."""
+    """Address to listen on. 0.0.0.0 is every network of this machine: that needs keys, or --insecure."""
     port: int = LIMITS.port
     """Port; 0 takes a free one."""
     api_key_file: File = None
-    """File with the key that clients must send as `Authorization: Api-Key …`."""
+    """File with the key that clients must send as `Authorization: Api-Key …`, or several in lines `NAME: KEY`. It is
+    read again when it changes."""
+    tls_cert: File = None
+    """Certificate chain (PEM): the server then speaks wss and https, and keys do not travel in the clear."""
+    tls_key: File = None
+    """The certificate's private key (PEM), if it is not in the same file."""
+    insecure: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Let in whoever reaches an address beyond this machine, without a key."""
     max_clients: int = LIMITS.max_clients
     """Connections at once."""
     max_payload_mib: float = LIMITS.max_payload / 2**20
@@ -58,11 +65,17 @@ class Arguments(PolicySource):
     """Denoising steps instead of the configuration's."""
 
     def limits(self) -> ServerConfig:
-        """The server's part. Raises ConfigError."""
-        return ServerConfig(
+        """The server's part. Raises ConfigError, also for an open door that nobody asked for."""
+        if self.api_key_file is None and not self.insecure and not is_loopback(self.host):
+            raise ConfigError(
+                f"host: {self.host} without a key lets in whoever reaches it: expected --api-key-file, or --insecure"
+            )
+        config = ServerConfig(
             host=self.host,
             port=self.port,
-            api_key=None if self.api_key_file is None else read_key(self.api_key_file),
+            api_key_file=self.api_key_file,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
             max_payload=int(self.max_payload_mib * 2**20),
             max_clients=self.max_clients,
             request_timeout_s=self.timeout_s,
@@ -70,6 +83,10 @@ class Arguments(PolicySource):
             max_batch=self.max_batch,
             max_wait_s=self.max_wait_ms / 1e3,
         )
+        # Before the policy is loaded: files of no use are an error at once.
+        Keys(file=self.api_key_file)
+        config.tls()
+        return config
 
 
 def main(arguments: list[str]) -> int:
@@ -77,8 +94,12 @@ def main(arguments: list[str]) -> int:
     given = parse_source(Arguments, arguments, "vla-accel serve")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     limits = given.limits()
-    if limits.api_key is None and not is_loopback(limits.host):
-        logging.getLogger("vla_accel.server").warning("%s without a key: whoever reaches it may use it", limits.host)
+    log = logging.getLogger("vla_accel.server")
+    if not is_loopback(limits.host):
+        if limits.api_key_file is None:
+            log.warning("%s without a key: whoever reaches it may use it", limits.host)
+        elif limits.tls_cert is None:
+            log.warning("%s without --tls-cert: keys travel in the clear", limits.host)
     load = loader(given)
     if given.devices is None:
         serve(load(given.device), limits)
@@ -147,17 +168,6 @@ class LoadSeveral:
 
     def __call__(self, device: str | None) -> Shelf:
         return Shelf({name: partial(load.sized, device) for name, load in self.loads.items()}, self.budget)
-
-
-def read_key(path: Path) -> str:
-    """The key in a file, without the line's end. Not an option of its own: command lines are public."""
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api key {path}: expected a readable text file, got: {error}") from error
-    if not key:
-        raise ConfigError(f"api key {path}: expected a key, got an empty file")
-    return key
 
 
 def is_loopback(host: str) -> bool:

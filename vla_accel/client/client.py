@@ -7,11 +7,14 @@ observations mean. Source: openpi, `packages/openpi-client` (`websocket_client_p
 
 from __future__ import annotations
 
+import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -20,7 +23,6 @@ import numpy as np
 
 from vla_accel.errors import ConfigError, DependencyError, ServerError, WireError
 from vla_accel.remote import wire
-
 
 T = TypeVar("T")
 
@@ -48,6 +50,7 @@ class PolicyClient:
 
     Args: `address`: `ws://host:port` or `wss://host:port`; `policy`: its name, where the server has several (the
     address's path may name it, too); `api_key`: sent as `Authorization: Api-Key …`;
+    `tls_ca`: file with the certificates to trust for `wss`, the system's if not given;
     `timeout_s`: longest wait for an answer; `connect_timeout_s`: longest wait for a connection and for its metadata.
     Raises ConfigError for anything but a websocket address, ServerError where nobody answers in openpi's format,
     DependencyError without `websockets` and `msgpack`.
@@ -59,6 +62,7 @@ class PolicyClient:
         *,
         policy: str | None = None,
         api_key: str | None = None,
+        tls_ca: str | Path | None = None,
         timeout_s: float = 60.0,
         connect_timeout_s: float = 10.0,
         reconnect: Reconnect | None = None,
@@ -67,6 +71,7 @@ class PolicyClient:
         self.address = address
         self.metadata: dict[str, Any] = {}
         self._policy = policy
+        self._tls = None if tls_ca is None else _trusting(tls_ca)
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None
         self._timeout_s, self._connect_timeout_s = timeout_s, connect_timeout_s
         self._reconnect = reconnect or Reconnect()
@@ -201,6 +206,8 @@ class PolicyClient:
                     # An openpi server answers no pings while it computes; each request has its own time limit.
                     ping_interval=None,
                     additional_headers=self._headers,
+                    logger=_quiet(),
+                    **({"ssl": self._tls} if self._tls else {}),
                 )
             )
         except Exception as error:
@@ -237,6 +244,20 @@ class PolicyClient:
 
 class _LostConnection(Exception):
     """The connection broke before the answer came."""
+
+
+def _quiet() -> logging.Logger:
+    """A logger for websockets, which writes every header at level DEBUG, the key among them."""
+    logger = logging.getLogger("vla_accel.client.websockets")
+    logger.setLevel(logging.INFO)
+    return logger
+
+
+def _trusting(file: str | Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"tls_ca {file}: expected certificates in PEM, got: {error}") from error
 
 
 def check_address(address: str) -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
-import hmac
 import http
 import logging
 import signal
@@ -24,6 +22,7 @@ from typing import Any
 from vla_accel.errors import ConfigError
 from vla_accel.server.connection import SPARE_SOCKETS, connection_class, websockets_server
 from vla_accel.server.dispatch import ClientGone, Dispatcher, Job
+from vla_accel.server.keys import Keys
 from vla_accel.server.limits import ServerConfig
 from vla_accel.server.loop import run_loop
 from vla_accel.server.metrics import CONTENT_TYPE, Metrics
@@ -61,7 +60,7 @@ class PolicyServer:
         self._hurry: asyncio.Event | None = None
         self._draining = False
         self._closing: set[asyncio.Future[None]] = set()
-        self._key = _digest(f"Api-Key {self.config.api_key}") if self.config.api_key else None
+        self._keys = Keys(self.config.api_key, self.config.api_key_file)
 
     # -- its life -------------------------------------------------------------------------------------------------
 
@@ -70,7 +69,7 @@ class PolicyServer:
         and what loading a replica raised."""
         config = self.config
         self._loop, self._stop, self._hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        module = websockets_server()
+        module, tls = websockets_server(), config.tls()
         quiet = logging.getLogger("vla_accel.server.handshakes")
         quiet.setLevel(logging.CRITICAL)  # what a stranger sends is not this server's error
         await self.dispatcher.start()
@@ -87,12 +86,14 @@ class PolicyServer:
                 open_timeout=config.handshake_timeout_s,
                 close_timeout=5,
                 logger=quiet,
+                **({"ssl": tls, "ssl_handshake_timeout": config.handshake_timeout_s} if tls else {}),
             )
         except OSError as error:
             await self.dispatcher.close()
             raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
         host, port = server.sockets[0].getsockname()[:2]
-        self.address = f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
+        scheme = "wss" if tls else "ws"
+        self.address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         watch = asyncio.create_task(self._watch())
         try:
             logger.info("serving on %s", self.address)
@@ -137,10 +138,12 @@ class PolicyServer:
             logger.error("stopping with %d requests unanswered after %g s", busy, self.config.grace_s)
 
     async def _watch(self) -> None:
-        """End connections whose message does not get finished."""
+        """End connections whose message does not get finished, or whose key was withdrawn."""
         limit = self.config.message_timeout_s
         while True:
             await asyncio.sleep(min(_CHECK_EVERY_S, limit))
+            if self._keys.refresh():
+                self._turn_out()
             for client in list(self._clients):
                 since = client.unfinished_since
                 if since is None:
@@ -153,6 +156,14 @@ class PolicyServer:
                     logger.warning("%s: a message took longer than %g s", _peer(client), limit)
                     self._spawn(client.close(POLICY_VIOLATION, f"a message took longer than {limit:g} s"))
 
+    def _turn_out(self) -> None:
+        """End the connections of keys that are no more."""
+        for client in self._clients:
+            if self._keys.name_of(client.request.headers["Authorization"]) != client.key:
+                self.metrics.refused.add("api key withdrawn")
+                logger.warning("%s: its key %s was withdrawn", _peer(client), client.key)
+                self._spawn(client.close(POLICY_VIOLATION, "the key was withdrawn"))
+
     # -- handshake ------------------------------------------------------------------------------------------------
 
     def _process_request(self, connection: Any, request: Any) -> Any:
@@ -160,9 +171,10 @@ class PolicyServer:
         path = _path(request)
         if path == "healthz":
             return connection.respond(http.HTTPStatus.OK, "OK\n")
-        if self._key is not None:
+        if self._keys.needed:
             given = request.headers.get_all("Authorization")
-            if len(given) != 1 or not hmac.compare_digest(_digest(given[0]), self._key):
+            connection.key = self._keys.name_of(given[0]) if len(given) == 1 else None
+            if connection.key is None:
                 self.metrics.refused.add("api key")
                 logger.warning("%s: refused, %s API key", _peer(connection), "wrong" if given else "no")
                 response = connection.respond(http.HTTPStatus.UNAUTHORIZED, "expected Authorization: Api-Key ...\n")
@@ -232,6 +244,8 @@ class PolicyServer:
     def _count(self, client: Any, job: Job, answer: Answer) -> None:
         """Count an answer; log it if it is an error. Its traceback stays here."""
         self.metrics.requests.add(answer.outcome)
+        if client.key is not None:
+            self.metrics.key_requests.add(client.key)
         if answer.outcome == "ok":
             self.metrics.queue_seconds.observe(job.started_s - job.arrived_s)
             self.metrics.batch_size.observe(answer.batch)
@@ -316,11 +330,6 @@ def _replicas(policy: Any, max_batch: int) -> list[Replica]:
 def _path(request: Any) -> str:
     """The path of a request without slashes: a page, or the policy that is asked."""
     return request.path.partition("?")[0].strip("/")
-
-
-def _digest(text: str) -> bytes:
-    # Of equal length whatever was sent, so that comparing tells nothing about the key's.
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
 
 
 def _host(client: Any) -> str:

@@ -30,8 +30,8 @@ def connection_class(max_sockets: int, on_refused: Callable[[str], None]) -> typ
     """A subclass of websockets' `ServerConnection`.
 
     Attributes of its instances: `busy`: set by the server while it works for this client, when a message may wait;
-    `on_gone`: called when the connection is lost; `unfinished_since`: when the first byte of a message came that is not
-    complete (`time.monotonic`), or None.
+    `key`: the name of the key that it was let in with; `on_gone`: called when the connection is lost;
+    `unfinished_since`: when the first byte of a message came that is not complete (`time.monotonic`), or None.
     At most `max_sockets` TCP connections are open at once. One more takes the place of the oldest whose handshake is
     not finished (its own, where all others are); that one is dropped, and `on_refused` told.
     """
@@ -42,6 +42,7 @@ def connection_class(max_sockets: int, on_refused: Callable[[str], None]) -> typ
 
     class Connection(base):  # type: ignore[misc,valid-type]
         busy = False
+        key: str | None = None
         on_gone: Callable[[], None] | None = None
         unfinished_since: float | None = None
         _fragmented = False

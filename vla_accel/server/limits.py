@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
+from pathlib import Path
 
 from vla_accel.errors import ConfigError
 
@@ -20,7 +22,13 @@ class ServerConfig:
     port: int = 8000
     """0 takes a free port."""
     api_key: str | None = None
-    """Clients must send `Authorization: Api-Key …`; None lets everyone in."""
+    """Clients must send `Authorization: Api-Key …`; without a key and a file everyone is let in."""
+    api_key_file: Path | None = None
+    """Several keys, in lines `NAME: KEY`; the file is read again when it changes."""
+    tls_cert: Path | None = None
+    """Certificate chain in PEM; with it the server speaks wss and https."""
+    tls_key: Path | None = None
+    """Private key of the certificate, if it is not in the same file."""
     max_payload: int = 16 * 2**20
     """Bytes of one message, at most."""
     max_clients: int = 64
@@ -45,6 +53,10 @@ class ServerConfig:
             raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise ConfigError("api_key: expected printable ASCII characters, at least one")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ConfigError("api_key: expected api_key or api_key_file, got both")
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ConfigError("tls_key: expected tls_cert, too, got none")
         for name in ("max_payload", "max_clients", "max_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
@@ -56,3 +68,15 @@ class ServerConfig:
         for name in ("grace_s", "max_wait_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}: expected 0 or more seconds, got {getattr(self, name)}")
+
+    def tls(self) -> ssl.SSLContext | None:
+        """What encrypts connections; None where they travel in the clear. Raises ConfigError for files of no use."""
+        if self.tls_cert is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.tls_cert, self.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            named = f"{self.tls_cert}" + (f" and {self.tls_key}" if self.tls_key else "")
+            raise ConfigError(f"tls_cert: expected a certificate and its key in {named}, got: {error}") from error
+        return context

@@ -83,6 +83,7 @@ class Metrics:
         self.errors = Counter("vla_accel_errors_total", "Errors reported to clients, by type.", "type")
         self.connections = Counter("vla_accel_connections_total", "Connections that completed the handshake.")
         self.refused = Counter("vla_accel_refused_total", "Connections refused or ended, by reason.", "reason")
+        self.key_requests = Counter("vla_accel_key_requests_total", "Requests answered, by the key's name.", "key")
         self.policy_requests = Counter("vla_accel_policy_requests_total", "Requests answered, by policy.", "policy")
         self.replica_requests = Counter("vla_accel_replica_requests_total", "Requests computed, by replica.", "replica")
         self.replica_deaths = Counter("vla_accel_replica_deaths_total", "Replicas that ended unasked.", "replica")

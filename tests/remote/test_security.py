@@ -1,0 +1,142 @@
+"""Keys with names that change while the server runs, TLS, and doors that stand open only when told to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import ssl
+import subprocess
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("websockets", reason="needs websockets")
+pytest.importorskip("msgpack", reason="the wire format needs msgpack")
+
+from tests.remote.test_server import eventually
+from tests.support.server_support import EchoPolicy, get, observation, port_of
+from vla_accel.cli.serve import Arguments
+from vla_accel.client import PolicyClient
+from vla_accel.errors import ConfigError, ServerError
+from vla_accel.server import ServerConfig, app, background
+from vla_accel.server.keys import Keys, read_keys
+
+
+def test_keys_have_names_are_counted_and_change_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app, "_CHECK_EVERY_S", 0.005)
+    caplog.set_level(logging.DEBUG)
+    file = tmp_path / "keys"
+    file.write_text("# robots\narm: first-secret\nbase: second-secret\n")
+    with background(EchoPolicy(), ServerConfig(port=0, api_key_file=file)) as server:
+
+        def asks(key: str) -> PolicyClient:
+            client = PolicyClient(server.address, api_key=key)
+            client.infer(observation(1))
+            return client
+
+        arm, base = asks("first-secret"), asks("second-secret")
+        base.infer(observation(2))
+        file.write_text("base: second-secret\nnew: third-secret\n")
+        # The key that is gone takes its connection along; the other stays, and the new one is let in.
+        eventually(lambda: server.metrics.refused.values.get("api key withdrawn") == 1)
+        with pytest.raises(ServerError):
+            arm.infer(observation(1))
+        with pytest.raises(ServerError, match="HTTP 401"):
+            asks("first-secret")
+        base.infer(observation(3))
+        asks("third-secret").close()
+        # A file of no use changes nothing.
+        file.write_text("")
+        eventually(lambda: "the keys stay as they were" in caplog.text)
+        base.infer(observation(4))
+        page = get(server.address, "/metrics", {"Authorization": "Api-Key second-secret"})[2]
+        base.close()
+    for line in ('{key="arm"} 1', '{key="base"} 4', '{key="new"} 1'):
+        assert f"vla_accel_key_requests_total{line}" in page
+    assert "secret" not in page and "secret" not in caplog.text
+    assert "keys read again: base, new" in caplog.text
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("  a key: with spaces \n")
+    assert read_keys(file) == {"default": "a key: with spaces"}, "as ever: one line is the key"
+    file.write_text("arm: one\n\n# none\nbase:  two: three\n")
+    assert read_keys(file) == {"arm": "one", "base": "two: three"}
+    for text, said in (
+        ("\n# x\n", "expected a key, got an empty file"),
+        ("arm: one\nsecret\n", "line 2: expected NAME: KEY, since there are several"),
+        ("arm: one\narm: secret\n", "line 2: expected a name and a key of its own, got arm again"),
+        ("arm: secret\nbase: secret\n", "line 2: expected a name and a key of its own"),
+        ("secr\u00e9t\n", "line 1: expected printable ASCII"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=said) as caught:
+            read_keys(file)
+        assert "secr" not in str(caught.value)
+    file.write_bytes(b"\xff\xfesecret")
+    with pytest.raises(ConfigError, match="expected a readable text file, got: no UTF-8"):
+        read_keys(file)
+    with pytest.raises(ConfigError, match="api key no/such/file: expected a readable text file, got: No such file"):
+        Keys(file=Path("no/such/file"))
+
+
+def test_beyond_this_machine_without_a_key_only_when_told(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret")
+    for host in ("0.0.0.0", "192.168.1.5", "::"):
+        with pytest.raises(ConfigError, match=f"host: {host} without a key lets in whoever reaches it"):
+            Arguments(host=host).limits()
+        assert Arguments(host=host, insecure=True).limits().host == host
+        assert Arguments(host=host, api_key_file=tmp_path / "key").limits().api_key_file == tmp_path / "key"
+    assert Arguments().limits().host == "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def make_certificate(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    folder = tmp_path_factory.mktemp("tls")
+
+    def make(name: str) -> tuple[Path, Path]:
+        cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+        words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+        more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+        subprocess.run(["openssl", *words.split(), *more], check=True, capture_output=True)
+        return cert, key
+
+    return make
+
+
+def test_tls(make_certificate: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    cert, key = make_certificate("server")
+    config = ServerConfig(port=0, api_key="secret", tls_cert=cert, tls_key=key)
+    with background(EchoPolicy(), config) as server:
+        assert server.address.startswith("wss://127.0.0.1:")
+        with PolicyClient(server.address, api_key="secret", tls_ca=cert) as client:
+            assert client.infer(observation(4, image=True))["actions"][0, 0] == 4
+        with pytest.raises(ServerError, match="certificate verify failed"):
+            PolicyClient(server.address, api_key="secret")
+        with pytest.raises(ServerError, match="cannot connect"):
+            PolicyClient(server.address.replace("wss", "ws"), api_key="secret", connect_timeout_s=5)
+        request = urllib.request.Request(
+            f"https://127.0.0.1:{port_of(server.address)}/metrics", headers={"Authorization": "Api-Key secret"}
+        )
+        handlers = (
+            urllib.request.ProxyHandler({}),
+            urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=cert)),
+        )
+        with urllib.request.build_opener(*handlers).open(request, timeout=10) as response:
+            assert b'outcome="ok"} 1' in response.read()
+    for wrong in ({"tls_cert": tmp_path / "none"}, {"tls_cert": key}, {"tls_cert": cert, "tls_key": cert}):
+        with (
+            pytest.raises(ConfigError, match="tls_cert: expected a certificate and its key in"),
+            background(EchoPolicy(), ServerConfig(port=0, **wrong)),
+        ):
+            raise AssertionError("it must not serve")
+    with pytest.raises(ConfigError, match=r"tls_ca .*: expected certificates in PEM"):
+        PolicyClient("wss://127.0.0.1:1", tls_ca=os.devnull)

@@ -1,0 +1,104 @@
+"""Who may use a server: named keys, from a file that may change while the server runs. Knows no connections.
+
+Of the keys only digests are kept, and no message has one in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+from pathlib import Path
+
+from vla_accel.errors import ConfigError
+
+logger = logging.getLogger("vla_accel.server")
+
+DEFAULT = "default"
+"""The name of a key that has none."""
+_LINE = re.compile(r"(?:([\w.-]+):[ \t]+)?(\S(?:.*\S)?)")
+
+
+class Keys:
+    """The keys of a server, by name: one that is given, or those of a file, which is read anew when it changes.
+
+    A file has lines `NAME: KEY`, or a single line with a key alone; `#` begins a line that is none.
+    Raises ConfigError for a file without keys, and for what is no key.
+    """
+
+    def __init__(self, key: str | None = None, file: Path | None = None) -> None:
+        self._file = file
+        self._seen: tuple[int, int] | None = None
+        self._digests: dict[bytes, str] = {}
+        if file is not None:
+            self._seen = self._stamp(file)
+            self._digests = {_digest(key): name for name, key in read_keys(file).items()}
+        elif key is not None:
+            self._digests = {_digest(key): DEFAULT}
+
+    @property
+    def needed(self) -> bool:
+        """Whether anybody is asked for a key."""
+        return bool(self._digests)
+
+    def name_of(self, authorization: str) -> str | None:
+        """The name of the key in an `Authorization` header, or None if it is nobody's."""
+        given, name = hashlib.sha256(authorization.encode("utf-8", "surrogateescape")).digest(), None
+        for digest, known in self._digests.items():  # all of them: the time tells nothing
+            if hmac.compare_digest(given, digest):
+                name = known
+        return name
+
+    def refresh(self) -> bool:
+        """Read the file again if it has changed, and say whether it had; one that cannot be used changes nothing."""
+        if self._file is None:
+            return False
+        stamp = self._stamp(self._file)
+        if stamp == self._seen:
+            return False
+        self._seen = stamp
+        try:
+            self._digests = {_digest(key): name for name, key in read_keys(self._file).items()}
+        except ConfigError as error:
+            logger.error("the keys stay as they were: %s", error)
+            return False
+        logger.warning("keys read again: %s", ", ".join(self._digests.values()))
+        return True
+
+    @staticmethod
+    def _stamp(file: Path) -> tuple[int, int] | None:
+        try:
+            stat = file.stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_ino
+
+
+def read_keys(path: Path) -> dict[str, str]:
+    """Keys by name. Not an option of its own: command lines are public. Raises ConfigError that quotes no key."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no UTF-8"
+        raise ConfigError(f"api key {path}: expected a readable text file, got: {reason}") from None
+    keys: dict[str, str] = {}
+    rows = [(i, line.strip()) for i, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")]
+    if not rows:
+        raise ConfigError(f"api key {path}: expected a key, got an empty file")
+    for number, line in rows:
+        match = _LINE.fullmatch(line)
+        if match is None or not (line.isascii() and line.isprintable()):
+            raise ConfigError(f"api key {path}: line {number}: expected printable ASCII characters")
+        name, key = match[1] or DEFAULT, match[2]
+        if match[1] is None and len(rows) > 1:
+            raise ConfigError(f"api key {path}: line {number}: expected NAME: KEY, since there are several")
+        if name in keys or key in keys.values():
+            raise ConfigError(f"api key {path}: line {number}: expected a name and a key of its own, got {name} again")
+        keys[name] = key
+    return keys
+
+
+def _digest(key: str) -> bytes:
+    # Of equal length whatever was sent, so that comparing tells nothing about the key's.
+    return hashlib.sha256(f"Api-Key {key}".encode()).digest()
