@@ -108,7 +108,8 @@ class CheckpointSpec:
 
     `asset_id`: which of the folders below `assets/` holds the statistics, where there are several. `tokenizer`: a
     file, folder or hub name to take the tokenizer from. `action_horizon`, `max_token_len`: sizes of the model that no
-    weight shows. `discrete_state_input`: whether π0.5 reads the state in its prompt.
+    weight shows. `discrete_state_input`: whether π0.5 reads the state in its prompt. `embodiment`: which of a GR00T
+    checkpoint's robots, by its tag.
     """
 
     asset_id: str | None = None
@@ -116,6 +117,7 @@ class CheckpointSpec:
     action_horizon: int | None = None
     max_token_len: int | None = None
     discrete_state_input: bool | None = None
+    embodiment: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("action_horizon", "max_token_len"):

@@ -118,7 +118,7 @@ def _joined(
     result = torch.empty(0)
     row = 0
     for index, part in enumerate(parts):
-        source = weights.read(part.name)
+        source = part.taken(weights.read(part.name))
         if index == 0:
             result = torch.empty(shape, dtype=dtype or source.dtype, device=device)
         elif dtype is None and source.dtype != result.dtype:
@@ -182,9 +182,8 @@ def _differences(
     for name, (piece, whole) in sorted(needed.items()):
         if name not in weights.shapes:
             continue
-        shape = whole if piece.rows is None else (piece.rows, *whole[1:])
-        if weights.shapes[name] != shape:
-            misshaped.append(f"{name} (expected {shape}, got {weights.shapes[name]})")
+        if reason := piece.why_not(weights.shapes[name], whole):
+            misshaped.append(f"{name} ({reason})")
         if name in weights.integers:
             integers.append(f"{name} ({weights.integers[name]})")
     groups = (("missing", missing), ("left over", extra), ("misshaped", misshaped), ("not float", integers))

@@ -25,10 +25,28 @@ _NOT_FLOAT = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}
 
 @dataclass(frozen=True)
 class Piece:
-    """One stored tensor that is `rows` rows of a canonical one, from its top downwards; None: all of them."""
+    """One stored tensor that is `rows` rows of a canonical one, from its top downwards; None: all of them.
+
+    `entry`: the stored tensor stacks the tensors of several models, of which this one is meant; its matrices are (in,
+    out), a canonical one's transpose.
+    """
 
     name: str
     rows: int | None = None
+    entry: int | None = None
+
+    def why_not(self, stored: tuple[int, ...], whole: tuple[int, ...]) -> str | None:
+        """Why a stored shape cannot be this piece of a canonical tensor of shape `whole`; None where it can."""
+        expected = whole if self.rows is None else (self.rows, *whole[1:])
+        if self.entry is not None:
+            if stored[1:] == expected[::-1] and self.entry < stored[0]:
+                return None
+            expected = (max(self.entry + 1, stored[0] if stored else 0), *expected[::-1])
+        return None if stored == expected else f"expected {expected}, got {stored}"
+
+    def taken(self, stored: Tensor) -> Tensor:
+        """The piece of the stored tensor, in canonical order."""
+        return stored if self.entry is None else stored[self.entry].T if stored.ndim > 2 else stored[self.entry]
 
 
 class Weights(Protocol):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from vla_accel import ops
 from vla_accel.errors import ConfigError
+from vla_accel.models.transformer import PreNormLayer
 
 
 @dataclass(frozen=True)
@@ -44,28 +45,11 @@ class SiglipConfig:
         return self.width // self.heads
 
 
-class SiglipLayer(nn.Module):
-    """Pre-norm transformer block with full attention. q, k and v are one matrix (same function, one product)."""
+class SiglipLayer(PreNormLayer):
+    """One block of the tower."""
 
     def __init__(self, config: SiglipConfig) -> None:
-        super().__init__()
-        width = config.width
-        self.heads, self.head_dim = config.heads, config.head_dim
-        self.layer_norm1 = nn.LayerNorm(width, eps=config.eps)
-        self.qkv_proj = nn.Linear(width, 3 * width)
-        self.out_proj = nn.Linear(width, width)
-        self.layer_norm2 = nn.LayerNorm(width, eps=config.eps)
-        self.fc1 = nn.Linear(width, config.mlp_dim)
-        self.fc2 = nn.Linear(config.mlp_dim, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        qkv = self.qkv_proj(ops.layer_norm(x, self.layer_norm1))
-        q, k, v = qkv.view(batch, tokens, 3, self.heads, self.head_dim).unbind(2)
-        attended = ops.attention(q, k, v, mask=None)
-        x = x + self.out_proj(attended.reshape(batch, tokens, width))
-        hidden = F.gelu(self.fc1(ops.layer_norm(x, self.layer_norm2)), approximate="tanh")
-        return x + self.fc2(hidden)
+        super().__init__(config.width, config.heads, config.mlp_dim, config.eps)
 
 
 class SiglipVision(nn.Module):

@@ -5,6 +5,7 @@ judged against.
 """
 
 from vla_accel.ops.reference import (
+    adaptive_layer_norm,
     adarms,
     apply_rope,
     attention,
@@ -17,6 +18,7 @@ from vla_accel.ops.reference import (
 )
 
 __all__ = [
+    "adaptive_layer_norm",
     "adarms",
     "apply_rope",
     "attention",

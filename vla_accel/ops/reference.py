@@ -41,6 +41,13 @@ def adarms(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor
     return (normed * (1.0 + scale.to(normed.dtype)) + shift.to(normed.dtype)).to(x.dtype)
 
 
+def adaptive_layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """LayerNorm without weights, times 1 + scale, plus shift; scale and shift broadcast to x. Returns x's dtype."""
+    wide = _wide(x)
+    normed = F.layer_norm(wide, wide.shape[-1:], eps=eps)
+    return (normed * (1.0 + scale.to(wide.dtype)) + shift.to(wide.dtype)).to(x.dtype)
+
+
 def gated_residual(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
     """x + y * gate, or x + y where the norm before `y` was not adaptive."""
     return x + y if gate is None else x + y * gate.to(y.dtype)

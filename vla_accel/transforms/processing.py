@@ -15,6 +15,7 @@ from vla_accel.errors import ObservationError
 from vla_accel.transforms.images import resize, to_uint8
 from vla_accel.transforms.normalisation import Normaliser, NormKind, Statistics, load_statistics
 from vla_accel.transforms.numbers import real_numbers
+from vla_accel.transforms.observations import Reader
 from vla_accel.transforms.robots import LIBERO, Preset
 from vla_accel.transforms.tokenizer import Tokenizer, tokenize_line, tokenize_prompt
 
@@ -63,7 +64,7 @@ class Processor:
     padded_state: int | None = None
     prompt_form: Literal["cleaned", "line"] = "cleaned"
     _prompts: dict[str, np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _siblings: dict[str, frozenset[str]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _reader: Reader = field(init=False, repr=False, compare=False)
     # The preset's dimensions as NumPy indexes with them.
     _moving: np.ndarray = field(init=False, repr=False, compare=False)
     _flipped: np.ndarray = field(init=False, repr=False, compare=False)
@@ -75,26 +76,14 @@ class Processor:
         object.__setattr__(self, "_moving", np.array(self.preset.delta_actions, np.intp))
         object.__setattr__(self, "_flipped", np.array(self.preset.flipped, np.intp))
         object.__setattr__(self, "_grippers", np.array(self.preset.gripper_dims, np.intp))
-        others = {key.rpartition("/")[0] for key in (*self.preset.state, self.preset.prompt)}
-        for key in (*self.preset.images, *self.preset.ignored_images):
-            parent, _, name = key.rpartition("/")
-            if self.preset.optional_images and parent not in others:
-                self._siblings[parent] = self._siblings.get(parent, frozenset()) | {name}
+        object.__setattr__(self, "_reader", Reader(self.preset, self.default_prompt))
 
     def prepare(self, observation: Mapping[str, Any]) -> Inputs:
         """Check and convert one observation. Raises ObservationError that names the key."""
-        if not isinstance(observation, Mapping):
-            raise ObservationError(f"observation: expected a mapping, got {type(observation).__name__}")
         preset = self.preset
-        views = [(k, image) for k in preset.images if (image := _find(observation, k)) is not _ABSENT]
-        states = [_find(observation, k) for k in preset.state]
-        prompt: Any = observation.get(preset.prompt, self.default_prompt)
-        if prompt is None or len(views) < len(preset.images) or any(s is _ABSENT for s in states):
-            self._report_missing(observation, {k for k, _ in views}, prompt)
-        self._refuse_unknown_images(observation)
-
-        images = tuple(resize(to_uint8(image, key), self.image_size, preset.resize) for key, image in views)
-        raw = self._raw_state(states)
+        seen = self._reader.read(observation)
+        images = tuple(resize(to_uint8(i, k), self.image_size, preset.resize) for k, i in seen.views.items())
+        raw = seen.state
         normalised = self.state.normalise(self._decoded(raw))
         padded = np.zeros(self.padded_state or self.action_dim, np.float32)
         count = min(len(normalised), len(padded))
@@ -103,7 +92,7 @@ class Processor:
         if not np.isfinite(padded).all():
             name = " and ".join(preset.state)
             raise ObservationError(f"{name}: expected a state in the checkpoint's range, got up to {abs(raw).max():g}")
-        return Inputs(images, self._tokens(_text(prompt, preset.prompt), normalised), padded, raw)
+        return Inputs(images, self._tokens(seen.prompt, normalised), padded, raw)
 
     def finish(self, actions: np.ndarray, inputs: Inputs | None = None) -> np.ndarray:
         """Normalised actions (H, action_dim) of the observation `inputs` to the robot's, float64 (H, robot's)."""
@@ -160,40 +149,6 @@ class Processor:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _report_missing(self, observation: Mapping[str, Any], present: set[str], prompt: Any) -> None:
-        preset = self.preset
-        missing = [k for k in preset.images if k not in present and k not in preset.optional_images]
-        if not present and not missing:
-            missing.append(f"one of {', '.join(preset.images)}")
-        missing += [k for k in preset.state if _find(observation, k) is _ABSENT]
-        if prompt is None:
-            missing.append(preset.prompt)
-        if missing:
-            raise ObservationError(f"observation: missing {', '.join(missing)}; got {', '.join(map(str, observation))}")
-
-    def _refuse_unknown_images(self, observation: Mapping[str, Any]) -> None:
-        """In a mapping of cameras alone, a misspelt optional one would be a masked view: a silent loss of success."""
-        for parent, known in self._siblings.items():
-            given = observation.get(parent)
-            if isinstance(given, Mapping) and not known.issuperset(given):
-                unknown = sorted(set(map(str, given)) - known)
-                raise ObservationError(f"{parent}: expected some of {sorted(known)}, got also {', '.join(unknown)}")
-
-    def _raw_state(self, values: list[Any]) -> np.ndarray:
-        keys, count = self.preset.state, self.preset.state_dim
-        parts = [real_numbers(v, k) for v, k in zip(values, keys, strict=True)]
-        name = " and ".join(keys)
-        if len(parts) == 1:
-            raw = parts[0]
-        elif all(p.ndim <= 1 for p in parts):
-            raw = np.concatenate([np.atleast_1d(p) for p in parts])
-        else:
-            shapes = ", ".join(str(p.shape) for p in parts)
-            raise ObservationError(f"{name}: expected one axis each, got shapes {shapes}")
-        if raw.shape != (count,):
-            raise ObservationError(f"{name}: expected shape ({count},), got {raw.shape}")
-        return raw
-
     def _decoded(self, raw: np.ndarray) -> np.ndarray:
         """The robot's state in the model's conventions, before normalisation."""
         if not self._flipped.size and self.preset.gripper == "none":
@@ -218,40 +173,6 @@ class Processor:
                 self._prompts.clear()
             self._prompts[prompt] = known
         return known
-
-
-class _Absent:
-    """What `_find` returns for a key that is not there; None is a value."""
-
-
-_ABSENT = _Absent()
-
-
-def _find(observation: Mapping[str, Any], key: str) -> Any:
-    """The value at a key, or at a path of keys joined by slashes."""
-    value = observation.get(key, _ABSENT)
-    if value is not _ABSENT or "/" not in key:
-        return value
-    value = observation
-    for part in key.split("/"):
-        if not isinstance(value, Mapping) or part not in value:
-            return _ABSENT
-        value = value[part]
-    return value
-
-
-def _text(prompt: Any, key: str) -> Any:
-    """A prompt that has travelled as bytes (DROID's clients) or through msgpack, as a str; anything else as it is."""
-    try:
-        if isinstance(prompt, np.ndarray) and prompt.ndim == 0:
-            prompt = prompt.item()
-        if isinstance(prompt, bytes):
-            return prompt.decode("utf-8")
-        if isinstance(prompt, str):
-            prompt.encode("utf-8")
-    except UnicodeError as error:  # other bytes, or half of a character
-        raise ObservationError(f"{key}: expected text in UTF-8, got {prompt!r:.60} ({error})") from error
-    return prompt
 
 
 # ALOHA reports a gripper's linear opening, scaled to [0, 1] between these two (metres); π0 was trained on the angle of

@@ -1,0 +1,127 @@
+"""GR00T N1.7's components: vision → image_tokens, deepstack → kv_cache → keys and values of the transformer's blocks that
+look outside → denoise → actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vla_accel.component import Component, TensorSpec
+from vla_accel.models.groot import Groot
+from vla_accel.models.groot_head import Cache, StepConstants
+from vla_accel.models.groot_language import Layout, Places
+from vla_accel.models.groot_vision import Placed
+
+if TYPE_CHECKING:
+    from vla_accel.native.groot import GrootStore
+
+CACHE = ("text_keys", "text_values", "image_keys", "image_values")
+
+
+def _keep(module: nn.Module, constants: Any) -> None:
+    """Fields of a dataclass of tensors as buffers, so that they move with the module."""
+    for name, value in vars(constants).items():
+        module.register_buffer(name, value, persistent=False)
+
+
+class Vision(nn.Module):
+    """images uint8 (B, V, H, W, 3) to image tokens (B, I, width) and deepstack features (n, B, I, width)."""
+
+    def __init__(self, model: Groot, layout: Layout) -> None:
+        super().__init__()
+        self.model = model
+        with torch.inference_mode():
+            _keep(self, model.vision.placed(layout.grid))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        wide = self.model.vision.patch_embedding.weight.dtype
+        # The processor's order: x / 255, then minus and over a half.
+        pixels = (images.to(wide).permute(0, 1, 4, 2, 3) / 255.0 - 0.5) / 0.5
+        return self.model.see(pixels, Placed(self.embedding, self.cos, self.sin))  # type: ignore[arg-type]
+
+
+class KvCache(nn.Module):
+    """image_tokens, deepstack, tokens (B, L) int64 of the text, and, where rows may be shorter, `lengths` (B,) int32 of
+    them, to keys and values of text (n, B, L, heads, d) and of image tokens (n, B, I, heads, d)."""
+
+    def __init__(self, model: Groot, layout: Layout) -> None:
+        super().__init__()
+        self.model = model
+        _keep(self, layout.places(model.embed.weight.device))
+
+    def forward(
+        self, image_tokens: Tensor, deepstack: Tensor, tokens: Tensor, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        places = Places(self.image, self.text, self.order, self.positions)  # type: ignore[arg-type]
+        cache = self.model.read(image_tokens, deepstack, tokens, places, lengths)
+        return cache.text_keys, cache.text_values, cache.image_keys, cache.image_values
+
+
+class Denoise(nn.Module):
+    """noise (B, H, A) float32, the cache, `state` (B, state_dim), `target` (B, H, A) and `weights` (B, H) float32 of a
+    previous chunk (weights of zero: a plain call), then, where rows may be shorter, `lengths` (B,) int32 of the text, to
+    normalised actions (B, H, A) float32."""
+
+    def __init__(self, model: Groot, steps: int) -> None:
+        super().__init__()
+        self.model = model
+        with torch.inference_mode():
+            _keep(self, model.head.constants(steps))
+
+    def forward(
+        self, noise: Tensor, text_keys: Tensor, text_values: Tensor, image_keys: Tensor, image_values: Tensor,
+        state: Tensor, target: Tensor, weights: Tensor, lengths: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        constants = StepConstants(self.time, self.scales, self.shifts, self.final_scale, self.final_shift)  # type: ignore[arg-type]
+        cache = Cache(text_keys, text_values, image_keys, image_values)
+        return self.model.integrate(noise, constants, state, cache, lengths, target, weights)
+
+
+def groot_components(
+    model: Groot, layout: Layout, batch: int, steps: int, padded: bool, store: GrootStore | None
+) -> tuple[Component, Component, Component]:
+    """The three components of a shape. `padded`: rows may have fewer text tokens than the layout."""
+    config, dtype = model.config, model.dtype
+    head, vision = config.head, config.vision
+    images, text, unit = layout.views * layout.view_tokens, layout.text, vision.unit
+    pixels = (batch, layout.views, layout.grid[0] * unit, layout.grid[1] * unit, 3)
+    hidden = (batch, images, config.language.width)
+    image_tokens = TensorSpec("image_tokens", hidden, dtype)
+    deepstack = TensorSpec("deepstack", (len(vision.deepstack), *hidden), dtype)
+    lengths = (TensorSpec("lengths", (batch,), torch.int32),) if padded else ()
+    actions = (batch, config.action_horizon, config.action_dim)
+
+    def cached(name: str) -> TensorSpec:
+        source, tokens = ("text", text) if name.startswith("text") else ("image", images)
+        return TensorSpec(name, (len(head.blocks(source)), batch, tokens, head.heads, head.head_dim), dtype)
+
+    cache = tuple(map(cached, CACHE))
+
+    def native(make: str, *sizes: Any) -> Callable[..., Any] | None:
+        return None if store is None or not padded else partial(getattr(store, make), batch, layout, *sizes)
+
+    made: Mapping[str, tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...], Any]] = {
+        "vision": (
+            Vision(model, layout), (TensorSpec("images", pixels, torch.uint8),), (image_tokens, deepstack),
+            native("vision"),
+        ),
+        "kv_cache": (
+            KvCache(model, layout), (image_tokens, deepstack, TensorSpec("tokens", (batch, text), torch.int64),
+            *lengths), cache, native("kv_cache"),
+        ),
+        "denoise": (
+            Denoise(model, steps),
+            (
+                TensorSpec("noise", actions, torch.float32), *cache,
+                TensorSpec("state", (batch, config.state_dim), torch.float32),
+                TensorSpec("target", actions, torch.float32), TensorSpec("weights", actions[:2], torch.float32),
+                *lengths,
+            ),
+            (TensorSpec("actions", actions, torch.float32),), native("denoise", steps),
+        ),
+    }  # fmt: skip
+    return tuple(Component(name, m, i, o, n) for name, (m, i, o, n) in made.items())  # type: ignore[return-value]

@@ -1,0 +1,175 @@
+"""Observations to GR00T N1.7's inputs and its outputs to robot actions, for one embodiment of a checkpoint.
+
+Everything is checked here, before the device sees it. Knows nothing about models or engines. Source: lerobot 0.6.1's
+processor of Isaac-GR00T's checkpoints (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vla_accel.errors import CheckpointError, ObservationError
+from vla_accel.transforms.groot_images import Cropping
+from vla_accel.transforms.images import to_uint8
+from vla_accel.transforms.modalities import Groups
+from vla_accel.transforms.numbers import real_numbers
+from vla_accel.transforms.observations import Reader
+from vla_accel.transforms.robots import Preset
+from vla_accel.transforms.tokenizer import Tokenizer
+
+DEFAULT_PROMPT = "Perform the task."
+_VIEW = "<|vision_start|><|vision_end|>"
+_KEPT_PROMPTS = 1024
+
+
+@dataclass(frozen=True)
+class GrootInputs:
+    """One observation, ready: images uint8 (H, W, 3) each, all of one size, of the views that are there; tokens int64
+    (L,) of the text around and behind them; state float32 (state_dim,) normalised and padded; raw_state float64 as the
+    robot gave it."""
+
+    images: tuple[np.ndarray, ...]
+    tokens: np.ndarray
+    state: np.ndarray
+    raw_state: np.ndarray
+
+
+@dataclass(frozen=True)
+class GrootProcessor:
+    """One robot's transforms around a model.
+
+    `state_dim`, `action_dim`, `max_token_len`: the model's; `rows`: actions of a chunk that the robot gets;
+    `lead`: tokens before the first image (who speaks, and a newline); `frames`:
+    images that each view brings, oldest first (of fewer, the oldest is repeated); `formal`: prompts lose capitals and
+    punctuation; `gripper`: the last action is a gripper's opening in [0, 1] and LIBERO's is -1 for open, 1 for closed.
+    A view that is missing is left out.
+    """
+
+    tokenizer: Tokenizer
+    state: Groups
+    actions: Groups
+    preset: Preset
+    cropping: Cropping
+    state_dim: int
+    action_dim: int
+    max_token_len: int
+    rows: int
+    lead: int
+    frames: int = 1
+    formal: bool = True
+    gripper: bool = False
+    default_prompt: str | None = None
+    _prompts: dict[tuple[str, int], np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _reader: Reader = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, groups, most in (("state", self.state, self.state_dim), ("action", self.actions, self.action_dim)):
+            if groups.width > most:
+                raise CheckpointError(f"{name}: {groups.width} numbers do not fit a model of {most}")
+            given = getattr(self.preset, f"{name}_dim")
+            if groups.size != given:
+                raise CheckpointError(f"{name}: expected statistics of {given} numbers, got {groups.size}")
+        object.__setattr__(self, "_reader", Reader(self.preset, self.default_prompt or DEFAULT_PROMPT))
+
+    def prepare(self, observation: Mapping[str, Any]) -> GrootInputs:
+        """Check and convert one observation. Raises ObservationError that names the key."""
+        seen = self._reader.read(observation)
+        views = [self._history(image, key) for key, image in seen.views.items()]
+        # All views of a moment, then those of the next one.
+        images = tuple(self.cropping(view[frame]) for frame in range(self.frames) for view in views)
+        sizes = {image.shape[:2] for image in images}
+        if len(sizes) > 1:
+            raise ObservationError(f"{', '.join(seen.views)}: expected images of one shape, got {sorted(sizes)}")
+        state = np.zeros(self.state_dim, np.float32)
+        with np.errstate(over="ignore"):
+            state[: self.state.width] = self.state.normalise(seen.state)
+        if not np.isfinite(state).all():
+            name = " and ".join(self.preset.state)
+            raise ObservationError(
+                f"{name}: expected a state in the checkpoint's range, got up to {abs(seen.state).max():g}"
+            )
+        return GrootInputs(images, self._tokens(seen.prompt, len(images)), state, seen.state)
+
+    def finish(self, actions: np.ndarray, inputs: GrootInputs) -> np.ndarray:
+        """Normalised actions (H, action_dim) to the robot's, float64 (rows, robot's)."""
+        robot = self.actions.restore(actions[: self.rows], self.state.split(inputs.raw_state))
+        if self.gripper:
+            robot[:, -1] = -np.sign(2.0 * robot[:, -1] - 1.0)
+        return robot
+
+    def begin(self, actions: Any, inputs: GrootInputs, name: str = "prev_chunk") -> np.ndarray:
+        """The inverse of `finish`: robot actions (k, robot's) to the model's, float32 (k, action_dim), padded with
+        zeros; relative ones become relative to the state of `inputs`. Raises ObservationError, which calls them
+        `name`."""
+        robot = real_numbers(actions, name)
+        if robot.ndim != 2 or not 0 < len(robot) <= self.rows or robot.shape[1] != self.actions.size:
+            raise ObservationError(
+                f"{name}: expected shape (k, {self.actions.size}), k from 1 to {self.rows}, got {robot.shape}"
+            )
+        if self.gripper:
+            robot[:, -1] = (1.0 - np.sign(robot[:, -1])) / 2.0
+        padded = np.zeros((len(robot), self.action_dim), np.float32)
+        padded[:, : self.actions.width] = self.actions.normalise(robot, self.state.split(inputs.raw_state))
+        return padded
+
+    def example(self, prompt: str | None = None) -> dict[str, Any]:
+        """A valid observation with every view: black images and the middle of each state's range. `prompt`: instead of
+        an ordinary one."""
+        parts = [
+            np.zeros(g.size) if g.low is None or g.scaling == "sin_cos" else g.restore(np.zeros((1, g.size)))[0]
+            for g in self.state.groups
+        ]  # fmt: skip
+        height, width = self.cropping.target
+        observation: dict[str, Any] = {k: np.zeros((height, width, 3), np.uint8) for k in self.preset.images}
+        rest, state = len(self.preset.state) - 1, np.concatenate(parts)
+        observation[self.preset.state[0]] = state[: self.state.size - rest]
+        for i, key in enumerate(self.preset.state[1:]):
+            observation[key] = state[self.state.size - rest + i]
+        prompt = prompt or self.default_prompt or "pick up the black bowl on the stove and place it on the plate"
+        return {**observation, self.preset.prompt: prompt}
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _history(self, image: Any, key: str) -> list[np.ndarray]:
+        """A view's images, oldest first, `frames` of them."""
+        if np.ndim(image) != 4:
+            return [to_uint8(image, key)] * self.frames
+        if not 1 <= len(image) <= self.frames:
+            raise ObservationError(f"{key}: expected 1 to {self.frames} images, got {len(image)}")
+        found = [to_uint8(one, key) for one in image]
+        return [found[0]] * (self.frames - len(found)) + found
+
+    def _tokens(self, prompt: Any, images: int) -> np.ndarray:
+        if not isinstance(prompt, str):
+            raise ObservationError(f"{self.preset.prompt}: expected a str, got {type(prompt).__name__}")
+        known = self._prompts.get((prompt, images))
+        if known is None:
+            known = self._encoded(prompt, images)
+            if len(self._prompts) >= _KEPT_PROMPTS:
+                self._prompts.clear()
+            self._prompts[prompt, images] = known
+        return known
+
+    def _encoded(self, prompt: str, images: int) -> np.ndarray:
+        text = prompt or DEFAULT_PROMPT
+        if self.formal:
+            text = "".join(c for c in text.lower() if c.isalnum() or c.isspace() or c == "_")
+        whole = f"<|im_start|>user\n{_VIEW * images}{text}<|im_end|>\n"
+        ids = self.tokenizer.encode(whole, add_bos=False)
+        view = self.tokenizer.encode(_VIEW, add_bos=False)
+        if len(view) != 2 or ids[self.lead : self.lead + 2 * images] != view * images:
+            raise CheckpointError(
+                f"tokenizer: expected {self.lead} tokens of '<|im_start|>user' and a newline, then two for each view, got "
+                f"{ids[: self.lead + 2 * images]}"
+            )
+        if len(ids) > self.max_token_len:
+            raise ObservationError(
+                f"{self.preset.prompt}: expected at most {self.max_token_len} tokens, got {len(ids)} from {text[:60]!r}"
+            )
+        tokens = np.asarray(ids, np.int64)
+        tokens.setflags(write=False)
+        return tokens

@@ -1,0 +1,99 @@
+"""Camera images to what GR00T N1.7 takes: cropped and resized in one of two ways, then to whole tokens.
+
+"area" (checkpoints that say `use_albumentations`) resizes by OpenCV's area filter and keeps the aspect ratio; "bicubic"
+makes every image square with torch's antialiased filter. Source: lerobot 0.6.1's processor and transformers' Qwen2-VL
+image processor (both Apache-2.0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from vla_accel.errors import DependencyError
+
+LEAST_PIXELS, MOST_PIXELS = 65_536, 16_777_216
+"""Of an image, in Qwen3-VL's preprocessor_config.json."""
+
+
+@dataclass(frozen=True)
+class Cropping:
+    """How an image becomes the model's. `edge`: pixels of the shortest edge (area) or of each (bicubic); `crop`: share
+    of each edge that is kept, around the middle; `target` (height, width) of bicubic; `letterbox`: black bars make an
+    image square first; `unit`: pixels a side of a token."""
+
+    filter: Literal["area", "bicubic"] = "bicubic"
+    edge: int = 256
+    crop: float = 230 / 256
+    target: tuple[int, int] = (256, 256)
+    letterbox: bool = False
+    unit: int = 32
+
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        """uint8 (H, W, 3) to uint8, sides multiples of `unit`."""
+        image = _letterboxed(image) if self.letterbox else image
+        image = self._area(image) if self.filter == "area" else self._bicubic(image)
+        return _resized(image, whole_tokens(image.shape[0], image.shape[1], self.unit))
+
+    def _area(self, image: np.ndarray) -> np.ndarray:
+        image = _shortest_edge(image, self.edge)
+        height, width = (max(1, int(n * self.crop)) for n in image.shape[:2])
+        return _shortest_edge(_middle(image, height, width), self.edge)
+
+    def _bicubic(self, image: np.ndarray) -> np.ndarray:
+        image = _resized(image, (self.edge, self.edge))
+        height, width = (max(1, round(n * self.crop)) for n in image.shape[:2])
+        return _resized(_middle(image, height, width), self.target)
+
+
+def whole_tokens(height: int, width: int, unit: int) -> tuple[int, int]:
+    """The size nearest to this one that is whole tokens and not too few or too many pixels."""
+    rows, columns = (round(n / unit) * unit for n in (height, width))
+    if rows * columns > MOST_PIXELS:
+        shrink = (height * width / MOST_PIXELS) ** 0.5
+        return tuple(max(unit, int(n / shrink / unit) * unit) for n in (height, width))  # type: ignore[return-value]
+    if rows * columns < LEAST_PIXELS:
+        grow = (LEAST_PIXELS / (height * width)) ** 0.5
+        return tuple(-int(-n * grow // unit) * unit for n in (height, width))  # type: ignore[return-value]
+    return rows, columns
+
+
+def _middle(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    top, left = max(0, (image.shape[0] - height) // 2), max(0, (image.shape[1] - width) // 2)
+    return image[top : top + height, left : left + width]
+
+
+def _letterboxed(image: np.ndarray) -> np.ndarray:
+    height, width = image.shape[:2]
+    side = max(height, width)
+    out = np.zeros((side, side, 3), np.uint8)
+    top, left = (side - height) // 2, (side - width) // 2
+    out[top : top + height, left : left + width] = image
+    return out
+
+
+def _shortest_edge(image: np.ndarray, edge: int) -> np.ndarray:
+    shortest = min(image.shape[:2])
+    if shortest == edge:
+        return image
+    try:
+        import cv2
+    except ImportError as error:
+        raise DependencyError(
+            "images of a checkpoint with use_albumentations need OpenCV: pip install 'vla_accel[groot]'"
+        ) from error
+    height, width = (max(1, round(n * edge / shortest)) for n in image.shape[:2])
+    return cv2.resize(np.ascontiguousarray(image), (width, height), interpolation=cv2.INTER_AREA)
+
+
+def _resized(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Bicubic with a filter, as torchvision resizes uint8 images."""
+    if image.shape[:2] == size:
+        return image
+    channels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
+    made = F.interpolate(channels, size=size, mode="bicubic", antialias=True, align_corners=False)
+    return made[0].permute(1, 2, 0).contiguous().numpy()

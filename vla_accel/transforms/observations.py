@@ -1,0 +1,120 @@
+"""What of a robot's observation a preset names: its images, state and prompt, found, joined and checked.
+
+Knows nothing of sizes of images, of statistics or of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vla_accel.errors import ObservationError
+from vla_accel.transforms.numbers import real_numbers
+from vla_accel.transforms.robots import Preset
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One observation: `views` that are there, by key, in the preset's order, as the robot gave them; `state` float64
+    (state_dim,); `prompt`: text, or whatever was given instead."""
+
+    views: dict[str, Any]
+    state: np.ndarray
+    prompt: Any
+
+
+class Reader:
+    """Reads observations by a preset."""
+
+    def __init__(self, preset: Preset, default_prompt: str | None = None) -> None:
+        self.preset, self.default_prompt = preset, default_prompt
+        self._siblings: dict[str, frozenset[str]] = {}
+        others = {key.rpartition("/")[0] for key in (*preset.state, preset.prompt)}
+        for key in (*preset.images, *preset.ignored_images):
+            parent, _, name = key.rpartition("/")
+            if preset.optional_images and parent not in others:
+                self._siblings[parent] = self._siblings.get(parent, frozenset()) | {name}
+
+    def read(self, observation: Mapping[str, Any]) -> Observed:
+        """Raises ObservationError that names the key of what is missing, unknown or of the wrong kind."""
+        if not isinstance(observation, Mapping):
+            raise ObservationError(f"observation: expected a mapping, got {type(observation).__name__}")
+        preset = self.preset
+        views = {k: image for k in preset.images if (image := _find(observation, k)) is not _ABSENT}
+        states = [_find(observation, k) for k in preset.state]
+        prompt: Any = observation.get(preset.prompt, self.default_prompt)
+        if prompt is None or len(views) < len(preset.images) or any(s is _ABSENT for s in states):
+            self._report_missing(observation, views.keys(), prompt)
+        self._refuse_unknown_images(observation)
+        return Observed(views, self._state(states), _text(prompt, preset.prompt))
+
+    def _report_missing(self, observation: Mapping[str, Any], present: Any, prompt: Any) -> None:
+        preset = self.preset
+        missing = [k for k in preset.images if k not in present and k not in preset.optional_images]
+        if not present and not missing:
+            missing.append(f"one of {', '.join(preset.images)}")
+        missing += [k for k in preset.state if _find(observation, k) is _ABSENT]
+        if prompt is None:
+            missing.append(preset.prompt)
+        if missing:
+            raise ObservationError(f"observation: missing {', '.join(missing)}; got {', '.join(map(str, observation))}")
+
+    def _refuse_unknown_images(self, observation: Mapping[str, Any]) -> None:
+        """In a mapping of cameras alone, a misspelt optional one would be a masked view: a silent loss of success."""
+        for parent, known in self._siblings.items():
+            given = observation.get(parent)
+            if isinstance(given, Mapping) and not known.issuperset(given):
+                unknown = sorted(set(map(str, given)) - known)
+                raise ObservationError(f"{parent}: expected some of {sorted(known)}, got also {', '.join(unknown)}")
+
+    def _state(self, values: list[Any]) -> np.ndarray:
+        keys, count = self.preset.state, self.preset.state_dim
+        parts = [real_numbers(v, k) for v, k in zip(values, keys, strict=True)]
+        name = " and ".join(keys)
+        if len(parts) == 1:
+            raw = parts[0]
+        elif all(p.ndim <= 1 for p in parts):
+            raw = np.concatenate([np.atleast_1d(p) for p in parts])
+        else:
+            shapes = ", ".join(str(p.shape) for p in parts)
+            raise ObservationError(f"{name}: expected one axis each, got shapes {shapes}")
+        if raw.shape != (count,):
+            raise ObservationError(f"{name}: expected shape ({count},), got {raw.shape}")
+        return raw
+
+
+class _Absent:
+    """What `_find` returns for a key that is not there; None is a value."""
+
+
+_ABSENT = _Absent()
+
+
+def _find(observation: Mapping[str, Any], key: str) -> Any:
+    """The value at a key, or at a path of keys joined by slashes."""
+    value = observation.get(key, _ABSENT)
+    if value is not _ABSENT or "/" not in key:
+        return value
+    value = observation
+    for part in key.split("/"):
+        if not isinstance(value, Mapping) or part not in value:
+            return _ABSENT
+        value = value[part]
+    return value
+
+
+def _text(prompt: Any, key: str) -> Any:
+    """A prompt that has travelled as bytes (DROID's clients) or through msgpack, as a str; anything else as it is."""
+    try:
+        if isinstance(prompt, np.ndarray) and prompt.ndim == 0:
+            prompt = prompt.item()
+        if isinstance(prompt, bytes):
+            return prompt.decode("utf-8")
+        if isinstance(prompt, str):
+            prompt.encode("utf-8")
+    except UnicodeError as error:  # other bytes, or half of a character
+        raise ObservationError(f"{key}: expected text in UTF-8, got {prompt!r:.60} ({error})") from error
+    return prompt
