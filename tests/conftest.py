@@ -23,6 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--lerobot-python", default=None, help="interpreter of an environment with lerobot (see CONTRIBUTING)"
     )
     parser.addoption(
+        "--groot-python", default=None, help="interpreter of an environment with lerobot's GR00T (see CONTRIBUTING)"
+    )
+    parser.addoption(
         "--round-otherwise", action="store_true", help="matrix products on the CPU sum and round in another order"
     )
 

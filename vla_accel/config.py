@@ -154,7 +154,8 @@ class RtcConfig:
 class PolicyConfig:
     """How a policy runs. What it computes is decided by the checkpoint and by `num_steps`.
 
-    `num_steps`: denoising steps. `precision`: dtype of the large products; "auto" is BF16 on a GPU and FP32 on a CPU.
+    `num_steps`: denoising steps; None is what the model was made for (π0, π0.5: 10; GR00T: 4). `precision`: dtype of
+    the large products; "auto" is BF16 on a GPU and FP32 on a CPU.
     `device`: "auto", "cpu", "cuda" or "cuda:N". `strict`: a fallback raises instead of being recorded. `seed`: of the
     noise, where the caller gives none. `default_prompt`: used when an observation carries none. `cuda_graph`: record a
     whole call into one graph where every engine allows it. `pipeline_memory_gib`: device memory for the buffers and
@@ -166,7 +167,7 @@ class PolicyConfig:
     native engine.
     """
 
-    num_steps: int = 10
+    num_steps: int | None = None
     precision: Precision = "auto"
     device: str = "auto"
     strict: bool = False
@@ -185,6 +186,8 @@ class PolicyConfig:
     native: NativeOptions = field(default_factory=NativeOptions)
 
     def __post_init__(self) -> None:
+        if self.num_steps is None:
+            return
         if not isinstance(self.num_steps, int) or isinstance(self.num_steps, bool):
             raise ConfigError(f"num_steps: expected int, got {self.num_steps!r}")
         if self.num_steps < 1:

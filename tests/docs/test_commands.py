@@ -35,6 +35,7 @@ OTHERS, FILES = "it needs another project's environment", "it needs weights or e
 LOOKED_UP: dict[str, str] = {
     "make": "tests/docs/test_commands.py looks the targets up; CI runs them",
     "python3.11 -m venv": INSTALLS,
+    "python3.12 -m venv": INSTALLS,
     "../": OTHERS,
     "pip install": INSTALLS,
     "python -m pytest": "it would run the tests within a test",

@@ -2,7 +2,7 @@
 
 Run it with an interpreter that has lerobot 0.6.1 installed (CONTRIBUTING names the packages)::
 
-    python tests/parity/make_groot_reference.py --out DIR [--full]
+    python tests/parity/make_groot_reference.py --out DIR [--full] [--kept FILE]
 
 With random weights at a small size it writes:
 
@@ -12,9 +12,11 @@ With random weights at a small size it writes:
 - ``DIR/model.safetensors``: ``{case}.{pixels,tokens,state,noise}`` as lerobot's model got them (text tokens alone) and
   ``{case}.steps{n}`` as it answered, float32 (B, horizon, 132), normalised. ``rtc.*``: a call with a previous chunk.
 - ``DIR/robot.npz``: whole observations (``images`` uint8 (N, views, H, W, 3), ``state``, ``noise``) and what lerobot's
-  processors made of them: ``text{i}``, ``patches{i}``, and ``actions`` (N, rows, 7); ``tasks.json`` has the instructions.
+  processors made of them: ``text{i}``, ``patches{i}``, and ``actions`` (N, rows, 7); ``tasks.json``: the instructions.
 
-``--full`` writes the published size instead, one call and no checkpoint but ``DIR/isaac`` (13 GB of memory).
+``--kept`` writes, besides, names and shapes of lerobot's tensors and some numbers of its answers into a JSON file: with
+the weights of `groot_weights`, what tests/models/groot_reference.json has. 
+``--full`` writes the published size instead: one call, and no checkpoint but ``DIR/isaac`` (13 GB of memory).
 
 Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose. The chat template is written here
 from Qwen's published form: the file of the gated tokenizer is not to be had.
@@ -32,6 +34,7 @@ from unittest import mock
 import numpy as np
 import torch
 import transformers
+from groot_weights import draw, weight
 from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.policies.groot import groot_n1_7, processor_groot
 from lerobot.policies.groot.configuration_groot import GrootConfig
@@ -121,23 +124,10 @@ def build(full: bool) -> Any:
         with small:
             model = groot_n1_7.GR00TN17(groot_n1_7.GR00TN17Config(**SMALL), load_backbone_weights=False)
     model = model.float().eval()
-    generator = torch.Generator().manual_seed(0)
-    ends = ("o_proj.weight", "down_proj.weight", "to_out.0.weight", "net.2.weight", "linear_fc2.weight")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            drawn = torch.randn(parameter.shape, generator=generator)
-            if name.endswith(".W"):
-                value = drawn * (0.2 if "decoder.layer2" in name else 1.0) / parameter.shape[1] ** 0.5
-            elif parameter.ndim == 1 or name.endswith(".b"):
-                norm = "norm" in name and name.endswith("weight")
-                value = 0.1 * drawn + (1.0 if norm else 0.0)
-            elif "embed" in name and "patch" not in name and "timestep" not in name:
-                value = 0.5 * drawn
-            else:
-                gain = 0.2 if name.endswith(ends) or "norm1.linear" in name else 1.0
-                value = gain * drawn / parameter[0].numel() ** 0.5
             # Values that BF16 holds, as published checkpoints have.
-            parameter.copy_(value.bfloat16())
+            parameter.copy_(torch.from_numpy(weight(name, tuple(parameter.shape))).bfloat16())
     return model
 
 
@@ -211,8 +201,10 @@ def answer(model: Any, pixels: torch.Tensor, text: torch.Tensor, state: torch.Te
     batch, views = pixels.shape[:2]
     image = model.backbone.model.config.image_token_id
     slots = torch.full((batch, pixels.shape[3] * pixels.shape[4] // 1024), image)
-    ids = torch.cat([text[:, :3], *[torch.cat([text[:, 3 + 2 * v : 4 + 2 * v], slots, text[:, 4 + 2 * v : 5 + 2 * v]], 1)
-                                   for v in range(views)], text[:, 3 + 2 * views :]], 1)  # fmt: skip
+    parts = [text[:, :3]]
+    for view in range(views):
+        parts += [text[:, 3 + 2 * view : 4 + 2 * view], slots, text[:, 4 + 2 * view : 5 + 2 * view]]
+    ids = torch.cat([*parts, text[:, 3 + 2 * views :]], 1)
     grid = torch.tensor([[1, pixels.shape[3] // 16, pixels.shape[4] // 16]] * (batch * views))
     given: dict[str, Any] = {
         "input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": flat_patches(pixels.flatten(0, 1)),
@@ -228,7 +220,6 @@ def answer(model: Any, pixels: torch.Tensor, text: torch.Tensor, state: torch.Te
 
 def model_cases(model: Any, full: bool) -> dict[str, torch.Tensor]:
     """Batch 1 and 3, one view and two; rows of other lengths are called alone: lerobot lets padding leak between."""
-    generator = torch.Generator().manual_seed(1)
     ids = {n: SPECIAL.index(f"<|{n}|>") for n in ("vision_start", "vision_end")}
     if full:
         ids = {"vision_start": 151652, "vision_end": 151653}
@@ -236,11 +227,15 @@ def model_cases(model: Any, full: bool) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
 
     def case(name: str, batch: int, views: int, lengths: tuple[int, ...], grid: tuple[int, int]) -> None:
+        def drawn(what: str, *shape: int) -> torch.Tensor:
+            return torch.from_numpy(draw(f"{name}.{what}", *shape))
+
+        words = drawn("tokens", batch, max(lengths)).abs() * 1e4
         given = {
-            "pixels": torch.rand(batch, views, 3, 32 * grid[0], 32 * grid[1], generator=generator) * 2 - 1,
-            "tokens": torch.randint(len(SPECIAL), vocabulary, (batch, max(lengths)), generator=generator),
-            "state": torch.randn(batch, 132, generator=generator),
-            "noise": torch.randn(batch, horizon, 132, generator=generator),
+            "pixels": drawn("pixels", batch, views, 3, 32 * grid[0], 32 * grid[1]).clamp(-1, 1),
+            "tokens": len(SPECIAL) + words.long() % (vocabulary - len(SPECIAL)),
+            "state": drawn("state", batch, 132),
+            "noise": drawn("noise", batch, horizon, 132),
             "lengths": torch.tensor(lengths, dtype=torch.int32),
         }
         for view in range(views):
@@ -266,7 +261,7 @@ def model_cases(model: Any, full: bool) -> dict[str, torch.Tensor]:
     case("missing camera", 1, 1, (11,), (3, 2))
     case("padded", 3, 2, (15, 11, 13), GRID)
     given = {n: tensors[f"batch1.{n}"] for n in ("pixels", "tokens", "state", "noise")}
-    previous = torch.randn(1, 5, 132, generator=generator).clamp(-1, 1)
+    previous = torch.from_numpy(draw("rtc.previous", 1, 5, 132)).clamp(-1, 1)
     options = {"action_horizon": 5, "rtc_overlap_steps": 5, "rtc_frozen_steps": 2, "rtc_ramp_rate": 6.0}
     found = answer(model, *given.values(), 4, {"previous": previous, "options": options})
     return {**tensors, "rtc.previous": previous, "rtc.steps4": found.contiguous()}
@@ -283,7 +278,9 @@ def robot_cases(folder: Path, out: Path, tokenizer: Any) -> dict[str, Any]:
         chat_template=TEMPLATE,
     )  # fmt: skip
     processor.tokenizer.padding_side = "left"
-    features = {f"observation.images.{n}": PolicyFeature(FeatureType.VISUAL, (3, 256, 256)) for n in ("image", "image2")}
+    features = {
+        f"observation.images.{n}": PolicyFeature(FeatureType.VISUAL, (3, 256, 256)) for n in ("image", "image2")
+    }
     features["observation.state"] = PolicyFeature(FeatureType.STATE, (8,))
     config = GrootConfig(
         input_features=features, output_features={"action": PolicyFeature(FeatureType.ACTION, (7,))},
@@ -329,12 +326,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write into")
     parser.add_argument("--full", action="store_true", help="the published size")
+    parser.add_argument("--kept", type=Path, help="a JSON file of names, shapes and answers")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     model, tokenizer = build(args.full), None if args.full else small_tokenizer()
     write_isaac(model, args.out / "isaac", tokenizer)
-    save_file(model_cases(model, args.full), str(args.out / "model.safetensors"))
+    cases = model_cases(model, args.full)
+    save_file(cases, str(args.out / "model.safetensors"))
+    if args.kept is not None:
+        shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
+        answers = {n: v[..., ::3, :4].numpy().round(7).tolist() for n, v in cases.items() if "steps" in n}
+        args.kept.write_text(json.dumps({"shapes": shapes, "answers": answers}) + "\n")
     if not args.full:
         np.savez(args.out / "robot.npz", **robot_cases(args.out / "isaac", args.out / "lerobot", tokenizer))
         (args.out / "tasks.json").write_text(json.dumps(TASKS))

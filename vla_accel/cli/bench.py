@@ -42,8 +42,8 @@ class Arguments:
     """Of random weights: some of eager, native-bf16, native-fp8, native-fp8-vision, openpi-eager, openpi-compile,
     openpi-max-autotune; all of ours and openpi-eager if not given. openpi's are left out, loudly, where it is not
     installed."""
-    steps: str = "10,3,1"
-    """Denoising steps, a sweep."""
+    steps: Text = None
+    """Denoising steps, a sweep such as 10,3,1; the family's own if not given."""
     views: Number = None
     """Of random weights: images a call; the family's own if not given: 2 for π0.5, 3 for π0."""
     horizon: Number = None
@@ -65,7 +65,6 @@ class Arguments:
 def main(arguments: list[str]) -> int:
     """Time and report."""
     chosen = parse(Arguments, arguments, "vla-accel bench")
-    sweep = _numbers(chosen.steps, "steps")
     batches = _numbers(chosen.batch, "batch") if chosen.batch else []
     if chosen.report is not None:
         check_path(chosen.report)
@@ -73,6 +72,7 @@ def main(arguments: list[str]) -> int:
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
     factory = _factory(chosen, str(device), ceilings)
     family = factory.family
+    sweep = _numbers(chosen.steps, "steps") if chosen.steps else list(family.sweep)
     # The quickest first; of the baselines the one that needs no compilation.
     systems = factory.names
     if isinstance(factory, Factory):

@@ -1,5 +1,5 @@
-"""GR00T N1.7's components: vision → image_tokens, deepstack → kv_cache → keys and values of the transformer's blocks that
-look outside → denoise → actions."""
+"""GR00T N1.7's components: vision → image_tokens, deepstack → kv_cache → keys and values of the transformer's blocks
+that look outside → denoise → actions."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class KvCache(nn.Module):
 
 class Denoise(nn.Module):
     """noise (B, H, A) float32, the cache, `state` (B, state_dim), `target` (B, H, A) and `weights` (B, H) float32 of a
-    previous chunk (weights of zero: a plain call), then, where rows may be shorter, `lengths` (B,) int32 of the text, to
-    normalised actions (B, H, A) float32."""
+    previous chunk (weights of zero: a plain call), then, where rows may be shorter, `lengths` (B,) int32 of the text,
+    to normalised actions (B, H, A) float32."""
 
     def __init__(self, model: Groot, steps: int) -> None:
         super().__init__()

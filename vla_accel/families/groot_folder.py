@@ -246,8 +246,8 @@ def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tu
         raise CheckpointError(f"{path}: expected the steps {_PACK}, {_ENCODE} and one that decodes, found {[*before]}")
     tag, ids = str(pack.get("embodiment_tag")), pack.get("embodiment_mapping") or PUBLISHED_IDS
     if tag not in ids or wanted not in (None, tag):
-        raise CheckpointError(f"checkpoint {folder}: expected an embodiment of {tag if tag in ids else sorted(ids)}, got "
-                              f"{wanted or tag!r}")  # fmt: skip
+        there = tag if tag in ids else ", ".join(sorted(ids))
+        raise CheckpointError(f"checkpoint {folder}: expected an embodiment of {there}, got {wanted or tag!r}")
     images = {**encode, "use_albumentations": encode.get("use_albumentations", False)}
     modality, statistics = pack.get("modality_config"), pack.get("raw_stats")
     merged = {**pack, "use_relative_action": bool(decode.get("use_relative_action"))}
@@ -352,5 +352,3 @@ def _numbers(value: Any, where: str) -> np.ndarray:
     if array.ndim not in (1, 2) or not array.size or not np.isfinite(array).all():
         raise CheckpointError(f"{where}: expected finite numbers, got {value!r:.60}")
     return array
-
-

@@ -133,7 +133,7 @@ def compare(
         passed=actions.cosine >= limit,
         threshold=limit,
         observations=len(observations),
-        num_steps=policy.config.num_steps,
+        num_steps=policy.num_steps,
         actions=actions,
         robot_actions=Agreement.of(robot, true),
         dimensions=dimensions,

@@ -97,9 +97,9 @@ class CheckpointFactory:
 def timed(name: str, policy: OptimizedPolicy, started: float, ceilings: Ceilings | None) -> System:
     """A policy as a system, warm. `started`: `time.perf_counter()` before it was made."""
     policy.warm_up()
-    system = System(name, policy.infer, policy.config.num_steps, time.perf_counter() - started)
+    system = System(name, policy.infer, policy.num_steps, time.perf_counter() - started)
     example = policy.processor.prepare(policy.processor.example())
-    work = policy.family.work(policy.model.config, example, policy.config.num_steps, policy.specs)
+    work = policy.family.work(policy.model.config, example, policy.num_steps, policy.specs)
     if ceilings is not None:
         system.floors = floors_ms(work, ceilings)
     system.notes = {"engines": policy.ledger.as_list(), "work": {n: asdict(w) for n, w in work.items()}}

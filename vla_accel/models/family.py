@@ -27,6 +27,7 @@ FAMILIES: dict[str, str] = {
     "pi0": "vla_accel.families.pi0:PI0",
     "pi05": "vla_accel.families.pi0:PI05",
     "smolvla": "vla_accel.families.smolvla:SMOLVLA",
+    "groot": "vla_accel.families.groot:GROOT",
 }
 """Every family by name, as "module:object", imported when it is asked for: none needs another's packages."""
 
@@ -122,6 +123,11 @@ class Family(ABC):
     def action_shape(self, config: Any) -> tuple[int, int]:
         """(horizon, action dimensions) of one row of the noise and of the normalised actions."""
 
+    def steps(self, config: Any) -> int:
+        """Denoising steps where nobody says how many."""
+        del config
+        return 10
+
     def shallow(self, config: Any, depth: int) -> Any:
         """The same sizes with so many layers in the large stacks, to measure builds with."""
         raise ConfigError(f"depth: {self.name} cannot be made shallower, got {depth}")
@@ -181,6 +187,8 @@ class Family(ABC):
     def published(self, horizon: int | None = None) -> Any:
         """The sizes that `bench` times, with another horizon if one is given."""
 
+    sweep: tuple[int, ...] = (10, 3, 1)
+    """Denoising steps that `bench` times, unless others are asked for."""
     views: int = 2
     """Images a call in `bench`, unless another number is asked for."""
 

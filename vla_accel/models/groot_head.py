@@ -49,7 +49,9 @@ class HeadConfig:
         if self.heads * self.head_dim != self.width:
             raise ConfigError(f"head.width: expected {self.heads} heads of {self.head_dim}, got {self.width}")
         if self.width % 2 or self.text_every < 1:
-            raise ConfigError(f"head: expected an even width and text_every from 1, got {self.width}, {self.text_every}")
+            raise ConfigError(
+                f"head: expected an even width and text_every from 1, got {self.width}, {self.text_every}"
+            )
 
     def source(self, index: int) -> Source:
         """What block `index` attends to."""

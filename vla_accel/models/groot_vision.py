@@ -175,9 +175,7 @@ def place_embedding(table: Tensor, grid: Grid, merge: int) -> Tensor:
     return in_blocks(mixed + corner(bottom, right, down[:, None] * over), merge)
 
 
-def patch_rope(
-    config: QwenVisionConfig, grid: Grid, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def patch_rope(config: QwenVisionConfig, grid: Grid, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of a patch's row and column, each (patches, 1, head_dim / 2): half of the frequencies are of its row,
     half of its column."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -54,7 +54,9 @@ class OptimizedPolicy:
     def __init__(self, checkpoint: Checkpoint, config: PolicyConfig, *, store: Store | None = None) -> None:
         """`checkpoint`: its model is moved and cast in place, unless it can be read again; `store`: of another policy
         of the same model, to share its prepared weights. Raises ConfigError for a component that the model lacks."""
-        self.config, self.name, self.family = config, checkpoint.name, checkpoint.family
+        self.name, self.family = checkpoint.name, checkpoint.family
+        self.num_steps = config.num_steps or self.family.steps(checkpoint.model.config)
+        self.config = config = replace(config, num_steps=self.num_steps)
         self.device = resolve_device(config.device)
         dtype = resolve_dtype(config, self.device)
         self.model: Any = checkpoint.model.placed(self.device, dtype)
@@ -257,7 +259,7 @@ class OptimizedPolicy:
             "model": self._described(),
             "action_horizon": horizon,
             "action_dim": action_dim,
-            "num_steps": self.config.num_steps,
+            "num_steps": self.num_steps,
             "device": str(self.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "engines": self.ledger.as_list(),
@@ -283,7 +285,7 @@ class OptimizedPolicy:
         return latency.breakdown(
             model={"name": self.name, **self._described()},
             engines=self.ledger.as_list(),
-            steps=self.config.num_steps,
+            steps=self.num_steps,
             device=self.device,
             components=self.latency.components(),
             samples=len(self.latency.samples),
@@ -308,7 +310,7 @@ class OptimizedPolicy:
         folder = self.checkpoint.folder
         if folder is None or self.device.type != "cuda" or any(spec.engine != "auto" for spec in specs.values()):
             return None
-        found = agreement.shown(folder, self.model, self.config.num_steps)
+        found = agreement.shown(folder, self.model, self.num_steps)
         if found is None:
             return None
         try:
@@ -381,7 +383,7 @@ class OptimizedPolicy:
         return told_if_too_large(self.pipelines.plan, self.checkpoint, self._free, ordinary)
 
     def _shape(self, inputs: Sequence[Any]) -> Shape:
-        return self.family.shape(self.model.config, inputs, self.config.num_steps, self.specs)
+        return self.family.shape(self.model.config, inputs, self.num_steps, self.specs)
 
     def _feed(
         self, inputs: list[Any], noise: np.ndarray | None, guidance: Mapping[str, np.ndarray] | None

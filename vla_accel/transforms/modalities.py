@@ -1,4 +1,4 @@
-"""GR00T's groups of states and actions: named parts of a vector, each scaled in its own way, some relative to the state.
+"""GR00T's groups of states and actions: named parts of a vector, each scaled in its way, some relative to the state.
 
 Knows nothing of observations or of where statistics come from. Source of the formulas: Isaac-GR00T's state and action
 processor, and lerobot 0.6.1's (both Apache-2.0).

@@ -1,0 +1,189 @@
+"""GR00T N1.7's folders, in Isaac-GR00T's layout and lerobot's: what they load to, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import groot_folders as written
+from tests.support.groot_folders import TAG, tensors, write_isaac, write_lerobot
+from vla_accel.checkpoints.loading import Checkpoint, load
+from vla_accel.config import CheckpointSpec, PolicyConfig
+from vla_accel.errors import CheckpointError
+from vla_accel.models.groot import Groot
+from vla_accel.transforms.groot import GrootProcessor
+
+
+@pytest.fixture(scope="module")
+def isaac(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_isaac(tmp_path_factory.mktemp("groot") / "isaac")
+
+
+@pytest.fixture(scope="module")
+def lerobot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lerobot(tmp_path_factory.mktemp("groot") / "lerobot")
+
+
+def loaded(folder: Path, **given: Any) -> tuple[Groot, GrootProcessor, Checkpoint]:
+    checkpoint = load(folder, PolicyConfig(checkpoint=CheckpointSpec(**given)), dtype=torch.float32)
+    assert isinstance(checkpoint.model, Groot) and isinstance(checkpoint.processor, GrootProcessor)
+    return checkpoint.model, checkpoint.processor, checkpoint
+
+
+def test_both_forms_are_one_policy(isaac: Path, lerobot: Path) -> None:
+    (a, first, found), (b, second, _) = loaded(isaac), loaded(lerobot)
+    assert (found.family.name, a.config, found.folder) == ("groot", b.config, isaac)
+    assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    assert (first.cropping, first.preset, first.rows, first.gripper) == (
+        second.cropping, second.preset, second.rows, second.gripper,
+    )  # fmt: skip
+    assert (first.rows, first.gripper, first.preset.images[1]) == (6, True, "observation/wrist_image")
+    for x, y in zip(first.actions.groups, second.actions.groups, strict=True):
+        assert x.name == y.name and np.array_equal(x.low, y.low), "q01, not min"  # type: ignore[arg-type]
+
+
+def test_weights_are_where_they_belong(isaac: Path) -> None:
+    """Some tensors by their stored names: one matrix of three, an embodiment's own transposed, a patch's two frames."""
+    model, given = loaded(isaac)[0], {n: v.float() for n, v in tensors().items()}
+    dit = "action_head.model.transformer_blocks."
+    both = torch.cat([given[f"{dit}2.attn1.to_{x}.weight"] for x in "kv"])
+    assert torch.equal(model.head.layers[2].kv_proj.weight, both)  # type: ignore[union-attr]
+    layer = "backbone.model.model.language_model.layers.1.mlp."
+    assert torch.equal(
+        model.language.layers[1].gate_up_proj.weight,  # type: ignore[union-attr]
+        torch.cat((given[layer + "gate_proj.weight"], given[layer + "up_proj.weight"])),
+    )
+    assert torch.equal(model.head.action_mix.weight, given["action_head.action_encoder.W2.W"][2].T)
+    assert torch.equal(model.head.decode_out.bias, given["action_head.action_decoder.layer2.b"][2])
+    stored = given["backbone.model.model.visual.deepstack_merger_list.1.norm.weight"]
+    assert torch.equal(model.vision.deepstack[1].norm.weight, stored)  # type: ignore[union-attr]
+    other, _, _ = loaded(write_other(isaac), embodiment="new_embodiment")
+    assert torch.equal(other.head.state_in.weight, given["action_head.state_encoder.layer1.W"][4].T)
+
+
+def write_other(isaac: Path) -> Path:
+    """The same weights with a second embodiment whose actions are relative."""
+    relative = {"rep": "RELATIVE", "type": "NON_EEF", "format": "DEFAULT", "state_key": None}
+    pose = {"rep": "RELATIVE", "type": "EEF", "format": "XYZ_ROT6D", "state_key": "hand"}
+    plain = {"rep": "ABSOLUTE", "type": "NON_EEF", "format": "DEFAULT", "state_key": None}
+    state, action = {"arm": 3, "hand": 9, "angle": 1}, {"arm": 3, "pose": 9, "gripper": 1}
+    arm = written.modality(state, action, ("front", "wrist"), [relative, pose, plain])
+    arm["state"] |= {"sin_cos_embedding_keys": ["angle"], "mean_std_embedding_keys": ["arm"]}
+    arm["video"]["delta_indices"] = [-15, 0]
+    stats = {
+        "new_embodiment": {
+            "state": written.statistics(state), "action": written.statistics(action),
+            "relative_action": written.statistics({"arm": 3, "pose": 9}, rows=written.ROWS),
+        },
+        TAG: {"state": written.statistics(written.STATE), "action": written.statistics(written.ACTION)},
+    }  # fmt: skip
+    settings = {**written.SETTINGS, "use_relative_action": True, "apply_sincos_state_encoding": True}
+    return write_isaac(
+        isaac.parent / "two", modalities={TAG: written.LIBERO, "new_embodiment": arm}, stats=stats, settings=settings
+    )
+
+
+def test_another_embodiment(isaac: Path) -> None:
+    _, processor, _ = loaded(write_other(isaac), embodiment="new_embodiment")
+    assert processor.preset.images == ("observation.images.front", "observation.images.wrist")
+    assert processor.preset.optional_images == processor.preset.images and processor.preset.prompt == "task"
+    assert (processor.frames, processor.gripper, processor.state.size, processor.state.width) == (2, False, 13, 14)
+    arm, pose, gripper = processor.actions.groups
+    assert (arm.relative, pose.relative, gripper.relative) == ("difference", "pose", "no")
+    assert arm.low is not None and arm.low.shape == (6, 3) and gripper.low is not None and gripper.low.ndim == 1
+    assert [g.scaling for g in processor.state.groups] == ["mean_std", "range", "sin_cos"]
+
+
+def test_layers_that_nothing_reads_are_not_loaded(isaac: Path) -> None:
+    more = {
+        n.replace("layers.3.", "layers.7."): v.clone() for n, v in tensors().items() if "language_model.layers.3." in n
+    }  # fmt: skip
+    folder = write_isaac(isaac.parent / "deep", weights={**tensors(), **more})
+    model, _, _ = loaded(folder)
+    assert len(model.language.layers) == 4
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), loaded(isaac)[0].parameters(), strict=True))
+
+
+def test_a_folder_trained_without_groups(isaac: Path) -> None:
+    folder = write_lerobot(isaac.parent / "flat", flat=True)
+    _, flat, _ = loaded(folder, action_horizon=8)
+    _, grouped, _ = loaded(isaac)
+    assert [g.size for g in flat.actions.groups] == [7] and flat.gripper
+    given = written.observation()
+    np.testing.assert_allclose(flat.prepare(given).state, grouped.prepare(given).state, atol=1e-6)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+
+def without(*names: str) -> dict[str, Any]:
+    return {n: v for n, v in tensors().items() if n not in names}
+
+
+WHOLE = {**written.CONFIG}
+W = "action_head.action_encoder.W3.W"
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({"weights": without(W)}, {}, f"1 missing: {W}"),
+        ({"weights": {**tensors(), "action_head.more": torch.zeros(2)}}, {}, "1 left over: action_head.more"),
+        ({"weights": {**tensors(), W: torch.zeros(5, 96, 95)}}, {}, r"1 misshaped: .*expected \(5, 96, 96\), got"),
+        ({"weights": {**tensors(), W: torch.zeros(2, 96, 96)}}, {}, r"1 misshaped: .*expected \(3, 96, 96\), got"),
+        ({"config": {**WHOLE, "hidden_size": 64}}, {}, "hidden_size: config says 64, weights say 56"),
+        ({"config": {**WHOLE, "select_layer": 6}}, {}, "missing: backbone.model.model.language_model.layers.4"),
+        ({"config": {**WHOLE, "use_alternate_vl_dit": False}}, {}, "cannot run GR00T with use_alternate_vl_dit False"),
+        ({"config": {**WHOLE, "model_type": "Gr00tN1d6"}}, {}, "expected GR00T N1.7 .*, found gr00tn1d6"),
+        ({}, {"embodiment": "gr1"}, "expected an embodiment of libero_sim; got 'gr1'"),
+        ({"ids": {"gr1": 1}}, {}, "expected an embodiment of none; choose one as checkpoint.embodiment"),
+        ({"ids": {TAG: 7}}, {}, "misshaped: action_head.action_decoder.layer1.W"),
+        ({"stats": {TAG: {"state": written.statistics(written.STATE)}}}, {}, "expected action, found"),
+        ({"stats": {TAG: {"state": {}, "action": {}}}}, {}, "expected x, found"),
+    ],
+)  # fmt: skip
+def test_refused(tmp_path: Path, changes: dict[str, Any], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        loaded(write_isaac(tmp_path / "isaac", **changes), **given)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    folder = write_isaac(tmp_path)
+    (folder / "statistics.json").unlink()
+    with pytest.raises(CheckpointError, match=r"expected statistics\.json, found"):
+        loaded(folder)
+
+
+def test_lerobots_steps_are_known_or_refused(tmp_path: Path) -> None:
+    folder = write_lerobot(tmp_path)
+    with pytest.raises(CheckpointError, match="expected an embodiment of libero_sim, got 'gr1'"):
+        loaded(folder, embodiment="gr1")
+    path = folder / "policy_preprocessor.json"
+    content = json.loads(path.read_text())
+    content["steps"][0]["registry_name"] = "relative_actions_processor"
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"expected steps among .*, got relative_actions_processor"):
+        loaded(folder)
+    # What lerobot turns, silently, into embodiment 0.
+    with pytest.raises(CheckpointError, match="got 'typo'"):
+        loaded(write_lerobot(tmp_path / "typo", embodiment_tag="typo"))
+
+
+def test_the_first_unknown_relation_is_refused(isaac: Path, tmp_path: Path) -> None:
+    form = {"rep": "RELATIVE", "type": "EEF", "format": "XYZ_ROTVEC", "state_key": "x"}
+    forms = [form, *[{"rep": "ABSOLUTE"}] * 6]
+    stats = {TAG: {"state": written.statistics(written.STATE), "action": written.statistics(written.ACTION),
+                   "relative_action": written.statistics({"x": 1}, rows=6)}}  # fmt: skip
+    modalities = {TAG: written.modality(written.STATE, written.ACTION, ("image",), forms)}
+    settings = {**written.SETTINGS, "use_relative_action": True}
+    folder = write_isaac(tmp_path, modalities=modalities, stats=stats, settings=settings)
+    with pytest.raises(CheckpointError, match="expected NON_EEF, or EEF as XYZ_ROT6D"):
+        loaded(folder)
+    forms[0] = {**form, "type": "NON_EEF", "state_key": "gripper"}
+    with pytest.raises(CheckpointError, match="action x is relative to state gripper of 1 numbers"):
+        loaded(write_isaac(tmp_path, modalities=modalities, stats=stats, settings=settings))

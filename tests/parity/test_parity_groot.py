@@ -1,0 +1,96 @@
+"""GR00T N1.7 and the whole path around it against lerobot's own code, on folders in Isaac-GR00T's layout and as lerobot
+saves them.
+
+Needs an interpreter with lerobot 0.6.1 installed, given as ``--groot-python=PATH``; without it every test here is
+skipped and says so. lerobot runs in its own process through ``tests/parity/make_groot_reference.py``, which knows
+nothing of this package. Covers float32 on the CPU: the model alone (batch 1 and 3, a missing camera, padded prompts, a previous
+chunk), and whole observations from uint8 images to a robot's actions.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.groot_folders import REFERENCE
+from tests.support.reference_script import make_reference, python_of
+from vla_accel import OptimizedPolicy
+from vla_accel.checkpoints.loading import load
+from vla_accel.models.groot import Groot, overlap_weights
+from vla_accel.models.groot_language import Layout
+
+pytestmark = pytest.mark.parity
+
+SCRIPT = Path(__file__).parent / "make_groot_reference.py"
+# Rounding alone is 7e-7; the least visible wrong formula moves the actions 1e-3.
+ACTIONS_ATOL = 1e-4
+
+
+@pytest.fixture(scope="module")
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints and answers, made by lerobot just now."""
+    folder = tmp_path_factory.mktemp("groot")
+    python = python_of(request, "groot", "GR00T N1.7")
+    return make_reference(python, SCRIPT, folder, "--kept", str(folder / "kept.json"))
+
+
+def check(ours: Any, theirs: Any, what: str, record_property: Any) -> None:
+    difference = float(np.abs(np.asarray(ours, np.float64) - np.asarray(theirs)).max())
+    record_property("max_abs_difference", difference)
+    print(f"{what}: largest difference {difference:.1e}")
+    assert difference <= ACTIONS_ATOL
+
+
+@pytest.mark.parametrize("case", ["batch1", "batch3", "missing camera", "padded", "rtc"])
+def test_model(reference: Path, case: str, record_property: Any) -> None:
+    model = load(reference / "isaac", dtype=torch.float32).model
+    assert isinstance(model, Groot)
+    tensors, guided = load_file(reference / "model.safetensors"), case == "rtc"
+    inputs = "batch1" if guided else case
+    given = {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{inputs}.")}
+    pixels, lengths = given["pixels"], given["lengths"]
+    layout = Layout(pixels.shape[1], model.config.vision.grid(*pixels.shape[3:]), given["tokens"].shape[1])
+    chunk: tuple[Any, ...] = ()
+    if guided:
+        target = torch.zeros(1, 8, 132)
+        target[:, :5] = tensors["rtc.previous"]
+        chunk = (target, overlap_weights(5, 2, 8, 6.0, None)[None])
+    with torch.no_grad():
+        cache = model.read(*model.see(pixels), given["tokens"], layout.places(pixels.device), lengths)
+        for steps in (4,) if guided else (4, 2):
+            constants = model.head.constants(steps)
+            ours = model.integrate(given["noise"], constants, given["state"], cache, lengths, *chunk)
+            check(ours, tensors[f"{case}.steps{steps}"], f"{case}, {steps} steps", record_property)
+
+
+@pytest.mark.parametrize("form", ["isaac", "lerobot"])
+def test_whole_observations(reference: Path, form: str, record_property: Any) -> None:
+    """From camera images, the last two of them not square, to the robot's numbers."""
+    pytest.importorskip("cv2", reason="the reference crops by OpenCV")
+    robot = np.load(reference / "robot.npz")
+    policy = OptimizedPolicy.from_pretrained(reference / form, device="cpu")
+    for i, task in enumerate((*json.loads((reference / "tasks.json").read_text()), "")):
+        pair = robot["images"][i] if i < len(robot["images"]) else robot["wide"]
+        observation = {
+            "observation/image": pair[0], "observation/wrist_image": pair[1], "observation/state": robot["state"][i],
+            "prompt": task,
+        }  # fmt: skip
+        inputs = policy.processor.prepare(observation)
+        np.testing.assert_array_equal(inputs.tokens, robot[f"text{i}"])
+        np.testing.assert_allclose(inputs.state, robot[f"state{i}"][0, 0], atol=1e-6)
+        found = policy.infer(observation, noise=robot["noise"][i])["actions"]
+        check(found, robot["actions"][i], f"{form}, observation {i}", record_property)
+
+
+def test_what_is_kept_is_what_it_answers(reference: Path) -> None:
+    """tests/models/groot_reference.json, which tests without lerobot compare with."""
+    kept = json.loads((reference / "kept.json").read_text())
+    assert kept["shapes"] == REFERENCE["shapes"]
+    for name, values in kept["answers"].items():
+        np.testing.assert_allclose(values, REFERENCE["answers"][name], atol=1e-5)

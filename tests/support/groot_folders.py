@@ -1,0 +1,180 @@
+"""Small GR00T N1.7 checkpoint folders with the key names and shapes of lerobot's own code, which it left in
+tests/models/groot_reference.json (tests/parity/make_groot_reference.py)."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.parity.groot_weights import draw, weight
+
+REFERENCE = json.loads((Path(__file__).parents[1] / "models" / "groot_reference.json").read_text())
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+           "<|video_pad|>", "<unk>")  # fmt: skip
+WORDS = ("user", "\n", "pick", "up", "the", "black", "bowl", "open", "it", "put", "perform", "task")
+TAG = "libero_sim"
+STATE = {"x": 1, "y": 1, "z": 1, "roll": 1, "pitch": 1, "yaw": 1, "gripper": 2}
+ACTION = {"x": 1, "y": 1, "z": 1, "roll": 1, "pitch": 1, "yaw": 1, "gripper": 1}
+ROWS = 6
+CONFIG: dict[str, Any] = {
+    "architectures": ["Gr00tN1d7"], "model_type": "Gr00tN1d7", "model_name": "nvidia/Cosmos-Reason2-2B",
+    "select_layer": 4, "backbone_embedding_dim": 128, "hidden_size": 56, "input_embedding_dim": 96, "max_seq_len": 24,
+    "action_horizon": 8, "max_num_embodiments": 5, "max_state_dim": 132, "max_action_dim": 132,
+    "use_alternate_vl_dit": True, "attend_text_every_n_blocks": 2, "add_pos_embed": True, "use_vlln": True,
+    "state_history_length": 1, "num_inference_timesteps": 4, "num_timestep_buckets": 1000, "rtc_ramp_rate": 6.0,
+    "diffusion_model_cfg": {
+        "positional_embeddings": None, "num_layers": 8, "num_attention_heads": 2, "attention_head_dim": 48,
+        "norm_type": "ada_norm", "output_dim": 56, "interleave_self_attention": True,
+    },
+    "vl_self_attention_cfg": {
+        "positional_embeddings": None, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 64,
+    },
+}  # fmt: skip
+
+
+@functools.cache
+def tensors() -> dict[str, Tensor]:
+    """Isaac-GR00T's tensors of the small model, BF16. The head of the language model is its table once more."""
+    found = {n: torch.from_numpy(weight(n, tuple(s))).bfloat16() for n, s in REFERENCE["shapes"].items()}
+    table = "backbone.model.model.language_model.embed_tokens.weight"
+    return {**found, "backbone.model.lm_head.weight": found[table].clone()}
+
+
+def statistics(groups: dict[str, int], rows: int = 0) -> dict[str, Any]:
+    """Unequal for every number; with `rows`, a row for each action of a chunk."""
+    table = {}
+    for name, count in groups.items():
+        shape = (rows, count) if rows else (count,)
+        low, high = -1.0 - abs(draw(f"{name}.low", *shape)), 1.0 + abs(draw(f"{name}.high", *shape))
+        entry = {"min": low - 0.1, "max": high + 0.1, "q01": low, "q99": high, "mean": (low + high) / 2}
+        table[name] = {k: v.tolist() for k, v in {**entry, "std": (high - low) / 4}.items()}
+    return table
+
+
+def modality(state: dict[str, int], action: dict[str, int], cameras: tuple[str, ...], forms: Any = None) -> Any:
+    """One embodiment's part of processor_config.json."""
+    plain = {"rep": "ABSOLUTE", "type": "NON_EEF", "format": "DEFAULT", "state_key": None}
+    return {
+        "video": {"delta_indices": [0], "modality_keys": list(cameras)},
+        "state": {"delta_indices": [0], "modality_keys": list(state)},
+        "action": {"delta_indices": list(range(ROWS)), "modality_keys": list(action),
+                   "action_configs": forms or [plain] * len(action)},
+    }  # fmt: skip
+
+
+LIBERO = modality(STATE, ACTION, ("image", "wrist_image"))
+SETTINGS: dict[str, Any] = {
+    "use_percentiles": True, "clip_outliers": True, "formalize_language": True, "use_albumentations": False,
+    "image_target_size": [64, 64], "image_crop_size": [60, 60], "shortest_image_edge": 64, "crop_fraction": 0.95,
+    "max_action_horizon": 8, "use_relative_action": False, "letter_box_transform": False,
+}  # fmt: skip
+IDS = {TAG: 2, "new_embodiment": 4}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Words as tokens in Hugging Face's form, in place of Qwen's file."""
+    from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate((*SPECIAL, *WORDS))}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(" "), "removed"), pre_tokenizers.Split(Regex(r"\n|[A-Za-z_]+|[.,]"), "isolated")]
+    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_isaac(
+    folder: Path, *, weights: dict[str, Tensor] | None = None, config: Any = CONFIG, modalities: Any = None,
+    settings: Any = SETTINGS, stats: Any = None, ids: Any = IDS,
+) -> Path:  # fmt: skip
+    """Isaac-GR00T's layout: two shards and their index, and four JSON files. Returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    given = tensors() if weights is None else weights
+    names, table = sorted(given), {}
+    for part, half in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), 1):
+        file = f"model-{part:05}-of-00002.safetensors"
+        save_file({n: given[n] for n in half}, str(folder / file))
+        table |= dict.fromkeys(half, file)
+    stats = {TAG: {"state": statistics(STATE), "action": statistics(ACTION)}} if stats is None else stats
+    files = {
+        "config.json": config,
+        "model.safetensors.index.json": {"metadata": {}, "weight_map": table},
+        "processor_config.json": {"processor_kwargs": {"modality_configs": modalities or {TAG: LIBERO}, **settings}},
+        "statistics.json": stats,
+        "embodiment_id.json": ids,
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    write_tokenizer(folder)
+    return folder
+
+
+def write_lerobot(folder: Path, *, flat: bool = False, **changes: Any) -> Path:
+    """lerobot's form: one file with a prefix, and the saved processors. `flat`: trained without a checkpoint's own
+    groups; `changes`: to the step that packs inputs. Returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # lerobot writes a tied table under the head's name alone.
+    table = "backbone.model.model.language_model.embed_tokens.weight"
+    save_file({f"_groot_model.{n}": v for n, v in tensors().items() if n != table}, str(folder / "model.safetensors"))
+    stats = {"state": statistics(STATE), "action": statistics(ACTION)}
+    groups = {"raw_stats": None if flat else stats, "modality_config": None if flat else LIBERO}
+    pack = {
+        "state_horizon": 1, "action_horizon": 8, "valid_action_horizon": ROWS, "video_horizon": 1, "max_state_dim": 132,
+        "max_action_dim": 132, "language_key": "task", "formalize_language": True, "embodiment_tag": TAG,
+        "embodiment_mapping": IDS, "normalize_min_max": True, "clip_outliers": True, "use_percentiles": True,
+        "video_modality_keys": ["image", "wrist_image"], **groups, **changes,
+    }  # fmt: skip
+    image_keys = ("image_crop_size", "image_target_size", "shortest_image_edge", "crop_fraction", "use_albumentations")
+    encode = {k: SETTINGS[k] for k in (*image_keys, "letter_box_transform")}
+    decode: dict[str, Any] = {
+        "env_action_dim": 7, **groups, "use_percentiles": True, "use_relative_action": False,
+        "action_decode_transform": "libero",
+    }  # fmt: skip
+    name = "groot_n1_7_action_decode_v1"
+    if flat:
+        name = "groot_action_unpack_unnormalize_v2"
+        decode = {"env_action_dim": 7, "normalize_min_max": True, "libero_gripper_action": True}
+    state_file = "policy_preprocessor_step_2_groot_n1_7_pack_inputs_v1.safetensors"
+    features = {f"observation.images.{n}": {"type": "VISUAL", "shape": [3, 64, 64]} for n in ("image", "image2")}
+    files = {
+        "config.json": {
+            "type": "groot", "chunk_size": 8, "embodiment_tag": TAG, "num_inference_timesteps": None,
+            "input_features": {**features, "observation.state": {"type": "STATE", "shape": [8]}},
+            "output_features": {"action": {"type": "ACTION", "shape": [7]}},
+        },
+        "policy_preprocessor.json": {"name": "policy_preprocessor", "steps": [
+            {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
+            {"registry_name": "to_batch_processor", "config": {}},
+            {"registry_name": "groot_n1_7_pack_inputs_v1", "config": pack, "state_file": state_file},
+            {"registry_name": "groot_n1_7_vlm_encode_v1", "config": encode},
+            {"registry_name": "device_processor", "config": {"device": "cpu"}},
+        ]},
+        "policy_postprocessor.json": {"name": "policy_postprocessor", "steps": [
+            {"registry_name": name, "config": decode},
+            {"registry_name": "device_processor", "config": {"device": "cpu"}},
+        ]},
+    }  # fmt: skip
+    for file, content in files.items():
+        (folder / file).write_text(json.dumps(content))
+    flat_stats = {}
+    for feature, table_of in (("observation.state", stats["state"]), ("action", stats["action"])):
+        for stat, source in (("min", "q01"), ("max", "q99"), ("mean", "mean"), ("std", "std")):
+            joined = np.concatenate([entry[source] for entry in table_of.values()])
+            flat_stats[f"{feature}.{stat}"] = torch.from_numpy(joined).float()
+    save_file(flat_stats, str(folder / state_file))
+    write_tokenizer(folder)
+    return folder
+
+
+def observation(seed: int = 0, prompt: str = "Pick up the bowl!") -> dict[str, Any]:
+    """What LIBERO gives, 64 pixels a side."""
+    rng = np.random.default_rng(seed)
+    images = {f"observation/{n}": rng.integers(0, 256, (64, 64, 3), np.uint8) for n in ("image", "wrist_image")}
+    return {**images, "observation/state": rng.uniform(-1, 1, 8), "prompt": prompt}
