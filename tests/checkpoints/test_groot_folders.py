@@ -32,7 +32,7 @@ def lerobot(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(folder: Path, **given: Any) -> tuple[Groot, GrootProcessor, Checkpoint]:
     checkpoint = load(folder, PolicyConfig(checkpoint=CheckpointSpec(**given)), dtype=torch.float32)
     assert isinstance(checkpoint.model, Groot) and isinstance(checkpoint.processor, GrootProcessor)
-    return checkpoint.model, checkpoint.processor, checkpoint
+    return checkpoint.model.whole(), checkpoint.processor, checkpoint
 
 
 def test_both_forms_are_one_policy(isaac: Path, lerobot: Path) -> None:

@@ -23,7 +23,7 @@ class Stub:
         self.error, self.flip, self.calls = error, flip, 0
         self.model = SimpleNamespace(config=SimpleNamespace(action_horizon=3, action_dim=2), dtype=torch.float32)
         self.family = SimpleNamespace(action_shape=lambda config: (config.action_horizon, config.action_dim))
-        self.config, self.specs = SimpleNamespace(num_steps=4), {"all": EngineSpec()}
+        self.num_steps, self.specs = 4, {"all": EngineSpec()}
         self.ledger = Ledger()
         self.noises: list[np.ndarray] = []
 

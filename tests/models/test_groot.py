@@ -23,7 +23,7 @@ from vla_accel.models.groot_vision import QwenVisionConfig
 @pytest.fixture(scope="module")
 def model() -> Groot:
     weights = MemoryWeights(tensors())
-    return load_groot(weights, infer_config(weights.shapes, CONFIG, "small"), 2, "small", dtype=torch.float32)
+    return load_groot(weights, infer_config(weights.shapes, CONFIG, "small"), 2, "small", dtype=torch.float32).whole()
 
 
 def drawn(name: str, *shape: int) -> Tensor:
@@ -48,7 +48,7 @@ def answer(
         cache = model.read(*model.see(pixels), tokens, places, real)
         noise = drawn(f"{case}.noise", batch, model.config.action_horizon, 132)
         state = drawn(f"{case}.state", batch, 132)
-        return model.integrate(noise, model.head.constants(steps), state, cache, real, *(previous or ()))
+        return model.integrate(noise, model.constants(steps), state, cache, real, *(previous or ()))
 
 
 CASES = {

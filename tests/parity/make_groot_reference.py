@@ -15,7 +15,7 @@ With random weights at a small size it writes:
   processors made of them: ``text{i}``, ``patches{i}``, and ``actions`` (N, rows, 7); ``tasks.json``: the instructions.
 
 ``--kept`` writes, besides, names and shapes of lerobot's tensors and some numbers of its answers into a JSON file: with
-the weights of `groot_weights`, what tests/models/groot_reference.json has. 
+the weights of `groot_weights`, what tests/models/groot_reference.json has.
 ``--full`` writes the published size instead: one call, and no checkpoint but ``DIR/isaac`` (13 GB of memory).
 
 Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose. The chat template is written here

@@ -3,8 +3,8 @@ saves them.
 
 Needs an interpreter with lerobot 0.6.1 installed, given as ``--groot-python=PATH``; without it every test here is
 skipped and says so. lerobot runs in its own process through ``tests/parity/make_groot_reference.py``, which knows
-nothing of this package. Covers float32 on the CPU: the model alone (batch 1 and 3, a missing camera, padded prompts, a previous
-chunk), and whole observations from uint8 images to a robot's actions.
+nothing of this package. Covers float32 on the CPU: the model alone (batch 1 and 3, a missing camera, padded prompts, a
+previous chunk), and whole observations from uint8 images to a robot's actions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check(ours: Any, theirs: Any, what: str, record_property: Any) -> None:
 
 @pytest.mark.parametrize("case", ["batch1", "batch3", "missing camera", "padded", "rtc"])
 def test_model(reference: Path, case: str, record_property: Any) -> None:
-    model = load(reference / "isaac", dtype=torch.float32).model
+    model = load(reference / "isaac", dtype=torch.float32).model.whole()
     assert isinstance(model, Groot)
     tensors, guided = load_file(reference / "model.safetensors"), case == "rtc"
     inputs = "batch1" if guided else case
@@ -64,7 +64,7 @@ def test_model(reference: Path, case: str, record_property: Any) -> None:
     with torch.no_grad():
         cache = model.read(*model.see(pixels), given["tokens"], layout.places(pixels.device), lengths)
         for steps in (4,) if guided else (4, 2):
-            constants = model.head.constants(steps)
+            constants = model.constants(steps)
             ours = model.integrate(given["noise"], constants, given["state"], cache, lengths, *chunk)
             check(ours, tensors[f"{case}.steps{steps}"], f"{case}, {steps} steps", record_property)
 

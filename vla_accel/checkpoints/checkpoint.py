@@ -65,7 +65,7 @@ class Stored:
     def sample(self, name: str, stride: int) -> Tensor:
         found, begin = [], 0
         for piece in self.recipe[name]:
-            values = self.weights.read(piece.name).reshape(-1)
+            values = piece.taken(self.weights.read(piece.name)).reshape(-1)
             found.append(values[-begin % stride :: stride].clone())
             begin += len(values)
         return torch.cat(found)

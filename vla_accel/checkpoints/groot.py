@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vla_accel.checkpoints.checkpoint import account, assemble, shapes_of
+from vla_accel.checkpoints.checkpoint import account, deferred, shapes_of
 from vla_accel.checkpoints.weights import Piece, Weights
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.groot import Groot, GrootConfig
@@ -68,7 +68,8 @@ def load_groot(
     weights: Weights, config: GrootConfig, embodiment: int, where: str, *, device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
 ) -> Groot:  # fmt: skip
-    """The model of one embodiment. Raises CheckpointError that lists keys missing, left over or misshaped.
+    """The model of one embodiment, whose weights come when they are asked for. Raises CheckpointError that lists keys
+    missing, left over or misshaped.
 
     Language layers behind the last that is read, and the other embodiments' weights, are not loaded.
     """
@@ -85,7 +86,7 @@ def load_groot(
     known = {p.name for parts in recipe.values() for p in parts} | {prefix + d for d in _DEAD}
     known |= {n for n in weights.shapes if _layer(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth}
     account(weights, recipe, expected, known, f"checkpoint {where} does not fit GR00T N1.7")
-    return assemble(network, weights, recipe, where, device=device, dtype=dtype)
+    return deferred(network, weights, recipe, where).bound_for(torch.device(device), dtype)
 
 
 def pieces(name: str, config: GrootConfig, embodiment: int) -> tuple[Piece, ...]:

@@ -22,8 +22,9 @@ from vla_accel.families import groot_stand_in
 from vla_accel.families.groot_folder import load_folder
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Family, Rows, Shape, Work
-from vla_accel.models.groot import Groot, GrootConfig, groot_n17, overlap_weights, random_groot
+from vla_accel.models.groot import Groot, GrootConfig, groot_n17, overlap_weights
 from vla_accel.models.groot_language import Layout
+from vla_accel.models.groot_random import drawn_groot
 from vla_accel.models.groot_vision import Grid
 from vla_accel.native.store import NativeStore
 from vla_accel.transforms.groot import GrootInputs, GrootProcessor
@@ -67,7 +68,7 @@ class GrootFamily(Family):
         return Groot(config)
 
     def random(self, config: GrootConfig, *, seed: int, device: str, dtype: torch.dtype) -> Groot:
-        return random_groot(config, seed=seed, device=device, dtype=dtype)
+        return drawn_groot(config, seed=seed, device=device, dtype=dtype)
 
     def action_shape(self, config: GrootConfig) -> tuple[int, int]:
         return config.action_horizon, config.action_dim

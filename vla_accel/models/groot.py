@@ -104,6 +104,13 @@ class Groot(Network):
         features = self.head.features(hidden, real)
         return self.head.cache(features[:, places.text], features[:, places.image])
 
+    def constants(self, steps: int) -> StepConstants:
+        """What each of so many steps computes of its time alone. Weights that were not here are let go again."""
+        norms = [f"head.layers.{i}.modulation" for i in range(self.config.head.depth)]
+        small = ("head.time_in", "head.time_out", "head.final_modulation", "head.action_mix")
+        with self.present(*small, *norms):
+            return self.head.constants(steps)
+
     def integrate(
         self,
         noise: Tensor,
@@ -148,33 +155,3 @@ def overlap_weights(previous: int, delay: int, horizon: int, ramp: float, until:
     weights[:frozen] = 1.0
     weights[frozen:overlap] = 1.0 - torch.expm1(-ramp * place) / math.expm1(-ramp)
     return weights
-
-
-# The products that end a residual branch.
-_BRANCH_ENDS = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")
-
-
-@torch.no_grad()
-def random_groot(config: GrootConfig, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype) -> Groot:
-    """A model with seeded random weights, on `device`, in eval mode: activations stay of order one through every layer.
-
-    Drawn on the device: the same seed gives the same weights on one kind of device, not across kinds.
-    """
-    with torch.device("meta"):
-        model = Groot(config)
-    model = model.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    depths = {"vision": config.vision.depth, "language": config.language.depth, "head": config.head.depth}
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.normal_(0.0, 0.02, generator=generator)
-        elif "norm" in name:
-            parameter.normal_(1.0, 0.1, generator=generator)
-        elif name in ("vision.position_embedding", "head.action_positions", "embed.weight"):
-            parameter.normal_(0.0, 0.5, generator=generator)
-        else:
-            gain = 0.2 if "modulation" in name else 1.0
-            if ".layers." in name and name.endswith(_BRANCH_ENDS):
-                gain = 1.0 / math.sqrt(2 * depths[name.split(".")[0]])
-            parameter.normal_(0.0, gain / math.sqrt(parameter[0].numel()), generator=generator)
-    return model.to_compute_dtype(dtype).requires_grad_(False).eval()

@@ -121,7 +121,7 @@ class QwenVision(nn.Module):
         first = self.layers[0]
         assert isinstance(first, PreNormLayer)
         table, weight = self.position_embedding, first.qkv_proj.weight
-        rope = patch_rope(self.config, grid, weight.device, weight.dtype)
+        rope = patch_rope(self.config, grid, table.device, weight.dtype)
         return Placed(place_embedding(table, grid, self.config.merge), *rope)
 
     def embed(self, pixels: Tensor, placed: Placed) -> Tensor:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import RmsNorm
+from vla_accel.models.network import Network
 
 N = TypeVar("N", bound=FlowNetwork)
 
 # The products that end a residual branch.
-_BRANCH_ENDS = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")
+BRANCH_ENDS = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")
 
 
 class Drawn:
@@ -29,7 +30,7 @@ class Drawn:
     Drawn on the device: the same seed gives the same weights on one kind of device, not across kinds.
     """
 
-    def __init__(self, network: FlowNetwork, seed: int, device: torch.device) -> None:
+    def __init__(self, network: Network, seed: int, device: torch.device) -> None:
         self.config, self.seed, self.device = network.config, seed, device
         self.shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
         self.plain = {
@@ -68,7 +69,7 @@ class Drawn:
             return 0.0, 0.2 / math.sqrt(shape[1])
         if "norm" in name:
             return self.plain.get(name, 1.0), 0.1
-        gain = 1.0 / math.sqrt(2 * _depth(self.config, name)) if name.endswith(_BRANCH_ENDS) else 1.0
+        gain = 1.0 / math.sqrt(2 * _depth(self.config, name)) if name.endswith(BRANCH_ENDS) else 1.0
         if name == "projector.weight":
             gain = 1.0 / self.config.image_scale
         return 0.0, gain / math.sqrt(shape[1:].numel())
