@@ -85,10 +85,14 @@ def test_parity_of_the_default_configuration(checkpoint: str, capsys: pytest.Cap
 
 def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", "auto,native", "--steps", "2,1", "--calls", "2", "--device", "cpu", "--batch", "2"]
+    words += ["--hz", "200", "--prompt-tokens", "31"]
     assert main(["bench", checkpoint, *words]) == 0
     report = last_line(capsys)
     timed = [(row["system"], row["steps"]) for row in report["rows"]]
     assert timed == [(name, steps) for steps in (2, 1) for name in ("auto", "native", "eager")]
+    for row in report["rows"]:
+        assert row["memory"]["total"] > 0 and row["paced"]["hz"] == 200 and row["paced"]["calls"] == 2
+    assert report["prompt_tokens"] == 31
     assert report["model"]["name"] == checkpoint and report["model"]["kind"] == "pi05"
     assert all(row["speedup"] == 1.0 for row in report["rows"] if row["system"] == "eager")
     assert {row["engines"][0]["used"] for row in report["rows"] if row["system"] == "native"} == {"native"}
@@ -99,9 +103,22 @@ def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[st
     ]
 
 
+@pytest.mark.slow
+def test_bench_starts_policies_anew(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", "native", "--steps", "1", "--calls", "1", "--device", "cpu", "--starts"]
+    assert main(["bench", checkpoint, *words]) == 0
+    for row in last_line(capsys)["rows"]:
+        told = row["start"]
+        assert told["file_read"] > 0 and told["cold"].keys() == told["warm"].keys()
+        for one in (told["cold"], told["warm"]):
+            assert one["first_action"] > one["import"] > 0 and one["read"] > 0
+            assert (one["prepare"] > 0) == (row["system"] == "native")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("demo --realtime-vla .", "realtime_vla: expected none beside checkpoint demo"),
         ("demo --model pi05", "model: expected none beside checkpoint demo, got pi05"),
         ("demo --systems eager", "systems: expected none beside checkpoint demo"),
         ("demo --config native_fp9", "config: expected a file or one of auto, eager, .*: did you mean native_fp8"),

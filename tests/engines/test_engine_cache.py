@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from vla_accel.cli import main
 from vla_accel.engines import cache
 from vla_accel.engines.cache import EngineCache, code_hash, default_folder, examine, weights_hash
 from vla_accel.errors import EngineError
+from vla_accel.ops.cuda import runtime
 
 ABOUT = {"target": "sm89", "content": "c", "library": "tensorrt_rtx", "version": "1.7", "precision": "auto"}
 
@@ -196,6 +198,15 @@ def test_clear_and_targets(tmp_path: Path) -> None:
     assert store.targets("a", "c") == ["sm120", "sm89"] and store.targets("b", "c") == []
     assert store.clear() == (3, 9)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"], "only what is the cache's"
+
+
+def test_clear_removes_compiled_kernels_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel = runtime.compiled_folder() / "a.cubin"
+    kernel.parent.mkdir(parents=True)
+    kernel.touch()
+    assert main(["cache", "clear", "--cache", str(tmp_path / "mine")]) == 0 and kernel.exists()
+    assert main(["cache", "clear"]) == 0 and not kernel.exists()
 
 
 def test_the_default_folder_is_the_users(monkeypatch: Any, tmp_path: Path) -> None:

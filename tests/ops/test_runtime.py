@@ -31,7 +31,7 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "device", self.device)
         monkeypatch.setattr(torch.cuda, "current_stream", self.stream)
         monkeypatch.setattr(runtime, "driver", lambda: self)
-        monkeypatch.setattr(runtime, "compile_source", lambda *_: b"")
+        monkeypatch.setattr(runtime, "compiled", lambda *_: b"")
 
     @contextlib.contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
@@ -104,3 +104,39 @@ def test_cluster_barriers_follow_a_warp_s_meeting() -> None:
             assert match[1].strip() == "__syncwarp();", f"{path.name}: {match[0]}"
             found += 1
     assert found == 3
+
+
+def test_compiled_kernels_are_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> None:
+    """By source, architecture and compiler; a damaged one is compiled again, one of others is refused."""
+    made: list[tuple[str, str]] = []
+
+    class Nvrtc:
+        minor = 0
+
+        def nvrtcVersion(self, major: Any, minor: Any) -> int:
+            major._obj.value, minor._obj.value = 13, self.minor
+            return 0
+
+    def compile_source(source: str, architecture: str) -> bytes:
+        made.append((source, architecture))
+        return f"{source} for {architecture}".encode()
+
+    def found(source: str, architecture: str = "sm_90a") -> bytes:
+        runtime.compiled.cache_clear()  # as in another process
+        return runtime.compiled(source, architecture)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(runtime, "_nvrtc", Nvrtc)
+    monkeypatch.setattr(runtime, "compile_source", compile_source)
+    for _ in range(2):
+        assert found("a") == b"a for sm_90a" and found("b") == b"b for sm_90a" and found("a", "sm_80") == b"a for sm_80"
+    assert made == [("a", "sm_90a"), ("b", "sm_90a"), ("a", "sm_80")]
+    Nvrtc.minor = 1
+    assert found("a") == b"a for sm_90a" and len(made) == 4
+    for file in runtime.compiled_folder().iterdir():
+        file.write_bytes(file.read_bytes()[:-1])
+    assert found("a") == b"a for sm_90a" and len(made) == 5 and "it is damaged" in caplog.text
+    runtime.compiled_folder().chmod(0o777)
+    with pytest.raises(EngineError, match="may be written to by others"):
+        found("a")
+    runtime.compiled.cache_clear()

@@ -96,6 +96,8 @@ class SafetensorsWeights:
         self._reader: Any = None
         self._opened: Path | None = None
         self._touched = 0
+        # To open a file of many tensors anew takes milliseconds: a large one is opened 64 times at most.
+        self._most_mapped = max(_MAPPED_BYTES, sum(self.sizes.values()) // 64)
 
     def _files(self, table: Mapping[str, str] | None) -> list[Path]:
         if not self.path.is_dir():
@@ -135,7 +137,7 @@ class SafetensorsWeights:
 
     def read(self, name: str) -> Tensor:
         file = self._places[name]
-        if self._reader is None or self._opened != file or self._touched > _MAPPED_BYTES:
+        if self._reader is None or self._opened != file or self._touched > self._most_mapped:
             self._reader = None
             self._reader = _open(file)
             self._opened, self._touched = file, 0

@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
 
-from vla_accel.cli.common import File, Number, Text, parse, print_table
+from vla_accel.cli.common import File, Folder, Number, Text, parse, print_table
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import replacing
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
+from vla_accel.measure.paced import paced
 from vla_accel.measure.roofline import Ceilings, measure_ceilings, rates
-from vla_accel.measure.systems import CheckpointFactory, Factory, free, without_graph
+from vla_accel.measure.start import PHASES, starts
+from vla_accel.measure.systems import REALTIME_VLA_STEPS, CheckpointFactory, Factory, free, observer, without_graph
 from vla_accel.models.family import Work, family_named
 from vla_accel.report.bench import page
 from vla_accel.report.page import check_path, write
@@ -39,9 +42,13 @@ class Arguments:
     model: Text = None
     """Random weights of a model family's published size: pi05 or pi0."""
     systems: tuple[str, ...] = ()
-    """Of random weights: some of eager, native-bf16, native-fp8, native-fp8-vision, openpi-eager, openpi-compile,
-    openpi-max-autotune; all of ours and openpi-eager if not given. openpi's are left out, loudly, where it is not
-    installed."""
+    """Of random weights: some of eager, native-bf16, native-fp8, native-fp8-vision, portable- and the same (what a GPU
+    without Hopper's kernels runs), openpi-eager, openpi-compile, openpi-max-autotune; eager, native's and openpi-eager
+    if not given. openpi's are left out, loudly, where it is not installed."""
+    realtime_vla: Folder = None
+    """Of random weights: a checkout of realtime-vla, whose code takes its turns, too, at ten steps."""
+    prompt_tokens: Number = None
+    """Length of the prompt in tokens; an ordinary one of about 20 if not given."""
     steps: Text = None
     """Denoising steps, a sweep such as 10,3,1; the family's own if not given."""
     views: Number = None
@@ -50,6 +57,11 @@ class Arguments:
     """Of random weights: actions a chunk; the family's own if not given: 10 for π0.5, 50 for π0."""
     batch: str = ""
     """Batch sizes whose throughput is measured besides, e.g. 1,2,4,8,16."""
+    hz: Annotated[float | None, tyro.conf.arg(metavar="HZ", help_behavior_hint="")] = None
+    """Besides, time calls that come at this rate, as a robot makes them, with the GPU's power."""
+    starts: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Besides, time two starts of each of our systems up to the first action, in processes of their own: without and
+    with what an earlier one left in the caches."""
     calls: int = 100
     """Timed calls of each system."""
     profile: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -76,25 +88,35 @@ def main(arguments: list[str]) -> int:
     # The quickest first; of the baselines the one that needs no compilation.
     systems = factory.names
     if isinstance(factory, Factory):
-        systems = chosen.systems or (*list(factory.configs)[1:], "eager", *family.baselines[:1])
+        others = (*factory.baselines[:1], *factory.baselines[len(family.baselines) :])
+        systems = chosen.systems or (*factory.default[1:], "eager", *others)
     unknown = [name for name in systems if name not in factory.names]
     if unknown:
         raise ConfigError(f"systems: expected some of {', '.join(factory.names)}, got {', '.join(unknown)}")
     names, left_out = _available(factory, list(systems), sweep[0])
     rows: list[dict[str, Any]] = []
     for steps in sweep:
-        made = [factory.make(name, steps) for name in names]
+        made = [factory.make(name, steps) for name in names if _has_steps(factory, name, steps)]
         processor = factory.processor
         if processor is None:
             raise ConfigError("systems: expected at least one of this package's own beside openpi's")
-        found = run(made, partial(family.random_observation, processor), calls=chosen.calls, progress=_say)
-        for row in found:
+        observe = observer(family, processor, chosen.prompt_tokens)
+        found = run(made, observe, calls=chosen.calls, progress=_say)
+        for system, row in zip(made, found, strict=True):
+            if chosen.hz:
+                rng = np.random.default_rng(0)
+                row["paced"] = paced(system, partial(observe, rng), chosen.hz, chosen.calls, device)
+            if chosen.starts and system.name in factory.configs and steps == sweep[0]:
+                _say(f"two starts of {system.name}")
+                settings = replace(factory.configs[system.name], num_steps=steps, device=str(device))
+                row["start"] = starts(settings, factory.source())
             if "work" in row:
                 row |= rates(row["parts_ms"], {n: Work(**w) for n, w in row["work"].items()})
         rows += found
         free()
     add_speedups(rows, next((n for n in names if n in family.baselines), "eager"))
-    throughput = _throughput(factory, [n for n in names if n in factory.configs], sweep[0], batches, chosen.calls)
+    throughput = _throughput(factory, [n for n in names if n in factory.configs], sweep[0], batches, chosen.calls,
+                             chosen.prompt_tokens)  # fmt: skip
     report: dict[str, Any] = {
         "schema": SCHEMA,
         # Names of files, not where one machine keeps them.
@@ -103,6 +125,7 @@ def main(arguments: list[str]) -> int:
         "software": software(),
         "model": factory.about(),
         "ceilings": None if ceilings is None else ceilings.__dict__,
+        "prompt_tokens": chosen.prompt_tokens,
         "left_out": left_out,
         "parts": family.parts,
         "rows": rows,
@@ -123,7 +146,10 @@ def main(arguments: list[str]) -> int:
 def _factory(chosen: Arguments, device: str, ceilings: Ceilings | None) -> Factory | CheckpointFactory:
     """What makes the systems. Raises ConfigError for options of the other one."""
     if chosen.checkpoint is not None:
-        given = {"model": chosen.model, "systems": chosen.systems, "views": chosen.views, "horizon": chosen.horizon}
+        given = {
+            "model": chosen.model, "systems": chosen.systems, "views": chosen.views, "horizon": chosen.horizon,
+            "realtime_vla": chosen.realtime_vla,
+        }  # fmt: skip
         wrong = [name for name, value in given.items() if value]
         if wrong:
             raise ConfigError(f"{wrong[0]}: expected none beside checkpoint {chosen.checkpoint}, got {given[wrong[0]]}")
@@ -132,12 +158,19 @@ def _factory(chosen: Arguments, device: str, ceilings: Ceilings | None) -> Facto
     family = family_named(chosen.model or "pi05")
     views = chosen.views or family.views
     horizon = chosen.horizon or family.action_shape(family.published())[0]
-    return Factory(family, views=views, horizon=horizon, device=device, ceilings=ceilings)
+    return Factory(
+        family, views=views, horizon=horizon, device=device, ceilings=ceilings, checkout=chosen.realtime_vla,
+        tokens=chosen.prompt_tokens,
+    )  # fmt: skip
+
+
+def _has_steps(factory: Factory | CheckpointFactory, name: str, steps: int) -> bool:
+    return name not in factory.family.realtime_vla or steps == REALTIME_VLA_STEPS
 
 
 def _available(factory: Factory | CheckpointFactory, names: list[str], steps: int) -> tuple[list[str], dict[str, str]]:
     left_out: dict[str, str] = {}
-    for name in [n for n in names if n in factory.family.baselines]:
+    for name in [n for n in names if n in factory.baselines and _has_steps(factory, n, steps)]:
         try:
             factory.make(name, steps)
         except DependencyError as error:
@@ -147,17 +180,17 @@ def _available(factory: Factory | CheckpointFactory, names: list[str], steps: in
 
 
 def _throughput(
-    factory: Factory | CheckpointFactory, names: list[str], steps: int, batches: list[int], calls: int
-) -> list[dict[str, Any]]:
+    factory: Factory | CheckpointFactory, names: list[str], steps: int, batches: list[int], calls: int,
+    tokens: int | None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Observations a second of batched calls of one policy."""
-    import numpy as np
-
     rows = []
     for name in names:
         policy = factory.policies[name].with_steps(steps)
+        observe = observer(policy.family, policy.processor, tokens)
         for batch in batches:
             rng = np.random.default_rng(batch)
-            observations = [policy.family.random_observation(policy.processor, rng) for _ in range(batch)]
+            observations = [observe(rng) for _ in range(batch)]
             system = System(name, lambda _, p=policy, o=observations: p.infer_batch(o)[0], steps)
             row = run([system], lambda _: {}, calls=max(10, calls // 4))[0]
             rows.append({"system": name, "steps": steps, "batch": batch, "median_ms": row["median_ms"],
@@ -202,7 +235,7 @@ def _say(text: str) -> None:
 def _print(report: dict[str, Any]) -> None:
     timed = ["system", "steps", "median ms", "p10", "p90", "speed-up"]
     parts_of = report["parts"]
-    columns = [*timed, *(name.replace("_", " ") for name in parts_of), "floor", "of it"]
+    columns = [*timed, *(name.replace("_", " ") for name in parts_of), "floor", "of it", "GB"]
     body = []
     for row in report["rows"]:
         parts, floor, speedup = row["parts_ms"], row["floors_ms"].get("total"), row["speedup"]
@@ -211,8 +244,26 @@ def _print(report: dict[str, Any]) -> None:
             f"{speedup:.1f}×" if speedup else "-",
             *(f"{parts[n]:.2f}" if n in parts else "-" for n in parts_of),
             f"{floor:.2f}" if floor else "-", f"{100 * row['share_of_floor']:.0f} %" if floor else "-",
+            f"{row['memory']['total'] / 1e9:.2f}" if row["memory"] else "-",
         ])  # fmt: skip
     print_table("whole calls, NumPy in to NumPy out", columns, body)
+    if any("paced" in row for row in report["rows"]):
+        body = [
+            [row["system"], str(row["steps"]), *(f"{row['paced'][n]:.2f}" for n in ("median_ms", "p90_ms")),
+             str(row["paced"]["late"]), "-" if row["paced"]["power_w"] is None else f"{row['paced']['power_w']:.0f}"]
+            for row in report["rows"]
+        ]  # fmt: skip
+        hz = report["rows"][0]["paced"]["hz"]
+        print_table(f"calls at {hz:g} Hz", ["system", "steps", "median ms", "p90", "late", "W"], body)
+    if any("start" in row for row in report["rows"]):
+        names = ("import", *PHASES, "other", "first_action")
+        body = [
+            [f"{row['system']}, {which}", *(f"{row['start'][which][name]:.2f}" for name in names)]
+            for row in report["rows"] if "start" in row for which in ("cold", "warm")
+        ]  # fmt: skip
+        read = next(row["start"]["file_read"] for row in report["rows"] if "start" in row)
+        told = "" if read is None else f"; reading the file alone {read:.2f}"
+        print_table(f"seconds of a start{told}", ["system", *(n.replace("_", " ") for n in names)], body)
     if report["throughput"]:
         body = [
             [r["system"], str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}"]

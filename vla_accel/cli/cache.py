@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from vla_accel.cli.common import parse, print_table
-from vla_accel.engines.cache import EngineCache, Entry
+from vla_accel.engines.cache import EngineCache, Entry, clear_compiled
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ def main(arguments: list[str]) -> int:
     store = EngineCache(options.cache)
     if options.action == "clear":
         count, size = store.clear()
+        if options.cache is None:
+            clear_compiled()
         print(json.dumps({"cache": str(store.folder), "removed": count, "bytes": size}))
         return 0
     entries = store.verify() if options.action == "verify" else store.entries()

@@ -24,10 +24,10 @@ from vla_accel.diffusion.stage import Stage
 from vla_accel.engines import cache, onnx, tensorrt_library
 from vla_accel.engines.base import Engine
 from vla_accel.engines.onnx import OnnxFile
-from vla_accel.engines.private import replacing_privately
 from vla_accel.engines.tensorrt_builder import Profile, build_plan
 from vla_accel.engines.tensorrt_library import Capability, Library, LibraryName, load_library, target_name
 from vla_accel.errors import EngineError
+from vla_accel.files import replacing_privately
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.ops.gpu import Gpu
 

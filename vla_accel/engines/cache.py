@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vla_accel.engines.private import replacing_privately, require_private, why_not_private
 from vla_accel.errors import EngineError
+from vla_accel.files import cache_folder, replacing_privately, require_private, why_not_private
+from vla_accel.ops.cuda.runtime import compiled_folder
 
 SCHEMA = "vla_accel.engine/1"
 _CHUNK = 1 << 24
@@ -29,8 +31,7 @@ _CHUNK = 1 << 24
 
 def default_folder() -> Path:
     """The user's cache folder (XDG), where engines go unless the configuration names another."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "vla_accel" / "engines"
+    return cache_folder() / "engines"
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,11 @@ class EngineCache:
             return
         names = {p.with_suffix(".engine") for p in self.folder.glob("*.json")} | set(self.folder.glob("*.engine"))
         yield from sorted(p for p in names if not p.name.startswith("."))
+
+
+def clear_compiled() -> None:
+    """Remove the native kernels that were compiled on this machine: the next start compiles them again."""
+    shutil.rmtree(compiled_folder(), ignore_errors=True)
 
 
 def examine(path: Path, key: str | None = None, *, whole: bool = True) -> Entry:

@@ -15,6 +15,7 @@ import torch
 from vla_accel.engines.base import Engine
 from vla_accel.errors import EngineError
 from vla_accel.ledger import Ledger, LedgerEntry
+from vla_accel.ops.phases import phase
 
 GRAPH = "cuda_graph"
 STREAM = "stream"
@@ -50,7 +51,8 @@ def capture(
         return None
     detail = " → ".join(name for name, _ in engines)
     try:
-        captured = _capture(engines, before, after)
+        with phase("capture"):
+            captured = _capture(engines, before, after)
     except torch.OutOfMemoryError as error:
         ledger.record(LedgerEntry("call", GRAPH, STREAM, f"out of memory during capture: {error}", detail))
         return None

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from vla_accel.component import Component, TensorSpec
 from vla_accel.config import TensorrtOptions
 from vla_accel.engines.onnx import OnnxFile
-from vla_accel.engines.private import replacing_privately, require_private
 from vla_accel.engines.tensorrt_library import Capability, Library, check_target, dotted, target_name
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.files import replacing_privately, require_private
 
 Shape = tuple[int, ...]
 Profile = Mapping[str, tuple[Shape, Shape, Shape]]

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from vla_accel.component import Component, TensorSpec
 from vla_accel.engines import tensorrt_library
-from vla_accel.engines.private import require_private
 from vla_accel.engines.tensorrt_builder import Profile, pick_profile
 from vla_accel.engines.tensorrt_library import Library
 from vla_accel.errors import EngineError
+from vla_accel.files import require_private
 
 
 class Session:

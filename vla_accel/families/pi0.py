@@ -13,7 +13,7 @@ from vla_accel.checkpoints.dialects import kind_of
 from vla_accel.component import Component
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
-from vla_accel.families import pi0_openpi
+from vla_accel.families import pi0_openpi, pi0_realtime_vla
 from vla_accel.families.pi0_folders import load_folder
 from vla_accel.families.prompted import PromptedFamily, PromptShape
 from vla_accel.fp8 import Scales
@@ -31,6 +31,7 @@ class Pi0Family(PromptedFamily):
 
     def __init__(self, kind: Kind, sizes: Mapping[str, Callable[..., Pi0Config]], horizon: int, views: int) -> None:
         self.name, self.sizes, self.horizon, self.views = kind, sizes, horizon, views
+        self.realtime_vla = tuple(pi0_realtime_vla.CLASSES[kind])
 
     # -- the network ----------------------------------------------------------------------------------------------
 
@@ -97,6 +98,9 @@ class Pi0Family(PromptedFamily):
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Callable[[Mapping[str, Any]], Any]:
         return pi0_openpi.sampler(self.name, horizon, device, name, steps)
+
+    def from_checkout(self, name: str, checkout: Path, *, views: int, horizon: int, tokens: int) -> Callable[..., Any]:
+        return pi0_realtime_vla.sampler(name, self.name, checkout, views=views, horizon=horizon, tokens=tokens)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

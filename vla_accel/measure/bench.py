@@ -6,12 +6,14 @@ machine's state meets all of them. Knows how to time and report; `systems.py` kn
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from vla_accel.latency import in_turns
 
@@ -20,13 +22,15 @@ SCHEMA = "vla_accel.bench/1"
 
 @dataclass
 class System:
-    """One thing to time. `infer(observation)` returns a mapping that may have `policy_timing` (ms by part)."""
+    """One thing to time. `infer(observation)` returns a mapping that may have `policy_timing` (ms by part). `memory`:
+    bytes as `OptimizedPolicy.memory` says, with `peak_loading` and `peak_running` where a GPU's allocator counted."""
 
     name: str
     infer: Callable[[dict[str, Any]], Mapping[str, Any]]
     steps: int
     first_call_s: float = 0.0
     floors: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, Any] | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -51,10 +55,13 @@ def run(
     samples = {system.name: _Samples() for system in systems}
     for system in systems:
         start = time.perf_counter()
-        system.infer(observe(rng))
-        system.first_call_s = system.first_call_s or time.perf_counter() - start
-        for _ in range(warmup - 1):
+        with peak() as running:
             system.infer(observe(rng))
+            system.first_call_s = system.first_call_s or time.perf_counter() - start
+            for _ in range(warmup - 1):
+                system.infer(observe(rng))
+        if running and system.memory is not None:
+            system.memory["peak_running"] = system.memory["total"] + running[0]
     infer = {system.name: system.infer for system in systems}
     for done, (name, ms, result) in enumerate(in_turns(infer, lambda: observe(rng), calls=calls, turn=turn), 1):
         kept = samples[name]
@@ -65,6 +72,20 @@ def run(
         if done % (turn * len(systems)) == 0 or done == calls * len(systems):
             progress(f"{done // len(systems)}/{calls} calls of each")
     return [_row(system, samples[system.name]) for system in systems]
+
+
+@contextlib.contextmanager
+def peak() -> Iterator[list[int]]:
+    """How many bytes more than before were allocated on the GPU at most while the block ran: one number at its end;
+    none without a GPU."""
+    found: list[int] = []
+    if not torch.cuda.is_available():
+        yield found
+        return
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield found
+    found.append(torch.cuda.max_memory_allocated() - before)
 
 
 def _row(system: System, samples: _Samples) -> dict[str, Any]:
@@ -82,6 +103,7 @@ def _row(system: System, samples: _Samples) -> dict[str, Any]:
         "floors_ms": system.floors,
         "share_of_floor": floor / total["median_ms"] if floor else None,
         "first_call_s": system.first_call_s,
+        "memory": system.memory,
         **system.notes,
     }
 

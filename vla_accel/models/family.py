@@ -209,6 +209,14 @@ class Family(ABC):
         """`infer(observation)` of a baseline with random weights. Raises DependencyError where it is not installed."""
         raise ConfigError(f"systems: {self.name} has no baseline {name!r}")
 
+    realtime_vla: tuple[str, ...] = ()
+    """Systems that `bench` makes from a checkout of realtime-vla."""
+
+    def from_checkout(self, name: str, checkout: Path, *, views: int, horizon: int, tokens: int) -> Callable[..., Any]:
+        """`infer(observation)` of one of `realtime_vla` with random weights, ten denoising steps and a prompt of
+        `tokens`. Raises ConfigError for a folder that is no checkout, DependencyError for what it needs."""
+        raise ConfigError(f"realtime-vla: it has no code for {self.name}, got {checkout}")
+
     # -- FP8 ------------------------------------------------------------------------------------------------------
 
     def needs_scales(self, specs: Mapping[str, EngineSpec]) -> bool:

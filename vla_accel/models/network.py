@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from vla_accel.ops.phases import phase
+
 N = TypeVar("N", bound="Network")
 
 
@@ -124,7 +126,7 @@ class Network(nn.Module, ABC):
         # Largest first: while it is copied, its source is in memory too, and the rest is not there yet.
         coming.sort(key=lambda name: -self.get_parameter(name).numel())
         # What is read in inference mode could not be changed outside it.
-        with torch.inference_mode(False), torch.no_grad():
+        with phase("read"), torch.inference_mode(False), torch.no_grad():
             for name in coming:
                 dtype = None if self._as_stored else self.get_parameter(name).dtype
                 self._set(name, self.origin.read(name, dtype, self.device))

@@ -14,6 +14,7 @@ from vla_accel.fp8 import NO_SCALES, Products, Scales
 from vla_accel.models.memory import tensors_in
 from vla_accel.models.network import Network
 from vla_accel.numeric import DTYPES
+from vla_accel.ops.phases import phase
 
 N = TypeVar("N", bound=Network)
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class NativeStore(Generic[N]):
     def weights(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What `make` prepared the first time that `key` was asked for. A key begins with the component's name."""
         if key not in self.prepared:
-            with torch.inference_mode():
+            with phase("prepare"), torch.inference_mode():
                 self.prepared[key] = make()
         return self.prepared[key]
 

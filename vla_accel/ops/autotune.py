@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vla_accel.errors import VlaAccelError
+from vla_accel.ops.phases import phase
 
 ROUNDS = 5
 """Replays of a graph that count; the best of them is a way's time."""
@@ -36,7 +37,8 @@ def fastest(candidates: Mapping[str, Callable[[], object]], device: torch.device
     out: dict[str, str] = {}
     for name, run in candidates.items():
         try:
-            times[name] = milliseconds(run, device, repeats)
+            with phase("tune"):
+                times[name] = milliseconds(run, device, repeats)
         except (RuntimeError, NotImplementedError, ValueError, VlaAccelError, *_unfit()) as error:
             out[name] = str(error).splitlines()[0]
     if not times:

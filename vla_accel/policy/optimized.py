@@ -31,6 +31,7 @@ from vla_accel.machine import resolve_device
 from vla_accel.models.family import Shape, Store
 from vla_accel.models.memory import Counted
 from vla_accel.numeric import DTYPES
+from vla_accel.ops.phases import recorded
 from vla_accel.policy import agreement
 from vla_accel.policy.footprint import free_memory, told_if_too_large
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
@@ -78,6 +79,8 @@ class OptimizedPolicy:
         if any(ENGINES[name].needs == "all" for spec in self.specs.values() for name in (spec.engine, *spec.fallback)):
             with self._told_if_too_large():
                 self.model.fetch()
+        self.start: dict[str, float] | None = None
+        """Seconds of `from_pretrained` by phase (`ops.phases`)."""
         self._lock = threading.RLock()
         self._noise = torch.Generator(self.device).manual_seed(config.seed)
 
@@ -97,14 +100,16 @@ class OptimizedPolicy:
         default the fast path (`engines.auto`); `device`, `num_steps` and `seed` override it. Raises CheckpointError for
         anything incomplete, ConfigError for settings that cannot be.
         """
-        settings = load_config(config)
-        overrides = {"device": device, "num_steps": num_steps, "seed": seed}
-        settings = replace(settings, **{k: v for k, v in overrides.items() if v is not None})
-        where = resolve_device(settings.device)
-        checkpoint = load(path_or_name, settings, device=where, dtype=resolve_dtype(settings, where), whole=False)
-        with checkpoint.progress():
-            policy = cls(checkpoint, settings)
-            policy.warm_up()
+        with recorded() as spent:
+            settings = load_config(config)
+            overrides = {"device": device, "num_steps": num_steps, "seed": seed}
+            settings = replace(settings, **{k: v for k, v in overrides.items() if v is not None})
+            where = resolve_device(settings.device)
+            checkpoint = load(path_or_name, settings, device=where, dtype=resolve_dtype(settings, where), whole=False)
+            with checkpoint.progress():
+                policy = cls(checkpoint, settings)
+                policy.warm_up()
+        policy.start = spent.described
         policy._say_what_auto_chose()
         return policy
 

@@ -9,6 +9,8 @@ import contextlib
 import ctypes
 import functools
 import glob
+import hashlib
+import logging
 import os
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,10 @@ from typing import Any
 import torch
 
 from vla_accel.errors import EngineError
+from vla_accel.files import cache_folder, replacing_privately, require_private
+from vla_accel.ops.phases import phase
+
+_log = logging.getLogger("vla_accel")
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _ANY_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
@@ -63,6 +69,38 @@ def source_of(macros: Mapping[str, int], *names: str, generated: str = "") -> st
     folder = Path(__file__).parent
     ptx, *rest = ((folder / f"{name}.cu").read_text() for name in ("ptx", *names))
     return "".join(f"#define {name} {value}\n" for name, value in macros.items()) + ptx + generated + "".join(rest)
+
+
+@functools.cache
+def compiled(source: str, architecture: str) -> bytes:
+    """`compile_source`, found again on disk where the same compiler made it before: below the user's cache folder, as a
+    hash of the code and the code. A file that was cut off is compiled again, with a line on the log; one that others
+    may write to is refused."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    key = f"{major.value}.{minor.value} {torch.version.cuda} {architecture} {source}"
+    path = compiled_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    if path.is_file():
+        require_private(path.parent)
+        require_private(path)
+        content = path.read_bytes()
+        digest, code = content[:32], content[32:]
+        if hashlib.sha256(code).digest() == digest:
+            return code
+        _log.warning("%s: it is damaged, and its kernels are compiled again", path)
+    with phase("compile"):
+        code = compile_source(source, architecture)
+    try:
+        with replacing_privately(path) as temporary:
+            temporary.write_bytes(hashlib.sha256(code).digest() + code)
+    except OSError as error:
+        _log.warning("%s: compiled kernels cannot be kept, and are compiled at every start: %s", path, error)
+    return code
+
+
+def compiled_folder() -> Path:
+    """Where compiled kernels are kept."""
+    return cache_folder() / "kernels"
 
 
 @functools.cache
@@ -140,7 +178,7 @@ class Module:
     """Kernels of one source, loaded on one device. `shared`: dynamic shared memory of each kernel, in bytes."""
 
     def __init__(self, source: str, shared: Mapping[str, int], architecture: str, device: torch.device) -> None:
-        code = compile_source(source, architecture)
+        code = compiled(source, architecture)
         self.shared = dict(shared)
         self.device = device
         self._module = ctypes.c_void_p()

@@ -1,0 +1,219 @@
+"""What a bench says besides times: memory, seconds of a start, calls at a robot's rate, prompts of a length, and other
+projects' code from a checkout."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.tiny import write_tiny_checkpoint
+from vla_accel import OptimizedPolicy, PolicyConfig
+from vla_accel.errors import ConfigError, DependencyError, EngineError
+from vla_accel.families.pi0 import PI0, PI05
+from vla_accel.measure import bench, paced, start
+from vla_accel.measure.bench import System
+from vla_accel.measure.systems import Factory, observer
+from vla_accel.ops import phases
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    write_tiny_checkpoint(folder)
+    return folder
+
+
+# -- phases of a start --------------------------------------------------------------------------------------------
+
+
+def test_time_belongs_to_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def pass_(seconds: float) -> None:
+        now[0] += seconds
+
+    with phases.recorded() as spent:
+        pass_(1)
+        with phases.phase("prepare"):
+            pass_(2)
+            with phases.phase("read"):
+                pass_(4)
+            with phases.phase("read"):
+                pass_(8)
+            pass_(16)
+        with phases.phase("capture"), phases.phase("compile"):
+            pass_(32)
+    want = {"read": 12, "prepare": 18, "compile": 32, "tune": 0, "capture": 0, "other": 1, "total": 63}
+    assert spent.described == want
+    with phases.phase("read"):
+        pass_(64)
+    assert spent.described == want, "nobody records any more"
+
+
+def test_triton_s_compiler_is_a_phase_wherever_it_is_called() -> None:
+    knobs = pytest.importorskip("triton").knobs
+    with phases.recorded() as spent, phases.phase("capture"):
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=SimpleNamespace(total=3e6),
+                                   cache_hit=False)  # fmt: skip
+    assert spent.seconds["compile"] == 3.0 and spent.seconds["capture"] < 0
+    assert knobs.compilation.listener is None
+
+
+def test_a_policy_knows_how_it_started(folder: Path) -> None:
+    policy = OptimizedPolicy.from_pretrained(folder, {"device": "cpu", "vision": "native", "num_steps": 1})
+    assert policy.start is not None
+    assert policy.start["read"] > 0 and policy.start["prepare"] > 0 and policy.start["compile"] == 0
+    parts = [policy.start[name] for name in (*phases.PHASES, "other")]
+    assert sum(parts) == pytest.approx(policy.start["total"])
+
+
+def test_two_starts_find_the_cold_one_s_caches(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """What is run is looked at here; tests/cli runs it."""
+    asked: list[dict[str, Any]] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        cache = Path(options["env"]["XDG_CACHE_HOME"])
+        asked.append({"command": command, "left": list(cache.iterdir()), "cache": cache})
+        (cache / "left").touch()
+        return SimpleNamespace(returncode=len(asked) // 3, stdout='a line\n{"first_action": 1.5}\n', stderr="no luck")
+
+    monkeypatch.setattr(start.subprocess, "run", run)
+    found = start.starts(PolicyConfig(), {"checkpoint": str(folder)})
+    assert found["cold"] == found["warm"] == {"first_action": 1.5} and found["file_read"] > 0
+    assert [[p.name for p in one["left"]] for one in asked] == [[], ["left"]]
+    assert asked[0]["cache"] == asked[1]["cache"] and not asked[0]["cache"].exists()
+    with pytest.raises(EngineError, match="no luck"):
+        start.starts(PolicyConfig(), {"family": "pi05", "views": 2, "horizon": 10})
+
+
+# -- calls at a rate ----------------------------------------------------------------------------------------------
+
+
+def test_paced_calls_wait_for_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(paced, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep))
+    takes = iter([0.25, 1.25, 0.25, 0.25])
+
+    def infer(_: Any) -> dict[str, Any]:
+        now[0] += next(takes)
+        return {}
+
+    found = paced.paced(System("slow", infer, 1), dict, 1.0, 4, CPU)
+    # The third call is late by a quarter of a second, the fourth is on time again.
+    assert slept == [0.75, 0.5] and found["late"] == 1 and found["power_w"] is None
+    assert (found["min_ms"], found["max_ms"], found["hz"]) == (250.0, 1250.0, 1.0)
+
+
+def test_power_comes_from_nvml_or_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: Any) -> int:
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: 310_500)
+    assert paced._watts(gpu) == 310.5
+    monkeypatch.setattr(torch.cuda, "power_draw", missing)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="abc"))
+    asked: list[list[str]] = []
+
+    def smi(command: list[str], **_: Any) -> Any:
+        asked.append(command)
+        return SimpleNamespace(stdout="297.25\n")
+
+    monkeypatch.setattr(paced.subprocess, "run", smi)
+    assert paced._watts(gpu) == 297.25 and "--id=GPU-abc" in asked[0]
+    monkeypatch.setattr(paced.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="[N/A]\n"))
+    assert paced._watts(gpu) is None
+
+
+# -- what is timed ------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_in_every_row(folder: Path) -> None:
+    policy = OptimizedPolicy.from_pretrained(folder, {"device": "cpu", "num_steps": 1})
+    system = System("ours", policy.infer, 1, memory=policy.memory())
+    other = System("theirs", lambda _: {}, 1)
+    example = policy.processor.example()
+    rows = bench.run([system, other], lambda _: example, calls=1, turn=1, warmup=1)
+    assert rows[0]["memory"]["total"] == policy.memory()["total"] > 0 and rows[1]["memory"] is None
+
+
+def test_a_prompt_of_so_many_tokens(folder: Path) -> None:
+    policy = OptimizedPolicy.from_pretrained(folder, {"device": "cpu", "num_steps": 1})
+    rng = np.random.default_rng(0)
+    observe = observer(policy.family, policy.processor, 30)
+    assert len(policy.processor.prepare(observe(rng)).tokens) == 30
+    for tokens in (1, 1000):
+        with pytest.raises(ConfigError, match=f"prompt_tokens: .*{tokens}"):
+            observer(policy.family, policy.processor, tokens)
+
+
+def test_portable_systems_are_native_ones_without_hopper_s_kernels() -> None:
+    factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None)
+    names = ("native-bf16", "native-fp8", "native-fp8-vision")
+    assert factory.default == ("eager", *names) and "realtime-vla" not in factory.names
+    for name in names:
+        portable, native = factory.configs[name.replace("native", "portable")], factory.configs[name]
+        specs = portable.specs(PI05.parts)
+        assert all(spec.native.kernels == "portable" for spec in specs.values())
+        assert {n: s.precision for n, s in specs.items()} == {
+            n: s.precision for n, s in native.specs(PI05.parts).items()
+        }
+
+
+CHECKOUT = """
+import torch
+class {name}:
+    def __init__(self, checkpoint, num_views, chunk_size, **options):
+        assert tuple(checkpoint["language_embeds"].shape) == (60, 2048)
+        self.weights = {{"w": torch.full((2,), float("nan"))}}
+        self.views, self.chunk, self.options = num_views, chunk_size, options
+    def forward(self, images, *rest):
+        assert images.shape == (self.views, 224, 224, 3) and images.dtype == torch.bfloat16
+        assert images.min() >= -1 and images.max() <= 1 and self.weights["w"].isfinite().all()
+        assert self.options == ({{"discrete_state_input": False}} if len(rest) == 1 else {{}})
+        return rest[-1] + 1
+"""
+
+
+@pytest.mark.parametrize("family", [PI05, PI0])
+def test_realtime_vla_is_fed_as_its_own_benchmark_does(
+    family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built, not run: a stand-in of its interface, on the CPU."""
+    for attribute in ("randn", "zeros"):
+        real = getattr(torch, attribute)
+        monkeypatch.setattr(torch, attribute, lambda *a, _r=real, **k: _r(*a, **{**k, "device": "cpu"}))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    (tmp_path / "pi05_infer.py").write_text(CHECKOUT.format(name="Pi05Inference"))
+    (tmp_path / "pi0_infer.py").write_text(CHECKOUT.format(name="Pi0Inference"))
+    (tmp_path / "pi05_infer_autotune.py").write_text("import transformers_that_are_not_there")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    given: dict[str, Any] = {"views": 3, "horizon": 7, "tokens": 60}
+    try:
+        infer = family.from_checkout("realtime-vla", tmp_path, **given)
+    finally:
+        for name in ("pi05_infer", "pi0_infer"):
+            sys.modules.pop(name, None)
+    processor = family.stand_in(family.published(), 3)
+    result = infer(family.random_observation(processor, np.random.default_rng(0)))
+    assert result["actions"].shape == (7, 32) and result["actions"].dtype == np.float32
+    with pytest.raises(ConfigError, match=r"expected a checkout with pi0.*_infer\.py, got"):
+        family.from_checkout("realtime-vla", tmp_path / "nothing", **given)
+    if family is PI05:
+        with pytest.raises(DependencyError, match="transformers_that_are_not_there"):
+            family.from_checkout("realtime-vla-autotune", tmp_path, **given)
