@@ -117,6 +117,7 @@ OPTIONAL = {
     "onnxruntime",
     "onnxscript",
     "orbax",
+    "pynvml",
     "playwright",
     "ray",
     "robosuite",

@@ -10,6 +10,7 @@ import subprocess
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,7 +133,12 @@ def test_tls(make_certificate: Callable[[str], tuple[Path, Path]], tmp_path: Pat
         )
         with urllib.request.build_opener(*handlers).open(request, timeout=10) as response:
             assert b'outcome="ok"} 1' in response.read()
-    for wrong in ({"tls_cert": tmp_path / "none"}, {"tls_cert": key}, {"tls_cert": cert, "tls_key": cert}):
+    wrongs: list[dict[str, Any]] = [
+        {"tls_cert": tmp_path / "none"},
+        {"tls_cert": key},
+        {"tls_cert": cert, "tls_key": cert},
+    ]
+    for wrong in wrongs:
         with (
             pytest.raises(ConfigError, match="tls_cert: expected a certificate and its key in"),
             background(EchoPolicy(), ServerConfig(port=0, **wrong)),

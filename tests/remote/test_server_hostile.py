@@ -271,7 +271,7 @@ def test_what_is_no_handshake_is_dropped(said: bytes) -> None:
 
 
 def test_a_plain_http_request_is_told_to_upgrade(server: PolicyServer) -> None:
-    assert get(server.address, "/")[0] == 426
+    assert get(server.address, "/elsewhere")[0] == 426
 
 
 def is_dropped(one: socket.socket) -> bool:

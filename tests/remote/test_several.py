@@ -90,13 +90,8 @@ def shelf(loads: list[str], budget: int | None = None) -> Shelf:
 def test_clients_choose_a_policy_by_key_or_by_path() -> None:
     loads: list[str] = []
     with background(shelf(loads), LOCAL) as server:
-        for where, options, factor in (
-            ("", {}, 1),
-            ("", {"policy": "two"}, 2),
-            ("/three", {}, 3),
-            ("/three", {"policy": "two"}, 2),
-        ):
-            with PolicyClient(server.address + where, **options) as client:
+        for where, policy, factor in (("", None, 1), ("", "two", 2), ("/three", None, 3), ("/three", "two", 2)):
+            with PolicyClient(server.address + where, policy=policy) as client:
                 assert client.metadata["policies"] == ["one", "two", "three"]
                 assert client.metadata["factor"] == (3 if where else 1), "the path is known when the client connects"
                 assert client.infer(observation(5))["actions"][0, 0] == 5 * factor

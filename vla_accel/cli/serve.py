@@ -24,7 +24,7 @@ LIMITS = ServerConfig()
 class Arguments(PolicySource):
     """Serve a policy over openpi's websocket protocol: openpi-client and `vla_accel.client` talk to it unchanged.
 
-    GET /healthz says that it is there, GET /metrics is for Prometheus. SIGTERM finishes the requests under way.
+    GET / is a live page, GET /healthz says that it is there, GET /metrics is for Prometheus. SIGTERM finishes the requests under way.
     """
 
     host: str = LIMITS.host
@@ -40,6 +40,8 @@ class Arguments(PolicySource):
     """The certificate's private key (PEM), if it is not in the same file."""
     insecure: tyro.conf.FlagCreatePairsOff[bool] = False
     """Let in whoever reaches an address beyond this machine, without a key."""
+    no_page: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Leave out the live page at GET /."""
     max_clients: int = LIMITS.max_clients
     """Connections at once."""
     max_payload_mib: float = LIMITS.max_payload / 2**20
@@ -76,6 +78,7 @@ class Arguments(PolicySource):
             api_key_file=self.api_key_file,
             tls_cert=self.tls_cert,
             tls_key=self.tls_key,
+            page=not self.no_page,
             max_payload=int(self.max_payload_mib * 2**20),
             max_clients=self.max_clients,
             request_timeout_s=self.timeout_s,

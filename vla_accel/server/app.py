@@ -2,7 +2,7 @@
 
 On connect the client gets the metadata; then each binary frame is one observation and is answered by one result, in
 order. Anything wrong is answered by a text frame, after which the connection is closed; the next one works. `GET
-/healthz` and `GET /metrics` answer on the same port. Knows nothing about what observations mean.
+/healthz`, `GET /metrics` and a live page at `GET /` answer on the same port. Knows nothing about what observations mean.
 Source of the protocol: openpi, `src/openpi/serving/websocket_policy_server.py`.
 """
 
@@ -25,7 +25,8 @@ from vla_accel.server.dispatch import ClientGone, Dispatcher, Job
 from vla_accel.server.keys import Keys
 from vla_accel.server.limits import ServerConfig
 from vla_accel.server.loop import run_loop
-from vla_accel.server.metrics import CONTENT_TYPE, Metrics
+from vla_accel.server.metrics import Metrics
+from vla_accel.server.pages import HEADERS, Pages
 from vla_accel.server.replica import ProcessReplica, Replica, Replicas, ThreadReplica
 from vla_accel.server.runner import Answer, Call
 
@@ -54,6 +55,7 @@ class PolicyServer:
             replicas=lambda: self.dispatcher.ready,
         )
         self.dispatcher = Dispatcher(_replicas(policy, self.config.max_batch), self.config, self.metrics)
+        self._pages = Pages(self.metrics, self.dispatcher, self.config.page)
         self._clients: set[Any] = set()
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -167,23 +169,27 @@ class PolicyServer:
     # -- handshake ------------------------------------------------------------------------------------------------
 
     def _process_request(self, connection: Any, request: Any) -> Any:
-        """openpi's health check, metrics, the key and the number of clients; None goes on with the handshake."""
-        path = _path(request)
+        """openpi's health check, the key, pages and the number of clients; None goes on with the handshake."""
+        path, upgrades = _path(request), "Upgrade" in request.headers
         if path == "healthz":
             return connection.respond(http.HTTPStatus.OK, "OK\n")
         if self._keys.needed:
             given = request.headers.get_all("Authorization")
-            connection.key = self._keys.name_of(given[0]) if len(given) == 1 else None
+            name_of = self._keys.name_of if upgrades else self._keys.name_of_page
+            connection.key = name_of(given[0]) if len(given) == 1 else None
             if connection.key is None:
                 self.metrics.refused.add("api key")
                 logger.warning("%s: refused, %s API key", _peer(connection), "wrong" if given else "no")
                 response = connection.respond(http.HTTPStatus.UNAUTHORIZED, "expected Authorization: Api-Key ...\n")
-                response.headers["WWW-Authenticate"] = "Api-Key"
+                response.headers["WWW-Authenticate"] = "Api-Key" if upgrades else 'Basic realm="the key as password"'
                 return response
-        if path == "metrics":
-            response = connection.respond(http.HTTPStatus.OK, self.metrics.text())
+        page = None if upgrades else self._pages.get(path)
+        if page is not None:
+            kind, text = page
+            response = connection.respond(http.HTTPStatus.OK, text)
             del response.headers["Content-Type"]
-            response.headers["Content-Type"] = CONTENT_TYPE
+            for name, value in {"Content-Type": kind, **HEADERS}.items():
+                response.headers[name] = value
             return response
         names = [name for name in self.dispatcher.hellos if name]
         if names and path not in self.dispatcher.hellos:
@@ -219,7 +225,7 @@ class PolicyServer:
                 self._count(client, job, answer)
                 await self._send(client, answer.message)
                 took = time.monotonic() - began
-                self.metrics.request_seconds.observe(took)
+                self.metrics.request(took)
                 # Told with the next answer: it includes sending this one.
                 timing = {"prev_total_ms": took * 1e3}
                 if answer.outcome != "ok":

@@ -5,6 +5,7 @@ Of the keys only digests are kept, and no message has one in it.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import logging
@@ -49,6 +50,18 @@ class Keys:
             if hmac.compare_digest(given, digest):
                 name = known
         return name
+
+    def name_of_page(self, authorization: str) -> str | None:
+        """As `name_of`, also for what a browser sends once it has asked: `Basic`, with any name and the key as the
+        password. Only for pages: a browser sends it along unasked, wherever a connection comes from."""
+        kind, _, credentials = authorization.partition(" ")
+        if kind != "Basic":
+            return self.name_of(authorization)
+        try:
+            _, _, key = base64.b64decode(credentials, validate=True).decode().partition(":")
+        except ValueError:
+            return None
+        return self.name_of(f"Api-Key {key}")
 
     def refresh(self) -> bool:
         """Read the file again if it has changed, and say whether it had; one that cannot be used changes nothing."""

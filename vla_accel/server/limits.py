@@ -29,6 +29,8 @@ class ServerConfig:
     """Certificate chain in PEM; with it the server speaks wss and https."""
     tls_key: Path | None = None
     """Private key of the certificate, if it is not in the same file."""
+    page: bool = True
+    """Whether GET / is a live page."""
     max_payload: int = 16 * 2**20
     """Bytes of one message, at most."""
     max_clients: int = 64

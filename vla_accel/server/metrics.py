@@ -11,9 +11,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from vla_accel.server.gpus import gpus
+from vla_accel.server.recent import Recent
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+
+QUANTILES = (0.5, 0.99)
+Labelled = tuple[dict[str, str], float]
+"""Labels, and the value that they have."""
 
 
 class Counter:
@@ -33,14 +41,16 @@ class Counter:
 
 
 class Gauge:
-    """A value that is asked for when it is read."""
+    """A value that is asked for when it is read, or one for each value of some labels."""
 
-    def __init__(self, name: str, help_line: str, read: Callable[[], float]) -> None:
+    def __init__(self, name: str, help_line: str, read: Callable[[], float | list[Labelled]]) -> None:
         self.name, self.help_line, self.read = name, help_line, read
 
     def lines(self) -> Iterator[str]:
         yield from _head(self.name, self.help_line, "gauge")
-        yield f"{self.name} {self.read():.15g}"
+        value = self.read()
+        for labels, one in value if isinstance(value, list) else [({}, value)]:
+            yield f"{self.name}{_labels(labels)} {one:.15g}"
 
 
 class Histogram:
@@ -98,13 +108,30 @@ class Metrics:
         )
         self.queue_seconds = Histogram("vla_accel_queue_seconds", "Time a request waited for its turn.", SECONDS)
         self.batch_size = Histogram("vla_accel_batch_size", "Requests run together.", SIZES)
+        self.recent = Recent()
+        """The last five minutes, by component, and `request` for the whole."""
+        self.clients = clients
         self._gauges = (
             Gauge("vla_accel_clients", "Clients connected now.", clients),
+            Gauge("vla_accel_recent_seconds", "Latency by component in the last five minutes.", self._recent_seconds),
+            Gauge(
+                "vla_accel_recent_requests_per_second",
+                "Requests answered a second, of late.",
+                lambda: self.recent.per_second("request"),
+            ),
+            Gauge("vla_accel_gpu_memory_used_bytes", "Memory used, by GPU.", _of_gpus("memory_used_bytes")),
+            Gauge("vla_accel_gpu_memory_total_bytes", "Memory, by GPU.", _of_gpus("memory_total_bytes")),
+            Gauge("vla_accel_gpu_clock_hertz", "Clock of the multiprocessors, by GPU.", _of_gpus("clock_hertz")),
             Gauge("vla_accel_queue_depth", "Requests waiting for their turn.", waiting),
             Gauge("vla_accel_running_requests", "Requests that the policy computes now.", running),
             Gauge("vla_accel_replicas", "Replicas that are loaded.", replicas),
             Gauge("process_resident_memory_bytes", "Resident memory of the server process.", resident_bytes),
         )
+
+    def request(self, seconds: float) -> None:
+        """Take in a request's whole time."""
+        self.request_seconds.observe(seconds)
+        self.recent.add("request", seconds)
 
     def components(self, timing: Any) -> None:
         """Take in a policy's `policy_timing`: milliseconds under `<component>_ms`."""
@@ -112,12 +139,25 @@ class Metrics:
             return
         for key, value in timing.items():
             if isinstance(key, str) and key.endswith("_ms") and isinstance(value, (int, float)):
-                self.component_seconds.observe(float(value) / 1e3, key.removesuffix("_ms"))
+                name, seconds = key.removesuffix("_ms"), float(value) / 1e3
+                self.component_seconds.observe(seconds, name)
+                self.recent.add(name, seconds)
+
+    def _recent_seconds(self) -> list[Labelled]:
+        return [
+            ({"component": name, "quantile": f"{q:g}"}, self.recent.quantile(name, q))
+            for name in self.recent.names()
+            for q in QUANTILES
+        ]
 
     def text(self) -> str:
         """The page that Prometheus reads."""
         own = [v for v in vars(self).values() if isinstance(v, (Counter, Histogram))]
         return "\n".join(line for one in (*own, *self._gauges) for line in one.lines()) + "\n"
+
+
+def _of_gpus(attribute: str) -> Callable[[], list[Labelled]]:
+    return lambda: [({"gpu": gpu.name}, float(getattr(gpu, attribute))) for gpu in gpus()]
 
 
 def resident_bytes() -> float:

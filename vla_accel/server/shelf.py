@@ -70,7 +70,7 @@ class Shelf:
 
     def start(self) -> None:
         """Load each policy once. Raises what loading raised, and WireError for metadata that cannot be sent."""
-        for name in reversed(self._loads):  # so that the default is the last to be put away
+        for name in reversed(list(self._loads)):  # so that the default is the last to be put away
             served = self.get(name)
             self.hellos[name] = served.hello(self.names)
             self.batches |= served.batches
