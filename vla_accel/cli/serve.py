@@ -24,7 +24,8 @@ LIMITS = ServerConfig()
 class Arguments(PolicySource):
     """Serve a policy over openpi's websocket protocol: openpi-client and `vla_accel.client` talk to it unchanged.
 
-    GET / is a live page, GET /healthz says that it is there, GET /metrics is for Prometheus. SIGTERM finishes the requests under way.
+    GET / is a live page, GET /healthz says that it is there, GET /metrics is for Prometheus. SIGTERM finishes the
+    requests under way.
     """
 
     host: str = LIMITS.host
