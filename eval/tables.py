@@ -21,6 +21,7 @@ from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_
 from eval.latency_picture import draw
 from eval.markdown import bare_command, commit, machine, machines, rows
 from eval.server_tables import server
+from vla_accel.measure.proportion import wilson
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
@@ -187,16 +188,30 @@ def parity(results: list[dict[str, Any]]) -> str:
             f"{r['actions']['median_cosine']:.6f}",
             f"{r['actions']['worst_cosine']:.6f}",
             f"{r['robot_actions']['max_error']:.1e}",
-            *(("-", "-") if "flipped" not in r else (str(r["flipped"]), _rest(r))),
+            *(_percent(r.get(key)) for key in ("sensitivity", "relative_error")),
+            *(("-", "-") if "flipped" not in r else (_flips(r), _rest(r))),
             "yes" if r["passed"] else "**no**",
         ])  # fmt: skip
     cosines = ["cosine", "needed", "median", "worst"]
-    flips = ["flipped", "cosine of the rest"]
-    header = ["configuration", "weights", "observations", "steps", *cosines, "max error", *flips, "agrees"]
+    more = ["another observation", "error beside that", "flipped", "cosine of the rest"]
+    header = ["configuration", "weights", "observations", "steps", *cosines, "max error", *more, "agrees"]
     where = machines((f"{r['name']} ({r['weights']})", r) for r in results)
-    text = "Cosine of the final actions with FP32 eager, over all observations, of the median one and of the worst;"
-    more = "largest error in the robot's units; flipped: chunks in which a command (the gripper's) fell the other way."
-    return rows(header, body) + f"\n{text} {more} {where}.\n"
+    text = (
+        "Cosine of the final actions with FP32 eager, over all observations, of the median one and of the worst; "
+        "largest error in the robot's units; another observation: how much it changes the reference's actions, as a "
+        "share of their norm; flipped: chunks in which a command (the gripper's) fell the other way, with the 95 % "
+        "interval of their share."
+    )
+    return rows(header, body) + f"\n{text} {where}.\n"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _flips(report: dict[str, Any]) -> str:
+    low, high = wilson(report["flipped"], report["observations"] * report.get("draws", 1))
+    return f"{report['flipped']} ({100 * low:.1f} to {100 * high:.1f} %)"
 
 
 def _rest(report: dict[str, Any]) -> str:

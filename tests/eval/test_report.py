@@ -14,12 +14,13 @@ from rich.console import Console
 from eval.harness import figures, report
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult
-from eval.harness.statistics import fit_line, goals_to_json, rate_goals, wilson
+from eval.harness.statistics import fit_line, goals_to_json, rate_goals
 from eval.harness.tables import print_summary
 from eval.libero.benchmark import LIBERO
 from tests.support.eval_support import PARTS
 from vla_accel import latency
 from vla_accel.errors import ConfigError
+from vla_accel.measure.proportion import wilson
 from vla_accel.report.charts import Bar
 from vla_accel.report.colours import PARTS as COLOURS
 

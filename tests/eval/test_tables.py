@@ -218,19 +218,22 @@ def test_parity_reports_are_rows() -> None:
         parity_report("native", 0.5, weights="pi05", recorded=None, **CPU),
     ]
     lines = tables.parity(reports).splitlines()
+    rest = "1.0e-02 | - | - | 0 (0.0 to 5.7 %) | - |"
     assert lines[2:6] == [
-        "| native | demo | 64 recorded | 10 | 0.999950 | 0.998 | 0.999940 | 0.999850 | 1.0e-02 | 0 | - | yes |",
+        f"| native | demo | 64 recorded | 10 | 0.999950 | 0.998 | 0.999940 | 0.999850 | {rest} yes |",
         "| native (kv_cache ran eager) | demo "
-        "| 64 recorded | 3 | 0.999900 | 0.998 | 0.999890 | 0.999800 | 1.0e-02 | 0 | - | yes |",
-        "| native_fp8 | demo | 64 recorded | 10 | 0.999120 | 0.998 | 0.999110 | 0.999020 | 1.0e-02 | 0 | - | yes |",
-        "| native | pi05 | 64 random | 10 | 0.500000 | 0.998 | 0.499990 | 0.499900 | 1.0e-02 | 0 | - | **no** |",
+        f"| 64 recorded | 3 | 0.999900 | 0.998 | 0.999890 | 0.999800 | {rest} yes |",
+        f"| native_fp8 | demo | 64 recorded | 10 | 0.999120 | 0.998 | 0.999110 | 0.999020 | {rest} yes |",
+        f"| native | pi05 | 64 random | 10 | 0.500000 | 0.998 | 0.499990 | 0.499900 | {rest} **no** |",
     ]
     assert lines[-1].endswith(
         "native_fp8 (demo), native (demo): NVIDIA X, torch 2.11.0; native (pi05): Some CPU, 1 thread, torch 2.13.0."
     )
     drawn = {**reports[0], "draws": 8, "flipped": 3, "rest_cosine": 0.99991}
     (line,) = tables.parity([drawn]).splitlines()[2:3]
-    assert " | 64 recorded × 8 | " in line and line.endswith(" | 3 | 0.999910 | yes |")
+    assert " | 64 recorded × 8 | " in line and line.endswith(" | - | - | 3 (0.2 to 1.7 %) | 0.999910 | yes |")
+    judged = {**drawn, "sensitivity": 0.4, "relative_error": 0.031}
+    assert " | 40.0 % | 3.1 % | 3 (0.2 to 1.7 %) | " in tables.parity([judged])
 
 
 def test_a_table_says_of_which_commit_its_runs_are() -> None:

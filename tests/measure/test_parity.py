@@ -11,13 +11,21 @@ import pytest
 import torch
 
 from vla_accel import cli
-from vla_accel.config import EngineSpec
+from vla_accel.config import EngineSpec, PolicyConfig
+from vla_accel.families.pi0 import Pi0Family
 from vla_accel.ledger import Ledger
-from vla_accel.measure.parity import compare
+from vla_accel.measure.parity import FLIP_RATE, LIMITS, compare
+from vla_accel.measure.random_policy import random_observations, random_policy
+from vla_accel.models.gemma import GemmaConfig
+from vla_accel.models.pi0 import pi05
+from vla_accel.models.siglip import SiglipConfig
+from vla_accel.policy import OptimizedPolicy
 
 
 class Stub:
-    """A policy whose actions are the noise and, as the last dimension, its sign; `flip`: calls that turn it once."""
+    """A policy whose actions are the noise and what it sees, and, as the last dimension, the noise's sign.
+
+    `flip`: calls that turn it once."""
 
     def __init__(self, error: float = 0.0, flip: tuple[int, ...] = ()) -> None:
         self.error, self.flip, self.calls = error, flip, 0
@@ -29,7 +37,8 @@ class Stub:
 
     def infer_with_internals(self, observation: Any, *, noise: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
         self.noises.append(noise)
-        actions = np.stack([noise[:, 0] + self.error, np.sign(noise[:, 1])], axis=1)
+        seen = observation.get("seen", 0.0) if observation else 0.0
+        actions = np.stack([noise[:, 0] + seen + self.error, np.sign(noise[:, 1])], axis=1)
         if self.calls in self.flip:
             actions[0, 1] *= -1
         self.calls += 1
@@ -38,14 +47,16 @@ class Stub:
 
 
 def report(policy: Stub, reference: Stub, count: int = 4, **more: Any) -> Any:
-    return compare(policy, reference, [{}] * count, name="stub", **more)  # type: ignore[arg-type]
+    # Observations half a recording apart differ by 0.5.
+    shown = [{"seen": 0.5 * (i >= count // 2)} for i in range(count)]
+    return compare(policy, reference, shown, name="stub", **more)  # type: ignore[arg-type]
 
 
 def test_every_draw_has_its_own_noise_and_both_policies_get_it() -> None:
     policy, reference = Stub(), Stub()
     found = report(policy, reference, draws=3)
     assert len(policy.noises) == 12 and found.observations == 4 and found.draws == 3
-    assert all(np.array_equal(a, b) for a, b in zip(policy.noises, reference.noises, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(policy.noises, reference.noises[:12], strict=True))
     assert len({n.tobytes() for n in policy.noises}) == 12
     assert found.passed and found.actions.cosine == pytest.approx(1) and found.flipped == 0
     assert set(found.components) == {"image_tokens", "keys", "values"}
@@ -77,3 +88,99 @@ def test_the_command_draws(tmp_path: Any, capsys: pytest.CaptureFixture[str]) ->
     assert content["draws"] == 2 and content["observations"] == 1 and content["flipped"] == 0
     assert cli.main([*words[:-4], "--draws", "0"]) == 1
     assert "draws: expected at least 1, got 0" in capsys.readouterr().err
+
+
+# -- what agreement is worth: a policy that does not look must fail --------------------------------------------------
+
+
+def narrow(depth: int, patch: int) -> Pi0Family:
+    """π0.5's published structure at a small width: two views, an expert that reads each layer of the prefix."""
+    config = pi05(
+        vision=SiglipConfig(width=64, depth=depth, mlp_dim=128, heads=4, patch_size=patch),
+        prefix=GemmaConfig(64, depth, 128, heads=4, head_dim=32),
+        expert=GemmaConfig(64, depth, 128, heads=4, head_dim=32),
+        vocab_size=4096,
+        action_horizon=10,
+        discrete_state_input=False,
+    )
+    return Pi0Family("pi05", {"pi05": lambda **changes: config}, horizon=10, views=2)
+
+
+class Cheat:
+    """A policy that acts on something else than what it is shown."""
+
+    def __init__(self, policy: OptimizedPolicy, **instead: Any) -> None:
+        self._policy, self._instead = policy, instead
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def infer_with_internals(self, observation: Any, *, noise: np.ndarray) -> Any:
+        return self._policy.infer_with_internals({**observation, **self._instead}, noise=noise)
+
+
+def judged(family: Pi0Family, steps: int) -> dict[str, Any]:
+    """Reports on an honest policy, one that sees other images, and one with the K/V cache of another prompt; all of
+    them in BF16, and given FP8's looser limits."""
+    settings = PolicyConfig(num_steps=steps, precision="bf16", device="cpu")
+    settings = settings.with_specs({name: EngineSpec("eager") for name in family.parts})
+    policy, reference = random_policy(family, settings, with_reference=True, device="cpu")
+    assert reference is not None
+    observations = random_observations(policy, 2)
+    images = {key: value for key, value in observations[1].items() if "image" in key}
+    cheats = {
+        "honest": policy,
+        "one image for all": Cheat(policy, **{key: np.full_like(value, 127) for key, value in images.items()}),
+        "another prompt": Cheat(
+            policy, prompt="open the middle drawer of the wooden cabinet and push the white mug to the back wall"
+        ),
+    }
+    loose = LIMITS["fp8"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vla_accel.measure.parity.limits_of", lambda specs, dtype: loose)
+        return {
+            name: compare(cheat, reference, observations, name=name)  # type: ignore[arg-type]
+            for name, cheat in cheats.items()
+        }
+
+
+def check_that_parity_bites(reports: dict[str, Any]) -> None:
+    honest = reports.pop("honest")
+    assert honest.passed and honest.sensitivity > 0.15, "random weights for which observations matter"
+    assert 0 < honest.relative_error < LIMITS["bf16"].relative
+    for name, report in reports.items():
+        assert not report.passed and report.relative_error > LIMITS["fp8"].relative, name
+        assert any("of what another observation changes" in reason for reason in report.reasons), name
+
+
+def test_a_policy_that_does_not_look_fails() -> None:
+    check_that_parity_bites(judged(narrow(depth=4, patch=28), steps=2))
+
+
+@pytest.mark.slow
+def test_a_policy_that_does_not_look_fails_at_the_published_depth_and_length() -> None:
+    check_that_parity_bites(judged(narrow(depth=18, patch=14), steps=3))
+
+
+def test_a_blind_reference_judges_nothing() -> None:
+    blind = compare(Stub(), Stub(), [{"a": 1}, {"a": 2}], name="stub")  # type: ignore[arg-type]
+    assert blind.sensitivity == 0 and blind.relative_error is None and not blind.passed
+    assert blind.reasons == ("another observation changes nothing, so that agreement says nothing",)
+    alone = report(Stub(), Stub(), count=1)
+    assert alone.passed and alone.sensitivity is None and alone.relative_error is None
+
+
+def test_the_error_is_measured_in_what_another_observation_changes() -> None:
+    found = report(Stub(error=0.02), Stub(), threshold=0.0)
+    # The stub's first action dimension moves by 0.5 from one observation to the next, and all errors are 0.02.
+    assert found.relative_error == pytest.approx(0.02 / 0.5) and not found.passed
+    assert found.reasons == ("error 4.0 % of what another observation changes, at most 0.5 % wanted",)
+
+
+def test_flips_fail_where_their_interval_lies_above_the_rate() -> None:
+    few = report(Stub(flip=(1,)), Stub(), count=50, threshold=0.0)
+    many = report(Stub(flip=tuple(range(0, 50, 8))), Stub(), count=50, threshold=0.0)
+    assert few.flipped == 1 and few.flipped_low < FLIP_RATE < few.flipped_high
+    assert many.flipped == 7 and many.flipped_low > FLIP_RATE
+    assert not [r for r in few.reasons if "commands" in r]
+    assert [r for r in many.reasons if r.startswith("commands fell the other way in at least ")]

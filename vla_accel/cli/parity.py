@@ -42,7 +42,8 @@ class Arguments(PolicySource):
     device: Text = None
     """cpu, cuda or cuda:N instead of the configuration's."""
     threshold: Annotated[float | None, tyro.conf.arg(metavar="COSINE", help_behavior_hint="")] = None
-    """Smallest cosine of the final actions; by precision if not given (BF16 0.9995, FP8 0.998)."""
+    """Smallest cosine of the final actions; by precision if not given (BF16 0.9995, FP8 0.998). What else is asked
+    stays: the error beside what another observation changes, and commands that fell the other way."""
     seed: int = 0
     """Of noise and random observations."""
     output: File = None
@@ -98,10 +99,16 @@ def main(arguments: list[str]) -> int:
     print_table(title, ["", "cosine", "median", "worst", "max error", "mean error"], rows)
     if report.flipped:
         chunks, rest = report.observations * report.draws, report.rest_cosine
-        print(f"a command fell the other way in {report.flipped} of {chunks} chunks"
+        share = f"{100 * report.flipped_low:.2f} to {100 * report.flipped_high:.2f} % of them, 95 %"
+        print(f"a command fell the other way in {report.flipped} of {chunks} chunks ({share})"
               + ("" if rest is None else f"; cosine of the rest {rest:.6f}"))  # fmt: skip
-    verdict = "agrees" if report.passed else "does NOT agree"
-    print(f"{verdict}: cosine {report.actions.cosine:.6f}, at least {report.threshold} wanted")
+    if report.sensitivity is None:
+        print("one observation: what another would change, and the error beside it, cannot be told")
+    else:
+        error = "" if report.relative_error is None else f"; the error is {100 * report.relative_error:.2f} % of that"
+        print(f"another observation changes the actions by {100 * report.sensitivity:.1f} % of their norm{error}")
+    passed = f"agrees: cosine {report.actions.cosine:.6f}, at least {report.threshold} wanted"
+    print(passed if report.passed else f"does NOT agree: {'; '.join(report.reasons)}")
     content = {
         **report.as_dict(), "model": policy.metadata["model"], "weights": chosen.synthetic or checkpoint,
         "recorded": chosen.observations.name if chosen.observations else None,

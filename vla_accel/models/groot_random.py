@@ -27,6 +27,9 @@ class DrawnGroot(Drawn):
             gain = 1.0 / math.sqrt(2 * getattr(config, part).depth)
         return 0.0, gain / math.sqrt(self.shapes[name][1:].numel())
 
+    def _query_key_rows(self, name: str) -> int:
+        return 0  # its attention is as flat as it falls
+
 
 def drawn_groot(config: GrootConfig, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype) -> Groot:
     """A model whose weights are drawn when they are asked for, on `device`, large products in `dtype`, in eval mode."""

@@ -1,6 +1,8 @@
 """Models with random weights of any size, for measuring speed and agreement where no checkpoint can be had.
 
-Weights are drawn so that activations stay of order one through every layer: a residual branch adds 1 / √(2 depth).
+Weights are drawn so that activations stay of order one through every layer (a residual branch adds 1 / √(2 depth)),
+and so that observations matter, as they do to a trained model. With flat attention over 500 tokens an expert sees only
+their mean, which is the same for every observation, and agreement then says nothing of the prefix.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ from vla_accel.models.network import Network
 
 N = TypeVar("N", bound=FlowNetwork)
 
+SHARP, EXPERT_SHARP = 2.0, 4.0
+"""Deviation of the attention's logits, in vision and prefix, and in the expert. At 1 attention over 500 tokens is flat;
+at 4 a handful of them count."""
+EXPERT_BRANCH = 2.0
+"""How many times as much the expert's branches add: what it reads becomes half of what it says."""
 # The products that end a residual branch.
 BRANCH_ENDS = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")
 
@@ -44,6 +51,7 @@ class Drawn:
         generator = torch.Generator(self.device).manual_seed(self.seed + (zlib.crc32(name.encode()) << 8))
         mean, deviation = self._normal(name)
         value.normal_(mean, deviation, generator=generator)
+        value[: self._query_key_rows(name)] *= math.sqrt(EXPERT_SHARP if _of(name) == "expert" else SHARP)
         # A norm's gate multiplies a branch: around one, as trained models have it, not around zero.
         if name.startswith("expert.") and name.endswith("norm.dense.bias"):
             value[2 * self.config.expert.width :] += 1.0
@@ -69,10 +77,19 @@ class Drawn:
             return 0.0, 0.2 / math.sqrt(shape[1])
         if "norm" in name:
             return self.plain.get(name, 1.0), 0.1
-        gain = 1.0 / math.sqrt(2 * _depth(self.config, name)) if name.endswith(BRANCH_ENDS) else 1.0
-        if name == "projector.weight":
-            gain = 1.0 / self.config.image_scale
+        gain = 1.0 / self.config.image_scale if name == "projector.weight" else _gain(self.config, name)
         return 0.0, gain / math.sqrt(shape[1:].numel())
+
+    def _query_key_rows(self, name: str) -> int:
+        """Rows of a projection that make queries and keys."""
+        if name.endswith(".q_proj.weight"):
+            return self.config.expert.heads * self.config.expert.head_dim
+        if not name.endswith(".qkv_proj.weight"):
+            return 0
+        if _of(name) == "vision":
+            return 2 * self.config.vision.width
+        stack = self.config.expert if _of(name) == "expert" else self.config.prefix
+        return (stack.heads + stack.kv_heads) * stack.head_dim
 
 
 def drawn_model(kind: type[N], config: Any, *, seed: int, device: str, dtype: torch.dtype) -> N:
@@ -91,5 +108,12 @@ def random_model(
     return drawn_model(kind, config, seed=seed, device=device, dtype=dtype).whole()
 
 
-def _depth(config: Any, name: str) -> int:
-    return {"vision": config.vision.depth, "prefix": config.prefix.depth}.get(name.split(".")[0], config.expert.depth)
+def _of(name: str) -> str:
+    return name.split(".")[0]
+
+
+def _gain(config: Any, name: str) -> float:
+    depth = {"vision": config.vision.depth, "prefix": config.prefix.depth, "expert": config.expert.depth}.get(_of(name))
+    if depth is None or not name.endswith(BRANCH_ENDS):
+        return 1.0
+    return (EXPERT_BRANCH if _of(name) == "expert" else 1.0) / math.sqrt(2 * depth)
