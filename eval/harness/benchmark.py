@@ -104,7 +104,8 @@ class Benchmark:
         settings: what else an episode depends on (JSON types): part of a run's protocol, and so of its fingerprint.
         trials: episodes of a task, unless asked otherwise.
         limits_by: who set the suites' `max_steps`.
-        make_expert: the scripted expert, or None. Its source file is its identity.
+        make_expert: the scripted expert, or None. Its source file is its identity, and those beside it whose names
+            begin like it.
         expert_suites: the suites that the expert can play.
         packages: distributions whose versions a result states.
         stresses: what the simulator itself can disturb, by name. `make_environment` finds their values among its

@@ -130,7 +130,8 @@ def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[st
     chunking = {} if source.chunking == "plain" else {"chunking": source.chunking}
     if source.kind == "expert":
         assert benchmark.make_expert is not None
-        content = Path(inspect.getfile(type(benchmark.make_expert()))).read_bytes()
+        module = Path(inspect.getfile(type(benchmark.make_expert())))
+        content = b"".join(file.read_bytes() for file in sorted(module.parent.glob(f"{module.stem}*.py")))
         return {"kind": "expert", "sha256": hashlib.sha256(content).hexdigest()}
     if source.kind == "remote":
         known = {k: policy.metadata[k] for k in REMOTE_IDENTITY if k in policy.metadata}

@@ -261,7 +261,7 @@ BAD = [
     (("--policy", "ws://host:1", "--steps", "1,3"), "steps: a remote policy has its server's"),
     (("--policy", "ws://host:1", "--config", "x.yaml"), "config: a remote policy is configured at"),
     (("--expert", "--steps", "3"), "steps: the scripted expert has no denoising steps"),
-    (("--expert", "--suite", "libero_goal"), "expert: it plays libero_spatial only"),
+    (("--expert", "--suite", "libero_goal"), "expert: it plays libero_spatial, libero_object only"),
     (("--output", "result.txt"), "output: expected a file name ending in .json, got 'result.txt'"),
 ]
 

@@ -41,12 +41,11 @@ class CollectConfig:
 def privileged(env: Any, expert: Any) -> np.ndarray:
     """Targets of the training-only auxiliary loss, float32 (AUX_DIM,), metres times 10.
 
-    Target bowl, plate and grasp point relative to the end effector (9), target bowl (3), and the gripper's opening.
+    The thing to move, its place and the grasp relative to the end effector (9), the thing (3), the gripper's opening.
     """
-    scene = expert.look(env)
-    eef = scene.hand
-    grasp = expert.grasp_point(env, scene)
-    parts = (scene.bowl - eef, scene.plate - eef, grasp - eef, scene.bowl - (0.0, 0.0, 1.0), [scene.width * 4])
+    seen = expert.landmarks(env)
+    hand, thing = seen.arm.hand, seen.thing
+    parts = (thing - hand, seen.place - hand, seen.grasp - hand, thing - (0.0, 0.0, 1.0), [seen.arm.width * 4])
     return np.concatenate(parts).astype(np.float32) * 10
 
 
