@@ -281,6 +281,28 @@ def from_mapping(kind: type[T], content: Mapping[str, Any], where: str = "") -> 
         raise ConfigError(f"{where or kind.__name__}: {error}") from error
 
 
+def as_mapping(content: Any) -> dict[str, Any]:
+    """What `from_mapping` makes the same dataclass of: the fields that differ from their defaults, as JSON types."""
+    return {
+        f.name: _plain(getattr(content, f.name))
+        for f in dataclasses.fields(content)
+        if getattr(content, f.name) != _default(f)
+    }
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return as_mapping(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, tuple) else value
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    made = field.default_factory
+    return field.default if isinstance(made, dataclasses._MISSING_TYPE) else made()
+
+
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):

@@ -1,9 +1,10 @@
-"""Files that appear whole or not at all, where the user's cache is, and who may write to what is run as code. Knows
-nothing about what is in them."""
+"""Files that appear whole or not at all, what identifies one, where the user's cache is, and who may write to what is
+run as code. Knows nothing about what is in them."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,15 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def content_hash(path: Path) -> str:
+    """SHA-256 of a file's content, as 64 hex digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def cache_folder() -> Path:

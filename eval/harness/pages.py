@@ -12,10 +12,8 @@ from typing import Any
 from eval.harness.report import mean_parts, policy_name
 from vla_accel.report import charts
 from vla_accel.report.conditions import conditions, ledger, machine
-from vla_accel.report.page import FILMS, Cell, Films, Number, Page, Picture, Section, Table, Text
+from vla_accel.report.page import FILMS, MOST_FILMS, Cell, Films, Number, Page, Picture, Section, Table, Text
 
-MOST_FILMS = 6
-"""Episodes of a comparison that are shown; each has two films."""
 Result = Mapping[str, Any]
 
 

@@ -21,6 +21,7 @@ from eval.harness.protocol import Protocol
 from eval.harness.rollout import Actor
 from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError
+from vla_accel.files import content_hash
 
 Chunking = Literal["plain", "rtc"]
 REMOTE_IDENTITY = ("policy", "model", "num_steps", "dtype")
@@ -153,13 +154,5 @@ def _folder_hash(folder: Path) -> str:
     """SHA-256 over the names and contents of a checkpoint's files."""
     digest = hashlib.sha256()
     for file in sorted(f for f in folder.rglob("*") if f.is_file()):
-        digest.update(f"{file.relative_to(folder)}:{_file_hash(file)}\n".encode())
-    return digest.hexdigest()
-
-
-def _file_hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+        digest.update(f"{file.relative_to(folder)}:{content_hash(file)}\n".encode())
     return digest.hexdigest()

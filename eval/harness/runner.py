@@ -70,7 +70,7 @@ class Runner:
         if result.error:
             self.close()  # its simulator may be broken: the next episode gets a new one
         if folder is not None and recorder is not None and recorder.frames:
-            video = write_video(recorder, folder / _video_name(setup.protocol.suite, key))
+            video = write_video(recorder, folder / video_name(setup.protocol.suite, key))
             result = replace(result, video=video.name)
         return result
 
@@ -93,6 +93,7 @@ class Runner:
         return self._env
 
 
-def _video_name(suite: str, key: EpisodeKey) -> str:
+def video_name(suite: str, key: EpisodeKey) -> str:
+    """The name of an episode's film, without its suffix."""
     steps = "" if key.steps is None else f"-steps{key.steps}"
     return f"{suite}-task{key.task_id}-trial{key.trial}{steps}"

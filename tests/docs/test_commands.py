@@ -50,6 +50,7 @@ LOOKED_UP: dict[str, str] = {
     "vla-accel build-vae": f"{FILES}; tests/diffusion runs it",
     "vla-accel build-unet": f"{FILES}; tests/diffusion runs it",
     "python -m eval.libero --": f"{MINUTES}; tests/eval plays episodes",
+    "python -m eval.libero.tune ": f"{MINUTES}; tests/tune and tests/eval/test_tuning.py run its parts",
     "python -m eval.store": "it writes into this repository; tests/eval/test_tables.py runs its parts",
 }
 """Beginnings of commands that are not run, and why."""
@@ -58,6 +59,7 @@ SMALLER: dict[str, str] = {
     "vla-accel build ": "--dry-run",
     "vla-accel doctor": "--device cpu",
     "vla-accel bench demo ": "--calls 1 --device cpu --report report.html",
+    "vla-accel tune ": "--calls 1 --count 1 --num-steps 1 --device cpu",
     "vla-accel parity ": "--count 2 --draws 1 --num-steps 2 --device cpu --report report.html",
     "vla-accel calibrate ": "--limit 2 --device cpu",
     "vla-accel txt2img ": "--steps 2 --height 64 --width 64 --device cpu",

@@ -184,7 +184,7 @@ def test_an_engine_file_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None
 def test_listing_does_not_read_the_engines(tmp_path: Path, monkeypatch: Any) -> None:
     store = EngineCache(tmp_path)
     put(store, "a")
-    monkeypatch.setattr(cache, "_file_hash", lambda path: pytest.fail("read"))
+    monkeypatch.setattr(cache, "content_hash", lambda path: pytest.fail("read"))
     assert [e.problem for e in store.entries()] == [""]
 
 

@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("vla_accel.cli.doctor", "what this machine can run, what is missing, and a self-test"),
     "bench": ("vla_accel.cli.bench", "time a policy beside its baselines and its floor, in turns"),
     "parity": ("vla_accel.cli.parity", "how well a configuration agrees with FP32 eager; fails where it does not"),
+    "tune": ("vla_accel.cli.tune", "the fastest configuration on this machine that loses nothing, with evidence"),
     "calibrate": ("vla_accel.cli.calibrate", "FP8 scales of a checkpoint from recorded observations"),
     "build": ("vla_accel.cli.build", "build the TensorRT engines of a configuration, also for other GPUs"),
     "cache": ("vla_accel.cli.cache", "list, verify or clear the built engines"),

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.errors import EngineError
-from vla_accel.files import cache_folder, replacing_privately, require_private, why_not_private
+from vla_accel.files import cache_folder, content_hash, replacing_privately, require_private, why_not_private
 from vla_accel.ops.cuda.runtime import compiled_folder
 
 SCHEMA = "vla_accel.engine/1"
-_CHUNK = 1 << 24
 
 
 def default_folder() -> Path:
@@ -192,17 +191,9 @@ def examine(path: Path, key: str | None = None, *, whole: bool = True) -> Entry:
     if size != about.get("bytes"):
         word = "truncated" if size < int(about.get("bytes", 0)) else "longer than it was"
         return Entry(path, about, f"{path.name} is {word}: {size} of {about.get('bytes')} bytes")
-    if whole and _file_hash(path) != about.get("sha256"):
+    if whole and content_hash(path) != about.get("sha256"):
         return Entry(path, about, f"{path.name} is damaged: its content does not have the recorded hash")
     return Entry(path, about)
-
-
-def _file_hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 # -- keys ---------------------------------------------------------------------------------------------------------

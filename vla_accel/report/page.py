@@ -18,6 +18,8 @@ from vla_accel.files import replacing
 from vla_accel.report.charts import svg
 
 FILMS = {".mp4": "video/mp4", ".gif": "image/gif"}
+MOST_FILMS = 6
+"""Pairs of films that a report shows."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,125 @@
+"""`vla-accel tune` end to end on a small real policy: files, gates, continuing, a benchmark by name, bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.reports import figures_in
+from tests.support.tiny import write_tiny_checkpoint
+from vla_accel.cli import main
+from vla_accel.cli.tune import find_benchmark
+from vla_accel.config import PolicyConfig, load_config
+from vla_accel.measure.recording import save_observations
+from vla_accel.policy import OptimizedPolicy
+from vla_accel.tune import candidates
+from vla_accel.tune.measuring import PolicyBench
+from vla_accel.tune.search import Candidate
+
+
+class Coins:
+    """Episodes that everybody wins."""
+
+    name = "coins"
+    keys = tuple(f"coin {i}" for i in range(400))
+
+    def __init__(self, checkpoint: str, **options: Any) -> None:
+        self.options = options
+
+    def play(self, candidate: Candidate, keys: Sequence[str]) -> Iterator[tuple[str, bool | None]]:
+        assert OptimizedPolicy.from_pretrained  # a real one would load candidate.config
+        return iter([(key, True) for key in keys])
+
+    def film(self, candidate: Candidate, key: str) -> Path | None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tune") / "checkpoint"
+    write_tiny_checkpoint(folder)
+    return folder
+
+
+def test_candidates_are_measured_against_the_same_answers(checkpoint: Path) -> None:
+    example = OptimizedPolicy.from_pretrained(checkpoint, device="cpu").processor.example()
+    base = PolicyConfig(num_steps=2, device="cpu", strict=True)
+    parts = ("vision", "kv_cache", "denoise")
+    reference = candidates.reference(base, parts)
+    bench = PolicyBench(str(checkpoint), reference, [example, example], draws=2, calls=2)
+    eager = Candidate("eager", replace(reference.config, precision="bf16"), "")
+    found = bench.agreement(eager)
+    itself = bench.agreement(reference)
+    assert itself["passed"] and itself["cosine"] == pytest.approx(1.0) and 0.9 < found["cosine"] < 1.0
+    assert found["chunks"] == 4 and found["engines"][0]["used"] == "eager"
+    row = bench.latency(eager)
+    assert row["median_ms"] > 0 and row["calls"] == 2 and "vision" in row["parts_ms"]
+    assert bench.lower()["vision"] == {} and "native" in bench.lower()["denoise"], "no scales: weights only"
+
+
+@pytest.mark.slow
+def test_tune_finds_writes_and_continues(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = OptimizedPolicy.from_pretrained(checkpoint, device="cpu")
+    save_observations([policy.processor.example()] * 2, tmp_path / "observations.npz")
+    out = tmp_path / "out"
+    words = [
+        "tune", str(checkpoint), "--observations", str(tmp_path / "observations.npz"), "--quick", "--num-steps", "2",
+        "--calls", "2", "--device", "cpu", "--output", str(out), "--benchmark",
+        "tests.tune.test_tune_command:Coins", "--allow-steps", "1",
+    ]  # fmt: skip
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    line = json.loads(captured.out.splitlines()[-1])
+    result = json.loads((out / "tune.json").read_text())
+    assert [row["name"] for row in result["tried"]][:2] == ["eager_fp32", "eager bf16"]
+    assert result["left_out"].keys() >= {"native", "tensorrt"}
+    bf16 = result["tried"][1]
+    assert bf16["agreement"]["cosine"] > 0.99 and bf16["latency"]["median_ms"] > 0 and bf16["latency"]["calls"] == 2
+    assert result["settings"]["benchmark"] == "coins" and line["chosen"] == result["chosen"]
+    # The file runs as it is.
+    config = load_config(out / "tuned.yaml")
+    chosen = next(row for row in result["tried"] if row["chosen"])
+    assert config.num_steps == chosen["config"].get("num_steps", 10)
+    assert OptimizedPolicy.from_pretrained(checkpoint, out / "tuned.yaml").infer(policy.processor.example())
+    found = figures_in((out / "report.html").read_text())
+    assert {row["latency"]["median_ms"] for row in result["tried"]} <= found
+    assert chosen["name"] == "eager_fp32" or {chosen["success"]["lower_bound"]} <= found
+    # The same command measures nothing again.
+    monkeypatch.setattr("vla_accel.measure.bench.run", lambda *a, **k: pytest.fail("timed twice"))
+    monkeypatch.setattr("vla_accel.measure.parity.compare", lambda *a, **k: pytest.fail("compared twice"))
+    assert main(words) == 0
+    again = json.loads((out / "tune.json").read_text())
+    assert again["tried"] == result["tried"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--allow-steps", "2"], "allow-steps: expected --benchmark beside it"),
+        ([], "observations: expected recorded ones"),
+        (["--quick", "--report", "x.pdf"], "report: expected a file name ending in .html"),
+        (["--quick", "--confidence", "100"], "alpha: expected a probability"),
+        (["--quick", "--benchmark", "nothing.like:this"], "benchmark: expected libero or MODULE:FUNCTION"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vla_accel.cli.tune.random_observations", lambda *a, **k: [])
+    monkeypatch.setattr("vla_accel.policy.OptimizedPolicy.from_pretrained", lambda *a, **k: None)
+    assert main(["tune", "demo", "--device", "cpu", "--output", str(tmp_path), *words]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("vla-accel tune:")]
+    assert message in line
+
+
+def test_libero_is_found_by_its_name() -> None:
+    from eval.libero.tune import episodes
+
+    assert find_benchmark("libero") is episodes

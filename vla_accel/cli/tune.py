@@ -1,0 +1,233 @@
+"""`vla-accel tune CHECKPOINT`: the fastest configuration on this machine that loses nothing, with the evidence."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vla_accel.checkpoints.loading import family_of, find
+from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source, print_table
+from vla_accel.config import PolicyConfig, load_config
+from vla_accel.errors import ConfigError
+from vla_accel.files import content_hash
+from vla_accel.machine import hardware, resolve_device, software
+from vla_accel.measure.random_policy import random_observations
+from vla_accel.measure.recording import load_observations
+from vla_accel.policy import OptimizedPolicy
+from vla_accel.report.page import check_path, write
+from vla_accel.report.tune import page
+from vla_accel.tune import candidates
+from vla_accel.tune.journal import Journal
+from vla_accel.tune.measuring import PolicyBench
+from vla_accel.tune.noninferiority import Rule
+from vla_accel.tune.outcome import outcome, write_config, write_json
+from vla_accel.tune.search import Episodes, Search, Settings
+
+
+@dataclass(frozen=True)
+class Arguments(PolicySource):
+    """Find the fastest configuration of a checkpoint on this machine that agrees with FP32 eager and, with a benchmark,
+    succeeds as often. Writes tuned.yaml, tune.json and a report; the same command continues an interrupted search."""
+
+    observations: File = None
+    """Recorded observations (.npz) for gate one, agreement. With --quick, random ones if not given."""
+    benchmark: Text = None
+    """Benchmark for gate two, success on paired episodes: libero, or MODULE:FUNCTION of your own."""
+    suite: Text = None
+    """Of the benchmark; its first if not given."""
+    tasks: Text = None
+    """Of the suite, such as 0-2,5; all if not given."""
+    margin: float = 2.0
+    """Points of success within which a candidate counts as not worse."""
+    confidence: float = 95.0
+    """Of the two-sided interval of the difference, in percent: 95 means that the whole search calls a worse candidate
+    "not worse" with a probability of 2.5 percent at most."""
+    finalists: int = 3
+    """Candidates, the fastest first, that may play episodes until one passes; they share the error rate."""
+    episodes: int = 1000
+    """Pairs of episodes that a candidate plays at most. Clear cases stop early."""
+    workers: int = 1
+    """Simulator processes."""
+    num_steps: Number = None
+    """Denoising steps instead of the configuration's."""
+    allow_steps: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = ()
+    """Also try these numbers of denoising steps. That is another policy: needs a benchmark, success alone judges it."""
+    count: int = 64
+    """Observations at most."""
+    draws: int = 4
+    """Noises of each observation."""
+    calls: int = 100
+    """Timed calls of each candidate."""
+    quick: tyro.conf.FlagCreatePairsOff[bool] = False
+    """At most 8 observations with one noise each, and 10 timed calls."""
+    device: Text = None
+    """cpu, cuda or cuda:N instead of the configuration's."""
+    seed: int = 0
+    """Of noise and of the order of episodes."""
+    output: Path = Path("runs/tune")
+    """Folder of tuned.yaml, tune.json, report.html, the journal, and a file for each candidate."""
+    report: File = None
+    """HTML file; report.html in the output folder if not given."""
+    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Start afresh instead of continuing."""
+
+
+Opener = Callable[..., Episodes]
+"""`open(checkpoint, *, suite, tasks, device, workers, seed, folder)`: a benchmark's `Episodes`. `suite`, `tasks` and
+`device` may be None; `folder` is for files of its own."""
+
+
+def main(arguments: list[str]) -> int:
+    """Search and write; 0 once something is chosen."""
+    chosen = parse_source(Arguments, arguments, "vla-accel tune")
+    began = time.perf_counter()
+    report = chosen.report or chosen.output / "report.html"
+    check_path(report)
+    rule = Rule(chosen.margin / 100, (1 - chosen.confidence / 100) / 2)
+    # Starting simulators takes seconds: between two looks each plays several episodes.
+    settings = Settings(rule, chosen.finalists, chosen.episodes, block=max(20, 8 * chosen.workers))
+    if chosen.allow_steps and chosen.benchmark is None:
+        raise ConfigError("allow-steps: expected --benchmark beside it: another number of steps is judged by success")
+    if chosen.observations is None and not chosen.quick:
+        raise ConfigError("observations: expected recorded ones (docs/engines.md says how), or --quick, got none")
+    checkpoint, base = chosen.checkpoint or "demo", _base(chosen)
+    parts = family_of(find(checkpoint)).parts
+    device = resolve_device(base.device)
+    observations, recorded = _observations(chosen, checkpoint, base)
+    quick = {"count": min(8, chosen.count), "draws": 1, "calls": min(10, chosen.calls)} if chosen.quick else {}
+    chosen = replace(chosen, **quick)
+    reference = candidates.reference(base, parts)
+    bench = PolicyBench(checkpoint, reference, observations[: chosen.count], draws=chosen.draws, calls=chosen.calls,
+                        seed=chosen.seed)  # fmt: skip
+    opener = None if chosen.benchmark is None else find_benchmark(chosen.benchmark)
+    about = _about(chosen, checkpoint, base, recorded)
+    path = chosen.output / "journal.jsonl"
+    if chosen.overwrite:
+        path.unlink(missing_ok=True)
+    with Journal(path, about) as journal:
+        episodes = None if opener is None else opener(
+            checkpoint, suite=chosen.suite, tasks=chosen.tasks, device=chosen.device, workers=chosen.workers,
+            seed=chosen.seed, folder=chosen.output / "episodes",
+        )  # fmt: skip
+        first, left_out = candidates.engines(base, parts, device)
+        stages = [first, candidates.precisions(bench.lower), candidates.attentions(parts)]
+        if chosen.allow_steps:
+            stages.append(candidates.steps(chosen.allow_steps))
+        with Teller() as teller:
+            search = Search(reference, stages, bench, journal, settings, episodes, teller)
+            best = search.run()
+    told = {
+        "command": ["vla-accel", "tune", *(Path(a).name if "/" in a else a for a in arguments)],
+        "hardware": hardware(device),
+        "software": software(),
+        "checkpoint": checkpoint,
+        "settings": {**about, "benchmark": None if episodes is None else episodes.name},
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    result = outcome(search, best, left_out, told)
+    where = told["hardware"].get("gpu") or told["hardware"]["cpu"]
+    comment = f"Made by `{' '.join(told['command'])}`\non {where}: {result['why']}."
+    tuned = write_config(best.candidate.config, chosen.output / "tuned.yaml", comment)
+    write_json(chosen.output / "tune.json", result)
+    write(page(result), report)
+    _print(result)
+    said = {"chosen": result["chosen"], "why": result["why"], "times_as_fast": result["times_as_fast"]}
+    print(json.dumps({**said, "config": str(tuned), "output": str(chosen.output / "tune.json"), "report": str(report)}))
+    return 0
+
+
+def find_benchmark(name: str) -> Opener:
+    """The function that opens a benchmark's episodes: of `eval.NAME.tune`, or MODULE:FUNCTION. Found from the current
+    folder, too, as `python -m` finds it. Raises ConfigError where it is not there."""
+    module, _, function = (name if ":" in name else f"eval.{name}.tune:episodes").partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ConfigError(
+            f"benchmark: expected libero or MODULE:FUNCTION, got {name!r} ({error}); the benchmarks lie in eval/ of "
+            "the repository and are no part of the installed package: run this in the repository's folder"
+        ) from error
+
+
+class Teller:
+    """Says on standard error what happens: a bar with the time left on a terminal, lines elsewhere."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=None)
+        self._began = time.perf_counter()
+
+    def __enter__(self) -> Teller:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int, text: str) -> None:
+        self._bar.update(self._task, description=text, completed=done, total=total)
+        if self._bar.disable:
+            spent = time.perf_counter() - self._began
+            left = f", about {spent / done * (total - done):.0f} s left" if 0 < done < total else ""
+            print(f"[{done}/{total}] {text} ({spent:.0f} s so far{left})", file=sys.stderr, flush=True)
+
+
+def _base(chosen: Arguments) -> PolicyConfig:
+    """The configuration without engines: what is not searched."""
+    given = load_config(chosen.config).with_specs({})
+    told = {"device": chosen.device, "num_steps": chosen.num_steps}
+    return replace(given, precision="auto", **{name: value for name, value in told.items() if value is not None})
+
+
+def _observations(chosen: Arguments, checkpoint: str, base: PolicyConfig) -> tuple[list[Any], str | None]:
+    """The observations of gate one, and the name of their file; random ones are said aloud."""
+    if chosen.observations is not None:
+        return load_observations(chosen.observations, chosen.count), content_hash(chosen.observations)
+    print("warning: gate one judges on random observations; recorded ones say more (--observations)", file=sys.stderr)
+    policy = OptimizedPolicy.from_pretrained(checkpoint, replace(base, num_steps=1))
+    return random_observations(policy, min(8, chosen.count), seed=chosen.seed), None
+
+
+def _about(chosen: Arguments, checkpoint: str, base: PolicyConfig, recorded: str | None) -> dict[str, Any]:
+    """What decides a measurement: a journal about something else is not continued."""
+    folder = find(checkpoint)
+    files = {f.name: content_hash(f) for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".json")}
+    return {
+        "checkpoint": files,
+        "base": dataclasses.asdict(base),
+        "observations": recorded,
+        "hardware": hardware(resolve_device(base.device)),
+        "software": software(),
+        **{n: getattr(chosen, n) for n in ("count", "draws", "calls", "seed", "benchmark", "suite", "tasks")},
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    body = []
+    for row in result["tried"]:
+        agreement, latency, success = row["agreement"], row["latency"], row["success"]
+        body.append([
+            row["name"],
+            f"{latency['median_ms']:.2f}" if latency else "-",
+            f"{agreement['cosine']:.6f}" if agreement else "-",
+            f"{success['lost']} / {success['gained']} of {success['pairs']}" if success else "-",
+            "chosen" if row["chosen"] else row["dropped"] or "the reference",
+        ])  # fmt: skip
+    print_table("what was tried", ["configuration", "median ms", "cosine", "lost / gained", "verdict"], body)
+    print(f"{result['chosen']}: {result['times_as_fast']:.2f} times as fast as FP32 eager; {result['why']}")

@@ -1,0 +1,134 @@
+"""The report of a `vla-accel tune`: latency against agreement and success, everything tried, and why it was dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vla_accel.report import charts
+from vla_accel.report.bench import call_parts
+from vla_accel.report.conditions import conditions, ledger, machine
+from vla_accel.report.page import FILMS, MOST_FILMS, Cell, Films, Number, Page, Picture, Section, Table, Text
+
+Row = Mapping[str, Any]
+
+
+def page(result: Mapping[str, Any]) -> Page:
+    """The page of a report of schema `vla_accel.tune/1`."""
+    rows = result["tried"]
+    timed = [row for row in rows if row["latency"]]
+    summary = (
+        f"{result['chosen']} is {result['times_as_fast']:.2f} times as fast as FP32 eager on "
+        f"{machine(result['hardware'])}: {result['why']}."
+    )
+    played = [row for row in rows if row["success"]]
+    left_out = [[name, why] for name, why in result["left_out"].items()]
+    left: list[Any] = [Table("Engines that this machine cannot run", ("engine", "why"), left_out)] if left_out else []
+    settings = {n: v for n, v in result["settings"].items() if isinstance(v, str | int | float)}
+    sections = [
+        Section("Latency against agreement", _agreement(timed)),
+        Section("Success on paired episodes", _success(played) if played else [Text("Success was not tested.")]),
+        Section("Episodes that only one of them won", _films(played)),
+        Section("Everything tried", [_tried(rows), *left]),
+        Section("Where the time goes", [_parts(timed)] if timed else []),
+        ledger((row["name"], row["latency"]["engines"]) for row in timed),
+        conditions(result["command"], result["hardware"], result["software"], seconds=result["seconds"], **settings),
+    ]
+    return Page(f"Tuning {result['checkpoint']}", summary, sections)
+
+
+def _agreement(rows: Sequence[Row]) -> list[Picture]:
+    """Latency against disagreement; the reference, which has none, stands at the foot."""
+    shown = [row for row in rows if not row["other_policy"]]
+    if not shown:
+        return []
+    points = [charts.Point(row["name"], row["latency"]["median_ms"], _disagreement(row), chosen=row["chosen"],
+                           front=row["front"], dropped=row["dropped"] is not None) for row in shown]  # fmt: skip
+    body: list[list[Cell]] = [
+        [row["name"], Number(row["latency"]["median_ms"]), Number(_cosine(row), "{:.6f}"),
+         Number((row["agreement"] or {}).get("flipped"), "{}"), "yes" if row["front"] else "no", _verdict(row)]
+        for row in shown
+    ]  # fmt: skip
+    words = "; ".join(f"{p.label}: {p.x:.1f} ms, {p.y:.1e}" for p in points)
+    return [Picture(
+        "Median of a call against disagreement with FP32 eager (one minus the cosine of the final actions); the line "
+        "joins those that no other beats in both",
+        f"Points: {words}.",
+        lambda narrow: charts.scatter(points, x="median of one call [ms]", y="1 - cosine", narrow=narrow),
+        Table("Latency and agreement", ("configuration", "median ms", "cosine", "commands flipped", "on the front",
+                                        "verdict"), body),
+    )]  # fmt: skip
+
+
+def _success(rows: Sequence[Row]) -> list[Picture]:
+    """Latency against the difference of success, with Tango's interval; a table with the sequential test's figures."""
+    points = [charts.Point(row["name"], row["latency"]["median_ms"], 100 * row["success"]["difference"],
+                           chosen=row["chosen"], dropped=row["dropped"] is not None) for row in rows]  # fmt: skip
+    names = ("pairs", "lost", "gained", "crashed")
+    body = []
+    for row in rows:
+        s = row["success"]
+        wins = [Number(s[n], "{}") for n in ("reference_won", "candidate_won")]
+        shares = [Number(s[n], "{:+.1%}") for n in ("difference", "tango_95_low", "tango_95_high", "lower_bound")]
+        body.append([row["name"], *(Number(s[n], "{}") for n in names), *wins, *shares, s["verdict"]])
+    s = rows[0]["success"]
+    words = "; ".join(f"{p.label}: {p.x:.1f} ms, {p.y:+.1f} points" for p in points)
+    return [Picture(
+        "Median of a call against the difference of success from FP32 eager",
+        f"Points: {words}.",
+        lambda narrow: charts.scatter(points, x="median of one call [ms]", y="difference of success [points]",
+                                      narrow=narrow),
+        Table(f"Paired episodes; margin {100 * s['margin']:g} points, error rate {s['alpha']:.3g} a finalist",
+              ("configuration", *names, "reference won", "candidate won", "difference", "from (Tango, 95 %)", "to",
+               "proven to be above", "verdict"), body),
+    )]  # fmt: skip
+
+
+def _films(rows: Sequence[Row]) -> list[Films]:
+    """Films of lost episodes first, then of gained ones, as far as they are still there."""
+    found: dict[str, list[Films]] = {"reference": [], "candidate": []}
+    for row in rows:
+        for episode in row["success"]["discordant"]:
+            films = [Path(film) for film in episode["films"]]
+            if films and all(film.is_file() and film.suffix in FILMS for film in films):
+                how = "lost" if episode["won_by"] == "reference" else "gained"
+                title = f"{row['name']} {how} {episode['key']}"
+                found[episode["won_by"]].append(Films(title, [("FP32 eager", films[0]), (row["name"], films[1])]))
+    return [*found["reference"], *found["candidate"]][:MOST_FILMS]
+
+
+def _tried(rows: Sequence[Row]) -> Table:
+    body: list[list[Cell]] = [
+        [row["name"], row["tries"], Number((row["latency"] or {}).get("median_ms")), Number(_cosine(row), "{:.6f}"),
+         _verdict(row)]
+        for row in rows
+    ]  # fmt: skip
+    return Table("Everything tried, and why it was dropped", ("configuration", "what it tries", "median ms", "cosine",
+                                                              "verdict"), body)  # fmt: skip
+
+
+def _parts(rows: Sequence[Row]) -> Picture:
+    bars = [charts.Bar(row["name"], call_parts(row["latency"]), f"{row['latency']['median_ms']:.1f} ms")
+            for row in sorted(rows, key=lambda row: row["latency"]["median_ms"])]  # fmt: skip
+    names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
+    body = [[bar.label, *(Number(bar.parts.get(name)) for name in names)] for bar in bars]
+    return Picture(
+        "Median of a call, stacked by part, the fastest first",
+        f"Stacked bars: {'; '.join(f'{bar.label} {bar.told}' for bar in bars)}.",
+        lambda narrow: charts.stacked(bars, unit="median of one call [ms]", narrow=narrow),
+        Table("Parts of a call", ("configuration", *(f"{name} ms" for name in names)), body),
+    )
+
+
+def _cosine(row: Row) -> float | None:
+    return None if row["agreement"] is None else row["agreement"]["cosine"]
+
+
+def _disagreement(row: Row) -> float:
+    cosine = _cosine(row)
+    return 0.0 if cosine is None else 1 - cosine
+
+
+def _verdict(row: Row) -> str:
+    return "chosen" if row["chosen"] else row["dropped"] or "the reference"

@@ -1,0 +1,117 @@
+"""What is tried: engines, precisions of components, products that stay as they are, attention, steps.
+
+Each stage looks at what was found so far and proposes more. A stage knows a family by its component names and by what
+its engines compute in FP8, and no model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from vla_accel.config import Attention, EngineName, EngineSpec, PolicyConfig
+from vla_accel.engines import ENGINES
+from vla_accel.fp8 import Products
+from vla_accel.tune.search import REFERENCE, Candidate, Stage, Tried
+
+Lower = Mapping[str, Mapping[str, Products]]
+"""By component, then engine: the products that it can compute in FP8."""
+WITH_ATTENTION = ("vision", "kv_cache")
+"""Components whose native programs can take a library's attention (`EngineSpec.attention`)."""
+
+
+def reference(base: PolicyConfig, parts: Sequence[str]) -> Candidate:
+    """FP32 eager, what everything is compared with."""
+    config = replace(base, precision="fp32", cuda_graph=False)
+    return Candidate(REFERENCE, config.with_specs({name: EngineSpec("eager") for name in parts}), "the reference")
+
+
+def engines(base: PolicyConfig, parts: Sequence[str], device: torch.device) -> tuple[Stage, dict[str, str]]:
+    """The stage that tries each engine that this machine can run, for all components; why the others are left out."""
+    names: list[EngineName] = ["eager", "native", "tensorrt", "tensorrt_rtx", "torch_tensorrt"]
+    reasons: dict[EngineName, str | None] = {name: ENGINES[name].why_not(device) for name in names}
+    able: list[EngineName] = [name for name in names if reasons[name] is None]
+
+    def stage(_: Sequence[Tried]) -> list[Candidate]:
+        found = []
+        for name in able:
+            config = replace(base, precision="bf16", strict=True).with_specs({n: EngineSpec(name) for n in parts})
+            found.append(Candidate(f"{name} bf16", config, f"engine {name} for every component, BF16"))
+        return found
+
+    return stage, {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def precisions(lower_of: Callable[[], Lower]) -> Stage:
+    """FP8 in every set of components that can have it, in the fastest engine so far. `lower_of`: asked only then."""
+
+    def stage(tried: Sequence[Tried]) -> list[Candidate]:
+        best = fastest(tried)
+        if best is None:
+            return []
+        lower = lower_of()
+        specs = best.candidate.config.specs(list(lower))
+        able = [name for name, spec in specs.items() if spec.engine in lower[name]]
+        sets = [chosen for n in range(1, len(able) + 1) for chosen in itertools.combinations(able, n)]
+        return [
+            Candidate(
+                f"{specs[able[0]].engine} fp8 {' '.join(chosen)}",
+                best.candidate.config.with_specs(
+                    {**specs, **{name: replace(specs[name], precision="fp8") for name in chosen}}
+                ),
+                f"{', '.join(chosen)} in FP8",
+            )
+            for chosen in sets
+        ]
+
+    return stage
+
+
+def attentions(parts: Sequence[str], choices: Sequence[Attention] = ("sdpa", "flash_attn", "fastest")) -> Stage:
+    """Other attention in the fastest so far, in those components of the native engine that have a choice."""
+
+    def stage(tried: Sequence[Tried]) -> list[Candidate]:
+        best = fastest(tried)
+        if best is None:
+            return []
+        specs = best.candidate.config.specs(parts)
+        native = {n: s for n, s in specs.items() if s.engine == "native" and n in WITH_ATTENTION}
+        return [
+            Candidate(
+                f"{best.candidate.name}, {choice}",
+                best.candidate.config.with_specs(
+                    {**specs, **{name: replace(spec, attention=choice) for name, spec in native.items()}}
+                ),
+                f"attention {choice} in {', '.join(native)}",
+            )
+            for choice in choices
+            if native
+        ]
+
+    return stage
+
+
+def steps(numbers: Sequence[int]) -> Stage:
+    """Fewer denoising steps in the fastest so far: another policy, for success alone to judge."""
+
+    def stage(tried: Sequence[Tried]) -> list[Candidate]:
+        best = fastest(tried) or (tried[0] if tried else None)
+        if best is None:
+            return []
+        name = "step" if numbers == (1,) else "steps"
+        return [
+            Candidate(f"{best.candidate.name}, {n} {name}", replace(best.candidate.config, num_steps=n),
+                      f"{n} denoising steps", other_policy=True)
+            for n in numbers
+        ]  # fmt: skip
+
+    return stage
+
+
+def fastest(tried: Sequence[Tried]) -> Tried | None:
+    """The fastest that no gate dropped, the reference aside; None where there is none."""
+    kept = [t for t in tried[1:] if t.dropped is None and t.latency and not t.candidate.other_policy]
+    return min(kept, key=lambda t: t.ms, default=None)

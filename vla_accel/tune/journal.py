@@ -1,0 +1,91 @@
+"""What was measured, one JSON object a line, so that an interrupted search continues and does nothing twice.
+
+The first line says what the search was about; a search about something else is refused. Each line is on the disk before
+the next measurement begins; one that a kill cut in half is dropped, and measured again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vla_accel.errors import ConfigError
+
+SCHEMA = "vla_accel.tune.journal/1"
+
+
+class Journal:
+    """Measurements by (kind, name); a context manager.
+
+    Args: `path`: the file; `about`: what decides a measurement (JSON types). Raises ConfigError for a journal about
+    something else, a damaged one, or one that another process writes.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.found: dict[tuple[str, str], Any] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a+b")  # noqa: SIM115 - held for the whole search, closed by close()
+        try:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(
+                    f"{path}: another search is writing this journal; wait, or name another folder"
+                ) from None
+            self._read(json.loads(json.dumps(about)))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and give up the lock on it."""
+        self._file.close()
+
+    def get(self, kind: str, name: str) -> Any:
+        """A measurement, or None."""
+        return self.found.get((kind, name))
+
+    def put(self, kind: str, name: str, value: Any) -> Any:
+        """Keep a measurement (JSON types), on disk before this returns; the value."""
+        self._write({"kind": kind, "name": name, "value": value})
+        self.found[kind, name] = value
+        return value
+
+    def _read(self, about: Mapping[str, Any]) -> None:
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._file.truncate(len(whole))
+        if not whole:
+            self._write({"schema": SCHEMA, "about": about})
+            return
+        try:
+            head, *lines = [json.loads(line) for line in whole.splitlines()]
+            schema, before = head["schema"], head["about"]
+            self.found = {(line["kind"], line["name"]): line["value"] for line in lines}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.path}: expected a journal of vla-accel tune, got {error!r}; --overwrite starts afresh"
+            ) from error
+        if schema != SCHEMA or before != about:
+            other = [name for name in {**before, **about} if before.get(name) != about.get(name)] or ["schema"]
+            raise ConfigError(
+                f"{self.path} is about another search, differing in {', '.join(sorted(other))}; give --output another "
+                "folder, or --overwrite to start afresh"
+            )
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())

@@ -1,0 +1,124 @@
+"""Candidates on this machine: agreement by `measure.parity`, latency by `measure.bench`, each policy loaded for both.
+
+The reference's answers are kept, because every candidate is compared with the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from vla_accel.fp8 import Products
+from vla_accel.measure import bench, parity
+from vla_accel.measure.systems import free, timed
+from vla_accel.policy import OptimizedPolicy
+from vla_accel.tune.search import Candidate
+
+SAMPLED = 65_536
+"""Values kept of each tensor inside the reference, at most, as in `measure.parity`."""
+
+
+class PolicyBench:
+    """A `Bench` of one checkpoint.
+
+    Args: `checkpoint`: a folder or name; `reference`: the candidate that all are compared with; `observations`:
+    recorded ones; `draws`: noises of each; `calls`: timed ones.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        reference: Candidate,
+        observations: Sequence[Mapping[str, Any]],
+        *,
+        draws: int = 1,
+        calls: int = 100,
+        seed: int = 0,
+    ) -> None:
+        self.checkpoint, self.reference = checkpoint, reference
+        self.observations, self.draws, self.calls, self.seed = observations, draws, calls, seed
+        self._exact: OptimizedPolicy | None = None
+        self._loaded: tuple[str, OptimizedPolicy] | None = None
+
+    def agreement(self, candidate: Candidate) -> dict[str, Any]:
+        """`measure.parity` with the reference, on the recorded observations."""
+        if self._exact is None:
+            self._exact = cast(OptimizedPolicy, Remembered(self._policy(self.reference)))
+        policy = self._policy(candidate)
+        report = parity.compare(
+            policy,
+            self._exact,
+            self.observations,
+            name=candidate.name,
+            seed=self.seed,
+            draws=self.draws,
+        )
+        return {
+            "passed": report.passed,
+            "threshold": report.threshold,
+            **report.actions.__dict__,
+            "flipped": report.flipped,
+            "chunks": report.observations * report.draws,
+            "components": {name: a.cosine for name, a in report.components.items()},
+            "engines": report.engines,
+        }
+
+    def latency(self, candidate: Candidate) -> dict[str, Any]:
+        """`measure.bench` of whole calls, on the same observations."""
+        policy = self._policy(candidate)
+        system = timed(candidate.name, policy, 0.0, None)
+        (row,) = bench.run([system], self._observe, calls=self.calls, seed=self.seed)
+        kept = ("median_ms", "p10_ms", "p90_ms", "calls", "parts_ms", "engines")
+        return {name: row[name] for name in kept}
+
+    def lower(self) -> dict[str, Mapping[str, Products]]:
+        """By component, what each engine computes in FP8, as far as the checkpoint has the scales that it needs."""
+        policy = self._policy(self.reference)
+        family, config = policy.family, policy.model.config
+        inputs = policy.processor.prepare(policy.processor.example())
+        shape = family.shape(config, [inputs], policy.config.num_steps, policy.specs)
+        scaled = policy.checkpoint.scales is not None
+        return {
+            c.name: {engine: p for engine, p in c.quantised.items() if scaled or not p.activations}
+            for c in family.components(policy.model, shape)
+        }
+
+    def _observe(self, rng: np.random.Generator) -> dict[str, Any]:
+        return dict(self.observations[int(rng.integers(len(self.observations)))])
+
+    def _policy(self, candidate: Candidate) -> OptimizedPolicy:
+        if self._loaded is None or self._loaded[0] != candidate.key:
+            self._loaded = None  # before the next one is loaded: both might not fit
+            free()
+            self._loaded = (candidate.key, OptimizedPolicy.from_pretrained(self.checkpoint, candidate.config))
+        return self._loaded[1]
+
+
+class Remembered:
+    """A policy that answers each question once and then from memory, as far as `parity.compare` asks."""
+
+    def __init__(self, policy: OptimizedPolicy) -> None:
+        self._policy: OptimizedPolicy = policy
+        self._answers: dict[bytes, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
+
+    def infer_with_internals(
+        self, observation: Mapping[str, Any], *, noise: np.ndarray
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """As the policy's own."""
+        digest = hashlib.sha256(noise.tobytes())
+        for name in sorted(observation):
+            digest.update(f"{name}:{observation[name]}".encode() if isinstance(observation[name], str)
+                          else np.ascontiguousarray(observation[name]).tobytes())  # fmt: skip
+        key = digest.digest()
+        if key not in self._answers:
+            result, raw = self._policy.infer_with_internals(observation, noise=noise)
+            few = {n: v if n == "actions" else v.reshape(-1)[:: max(1, v.size // SAMPLED)] for n, v in raw.items()}
+            self._answers[key] = ({"actions": result["actions"]}, few)
+        return self._answers[key]
+
+    def __getattr__(self, name: str) -> Any:
+        """What it is, as the policy says it."""
+        return getattr(self._policy, name)

@@ -1,0 +1,63 @@
+"""What a search leaves behind: `tuned.yaml`, which loads like any other configuration, and `tune.json` with everything
+tried and why it was dropped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vla_accel.config import PolicyConfig, as_mapping, load_config
+from vla_accel.files import replacing
+from vla_accel.tune.search import Search, Tried, front
+
+SCHEMA = "vla_accel.tune/1"
+
+
+def outcome(search: Search, chosen: Tried, left_out: Mapping[str, str], about: Mapping[str, Any]) -> dict[str, Any]:
+    """The search as JSON types (schema `vla_accel.tune/1`). `left_out`: engines that were not tried, and why; `about`:
+    command, machine, settings."""
+    best = front(search.tried)
+    base = search.tried[0]
+    return {
+        "schema": SCHEMA,
+        **about,
+        "chosen": chosen.candidate.name,
+        "times_as_fast": base.ms / chosen.ms,
+        "why": _why(search, chosen),
+        "left_out": dict(left_out),
+        "tried": [{**t.to_json(), "front": t.candidate.key in best, "chosen": t is chosen} for t in search.tried],
+    }
+
+
+def write_config(config: PolicyConfig, path: Path, comment: str) -> Path:
+    """Write a configuration that loads as this one. Raises OSError."""
+    import yaml
+
+    text = "".join(f"# {line}\n" for line in comment.splitlines())
+    # Steps stand in the file even where they are the default: they decide what the policy computes.
+    content = {"num_steps": config.num_steps, **as_mapping(config)}
+    with replacing(path) as temporary:
+        temporary.write_text(text + yaml.safe_dump(content, sort_keys=False))
+        assert load_config(temporary) == config, f"{path.name} would load as another configuration"
+    return path
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _why(search: Search, chosen: Tried) -> str:
+    if chosen is search.tried[0]:
+        return "nothing faster passed the gates"
+    if chosen.success is None:
+        return "the fastest that agrees with FP32 eager; success was not tested, because no benchmark was given"
+    s = chosen.success
+    return (
+        f"the fastest that passed the gates: it lost {s['lost']} and gained {s['gained']} of {s['pairs']} pairs, so "
+        f"that its success is above FP32 eager's minus {100 * s['margin']:.3g} points (error rate {s['alpha']:.3g} a "
+        "finalist)"
+    )

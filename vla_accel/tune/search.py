@@ -1,0 +1,282 @@
+"""The search: stages propose candidates, gates drop them, and the fastest that no gate dropped is chosen.
+
+Gate one is agreement with FP32 eager on recorded observations. Gate two, where a benchmark is given, is success on
+paired episodes, not worse than FP32 eager's by the margin (`noninferiority`). Of those that passed gate one and are
+faster than FP32 eager, the fastest goes first, and the first that passes gate two is chosen. At most `finalists` are
+tried, each with its share of the error rate, so that the whole search calls something worse "not worse" with
+probability alpha at most.
+
+Knows neither how to measure (`Bench`) nor what an episode is (`Episodes`), so that its decisions can be tested on
+candidates whose truth is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from vla_accel.config import PolicyConfig, as_mapping
+from vla_accel.errors import ConfigError, VlaAccelError
+from vla_accel.tune.journal import Journal
+from vla_accel.tune.noninferiority import Pairs, Rule, tango
+
+REFERENCE = "eager_fp32"
+MOST_CRASHED = 0.05
+"""Share of pairs in which an episode crashed from which on success says nothing."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`name`: for people; `config`: what runs; `why`: what it tries. `other_policy`: it computes something else, as
+    with another number of steps, so that only success can judge it."""
+
+    name: str
+    config: PolicyConfig
+    why: str
+    other_policy: bool = False
+
+    @property
+    def key(self) -> str:
+        """What makes it the same candidate in a journal."""
+        text = json.dumps(as_mapping(self.config), sort_keys=True)
+        return f"{self.name} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+@dataclass
+class Tried:
+    """What was found out about a candidate. `dropped`: why it is out, None while it is not."""
+
+    candidate: Candidate
+    agreement: dict[str, Any] | None = None
+    latency: dict[str, Any] | None = None
+    success: dict[str, Any] | None = None
+    dropped: str | None = None
+
+    @property
+    def ms(self) -> float:
+        """Median milliseconds of a call; infinite where it was not timed."""
+        return self.latency["median_ms"] if self.latency else float("inf")
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types."""
+        c = self.candidate
+        return {
+            "name": c.name,
+            "tries": c.why,
+            "other_policy": c.other_policy,
+            "config": as_mapping(c.config),
+            "agreement": self.agreement,
+            "latency": self.latency,
+            "success": self.success,
+            "dropped": self.dropped,
+        }
+
+
+class Bench(Protocol):
+    """Measures configurations on this machine. Raises VlaAccelError for one that cannot run here."""
+
+    def agreement(self, candidate: Candidate) -> dict[str, Any]:
+        """`passed`, `cosine`, `threshold`, and what else explains them."""
+        ...
+
+    def latency(self, candidate: Candidate) -> dict[str, Any]:
+        """`median_ms` of a whole call, and what else explains it."""
+        ...
+
+
+class Episodes(Protocol):
+    """A benchmark's episodes. `name`: what is played; `keys`: all episodes there are, in random order."""
+
+    name: str
+    keys: Sequence[str]
+
+    def play(self, candidate: Candidate, keys: Sequence[str]) -> Iterable[tuple[str, bool | None]]:
+        """Each episode's key, and whether it was won; None where it crashed. In any order."""
+        ...
+
+    def film(self, candidate: Candidate, key: str) -> Path | None:
+        """The film of an episode that was played, or None."""
+        ...
+
+
+Stage = Callable[[Sequence[Tried]], Sequence[Candidate]]
+"""Proposes candidates from all that were tried so far, those that were dropped among them."""
+Progress = Callable[[int, int, str], None]
+"""Is told of work done, work foreseen, and what happens."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`rule`: gate two's margin and error rate, of the whole search; `finalists`: candidates that may play episodes;
+    `most_pairs`: episodes that each may play; `block`: pairs between two looks."""
+
+    rule: Rule = field(default_factory=Rule)
+    finalists: int = 3
+    most_pairs: int = 1000
+    block: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("finalists", "most_pairs", "block"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+    def each(self) -> Rule:
+        """The rule of one finalist: whatever the finalists are, their error rates add up to the whole one at most."""
+        return Rule(self.rule.margin, self.rule.alpha / self.finalists)
+
+
+@dataclass
+class Search:
+    """One search; `run` does what the journal does not have yet."""
+
+    reference: Candidate
+    stages: Sequence[Stage]
+    bench: Bench
+    journal: Journal
+    settings: Settings
+    episodes: Episodes | None = None
+    progress: Progress = lambda done, total, text: None
+    tried: list[Tried] = field(default_factory=list)
+
+    def run(self) -> Tried:
+        """The chosen candidate; `tried` has all. Raises ConfigError where too few episodes could show the margin."""
+        if self.episodes is not None:
+            most = min(self.settings.most_pairs, len(self.episodes.keys))
+            if most < (needed := self.settings.each().fewest_pairs):
+                raise ConfigError(
+                    f"episodes: {self.settings.finalists} finalists and a margin of "
+                    f"{100 * self.settings.rule.margin:.3g} points need at least {needed} pairs each, even if no "
+                    f"outcome differs, got {most}"
+                )
+        self._try([self.reference])
+        for stage in self.stages:
+            self._try(stage(self.tried))
+        return self._choose()
+
+    def _try(self, candidates: Sequence[Candidate]) -> None:
+        have = {tried.candidate.key for tried in self.tried}
+        for number, candidate in enumerate(candidates):
+            if candidate.key in have:
+                continue
+            tried = Tried(candidate)
+            self.tried.append(tried)
+            self._say(len(candidates) - number, f"{candidate.name}: {candidate.why}")
+            self._measure(tried)
+            said = f"dropped: {tried.dropped}" if tried.dropped else f"{tried.ms:.2f} ms"
+            self._say(len(candidates) - number - 1, f"{candidate.name}: {said}")
+
+    def _measure(self, tried: Tried) -> None:
+        """Gate one and the clock. What cannot run here is dropped, and says why."""
+        candidate, is_reference = tried.candidate, tried.candidate.key == self.reference.key
+        try:
+            if not candidate.other_policy and not is_reference:
+                tried.agreement = self._once("agreement", candidate, self.bench.agreement)
+                if not tried.agreement["passed"]:
+                    cosine, least = tried.agreement["cosine"], tried.agreement["threshold"]
+                    tried.dropped = f"gate one: cosine {cosine:.6f} with FP32 eager, at least {least} needed"
+            # A dropped one is timed, too: it shows what agreement costs.
+            tried.latency = self._once("latency", candidate, self.bench.latency)
+        except VlaAccelError as error:
+            if is_reference:
+                raise
+            tried.dropped = f"cannot run here: {' '.join(str(error).split())}"
+
+    def _once(self, kind: str, candidate: Candidate, measure: Callable[[Candidate], dict[str, Any]]) -> dict[str, Any]:
+        found = self.journal.get(kind, candidate.key)
+        return found if found is not None else self.journal.put(kind, candidate.key, measure(candidate))
+
+    def _choose(self) -> Tried:
+        reference = self.tried[0]
+        faster = sorted((t for t in self.tried[1:] if t.dropped is None and t.ms < reference.ms), key=lambda t: t.ms)
+        for tried in self.tried[1:]:
+            if tried.dropped is None and tried not in faster:
+                tried.dropped = f"not faster than {reference.candidate.name}"
+        if self.episodes is None:
+            for tried in faster:
+                if tried.candidate.other_policy:
+                    tried.dropped = "gate two: another policy, and no benchmark to judge it by"
+            return next((t for t in faster if t.dropped is None), reference)
+        for place, tried in enumerate(faster):
+            if place >= self.settings.finalists:
+                tried.dropped = f"slower than the {self.settings.finalists} finalists, none of which passed gate two"
+            else:
+                self._play(tried)
+            if tried.dropped is None:
+                for rest in faster[place + 1 :]:
+                    rest.dropped = f"slower than {tried.candidate.name}, which passed"
+                return tried
+        return reference
+
+    def _play(self, tried: Tried) -> None:
+        """Gate two: pairs of episodes until the verdict is clear, or there are no more."""
+        assert self.episodes is not None
+        rule, settings = self.settings.each(), self.settings
+        keys = list(self.episodes.keys)[: settings.most_pairs]
+        pairs, crashed, verdict, differ, wins = Pairs(), 0, "open", [], [0, 0]
+        for start in range(0, len(keys), settings.block):
+            block = keys[start : start + settings.block]
+            self._say(len(keys) - start, f"{tried.candidate.name}: {_said(pairs)}", done=start)
+            won = [self._outcomes(candidate, block) for candidate in (self.reference, tried.candidate)]
+            for key in block:
+                reference, candidate = won[0][key], won[1][key]
+                if reference is None or candidate is None:
+                    crashed += 1
+                else:
+                    pairs = pairs.with_pair(reference, candidate)
+                    wins = [wins[0] + reference, wins[1] + candidate]
+                    if reference != candidate:
+                        differ.append({"key": key, "won_by": "reference" if reference else "candidate",
+                                       "films": self._films(tried.candidate, key)})  # fmt: skip
+            verdict = rule.verdict(pairs)
+            if verdict != "open" or crashed > max(MOST_CRASHED * len(keys), 2):
+                break
+        low, high = tango(pairs)
+        tried.success = {
+            "pairs": pairs.count, "lost": pairs.lost, "gained": pairs.gained, "crashed": crashed, "verdict": verdict,
+            "difference": pairs.difference, "lower_bound": rule.lower_bound(pairs), "alpha": rule.alpha,
+            "margin": rule.margin, "tango_95_low": low, "tango_95_high": high,
+"reference_won": wins[0], "candidate_won": wins[1], "discordant": differ,
+        }  # fmt: skip
+        if crashed > MOST_CRASHED * (pairs.count + crashed):
+            tried.dropped = f"gate two: in {crashed} of {pairs.count + crashed} pairs an episode crashed"
+        elif verdict != "not worse":
+            shown = "worse" if verdict == "worse" else "not shown to be within the margin"
+            tried.dropped = f"gate two: {shown}: {_said(pairs)}"
+
+    def _outcomes(self, candidate: Candidate, keys: Sequence[str]) -> Mapping[str, bool | None]:
+        """Outcomes of episodes, played where the journal has none."""
+        assert self.episodes is not None
+        kind = f"episode of {candidate.key}"
+        missing = [key for key in keys if (kind, key) not in self.journal.found]
+        if missing:
+            for key, won in self.episodes.play(candidate, missing):
+                self.journal.put(kind, key, won)
+        return {key: self.journal.found[kind, key] for key in keys}
+
+    def _films(self, candidate: Candidate, key: str) -> list[str]:
+        """Films of the reference's and the candidate's episode; empty unless there are both."""
+        assert self.episodes is not None
+        films = [self.episodes.film(c, key) for c in (self.reference, candidate)]
+        return [str(film) for film in films if film] if all(films) else []
+
+    def _say(self, left: int, text: str, done: int | None = None) -> None:
+        done = len(self.tried) if done is None else done
+        self.progress(done, done + left, text)
+
+
+def front(tried: Iterable[Tried]) -> set[str]:
+    """Keys of those that no other beats in both latency and agreement; the reference agrees perfectly."""
+    known = [(t.ms, 1.0 if t.agreement is None else t.agreement["cosine"], t.candidate.key) for t in tried
+             if t.latency and not t.candidate.other_policy]  # fmt: skip
+    return {
+        key for ms, cosine, key in known
+        if not any(a <= ms and b >= cosine and (a, b) != (ms, cosine) for a, b, _ in known)
+    }  # fmt: skip
+
+
+def _said(pairs: Pairs) -> str:
+    return f"lost {pairs.lost}, gained {pairs.gained} of {pairs.count} pairs"
