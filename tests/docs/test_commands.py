@@ -128,8 +128,8 @@ NEEDS = {
 """Command to the optional packages that it cannot do without."""
 
 
-SLOW = "vla-accel calibrate "
-"""Takes more than a few seconds even so."""
+SLOW = ("vla-accel calibrate ", "vla-accel tune ")
+"""Take more than a few seconds even so."""
 
 
 @pytest.mark.parametrize(
