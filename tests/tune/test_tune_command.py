@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.reports import figures_in
@@ -46,16 +47,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def observations(checkpoint: Path) -> list[dict[str, Any]]:
+    example = OptimizedPolicy.from_pretrained(checkpoint, device="cpu", num_steps=1).processor.example()
+    rng = np.random.default_rng(0)
+    return [{**example, "observation/image": rng.integers(0, 256, (224, 224, 3), np.uint8)} for _ in range(2)]
+
+
 def test_candidates_are_measured_against_the_same_answers(checkpoint: Path) -> None:
-    example = OptimizedPolicy.from_pretrained(checkpoint, device="cpu").processor.example()
+    seen = observations(checkpoint)
     base = PolicyConfig(num_steps=2, device="cpu", strict=True)
     parts = ("vision", "kv_cache", "denoise")
     reference = candidates.reference(base, parts)
-    bench = PolicyBench(str(checkpoint), reference, [example, example], draws=2, calls=2)
+    bench = PolicyBench(str(checkpoint), reference, seen, draws=2, calls=2)
     eager = Candidate("eager", replace(reference.config, precision="bf16"), "")
     found = bench.agreement(eager)
     itself = bench.agreement(reference)
     assert itself["passed"] and itself["cosine"] == pytest.approx(1.0) and 0.9 < found["cosine"] < 1.0
+    assert found["passed"] == (not found["reasons"]) and found["relative_error"] > itself["relative_error"]
     assert found["chunks"] == 4 and found["engines"][0]["used"] == "eager"
     row = bench.latency(eager)
     assert row["median_ms"] > 0 and row["calls"] == 2 and "vision" in row["parts_ms"]
@@ -66,8 +74,8 @@ def test_candidates_are_measured_against_the_same_answers(checkpoint: Path) -> N
 def test_tune_finds_writes_and_continues(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = OptimizedPolicy.from_pretrained(checkpoint, device="cpu")
-    save_observations([policy.processor.example()] * 2, tmp_path / "observations.npz")
+    seen = observations(checkpoint)
+    save_observations(seen, tmp_path / "observations.npz")
     out = tmp_path / "out"
     words = [
         "tune", str(checkpoint), "--observations", str(tmp_path / "observations.npz"), "--quick", "--num-steps", "2",
@@ -87,7 +95,7 @@ def test_tune_finds_writes_and_continues(
     config = load_config(out / "tuned.yaml")
     chosen = next(row for row in result["tried"] if row["chosen"])
     assert config.num_steps == chosen["config"].get("num_steps", 10)
-    assert OptimizedPolicy.from_pretrained(checkpoint, out / "tuned.yaml").infer(policy.processor.example())
+    assert OptimizedPolicy.from_pretrained(checkpoint, out / "tuned.yaml").infer(seen[0])
     found = figures_in((out / "report.html").read_text())
     assert {row["latency"]["median_ms"] for row in result["tried"]} <= found
     assert chosen["name"] == "eager_fp32" or {chosen["success"]["lower_bound"]} <= found

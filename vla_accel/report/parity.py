@@ -21,6 +21,11 @@ def page(report: Mapping[str, Any], command: Sequence[str]) -> Page:
         f"{report['actions']['cosine']:.6f}, at least {report['threshold']} wanted, over {chunks} chunks of "
         f"{report['observations']} observations; in {report['flipped']} of them a command fell the other way."
     )
+    if report.get("relative_error") is not None:
+        summary += f" The error is {report['relative_error']:.1%} of what another observation changes."
+    # Reports from before these were judged have none.
+    if report.get("reasons"):
+        summary += f" Why not: {'; '.join(report['reasons'])}."
     more = {"weights": report["weights"], "observations": report["recorded"] or "random"}
     return Page(
         f"Agreement of {report['name']}",

@@ -47,6 +47,7 @@ def _agreement(rows: Sequence[Row]) -> list[Picture]:
                            front=row["front"], dropped=row["dropped"] is not None) for row in shown]  # fmt: skip
     body: list[list[Cell]] = [
         [row["name"], Number(row["latency"]["median_ms"]), Number(_cosine(row), "{:.6f}"),
+         Number((row["agreement"] or {}).get("relative_error"), "{:.1%}"),
          Number((row["agreement"] or {}).get("flipped"), "{}"), "yes" if row["front"] else "no", _verdict(row)]
         for row in shown
     ]  # fmt: skip
@@ -56,8 +57,9 @@ def _agreement(rows: Sequence[Row]) -> list[Picture]:
         "joins those that no other beats in both",
         f"Points: {words}.",
         lambda narrow: charts.scatter(points, x="median of one call [ms]", y="1 - cosine", narrow=narrow),
-        Table("Latency and agreement", ("configuration", "median ms", "cosine", "commands flipped", "on the front",
-                                        "verdict"), body),
+        Table("Latency and agreement",
+              ("configuration", "median ms", "cosine", "error, of what another observation changes",
+               "commands flipped", "on the front", "verdict"), body),
     )]  # fmt: skip
 
 

@@ -58,7 +58,9 @@ class PolicyBench:
         )
         return {
             "passed": report.passed,
+            "reasons": list(report.reasons),
             "threshold": report.threshold,
+            "relative_error": report.relative_error,
             **report.actions.__dict__,
             "flipped": report.flipped,
             "chunks": report.observations * report.draws,
@@ -79,7 +81,7 @@ class PolicyBench:
         policy = self._policy(self.reference)
         family, config = policy.family, policy.model.config
         inputs = policy.processor.prepare(policy.processor.example())
-        shape = family.shape(config, [inputs], policy.config.num_steps, policy.specs)
+        shape = family.shape(config, [inputs], policy.num_steps, policy.specs)
         scaled = policy.checkpoint.scales is not None
         return {
             c.name: {engine: p for engine, p in c.quantised.items() if scaled or not p.activations}

@@ -36,10 +36,8 @@ def write_config(config: PolicyConfig, path: Path, comment: str) -> Path:
     import yaml
 
     text = "".join(f"# {line}\n" for line in comment.splitlines())
-    # Steps stand in the file even where they are the default: they decide what the policy computes.
-    content = {"num_steps": config.num_steps, **as_mapping(config)}
     with replacing(path) as temporary:
-        temporary.write_text(text + yaml.safe_dump(content, sort_keys=False))
+        temporary.write_text(text + yaml.safe_dump(as_mapping(config), sort_keys=False))
         assert load_config(temporary) == config, f"{path.name} would load as another configuration"
     return path
 

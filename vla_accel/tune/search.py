@@ -80,7 +80,7 @@ class Bench(Protocol):
     """Measures configurations on this machine. Raises VlaAccelError for one that cannot run here."""
 
     def agreement(self, candidate: Candidate) -> dict[str, Any]:
-        """`passed`, `cosine`, `threshold`, and what else explains them."""
+        """`passed`, the `reasons` why not, `cosine`, and what else explains them."""
         ...
 
     def latency(self, candidate: Candidate) -> dict[str, Any]:
@@ -176,8 +176,7 @@ class Search:
             if not candidate.other_policy and not is_reference:
                 tried.agreement = self._once("agreement", candidate, self.bench.agreement)
                 if not tried.agreement["passed"]:
-                    cosine, least = tried.agreement["cosine"], tried.agreement["threshold"]
-                    tried.dropped = f"gate one: cosine {cosine:.6f} with FP32 eager, at least {least} needed"
+                    tried.dropped = f"gate one: {'; '.join(tried.agreement['reasons'])}"
             # A dropped one is timed, too: it shows what agreement costs.
             tried.latency = self._once("latency", candidate, self.bench.latency)
         except VlaAccelError as error:
