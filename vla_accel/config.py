@@ -109,7 +109,7 @@ class CheckpointSpec:
     `asset_id`: which of the folders below `assets/` holds the statistics, where there are several. `tokenizer`: a
     file, folder or hub name to take the tokenizer from. `action_horizon`, `max_token_len`: sizes of the model that no
     weight shows. `discrete_state_input`: whether π0.5 reads the state in its prompt. `embodiment`: which of a GR00T
-    checkpoint's robots, by its tag.
+    checkpoint's robots, by its tag. `lora`: folder or hub name of an adapter that is folded into the weights.
     """
 
     asset_id: str | None = None
@@ -118,6 +118,7 @@ class CheckpointSpec:
     max_token_len: int | None = None
     discrete_state_input: bool | None = None
     embodiment: str | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("action_horizon", "max_token_len"):
@@ -207,6 +208,10 @@ class PolicyConfig:
         if self.native == NativeOptions():
             return specs
         return {name: dataclasses.replace(spec, native=self.native) for name, spec in specs.items()}
+
+    def with_lora(self, lora: str) -> PolicyConfig:
+        """The same with an adapter folded into the checkpoint's weights."""
+        return dataclasses.replace(self, checkpoint=dataclasses.replace(self.checkpoint, lora=lora))
 
     def with_specs(self, specs: Mapping[str, EngineSpec]) -> PolicyConfig:
         """This configuration with these engines and no others."""

@@ -146,6 +146,7 @@ def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[st
         "sha256": _folder_hash(policy.checkpoint.folder),
         "config": json.loads(json.dumps({name: value for name, value in config.items() if value not in ((), {})})),
         "device": policy.metadata["device"],
+        **({} if policy.checkpoint.lora is None else {"lora_sha256": _folder_hash(policy.checkpoint.lora)}),
         **chunking,
     }
 

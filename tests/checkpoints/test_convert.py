@@ -269,7 +269,11 @@ def broken(change: str) -> tuple[dict[str, np.ndarray], str]:
         return tree, r"1 parameters have no place in π0: PaliGemma/llm/layers/attn/q_norm/scale"
     if change == "lora":
         tree["PaliGemma/llm/layers/attn/q_einsum/lora_a"] = np.zeros((3, 4, 18, 2))
-        return tree, r"found 1 LoRA adapters, which would be lost: PaliGemma/llm/layers/attn/q_einsum/lora_a"
+        return tree, r"expected LoRA factors a and b beside a weight, got PaliGemma/llm/layers/attn/q_einsum/lora_a"
+    if change == "lora rank":
+        tree["PaliGemma/llm/layers/attn/q_einsum/lora_a"] = np.zeros((3, 4, 18, 2))
+        tree["PaliGemma/llm/layers/attn/q_einsum/lora_b"] = np.zeros((3, 4, 3, 6))
+        return tree, r"expected factors of a weight \(3, 4, 18, 6\), got \(3, 4, 18, 2\) and \(3, 4, 3, 6\)"
     if change == "rank":
         tree[name] = tree[name][0]
         return tree, rf"{name}: expected 4 axes \(n d h -> \(n h\) d\), got shape \(4, 18, 6\)"
@@ -286,7 +290,7 @@ def broken(change: str) -> tuple[dict[str, np.ndarray], str]:
     return tree, rf"non-finite values in {name}"
 
 
-@pytest.mark.parametrize("change", ["unknown", "lora", "rank", "parts", "depth", "both", "nan"])
+@pytest.mark.parametrize("change", ["unknown", "lora", "lora rank", "rank", "parts", "depth", "both", "nan"])
 def test_a_wrong_tree_is_named(change: str, tmp_path: Path) -> None:
     tree, message = broken(change)
     with pytest.raises(CheckpointError, match=message):

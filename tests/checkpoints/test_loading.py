@@ -444,7 +444,7 @@ def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any
         (drop("policy_postprocessor"), r"expected policy_postprocessor\.json"),
         (put("config", "type", "act"), "expected a policy of type pi0 or pi05 or .*, got .act."),
         (put("config", "type", "pi0"), "contradict each other: kind: config says pi0, weights say pi05"),
-        (put("config", "use_peft", True), "expected whole weights, got an adapter"),
+        (put("config", "use_peft", True), "expected adapter_config.json beside a policy that says use_peft"),
         (put("config", "min_period", 0.001), r"cannot run with min_period 0\.001 instead of 0\.004"),
         (put("config", "chunk_size", None), "expected chunk_size of type int, got None"),
         (put("config", "image_resolution", [28, 56]), "expected a square image_resolution"),

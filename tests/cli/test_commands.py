@@ -144,7 +144,7 @@ def test_calibrate(monkeypatch: pytest.MonkeyPatch, recorded: str, former: bool)
         asked.append((str(path), limit))
         raise Found
 
-    monkeypatch.setattr(calibrate, "load", lambda checkpoint, **_: asked.append(checkpoint))
+    monkeypatch.setattr(calibrate, "load", lambda checkpoint, *_, **__: asked.append(checkpoint))
     monkeypatch.setattr(calibrate, "load_observations", observations)
     words = [recorded, "--checkpoint", "folder"] if former else ["folder", "--observations", recorded]
     assert main(["calibrate", *words, "--limit", "7", "--device", "cpu"]) == 1

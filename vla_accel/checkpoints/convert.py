@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, Stated, infer_config
 from vla_accel.checkpoints.jax_layout import Target, targets
+from vla_accel.checkpoints.jax_lora import FoldedParameters
 from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.errors import CheckpointError
@@ -66,13 +67,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The conversion, as plain data."""
+    """The conversion, as plain data. `adapters`: LoRA adapters that were folded in."""
 
     schema: str
     source: str
     output: str
     kind: str
     parameters: int
+    adapters: int
     config: dict[str, Any]
     rows: list[Row]
 
@@ -92,6 +94,7 @@ def convert(
     discrete_state_input: bool | None = None,
     preset: str | None = None,
     unused_head: bool = False,
+    lora_scale: float = 1.0,
     advance: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Write `model.safetensors`, `config.json`, `conversion.json` and `assets/` into `output`.
@@ -99,10 +102,12 @@ def convert(
     Args: `action_horizon`: of the model, which no parameter shows; `precision`: "mixed" keeps in float32 what openpi
     computes in float32 and the rest in bfloat16, the others cast everything; `assets`: folder of statistics to copy;
     `max_token_len`, `discrete_state_input`, `preset`: written into config.json for loaders that ask; `unused_head`:
-    also write the expert's output head, as zeros: nothing reads it, but openpi's own loader insists on it; `advance`:
-    called with each source's name.
+    also write the expert's output head, as zeros: nothing reads it, but openpi's own loader insists on it;
+    `lora_scale`: alpha / rank of the attention's LoRA adapters, which are folded in (`jax_lora`); `advance`: called
+    with each source's name.
     Raises CheckpointError if a parameter has no place, or the model lacks one, or values are not finite.
     """
+    parameters = FoldedParameters(parameters, lora_scale, source)
     places = targets(parameters.shapes, source)
     shapes = {t.name: t.shape for t in places}
     stated = Stated(
@@ -145,6 +150,7 @@ def convert(
         output=str(output),
         kind=config.kind,
         parameters=sum(int(np.prod(t.shape)) for t in places),
+        adapters=parameters.adapters,
         config=written,
         rows=rows,
     )

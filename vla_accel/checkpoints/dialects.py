@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from vla_accel.checkpoints.lora import Place
 from vla_accel.checkpoints.weights import Piece, some
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.gemma import GemmaConfig
@@ -94,6 +95,17 @@ def pieces(name: str, config: Pi0Config, prefix: str = "") -> tuple[Piece, ...]:
     else:
         whole = (name,)
     return tuple(Piece(prefix + n, r) for n, r in zip(whole, rows or (None,) * len(whole), strict=True))
+
+
+def places(names: Collection[str], config: Pi0Config) -> dict[str, Place]:
+    """Where each tensor in openpi's dialect, and each canonical one, lies in the canonical weights `names`."""
+    found = {name: Place(name) for name in names}
+    for name in names:
+        start = 0
+        for piece in pieces(name, config):
+            found[piece.name] = Place(name, start, piece.rows)
+            start += piece.rows or 0
+    return found
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------

@@ -159,15 +159,9 @@ def targets(shapes: Mapping[str, Shape], where: str) -> list[Target]:
     """Where every JAX parameter goes.
 
     Args: `shapes`: names joined by slashes, without openpi's outer `params` and nnx's inner `value`.
-    Raises CheckpointError that lists parameters without a place (LoRA adapters by name) or of the wrong rank. What a
-    model still lacks is seen when the PyTorch names are checked.
+    Raises CheckpointError that lists parameters without a place or of the wrong rank. What a model still lacks is seen
+    when the PyTorch names are checked.
     """
-    adapters = sorted(n for n in shapes if "lora" in n.lower())
-    if adapters:
-        raise CheckpointError(
-            f"checkpoint {where}: expected whole weights, found {len(adapters)} LoRA adapters, which would be lost: "
-            f"{some(adapters)}; merge them first"
-        )
     unknown = sorted(shapes.keys() - _RULES.keys())
     if unknown:
         raise CheckpointError(f"checkpoint {where}: {len(unknown)} parameters have no place in π0: {some(unknown)}")

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from vla_accel.checkpoints.weights import read_json
+from vla_accel.checkpoints.lora import CONFIG as ADAPTER
+from vla_accel.checkpoints.weights import listing, read_json
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.transforms.normalisation import Normaliser, finite_array
 from vla_accel.transforms.robots import LIBERO, Preset, Resize
@@ -103,8 +104,9 @@ def read_settings(path: Path, kinds: Sequence[str], fixed: Mapping[str, object] 
     config = read_json(path)
     if config["type"] not in kinds:
         raise CheckpointError(f"{path}: expected a policy of type {' or '.join(kinds)}, got {config['type']!r}")
-    if config.get("use_peft"):
-        raise CheckpointError(f"{path}: expected whole weights, got an adapter (use_peft); merge it with lerobot first")
+    if config.get("use_peft") and not (path.parent / ADAPTER).is_file():
+        there = listing(path.parent)
+        raise CheckpointError(f"{path}: expected {ADAPTER} beside a policy that says use_peft, found {there}")
     expected = {**_FIXED, **fixed}
     changed = [f"{k} {config[k]} instead of {v}" for k, v in expected.items() if config.get(k, v) != v]
     if changed:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from vla_accel.checkpoints.lora import Folded, check_base, is_adapter, read_lora
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import PolicyConfig
-from vla_accel.errors import CheckpointError, DependencyError
+from vla_accel.errors import CheckpointError, ConfigError, DependencyError
 from vla_accel.fp8 import Scales, scales_for
 from vla_accel.models.family import FAMILIES, Family, family_named
 from vla_accel.models.network import Network
@@ -34,7 +35,8 @@ class Checkpoint:
     """A model that was loaded, or made, and all that belongs to it.
 
     `name`: as it was asked for; `processor`: the transforms (`models.family.Transforms`); `folder`: where it lies, None
-    for random weights; `calibrated`: FP8 scales of a model without a folder.
+    for random weights; `calibrated`: FP8 scales of a model without a folder; `lora`: folder of the adapter that was
+    folded in.
     """
 
     name: str
@@ -43,6 +45,12 @@ class Checkpoint:
     processor: Any
     folder: Path | None = None
     calibrated: Scales | None = None
+    lora: Path | None = None
+
+    @property
+    def kept(self) -> Path | None:
+        """The folder that holds what was measured of these very weights: scales and reports."""
+        return self.lora or self.folder
 
     def progress(self) -> AbstractContextManager[None]:
         """Inside, what is read of the weights is shown on the terminal."""
@@ -52,9 +60,9 @@ class Checkpoint:
     def scales(self) -> Scales | None:
         """FP8 scales, None where there are none; read when first asked for. Raises CheckpointError for a damaged file
         and for scales of other weights."""
-        if self.calibrated is not None or self.folder is None:
+        if self.calibrated is not None or self.kept is None:
             return self.calibrated
-        return scales_for(self.model, self.folder)
+        return scales_for(self.model, self.kept)
 
 
 def load(
@@ -74,10 +82,34 @@ def load(
     Raises CheckpointError for anything missing, left over, misshaped or contradictory, ConfigError for settings that
     cannot be, DependencyError that says what to install.
     """
-    folder = find(path_or_name)
+    settings = settings or PolicyConfig()
+    folder, lora = _base_and_lora(find(path_or_name), str(path_or_name), settings.checkpoint.lora)
+    if lora is not None:
+        settings = settings.with_lora(str(lora))
     family = family_of(folder)
-    model, processor = family.load(folder, settings or PolicyConfig(), device=device, dtype=dtype)
-    return Checkpoint(str(path_or_name), family, model.whole() if whole else model, processor, folder)
+    model, processor = family.load(folder, settings, device=device, dtype=dtype)
+    if lora is not None and not isinstance(model.origin, Folded):
+        raise ConfigError(f"lora: expected a model that takes adapters, {family.name} takes none")
+    return Checkpoint(str(path_or_name), family, model.whole() if whole else model, processor, folder, lora=lora)
+
+
+def _base_and_lora(folder: Path, name: str, lora: str | None) -> tuple[Path, Path | None]:
+    """The folder of whole weights, and that of the adapter to fold into them. A folder may be an adapter itself: then
+    it names its base."""
+    if is_adapter(folder):
+        if lora is not None:
+            raise ConfigError(f"lora: expected a checkpoint of whole weights for {lora}, got another adapter, {name}")
+        base = read_lora(folder).base
+        if base is None:
+            raise CheckpointError(
+                f"lora {folder}: expected base_model_name_or_path, or a checkpoint with --lora {name}"
+            )
+        return find(base), folder
+    if lora is None:
+        return folder, None
+    found = find(lora)
+    check_base(read_lora(found), name)
+    return folder, found
 
 
 def find(path_or_name: str | Path) -> Path:

@@ -19,7 +19,7 @@ import tyro
 
 from vla_accel.checkpoints.loading import Checkpoint, family_of, find, load
 from vla_accel.cli.common import File, Folder, Number, PolicySource, parse_source, print_table
-from vla_accel.config import EngineSpec, PolicyConfig, load_config
+from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.engines.tensorrt_library import parse_target
 from vla_accel.engines.tensorrt_plan import Exports
 from vla_accel.files import replacing
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     """The command; see `Options`."""
     options = parse_source(Options, arguments, "vla-accel build")
     family, name = _family(options), options.config or "tensorrt_rtx"
-    config = _with_options(load_config(name), family, options)
+    config = _with_options(replace(options, config=name).settings(), family, options)
     targets = [parse_target(t) for t in options.target.split(",") if t]
     specs = building.named(config.specs(family.parts))
     building.check_libraries(specs, targets or [parse_target(t) for s in specs.values() for t in s.tensorrt.targets])

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vla_accel.checkpoints.loading import load
-from vla_accel.cli.common import Checkpoint, File, Folder, parse, without_option
+from vla_accel.cli.common import Checkpoint, File, Folder, Text, parse, without_option
+from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.fp8 import FILE
 from vla_accel.machine import resolve_device
@@ -23,6 +24,8 @@ class Arguments:
     """Recorded observations (.npz), which must be given: real ones, never noise."""
     output: Folder = None
     """Folder for the scales; the checkpoint's own if not given."""
+    lora: Text = None
+    """A LoRA adapter's folder or name on the hub, folded into the weights; the scales then lie beside it."""
     limit: int = 256
     """At most so many observations, spread over the file."""
     device: str = "auto"
@@ -38,11 +41,12 @@ def main(arguments: list[str]) -> int:
         source, file = None, Path(source)
     if file is None:
         raise ConfigError("observations: expected recorded ones, as in --observations observations.npz, got none")
-    checkpoint = load(source or named or "demo", device=resolve_device(chosen.device))
+    settings = PolicyConfig() if chosen.lora is None else PolicyConfig().with_lora(chosen.lora)
+    checkpoint = load(source or named or "demo", settings, device=resolve_device(chosen.device))
     recorded = load_observations(file, chosen.limit)
     prepared = [checkpoint.processor.prepare(o) for o in recorded]
     scales = checkpoint.family.calibrate(checkpoint.model, prepared, file.name)
-    folder = chosen.output or checkpoint.folder
+    folder = chosen.output or checkpoint.kept
     assert folder is not None
     if not folder.is_dir():
         raise CheckpointError(f"output: expected a folder, got {folder}")

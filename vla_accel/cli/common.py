@@ -15,6 +15,7 @@ import torch
 import tyro
 
 from vla_accel import machine
+from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 
@@ -53,6 +54,13 @@ class PolicySource:
     config: Annotated[str | None, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="(default: auto)")] = None
     """How it runs: a shipped configuration's name (native_fp8), or a YAML or JSON file. auto takes the fastest engines
     that lose nothing on this machine."""
+    lora: Text = None
+    """A LoRA adapter's folder or name on the hub, folded into the checkpoint's weights."""
+
+    def settings(self) -> PolicyConfig:
+        """The configuration, with what the options say beside it."""
+        settings = load_config(self.config)
+        return settings if self.lora is None else settings.with_lora(self.lora)
 
 
 S = TypeVar("S", bound=PolicySource)

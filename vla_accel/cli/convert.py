@@ -49,6 +49,9 @@ class Arguments:
     assets: Path | None = None
     """Folder of the statistics, if it is not beside params/."""
 
+    lora_scale: float = 1.0
+    """alpha / rank of the attention's LoRA adapters, which are folded in; openpi's variants have alpha = rank."""
+
     unused_head: bool = False
     """Also write the expert's output head, which nothing reads: openpi's own loader insists on it."""
 
@@ -80,6 +83,7 @@ def main(arguments: Sequence[str]) -> int:
             discrete_state_input=known.discrete_state_input if known else None,
             preset=known.preset if known else None,
             unused_head=asked.unused_head,
+            lora_scale=asked.lora_scale,
             advance=lambda name: progress.advance(task),
         )
     console = Console()
@@ -96,6 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         "kind": report.kind,
         "parameters": report.parameters,
         "tensors": len(report.rows),
+        "adapters": report.adapters,
         "bytes": (asked.output / "model.safetensors").stat().st_size,
         "seconds": round(time.perf_counter() - started, 1),
     }

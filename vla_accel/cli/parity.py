@@ -13,7 +13,7 @@ import tyro
 
 from vla_accel.checkpoints.loading import load
 from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source, print_table
-from vla_accel.config import AUTO, load_config
+from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 from vla_accel.machine import hardware, software
@@ -66,10 +66,10 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"draws: expected at least 1, got {chosen.draws}")
     if chosen.keep and (chosen.observations is None or chosen.threshold is not None or chosen.synthetic):
         raise ConfigError("keep: expected a checkpoint, --observations and no --threshold of its own")
-    if chosen.checkpoint is not None and chosen.synthetic:
-        raise ConfigError(f"synthetic: expected no checkpoint beside it, got {chosen.checkpoint}")
+    if chosen.synthetic and (beside := chosen.checkpoint or chosen.lora):
+        raise ConfigError(f"synthetic: expected no checkpoint beside it, got {beside}")
     checkpoint, name = chosen.checkpoint or "demo", Path(chosen.config or AUTO).stem
-    settings = load_config(chosen.config)
+    settings = chosen.settings()
     if chosen.synthetic:
         policy, twin = random_policy(chosen.synthetic, settings, seed=chosen.seed, steps=chosen.num_steps,
                                      device=chosen.device, with_reference=True)  # fmt: skip
@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
     if chosen.report is not None:
         path = write(page(content, ["vla-accel", "parity", *arguments]), chosen.report)
         print(f"report: {path}", file=sys.stderr)
-    folder = policy.checkpoint.folder
+    folder = policy.checkpoint.kept
     if chosen.keep and folder is not None:
         agreement.keep(content, folder, policy.model, policy.specs, name)
     print(json.dumps(content))

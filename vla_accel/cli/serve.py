@@ -117,9 +117,9 @@ def main(arguments: list[str]) -> int:
 def loader(given: Arguments) -> Load | LoadSeveral:
     """What makes the policy, or all of them. Raises ConfigError for a policy that is not told as it must be."""
     if not given.policy:
-        return Load(given.checkpoint or "demo", given.config, given.num_steps)
-    if given.checkpoint or given.config:
-        raise ConfigError("policy: expected --policy, or a checkpoint and --config, got both")
+        return Load(given.checkpoint or "demo", given.config, given.num_steps, given.lora)
+    if given.checkpoint or given.config or given.lora:
+        raise ConfigError("policy: expected --policy, or a checkpoint with --config and --lora, got both")
     loads: dict[str, Load] = {}
     for text in given.policy:
         name, _, rest = text.partition("=")
@@ -138,6 +138,7 @@ class Load:
     checkpoint: str
     config: str | None
     num_steps: int | None
+    lora: str | None = None
 
     def __call__(self, device: str | None) -> Any:
         """The policy on a device; None leaves it to the configuration. A GPU also becomes this process's own."""
@@ -147,7 +148,9 @@ class Load:
 
         if device is not None and device.startswith("cuda:"):
             torch.cuda.set_device(device)
-        return OptimizedPolicy.from_pretrained(self.checkpoint, self.config, device=device, num_steps=self.num_steps)
+        return OptimizedPolicy.from_pretrained(
+            self.checkpoint, self.config, device=device, num_steps=self.num_steps, lora=self.lora
+        )
 
     def sized(self, device: str | None) -> tuple[Any, int]:
         """The policy, and the bytes that it takes: on a GPU what torch reserved for it, graphs and all; on a CPU its

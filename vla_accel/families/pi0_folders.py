@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from vla_accel.checkpoints.checkpoint import is_own, read_config
-from vla_accel.checkpoints.dialects import Stated, dialect_of, infer_config
+from vla_accel.checkpoints.checkpoint import is_own, read_config, shapes_of
+from vla_accel.checkpoints.dialects import Stated, dialect_of, infer_config, places
 from vla_accel.checkpoints.lerobot import is_lerobot, read_folder
+from vla_accel.checkpoints.lora import Folded, read_lora
 from vla_accel.checkpoints.pi0 import deferred_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import PolicyConfig
@@ -44,9 +45,12 @@ def load_folder(
 ) -> tuple[Pi0, Processor]:
     """The model, none of whose weights is read yet, and the robot's transforms; see
     `vla_accel.checkpoints.loading.load`."""
-    if is_lerobot(folder):
+    lora = None if settings.checkpoint.lora is None else read_lora(Path(settings.checkpoint.lora))
+    # lerobot saves an adapter with the statistics that it was trained with; they are the ones that count.
+    told = lora.folder if lora is not None and is_lerobot(lora.folder) else folder
+    if is_lerobot(told):
         weights = SafetensorsWeights(folder)
-        described = _lerobot(folder, weights, settings)
+        described = _lerobot(told, weights, settings)
     elif _is_ours(folder):
         described = _ours(folder, settings)
         weights = SafetensorsWeights(folder)
@@ -74,6 +78,10 @@ def load_folder(
         prompt_state_dim=described.prompt_state_dim,
     )
     model = deferred_weights(weights, config, str(folder), device=device, dtype=dtype)
+    if lora is not None:
+        assert model.origin is not None
+        shapes = shapes_of(model)
+        model.origin = Folded(model.origin, lora, places(shapes, config), shapes)
     return model, processor
 
 

@@ -93,17 +93,21 @@ class OptimizedPolicy:
         device: str | None = None,
         num_steps: int | None = None,
         seed: int | None = None,
+        lora: str | Path | None = None,
     ) -> OptimizedPolicy:
         """Load a checkpoint folder, a bundled checkpoint ("demo") or one on the hub by name (`checkpoints.loading`).
 
         Args: `config`: a `PolicyConfig`, a mapping, a YAML/JSON file or the name of a shipped one ("native_fp8"), by
-        default the fast path (`engines.auto`); `device`, `num_steps` and `seed` override it. Raises CheckpointError for
-        anything incomplete, ConfigError for settings that cannot be.
+        default the fast path (`engines.auto`); `device`, `num_steps` and `seed` override it; `lora`: folder or hub name
+        of an adapter that is folded into the weights. Raises CheckpointError for anything incomplete, ConfigError for
+        settings that cannot be.
         """
         with recorded() as spent:
             settings = load_config(config)
             overrides = {"device": device, "num_steps": num_steps, "seed": seed}
             settings = replace(settings, **{k: v for k, v in overrides.items() if v is not None})
+            if lora is not None:
+                settings = settings.with_lora(str(lora))
             where = resolve_device(settings.device)
             checkpoint = load(path_or_name, settings, device=where, dtype=resolve_dtype(settings, where), whole=False)
             with checkpoint.progress():
@@ -312,7 +316,7 @@ class OptimizedPolicy:
     def _shown(self, specs: Mapping[str, EngineSpec]) -> Shown | None:
         """A lower precision that `auto` may take: scales of these very weights and a parity report that passed lie
         beside the checkpoint."""
-        folder = self.checkpoint.folder
+        folder = self.checkpoint.kept
         if folder is None or self.device.type != "cuda" or any(spec.engine != "auto" for spec in specs.values()):
             return None
         found = agreement.shown(folder, self.model, self.num_steps)
