@@ -45,6 +45,7 @@ LOOKED_UP: dict[str, str] = {
     "vla-accel bench-server": f"{MINUTES}; tests/cli/test_bench_server.py runs it",
     "vla-accel convert": f"{FILES}; tests/checkpoints/test_convert.py runs it",
     "vla-accel inspect": f"{FILES}; tests/engines runs it",
+    "vla-accel parity path/to/checkpoint --lora": f"{FILES}; tests/checkpoints/test_lora.py folds adapters",
     "vla-accel bench --model": f"{MINUTES}: models of the published size",
     "vla-accel bench --output": f"{MINUTES}: models of the published size",
     "vla-accel build-vae": f"{FILES}; tests/diffusion runs it",
