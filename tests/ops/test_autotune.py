@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.gpus import H20, H200
 from vla_accel.errors import EngineError
 from vla_accel.ops import autotune
-from vla_accel.ops.autotune import Fastest, fastest
+from vla_accel.ops.autotune import Fastest, fastest, remembered
+from vla_accel.ops.gpu import assumed
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -60,6 +65,43 @@ def test_the_quickest_is_taken_and_who_cannot_is_out(times: dict[Any, float]) ->
     # A mistake is not a way that cannot run.
     with pytest.raises(ZeroDivisionError):
         fastest({"mistake": lambda: 1 / 0}, GPU, 7)
+
+
+def test_what_was_measured_is_found_again(
+    times: dict[Any, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "vla_accel" / "tunings.json"
+    measured: list[str] = []
+
+    def ways(*names: str) -> dict[str, Any]:
+        return {name: lambda name=name: measured.append(name) or name for name in names}
+
+    def asked(*names: str, what: str = "o") -> Fastest:
+        measured.clear()
+        return remembered(what, ways(*names), GPU, 7)
+
+    assert remembered("o", ways("a"), CPU) == Fastest("a") and not file.exists()
+    with assumed(H200):
+        times.update(a=2.0, b=1.0)
+        found = asked("a", "b")
+        assert found == Fastest("b", {"a": 2.0, "b": 1.0}) and measured == ["a", "b"]
+        times.update(b=3.0)
+        assert asked("a", "b") == found and not measured
+        # Another question: other ways, another name, another GPU, other kernels.
+        assert asked("a").way == "a" and asked("a", "b", what="down").way == "a" and measured
+        with assumed(H20):
+            assert asked("a", "b").way == "a" and measured
+        with assumed(H200.portable):
+            assert asked("a", "b").way == "a" and measured
+        with monkeypatch.context() as patch:
+            patch.setattr(autotune, "_versions", lambda: ("other",))
+            assert asked("a", "b").way == "a" and measured
+        assert asked("a", "b") == found and len(json.loads(file.read_text())) == 6
+        file.write_text("{")
+        with caplog.at_level(logging.WARNING):
+            assert asked("a", "b").way == "a" and measured
+        assert "holds no tunings" in caplog.text and len(json.loads(file.read_text())) == 1
 
 
 @pytest.mark.gpu

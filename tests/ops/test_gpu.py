@@ -54,14 +54,15 @@ def test_a_gpu_can_be_handed_in() -> None:
 def test_what_follows_from_the_capability(name: str) -> None:
     it = GPUS[name]
     assert it.bf16 and it.int8
-    assert it.fp8 == (name not in ("A100", "Orin"))
-    assert it.dependent_launch == it.clusters == (name not in ("A100", "Orin", "RTX 4090"))
+    assert it.fp8 == (name not in ("A100", "Orin", "RTX 3090"))
+    assert it.dependent_launch == it.clusters == (name not in ("A100", "Orin", "RTX 3090", "RTX 4090"))
     assert it.architecture == {
-        "A100": "sm_80", "Orin": "sm_87", "RTX 4090": "sm_89", "RTX 5090": "sm_120a"
+        "A100": "sm_80", "RTX 3090": "sm_86", "Orin": "sm_87", "RTX 4090": "sm_89", "B200": "sm_100a",
+        "Thor": "sm_110a", "RTX 5090": "sm_120a",
     }.get(name, "sm_90a")  # fmt: skip
     portable = it.portable
     assert not portable.dependent_launch and not portable.clusters and portable.fp8 == it.fp8
-    assert portable.multiprocessors == it.multiprocessors
+    assert portable.multiprocessors == it.multiprocessors and portable.shared_per_block == 99 << 10
 
 
 def test_how_many_blocks_fit() -> None:

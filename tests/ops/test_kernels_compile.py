@@ -1,5 +1,5 @@
-"""The native engine's kernels through their compilers for Hopper, without a GPU: Triton's at every shape that the
-full-size models and the demo launch, the CUDA C++ through NVRTC where one can be found."""
+"""The native engine's kernels through their compilers, without a GPU: Triton's for every compute capability, at every
+shape that the full-size models (on Hopper the demo, too) launch there; the CUDA C++ for Hopper, through NVRTC."""
 
 from __future__ import annotations
 
@@ -16,29 +16,37 @@ import pytest
 import torch
 
 from tests.ops.test_gemm import TABLE, TILINGS
+from tests.support.gpus import ARCHITECTURES
 from tests.support.streamed_support import LOOPS, recorded_loop
 from vla_accel.errors import EngineError
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.gemm import Tiling, launch
 
 ROOT = Path(__file__).parents[2]
-SHARED_LIMIT = 227 * 1024
-KERNELS = {
-    "_patchify", "_add_norm", "_embed_norm", "_geglu", "_gelu", "_rope_cache", "_attention", "_suffix_attention",
-    "_qkv_rope", "_gate_up_geglu", "_project", "_step",
-}  # fmt: skip
-PRODUCTS = {"_attention", "_suffix_attention", "_qkv_rope", "_gate_up_geglu", "_project"}
+ROWS = {"_patchify", "_add_norm", "_embed_norm", "_geglu", "_rope_cache", "_attention", "_step"}
+# What takes the denoise loop's products and attention: of up to 16 rows, and of more.
+FEW = {"_qkv_rope", "_gate_up_geglu", "_project"}
+MANY = {"_qkv_rope_pipelined", "_gate_up_pipelined", "_project_pipelined"}
+BY_MODEL = {
+    "pi05": ROWS | FEW | {"_suffix_attention"},
+    "pi05 fp8": ROWS | FEW | {"_suffix_attention", "_gelu"},  # BF16 vision has its GELU in cuBLAS
+    "pi0": ROWS | MANY | {"_suffix_attention_split"},
+    "demo": ROWS | FEW | {"_suffix_attention"},
+    "demo x 8": ROWS | MANY | {"_suffix_attention"},
+}
+PRODUCTS = {"_attention", "_suffix_attention", "_suffix_attention_split"} | FEW | MANY
 # All but the first of each program's chain.
-CHAINED = KERNELS - {"_patchify", "_embed_norm"}
+CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm"}
+SPILLED = 256
+"""Bytes a thread may keep in local memory: some around a loop, of sums that fill all 255 registers."""
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def compiled_for(version: str, folder: Path, *options: str) -> list[dict[str, Any]]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.4' (Linux)")
-    cache = str(tmp_path_factory.mktemp("triton"))
+    cache = str(folder)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "compile_kernels.py")],
+        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "compile_kernels.py"), version, *options],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "", "TRITON_CACHE_DIR": cache, "HOME": cache, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -48,15 +56,40 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return compiled_for("9.0", tmp_path_factory.mktemp("triton"))
+
+
+def check_it_fits(row: dict[str, Any]) -> None:
+    """Within what a block can have there."""
+    gpu = ARCHITECTURES[row["gpu"]]
+    assert row["bytes"] > 1000 and row["shared"] <= gpu.shared_per_block, row
+    threads = 32 * row["options"].get("num_warps", 4)
+    assert row["registers"] * threads <= gpu.registers and row["spilled"] <= SPILLED, row
+
+
 def test_every_kernel_compiles_and_fits(compiled: list[dict[str, Any]]) -> None:
-    assert {row["kernel"] for row in compiled} == KERNELS
     for row in compiled:
-        assert row["bytes"] > 1000 and row["shared"] <= SHARED_LIMIT, row
-    for model in ("pi05", "pi0", "demo", "demo x 8"):
-        found = {row["kernel"] for row in compiled if model in row["models"]}
-        # BF16 vision has its GELU in cuBLAS.
-        assert found == KERNELS - {"_gelu"}, model
-    assert {row["kernel"] for row in compiled if "pi05 fp8" in row["models"]} == KERNELS
+        check_it_fits(row)
+    for model, kernels in BY_MODEL.items():
+        assert {row["kernel"] for row in compiled if model in row["models"]} == kernels, model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [v for v in ARCHITECTURES if v != "9.0"])
+def test_every_kernel_compiles_and_fits_elsewhere(version: str, tmp_path: Path) -> None:
+    """On the GPU with the least, what a build would measure, too."""
+    gpu = ARCHITECTURES[version]
+    rows = compiled_for(version, tmp_path, *(["--tried"] if version == "8.6" else []))
+    for row in rows:
+        assert row["gpu"] == version
+        check_it_fits(row)
+        assert (row["waits"] > 0) == bool(row["constants"].get("PDL"))
+        assert not row["constants"].get("PDL") or gpu.dependent_launch
+        assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
+    for model in ("pi05", "pi0", "pi05 fp8") if gpu.fp8 else ("pi05", "pi0"):
+        assert {row["kernel"] for row in rows if model in row["models"]} >= BY_MODEL[model], model
 
 
 def test_products_run_on_the_tensor_cores(compiled: list[dict[str, Any]]) -> None:

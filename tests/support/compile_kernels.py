@@ -1,39 +1,53 @@
-"""A script: compile for Hopper, without a GPU, every kernel that the native programs launch, just as they launch it.
+"""A script: compile, without a GPU, every Triton kernel that the native programs launch, just as they launch it there.
 
-The programs of the full-size models and of the demo run on tensors without data; what they launch is recorded and then
-compiled. Prints a JSON object a kernel: name, models, options, shared memory, and what of Hopper its assembly uses.
+    python tests/support/compile_kernels.py [--tried] [VERSION …]     # compute capabilities; 9.0 if none is named
+
+The programs of the full-size models and of the demo run on tensors without data, told of a GPU of that capability; what
+they launch is recorded and then compiled; with --tried also what a build would measure before it chooses. Prints a JSON
+object a kernel: capability, name, models, options, registers a thread, bytes spilled, shared memory, and what its
+assembly uses.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import io
 import json
+import re
+import sys
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from tests.support.gpus import ARCHITECTURES
 from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
 from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.native import expert, prefix, vision
 from vla_accel.native.pi0 import Pi0Store
+from vla_accel.ops import suffix, suffix_tilings
 from vla_accel.ops.dispatch import steered
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear, make_linear
 
-HOPPER = GPUTarget("cuda", 90, 32)
+# What Triton's own assembler, of CUDA 12.9, calls what CUDA 13 renamed.
+TARGETS = {"11.0": 101}
 META = torch.device("meta")
 KINDS = {
     torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8",
     torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
-# Name: configuration, views, prompt tokens, precision. The benchmark's shapes, and a batch of eight.
+# Name: configuration, views, prompt tokens, precision. The benchmark's shapes, and a batch of eight; the demo's are
+# compiled for Hopper alone.
 MODELS: dict[str, tuple[Pi0Config, int, int, int, str]] = {
     "pi05": (pi05(action_horizon=10), 1, 2, 32, "auto"),
     "pi05 fp8": (pi05(action_horizon=10), 1, 2, 32, "fp8"),
@@ -41,6 +55,7 @@ MODELS: dict[str, tuple[Pi0Config, int, int, int, str]] = {
     "demo": (pi05_demo(), 1, 2, 32, "auto"),
     "demo x 8": (pi05_demo(), 8, 2, 64, "auto"),
 }
+TRIED = ("pi05", "pi0")
 
 
 def linear_without_data(
@@ -60,8 +75,12 @@ def linear_without_data(
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
 
-def launches_of(config: Pi0Config, batch: int, views: int, length: int, precision: Any) -> list[Launch]:
-    """What one call of a policy launches."""
+def launches_of(
+    gpu: Gpu, config: Pi0Config, batch: int, views: int, length: int, precision: Any, tried: bool
+) -> list[Launch]:
+    """What one call of a policy launches on a GPU; `tried`: with what its build would try there, too."""
+    two = {name: dataclasses.replace(getattr(config, name), depth=2) for name in ("vision", "prefix", "expert")}
+    config = dataclasses.replace(config, **two)
     with META:
         model = Pi0(config).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
     store, spec, found = Pi0Store(model, scales_of_any(1.0)), EngineSpec("native", precision=precision), []
@@ -73,7 +92,8 @@ def launches_of(config: Pi0Config, batch: int, views: int, length: int, precisio
         )  # fmt: skip
     loop = programs[2].loop  # type: ignore[attr-defined]
     assert isinstance(loop, expert._LayerLoop)
-    loop.pdl = programs[0].pdl = programs[1].pdl = True  # type: ignore[attr-defined]
+    # Where the chain's products are the library's, only the loop starts early; a Hopper's are its own.
+    loop.pdl = programs[0].pdl = programs[1].pdl = gpu.dependent_launch  # type: ignore[attr-defined]
 
     def buffer(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
@@ -97,9 +117,21 @@ def launches_of(config: Pi0Config, batch: int, views: int, length: int, precisio
         with steered("triton"):
             for program in programs:
                 program(tensors, tensors)
+            if tried:
+                try_cuts(gpu, loop, tensors)
     finally:
         JITFunction.run = run
     return found
+
+
+def try_cuts(gpu: Gpu, loop: expert._LayerLoop, tensors: dict[str, Tensor]) -> None:
+    """Launch every product and attention of a layer in every cut that is worth measuring."""
+    for name, product in loop.products.items():
+        for cut in suffix_tilings.candidates(gpu, product):
+            loop._products(name, tensors["lengths"], cut, suffix.product_workspace(product, META, cut))
+    for cut in suffix_tilings.key_splits(gpu, loop.attention):
+        loop.key_split, loop.workspace = cut, suffix.suffix_workspace(loop.attention, META, cut)
+        loop._attend(0, tensors)
 
 
 def _kind(value: Any) -> str:
@@ -125,31 +157,58 @@ def source_of(launch: Launch) -> tuple[ASTSource, tuple[Any, ...]]:
     return ASTSource(kernel, signature, constants, divisible), key
 
 
-def main() -> None:
-    for module in (vision, prefix, expert):
-        vars(module)["make_linear"] = linear_without_data
+def compiled(gpu: Gpu, launch: Launch) -> tuple[Any, int, int]:
+    """The compiled kernel, the registers of a thread, and the bytes that it spills."""
+    _, _, options = launch
+    major, minor = gpu.capability
+    target = GPUTarget("cuda", TARGETS.get(gpu.version, 10 * major + minor), 32)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        made = triton.compile(source_of(launch)[0], target=target, options=options)
+    (registers,) = re.findall(r"Used (\d+) registers", said.getvalue())
+    spilled = re.findall(r"(\d+) bytes spill", said.getvalue())
+    return made, int(registers), sum(map(int, spilled))
+
+
+def compile_for(gpu: Gpu, tried: bool) -> None:
+    """Record and compile all that is launched on a GPU, and print a line each."""
     launches: dict[tuple[Any, ...], Launch] = {}
     users: dict[tuple[Any, ...], dict[str, None]] = collections.defaultdict(dict)
     for name, shape in MODELS.items():
-        for launch in launches_of(*shape):
+        if ("fp8" in name and not gpu.fp8) or ("demo" in name and gpu.capability != (9, 0)):
+            continue
+        for launch in launches_of(gpu, *shape, tried=tried and name in TRIED):
             _, key = source_of(launch)
             launches[key] = launch
             users[key][name] = None
     for key, launch in launches.items():
         kernel, args, options = launch
-        made = triton.compile(source_of(launch)[0], target=HOPPER, options=options)
+        made, registers, spilled = compiled(gpu, launch)
         constants = {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
         ptx = made.asm["ptx"]
         row = {
-            "kernel": kernel.__name__, "models": list(users[key]), "constants": constants, "options": options,
-            "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared, "waits": ptx.count("griddepcontrol.wait"),
+            "gpu": gpu.version, "kernel": kernel.__name__, "models": list(users[key]), "constants": constants,
+            "options": options, "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared,
+            "registers": registers, "spilled": spilled, "waits": ptx.count("griddepcontrol.wait"),
             "releases": ptx.count("griddepcontrol.launch_dependents"), "products": ptx.count("mma"),
             "fp8": "e4m3" in ptx,
         }  # fmt: skip
         print(json.dumps(row), flush=True)
 
 
+def main(versions: list[str], tried: bool) -> None:
+    for module in (vision, prefix, expert):
+        vars(module)["make_linear"] = linear_without_data
+    knobs.nvidia.dump_ptxas_log = True
+    knobs.compilation.always_compile = True  # what is found in the cache has no log
+    for version in versions:
+        gpu = ARCHITECTURES[version]
+        # Tensors without data lie on this GPU, too.
+        setattr(Gpu, "of", classmethod(lambda cls, device, gpu=gpu: gpu))  # noqa: B010
+        compile_for(gpu, tried)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with torch.inference_mode():
-        main()
+        main([v for v in sys.argv[1:] if v != "--tried"] or ["9.0"], "--tried" in sys.argv)

@@ -65,5 +65,5 @@ def run(name: str) -> tuple[str, float]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     round_as_hardware_does()
-    for case in sys.argv[1:] or (*cases.CASES, *shapes.TALL):
+    for case in sys.argv[1:] or (*cases.CASES, *shapes.TALL, *shapes.CUTS):
         print(json.dumps([case, *run(case)]), flush=True)

@@ -20,9 +20,9 @@ from torch import Tensor
 from vla_accel.fp8 import E4M3
 from vla_accel.ops import attending, linear, suffix
 from vla_accel.ops import rows as row_ops
-from vla_accel.ops.dispatch import kernels
 from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.rows import rope_tables
+from vla_accel.ops.suffix_tilings import KeySplit, Pipelined, Product, SuffixAttention, Tiling, key_splits
 
 MARGIN = 1024  # elements; keeps the alignment that compilers count on
 FP8 = E4M3.dtype
@@ -61,9 +61,10 @@ class Same:
 
 @dataclass(frozen=True)
 class Workspace:
-    """`suffix_attention`'s, by batch, tokens, prefix tokens, heads, kv_heads and head_dim."""
+    """What programs of these sizes keep between them, in this cut."""
 
-    sizes: tuple[int, int, int, int, int, int]
+    sizes: SuffixAttention | Product
+    cut: KeySplit | Pipelined
 
 
 @dataclass(frozen=True)
@@ -160,13 +161,12 @@ class Placed:
         inside.copy_(value)
         return inside
 
-    def _workspace(self, value: Workspace) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.kernel:
-            return (torch.empty(0), torch.empty(0), torch.empty(0))
-        sizes = kernels("attention").suffix_workspace(*value.sizes)
-        parts, stats = (self._guarded(torch.full((size,), float("nan"))) for size in sizes[:2])
-        self.counters = self._guarded(torch.zeros(sizes[2], dtype=torch.int32))
-        return parts, stats, self.counters
+    def _workspace(self, value: Workspace) -> tuple[Tensor, ...] | None:
+        *parts, counters = value.cut.workspace(value.sizes)  # type: ignore[arg-type]
+        if not self.kernel or not counters:
+            return None if len(parts) == 1 else tuple(torch.empty(0) for _ in range(3))
+        self.counters = self._guarded(torch.zeros(counters, dtype=torch.int32))
+        return *(self._guarded(torch.full((size,), float("nan"))) for size in parts), self.counters
 
     def check_margins(self) -> None:
         """Nothing was written outside of the tensors; the workspace is as the next call needs it."""
@@ -332,16 +332,25 @@ def _self_attention(images: int, tokens: int, heads: int, head_dim: int, scale: 
 
 
 def _suffix_attention(
-    tokens: int, prefix: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int], state_first: bool
+    tokens: int,
+    prefix: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    lengths: list[int],
+    state_first: bool,
+    cut: KeySplit | None = None,
 ) -> Callable:
     def call(draw: Draw) -> Call:
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
+        sizes = SuffixAttention(batch, tokens, prefix, heads, kv_heads, head_dim, draw.dtype.itemsize)
+        taken = cut or key_splits(None, sizes)[0]
         caches = [draw(batch, n, kv_heads, head_dim) for n in (prefix, prefix, tokens, tokens)]
         arguments = {
             "q": draw(batch, tokens, heads, head_dim, scale=2.0), "prefix_k": caches[0], "prefix_v": caches[1],
             "k": caches[2], "v": caches[3], "lengths": real,
             "out": Empty((batch * tokens, heads * head_dim), draw.dtype),
-            "workspace": Workspace((batch, tokens, prefix, heads, kv_heads, head_dim)), "state_first": state_first,
+            "workspace": Workspace(sizes, taken), "state_first": state_first, "cut": taken,
         }  # fmt: skip
         beyond = _beyond(real, prefix, kv_heads, head_dim)
         hidden: dict[str, Tensor] = {"prefix_k": beyond, "prefix_v": beyond}
@@ -351,7 +360,15 @@ def _suffix_attention(
 
 
 def _qkv_rope(
-    batch: int, tokens: int, width: int, heads: int, kv_heads: int, head_dim: int, adaptive: bool, fp8: bool
+    batch: int,
+    tokens: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    adaptive: bool,
+    fp8: bool,
+    cut: Tiling | None = None,
 ) -> Callable:
     def call(draw: Draw) -> Call:
         columns = (heads + 2 * kv_heads) * head_dim
@@ -363,33 +380,37 @@ def _qkv_rope(
             "shift": draw.wide(columns) if adaptive else None, "cos": cos, "sin": sin, "lengths": lengths,
             "q": Empty((batch, tokens, heads, head_dim), draw.dtype),
             "k": Empty((batch, tokens, kv_heads, head_dim), draw.dtype),
-            "v": Empty((batch, tokens, kv_heads, head_dim), draw.dtype), "eps": EPS,
+            "v": Empty((batch, tokens, kv_heads, head_dim), draw.dtype), "eps": EPS, "cut": cut,
         }  # fmt: skip
         return Call("qkv_rope", arguments, ("q", "k", "v"))
 
     return call
 
 
-def _gate_up(rows: int, width: int, hidden: int, adaptive: bool, fp8: bool) -> Callable:
+def _gate_up(
+    rows: int, width: int, hidden: int, adaptive: bool, fp8: bool, cut: Tiling | None = None
+) -> Callable:  # fmt: skip
     def call(draw: Draw) -> Call:
         arguments = {
             "x": draw(rows, width, scale=2.0), "layer": draw.linear(2 * hidden, width, fp8=fp8),
             "scale": draw.wide(width, scale=0.3) if adaptive else None,
             "shift": draw.wide(2 * hidden) if adaptive else None, "out": Empty((rows, hidden), draw.dtype), "eps": EPS,
+            "cut": cut,
         }  # fmt: skip
         return Call("gate_up_geglu", arguments, ("out",))
 
     return call
 
 
-def _project(rows: int, n: int, k: int, tokens: int, what: str) -> Callable:
+def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: Tiling | None = None) -> Callable:
     """`what`: letters of gate, bias, residual, skip the first, 8-bit."""
 
     def call(draw: Draw) -> Call:
         arguments = {
             "a": draw(rows, k), "layer": draw.linear(n, k, fp8="8" in what, bias="b" in what),
             "gate": draw.wide(n) if "g" in what else None, "x": draw(rows, n), "residual": "r" in what,
-            "tokens": tokens, "skip_first": "s" in what,
+            "tokens": tokens, "skip_first": "s" in what, "cut": cut,
+            "workspace": Workspace(Product(rows, k, n), cut) if isinstance(cut, Pipelined) else None,
         }  # fmt: skip
         return Call("project", arguments, ("x",))
 

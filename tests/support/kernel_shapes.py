@@ -1,8 +1,10 @@
 """More cases of kernel_cases.py: row counts up to 1024 at every op, with the models' own widths and awkward ones (4304,
-head size 72). `WIDE` is for a GPU; `TALL`, many rows of little width, is also fast in the interpreter."""
+head size 72). `WIDE` is for a GPU; `TALL`, many rows of little width, and `CUTS`, ways to cut an op into programs, are
+also fast in the interpreter."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
@@ -24,6 +26,7 @@ from tests.support.kernel_cases import (
     _step,
     _suffix_attention,
 )
+from vla_accel.ops.suffix_tilings import KeySplit, Pipelined
 
 Cases = Iterator[tuple[str, Callable[[Draw], Call]]]
 # Around every size of tile, and up to four views of 256 tokens.
@@ -55,6 +58,28 @@ def _tall() -> Cases:
         yield f"gate_up_geglu {rows}x40", _gate_up(rows, 40, 24, True, False)
         yield f"project {rows}x24", _project(rows, 24, 72, 1, "gr")
     yield "step (4, 128, 127)", _step(4, 128, 127, 20, 7, "n")
+
+
+def _cuts() -> Cases:
+    """Every kind of cut where another one is taken by default: tiles that end early, K in parts of which some are
+    empty, keys in several tiles, lengths that end in the first of them."""
+    for cut in (Pipelined(16, 16, 64), Pipelined(32, 64, 32, stages=2), Pipelined(64, 32, 128, warps=8)):
+        for adaptive, fp8 in ((True, False), (False, True)):
+            name = f"{cut} adaptive={adaptive} fp8={fp8}"
+            yield f"qkv_rope 2x9x72 {name}", _qkv_rope(2, 9, 72, 2, 1, 72, adaptive, fp8, cut)
+            yield f"qkv_rope 1x50x128 {name}", _qkv_rope(1, 50, 128, 1, 1, 64, adaptive, fp8, cut)
+            yield f"gate_up_geglu 10x128 {name}", _gate_up(10, 128, 100, adaptive, fp8, cut)
+            yield f"gate_up_geglu 51x72 {name}", _gate_up(51, 72, 40, adaptive, fp8, cut)
+        for split in (1, 2, 8):
+            shared = dataclasses.replace(cut, split=split)
+            for shape in ((10, 40, 320, 1, "gr"), (51, 100, 72, 51, "gbrs"), (100, 24, 520, 50, "bs8")):
+                yield f"project {shape} {shared}", _project(*shape, shared)
+    for sizes in ((16, 32, 2, 2, 4), (64, 16, 4, 1, 8), (32, 16, 8, 3, 4), (16, 64, 1, 1, 4)):
+        cut = KeySplit(*sizes)
+        for shape in (
+            (10, 70, 8, 1, 64, [70, 40], False), (17, 100, 4, 1, 72, [90, 1], True), (51, 33, 2, 2, 16, [33, 0], True),
+        ):  # fmt: skip
+            yield f"suffix_attention {shape} {cut}", _suffix_attention(*shape, cut)
 
 
 def _wide() -> Cases:
@@ -96,8 +121,11 @@ def _wide() -> Cases:
 
 
 TALL: dict[str, Callable[[Draw], Call]] = dict(_tall())
-WIDE: dict[str, Callable[[Draw], Call]] = {**TALL, **dict(_wide())}
-assert len(WIDE) == len(TALL) + len(dict(_wide())) and not WIDE.keys() & CASES.keys(), "two cases have one name"
+CUTS: dict[str, Callable[[Draw], Call]] = dict(_cuts())
+WIDE: dict[str, Callable[[Draw], Call]] = {**TALL, **CUTS, **dict(_wide())}
+assert len(WIDE) == len(TALL) + len(CUTS) + len(dict(_wide())) and not WIDE.keys() & CASES.keys(), (
+    "two cases have one name"
+)
 
 
 def call_of(name: str, dtype: torch.dtype) -> Call:

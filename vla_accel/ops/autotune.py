@@ -1,16 +1,29 @@
-"""The quickest of some ways to compute the same thing, measured on the machine at hand, as it will run: in a graph."""
+"""The quickest of some ways to compute the same thing, measured on the machine at hand, as it will run: in a graph.
+
+What was found can be remembered in the user's cache folder, by GPU, versions and this package's kernels.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib.metadata
 import importlib.util
 import itertools
+import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from vla_accel.errors import VlaAccelError
+from vla_accel.files import cache_folder, replacing
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.phases import phase
+
+log = logging.getLogger("vla_accel")
 
 ROUNDS = 5
 """Replays of a graph that count; the best of them is a way's time."""
@@ -44,6 +57,50 @@ def fastest(candidates: Mapping[str, Callable[[], object]], device: torch.device
     if not times:
         raise RuntimeError(f"no way to compute this runs here ({'; '.join(f'{n}: {r}' for n, r in out.items())})")
     return Fastest(min(times, key=lambda n: times[n]), times, out)
+
+
+def remembered(
+    what: str, candidates: Mapping[str, Callable[[], object]], device: torch.device, repeats: int = 5
+) -> Fastest:
+    """`fastest`, but found again where the same was measured before: of the same name `what`, among the same ways, on
+    the same GPU (or what a GPU is assumed to be), with the same versions of torch, triton and this package's kernels.
+
+    Kept in `tunings.json` in the user's cache folder. A file that cannot be read is written anew, and the log says so.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return fastest(candidates, device, repeats)
+    path = cache_folder() / "tunings.json"
+    said = json.dumps([what, sorted(candidates), str(Gpu.of(device)), _versions()])
+    key = hashlib.sha256(said.encode()).hexdigest()
+    known = _read(path).get(key)
+    if known is not None and known.get("way") in candidates:
+        return Fastest(known["way"], known["times"], known["out"])
+    found = fastest(candidates, device, repeats)
+    entry = {"what": what, "way": found.way, "times": dict(found.times), "out": dict(found.out)}
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps({**_read(path), key: entry}, indent=1))
+    return found
+
+
+def _read(path: Path) -> dict[str, dict]:
+    if not path.is_file():
+        return {}
+    try:
+        known = json.loads(path.read_text())
+        return {key: entry for key, entry in known.items() if {"way", "times", "out"} <= entry.keys()}
+    except (ValueError, AttributeError) as error:
+        log.warning("%s: it holds no tunings (%s); they are measured and written again", path, error)
+        return {}
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    sources = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*")):
+        if file.suffix in (".py", ".cu"):
+            sources.update(file.read_bytes())
+    triton = importlib.util.find_spec("triton") and importlib.metadata.version("triton")
+    return torch.__version__, str(torch.version.cuda), str(triton), sources.hexdigest()
 
 
 def _unfit() -> tuple[type[Exception], ...]:

@@ -16,6 +16,8 @@ import torch
 
 PORTABLE_CLUSTER = 8
 """Blocks of a cluster that every GPU with clusters can run; more (up to 16) is a question to the device."""
+PORTABLE_SHARED = 99 << 10
+"""Bytes of shared memory that a block can have on every GPU from compute capability 8.0 on."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,12 @@ class Gpu:
 
     @property
     def portable(self) -> Gpu:
-        """The same GPU without what only Hopper and its successors have: as an Ada GPU, or an Ampere one, would run."""
-        name = f"{self.name} with portable kernels"
-        return dataclasses.replace(self, name=name, capability=min(self.capability, (8, 9)))
+        """The same GPU with no more than an Ada one has: without what came with Hopper, and with as little shared
+        memory a block, 99 KB, of which large Ampere GPUs have more."""
+        return dataclasses.replace(
+            self, name=f"{self.name} with portable kernels", capability=min(self.capability, (8, 9)),
+            shared_per_block=min(self.shared_per_block, PORTABLE_SHARED),
+        )  # fmt: skip
 
 
 _ASSUMED: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("assumed GPU", default=None)

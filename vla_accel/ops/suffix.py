@@ -1,23 +1,33 @@
 """Ops of the few rows of a suffix: each does much at once, because launches cost more than arithmetic there.
 
-Conventions as in `vla_accel.ops.rows`. FP8 weights are widened in registers, activations are never quantised.
+Conventions as in `vla_accel.ops.rows`. FP8 weights are widened in registers, activations are never quantised. `cut`:
+how a kernel is cut into programs, one of `suffix_tilings.candidates`; None takes the first.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_accel.ops import reference
+from vla_accel.ops import reference, suffix_tilings
 from vla_accel.ops.dispatch import kernels, path
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear
 from vla_accel.ops.rows import normed
+from vla_accel.ops.suffix_tilings import KeySplit, Product, Skinny, SuffixAttention, Tiling
+
+AttentionWorkspace = tuple[Tensor, Tensor, Tensor]
+"""Parts and statistics of programs that share keys, and the counters of those that have arrived."""
+ProductWorkspace = tuple[Tensor, Tensor]
+"""Parts of programs that share K, and the counters of those that have arrived."""
 
 
 def qkv_rope(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool = False, cut: Tiling | None = None,
 ) -> None:  # fmt: skip
     """Norm, q/k/v projection and rotation of the suffix. FP8 weights are widened, the activations are not quantised.
 
@@ -25,9 +35,11 @@ def qkv_rope(
     the weight; positions start at lengths[b]; q (B, T, heads, d), k, v (B, T, kv_heads, d), contiguous.
     """
     if path(x) != "reference":
-        return kernels("skinny").qkv_rope(
-            x, layer.weight, layer.weight_scale_value, scale, shift, cos, sin, lengths, q, k, v, eps=eps, pdl=pdl
-        )
+        cut = cut or suffix_tilings.default(Gpu.of(x.device), qkv_product(x, layer, q, k))
+        return _kernels(cut).qkv_rope(
+            x, layer.weight, layer.weight_scale_value, scale, shift, cos, sin, lengths, q, k, v, eps=eps, pdl=pdl,
+            cut=cut,
+        )  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
     y = _modulated_product(x, layer, scale, shift, eps).view(batch, tokens, -1, head_dim)
     place = lengths[:, None] + torch.arange(tokens, device=x.device)
@@ -38,32 +50,57 @@ def qkv_rope(
     v.copy_(y[:, :, heads + kv_heads :])
 
 
-def suffix_workspace(
-    batch: int, tokens: int, prefix_tokens: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def suffix_workspace(sizes: SuffixAttention, device: torch.device, cut: KeySplit | None = None) -> AttentionWorkspace:
     """What `suffix_attention` keeps between its programs. The counters must be zero at the start, and stay so."""
     if path(device) == "reference":
         return (torch.empty(0), torch.empty(0), torch.empty(0))
-    sizes = kernels("attention").suffix_workspace(batch, tokens, prefix_tokens, heads, kv_heads, head_dim)
+    cut = cut or suffix_tilings.key_splits(Gpu.of(device), sizes)[0]
+    parts, stats, counters = cut.workspace(sizes)
     return (
-        torch.empty(sizes[0], device=device),
-        torch.empty(sizes[1], device=device),
-        torch.zeros(sizes[2], dtype=torch.int32, device=device),
+        torch.empty(parts, device=device),
+        torch.empty(stats, device=device),
+        torch.zeros(counters, dtype=torch.int32, device=device),
     )
+
+
+def product_workspace(product: Product, device: torch.device, cut: Tiling) -> ProductWorkspace | None:
+    """What `project` keeps between programs that share K; None where none do. Its counters are as above."""
+    if isinstance(cut, Skinny) or cut.split == 1 or path(device) == "reference":
+        return None
+    parts, counters = cut.workspace(product)
+    return torch.empty(parts, device=device), torch.zeros(counters, dtype=torch.int32, device=device)
+
+
+def qkv_product(x: Tensor, layer: Linear, q: Tensor, k: Tensor) -> Product:
+    """The product that `qkv_rope` makes of these."""
+    return _product(x, layer, q.shape[3] // 2, q.shape[2] + 2 * k.shape[2], 2)
+
+
+def gate_up_product(x: Tensor, layer: Linear) -> Product:
+    """The product that `gate_up_geglu` makes of these."""
+    return _product(x, layer, layer.weight.shape[0] // 2, 1, 2)
+
+
+def project_product(a: Tensor, layer: Linear) -> Product:
+    """The product that `project` makes of these."""
+    return _product(a, layer, layer.weight.shape[0], 1, 1)
 
 
 def suffix_attention(
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor,
-    workspace: tuple[Tensor, Tensor, Tensor], *, state_first: bool, pdl: bool = False,
+    workspace: AttentionWorkspace, *, state_first: bool, pdl: bool = False, cut: KeySplit | None = None,
 ) -> None:  # fmt: skip
     """The suffix attends to the first `lengths[b]` keys of the prefix and to itself.
 
     q (B, T, heads, d); prefix_k, prefix_v (B, S, kv_heads, d); k, v (B, T, kv_heads, d); out (B * T, heads * d); all
-    contiguous. `state_first`: the first token sees itself and the prefix only (π0).
+    contiguous. `state_first`: the first token sees itself and the prefix only (π0). `workspace`: as `suffix_workspace`
+    makes it for the same `cut`.
     """
     if path(q) != "reference":
+        sizes = SuffixAttention(*q.shape[:2], prefix_k.shape[1], q.shape[2], *prefix_k.shape[2:], q.element_size())
+        cut = cut or suffix_tilings.key_splits(Gpu.of(q.device), sizes)[0]
         return kernels("attention").suffix_attention(
-            q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, pdl=pdl
+            q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, pdl=pdl, cut=cut
         )
     batch, tokens = q.shape[:2]
     inner = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
@@ -78,16 +115,18 @@ def suffix_attention(
 
 def project(
     a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool = True, tokens: int = 1,
-    skip_first: bool = False, pdl: bool = False,
+    skip_first: bool = False, pdl: bool = False, cut: Tiling | None = None, workspace: ProductWorkspace | None = None,
 ) -> None:  # fmt: skip
     """x (R, N) += gate ∘ (a Wᵀ + b), or = without `residual`. a (R, K); gate (N,) float32 or None.
 
-    `skip_first`: the first of every `tokens` rows of x is left alone.
+    `skip_first`: the first of every `tokens` rows of x is left alone. `workspace`: as `product_workspace` makes it for
+    the same `cut`.
     """
     if path(a) != "reference":
-        return kernels("skinny").project(
+        cut = cut or suffix_tilings.default(Gpu.of(a.device), project_product(a, layer))
+        return _kernels(cut).project(
             a, layer.weight, layer.weight_scale_value, layer.bias, gate, x, residual=residual, tokens=tokens,
-            skip_first=skip_first, pdl=pdl,
+            skip_first=skip_first, pdl=pdl, cut=cut, workspace=workspace,
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
     y = a.to(wide) @ (layer.weight.to(wide) * layer.weight_scale_value).T
@@ -104,12 +143,13 @@ def project(
 
 def gate_up_geglu(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, out: Tensor, *, eps: float,
-    pdl: bool = False,
+    pdl: bool = False, cut: Tiling | None = None,
 ) -> None:  # fmt: skip
     """Norm, gate and up projections and GeGLU of the suffix: x (R, W) to out (R, H). As `qkv_rope` otherwise."""
     if path(x) != "reference":
-        return kernels("skinny").gate_up_geglu(
-            x, layer.weight, layer.weight_scale_value, scale, shift, out, eps=eps, pdl=pdl
+        cut = cut or suffix_tilings.default(Gpu.of(x.device), gate_up_product(x, layer))
+        return _kernels(cut).gate_up_geglu(
+            x, layer.weight, layer.weight_scale_value, scale, shift, out, eps=eps, pdl=pdl, cut=cut
         )
     out.copy_(reference.geglu(_modulated_product(x, layer, scale, shift, eps)))
 
@@ -144,6 +184,15 @@ def step(
         embedded = actions.to(w_in.dtype) @ w_in + b_in
         embedded = F.silu(embedded) if silu else embedded
         following.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(following.dtype)
+
+
+def _kernels(cut: Tiling) -> Any:
+    return kernels("skinny" if isinstance(cut, Skinny) else "pipelined")
+
+
+def _product(x: Tensor, layer: Linear, columns: int, groups: int, sides: int) -> Product:
+    sizes = layer.weight.element_size(), x.element_size()
+    return Product(x.shape[0], x.shape[1], columns, groups, sides, *sizes)
 
 
 def _modulated_product(x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention kernels: one for many queries (vision, prefix), one that splits the keys for the few queries of a suffix.
+"""Attention kernels: one for many queries (vision, prefix), two that split the keys for the few queries of a suffix.
 
 Both take the number of real keys from device memory, so that one graph serves every prompt length of its bucket.
 """
@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import power_of_two, to_fp8, wait_for_previous
+from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.kernels.common import launch_options, power_of_two, to_fp8, wait_for_previous
+from vla_accel.ops.suffix_tilings import KeySplit, SuffixAttention
 
 LOG2E = 1.4426950408889634
 
@@ -72,13 +74,52 @@ def attention(
     # These were the fastest on an H200, for the prefix (544 x 256) and for a view (256 x 72).
     block_n = 32 if wide or source <= 64 else 128
     warps = 4 if wide or block_m == 16 else 8
+    gpu = Gpu.of(q.device)
+    # Three blocks of wide keys and values need more than the 99 KB of Ada and of small Ampere and Blackwell chips.
+    stages = 2 if wide and gpu is not None and gpu.shared_per_block < 128 << 10 else 3
     grid = (triton.cdiv(tokens, block_m), heads, batch)
     _attention[grid](
         q, k, v, out, lengths if lengths is not None else out, tokens, q.stride(0), q.stride(1), q.stride(2),
         k.stride(0), k.stride(1), k.stride(2), head_dim**-0.5 * LOG2E, inverse_scale or 1.0, source, heads,
         heads // kv_heads, head_dim, max(16, power_of_two(head_dim)), block_m, block_n, lengths is not None,
-        inverse_scale is not None, pdl, num_warps=warps, num_stages=3, **({"launch_pdl": True} if pdl else {}),
+        inverse_scale is not None, pdl, num_warps=warps, num_stages=stages, **launch_options(pdl),
     )  # fmt: skip
+
+
+@triton.jit
+def _combined(part, best, total, part_ptr, stat_ptr, count_ptr, out_ptr, query, real_row, in_d, split, group,
+              SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Stores a program's sums over its keys; the last program of a group combines all of them and stores the output."""
+    d = tl.arange(0, BLOCK_D)
+    local = tl.arange(0, BLOCK_M)
+    parts = part_ptr + (group * SPLITS + split).to(tl.int64) * (BLOCK_M * BLOCK_D)
+    stats = stat_ptr + (group * SPLITS + split) * (2 * BLOCK_M)
+    tl.store(parts + local[:, None] * BLOCK_D + d[None, :], part)
+    tl.store(stats + local, best)
+    tl.store(stats + BLOCK_M + local, total)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(count_ptr + group, 1, sem="acq_rel", scope="gpu")
+    if arrived == SPLITS - 1:
+        # The program that arrives last combines the parts.
+        tl.debug_barrier()
+        best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        for other in range(SPLITS):
+            stats = stat_ptr + (group * SPLITS + other) * (2 * BLOCK_M)
+            best = tl.maximum(best, tl.load(stats + local, cache_modifier=".cg"))
+        best = tl.where(best == -float("inf"), 0.0, best)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for other in range(SPLITS):
+            stats = stat_ptr + (group * SPLITS + other) * (2 * BLOCK_M)
+            parts = part_ptr + (group * SPLITS + other).to(tl.int64) * (BLOCK_M * BLOCK_D)
+            weight = tl.exp2(tl.load(stats + local, cache_modifier=".cg") - best)
+            total += weight * tl.load(stats + BLOCK_M + local, cache_modifier=".cg")
+            part = tl.load(parts + local[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
+            acc += weight[:, None] * part
+        # A row beyond the last token has no keys; it is not stored, but must not divide by zero.
+        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out_ptr + query, out.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & in_d[None, :])
+        tl.store(count_ptr + group, 0)
 
 
 @triton.jit
@@ -126,70 +167,84 @@ def _suffix_attention(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, part_pt
     # A padded prefix may hold anything, NaN included, and 0 × NaN is NaN.
     v = tl.where(real_key[:, None], v, 0.0)
     part = tl.dot(p.to(v.dtype), v)
-    group = pair * ROW_TILES + tile
-    local = tl.arange(0, BLOCK_M)
-    parts = part_ptr + (group * SPLITS + split).to(tl.int64) * (BLOCK_M * BLOCK_D)
-    stats = stat_ptr + (group * SPLITS + split) * (2 * BLOCK_M)
-    tl.store(parts + local[:, None] * BLOCK_D + d[None, :], part)
-    tl.store(stats + local, best)
-    tl.store(stats + BLOCK_M + local, total)
-    tl.debug_barrier()
-    arrived = tl.atomic_add(count_ptr + group, 1, sem="acq_rel", scope="gpu")
-    if arrived == SPLITS - 1:
-        # The program that arrives last combines the parts.
-        tl.debug_barrier()
-        best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-        for other in range(SPLITS):
-            stats = stat_ptr + (group * SPLITS + other) * (2 * BLOCK_M)
-            best = tl.maximum(best, tl.load(stats + local, cache_modifier=".cg"))
-        best = tl.where(best == -float("inf"), 0.0, best)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for other in range(SPLITS):
-            stats = stat_ptr + (group * SPLITS + other) * (2 * BLOCK_M)
-            parts = part_ptr + (group * SPLITS + other).to(tl.int64) * (BLOCK_M * BLOCK_D)
-            weight = tl.exp2(tl.load(stats + local, cache_modifier=".cg") - best)
-            total += weight * tl.load(stats + BLOCK_M + local, cache_modifier=".cg")
-            part = tl.load(parts + local[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
-            acc += weight[:, None] * part
-        # A row beyond the last token has no keys; it is not stored, but must not divide by zero.
-        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out_ptr + query, out.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & in_d[None, :])
-        tl.store(count_ptr + group, 0)
+    _combined(part, best, total, part_ptr, stat_ptr, count_ptr, out_ptr, query, real_row, in_d, split,
+              pair * ROW_TILES + tile, SPLITS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
-def suffix_tiling(tokens: int, prefix_tokens: int, group: int, head_dim: int) -> tuple[int, int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, row tiles, prefix splits, splits) of `suffix_attention`."""
-    rows = tokens * group
-    block_m = 16 if rows <= 128 else 64
-    block_n = 64
-    prefix_splits = triton.cdiv(prefix_tokens, block_n)
-    return block_m, block_n, triton.cdiv(rows, block_m), prefix_splits, prefix_splits + triton.cdiv(tokens, block_n)
-
-
-def suffix_workspace(
-    batch: int, tokens: int, prefix_tokens: int, heads: int, kv_heads: int, head_dim: int
-) -> tuple[int, int, int]:
-    """Elements of the float32 parts, the float32 statistics and the int32 counters that `suffix_attention` needs."""
-    block_m, _, tiles, _, splits = suffix_tiling(tokens, prefix_tokens, heads // kv_heads, head_dim)
-    groups = batch * kv_heads * tiles
-    return groups * splits * block_m * max(16, power_of_two(head_dim)), groups * splits * 2 * block_m, groups
+@triton.jit
+def _suffix_attention_split(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, part_ptr, stat_ptr, count_ptr, out_ptr,
+                            tokens, prefix_tokens, scale, SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr,
+                            TILES: tl.constexpr, ROW_TILES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+                            HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+                            BLOCK_N: tl.constexpr, STATE_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    tile, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token, head = row // GROUP, kv_head * GROUP + row % GROUP
+    real_row = token < tokens
+    d = tl.arange(0, BLOCK_D)
+    in_d = d < HEAD_DIM
+    n = tl.arange(0, BLOCK_N)
+    query = ((batch * tokens + token[:, None]) * (KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM + d[None, :]
+    wait_for_previous(PDL)
+    q = tl.load(q_ptr + query, mask=real_row[:, None] & in_d[None, :], other=0.0)
+    best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    part = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if split < PREFIX_SPLITS:
+        length = tl.load(length_ptr + batch)
+        base = batch * prefix_tokens * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        for start in range(0, TILES * BLOCK_N, BLOCK_N):
+            key = split * (TILES * BLOCK_N) + start + n
+            # A padded prefix may hold anything, NaN included: what is not real is not read.
+            real = key < length
+            place = base + key * (KV_HEADS * HEAD_DIM)
+            k = tl.load(pk_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
+            s = tl.where(real[None, :], tl.dot(q, k) * scale, -float("inf"))
+            new_best = tl.maximum(best, tl.max(s, 1))
+            safe = tl.where(new_best == -float("inf"), 0.0, new_best)
+            p = tl.exp2(s - safe[:, None])
+            shrink = tl.exp2(best - safe)
+            total = total * shrink + tl.sum(p, 1)
+            v = tl.load(pv_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
+            part = tl.dot(p.to(v.dtype), v, part * shrink[:, None])
+            best = new_best
+    else:
+        key = (split - PREFIX_SPLITS) * BLOCK_N + n
+        real = key < tokens
+        place = ((batch * tokens + key) * KV_HEADS + kv_head) * HEAD_DIM
+        k = tl.load(sk_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
+        allowed = real_row[:, None] & real[None, :]
+        if STATE_FIRST:
+            # π0's state token attends to the prefix and itself, not to the actions.
+            allowed = allowed & ((token[:, None] > 0) | (key[None, :] == 0))
+        s = tl.where(allowed, tl.dot(q, k) * scale, -float("inf"))
+        best = tl.max(s, 1)
+        p = tl.exp2(s - tl.where(best == -float("inf"), 0.0, best)[:, None])
+        total = tl.sum(p, 1)
+        v = tl.load(sv_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
+        part = tl.dot(p.to(v.dtype), v)
+    _combined(part, best, total, part_ptr, stat_ptr, count_ptr, out_ptr, query, real_row, in_d, split,
+              pair * ROW_TILES + tile, SPLITS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
 def suffix_attention(
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor,
-    workspace: tuple[Tensor, Tensor, Tensor], *, state_first: bool, pdl: bool,
+    workspace: tuple[Tensor, Tensor, Tensor], *, state_first: bool, pdl: bool, cut: KeySplit,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.suffix_attention`."""
     batch, tokens, heads, head_dim = q.shape
     prefix_tokens, kv_heads = prefix_k.shape[1:3]
-    group = heads // kv_heads
-    block_m, block_n, tiles, prefix_splits, splits = suffix_tiling(tokens, prefix_tokens, group, head_dim)
+    sizes = SuffixAttention(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
+    prefix_splits, splits, row_tiles = cut.prefix_splits(sizes), cut.splits(sizes), cut.row_tiles(sizes)
     parts, stats, counters = workspace
-    _suffix_attention[(splits, tiles, batch * kv_heads)](
+    arguments = (
         q, prefix_k, prefix_v, k, v, lengths, parts, stats, counters, out, tokens, prefix_tokens,
-        head_dim**-0.5 * LOG2E, splits, prefix_splits, tiles, kv_heads, group, head_dim,
-        max(16, power_of_two(head_dim)), block_m, block_n, state_first, pdl,
-        num_warps=4 if block_m == 16 else 8, num_stages=1,
-        **({"launch_pdl": True} if pdl else {}),
+        head_dim**-0.5 * LOG2E, splits, prefix_splits,
     )  # fmt: skip
+    shape = (row_tiles, kv_heads, heads // kv_heads, head_dim, sizes.block_d, cut.rows, cut.keys, state_first, pdl)
+    options = {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(pdl)}
+    if cut.tiles == 1:
+        _suffix_attention[(splits, row_tiles, batch * kv_heads)](*arguments, *shape, **options)
+    else:
+        _suffix_attention_split[(row_tiles, splits, batch * kv_heads)](*arguments, cut.tiles, *shape, **options)

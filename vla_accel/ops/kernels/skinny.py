@@ -9,25 +9,13 @@ pass of its own: rms(x ∘ (1 + scale)) W = rstd ∘ ((x ∘ (1 + scale)) W), an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import gelu_tanh, power_of_two, wait_for_previous
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a skinny product is cut: columns and rows a program, K pieces (one a warp), K a chunk, chunks of weights
-    fetched ahead of the wait."""
-
-    columns: int
-    parts: int
-    block_k: int
-    rows: int
-    ahead: int
+from vla_accel.ops.kernels.common import power_of_two, wait_for_previous
+from vla_accel.ops.kernels.epilogues import store_geglu, store_heads, store_residual
+from vla_accel.ops.suffix_tilings import Skinny
 
 
 @triton.jit
@@ -132,35 +120,10 @@ def _qkv_rope(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, cos_ptr, sin_ptr, leng
     # Rotary embeddings mix columns i and i + HALF of a head: one program owns both.
     low, high = head * (2 * HALF) + i0, head * (2 * HALF) + HALF + i0
     low_end, high_end = low - i0 + HALF, high - i0 + HALF
-    i = i0 + tl.arange(0, BLOCK_N)[None, :]
-    in_head = i < HALF
     a, b = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, low, low_end, high, high_end, eps, K, BLOCK_M,
                         BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PDL)  # fmt: skip
-    if HAS_SCALE:
-        a += tl.load(shift_ptr + head * (2 * HALF) + i, mask=in_head, other=0.0)
-        b += tl.load(shift_ptr + head * (2 * HALF) + HALF + i, mask=in_head, other=0.0)
-    row = row0 + tl.arange(0, BLOCK_M)[:, None]
-    keep = (row < rows) & in_head
-    kind = q_ptr.dtype.element_ty
-    if head < HEADS + KV_HEADS:
-        place = tl.load(length_ptr + row // tokens, mask=row < rows, other=0) + row % tokens
-        cos = tl.load(cos_ptr + place * HALF + i, mask=keep, other=0.0)
-        sin = tl.load(sin_ptr + place * HALF + i, mask=keep, other=0.0)
-        rotated = a * cos - b * sin
-        b = b * cos + a * sin
-        a = rotated
-    if head < HEADS:
-        out = q_ptr + (row * HEADS + head) * (2 * HALF) + i
-        tl.store(out, a.to(kind), mask=keep)
-        tl.store(out + HALF, b.to(kind), mask=keep)
-    elif head < HEADS + KV_HEADS:
-        out = k_ptr + (row * KV_HEADS + head - HEADS) * (2 * HALF) + i
-        tl.store(out, a.to(kind), mask=keep)
-        tl.store(out + HALF, b.to(kind), mask=keep)
-    else:
-        out = v_ptr + (row * KV_HEADS + head - HEADS - KV_HEADS) * (2 * HALF) + i
-        tl.store(out, a.to(kind), mask=keep)
-        tl.store(out + HALF, b.to(kind), mask=keep)
+    store_heads(a, b, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, head, i0, row0, rows, tokens, HEADS,
+                KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE)  # fmt: skip
 
 
 @triton.jit
@@ -171,13 +134,7 @@ def _gate_up_geglu(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, out_ptr, rows, ep
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN, eps, K,
                         BLOCK_M, BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PDL)  # fmt: skip
-    n = n0 + tl.arange(0, BLOCK_N)[None, :]
-    if HAS_SCALE:
-        g += tl.load(shift_ptr + n, mask=n < HIDDEN, other=0.0)
-        u += tl.load(shift_ptr + HIDDEN + n, mask=n < HIDDEN, other=0.0)
-    row = row0 + tl.arange(0, BLOCK_M)[:, None]
-    y = gelu_tanh(g) * u
-    tl.store(out_ptr + row * HIDDEN + n, y.to(out_ptr.dtype.element_ty), mask=(row < rows) & (n < HIDDEN))
+    store_geglu(g, u, shift_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE)
 
 
 @triton.jit
@@ -187,7 +144,6 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, rows, tokens, N: t
              SKIP_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     w0, w1, w2, w3 = _ahead(w_ptr, n0, K, BLOCK_N, PARTS, PIECE, N, AHEAD)
-    n = n0 + tl.arange(0, BLOCK_N)[None, :]
     wait_for_previous(PDL)
     acc = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
     coming = _row_tile(a_ptr, row0, rows, 0, K, BLOCK_M, PARTS, PIECE)
@@ -201,36 +157,8 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, rows, tokens, N: t
             w = _weight_tile(w_ptr, n0, k0, K, BLOCK_N, PARTS, PIECE, N)
         acc = tl.dot(a, w.to(a.dtype), acc)
     y = tl.sum(acc, 0) * wscale
-    row = row0 + tl.arange(0, BLOCK_M)[:, None]
-    keep = (row < rows) & (n < N)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n < N, other=0.0)
-    if HAS_GATE:
-        y *= tl.load(gate_ptr + n, mask=n < N, other=0.0)
-    if SKIP_FIRST:
-        # The first token of π0's suffix is the state's, and stays.
-        keep = keep & (row % tokens > 0)
-    place = x_ptr + row * N + n
-    if RESIDUAL:
-        y += tl.load(place, mask=keep, other=0.0).to(tl.float32)
-    tl.store(place, y.to(x_ptr.dtype.element_ty), mask=keep)
-
-
-def tiling(rows: int, k: int, columns: int) -> Tiling:
-    """The cut for (rows, k) activations and at most `columns` output columns a program. Any choice is right; these
-    were the fastest on an H200."""
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    whole = power_of_two(k)
-    if block_m == 16:
-        parts = 16 if whole > 2048 else 8
-        block_k = max(whole // 4, min(whole, parts * 32))
-        # Beyond 4096 the weights ahead would not fit in shared memory.
-        block_k = min(block_k, 1024)
-        ahead = -(-k // block_k) if whole <= 4096 else 1
-    else:
-        parts, block_k, ahead = 8, min(whole, 256), 1
-    parts = max(1, min(parts, block_k // 16))
-    return Tiling(columns, parts, block_k, block_m, ahead)
+    store_residual(y, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL, HAS_GATE,
+                   HAS_BIAS, SKIP_FIRST)  # fmt: skip
 
 
 def _launch(pdl: bool, parts: int) -> dict[str, int | bool]:
@@ -240,12 +168,11 @@ def _launch(pdl: bool, parts: int) -> dict[str, int | bool]:
 
 def qkv_rope(
     x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
-    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool, cut: Tiling | None = None,
+    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool, cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
     batch, tokens, heads, head_dim = q.shape
     rows, width, half = batch * tokens, x.shape[-1], head_dim // 2
-    cut = cut or tiling(rows, width, min(16, power_of_two(half)))
     grid = ((heads + 2 * k.shape[2]) * triton.cdiv(half, cut.columns), triton.cdiv(rows, cut.rows))
     _qkv_rope[grid](
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, cos, sin,
@@ -256,12 +183,11 @@ def qkv_rope(
 
 def gate_up_geglu(
     x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
-    eps: float, pdl: bool, cut: Tiling | None = None,
+    eps: float, pdl: bool, cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
     rows, hidden = out.shape
     width = x.shape[-1]
-    cut = cut or tiling(rows, width, 32)
     grid = (triton.cdiv(hidden, cut.columns), triton.cdiv(rows, cut.rows))
     _gate_up_geglu[grid](
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, out, rows, eps,
@@ -272,12 +198,11 @@ def gate_up_geglu(
 
 def project(
     a: Tensor, weight: Tensor, weight_scale: float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
-    residual: bool, tokens: int, skip_first: bool, pdl: bool, cut: Tiling | None = None,
+    residual: bool, tokens: int, skip_first: bool, pdl: bool, cut: Skinny, workspace: object = None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.project`."""
     rows, k = a.shape
     n = weight.shape[0]
-    cut = cut or tiling(rows, k, 16)
     grid = (triton.cdiv(n, cut.columns), triton.cdiv(rows, cut.rows))
     _project[grid](
         a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a, x, rows, tokens, n,

@@ -1,0 +1,91 @@
+"""How a suffix's ops are cut: what every GPU has room for, and what is taken where nothing is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.support.gpus import A100, ARCHITECTURES, GPUS, H200, ORIN, RTX_4090
+from vla_accel.ops import suffix_tilings
+from vla_accel.ops.suffix_tilings import (
+    KeySplit,
+    Pipelined,
+    Product,
+    Skinny,
+    SuffixAttention,
+    candidates,
+    default,
+    key_splits,
+    why_not,
+)
+
+
+def products(rows: int) -> dict[str, Product]:
+    """Of π0's and π0.5's expert."""
+    return {
+        "qkv": Product(rows, 1024, 128, groups=10, sides=2), "o": Product(rows, 2048, 1024),
+        "gate_up": Product(rows, 1024, 4096, sides=2), "down": Product(rows, 4096, 1024),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 10, 16, 17, 50, 51, 80, 320, 512])
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_has_cuts_that_fit(name: str, rows: int) -> None:
+    for gpu in (GPUS[name], GPUS[name].portable):
+        for product in products(rows).values():
+            found = candidates(gpu, product)
+            assert found and len(found) == len({str(cut) for cut in found})
+            assert isinstance(found[0], Skinny) == (rows <= 16)
+            for cut in found:
+                assert cut.shared(product) <= gpu.shared_per_block and why_not(gpu, product, cut) is None
+            assert getattr(default(gpu, product), "split", 1) == 1
+        sizes = SuffixAttention(1, rows, 800, 8, 1, 256)
+        found = key_splits(gpu, sizes)
+        assert found and all(cut.shared(sizes) <= gpu.shared_per_block for cut in found)
+        assert len(found) == len({str(cut) for cut in found})
+
+
+def test_fewer_weights_are_fetched_ahead_where_shared_memory_is_small() -> None:
+    ten = products(10)
+    for name, chunks in (("gate_up", {H200: 4, A100: 4, RTX_4090: 2}), ("down", {H200: 4, A100: 3, RTX_4090: 1})):
+        assert {gpu: Skinny.of(ten[name], gpu).ahead for gpu in chunks} == chunks, name
+
+
+def test_why_not_names_the_limit() -> None:
+    product = products(10)["gate_up"]
+    wide = Pipelined(16, 64, 128, stages=5)
+    assert why_not(None, product, wide) is None and why_not(H200, product, wide) is None
+    assert why_not(RTX_4090, product, wide) == f"{wide} needs 184320 bytes of shared memory a block"
+    fifty = dataclasses.replace(product, rows=50)
+    assert why_not(H200, fifty, Skinny.of(product, H200)) == (
+        "skinny 16x32x256/8, 4 ahead is for 16 rows, not 50"
+    )  # fmt: skip
+    assert why_not(H200, fifty, Pipelined(64, 32, 64, split=2)) == "programs share K of plain products alone"
+    tall = Pipelined(128, 128, 64, stages=2)
+    assert why_not(H200, fifty, tall) == f"{tall} has more sums than registers"
+
+
+def test_cuts_keep_the_chip_busy() -> None:
+    """The first to try has about as many programs as the GPU has multiprocessors."""
+    for gpu in (H200, RTX_4090, ORIN):
+        for product in products(50).values():
+            blocks = candidates(gpu, product)[0].blocks(product)
+            assert gpu.multiprocessors / 2 <= blocks <= 4 * gpu.multiprocessors
+
+
+def test_parts_have_room() -> None:
+    product = Product(51, 2048, 1000)
+    parts, counters = Pipelined(32, 64, 64, split=4).workspace(product)
+    assert counters == 2 * 16 and parts == counters * 4 * 32 * 64
+    assert Pipelined(32, 64, 64).workspace(product) == (0, 0)
+    sizes = SuffixAttention(2, 50, 800, 8, 1, 256)
+    cut = KeySplit(32, 64, 4, 1, 4)
+    assert (cut.row_tiles(sizes), cut.prefix_splits(sizes), cut.splits(sizes)) == (13, 4, 5)
+    assert cut.workspace(sizes) == (2 * 13 * 5 * 32 * 256, 2 * 2 * 13 * 5 * 32, 2 * 13)
+
+
+def test_few_are_tried() -> None:
+    for gpu in ARCHITECTURES.values():
+        for product in products(320).values():
+            assert len(candidates(gpu, product)) <= suffix_tilings.MOST_TRIED + 1

@@ -1,0 +1,177 @@
+"""Products of a suffix's rows, ten to some hundreds, with large weights: K passes through shared memory in stages.
+
+A program owns a tile of rows and a tile of columns, and of K all or, where columns are few, a part (SPLIT): the program
+of a tile that comes last adds the parts, always in the same order. Row tiles of the same weights run side by side, so
+that a weight is read from memory once. RMSNorm costs no pass of its own, as in `skinny`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vla_accel.ops.kernels.common import launch_options, wait_for_previous
+from vla_accel.ops.kernels.epilogues import store_geglu, store_heads, store_residual
+from vla_accel.ops.suffix_tilings import Pipelined
+
+
+@triton.jit
+def _row_tile(x_ptr, row, k, K: tl.constexpr, EVEN: tl.constexpr):
+    """(BLOCK_M, BLOCK_K) of (rows, K) activations."""
+    place = x_ptr + row[:, None] * K + k[None, :]
+    if EVEN:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=(k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _weight_tile(w_ptr, n, k, K: tl.constexpr, EVEN: tl.constexpr):
+    """(BLOCK_K, BLOCK_N) of a (N, K) weight."""
+    place = w_ptr + n[None, :] * K + k[:, None]
+    if EVEN:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=(k < K)[:, None], other=0.0)
+
+
+@triton.jit
+def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, second, second_end, eps,
+                 K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                 EVEN: tl.constexpr, HAS_SCALE: tl.constexpr):  # fmt: skip
+    """Normed rows times two tiles of weight rows, from `first` and from `second`."""
+    # Rows beyond the last are the last one again: they are not stored.
+    row = tl.minimum(row0 + tl.arange(0, BLOCK_M), rows - 1)
+    n_a = tl.minimum(first + tl.arange(0, BLOCK_N), first_end - 1)
+    n_b = tl.minimum(second + tl.arange(0, BLOCK_N), second_end - 1)
+    acc_a = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc_b = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        x = _row_tile(x_ptr, row, k, K, EVEN)
+        wa = _weight_tile(w_ptr, n_a, k, K, EVEN)
+        wb = _weight_tile(w_ptr, n_b, k, K, EVEN)
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
+        if HAS_SCALE:
+            x = (wide * (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]).to(x.dtype)
+        acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
+        acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
+    rstd = tl.rsqrt(squares / K + eps)[:, None]
+    return acc_a * wscale * rstd, acc_b * wscale * rstd
+
+
+@triton.jit
+def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr,
+                        rows, tokens, eps, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+                        HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                        EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    TILES: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
+    row0 = tl.program_id(0) * BLOCK_M
+    head, i0 = tl.program_id(1) // TILES, (tl.program_id(1) % TILES) * BLOCK_N
+    wait_for_previous(PDL)
+    # Rotary embeddings mix columns i and i + HALF of a head: one program owns both.
+    low, high = head * (2 * HALF), head * (2 * HALF) + HALF
+    a, b = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, low + i0, low + HALF, high + i0, high + HALF, eps,
+                        K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE)  # fmt: skip
+    store_heads(a, b, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, head, i0, row0, rows, tokens, HEADS,
+                KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE)  # fmt: skip
+
+
+@triton.jit
+def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, out_ptr, rows, eps, K: tl.constexpr,
+                       HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                       EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    wait_for_previous(PDL)
+    g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN, eps, K,
+                        BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE)  # fmt: skip
+    store_geglu(g, u, shift_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE)
+
+
+@triton.jit
+def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, part_ptr, count_ptr, rows, tokens,
+                       N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, RESIDUAL: tl.constexpr,
+                       HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SKIP_FIRST: tl.constexpr,
+                       PDL: tl.constexpr):  # fmt: skip
+    row0, n0, split = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N, tl.program_id(2)
+    row = tl.minimum(row0 + tl.arange(0, BLOCK_M), rows - 1)
+    n = tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1)
+    SHARE: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
+    wait_for_previous(PDL)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(0, SHARE, BLOCK_K):
+        k = split * SHARE + k0 + tl.arange(0, BLOCK_K)
+        a = _row_tile(a_ptr, row, k, K, EVEN)
+        acc = tl.dot(a, _weight_tile(w_ptr, n, k, K, EVEN).to(a.dtype), acc)
+    if SPLIT == 1:
+        store_residual(acc * wscale, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL,
+                       HAS_GATE, HAS_BIAS, SKIP_FIRST)  # fmt: skip
+    else:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        parts = part_ptr + tile * (SPLIT * BLOCK_M * BLOCK_N) + inside
+        tl.store(parts + split * (BLOCK_M * BLOCK_N), acc)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT - 1:
+            # The program that arrives last adds the parts.
+            tl.debug_barrier()
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for other in range(SPLIT):
+                total += tl.load(parts + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+            store_residual(total * wscale, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N,
+                           RESIDUAL, HAS_GATE, HAS_BIAS, SKIP_FIRST)  # fmt: skip
+            tl.store(count_ptr + tile, 0)
+
+
+def _launch(cut: Pipelined, pdl: bool) -> dict[str, int | bool]:
+    return {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(pdl)}
+
+
+def qkv_rope(
+    x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
+    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool, cut: Pipelined,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.suffix.qkv_rope`."""
+    batch, tokens, heads, head_dim = q.shape
+    rows, width, half = batch * tokens, x.shape[-1], head_dim // 2
+    grid = (triton.cdiv(rows, cut.rows), (heads + 2 * k.shape[2]) * triton.cdiv(half, cut.columns))
+    _qkv_rope_pipelined[grid](
+        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, cos, sin,
+        lengths, q, k, v, rows, tokens, eps, width, heads, k.shape[2], half, cut.rows, cut.columns, cut.block_k,
+        width % cut.block_k == 0, scale is not None, pdl, **_launch(cut, pdl),
+    )  # fmt: skip
+
+
+def gate_up_geglu(
+    x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
+    eps: float, pdl: bool, cut: Pipelined,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.suffix.gate_up_geglu`."""
+    rows, hidden = out.shape
+    width = x.shape[-1]
+    _gate_up_pipelined[(triton.cdiv(rows, cut.rows), triton.cdiv(hidden, cut.columns))](
+        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, out, rows, eps,
+        width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, scale is not None, pdl,
+        **_launch(cut, pdl),
+    )  # fmt: skip
+
+
+def project(
+    a: Tensor, weight: Tensor, weight_scale: float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
+    residual: bool, tokens: int, skip_first: bool, pdl: bool, cut: Pipelined, workspace: tuple[Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.suffix.project`."""
+    rows, k = a.shape
+    n = weight.shape[0]
+    parts, counters = workspace if workspace is not None and cut.split > 1 else (a, a)
+    grid = (triton.cdiv(rows, cut.rows), triton.cdiv(n, cut.columns), cut.split)
+    _project_pipelined[grid](
+        a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a, x, parts, counters,
+        rows, tokens, n, k, cut.rows, cut.columns, cut.block_k, cut.split, k % (cut.block_k * cut.split) == 0, residual,
+        gate is not None, bias is not None, skip_first, pdl, **_launch(cut, pdl),
+    )  # fmt: skip

@@ -1,0 +1,238 @@
+"""How the ops of a suffix are cut into programs, which cuts a GPU has room for, and in which order to try them.
+
+Plain arithmetic: it asks no device and imports no triton. Every cut that `why_not` accepts is right; which is fast is
+measured where a program is built (`vla_accel.ops.autotune`), and before that the first of `candidates` is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from vla_accel.ops.gpu import Gpu
+
+MOST_TRIED = 6
+"""Cuts that are measured of one product: each is a kernel to compile at the first start."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """(rows, k) times `groups` * `sides` * `columns` weight rows: the heads of q/k/v in halves, gate and up, or a plain
+    product. `weight`, `activation`: bytes of an element."""
+
+    rows: int
+    k: int
+    columns: int
+    groups: int = 1
+    sides: int = 1
+    weight: int = 2
+    activation: int = 2
+
+
+@dataclass(frozen=True)
+class Skinny:
+    """Up to 16 rows: weights go to registers before the wait for the previous kernel (`kernels/skinny.py`). Columns and
+    rows a program, K pieces (one a warp), K a chunk, chunks of weights fetched ahead of the wait."""
+
+    columns: int
+    parts: int
+    block_k: int
+    rows: int
+    ahead: int
+
+    def __str__(self) -> str:
+        return f"skinny {self.rows}x{self.columns}x{self.block_k}/{self.parts}, {self.ahead} ahead"
+
+    def blocks(self, product: Product) -> int:
+        """Programs."""
+        return product.groups * -(-product.columns // self.columns) * -(-product.rows // self.rows)
+
+    def shared(self, product: Product) -> int:
+        """Bytes of shared memory, at most."""
+        weights = self.ahead * product.sides * self.columns * product.weight
+        return self.block_k * (weights + 2 * self.rows * product.activation)
+
+    @classmethod
+    def of(cls, product: Product, gpu: Gpu | None) -> Skinny:
+        """The cut that was the fastest on an H200, with fewer weights ahead where the GPU has less shared memory."""
+        columns = min(32 if product.sides == 2 and product.groups == 1 else 16, _power_of_two(product.columns))
+        whole = _power_of_two(product.k)
+        parts = 16 if whole > 2048 else 8
+        block_k = min(max(whole // 4, min(whole, parts * 32)), 1024)
+        # Beyond 4096 the weights ahead would not fit in shared memory.
+        ahead = -(-product.k // block_k) if whole <= 4096 else 1
+        cut = cls(columns, max(1, min(parts, block_k // 16)), block_k, 16, ahead)
+        while gpu is not None and cut.ahead > 1 and cut.shared(product) > gpu.shared_per_block:
+            cut = cls(cut.columns, cut.parts, cut.block_k, cut.rows, cut.ahead - 1)
+        return cut
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """K passes through shared memory in `stages` (`kernels/pipelined.py`): rows, columns and K of a tile, programs that
+    share K (`split`), warps."""
+
+    rows: int
+    columns: int
+    block_k: int
+    split: int = 1
+    stages: int = 4
+    warps: int = 4
+
+    def __str__(self) -> str:
+        shared = f", K in {self.split}" if self.split > 1 else ""
+        return f"pipelined {self.rows}x{self.columns}x{self.block_k}, {self.stages} stages, {self.warps} warps{shared}"
+
+    def blocks(self, product: Product) -> int:
+        """Programs."""
+        return product.groups * -(-product.columns // self.columns) * -(-product.rows // self.rows) * self.split
+
+    def shared(self, product: Product) -> int:
+        """Bytes of shared memory, at most."""
+        stage = self.rows * product.activation + product.sides * self.columns * product.weight
+        return self.stages * self.block_k * stage
+
+    def workspace(self, product: Product) -> tuple[int, int]:
+        """Elements of the float32 parts and of the int32 counters that programs sharing K need."""
+        if self.split == 1:
+            return 0, 0
+        blocks = self.blocks(product)
+        return blocks * self.rows * self.columns, blocks // self.split
+
+
+Tiling = Skinny | Pipelined
+
+
+def why_not(gpu: Gpu | None, product: Product, tiling: Tiling) -> str | None:
+    """Why a GPU cannot run a product with this tiling; None where it can. Without a GPU there are no limits."""
+    if tiling.shared(product) > (1 << 30 if gpu is None else gpu.shared_per_block):
+        return f"{tiling} needs {tiling.shared(product)} bytes of shared memory a block"
+    if isinstance(tiling, Skinny):
+        return None if product.rows <= tiling.rows else f"{tiling} is for {tiling.rows} rows, not {product.rows}"
+    if tiling.split > 1 and product.sides * product.groups > 1:
+        return "programs share K of plain products alone"
+    if tiling.rows * tiling.columns * product.sides > 128 * 32 * tiling.warps:
+        return f"{tiling} has more sums than registers"
+    return None
+
+
+def candidates(gpu: Gpu | None, product: Product) -> list[Tiling]:
+    """The cuts worth measuring on a GPU, all of which it can run; the one to take unmeasured comes first."""
+    return [*_skinny(gpu, product), *_pipelined(gpu, product, (1, 2, 4, 8))[:MOST_TRIED]]
+
+
+def default(gpu: Gpu | None, product: Product) -> Tiling:
+    """The cut for one product alone: measured by nobody, and without a workspace."""
+    return [*_skinny(gpu, product), *_pipelined(gpu, product, (1,))][0]
+
+
+def _skinny(gpu: Gpu | None, product: Product) -> list[Tiling]:
+    cut = Skinny.of(product, gpu)
+    return [] if why_not(gpu, product, cut) else [cut]
+
+
+def _pipelined(gpu: Gpu | None, product: Product, splits: tuple[int, ...]) -> list[Tiling]:
+    chips = 128 if gpu is None else gpu.multiprocessors
+    tall = (16,) if product.rows <= 16 else (32, 16) if product.rows <= 32 else (64, 32) if product.rows <= 64 else ()
+    sizes = itertools.product(tall or (64, 128), (16, 32, 64, 128), (64, 128), splits)
+    found = [cut for size in sizes if (cut := _deepest(gpu, product, *size)) is not None]
+    # Weights are read once, by as many programs as the GPU runs at a time; then the larger tile.
+    found.sort(key=lambda cut: (abs(math.log2(cut.blocks(product) / chips)), -cut.rows, -cut.block_k, -cut.columns))
+    return [*found]
+
+
+@dataclass(frozen=True)
+class SuffixAttention:
+    """Sizes of a suffix's attention. `bytes`: of an element."""
+
+    batch: int
+    tokens: int
+    prefix_tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bytes: int = 2
+
+    @property
+    def rows(self) -> int:
+        """Queries that share a head of keys."""
+        return self.tokens * (self.heads // self.kv_heads)
+
+    @property
+    def block_d(self) -> int:
+        """Columns of a head's row in a tile."""
+        return max(16, _power_of_two(self.head_dim))
+
+
+@dataclass(frozen=True)
+class KeySplit:
+    """How a suffix's attention is cut (`kernels/attention.py`): rows and keys of a tile, tiles of the prefix's keys a
+    program, stages of keys on their way, warps. With one tile its keys are fetched before the wait."""
+
+    rows: int
+    keys: int
+    tiles: int
+    stages: int
+    warps: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.keys}, {self.tiles} tiles, {self.stages} stages, {self.warps} warps"
+
+    def prefix_splits(self, sizes: SuffixAttention) -> int:
+        """Programs that share the prefix's keys."""
+        return -(-sizes.prefix_tokens // (self.keys * self.tiles))
+
+    def splits(self, sizes: SuffixAttention) -> int:
+        """Programs that share all keys."""
+        return self.prefix_splits(sizes) + -(-sizes.tokens // self.keys)
+
+    def row_tiles(self, sizes: SuffixAttention) -> int:
+        """Tiles of queries of a head of keys."""
+        return -(-sizes.rows // self.rows)
+
+    def blocks(self, sizes: SuffixAttention) -> int:
+        """Programs."""
+        return sizes.batch * sizes.kv_heads * self.row_tiles(sizes) * self.splits(sizes)
+
+    def shared(self, sizes: SuffixAttention) -> int:
+        """Bytes of shared memory, at most."""
+        row = sizes.block_d * sizes.bytes
+        return self.rows * (row + 4 * self.keys) + self.stages * 2 * self.keys * row
+
+    def workspace(self, sizes: SuffixAttention) -> tuple[int, int, int]:
+        """Elements of the float32 parts, the float32 statistics and the int32 counters."""
+        rows = self.blocks(sizes) * self.rows
+        return rows * sizes.block_d, 2 * rows, self.blocks(sizes) // self.splits(sizes)
+
+
+def key_splits(gpu: Gpu | None, sizes: SuffixAttention) -> list[KeySplit]:
+    """The cuts worth measuring on a GPU, all of which it has room for; the one to take unmeasured comes first."""
+    chips, limit = (128, 1 << 30) if gpu is None else (gpu.multiprocessors, gpu.shared_per_block)
+    first = KeySplit(16, 64, 1, 1, 4) if sizes.rows <= 128 else KeySplit(64, 64, 1, 1, 8)
+    found = []
+    for rows, keys, tiles in itertools.product((16, 32, 64), (32, 64), (2, 4, 8, 16, 32)):
+        stages = [n for n in (3, 2, 1) if KeySplit(rows, keys, tiles, n, 4).shared(sizes) <= limit]
+        if stages and rows <= max(16, _power_of_two(sizes.rows)) and keys * tiles < 2 * max(sizes.prefix_tokens, keys):
+            found.append(KeySplit(rows, keys, tiles, stages[0], 4 if rows <= 32 else 8))
+    found.sort(key=lambda cut: (abs(math.log2(cut.blocks(sizes) / chips)), cut.splits(sizes), -cut.keys))
+    fits = [first] if first.shared(sizes) <= limit else []
+    return [*fits, *found[:MOST_TRIED]] if sizes.rows <= 128 else [*found[:MOST_TRIED], *fits]
+
+
+def _deepest(
+    gpu: Gpu | None, product: Product, rows: int, columns: int, block_k: int, split: int
+) -> Pipelined | None:  # fmt: skip
+    """With as many stages as there is room for; None where the tile is larger than the product, or has no room."""
+    if columns > max(16, _power_of_two(product.columns)) or split * block_k > max(64, _power_of_two(product.k)):
+        return None
+    warps = 4 if rows * columns * product.sides <= 64 * 64 else 8
+    for stages in (5, 4, 3, 2):
+        cut = Pipelined(rows, columns, block_k, split, stages, warps)
+        if why_not(gpu, product, cut) is None:
+            return cut
+    return None
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
