@@ -30,6 +30,7 @@ from torch import Tensor
 from tests.ops.test_gemm import TILINGS
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import _attention, _self_attention
+from tests.support.kernel_shapes import CUTS
 from tests.support.streamed_support import LoopCase, streamable
 from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0
@@ -129,7 +130,7 @@ def denoise() -> Cases:
 
 
 def triton() -> Cases:
-    """The smallest cases of every op, and three of more than one tile."""
+    """The smallest cases of every op, three of more than one tile, and every kind of cut."""
     from tests.gpu.test_gpu import test_a_kernel_computes_what_its_reference_does as check
 
     kept: dict[str, int] = {}
@@ -139,7 +140,9 @@ def triton() -> Cases:
         kept[op] = kept.get(op, 0) + 1
         if kept[op] <= 6:
             found[name] = lambda n=name: check(n)
-    return found
+    from tests.gpu.test_gpu_shapes import test_a_kernel_computes_what_its_reference_does as check_a_cut
+
+    return found | {name: lambda n=name: check_a_cut(n) for name in CUTS}
 
 
 def image() -> Cases:

@@ -341,6 +341,7 @@ def scratch_of(program: Any) -> Iterator[Tensor]:
     loop = getattr(program, "loop", None)
     if isinstance(loop, _LayerLoop):
         yield from loop.workspace[:2]
+        yield from (workspace[0] for workspace in loop.workspaces.values() if workspace is not None)
     elif isinstance(loop, StreamedLoop):
         tokens = loop._buffers["q"].shape[0] // loop._buffers["vts"].shape[0]
         for name, buffer in loop._buffers.items():

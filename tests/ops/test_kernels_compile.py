@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from tests.ops.test_gemm import TABLE, TILINGS
-from tests.support.gpus import ARCHITECTURES
+from tests.support.cubin import registers_of, stack_of
+from tests.support.gpus import ARCHITECTURES, H200
 from tests.support.streamed_support import LOOPS, recorded_loop
 from vla_accel.errors import EngineError
 from vla_accel.ops.cuda import runtime
+from vla_accel.ops.cuda.denoise.schedule import THREADS
 from vla_accel.ops.cuda.gemm import Tiling, launch
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +140,12 @@ def nvrtc() -> ctypes.CDLL:
     pytest.skip("NOT RUN: needs NVRTC: pip install nvidia-cuda-nvrtc")
 
 
-@pytest.mark.parametrize("name", LOOPS)
+def marked(cases: list[Any], quick: int) -> list[Any]:
+    """All but the case at place `quick` take part in the long run alone."""
+    return [pytest.param(*c, marks=() if i == quick else pytest.mark.slow) for i, c in enumerate(cases)]
+
+
+@pytest.mark.parametrize("name", marked([(name,) for name in LOOPS], list(LOOPS).index("demo x 4")))
 def test_the_streamed_kernels_compile(name: str, nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     _, module = recorded_loop(LOOPS[name], monkeypatch)
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
@@ -146,25 +153,39 @@ def test_the_streamed_kernels_compile(name: str, nvrtc: ctypes.CDLL, monkeypatch
     assert code.startswith(b"\x7fELF")
     for kernel in module.shared:
         assert b".text." + kernel.encode() + b"\0" in code, kernel
+    assert max(registers_of(code)) * THREADS <= H200.registers and max(module.shared.values()) <= H200.shared_per_block
+    assert max(stack_of(code)) <= SPILLED
 
 
 def layout_of(structure: type[ctypes.Structure], name: str) -> str:
-    """C++ that compiles only where the structure of this name has the same fields at the same places."""
+    """C++ that compiles only where the structure of this name has the same size and, where the compiler can be asked,
+    the same fields at the same places."""
     fields = [field for field, *_ in structure._fields_]
-    offsets = [f"__builtin_offsetof({name}, {f}) == {getattr(structure, f).offset}" for f in fields]
-    return f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)} && {" && ".join(offsets)}, "{name}");\n'
+    offsets = " && ".join(f"__builtin_offsetof({name}, {f}) == {getattr(structure, f).offset}" for f in fields)
+    return (
+        f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "{name}");\n'
+        "#if 100 * __CUDACC_VER_MAJOR__ + __CUDACC_VER_MINOR__ >= 1305\n"
+        f'static_assert({offsets}, "{name}");\n'
+        "#endif\n"
+    )
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
+def check_it_fits_a_hopper(code: bytes, tiling: Tiling) -> None:
+    assert code.startswith(b"\x7fELF") and stack_of(code) == {0}
+    assert max(registers_of(code)) * tiling.threads * tiling.resident <= H200.registers
+
+
+@pytest.mark.parametrize("tiling", marked([(tiling,) for tiling in TILINGS], 0))
 def test_the_products_compile(tiling: Tiling, nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
     cases = [(torch.bfloat16, False, "none"), (torch.float8_e4m3fn, True, "geglu"), (torch.float16, True, "gelu")]
     for kind, narrow, activation in cases:
         text = launch.source(kind, narrow, activation, tiling) + layout_of(launch._Call, "Call")
         text += layout_of(launch._Map, "TensorMap")
-        assert runtime.compile_source(text, launch.ARCHITECTURE).startswith(b"\x7fELF")
+        check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "least", "most", "tiling"), TABLE)
 def test_the_products_in_use_compile(
     key: tuple[str, str, int, int], least: int, most: int, tiling: Tiling, nvrtc: ctypes.CDLL,
@@ -179,7 +200,7 @@ def test_the_products_in_use_compile(
     if key[0] == "half" and tiling.why_not(key[1], normed=True) is None:
         texts += [launch.source(dtype, False, key[1], tiling, norm=norm, k=key[3]) for norm in ("rms", "layer")]
     for text in texts:
-        assert runtime.compile_source(text, launch.ARCHITECTURE).startswith(b"\x7fELF")
+        check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
 
 
 def test_a_source_that_does_not_compile_says_where(nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
