@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from tests.support.gpus import GPUS, H200
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import E4M3
-from vla_accel.ops import linear, norms
+from vla_accel.ops import gemm_choice, linear, norms
+from vla_accel.ops.autotune import Fastest
 from vla_accel.ops.cuda import gemm, runtime
-from vla_accel.ops.cuda.gemm import TABLES, Tiling, launch
+from vla_accel.ops.cuda.gemm import TABLES, Tiling, launch, search
 from vla_accel.ops.cuda.gemm.tiling import SHARED_LIMIT
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu, assumed
@@ -288,8 +289,7 @@ def test_a_product_says_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> 
 def test_elsewhere_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     key = ("half", "none", 128, 64)
     monkeypatch.setitem(TABLES["sm_90a"], key, ((9, 16, TILINGS[0]), (20, 64, TILINGS[1])))
-    x, weight, out = operands(8, 128, 64, BF16)
-    assert gemm.plan(None, x, weight, out, "none") is None
+    assert gemm_choice.known(torch.device("cpu"), BF16, "none", 9, 128, 64) is None
     cuda = torch.device("cuda")
     for gpu in GPUS.values():
         hopper = gpu.capability == (9, 0)
@@ -298,6 +298,89 @@ def test_elsewhere_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found == ([None, *[TILINGS[0]] * 2, None, *[TILINGS[1]] * 2, None] if hopper else [None] * 7)
     assert gemm.planned(H200, FP8, "none", 8, 128, 64) is None
     assert gemm.planned(H200, BF16, "gelu", 8, 128, 64) is None
+
+
+KNOWN_WEIGHTS = sorted({key for key, *_ in TABLE})
+
+
+@pytest.mark.parametrize("rows", [129, 288, 576, 1088, 2176, 4352, 8704])
+def test_tilings_that_are_searched_for_run_and_waste_little(rows: int) -> None:
+    for kind, activation, n, k in KNOWN_WEIGHTS:
+        dtype = FP8 if kind == "fp8" else BF16
+        found = gemm.searched(H200, dtype, activation, rows, n, k)
+        assert 1 <= len(found) <= search.MEASURED and len(set(found)) == len(found)
+        chunks = -(-k * (1 if kind == "fp8" else 2) // 128)
+        for tiling in found:
+            assert tiling.why_not(activation) is None
+            if activation != "geglu":
+                assert tiling.why_not(activation, residual=True) is None
+                assert tiling.why_not(activation, normed=True) is None
+            assert -(-chunks // tiling.split) * (tiling.split - 1) < chunks
+            tiles = -(-rows // tiling.tokens)
+            assert rows <= tiles * tiling.tokens < rows + 8 * tiles * tiling.parts
+
+
+def test_nothing_is_searched_for_where_the_kernel_is_not_or_the_weight_is_unknown() -> None:
+    for gpu in (None, H200.portable, GPUS["B200"]):
+        assert gemm.searched(gpu, BF16, "none", 576, 2048, 2048) == []
+    for rows in (1, 128, 16_385):
+        assert gemm.searched(H200, BF16, "none", rows, 2048, 2048) == []
+    assert gemm.searched(H200, BF16, "none", 576, 2048, 2049) == []
+    assert gemm.searched(H200, BF16, "gelu", 576, 2048, 2048) == []
+
+
+def test_own_or_library_is_measured_once_while_a_program_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    way = 1
+
+    def remembered(what: str, ways: dict[str, Any], device: object, repeats: int) -> Fastest:
+        asked.append([what, *ways])
+        return Fastest(list(ways)[way])
+
+    monkeypatch.setattr(gemm_choice, "remembered", remembered)
+    monkeypatch.setattr(gemm_choice, "_KNOWN", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Gpu, "of", lambda _: H200)
+
+    def measured(rows: int) -> Tiling | None:
+        return gemm_choice.measured(torch.device("cpu"), BF16, "none", rows, 2048, 2048, lambda _: lambda _: None)
+
+    size = (torch.device("cpu"), BF16, "none", 576, 2048, 2048)
+    assert gemm_choice.known(*size) is None and not asked, "a call measures nothing"
+    found = measured(576)
+    assert found is gemm_choice.known(*size) and found == gemm.searched(H200, *size[1:])[0]
+    assert asked[0][:2] == ["GEMM torch.bfloat16 none 576x2048x2048", "library"] and len(asked[0]) > 2
+    assert measured(576) is found and len(asked) == 1
+    way = 0
+    assert measured(584) is None and len(asked) == 2
+    assert measured(584) is None and len(asked) == 2, "the library is an answer, too"
+    # The table is believed, a graph is not disturbed.
+    assert measured(544) == gemm.planned(H200, *size[1:3], 544, 2048, 2048)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert measured(600) is None and len(asked) == 2
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu", "geglu"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_is_measured_is_the_product_with_its_activation(
+    activation: str, fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the library and by a tiling, with the output that the program has."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(gemm, "gemm", lambda x, weight, bias, out, **_: seen.append(out))
+    monkeypatch.setattr(linear, "library_product", linear.linear)
+    layer = make_linear(draw(64, 32), None if activation == "geglu" else draw(64), BF16, 4.0 if fp8 else None)
+    call = linear._trial(layer, activation, 6, H200)
+    call(TILINGS[0])
+    (out,) = seen
+    call(None)
+    assert out.shape == (6, 32 if activation == "geglu" else 64)
+    assert out.dtype == (FP8 if fp8 and activation != "none" else BF16)
+    x = draw(6, 32).to(layer.weight.dtype).float() * layer.input_scale_value
+    y = x @ (layer.weight.float() * layer.weight_scale_value).T + (0 if layer.bias is None else layer.bias.float())
+    want = {"none": y, "gelu": F.gelu(y, approximate="tanh")}.get(activation)
+    want = F.gelu(y[:, :32], approximate="tanh") * y[:, 32:] if want is None else want
+    assert float((out.float() - want).abs().max() / want.abs().max()) < (0.07 if out.dtype == FP8 else 0.02)
 
 
 def test_the_ledger_names_whose_products_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +446,8 @@ def test_linear_gelu_is_linear_and_gelu() -> None:
 def test_an_own_gemm_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(Gpu, "of", lambda _: H200)
-    monkeypatch.setattr(gemm, "plan", lambda *_: TILINGS[0])
+    monkeypatch.setattr(gemm, "planned", lambda *_: TILINGS[0])
+    monkeypatch.setattr(gemm, "why_not", lambda *_: None)
     monkeypatch.setattr(gemm, "gemm", lambda x, weight, bias, out, **options: seen.append({"bias": bias, **options}))
     layer = Linear(torch.zeros(32, 16).to(FP8), torch.ones(32), torch.tensor(0.5), torch.tensor(0.25), 0.5, 0.25)
     x, out = torch.zeros(2, 16).to(FP8), torch.zeros(2, 32)

@@ -22,7 +22,7 @@ from tests.support.streamed_support import LOOPS, recorded_loop
 from vla_accel.errors import EngineError
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise.schedule import THREADS
-from vla_accel.ops.cuda.gemm import Tiling, launch
+from vla_accel.ops.cuda.gemm import Tiling, launch, searched
 
 ROOT = Path(__file__).parents[2]
 ROWS = {"_patchify", "_add_norm", "_embed_norm", "_geglu", "_rope_cache", "_attention", "_step"}
@@ -192,6 +192,12 @@ def test_the_products_in_use_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
+    for text in sources_in_use(key, tiling):
+        check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
+
+
+def sources_in_use(key: tuple[str, str, int, int], tiling: Tiling) -> list[str]:
+    """Of a product as the programs launch it: plain, onto a residual, after a norm."""
     dtype = torch.float8_e4m3fn if key[0] == "fp8" else torch.bfloat16
     narrow = key[0] == "fp8" and key[1] != "none"
     texts = [launch.source(dtype, narrow, key[1], tiling)]
@@ -199,8 +205,20 @@ def test_the_products_in_use_compile(
         texts.append(launch.source(dtype, False, "none", tiling, residual=True))
     if key[0] == "half" and tiling.why_not(key[1], normed=True) is None:
         texts += [launch.source(dtype, False, key[1], tiling, norm=norm, k=key[3]) for norm in ("rms", "layer")]
-    for text in texts:
-        check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [288, 576, 2176])
+def test_the_products_that_are_searched_for_compile(
+    rows: int, nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first choices for one view, a longer prompt and a batch."""
+    monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
+    for key in sorted({key for key, *_ in TABLE}):
+        tiling = searched(H200, torch.float8_e4m3fn if key[0] == "fp8" else torch.bfloat16, key[1], rows, *key[2:])[0]
+        for text in sources_in_use(key, tiling)[:1]:
+            check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
 
 
 def test_a_source_that_does_not_compile_says_where(nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ by cuBLAS elsewhere. Conventions as in `vla_accel.ops.rows`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,10 +104,13 @@ def launched_own_gemm(
 ) -> bool:
     """Launch the project's own Hopper GEMM where it is the fastest. False where it is not: nothing was launched."""
     from vla_accel.ops.cuda import gemm
+    from vla_accel.ops.gemm_choice import known
 
     gpu = Gpu.of(x.device)
-    tiling = gemm.plan(gpu, x, layer.weight, out, activation)
-    if gpu is None or tiling is None or (activation == "geglu" and layer.bias is not None):
+    if gpu is None or gemm.why_not(gpu, x, layer.weight, out, activation) is not None:
+        return False
+    tiling = known(x.device, x.dtype, activation, len(x), *layer.weight.shape)
+    if tiling is None or (activation == "geglu" and layer.bias is not None):
         return False
     scale = layer.input_scale_value * layer.weight_scale_value
     gemm.gemm(
@@ -117,13 +121,47 @@ def launched_own_gemm(
 
 
 def has_own_gemm(rows: int, layer: Linear, activation: str) -> bool:
-    """Whether `launched_own_gemm` would take `rows` rows by this weight. `activation`: none, gelu or geglu."""
+    """Whether `launched_own_gemm` would take `rows` rows by this weight. `activation`: none, gelu or geglu.
+
+    For programs that are being built: where nobody knows, both are measured.
+    """
     if path(layer.weight) != "cuda":
         return False
+    from vla_accel.ops.gemm_choice import measured
+
+    weight, trial = layer.weight, functools.partial(_trial, layer, activation, rows)
+    return measured(weight.device, weight.dtype, activation, rows, *weight.shape, trial) is not None
+
+
+def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any], None]:
+    """The product with its activation, on rows of random numbers: by a tiling, by the library for None."""
     from vla_accel.ops.cuda import gemm
 
-    weight = layer.weight
-    return gemm.planned(Gpu.of(weight.device), weight.dtype, activation, rows, *weight.shape) is not None
+    (n, k), device, kind = layer.weight.shape, layer.weight.device, layer.weight.dtype
+    fp8 = layer.weight_scale is not None
+    x = torch.randn(rows, k, generator=torch.Generator(device).manual_seed(0), device=device).to(kind)
+    product = out = torch.empty(rows, n, dtype=torch.bfloat16 if fp8 else kind, device=device)
+    if activation != "none":
+        out = torch.empty(rows, n // 2 if activation == "geglu" else n, dtype=kind, device=device)
+    inverse = 1.0 if fp8 and activation != "none" else None
+    scale = layer.input_scale_value * layer.weight_scale_value
+
+    def call(tiling: gemm.Tiling | None) -> None:
+        if tiling is not None:
+            gemm.gemm(
+                x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=activation, scale=scale,
+                inverse_scale=inverse, dependent=False,
+            )  # fmt: skip
+        elif activation == "gelu" and not fp8:
+            library_product(x, layer, out, gelu=True)
+        else:
+            library_product(x, layer, product)
+            if activation == "geglu":
+                geglu(product, out, inverse_scale=inverse, paired=layer.paired)
+            elif activation == "gelu":
+                gelu(product, out, inverse_scale=inverse)
+
+    return call
 
 
 def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[str, bool]:
@@ -142,6 +180,22 @@ def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[
     return detail, all(dependent_launches(layer.weight.device) for layer, _ in products.values())
 
 
+def library_product(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False) -> None:
+    """`linear` on a GPU, by cuBLAS."""
+    if layer.weight_scale is not None and layer.input_scale is not None:
+        torch._scaled_mm(
+            x, layer.weight.t(), scale_a=layer.input_scale, scale_b=layer.weight_scale, bias=layer.bias,
+            out_dtype=out.dtype, use_fast_accum=True, out=out,
+        )  # fmt: skip
+    elif gelu:
+        # cuBLASLt's GELU epilogue is the tanh form.
+        torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True, out=out)  # type: ignore[call-overload]
+    elif layer.bias is not None:
+        torch.addmm(layer.bias, x, layer.weight.t(), out=out)
+    else:
+        torch.mm(x, layer.weight.t(), out=out)
+
+
 def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bool = False) -> None:
     """out = x Wᵀ + b, then tanh GELU if `gelu` (BF16/FP16 only). x (R, K), out (R, N).
 
@@ -151,18 +205,7 @@ def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bo
     if x.is_cuda and way != "reference":
         if way == "cuda" and not gelu and launched_own_gemm(x, layer, out, "none", None, pdl):
             return
-        if layer.weight_scale is not None and layer.input_scale is not None:
-            torch._scaled_mm(
-                x, layer.weight.t(), scale_a=layer.input_scale, scale_b=layer.weight_scale, bias=layer.bias,
-                out_dtype=out.dtype, use_fast_accum=True, out=out,
-            )  # fmt: skip
-        elif gelu:
-            # cuBLASLt's GELU epilogue is the tanh form.
-            torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True, out=out)  # type: ignore[call-overload]
-        elif layer.bias is not None:
-            torch.addmm(layer.bias, x, layer.weight.t(), out=out)
-        else:
-            torch.mm(x, layer.weight.t(), out=out)
+        library_product(x, layer, out, gelu=gelu)
         return
     wide = torch.promote_types(torch.float32, out.dtype)
     y = (x.to(wide) * layer.input_scale_value) @ (layer.weight.to(wide) * layer.weight_scale_value).T

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vla_accel.errors import EngineError
 from vla_accel.numeric import round_up
-from vla_accel.ops.cuda.gemm.table import planned
 from vla_accel.ops.cuda.gemm.tiling import Tiling
 from vla_accel.ops.cuda.runtime import check_driver, driver, source_of
 from vla_accel.ops.cuda.wgmma import wgmma
@@ -86,13 +85,6 @@ def _map(matrix: Tensor, box: int) -> _Map:
     )  # fmt: skip
     check_driver(status, f"tensor map of {tuple(matrix.shape)} {matrix.dtype}")
     return _Map.from_buffer_copy(ctypes.string_at(aligned, 128))
-
-
-def plan(gpu: Gpu | None, x: Tensor, weight: Tensor, out: Tensor, activation: str) -> Tiling | None:
-    """The tiling for a GEMM that this kernel does faster than the library on a GPU; None for others."""
-    if gpu is None or why_not(gpu, x, weight, out, activation) is not None:
-        return None
-    return planned(gpu, x.dtype, activation, x.shape[0], *weight.shape)
 
 
 def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: str) -> str | None:
