@@ -14,7 +14,7 @@ from vla_accel.ops.autotune import remembered
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.gpu import Gpu
 
-Trial = Callable[[Gpu], Callable[[gemm.Tiling | None], None]]
+Trial = Callable[[Gpu], Callable[[gemm.Tiling | None], object]]
 """Makes operands for a GPU, and a call of the product with them: by a tiling, by the library for None."""
 
 LIBRARY = "library"

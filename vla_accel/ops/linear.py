@@ -133,7 +133,7 @@ def has_own_gemm(rows: int, layer: Linear, activation: str) -> bool:
     return measured(weight.device, weight.dtype, activation, rows, *weight.shape, trial) is not None
 
 
-def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any], None]:
+def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any], Tensor]:
     """The product with its activation, on rows of random numbers: by a tiling, by the library for None."""
     from vla_accel.ops.cuda import gemm
 
@@ -146,7 +146,7 @@ def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any
     inverse = 1.0 if fp8 and activation != "none" else None
     scale = layer.input_scale_value * layer.weight_scale_value
 
-    def call(tiling: gemm.Tiling | None) -> None:
+    def call(tiling: gemm.Tiling | None) -> Tensor:
         if tiling is not None:
             gemm.gemm(
                 x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=activation, scale=scale,
@@ -160,6 +160,7 @@ def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any
                 geglu(product, out, inverse_scale=inverse, paired=layer.paired)
             elif activation == "gelu":
                 gelu(product, out, inverse_scale=inverse)
+        return out
 
     return call
 

@@ -1,0 +1,195 @@
+"""A script: whole denoise steps at full size by every kind of loop, and the prefix's and the tower's products by own
+kernels and by the library's: is it right, and how fast is it?
+
+    python -m tests.gpu.time_loops --output runs/loops.jsonl [--only TEXT]
+    TRITON_INTERPRET=1 python -m tests.gpu.time_loops --tiny --output runs/loops.jsonl    # without a GPU: is it right?
+
+Loops: 18 layers of the expert, one step, streamed (Hopper's CUDA C++), in Triton as it is built here, and in Triton as
+a portable GPU would build it; microseconds a layer, and the cosine with the float32 reference. GEMMs: row counts
+between those of the table, the library beside what is searched for. A JSON object a line, as soon as it is known. Ends
+with 1 where one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support import kernel_cases as cases
+from tests.support.streamed_support import FULL, LoopCase, streamable
+from vla_accel.errors import VlaAccelError
+from vla_accel.fp8 import E4M3
+from vla_accel.models.random_weights import random_model
+from vla_accel.native.constants import step_tables
+from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of, why_not_streamed
+from vla_accel.ops import linear
+from vla_accel.ops.autotune import milliseconds
+from vla_accel.ops.cuda import gemm, runtime
+from vla_accel.ops.cuda.denoise import StreamedLoop
+from vla_accel.ops.cuda.gemm import Tiling, launch
+from vla_accel.ops.dispatch import steered
+from vla_accel.ops.gpu import Gpu, assumed
+from vla_accel.ops.linear import make_linear, pair
+
+COSINE, WORST = 0.9995, 0.13
+"""Of a step's velocity with float32; and of an element of a product, where a step of FP8 is an eighth."""
+ROWS = (288, 544, 576, 800, 832, 1088, 2176, 4352)
+DEEP = {**FULL, "depth": 18}
+LOOPS = {
+    **{f"pi05 H=10 batch {n}": LoopCase(streamable("pi05", **DEEP), n, 544) for n in (1, 4, 8, 16, 32)},
+    "pi05 H=50": LoopCase(streamable("pi05", **DEEP, horizon=50), 1, 800),
+    "pi0 H=50": LoopCase(streamable("pi0", **DEEP, horizon=50), 1, 800),
+    "pi05 H=50 batch 8": LoopCase(streamable("pi05", **DEEP, horizon=50), 8, 800),
+}
+TINY = {
+    "pi05": LoopCase(streamable("pi05", width=64, mlp=128, heads=2, horizon=18), 1, 40),
+    "pi0": LoopCase(streamable("pi0", width=64, mlp=128, heads=2), 2, 40),
+}
+
+
+def inputs_of(case: LoopCase, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor | None]:
+    """keys, values, lengths, guidance and noise, and the state's token."""
+    config, draw = case.config, cases.Draw("loops", dtype)
+    expert, actions = config.expert, (case.batch, config.action_horizon, config.action_dim)
+    cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
+    given = {
+        "keys": draw(*cache), "values": draw(*cache), "noise": draw.wide(*actions), "target": draw.wide(*actions),
+        "weights": torch.zeros(actions[:2]),
+        "lengths": torch.full((case.batch,), case.prefix_tokens - 12, dtype=torch.int32),
+    }  # fmt: skip
+    state = draw.wide(case.batch, expert.width).to(device) if config.kind == "pi0" else None
+    return {name: value.to(device) for name, value in given.items()}, state
+
+
+def velocity(loop: Any, inputs: dict[str, Tensor], state: Tensor | None) -> Tensor:
+    """What one step adds to the noise."""
+    actions = inputs["noise"].clone()
+    loop.run(inputs, state, actions)
+    return (actions - inputs["noise"]).flatten().double()
+
+
+def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[str, Any]]:
+    """A row for each kind of loop that can run a case."""
+    here = Gpu.of(device)
+    dtype = torch.bfloat16 if here is not None else torch.float32
+    for name, case in chosen.items():
+        model = random_model(case.config).to(device)
+        sizes = (case.batch, case.prefix_tokens)
+
+        def weights_in(precision: str, model: Any = model) -> tuple[ExpertWeights, Any]:
+            weights = ExpertWeights.of(model, precision)
+            return weights, step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], 1)
+
+        inputs, state = inputs_of(case, device, dtype)
+        with steered("reference"):
+            exact, tables = weights_in("fp32")
+            wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
+            want = velocity(_LayerLoop(exact, case.config, tables, *sizes), wide, state)
+        del exact
+        weights, tables = weights_in("bf16" if here is not None else "fp32")
+        ways: dict[str, Callable[[], Any]] = {
+            "triton": functools.partial(_LayerLoop, weights, case.config, tables, *sizes)
+        }
+        gpus = {"triton": here, "portable": None if here is None else here.portable}
+        if here is not None:
+            ways["portable"] = ways["triton"]
+            if why_not_streamed(weights, case.config, case.batch) is None:
+                mix_bias = None if weights.mix is None else weights.mix_bias
+                ways["streamed"] = functools.partial(
+                    StreamedLoop, here, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out,
+                    mix_bias, *sizes,
+                )  # fmt: skip
+        for way, build in ways.items():
+            row: dict[str, Any] = {"loop": name, "rows": case.batch * case.config.suffix_tokens, "way": way}
+            try:
+                with assumed(gpus.get(way)), steered("cuda" if here is not None else "triton"):
+                    began = time.perf_counter()
+                    loop = build()
+                    row["build_s"] = round(time.perf_counter() - began, 1)
+                    cosine = float(torch.nn.functional.cosine_similarity(velocity(loop, inputs, state), want, dim=0))
+                    row |= {"cosine": cosine, "right": cosine >= COSINE, "how": getattr(loop, "detail", "")}
+                    if here is not None:
+                        actions = inputs["noise"].clone()
+                        ms = milliseconds(functools.partial(loop.run, inputs, state, actions), device, 4)
+                        row["us_a_layer"] = 1e3 * ms / case.config.expert.depth
+            except (RuntimeError, VlaAccelError) as error:
+                row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            yield row
+
+
+def tilings(gpu: Gpu, kind: str, rows: int, activation: str, n: int, k: int) -> list[Tiling]:
+    """The table's and those that are searched for."""
+    sizes = (E4M3.dtype if kind == "fp8" else torch.bfloat16, activation, rows, n, k)
+    table = gemm.planned(gpu, *sizes)
+    return list(dict.fromkeys(([] if table is None else [table]) + gemm.searched(gpu, *sizes)))
+
+
+def sources(gpu: Gpu, kind: str, rows: int, activation: str, n: int, k: int) -> Iterator[str]:
+    """CUDA C++ of all of them."""
+    dtype, narrow = (E4M3.dtype, activation != "none") if kind == "fp8" else (torch.bfloat16, False)
+    for tiling in tilings(gpu, kind, rows, activation, n, k):
+        yield launch.source(dtype, narrow, activation, tiling)
+
+
+def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
+    """A row for each product, number of rows and way."""
+    gpu = Gpu.of(device)
+    assert gpu is not None
+    products = list(itertools.product(sorted(gemm.TABLES[launch.ARCHITECTURE]), ROWS))
+    with ThreadPoolExecutor() as pool:
+        # Nothing but the compiler takes long, and it needs no GPU.
+        texts = {text for (kind, *sizes), rows in products for text in sources(gpu, kind, rows, *sizes)}
+        list(pool.map(lambda text: runtime.compile_source(text, launch.ARCHITECTURE), texts))
+    for (kind, activation, n, k), rows in products:
+        draw = cases.Draw(f"{n}x{k}", torch.bfloat16)
+        bias = None if n in (32_768, 2048, 2560) else draw(n).to(device)
+        layer = make_linear(
+            draw.wide(n, k, scale=k**-0.5).to(device), bias, torch.bfloat16, 4.0 if kind == "fp8" else None
+        )
+        call = linear._trial(pair(layer) if activation == "geglu" else layer, activation, rows, gpu)
+        want = call(None).float().clone()
+        for tiling in (None, *tilings(gpu, kind, rows, activation, n, k)):
+            way = "library" if tiling is None else str(tiling)
+            row: dict[str, Any] = {"gemm": f"{kind} {activation} {rows}x{n}x{k}", "rows": rows, "way": way}
+            try:
+                worst = cases.difference(call(tiling).float(), want).worst
+                row |= {"worst": worst, "right": worst <= WORST}
+                row["us"] = 1e3 * milliseconds(functools.partial(call, tiling), device, 10)
+            except (RuntimeError, VlaAccelError) as error:
+                row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            yield row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--only", default="", help="loops whose name holds this text, and no GEMMs")
+    parser.add_argument("--tiny", action="store_true", help="small loops on a CPU, in Triton's interpreter")
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.tiny else "cuda")
+    here = Gpu.of(device)
+    chosen = {n: c for n, c in (TINY if options.tiny else LOOPS).items() if options.only in n}
+    rows = itertools.chain(loops(device, chosen), gemms(device) if here is not None and not options.only else ())
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    wrong = count = 0
+    with torch.inference_mode(), options.output.open("w") as file:
+        for row in rows:
+            wrong, count = wrong + (row.get("right") is False), count + 1
+            print(json.dumps({"gpu": "none" if here is None else here.name, **row}), file=file, flush=True)
+    print(json.dumps({"rows": count, "wrong": wrong}))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
