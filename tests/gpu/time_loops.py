@@ -30,9 +30,9 @@ from tests.support import kernel_cases as cases
 from tests.support.streamed_support import FULL, LoopCase, streamable
 from vla_accel.errors import VlaAccelError
 from vla_accel.fp8 import E4M3
+from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
-from vla_accel.native.constants import step_tables
-from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of, why_not_streamed
+from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of, steps_of, why_not_streamed
 from vla_accel.ops import linear
 from vla_accel.ops.autotune import milliseconds
 from vla_accel.ops.cuda import gemm, runtime
@@ -84,12 +84,12 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
     here = Gpu.of(device)
     dtype = torch.bfloat16 if here is not None else torch.float32
     for name, case in chosen.items():
-        model = random_model(case.config).to(device)
+        model = random_model(Pi0, case.config).to(device)
         sizes = (case.batch, case.prefix_tokens)
 
-        def weights_in(precision: str, model: Any = model) -> tuple[ExpertWeights, Any]:
-            weights = ExpertWeights.of(model, precision)
-            return weights, step_tables(model, [(layer.qkv, layer.gate_up) for layer in weights.layers], 1)
+        def weights_in(precision: str, streamed: bool = False, model: Any = model) -> tuple[ExpertWeights, Any]:
+            weights = ExpertWeights.of(model, precision, streamed=streamed)
+            return weights, steps_of(model, weights, 1)
 
         inputs, state = inputs_of(case, device, dtype)
         with steered("reference"):
@@ -104,10 +104,11 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
         gpus = {"triton": here, "portable": None if here is None else here.portable}
         if here is not None:
             ways["portable"] = ways["triton"]
-            if why_not_streamed(weights, case.config, case.batch) is None:
-                mix_bias = None if weights.mix is None else weights.mix_bias
+            if why_not_streamed(model.to_compute_dtype(torch.bfloat16), "bf16", case.batch) is None:
+                packed, tables = weights_in("bf16", streamed=True)
+                mix_bias = None if packed.mix is None else packed.mix_bias
                 ways["streamed"] = functools.partial(
-                    StreamedLoop, here, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out,
+                    StreamedLoop, here, sizes_of(case.config), packed.packed, tables, packed.w_out, packed.b_out,
                     mix_bias, *sizes,
                 )  # fmt: skip
         for way, build in ways.items():

@@ -33,6 +33,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.native import expert, prefix, vision
+from vla_accel.native import pi0 as pi0_programs
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.ops import suffix, suffix_tilings
 from vla_accel.ops.dispatch import steered
@@ -200,7 +201,7 @@ def main(versions: list[str], tried: bool) -> None:
     for module in (vision, prefix, expert):
         vars(module)["make_linear"] = linear_without_data
     # The loop in Triton, on Hopper, too.
-    vars(expert)["why_not_streamed"] = lambda *_: "Triton's is asked for"
+    vars(pi0_programs)["why_not_streamed"] = lambda *_: "Triton's is asked for"
     knobs.nvidia.dump_ptxas_log = True
     knobs.compilation.always_compile = True  # what is found in the cache has no log
     for version in versions:

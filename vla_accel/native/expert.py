@@ -8,6 +8,7 @@ values are read where the prefix wrote them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

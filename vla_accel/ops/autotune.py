@@ -115,13 +115,14 @@ def _unfit() -> tuple[type[Exception], ...]:
 def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Of one call on a GPU. Through a graph: small kernels would otherwise be judged by how fast the CPU launches."""
     with torch.inference_mode(), torch.cuda.device(device):
-        stream = torch.cuda.Stream()
+        stream = _stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
                 run()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
+            # Other threads may go on with what a capture forbids.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 for _ in range(repeats):
                     run()
             events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)]
@@ -133,3 +134,9 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) 
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         return min(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / repeats
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all measurements of a device: cuBLAS keeps a workspace for every stream it has ever seen."""
+    return torch.cuda.Stream(device)
