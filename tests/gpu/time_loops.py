@@ -150,7 +150,7 @@ def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
     products = list(itertools.product(sorted(gemm.TABLES[launch.ARCHITECTURE]), ROWS))
     with ThreadPoolExecutor() as pool:
         # Nothing but the compiler takes long, and it needs no GPU.
-        texts = {text for (kind, *sizes), rows in products for text in sources(gpu, kind, rows, *sizes)}
+        texts = {text for (kind, act, n, k), rows in products for text in sources(gpu, kind, rows, act, n, k)}
         list(pool.map(lambda text: runtime.compile_source(text, launch.ARCHITECTURE), texts))
     for (kind, activation, n, k), rows in products:
         draw = cases.Draw(f"{n}x{k}", torch.bfloat16)

@@ -140,12 +140,8 @@ def nvrtc() -> ctypes.CDLL:
     pytest.skip("NOT RUN: needs NVRTC: pip install nvidia-cuda-nvrtc")
 
 
-def marked(cases: list[Any], quick: int) -> list[Any]:
-    """All but the case at place `quick` take part in the long run alone."""
-    return [pytest.param(*c, marks=() if i == quick else pytest.mark.slow) for i, c in enumerate(cases)]
-
-
-@pytest.mark.parametrize("name", marked([(name,) for name in LOOPS], list(LOOPS).index("demo x 4")))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
 def test_the_streamed_kernels_compile(name: str, nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     _, module = recorded_loop(LOOPS[name], monkeypatch)
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
@@ -175,13 +171,15 @@ def check_it_fits_a_hopper(code: bytes, tiling: Tiling) -> None:
     assert max(registers_of(code)) * tiling.threads * tiling.resident <= H200.registers
 
 
-@pytest.mark.parametrize("tiling", marked([(tiling,) for tiling in TILINGS], 0))
+@pytest.mark.parametrize(
+    "tiling", [TILINGS[0], *(pytest.param(tiling, marks=pytest.mark.slow) for tiling in TILINGS[1:])]
+)
 def test_the_products_compile(tiling: Tiling, nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
     cases = [(torch.bfloat16, False, "none"), (torch.float8_e4m3fn, True, "geglu"), (torch.float16, True, "gelu")]
     for kind, narrow, activation in cases:
         text = launch.source(kind, narrow, activation, tiling) + layout_of(launch._Call, "Call")
-        text += layout_of(launch._Map, "TensorMap")
+        text += f'static_assert(sizeof(TensorMap) == {ctypes.sizeof(launch._Map)}, "TensorMap");\n'
         check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
 
 

@@ -201,7 +201,7 @@ def main(versions: list[str], tried: bool) -> None:
     for module in (vision, prefix, expert):
         vars(module)["make_linear"] = linear_without_data
     # The loop in Triton, on Hopper, too.
-    vars(pi0_programs)["why_not_streamed"] = lambda *_: "Triton's is asked for"
+    setattr(pi0_programs, "why_not_streamed", lambda *_: "Triton's is asked for")  # noqa: B010
     knobs.nvidia.dump_ptxas_log = True
     knobs.compilation.always_compile = True  # what is found in the cache has no log
     for version in versions:

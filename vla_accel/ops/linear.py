@@ -129,8 +129,8 @@ def has_own_gemm(rows: int, layer: Linear, activation: str) -> bool:
         return False
     from vla_accel.ops.gemm_choice import measured
 
-    weight, trial = layer.weight, functools.partial(_trial, layer, activation, rows)
-    return measured(weight.device, weight.dtype, activation, rows, *weight.shape, trial) is not None
+    (n, k), trial = layer.weight.shape, functools.partial(_trial, layer, activation, rows)
+    return measured(layer.weight.device, layer.weight.dtype, activation, rows, n, k, trial) is not None
 
 
 def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any], Tensor]:

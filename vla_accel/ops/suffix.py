@@ -97,7 +97,9 @@ def suffix_attention(
     makes it for the same `cut`.
     """
     if path(q) != "reference":
-        sizes = SuffixAttention(*q.shape[:2], prefix_k.shape[1], q.shape[2], *prefix_k.shape[2:], q.element_size())
+        batch, tokens, heads, head_dim = q.shape
+        prefix_tokens, kv_heads = prefix_k.shape[1:3]
+        sizes = SuffixAttention(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
         cut = cut or suffix_tilings.key_splits(Gpu.of(q.device), sizes)[0]
         return kernels("attention").suffix_attention(
             q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, pdl=pdl, cut=cut
