@@ -1,0 +1,53 @@
+"""Cuts of the denoise loop as a build measures them on a GPU: the loop agrees, and the next build finds them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.test_gpu import BF16_COSINE, DEVICE, cosines, loops_inputs, on_gpu, run_loop
+from tests.support.streamed_support import LOOPS
+from vla_accel.models.pi0 import Pi0
+from vla_accel.models.random_weights import random_model
+from vla_accel.native import expert
+from vla_accel.native.expert import ExpertWeights, _LayerLoop, steps_of
+from vla_accel.ops import autotune
+from vla_accel.ops.gpu import Gpu, assumed
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("name", ["full", "full pi0", "grouped"])
+def test_a_measured_loop_agrees_and_is_found_again(
+    name: str, portable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(expert, "remembered", autotune.remembered)
+    case = LOOPS[name]
+    model = random_model(Pi0, case.config)
+    inputs, state, noise = loops_inputs(case)
+    here = Gpu.of(torch.device(DEVICE))
+    assert here is not None
+
+    def loop_of(model: Pi0, precision: str) -> _LayerLoop:
+        weights = ExpertWeights.of(model, precision)
+        tables = steps_of(model, weights, case.steps)
+        return _LayerLoop(weights, case.config, tables, case.batch, case.prefix_tokens)
+
+    wide: dict[str, Any] = {n: v.float() if n != "lengths" else v for n, v in inputs.items()}
+    with torch.inference_mode():
+        want = run_loop(loop_of(model, "fp32"), wide, state, noise, "cpu")
+        moved = on_gpu(model)
+        with assumed(here.portable if portable else here):
+            loop = loop_of(moved, "bf16")
+            assert all(f"; {product} " in loop.detail for product in ("qkv", "o", "gate_up", "down", "attention"))
+            got = run_loop(loop, inputs, state, noise, DEVICE)
+            monkeypatch.setattr(autotune, "fastest", lambda *_: pytest.fail("measured again"))
+            again = loop_of(moved, "bf16")
+    assert again.detail == loop.detail and again.cuts == loop.cuts and again.key_split == loop.key_split
+    start = noise.numpy()
+    assert cosines(got - start, want - start).min() >= BF16_COSINE
