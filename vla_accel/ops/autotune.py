@@ -77,8 +77,11 @@ def remembered(
         return Fastest(known["way"], known["times"], known["out"])
     found = fastest(candidates, device, repeats)
     entry = {"what": what, "way": found.way, "times": dict(found.times), "out": dict(found.out)}
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps({**_read(path), key: entry}, indent=1))
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps({**_read(path), key: entry}, indent=1))
+    except OSError as error:
+        log.warning("%s: what was measured cannot be kept, and is measured at every start: %s", path, error)
     return found
 
 
