@@ -45,19 +45,26 @@ class Arguments:
 
 
 def _print(report: Mapping[str, Any]) -> None:
-    table = Table(title=f"paired with {report['reference']}; p: McNemar, exact")
-    for column in ("", "steps", "pairs", "reference", "this", "lost", "gained", "p", "errors"):
+    table = Table(title=f"paired with {report['reference']}; p: McNemar, exact; sees: with 80 % power at 5 %")
+    for column in ("", "steps", "pairs", "reference", "this", "lost", "gained", "p", "sees", "errors"):
         table.add_column(column)
-    for row in report["rows"]:
-        cells = [row["name"], str(row["steps"] or "-"), str(row["pairs"])]
+    for row, name in ((r, n) for whole in report["rows"] for r, n in _with_suites(whole)):
+        cells = [name, str(row["steps"] or "-"), str(row["pairs"])]
         for rate in (row["reference"], row["other"]):
             low, high = 100 * rate["wilson_95_low"], 100 * rate["wilson_95_high"]
             cells.append(f"{rate['successes']}, {low:.1f} to {high:.1f} %")
         errors = f"{row['reference']['errors']} and {row['other']['errors']}"
-        table.add_row(*cells, str(row["lost"]), str(row["gained"]), f"{row['mcnemar_exact_p']:.3g}", errors)
+        sees = "-" if row["smallest_difference"] is None else f"{100 * row['smallest_difference']:.1f} %"
+        table.add_row(*cells, str(row["lost"]), str(row["gained"]), f"{row['mcnemar_exact_p']:.3g}", sees, errors)
     # Where nobody watches, lines need not be broken.
     console = Console()
     Console(width=None if console.is_terminal else max(console.width, 120)).print(table)
+
+
+def _with_suites(row: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:
+    """A row and, where there are several, its suites' own, each with its name."""
+    suites = [({**suite, "steps": row["steps"]}, f"  {suite['suite']}") for suite in row.get("suites", ())]
+    return [(row, row["name"]), *suites]
 
 
 def run(arguments: Arguments) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class _Simulator(_Actor):
     placed: bool = False
     replica: _Replica | None = None
     episode: EpisodeKey | None = None
-    task_id: int | None = None
+    task: tuple[str, int] | None = None
 
 
 class RayCrew:
@@ -288,11 +288,11 @@ class RayCrew:
             replica = self._least_asked(simulator)
             if replica is None and self._source.kind == "local":
                 return
-            busy = {other.task_id for other in self._simulators if other.episode is not None}
-            episode = self._schedule.next(simulator.task_id, busy)
+            busy = {other.task for other in self._simulators if other.episode is not None}
+            episode = self._schedule.next(simulator.task, busy)
             if episode is None:
                 return
-            simulator.episode, simulator.task_id, simulator.replica = episode, episode.task_id, replica
+            simulator.episode, simulator.task, simulator.replica = episode, episode.task, replica
             asked = None if replica is None else replica.handle
             self._await(simulator.handle.play.remote(episode, asked), simulator, self._simulator_played)
 

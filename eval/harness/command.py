@@ -39,7 +39,7 @@ class Arguments:
     """What every benchmark can be asked. A benchmark's own command gives `suite` and `policy` a default."""
 
     suite: str
-    """Which tasks."""
+    """Which tasks; several suites with commas between them."""
     steps: str | None = None
     """Denoising steps: "3", or "1,2,3,5,10" for a sweep. Default: the policy's own."""
     quick: bool = False
@@ -130,7 +130,9 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
         ConfigError: an argument that cannot be used, or two that contradict each other.
         VlaAccelError: what the benchmark needs is missing.
     """
-    benchmark.check_suite(arguments.suite)
+    names = [name.strip() for name in arguments.suite.split(",")]
+    for name in names:
+        benchmark.check_suite(name)
     if arguments.workers is not None and arguments.workers < 0:
         raise ConfigError(f"workers: expected an integer >= 0, got {arguments.workers}")
     if not (math.isfinite(arguments.target_hz) and arguments.target_hz > 0):
@@ -143,16 +145,17 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
     steps = parse_steps(arguments.steps) if arguments.steps is not None else None
     stress = {} if arguments.stress is None else parse_stress(arguments.stress, benchmark.disturbances)
     source = _source(benchmark, arguments, steps)
-    suite = benchmark.load_suite(arguments.suite)
-    tasks, trials = _episodes(benchmark, arguments, suite)
+    suites = tuple(benchmark.load_suite(name) for name in names)
+    tasks, trials = _episodes(benchmark, arguments, suites)
+    limits, several = tuple(suite.max_steps for suite in suites), len(suites) > 1
 
     def protocol(own_steps: int | None) -> Protocol:
         return Protocol(
-            suite=suite.name,
+            suite=",".join(suite.name for suite in suites),
             tasks=tasks,
             trials=trials,
             steps=_steps(steps, own_steps, source),
-            max_steps=suite.max_steps if arguments.max_steps is None else arguments.max_steps,
+            max_steps=arguments.max_steps if arguments.max_steps is not None else limits if several else limits[0],
             seed=arguments.seed,
             replan_steps=arguments.replan,
             settings=benchmark.settings,
@@ -164,12 +167,12 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
     part = [f"shard{shard.number}of{shard.count}"] if shard is not None else []
     request = Request(
         benchmark=benchmark,
-        suite=suite,
+        suites=suites,
         protocol=protocol,
         source=source,
         output=arguments.output,
         folder=RUNS / benchmark.name,
-        label="-".join([source.name, suite.name, *quick, *part]),
+        label="-".join([source.name, "+".join(suite.name for suite in suites), *quick, *part]),
         video=arguments.video,
         film_all=arguments.film_all,
         report=arguments.report,
@@ -202,21 +205,28 @@ def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] |
             raise ConfigError(f"{name}: the scripted expert reads the simulator and answers at once; leave it out")
     if benchmark.make_expert is None:
         raise ConfigError(f"expert: {benchmark.name} has none")
-    if arguments.suite not in benchmark.expert_suites:
+    if not {name.strip() for name in arguments.suite.split(",")} <= set(benchmark.expert_suites):
         raise ConfigError(f"expert: it plays {', '.join(benchmark.expert_suites)} only, got --suite {arguments.suite}")
     return PolicySource("expert")
 
 
-def _episodes(benchmark: Benchmark, arguments: Arguments, suite: Suite) -> tuple[tuple[int, ...], int]:
-    """Task indices and trials per task."""
+def _episodes(
+    benchmark: Benchmark, arguments: Arguments, suites: Sequence[Suite]
+) -> tuple[tuple[int, ...], int]:  # fmt: skip
+    """Task indices, the same of each suite, and trials per task."""
+    counts = {suite.name: len(suite.tasks) for suite in suites}
     if arguments.tasks is not None:
-        tasks = parse_tasks(arguments.tasks, len(suite.tasks))
+        tasks = parse_tasks(arguments.tasks, min(counts.values()))
+    elif arguments.quick:
+        tasks = tuple(range(min(QUICK_TASKS, *counts.values())))
+    elif len(set(counts.values())) > 1:
+        raise ConfigError(f"suite: expected suites of equally many tasks, or --tasks, got {counts}")
     else:
-        tasks = tuple(range(min(QUICK_TASKS, len(suite.tasks)) if arguments.quick else len(suite.tasks)))
+        tasks = tuple(range(min(counts.values())))
     trials = arguments.trials
     if trials is None:
         trials = QUICK_TRIALS if arguments.quick else benchmark.trials
-    shipped = min(len(suite.tasks[i].start_states) for i in tasks)
+    shipped = min(len(suite.tasks[i].start_states) for suite in suites for i in tasks)
     if trials > shipped:
         raise ConfigError(f"trials: expected at most {shipped}, one for each shipped start state, got {trials}")
     return tasks, trials

@@ -38,7 +38,7 @@ class Request:
 
     Attributes:
         benchmark: what is played.
-        suite: one of its suites, loaded.
+        suites: of its suites, those that are played, loaded.
         protocol: makes the protocol from the policy's own step count (None for the expert).
         source: where the actions come from.
         output: result JSON, or None for a name made from the run's fingerprint under `folder`.
@@ -60,7 +60,7 @@ class Request:
     """
 
     benchmark: Benchmark
-    suite: Suite
+    suites: tuple[Suite, ...]
     protocol: Callable[[int | None], Protocol]
     source: PolicySource
     output: Path | None
@@ -105,7 +105,7 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
         video_folder, filmed = _films(request, protocol, output)
         if filmed and figures.check_video_packages() == "gif":
             console.print("rollout videos are GIFs: the package imageio-ffmpeg is not installed")
-        crew.warm_up(protocol, request.suite.tasks[protocol.tasks[0]].instruction)
+        crew.warm_up(protocol, request.suites[0].tasks[protocol.tasks[0]].instruction)
         setup = Setup(
             request.benchmark,
             protocol,
@@ -217,15 +217,16 @@ def _result(
 ) -> dict[str, Any]:
     results = {key: log.results[key] for key in request.plan(protocol) if key in log.results}
     timed = report.comparable(results, log.launches, log.launch_of)
+    suites = {suite.name: suite for suite in request.suites}
     summary = report.summarise_run(
         protocol,
         results,
         timed,
-        task_names={i: request.suite.tasks[i].instruction for i in protocol.tasks},
+        task_names={key.task: suites[protocol.suite_of(key)].tasks[key.task_id].instruction for key in protocol.plan()},
         target_hz=request.target_hz,
         breakdown=_breakdown(crew, log),
     )
-    own_limit = protocol.max_steps == request.suite.max_steps
+    own_limit = protocol.limits == tuple(suite.max_steps for suite in request.suites)
     return {
         "schema": schema(request.benchmark.name, "result"),
         "fingerprint": mark,

@@ -130,7 +130,7 @@ def _summary(
         protocol,
         results,
         {key for key in comparable if key.steps in described},
-        task_names={task["task_id"]: task["task"] for row in rows for task in row["tasks"]},
+        task_names={(task.get("suite", ""), task["task_id"]): task["task"] for row in rows for task in row["tasks"]},
         target_hz=max(targets, default=1.0),
         breakdown=breakdown,
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.harness.protocol import EpisodeKey
 from eval.harness.report import mean_parts, policy_name
 from vla_accel.report import charts
 from vla_accel.report.conditions import conditions, ledger, machine
@@ -162,29 +163,38 @@ def _lost_films(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Result]
     lost, gained = [], []
     for row in rows:
         for episode in row["discordant"]:
-            key = (row["steps"], episode["task_id"], episode["trial"])
+            key = _key({**episode, "steps": row["steps"]})
             both = [(name, filmed[name][key]) for name in (reference, row["name"]) if key in filmed[name]]
             if len(both) == 2:
                 how, kept = ("lost", lost) if episode["won_by"] == "reference" else ("gained", gained)
-                title = f"{row['name']} {how} task {key[1]}, trial {key[2]}{_at(key[0])}"
+                title = f"{row['name']} {how} {_said(key)}"
                 kept.append(Films(title, both))
     return [*lost, *gained][:MOST_FILMS]
 
 
 def _own_films(result: Result) -> list[Films]:
-    outcomes = {(e["steps"], e["task_id"], e["trial"]): e for e in result["episodes"]}
+    outcomes = {_key(e): e for e in result["episodes"]}
     shown = []
     for key, path in list(_films_of(result).items())[:MOST_FILMS]:
         outcome = "error" if outcomes[key].get("error") else "won" if outcomes[key]["success"] else "lost"
-        shown.append(Films(f"Task {key[1]}, trial {key[2]}{_at(key[0])}: {outcome}", [("rollout", path)]))
+        said = _said(key)
+        shown.append(Films(f"{said[0].upper()}{said[1:]}: {outcome}", [("rollout", path)]))
     return shown
 
 
-def _films_of(result: Result) -> dict[tuple[int | None, int, int], Path]:
-    """(steps, task, trial) to its film, of those that are still there."""
+def _key(episode: Mapping[str, Any]) -> EpisodeKey:
+    return EpisodeKey(episode["steps"], episode["task_id"], episode["trial"], episode.get("suite", ""))
+
+
+def _said(key: EpisodeKey) -> str:
+    return f"{key.suite} task {key.task_id}, trial {key.trial}".lstrip() + _at(key.steps)
+
+
+def _films_of(result: Result) -> dict[EpisodeKey, Path]:
+    """Each episode's film, of those that are still there."""
     there = {path.name: path for name in result.get("videos") or [] if (path := Path(name)).is_file()}
     return {
-        (e["steps"], e["task_id"], e["trial"]): there[e["video"]]
+        _key(e): there[e["video"]]
         for e in result["episodes"]
         if e.get("video") in there and there[e["video"]].suffix in FILMS
     }

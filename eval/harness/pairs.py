@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eval.harness.statistics import Rate, mcnemar_exact
+from eval.harness.statistics import Rate, mcnemar_exact, smallest_difference
 from vla_accel.errors import ConfigError
 
 # Which tasks, trials and step counts were played shows in the episodes; all else makes an episode the same one.
 PLAYED = {"tasks", "trials", "steps", "max_steps_source"}
-Key = tuple[int | None, int, int]
-"""Steps (None where a server or the expert decides), task, trial."""
+Key = tuple[int | None, str, int, int]
+"""Steps (None where a server or the expert decides), suite (empty in a run of one), task, trial."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,16 @@ class Pairs:
             "gained": self.gained,
             "neither": self.neither,
             "mcnemar_exact_p": mcnemar_exact(self.lost, self.gained),
+            "smallest_difference": smallest_difference(self.compared, self.lost + self.gained),
         }
 
 
 def episodes_of(result: Mapping[str, Any], name: str) -> dict[Key, bool | None]:
-    """(steps, task, trial) to success, or to None for an episode that crashed. Raises ConfigError for one that is there
-    twice."""
+    """(steps, suite, task, trial) to success, or to None for an episode that crashed. Raises ConfigError for one
+    that is there twice."""
     found: dict[Key, bool | None] = {}
     for episode in result["episodes"]:
-        key = (episode["steps"], episode["task_id"], episode["trial"])
+        key = (episode["steps"], episode.get("suite", ""), episode["task_id"], episode["trial"])
         if key in found:
             raise ConfigError(f"{name}: expected every episode once, got {_say(key)} twice")
         found[key] = None if episode.get("error") else bool(episode["success"])
@@ -120,17 +121,33 @@ def compare(reference: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]
                 raise ConfigError(f"{label}: expected {field} {asked!r} as in {name}, got {got!r}")
         for steps, pairs in pair(mine, theirs, (name, label)).items():
             different = [
-                {"task_id": task, "trial": trial, "won_by": "reference" if mine[steps, task, trial] else "other"}
-                for at, task, trial in sorted(mine, key=_order)
-                if at == steps and None not in (a := mine[at, task, trial], b := theirs[at, task, trial]) and a != b
+                {
+                    **({"suite": key[1]} if key[1] else {}),
+                    "task_id": key[2],
+                    "trial": key[3],
+                    "won_by": "reference" if mine[key] else "other",
+                }
+                for key in sorted(mine, key=_order)
+                if key[0] == steps and None not in (mine[key], theirs[key]) and mine[key] != theirs[key]
             ]
-            rows.append({"name": label, "steps": steps, **pairs.to_json(), "discordant": different})
+            row = {"name": label, "steps": steps, **pairs.to_json(), "discordant": different}
+            suites = dict.fromkeys(key[1] for key in mine if key[0] == steps and key[1])
+            if suites:
+                row["suites"] = [
+                    {"suite": suite, **pair(_of(mine, suite), _of(theirs, suite), (name, label))[steps].to_json()}
+                    for suite in suites
+                ]
+            rows.append(row)
     return {
         "protocol": rules,
         "reference": name,
         "policies": {label: _described(r) for label, r in {name: reference, **others}.items()},
         "rows": rows,
     }
+
+
+def _of(outcomes: Mapping[Key, bool | None], suite: str) -> dict[Key, bool | None]:
+    return {key: won for key, won in outcomes.items() if key[1] == suite}
 
 
 def _rules(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,9 +176,10 @@ def _described(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _order(key: Key) -> tuple[int, int, int]:
+def _order(key: Key) -> tuple[int, str, int, int]:
     return (key[0] or 0, *key[1:])
 
 
 def _say(key: Key) -> str:
-    return f"task {key[1]}, trial {key[2]}" + (f", steps {key[0]}" if key[0] else "")
+    steps, suite, task, trial = key
+    return f"{suite} task {task}, trial {trial}".lstrip() + (f", steps {steps}" if steps else "")

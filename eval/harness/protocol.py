@@ -29,15 +29,22 @@ class EpisodeKey:
             scripted expert has none, a remote server has its own).
         task_id: index of the task in its suite, from 0.
         trial: index of the start state, from 0.
+        suite: of the task; empty in a run of one suite.
     """
 
     steps: int | None
     task_id: int
     trial: int
+    suite: str = ""
 
     def __str__(self) -> str:
         steps = "" if self.steps is None else f", {self.steps} steps"
-        return f"task {self.task_id}, trial {self.trial}{steps}"
+        return f"{self.suite} task {self.task_id}, trial {self.trial}{steps}".lstrip()
+
+    @property
+    def task(self) -> tuple[str, int]:
+        """Suite and task: what an environment is built for."""
+        return self.suite, self.task_id
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,11 @@ class Protocol:
     """The rules of one run; equal protocols ask for the same episodes.
 
     Attributes:
-        suite: a suite of the benchmark.
-        tasks: task indices, in the order they are run.
+        suite: a suite of the benchmark, or several with commas between them.
+        tasks: task indices, in the order they are run; the same of each suite.
         trials: episodes per task and step count; trial i starts from the task's start state i.
         steps: denoising step counts to sweep; `(None,)` where the harness does not choose them.
-        max_steps: policy actions after which an episode is lost.
+        max_steps: policy actions after which an episode is lost; of several suites, one for each.
         seed: with task and trial it seeds the simulator and the policy's noise (openpi: 7, once per run, so that there
             an episode also depends on those before it).
         replan_steps: actions executed of each predicted chunk.
@@ -61,11 +68,29 @@ class Protocol:
     tasks: tuple[int, ...]
     trials: int
     steps: tuple[int | None, ...]
-    max_steps: int
+    max_steps: int | tuple[int, ...]
     seed: int = SEED
     replan_steps: int = REPLAN_STEPS
     settings: Mapping[str, Any] = field(default_factory=dict)
     stress: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def suites(self) -> tuple[str, ...]:
+        """The suites by name."""
+        return tuple(self.suite.split(","))
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """Each suite's `max_steps`."""
+        return self.max_steps if isinstance(self.max_steps, tuple) else (self.max_steps,) * len(self.suites)
+
+    def suite_of(self, key: EpisodeKey) -> str:
+        """The suite of an episode."""
+        return key.suite or self.suite
+
+    def limit(self, key: EpisodeKey) -> int:
+        """The `max_steps` of an episode."""
+        return self.limits[self.suites.index(self.suite_of(key))]
 
     @property
     def latency(self) -> int:
@@ -75,13 +100,17 @@ class Protocol:
     def __post_init__(self) -> None:
         if not self.tasks or len(set(self.tasks)) != len(self.tasks):
             raise ConfigError(f"tasks: expected distinct task indices, got {list(self.tasks)}")
+        if len(set(self.suites)) != len(self.suites):
+            raise ConfigError(f"suite: expected distinct suites, got {self.suite!r}")
+        if len(self.limits) != len(self.suites):
+            raise ConfigError(f"max_steps: expected one for each of {self.suite}, got {list(self.limits)}")
         if not self.steps or len(set(self.steps)) != len(self.steps):
             raise ConfigError(f"steps: expected distinct step counts, got {list(self.steps)}")
         for name, value, low in (
             *((f"steps {n}", n, 1) for n in self.steps if n is not None),
             *((f"task {n}", n, 0) for n in self.tasks),
             ("trials", self.trials, 1),
-            ("max_steps", self.max_steps, 1),
+            *(("max_steps", n, 1) for n in self.limits),
             ("seed", self.seed, 0),
             ("replan_steps", self.replan_steps, 1),
         ):
@@ -99,8 +128,10 @@ class Protocol:
         Step counts vary fastest: each trial meets all of them under much the same load of the
         machine, so their latencies compare.
         """
+        several = len(self.suites) > 1
         return tuple(
-            EpisodeKey(steps, task_id, trial)
+            EpisodeKey(steps, task_id, trial, suite if several else "")
+            for suite in self.suites
             for task_id in self.tasks
             for trial in range(self.trials)
             for steps in self.steps

@@ -87,7 +87,7 @@ def summarise_run(
     results: Mapping[EpisodeKey, EpisodeResult],
     timed: Iterable[EpisodeKey],
     *,
-    task_names: Mapping[int, str],
+    task_names: Mapping[tuple[str, int], str],
     target_hz: float,
     breakdown: Callable[[int | None, Samples], dict[str, Any]],
 ) -> dict[str, Any]:
@@ -95,14 +95,14 @@ def summarise_run(
 
     Args:
         timed: the episodes whose latencies count.
-        task_names: the task in words, by index.
+        task_names: the task in words, by `EpisodeKey.task`.
         breakdown: makes the breakdown JSON of `vla_accel.latency` from one step count's samples.
 
     Returns:
-        `rows` (one per step count: rates, per task, latency breakdown, target), `denoise_fit`, and
-        `warnings`: what a reader must know before trusting the latencies.
+        `rows` (one per step count: rates, per suite where there are several, per task, latency breakdown, target),
+        `denoise_fit`, and `warnings`: what a reader must know before trusting the latencies.
     """
-    timed = set(timed)
+    timed, suites = set(timed), (protocol.suites if len(protocol.suites) > 1 else ("",))
     rows: list[dict[str, Any]] = []
     by_steps: dict[str, dict[int, float]] = {}
     warnings: list[str] = []
@@ -115,12 +115,19 @@ def summarise_run(
             "mean_env_steps_of_successes": _mean([r.env_steps for r in mine if r.success]),
             "tasks": [
                 {
+                    **({"suite": suite} if suite else {}),
                     "task_id": task_id,
-                    "task": task_names[task_id],
-                    **rate_of(r for r in mine if r.key.task_id == task_id).to_json(),
+                    "task": task_names[suite, task_id],
+                    **rate_of(r for r in mine if r.key.task == (suite, task_id)).to_json(),
                 }
+                for suite in suites
                 for task_id in protocol.tasks
             ],
+            **(
+                {"suites": [{"suite": s, **rate_of(r for r in mine if r.key.suite == s).to_json()} for s in suites]}
+                if len(suites) > 1
+                else {}
+            ),
             "breakdown": None,
             "target": None,
         }

@@ -93,6 +93,7 @@ class EpisodeResult:
             "steps": self.key.steps,
             "task_id": self.key.task_id,
             "trial": self.key.trial,
+            **({"suite": self.key.suite} if self.key.suite else {}),
             "success": self.success,
             "env_steps": self.env_steps,
             "error": self.error,
@@ -106,7 +107,7 @@ class EpisodeResult:
     def from_json(cls, data: Mapping[str, Any]) -> EpisodeResult:
         """The inverse of `to_json`; a missing field raises `KeyError`."""
         return cls(
-            key=EpisodeKey(data["steps"], data["task_id"], data["trial"]),
+            key=EpisodeKey(data["steps"], data["task_id"], data["trial"], data.get("suite", "")),
             success=data["success"],
             env_steps=data["env_steps"],
             error=data["error"],
@@ -140,8 +141,8 @@ def run_episode(
         env.reset_to(task.start_states[key.trial], seed=(protocol.seed, key.task_id, key.trial))
         if recorder is not None:
             recorder.add(env.observation())
-        chunks, action = Chunks(protocol.latency, protocol.replan_steps), None
-        while env_steps < protocol.max_steps and not success:
+        chunks, action, limit = Chunks(protocol.latency, protocol.replan_steps), None, protocol.limit(key)
+        while env_steps < limit and not success:
             if chunks.due(env_steps):
                 chunks.put(actor.actions(env, chunks.left(env_steps)), env_steps)
             arrived = chunks.at(env_steps)
@@ -151,7 +152,7 @@ def run_episode(
             action = arrived
             after = env_steps + 1
             films = recorder is not None and after % recorder.every == 0
-            asks = actor.looks and chunks.due(after) and after < protocol.max_steps
+            asks = actor.looks and chunks.due(after) and after < limit
             success = bool(env.step(action, look=films or asks))
             env_steps = after
             if recorder is not None and films:

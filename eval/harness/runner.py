@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eval.harness.benchmark import Benchmark, Environment
+from eval.harness.benchmark import Benchmark, Environment, Task
 from eval.harness.figures import VideoRecorder, write_video
 from eval.harness.policies import PolicySource
 from eval.harness.protocol import EpisodeKey, Protocol
@@ -51,44 +51,45 @@ class Runner:
     def __init__(self, setup: Setup, actor: Actor) -> None:
         self._setup = setup
         self._actor = actor
-        self._suite = setup.benchmark.load_suite(setup.protocol.suite)
-        self._task_id: int | None = None
+        self._suites = {name: setup.benchmark.load_suite(name) for name in setup.protocol.suites}
+        self._task: Task | None = None
         self._env: Environment | None = None
 
     def run(self, key: EpisodeKey) -> EpisodeResult:
         """Play one episode, and film it if the setup says so."""
         setup, folder = self._setup, self._setup.video_folder
-        env = self._environment(key.task_id)
+        suite = setup.protocol.suite_of(key)
+        task = self._suites[suite].tasks[key.task_id]
+        env = self._environment(task, key)
         recorder = None
         if folder is not None and key in setup.video_keys:
             recorder = VideoRecorder(
                 setup.benchmark.cameras, every=setup.video_every, control_hz=setup.benchmark.control_hz
             )
-        task = self._suite.tasks[key.task_id]
         idle = setup.benchmark.idle
         result = run_episode(env, task, self._actor, key, setup.protocol, recorder=recorder, idle=idle)
         if result.error:
             self.close()  # its simulator may be broken: the next episode gets a new one
         if folder is not None and recorder is not None and recorder.frames:
-            video = write_video(recorder, folder / video_name(setup.protocol.suite, key))
+            video = write_video(recorder, folder / video_name(suite, key))
             result = replace(result, video=video.name)
         return result
 
     def close(self) -> None:
         """Free the environment; the next episode builds a new one."""
-        env, self._env, self._task_id = self._env, None, None
+        env, self._env, self._task = self._env, None, None
         if env is not None:
             env.close()
 
-    def _environment(self, task_id: int) -> Environment:
-        if self._env is None or self._task_id != task_id:
+    def _environment(self, task: Task, key: EpisodeKey) -> Environment:
+        if self._env is None or self._task is not task:
             self.close()
-            setup, task = self._setup, self._suite.tasks[task_id]
-            films = any(key.task_id == task_id for key in setup.video_keys)
+            setup = self._setup
+            films = any(other.task == key.task for other in setup.video_keys)
             stress = {n: v for n, v in setup.protocol.stress.items() if n in setup.benchmark.stresses}
             settings = {**setup.protocol.settings, **stress}
             self._env = setup.benchmark.make_environment(task, settings, films or self._actor.looks)
-            self._task_id = task_id
+            self._task = task
             self._actor.warm_up(task.instruction)
         return self._env
 

@@ -27,9 +27,12 @@ def run_title(result: Mapping[str, Any]) -> str:
     protocol = result["protocol"]
     part = f", part {result['shard']}" if "shard" in result else ""
     stress = "".join(f", {name} {value:g}" for name, value in protocol.get("stress", {}).items())
+    several = " of each" if "," in protocol["suite"] else ""
+    limit = protocol["max_steps"]
+    limit = limit if isinstance(limit, int) else " and ".join(map(str, limit))
     return (
-        f"{policy_name(result)} on {protocol['suite']}: {len(protocol['tasks'])} tasks x {protocol['trials']} trials"
-        f"{part}, {protocol['max_steps']} actions at most (limit: {protocol['max_steps_source']}){stress}"
+        f"{policy_name(result)} on {protocol['suite']}: {len(protocol['tasks'])} tasks{several} x "
+        f"{protocol['trials']} trials{part}, {limit} actions at most (limit: {protocol['max_steps_source']}){stress}"
     )
 
 
@@ -43,6 +46,8 @@ def print_summary(console: Console, summary: Mapping[str, Any], *, title: str) -
         _show(console, _table(rates, title))
         if parts:
             _show(console, _table({"Steps": rates["Steps"], **parts}, "Components", wrap=True))
+    if "suites" in rows[0]:
+        _show(console, suite_table(rows))
     _show(console, task_table(rows))
     if summary["denoise_fit"]:
         _show(console, fit_table(summary["denoise_fit"]))
@@ -73,6 +78,20 @@ def sweep_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Columns, Columns]:
     return rates, parts
 
 
+def suite_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per suite and step count, and all of them together."""
+    table = Table(title="Success by suite")
+    for name in ("Suite", "Steps", *RATE_TITLES):
+        table.add_column(name, justify="left" if name == "Suite" else "right", no_wrap=True)
+    for index, suite in enumerate(rows[0]["suites"]):
+        for row in rows:
+            label = suite["suite"] if row is rows[0] else ""
+            table.add_row(label, _steps(row["steps"]), *_rate_cells(row["suites"][index]))
+    for row in rows:
+        table.add_row("all" if row is rows[0] else "", _steps(row["steps"]), *_rate_cells(row["success"]))
+    return table
+
+
 def task_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One row per task and step count."""
     table = Table(title="Success by task")
@@ -82,7 +101,8 @@ def task_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for index in range(len(rows[0]["tasks"])):
         for row in rows:
             task = row["tasks"][index]
-            label = f"{task['task_id']}: {task['task']}" if row is rows[0] else ""
+            suite = f"{task['suite']} " if "suite" in task else ""
+            label = f"{suite}{task['task_id']}: {task['task']}" if row is rows[0] else ""
             table.add_row(label, _steps(row["steps"]), *_rate_cells(task))
     return table
 

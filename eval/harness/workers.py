@@ -78,7 +78,7 @@ class _Worker:
     process: Any
     pipe: Connection
     episode: EpisodeKey | None = None
-    task_id: int | None = None
+    task: tuple[str, int] | None = None
 
 
 class _Pool:
@@ -139,15 +139,15 @@ class _Pool:
         return content[0] if kind == "result" else None
 
     def _assign(self, worker: _Worker) -> None:
-        busy = {other.task_id for other in self._workers.values() if other is not worker}
-        worker.episode = self._schedule.next(worker.task_id, busy)
+        busy = {other.task for other in self._workers.values() if other is not worker}
+        worker.episode = self._schedule.next(worker.task, busy)
         # A send fails if the worker just died: its pipe then reports the end, and _bury follows.
         with suppress(OSError):
             worker.pipe.send(("stop",) if worker.episode is None else ("play", worker.episode))
         if worker.episode is None:
             self._retired.append(self._workers.pop(worker.pipe))
         else:
-            worker.task_id = worker.episode.task_id
+            worker.task = worker.episode.task
 
     def _bury(self, worker: _Worker) -> EpisodeResult:
         """A worker ended unasked: its episode is an error, and a new worker takes its place."""

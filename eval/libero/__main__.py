@@ -16,7 +16,8 @@ class Arguments(command.Arguments):
 
     suite: str = "libero_spatial"
     """libero_spatial, libero_object, libero_goal, libero_10 or libero_90; or LIBERO-PRO's variants of the first four,
-    by ending: _lan (reworded instructions), _object (other objects), _swap (places exchanged), _task (other tasks)."""
+    by ending: _lan (reworded instructions), _object (other objects), _swap (places exchanged), _task (other tasks).
+    Several with commas between them: each is reported apart, and all together."""
     policy: str = "demo"
     """A checkpoint's folder or name on the hub, "demo" for the bundled one, or ws://host:port."""
 

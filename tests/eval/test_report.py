@@ -110,7 +110,7 @@ def summary(results: list[EpisodeResult], timed: set[EpisodeKey] | None = None) 
         PROTOCOL,
         by_key,
         by_key if timed is None else timed,
-        task_names={0: "the first task", 1: "the second task"},
+        task_names={("", 0): "the first task", ("", 1): "the second task"},
         target_hz=20,
         breakdown=breakdown,
     )

@@ -33,15 +33,15 @@ def key(task: int, trial: int) -> EpisodeKey:
 def test_a_worker_keeps_its_task_then_takes_a_free_one_then_helps() -> None:
     schedule = Schedule([key(0, 0), key(0, 1), key(1, 0), key(1, 1), key(1, 2), key(2, 0)])
     assert schedule.next(None, {None}) == key(0, 0)
-    assert schedule.next(None, {0}) == key(1, 0)
-    assert schedule.next(0, {1}) == key(0, 1)
-    assert schedule.next(0, {1}) == key(2, 0), "task 1 has a worker already"
-    assert schedule.next(2, {1}) == key(1, 1), "nothing else is left: help with task 1"
+    assert schedule.next(None, {("", 0)}) == key(1, 0)
+    assert schedule.next(("", 0), {("", 1)}) == key(0, 1)
+    assert schedule.next(("", 0), {("", 1)}) == key(2, 0), "task 1 has a worker already"
+    assert schedule.next(("", 2), {("", 1)}) == key(1, 1), "nothing else is left: help with task 1"
     assert len(schedule) == 1
-    assert schedule.next(1, {1}) == key(1, 2)
-    assert schedule.next(1, set()) is None
+    assert schedule.next(("", 1), {("", 1)}) == key(1, 2)
+    assert schedule.next(("", 1), set()) is None
     schedule.give_back(key(1, 1))
-    assert (len(schedule), schedule.next(0, {1})) == (1, key(1, 1)), "nobody finished it"
+    assert (len(schedule), schedule.next(("", 0), {("", 1)})) == (1, key(1, 1)), "nobody finished it"
 
 
 class BatchPolicy(FakePolicy):
