@@ -102,7 +102,7 @@ def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str])
     program = ("python", "-m", f"eval.{benchmark.name}")
     asked = tyro.cli(arguments, prog=" ".join(program), args=words, config=(tyro.conf.FlagCreatePairsOff,))
     try:
-        with _stdout_to_stderr():
+        with stdout_to_stderr():
             result = evaluate(make_request(benchmark, asked, [*program, *words]), console)
     except VlaAccelError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -274,7 +274,7 @@ def _line(benchmark: Benchmark, result: dict[str, Any], errors: int) -> dict[str
 
 
 @contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Send whatever libraries print on stdout, and worker processes too, to stderr."""
     sys.stdout.flush()
     saved = os.dup(1)

@@ -141,7 +141,7 @@ def compare(reference: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]
     return {
         "protocol": rules,
         "reference": name,
-        "policies": {label: _described(r) for label, r in {name: reference, **others}.items()},
+        "policies": {label: described(r) for label, r in {name: reference, **others}.items()},
         "rows": rows,
     }
 
@@ -155,7 +155,7 @@ def _rules(result: Mapping[str, Any]) -> dict[str, Any]:
     return {field: value for field, value in result["protocol"].items() if field not in PLAYED}
 
 
-def _described(result: Mapping[str, Any]) -> dict[str, Any]:
+def described(result: Mapping[str, Any]) -> dict[str, Any]:
     """Who played, and where: what a comparison must say of a run."""
     policy, launch = result["policy"], result["launches"][-1]
     metadata = policy.get("metadata") or {}

@@ -7,14 +7,14 @@ import copy
 import hashlib
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from eval.harness import pairs
+from eval.harness import late, pairs
 from eval.harness.actors import PolicyActor
 from eval.harness.chunks import Chunks
 from eval.harness.policies import PolicyBySteps, PolicySource, check_chunks
@@ -299,3 +299,68 @@ def test_a_benchmark_without_cameras_offers_no_images_to_disturb(capfd: pytest.C
     assert main(["--stress", "noise=0.1"], replace(SEEING, cameras=())) == 2
     err = capfd.readouterr().err
     assert "of latency (0 to 64, whole:" in err and "brightness" not in err
+
+
+# -- what speed buys ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridArguments(late.Arguments):
+    """The toy's grid."""
+
+    suite: str = "line"
+    policy: str = "none"
+
+
+class Walker(Watching):
+    """Walks to the goal as it sees it: whoever acts on what he saw long ago overshoots."""
+
+    def infer(self, obs: dict[str, Any], *, noise: Any = None, prev_chunk: Any = None, inference_delay: Any = None
+              ) -> dict[str, Any]:  # fmt: skip
+        super().infer({**obs, CAMERAS[0]: None}, noise=noise, prev_chunk=prev_chunk, inference_delay=inference_delay)
+        to_go = float(obs["to_go"][0]) / 0.1
+        rows = [np.clip(to_go - np.sign(to_go) * i, -1, 1) if abs(to_go) > i else 0.0 for i in range(10)]
+        return {"actions": np.array(rows)[:, None], "policy_timing": {"total_ms": 1.0}}
+
+
+def test_the_grid_of_latencies_is_one_file_and_one_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    walker = Walker()
+    monkeypatch.setattr(PolicySource, "load", lambda self: walker)
+    monkeypatch.setattr("eval.harness.crew.identity", lambda *_: {"kind": "local"})
+    output = tmp_path / "late.json"
+    words = ["--tasks", "1", "--ticks", "0,9", "--output", str(output), "--note", "why"]
+    assert late.main(SEEING, GridArguments, words) == 0
+    grid, line = json.loads(output.read_text()), json.loads(capfd.readouterr().out)
+    assert grid["schema"] == "vla_accel.toy.late/1" and grid["note"] == "why" and line["rows"] == grid["rows"]
+    points = [(r["latency_ticks"], r["latency_ms"], r["chunking"], r["successes"], r["episodes"]) for r in grid["rows"]]
+    # Nine of twelve ticks are spent waiting, and the goal is six steps away.
+    assert points == [(0, 0, "plain", 2, 2), (0, 0, "rtc", 2, 2), (9, 900, "plain", 0, 2), (9, 900, "rtc", 0, 2)]
+    assert grid["protocol"]["stress"] == {} and str(tmp_path) not in output.read_text()
+    assert output.with_suffix(".png").stat().st_size > 10_000
+    assert sorted(p.name for p in (tmp_path / "late").glob("*-?.json")) == [
+        f"{kind}-{ticks}.json" for kind in ("plain", "rtc") for ticks in (0, 9)
+    ]
+    asked = walker.calls
+    assert late.main(SEEING, GridArguments, words) == 0
+    assert walker.calls == asked + 4 * 2, "played points are not played again: only warm-ups"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ticks", "0,x"], "ticks: expected distinct whole numbers such as 0,1,2,4,8, got '0,x'"),
+        (["--ticks", "1,1"], "ticks: expected distinct"),
+        (["--ticks", "65"], "stress: expected NAME=VALUE"),
+        (["--chunkings", "plain,trained"], "chunkings: expected some of plain, rtc, got 'plain,trained'"),
+        (["--stress", "latency=1"], "stress: expected NAME=VALUE, a name once"),
+        (["--expert"], "expert: it answers at once"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_one_error(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert late.main(SEEING, GridArguments, words) == 2
+    assert capfd.readouterr().err.startswith(f"error: {message}") and list(tmp_path.iterdir()) == []

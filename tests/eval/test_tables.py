@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from eval import paired, store, tables
+from eval.harness.statistics import smallest_difference
 from eval.latency_picture import draw
 from eval.markdown import machine
 from vla_accel.ledger import Ledger, LedgerEntry
@@ -307,16 +308,23 @@ def libero(won: np.ndarray, errors: int = 0, used: str = "native") -> dict[str, 
     }
 
 
+def seen(pairs: int, discordant: int) -> str:
+    return f"{100 * (smallest_difference(pairs, discordant) or 0):.1f} %"
+
+
 def test_paired_runs_are_rows() -> None:
     won = np.arange(20) > 1
     others = {"fp8": libero(np.arange(20) > 3), "fallback": libero(won, errors=1, used="eager"), "bad": libero(~won)}
     result = {"note": "Why.", "command": ["python"], **paired.compare(libero(won), others, "eager")}
     lines = tables.paired(result).splitlines()
     assert lines[0].startswith("| run | steps | success (95 %) | eager (95 %) | pairs |")
-    assert lines[2] == "| fp8 | 3 | 80.0 % (58.4 to 91.9) | 90.0 % (69.9 to 97.2) | 20 | 2 / 0 | 0.500 | 0, 0 |"
+    assert (
+        lines[2]
+        == f"| fp8 | 3 | 80.0 % (58.4 to 91.9) | 90.0 % (69.9 to 97.2) | 20 | 2 / 0 | 0.500 | {seen(20, 2)} | 0, 0 |"
+    )
     assert lines[3].startswith("| fallback (kv_cache ran eager) | 3 | 94.7 % ")
-    assert lines[3].endswith(" | 19 | 0 / 0 | 1.000 | 1, 0 |")
-    assert lines[4].endswith(" | 20 | 18 / 2 | < 0.001 | 0, 0 |")
+    assert lines[3].endswith(f" | 19 | 0 / 0 | 1.000 | {seen(19, 0)} | 1, 0 |")
+    assert lines[4].endswith(f" | 20 | 18 / 2 | < 0.001 | {seen(20, 20)} | 0, 0 |")
     assert lines[5].startswith("| fp8 | 10 |")
     assert lines[-1].endswith("NVIDIA X, torch 2.11.0; `python`. Why.")
 
@@ -324,4 +332,4 @@ def test_paired_runs_are_rows() -> None:
 def test_a_paired_run_of_crashes_has_no_rate() -> None:
     run = libero(np.ones(2, bool), errors=2)
     result = {"note": "", "command": [], **paired.compare(run, {"other": run}, "eager")}
-    assert tables.paired(result).splitlines()[2] == "| other | 3 | - | - | 0 | 0 / 0 | 1.000 | 2, 2 |"
+    assert tables.paired(result).splitlines()[2] == "| other | 3 | - | - | 0 | 0 / 0 | 1.000 | - | 2, 2 |"

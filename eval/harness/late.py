@@ -1,0 +1,164 @@
+"""What speed buys: success against latency, with plain chunks and with guided ones, each point a run of its own.
+
+A point is played by `eval.harness.evaluation` under `latency=K` and keeps its result and its log in a folder, so that
+the same command goes on where it was interrupted. Latency is counted in simulated control ticks: what a robot would
+meet, whatever machine plays the simulator.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import tyro
+
+from eval.harness import command
+from eval.harness.benchmark import Benchmark, schema
+from eval.harness.evaluation import evaluate
+from eval.harness.pairs import described
+from eval.harness.policies import Chunking
+from eval.harness.report import write_json
+from eval.harness.tables import stderr_console
+from vla_accel.errors import ConfigError, DependencyError, VlaAccelError
+from vla_accel.files import replacing
+from vla_accel.report.colours import PARTS
+
+TICKS = "0,1,2,4,8"
+SAID = {"plain": "plain chunks", "rtc": "real-time chunking"}
+COLOURS = {"plain": PARTS["vision"], "rtc": PARTS["kv_cache"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(command.Arguments):
+    """Options of the benchmark's own command, and the grid. `--output` is the JSON; a picture and the points' runs go
+    beside it."""
+
+    ticks: str = TICKS
+    """Control ticks from an observation to the arrival of its actions."""
+    chunkings: str = "plain,rtc"
+    """plain, rtc or both."""
+    note: str = ""
+    """What a reader must know beside the figures."""
+
+
+def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
+    """Play the grid, write its JSON and its picture, end with one JSON line; the exit codes are `command.main`'s."""
+    program = ("python", "-m", f"eval.{benchmark.name}.late")
+    asked = tyro.cli(arguments, prog=" ".join(program), args=words, config=(tyro.conf.FlagCreatePairsOff,))
+    try:
+        with command.stdout_to_stderr():
+            grid = play(benchmark, asked, [*program, *words])
+    except VlaAccelError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues from the points' logs", file=sys.stderr)
+        return 130
+    print(json.dumps({key: grid[key] for key in ("output", "figure", "rows")}), flush=True)
+    return 1 if any(row["errors"] for row in grid["rows"]) else 0
+
+
+def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, Any]:
+    """Play every point of the grid; returns its JSON with `output` and `figure` (paths) added.
+
+    Raises:
+        ConfigError: a point that cannot be, such as more ticks than a chunk has actions; before any is played where
+            that can be told.
+    """
+    output = asked.output or command.RUNS / benchmark.name / "late.json"
+    if output.suffix != ".json":
+        raise ConfigError(f"output: expected a file name ending in .json, got {str(output)!r}")
+    if asked.expert:
+        raise ConfigError("expert: it answers at once; leave it out")
+    console, folder = stderr_console(), output.with_suffix("")
+    points = []
+    for ticks, chunking in _grid(asked):
+        stress = ",".join(filter(None, (asked.stress, f"latency={ticks}")))
+        point = replace(asked, stress=stress, chunking=chunking, output=folder / f"{chunking}-{ticks}.json")
+        points.append((ticks, chunking, command.make_request(benchmark, point, words)))
+    rows, first = [], None
+    for ticks, chunking, request in points:
+        console.print(f"[bold]{SAID[chunking]}, {ticks} ticks late[/]")
+        result = evaluate(request, console)
+        first = first or result
+        rows += _rows(result, ticks, 1e3 * ticks / benchmark.control_hz, chunking)
+    assert first is not None
+    stress = {name: value for name, value in first["protocol"].get("stress", {}).items() if name != "latency"}
+    # The files' names, not where they lie on this machine.
+    grid = {
+        "note": asked.note,
+        "command": [Path(word).name if word.startswith("/") else word for word in words],
+        "schema": schema(benchmark.name, "late"),
+        "protocol": {**first["protocol"], "stress": stress},
+        "control_hz": benchmark.control_hz,
+        "policy": {name: value for name, value in described(first).items() if name != "chunking"},
+        "rows": rows,
+    }
+    write_json(output, grid)
+    return {**grid, "output": str(output), "figure": str(draw(grid, output.with_suffix(".png")))}
+
+
+def _grid(asked: Arguments) -> list[tuple[int, Chunking]]:
+    try:
+        ticks = [int(word) for word in asked.ticks.split(",")]
+    except ValueError:
+        ticks = []
+    if not ticks or min(ticks) < 0 or len(set(ticks)) < len(ticks):
+        raise ConfigError(f"ticks: expected distinct whole numbers such as {TICKS}, got {asked.ticks!r}")
+    chunkings = [kind for kind in get_args(Chunking) if kind in asked.chunkings.split(",")]
+    if not chunkings or len(chunkings) < len(asked.chunkings.split(",")):
+        raise ConfigError(f"chunkings: expected some of {', '.join(get_args(Chunking))}, got {asked.chunkings!r}")
+    return [(tick, chunking) for tick in ticks for chunking in chunkings]
+
+
+def _rows(result: Mapping[str, Any], ticks: int, ms: float, chunking: str) -> list[dict[str, Any]]:
+    """A point's rows, one a step count."""
+    rows = []
+    for row in result["summary"]["rows"]:
+        breakdown, point = row["breakdown"], {"chunking": chunking, "latency_ticks": ticks, "latency_ms": ms}
+        rows.append({
+            **point,
+            "steps": row["steps"],
+            **row["success"],
+            "mean_env_steps_of_successes": row["mean_env_steps_of_successes"],
+            "call_ms": breakdown["components"]["total"]["p50_ms"] if breakdown else None,
+        })  # fmt: skip
+    return rows
+
+
+def draw(grid: Mapping[str, Any], path: Path) -> Path:
+    """Success over latency, a line for each chunking and step count, with 95 % intervals, as a PNG."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise DependencyError(f"pictures need matplotlib: pip install 'vla_accel[report]' ({error})") from error
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    steps = list(dict.fromkeys(row["steps"] for row in grid["rows"]))
+    lines = [(c, n) for c in SAID for n in steps if any((r["chunking"], r["steps"]) == (c, n) for r in grid["rows"])]
+    for index, (chunking, count) in enumerate(lines):
+        mine = [r for r in grid["rows"] if (r["chunking"], r["steps"]) == (chunking, count) and r["rate"] is not None]
+        rates = [100 * r["rate"] for r in mine]
+        spread = [[rate - 100 * r["wilson_95_low"] for rate, r in zip(rates, mine, strict=True)],
+                  [100 * r["wilson_95_high"] - rate for rate, r in zip(rates, mine, strict=True)]]  # fmt: skip
+        # Side by side, so that equal rates do not hide each other.
+        places = [r["latency_ticks"] + 0.06 * (index - (len(lines) - 1) / 2) for r in mine]
+        label = SAID[chunking] + (f", {count} steps" if len(steps) > 1 else "")
+        style = ("-", "--", ":", "-.")[steps.index(count) % 4]
+        axes.errorbar(places, rates, yerr=spread, label=label, color=COLOURS[chunking], linestyle=style, marker="o",
+                      markersize=4, capsize=3, linewidth=1.4)  # fmt: skip
+    tick_ms = 1e3 / grid["control_hz"]
+    axes.secondary_xaxis("top", functions=(lambda t: t * tick_ms, lambda ms: ms / tick_ms)).set_xlabel("latency [ms]")
+    axes.set_xticks(sorted({row["latency_ticks"] for row in grid["rows"]}))
+    axes.set_xlabel(f"control ticks from an observation to its actions ({grid['control_hz']:g} Hz)")
+    axes.set_ylabel("success [%], 95 % intervals")
+    axes.set_ylim(0, 102)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, loc="lower left")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=130)
+    return path
