@@ -1,92 +1,175 @@
-"""Load on a policy server over loopback: `python tests/remote/load_server.py --seconds 60`. Ends with one JSON line.
+"""Load and faults on a policy server over loopback: `python -m tests.remote.load_server`. Ends with one JSON line.
 
 Every client asks with numbers of its own and checks every answer against them, so a lost or crossed answer cannot go
-unnoticed. Requests are bounded by time and by count. Exit status 1 if anything was wrong.
+unnoticed. Meanwhile others send rubbish, some take no answers, and a replica is killed every few seconds. Exit status 1
+if an answer was lost. Replicas and clients import this module anew, so torch and the fuzzer are imported late.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import contextlib
+import os
+import random
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
-MOST_REQUESTS = 2_000_000
+from tests.support.openpi_wire import openpi_pack
+from tests.support.server_support import RawClient
+from vla_accel.client.load import load
+from vla_accel.measure.serving import Nothing, percentiles
+from vla_accel.server import PolicyServer, Replicas, ServerConfig, background
+from vla_accel.server.metrics import resident_bytes
+
+SCHEMA = "vla_accel.server_faults/1"
+LOUD_BYTES = 20_000_000
 
 
-def load(address: str, clients: int, seconds: float) -> dict[str, Any]:
-    """What `clients` threads, each with a connection, saw in `seconds`."""
-    from tests.support.server_support import expected_actions, metric
-    from vla_accel.client import PolicyClient
+class Loud(Nothing):
+    """A policy that costs nothing; to the prompt `loud` its answer is more than a socket holds."""
 
-    counts, latencies, problems = [0] * clients, [[] for _ in range(clients)], []
-    image = np.zeros((224, 224, 3), np.uint8)
-    memory = []
-    begin, end = threading.Barrier(clients + 1), [0.0]
+    def infer(self, observation: dict[str, Any]) -> dict[str, Any]:
+        answer = super().infer(observation)
+        return {**answer, "noise": np.zeros(LOUD_BYTES, np.uint8)} if observation["prompt"] == "loud" else answer
 
-    def one(index: int) -> None:
-        try:
-            with PolicyClient(address, timeout_s=30) as policy:
-                begin.wait(30)
-                while time.monotonic() < end[0] and counts[index] < MOST_REQUESTS // clients:
-                    state = np.array([index, counts[index], *np.random.default_rng(counts[index]).random(6)])
-                    start = time.perf_counter()
-                    answer = policy.infer({"observation/image": image, "observation/state": state, "prompt": "load"})
-                    latencies[index].append(time.perf_counter() - start)
-                    if not np.array_equal(answer["actions"], expected_actions(state)):
-                        problems.append(f"client {index} got another's answer to request {counts[index]}")
-                    counts[index] += 1
-        except Exception as error:
-            problems.append(f"client {index}: {type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(clients)]
-    for thread in threads:
-        thread.start()
-    start = time.monotonic()
-    end[0] = start + seconds
-    begin.wait(30)
-    while any(t.is_alive() for t in threads):
-        if len(memory) < 10_000:
-            memory.append(metric(address, "process_resident_memory_bytes"))
-        time.sleep(min(1.0, seconds / 10))
-    took = time.monotonic() - start
-    every = np.array([s for row in latencies for s in row]) * 1e3
+@dataclass(frozen=True)
+class Arguments:
+    """Many clients, rubbish, slow readers and dying replicas at once; counts the answers that were lost."""
+
+    clients: int = 64
+    """Well-behaved clients at once."""
+    seconds: float = 60.0
+    """How long."""
+    kill_every_s: float = 5.0
+    """A replica is killed so often; 0 leaves them alone."""
+    output: Path | None = None
+    """JSON file."""
+
+
+def run(clients: int, seconds: float, *, max_batch: int = 1, kill_every_s: float = 0.0) -> dict[str, Any]:
+    """What `clients` saw in `seconds`: of one policy in the server's process, or, with `kill_every_s`, of two
+    replicas, beside rubbish and slow readers."""
+    config = ServerConfig(port=0, max_clients=2 * clients, max_batch=max_batch, send_timeout_s=2.0)
+    policy = Replicas(Loud, ("cpu", "cpu")) if kill_every_s else Loud()
+    memory: list[float] = []
+    done = {"hostile": 0, "slow_readers": 0, "kills": 0}
+    with background(policy, config) as server, contextlib.ExitStack() as stack:
+        stack.enter_context(repeated(1.0, lambda: memory.append(resident_bytes())))
+        if kill_every_s:
+            chosen = random.Random(0)
+            for name, every_s, work in (
+                ("hostile", 0.05, lambda: send_rubbish(server.address, chosen)),
+                ("slow_readers", 1.0, lambda: take_no_answer(server.address)),
+                ("kills", kill_every_s, lambda: kill(server, chosen)),
+            ):
+                stack.enter_context(repeated(every_s, count(done, name, work)))
+        seen = load(server.address, clients, seconds, Nothing.example())
+        stack.close()
+        requests, refused = dict(server.metrics.requests.values), dict(server.metrics.refused.values)
+        deaths, retried = sum(server.metrics.replica_deaths.values.values()), server.metrics.retried.values[""]
     settled = memory[len(memory) // 4 :] or memory
-    answered = metric(address, 'vla_accel_requests_total{outcome="ok"}')
-    if answered != sum(counts):
-        problems.append(f"the server counts {answered:.0f} answers, the clients {sum(counts)}")
     return {
         "clients": clients,
-        "seconds": round(took, 1),
-        "requests": sum(counts),
-        "per_second": round(sum(counts) / took, 1),
-        "least_and_most_of_a_client": [min(counts), max(counts)],
-        "ms_p50_p99_max": [round(float(np.percentile(every, q)), 2) for q in (50, 99, 100)] if every.size else [],
+        "seconds": round(seen.seconds, 1),
+        "requests": len(seen.samples),
+        "per_second": round(len(seen.samples) / seen.seconds, 1),
+        "lost": len(seen.problems),
+        "problems": seen.problems[:5],
+        "fewest_and_most_of_a_client": [min(seen.counts), max(seen.counts)],
+        "round_trip_ms": percentiles(seen.samples[:, 0]) | {"max": round(float(seen.samples[:, 0].max()), 1)},
         "memory_mib_settled_and_peak": [round(min(settled) / 2**20, 1), round(max(memory) / 2**20, 1)],
-        "problems": problems[:5],
+        "done": done,
+        "server": {"requests": requests, "refused": refused, "deaths": int(deaths), "retried": int(retried)},
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--max-batch", type=int, default=1)
-    words = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
-    from tests.support.server_support import server_process
+@contextlib.contextmanager
+def repeated(every_s: float, work: Callable[[], object]) -> Iterator[None]:
+    """`work` in a thread, every so many seconds, until the block ends."""
+    over = threading.Event()
 
-    with server_process("--max-batch", str(words.max_batch)) as (address, process):
-        result = load(address, words.clients, words.seconds)
-    result |= {"max_batch": words.max_batch, "server_exit": process.returncode}
-    print(json.dumps(result))
-    return 1 if result["problems"] or process.returncode else 0
+    def main() -> None:
+        while not over.wait(every_s):
+            work()
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def count(done: dict[str, int], name: str, work: Callable[[], object]) -> Callable[[], None]:
+    def counted() -> None:
+        with contextlib.suppress(OSError):  # the server has hung up on it, as it should
+            work()
+        done[name] += 1
+
+    return counted
+
+
+def send_rubbish(address: str, chosen: random.Random) -> None:
+    """One connection that the server must answer in words, or end."""
+    from tests.remote.fuzz_wire import CORPUS, LIES
+
+    kind = chosen.randrange(5)
+    client = RawClient(address, handshake=kind > 0)
+    with contextlib.closing(client):
+        if kind == 0:
+            client.socket.sendall(chosen.randbytes(chosen.randrange(1, 2000)))
+            return
+        if kind == 1:
+            client.send(b"only the beginning", announced=10**9)
+        elif kind == 2:
+            client.send(chosen.choice(LIES))
+        elif kind == 3:
+            client.send(chosen.randbytes(chosen.randrange(1, 100_000)))
+        else:
+            client.send(chosen.choice(sorted(CORPUS.glob("*.bin"))).read_bytes())
+        client.frame()
+
+
+def take_no_answer(address: str) -> None:
+    """A client that asks for much and reads nothing, until the server drops it."""
+    client = RawClient(address)
+    with contextlib.closing(client):
+        client.send(openpi_pack({"observation/state": np.zeros(8), "prompt": "loud"}))
+        time.sleep(2.5)
+
+
+def kill(server: PolicyServer, chosen: random.Random) -> None:
+    """Kill a replica that is there."""
+    pids = [replica.pid for replica in server.dispatcher.replicas]  # type: ignore[attr-defined]
+    os.kill(chosen.choice(pids), signal.SIGKILL)
+
+
+def main() -> int:
+    from vla_accel import machine
+    from vla_accel.cli.common import finish, parse
+
+    words = sys.argv[1:]
+    chosen = parse(Arguments, words, "python -m tests.remote.load_server")
+    began = time.monotonic()
+    report = {
+        "schema": SCHEMA,
+        "command": " ".join(["python -m tests.remote.load_server", *words]),
+        "hardware": machine.hardware(machine.resolve_device("cpu")) | {"cores": os.cpu_count()},
+        "software": machine.software(),
+        **run(chosen.clients, chosen.seconds, kill_every_s=chosen.kill_every_s),
+    }
+    report["wall_seconds"] = round(time.monotonic() - began, 1)
+    report["passed"] = report["lost"] == 0 and report["requests"] > 0
+    return finish(report, chosen.output)
 
 
 if __name__ == "__main__":

@@ -205,20 +205,19 @@ def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, 
         signal.signal(number, signal.SIG_IGN)
     tune_process()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s [{name}]: %(message)s")
-    with pipe, contextlib.suppress(ConnectionError):
+    with pipe, contextlib.suppress(ConnectionError):  # the server has closed its end
         try:
             shelf = Shelf.of(load(device))
             shelf.start()
-            runner = Runner(shelf, max_batch)
-            _send(pipe, (shelf.hellos, shelf.batches))
         except Exception as error:
-            known = (
-                type(error) if isinstance(error, VlaAccelError) and type(error).__module__ == errors.__name__ else None
-            )
-            if known is None:
+            known = isinstance(error, VlaAccelError) and type(error).__module__ == errors.__name__
+            if not known:
                 logger.exception("the policy cannot be loaded")
-            _send(pipe, (known or EngineError)(str(error) if known else f"{type(error).__name__}: {error}"))
+            told = str(error) if known else f"{type(error).__name__}: {error}"
+            _send(pipe, (type(error) if known else EngineError)(told))
             return
+        runner = Runner(shelf, max_batch)
+        _send(pipe, (shelf.hellos, shelf.batches))
         while True:
             runner.run(_receive(pipe), lambda answers: _send(pipe, answers))
 
