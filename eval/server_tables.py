@@ -1,4 +1,4 @@
-"""The table of `vla-accel bench-server`: what the server adds to a call. Knows the report, no other result."""
+"""Tables of the server: what it adds to a call, and a run of load and faults. Knows their reports, no other result."""
 
 from __future__ import annotations
 
@@ -33,3 +33,17 @@ def server(result: dict[str, Any]) -> str:
         f"{costs['bare_socket_ms']:.2f}. {place} that clients, server and others share (load "
         f"{result['load_average']:.1f} before the run).\n"
     )
+
+
+def faults(result: dict[str, Any]) -> str:
+    """What a run of load and faults did, and what it cost."""
+    done, told, trip = result["done"], result["server"], result["round_trip_ms"]
+    body = [
+        ["requests of well-behaved clients", f"{result['requests']} in {result['seconds']:.0f} s"],
+        ["answers lost", f"**{result['lost']}**"],
+        ["replicas that died, requests computed again", f"{told['deaths']}, {told['retried']}"],
+        ["connections with rubbish, slow readers", f"{done['hostile']}, {done['slow_readers']}"],
+        ["round trip p50, p99, longest (ms)", f"{trip['p50']:.1f}, {trip['p99']:.1f}, {trip['max']:.0f}"],
+    ]
+    place = f"{machine(result)}, {result['hardware']['cores']} cores"
+    return rows(["", f"{result['clients']} clients"], body) + f"\nA policy that costs nothing, twice. {place}.\n"

@@ -21,7 +21,7 @@ from eval.harness.statistics import smallest_difference
 from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
 from eval.latency_picture import draw
 from eval.markdown import bare_command, commit, machine, machines, rows
-from eval.server_tables import server
+from eval.server_tables import faults, server
 from vla_accel.measure.proportion import wilson
 
 ROOT = Path(__file__).parent.parent
@@ -308,6 +308,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "qwen_image": (qwen_images, "qwen_image_h200"),
     "precision": (precisions, "precision_*"),
     "bench_server": (server, "bench_server_cpu"),
+    "server_faults": (faults, "server_faults_cpu"),
 }
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 

@@ -43,6 +43,7 @@ LOOKED_UP: dict[str, str] = {
     "python -m tests.": MINUTES,
     "vla-accel serve": f"{SERVES}; tests/cli/test_cli_serve.py starts it",
     "vla-accel bench-server": f"{MINUTES}; tests/cli/test_bench_server.py runs it",
+    "docker compose": "it needs docker and a network; tests/docs/test_deploy.py reads its files",
     "vla-accel convert": f"{FILES}; tests/checkpoints/test_convert.py runs it",
     "vla-accel inspect": f"{FILES}; tests/engines runs it",
     "vla-accel parity path/to/checkpoint --lora": f"{FILES}; tests/checkpoints/test_lora.py folds adapters",

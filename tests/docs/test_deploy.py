@@ -1,0 +1,100 @@
+"""The container recipe, as far as it can be read without building it, and the page for users of openpi's server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.pages import ROOT
+from vla_accel.cli.common import parse
+from vla_accel.cli.serve import Arguments
+
+DEPLOY = ROOT / "deploy"
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(name, arguments) of each instruction of the Dockerfile."""
+    text = re.sub(r"^\s*#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines if line.strip()]
+
+
+def compose() -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+def test_what_the_image_copies_and_installs_is_there() -> None:
+    allowed = [line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"]
+    copied = [source for name, words in instructions() if name == "COPY" for source in words.split()[:-1]]
+    assert sorted(copied) == sorted(allowed) and all((ROOT / source).exists() for source in copied)
+    extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    (install,) = [words for name, words in instructions() if name == "RUN" and "pip install" in words]
+    named = re.search(r"'\.\[([\w,-]+)\]'", install)
+    assert named and set(named[1].split(",")) <= set(extras)
+    names = [name for name, _ in instructions()]
+    assert names[0] == "FROM" and names.index("USER") > names.index("RUN"), "it does not run as root"
+
+
+def test_the_images_command_is_one_of_ours_with_a_key() -> None:
+    (entry,) = [json.loads(words) for name, words in instructions() if name == "ENTRYPOINT"]
+    (words,) = [json.loads(words) for name, words in instructions() if name == "CMD"]
+    assert entry == ["vla-accel"] and words[0] == "serve"
+    given = parse(Arguments, words[1:], "vla-accel serve")
+    assert given.devices == "all" and str(given.api_key_file) == "/run/secrets/api_keys"
+    assert f"{given.port}:{given.port}" in compose()["services"]["server"]["ports"]
+
+
+def test_the_files_of_the_compose_file_fit_together() -> None:
+    content = compose()
+    volumes = [v for service in content["services"].values() for v in service.get("volumes", [])]
+    for source, _, _ in (v.partition(":") for v in volumes):
+        assert (DEPLOY / source).exists() if source.startswith("./") else source in content["volumes"], source
+    secrets = {s for service in content["services"].values() for s in service.get("secrets", [])}
+    assert secrets == content["secrets"].keys()
+    build = content["services"]["server"]["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Dockerfile")
+    (scrape,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    assert scrape["static_configs"] == [{"targets": ["server:8000"]}]
+    assert scrape["authorization"] == {"type": "Api-Key", "credentials_file": "/run/secrets/prometheus_key"}
+    (source,) = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"]
+    board = json.loads((DEPLOY / "grafana/dashboard.json").read_text())
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["uid"]}
+    (provider,) = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/vla-accel.yml").read_text())["providers"]
+    assert any(f":{provider['options']['path']}/" in v for v in volumes)
+
+
+@pytest.mark.slow
+def test_docker_reads_the_compose_file(tmp_path: Path) -> None:
+    docker = shutil.which("docker")
+    words = [str(docker), "compose", "-f", str(DEPLOY / "compose.yaml"), "config", "--quiet"]
+    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
+        pytest.skip("NOT RUN: needs docker compose")
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# The fields of `Args` and `Checkpoint` in openpi's scripts/serve_policy.py, and the two kinds of policy.
+OPENPI = (
+    "env",
+    "default_prompt",
+    "port",
+    "record",
+    "policy.config",
+    "policy.dir",
+    "policy:checkpoint",
+    "policy:default",
+)
+
+
+def test_every_option_of_openpis_server_has_its_row() -> None:
+    text = (ROOT / "docs" / "from_openpi.md").read_text()
+    table = text.split("| openpi | here |")[1].split("\n\n")[0]
+    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(OPENPI)
