@@ -39,7 +39,6 @@ LOOKED_UP: dict[str, str] = {
     "../": OTHERS,
     "pip install": INSTALLS,
     "python -m pytest": "it would run the tests within a test",
-    "python tests/": MINUTES,
     "python -m tests.": MINUTES,
     "vla-accel serve": f"{SERVES}; tests/cli/test_cli_serve.py starts it",
     "vla-accel bench-server": f"{MINUTES}; tests/cli/test_bench_server.py runs it",
