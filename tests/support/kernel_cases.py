@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.fp8 import E4M3
-from vla_accel.ops import attending, linear, suffix
+from vla_accel.ops import attending, dit, linear, sequence, suffix
 from vla_accel.ops import rows as row_ops
 from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.rows import rope_tables
@@ -26,12 +26,12 @@ from vla_accel.ops.suffix_tilings import KeySplit, Pipelined, Product, SuffixAtt
 
 MARGIN = 1024  # elements; keeps the alignment that compilers count on
 FP8 = E4M3.dtype
-MODULES = (row_ops, linear, attending, suffix)
+MODULES = (row_ops, linear, attending, suffix, sequence, dit)
 # Where an op is defined.
 MODULE_OF = {n: m for m in MODULES for n, f in vars(m).items() if getattr(f, "__module__", "") == m.__name__}
 TAKES_PDL = (
     "add_norm", "geglu", "gelu", "rope_cache", "attention", "qkv_rope", "gate_up_geglu", "project", "step",
-    "suffix_attention",
+    "suffix_attention", "add_at", "norm_rope", "causal_attention", "swiglu", "exact_gelu", "product", "flow_step",
 )  # fmt: skip
 EPS = 1e-6
 

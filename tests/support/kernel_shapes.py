@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from tests.support import sequence_cases
 from tests.support.kernel_cases import (
     CASES,
     Call,
@@ -120,7 +121,7 @@ def _wide() -> Cases:
             yield f"self-attention {shape} fp8={scale is not None}", _self_attention(*shape, scale)
 
 
-TALL: dict[str, Callable[[Draw], Call]] = dict(_tall())
+TALL: dict[str, Callable[[Draw], Call]] = {**sequence_cases.CASES, **dict(_tall())}
 CUTS: dict[str, Callable[[Draw], Call]] = dict(_cuts())
 WIDE: dict[str, Callable[[Draw], Call]] = {**TALL, **CUTS, **dict(_wide())}
 assert len(WIDE) == len(TALL) + len(CUTS) + len(dict(_wide())) and not WIDE.keys() & CASES.keys(), (

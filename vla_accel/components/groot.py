@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.component import Component, TensorSpec
+from vla_accel.fp8 import Products
 from vla_accel.models.groot import Groot
 from vla_accel.models.groot_head import Cache, StepConstants
 from vla_accel.models.groot_language import Layout, Places
@@ -19,6 +20,8 @@ from vla_accel.models.groot_vision import Placed
 if TYPE_CHECKING:
     from vla_accel.native.groot import GrootStore
 
+QUANTISED = {"denoise": {"native": Products(("qkv_proj", "q_proj", "out_proj", "fc1", "fc2"), activations=False)}}
+"""By component, then engine. What is not in here is computed in the policy's own precision."""
 CACHE = ("text_keys", "text_values", "image_keys", "image_values")
 
 
@@ -166,4 +169,7 @@ def groot_components(
             (TensorSpec("actions", actions, torch.float32),), native("denoise", steps),
         ),
     }  # fmt: skip
-    return tuple(Component(name, m, i, o, n, fetch=m.fetch) for name, (m, i, o, n) in made.items())  # type: ignore[return-value]
+    return tuple(
+        Component(name, m, i, o, n, quantised=QUANTISED.get(name, {}), fetch=m.fetch)
+        for name, (m, i, o, n) in made.items()
+    )  # type: ignore[return-value]

@@ -26,7 +26,7 @@ from vla_accel.models.groot import Groot, GrootConfig, groot_n17, overlap_weight
 from vla_accel.models.groot_language import Layout
 from vla_accel.models.groot_random import drawn_groot
 from vla_accel.models.groot_vision import Grid
-from vla_accel.native.store import NativeStore
+from vla_accel.native.groot import GrootStore
 from vla_accel.transforms.groot import GrootInputs, GrootProcessor
 
 MODEL_TYPES = {"gr00tn1d7", "gr00t_n1d7", "gr00t_n1_7"}
@@ -60,6 +60,7 @@ class GrootFamily(Family):
     parts = ("vision", "kv_cache", "denoise")
     sizes = {"groot_n17": groot_n17}  # noqa: RUF012
     guidance = ("target", "weights")
+    fp8_systems = {"native-fp8": ("denoise",)}  # noqa: RUF012
     sweep = (4, 2, 1)
 
     # -- the network ----------------------------------------------------------------------------------------------
@@ -83,15 +84,15 @@ class GrootFamily(Family):
 
     # -- running it -----------------------------------------------------------------------------------------------
 
-    def store(self, model: Groot, scales: Scales | None) -> NativeStore[Groot]:  # type: ignore[override]
-        return NativeStore(model, scales)
+    def store(self, model: Groot, scales: Scales | None) -> GrootStore:  # type: ignore[override]
+        return GrootStore(model, scales)
 
     def components(  # type: ignore[override]
         self, model: Groot, shape: GrootShape, *, store: Any = None, scales: Scales | None = None,
         rtc: RtcConfig | None = None,
     ) -> Sequence[Component]:  # fmt: skip
         del scales, rtc
-        return groot_components(model, shape.layout, shape.batch, shape.steps, shape.padded, None)
+        return groot_components(model, shape.layout, shape.batch, shape.steps, shape.padded, store)
 
     def shape(
         self, config: GrootConfig, inputs: Sequence[GrootInputs], steps: int, specs: Mapping[str, EngineSpec]

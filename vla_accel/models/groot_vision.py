@@ -121,8 +121,12 @@ class QwenVision(nn.Module):
         first = self.layers[0]
         assert isinstance(first, PreNormLayer)
         table, weight = self.position_embedding, first.qkv_proj.weight
-        rope = patch_rope(self.config, grid, table.device, weight.dtype)
+        rope = self.rope(grid, table.device, weight.dtype)
         return Placed(place_embedding(table, grid, self.config.merge), *rope)
+
+    def rope(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of an image's patches."""
+        return patch_rope(self.config, grid, device, dtype)
 
     def embed(self, pixels: Tensor, placed: Placed) -> Tensor:
         """(N, 3, H, W) in [-1, 1] to (N, patches, width) in the embedding's dtype, before the first block."""

@@ -73,7 +73,7 @@ class VisionWeights:
                 )
             layers.append(made)
         with model.present("vision.patch_embedding", "vision.position_embedding"):
-            patch, place = _patch_embedding(model.vision.patch_embedding, model.vision.position_embedding, precision)
+            patch, place = patch_embedding(model.vision.patch_embedding, model.vision.position_embedding, precision)
         with model.present("projector", "vision.post_layernorm"):
             projector = make_linear(*fold_norm(model.projector, model.vision.post_layernorm), dtype)
         return cls(
@@ -82,8 +82,8 @@ class VisionWeights:
         )  # fmt: skip
 
 
-def _patch_embedding(convolution: nn.Conv2d, position: Tensor, precision: str) -> tuple[Tensor, Tensor]:
-    """Weights for raw bytes: W (p / 127.5 - 1) + b = (W / 127.5) p + (b - ΣW).
+def patch_embedding(convolution: Any, position: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+    """Weights for raw bytes (of a convolution's `weight` and `bias`): W (p / 127.5 - 1) + b = (W / 127.5) p + (b - ΣW).
 
     openpi keeps the embedding in float32. Bytes are exact in BF16, and a weight in two BF16 halves keeps 16 bits.
     """

@@ -1,0 +1,138 @@
+"""Cases of `ops.sequence` and `ops.dit`, as those of kernel_cases.py: awkward shapes, and GR00T's own at few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tests.support.kernel_cases import EPS, Call, Draw, Empty, Part
+from vla_accel.ops.dit import NormTables
+
+
+def _patchify(images: int, rows: int, columns: int, patch: int, merge: int, stride: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        side = patch * merge
+        pixels = draw.integers(256, images, rows * side, columns * side, 3, dtype=torch.uint8)
+        out = Empty((images * rows * columns * merge**2, 2 * stride), draw.dtype)
+        return Call("patchify_blocks", {"images": pixels, "out": out, "patch": patch, "merge": merge}, ("out",))
+
+    return call
+
+
+def _place(batch: int, images: int, length: int, width: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        order = torch.randperm(images + length, generator=draw.generator)
+        arguments = {
+            "image_tokens": draw(batch, images, width), "tokens": draw.integers(9, batch, length),
+            "table": draw(9, width), "order": order, "x": Empty((batch * (images + length), width), draw.dtype),
+        }  # fmt: skip
+        return Call("place_tokens", arguments, ("x",))
+
+    return call
+
+
+def _add_at(batch: int, tokens: int, count: int, width: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        places = torch.randperm(tokens, generator=draw.generator)[:count]
+        arguments = {"y": draw(batch, count, width), "places": places, "x": draw(batch * tokens, width)}
+        return Call("add_at", arguments, ("x",))
+
+    return call
+
+
+def _norm_rope(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> Callable:
+    def call(draw: Draw) -> Call:
+        weights = {n: draw.wide(head_dim) if norm else None for n in ("q_norm", "k_norm")}
+        angles = draw.wide(tokens, head_dim // 2, scale=3.0)
+        arguments = {
+            "qkv": draw(batch * tokens, (heads + 2 * kv_heads) * head_dim), **weights, "cos": angles.cos(),
+            "sin": angles.sin(), "heads": heads, "kv_heads": kv_heads, "eps": EPS,
+        }  # fmt: skip
+        return Call("norm_rope", arguments, ("qkv",))
+
+    return call
+
+
+def _causal(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        whole = draw(batch, tokens, heads + 2 * kv_heads, head_dim)
+        ends = (0, heads, heads + kv_heads, heads + 2 * kv_heads)
+        parts = {
+            name: Part(whole, lambda t, a=a, b=b: t[:, :, a:b])
+            for name, a, b in zip("qkv", ends[:-1], ends[1:], strict=True)
+        }
+        out = Empty((batch, tokens, heads * head_dim), draw.dtype)
+        return Call("causal_attention", {**parts, "out": out}, ("out",))
+
+    return call
+
+
+def _swiglu(rows: int, hidden: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        return Call("swiglu", {"gate_up": draw(rows, 2 * hidden), "out": Empty((rows, hidden), draw.dtype)}, ("out",))
+
+    return call
+
+
+def _gelu(rows: int, width: int) -> Callable:
+    return lambda draw: Call("exact_gelu", {"x": draw(rows, width, scale=2.0)}, ("x",))
+
+
+def _product(rows: int, n: int, k: int, what: str) -> Callable:
+    """`what`: letters of norm, scale, gelu, relu, 8-bit."""
+
+    def call(draw: Draw) -> Call:
+        layer, scale = draw.linear(n, k, fp8="8" in what), draw.wide(k, scale=0.3) if "s" in what else None
+        stored = layer.weight.float() * layer.weight_scale_value
+        sums = (stored if scale is None else stored * (1.0 + scale)).sum(1)
+        arguments = {
+            "x": draw(rows, k) + 0.5, "layer": layer, "shift": draw.wide(n), "out": Empty((rows, n), draw.dtype),
+            "norm": NormTables(scale, sums, EPS) if "n" in what else None,
+            "activation": "gelu" if "g" in what else "relu" if "r" in what else "none",
+        }  # fmt: skip
+        return Call("product", arguments, ("out",))
+
+    return call
+
+
+def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what: str) -> Callable:
+    """`what`: letters of first, last."""
+
+    def call(draw: Draw) -> Call:
+        shape, last = (batch, horizon, actions), "l" in what
+        weights = draw.wide(batch, horizon).clamp(0, 1)
+        hidden = draw(batch * tokens, width)
+        arguments = {
+            "velocity": draw.wide(batch * tokens, actions), "before": draw.wide(*shape), "target": draw.wide(*shape),
+            "weights": weights, "w_in": draw.wide(actions, width, scale=actions**-0.5), "b_in": draw.wide(width),
+            "after": Empty(shape, torch.float32), "hidden": hidden, "dt": 0.25, "tokens": tokens, "first": "f" in what,
+            "last": last,
+        }  # fmt: skip
+        return Call("flow_step", arguments, ("after",) if last else ("after", "hidden"))
+
+    return call
+
+
+def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
+    for shape in ((2, 2, 3, 4, 2, 48), (1, 1, 2, 5, 1, 80)):
+        yield f"patchify_blocks {shape}", _patchify(*shape)
+    for shape in ((2, 5, 7, 12), (1, 1, 1, 40)):
+        yield f"place_tokens {shape}", _place(*shape)
+        yield f"add_at {shape}", _add_at(shape[0], shape[1] + shape[2], shape[1], shape[3])
+    for shape in ((2, 5, 3, 1, 12, True), (1, 33, 2, 2, 16, False), (1, 7, 4, 2, 6, True)):
+        yield f"norm_rope {shape}", _norm_rope(*shape)
+    for shape in ((2, 33, 4, 2, 16), (1, 1, 2, 1, 6), (1, 130, 2, 1, 12)):
+        yield f"causal_attention {shape}", _causal(*shape)
+    for shape in ((3, 20), (1, 6)):
+        yield f"swiglu {shape}", _swiglu(*shape)
+        yield f"exact_gelu {shape}", _gelu(*shape)
+    for rows, n, k, what in (
+        (41, 40, 48, "nsg"), (41, 24, 72, "ns8"), (3, 20, 33, "n"), (82, 132, 40, "r"), (17, 16, 24, "")
+    ):  # fmt: skip
+        yield f"product {rows}x{k}x{n} {what}", _product(rows, n, k, what)
+    for what in ("f", "", "l"):
+        yield f"flow_step {what}", _flow(2, 6, 5, 40, 9, what)
+
+
+CASES: dict[str, Callable[[Draw], Call]] = dict(_cases())

@@ -1,0 +1,228 @@
+"""GR00T's diffusion transformer in fused ops, all steps in one program: five kernels a block.
+
+Exact savings: all that depends on the step alone is a constant (embeddings of time, the norms' modulations, the
+products of their shifts and sums with the weights), the two linear maps from actions to the second action product are
+one, and keys and values of blocks that look outside are read where the prefix wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vla_accel.models.groot import Groot, GrootConfig
+from vla_accel.models.groot_head import DitLayer, Source, StepConstants
+from vla_accel.native.store import compute_dtype
+from vla_accel.ops import suffix
+from vla_accel.ops.attending import attention
+from vla_accel.ops.dispatch import dependent_launches
+from vla_accel.ops.dit import NormTables, flow_step, product
+from vla_accel.ops.linear import Linear, make_linear
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """One block's products: q alone, or q, k and v, and three more. The biases of `first`, `fc1` are in the tables."""
+
+    first: Linear
+    first_bias: Tensor
+    out: Linear
+    fc1: Linear
+    fc1_bias: Tensor
+    fc2: Linear
+    source: Source
+
+
+@dataclass(frozen=True)
+class TransformerWeights:
+    """`ends`: the transformer's output product and the two that decode it, each with its bias in float32; `w_in` (A, W)
+    float32: from actions to the second action product; `action_out`; `state`: two products; `positions` (H, W)."""
+
+    blocks: tuple[BlockWeights, ...]
+    ends: tuple[tuple[Linear, Tensor], ...]
+    w_in: Tensor
+    b_mix: Tensor
+    action_out: Linear
+    state: tuple[tuple[Tensor, Tensor], ...]
+    positions: Tensor
+    dtype: torch.dtype
+    fp8: bool
+
+    @classmethod
+    def of(cls, model: Groot, precision: str) -> TransformerWeights:
+        """Prepare from a model; `precision` fp32, bf16 or fp8: blocks' weights of one byte, widened in registers."""
+        dtype, head, blocks = compute_dtype(precision), model.head, []
+        # Weight-only: activations are never quantised, the input's scale is not used.
+        amax = 448.0 if precision == "fp8" else None
+        for index, layer in enumerate(head.layers):
+            assert isinstance(layer, DitLayer)
+            first = "qkv_proj" if layer.source == "self" else "q_proj"
+            names = (first, "out_proj", "fc1", "fc2")
+            with model.present(*(f"head.layers.{index}.{n}" for n in names)):
+                one, out, fc1, fc2 = (getattr(layer, n) for n in names)
+                block = BlockWeights(
+                    make_linear(one.weight, None, dtype, amax), one.bias.float().clone(),
+                    make_linear(out.weight, out.bias, dtype, amax), make_linear(fc1.weight, None, dtype, amax),
+                    fc1.bias.float().clone(), make_linear(fc2.weight, fc2.bias, dtype, amax), layer.source,
+                )  # fmt: skip
+            blocks.append(block)
+        small = [f"head.{n}" for n in ("out_proj", "decode_in", "decode_out", "action_in", "action_mix", "action_out",
+                                       "action_positions", "state_in", "state_out")]  # fmt: skip
+        with model.present(*small):
+            ends = tuple(
+                (make_linear(p.weight, None, dtype), p.bias.float().clone())
+                for p in (head.out_proj, head.decode_in, head.decode_out)
+            )
+            mix = head.action_mix.weight[:, : model.config.head.width].double()
+            return cls(
+                tuple(blocks), ends, (mix @ head.action_in.weight.double()).T.float().contiguous(),
+                (mix @ head.action_in.bias.double()).float(),
+                make_linear(head.action_out.weight, head.action_out.bias, dtype),
+                tuple((p.weight.float().clone(), p.bias.float().clone()) for p in (head.state_in, head.state_out)),
+                head.action_positions[: model.config.action_horizon].float().clone(), dtype, amax is not None,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """Of one step: by block the norm before attention and its product's shift; the last norm; the first product's."""
+
+    norms: tuple[tuple[NormTables, Tensor], ...]
+    final: tuple[NormTables, Tensor]
+    b_in: Tensor
+
+
+@dataclass(frozen=True)
+class TransformerTables:
+    """A row a step, and by block the plain norm before its MLP."""
+
+    rows: tuple[StepRow, ...]
+    plain: tuple[NormTables, ...]
+
+
+@torch.inference_mode()
+def step_tables(model: Groot, weights: TransformerWeights, steps: int) -> TransformerTables:
+    """What `steps` steps compute of their time alone, with the products' weights as they are stored."""
+    constants, head = model.constants(steps), model.config.head
+    scales, shifts = constants.scales.float(), constants.shifts.float()
+    by_block = []
+    for index, block in enumerate(weights.blocks):
+        stored = block.first.weight.float() * block.first.weight_scale_value
+        sums = (1.0 + scales[:, index]) @ stored.T
+        moved = shifts[:, index] @ stored.T + block.first_bias
+        by_block.append(
+            [(NormTables(scales[s, index].contiguous(), sums[s], head.eps), moved[s]) for s in range(steps)]
+        )
+    plain = tuple(
+        NormTables(None, b.fc1.weight.float().sum(1) * b.fc1.weight_scale_value, head.eps) for b in weights.blocks
+    )
+    return TransformerTables(tuple(_row(constants, weights, by_block, s, head.final_eps) for s in range(steps)), plain)
+
+
+def _row(
+    constants: StepConstants, weights: TransformerWeights, by_block: list[list[tuple[NormTables, Tensor]]], step: int,
+    eps: float,
+) -> StepRow:  # fmt: skip
+    last, bias = weights.ends[0]
+    stored, scale = last.weight.float(), constants.final_scale[step].float().contiguous()
+    final = NormTables(scale, stored @ (1.0 + scale), eps)
+    shift = stored @ constants.final_shift[step].float() + bias
+    b_in = (constants.time[step].float() + weights.b_mix).contiguous()
+    return StepRow(tuple(block[step] for block in by_block), (final, shift), b_in)
+
+
+class NativeTransformer:
+    """The program. Inputs as `components.groot.Denoise` has them; output `actions` (B, H, A) float32."""
+
+    def __init__(self, weights: TransformerWeights, tables: TransformerTables, config: GrootConfig, batch: int) -> None:
+        self.weights, self.tables, self.config, self.batch = weights, tables, config, batch
+        head, device, dtype = config.head, weights.w_in.device, weights.dtype
+        self.tokens, horizon = config.action_horizon + 1, config.action_horizon
+        self.pdl = dependent_launches(device)
+        rows = batch * self.tokens
+        kind = "FP8 weights" if weights.fp8 else str(dtype)
+        launches = 3 + 5 * head.depth + 3
+        self.detail = f"fused ops, {kind}, {launches} launches a step"
+
+        def buffer(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=kind, device=device)
+
+        self.start, self.x, self.context, self.hidden = (buffer(rows, head.width) for _ in range(4))
+        self.first = {"self": buffer(rows, 3 * head.width), "other": buffer(rows, head.width)}
+        self.active, self.out, self.decoded = (
+            buffer(rows, head.mlp_dim),
+            buffer(rows, head.hidden),
+            buffer(rows, head.hidden),
+        )
+        self.velocity = buffer(rows, config.action_dim, kind=torch.float32)
+        self.flow = [buffer(batch, horizon, config.action_dim, kind=torch.float32) for _ in range(2)]
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        self._begin(inputs["state"])
+        steps = len(self.tables.rows)
+        for step in range(steps):
+            self._flow(inputs, outputs["actions"], step)
+            self.x.copy_(self.start)
+            suffix.project(
+                self.hidden, self.weights.action_out, None, self.x, tokens=self.tokens, skip_first=True, pdl=False
+            )
+            seen = {"text": 0, "image": 0}
+            for index, block in enumerate(self.weights.blocks):
+                self._block(step, index, block, inputs, seen)
+            self._velocity(step)
+        self._flow(inputs, outputs["actions"], steps)
+
+    def _begin(self, state: Tensor) -> None:
+        """The state's token and the actions' positions, the same at every step."""
+        (w_1, b_1), (w_2, b_2) = self.weights.state
+        token = torch.addmm(b_2, torch.relu(torch.addmm(b_1, state, w_1.T)), w_2.T)
+        start = self.start.view(self.batch, self.tokens, -1)
+        start[:, 0] = token.to(start.dtype)
+        start[:, 1:] = self.weights.positions.to(start.dtype)
+
+    def _flow(self, inputs: Mapping[str, Tensor], actions: Tensor, step: int) -> None:
+        """Finish evaluation step - 1 and prepare evaluation `step`."""
+        steps = len(self.tables.rows)
+        first, last = step == 0, step == steps
+        before = inputs["noise"] if first else self.flow[(step - 1) % 2]
+        b_in = self.tables.rows[min(step, steps - 1)].b_in
+        # The first kernel of the chain must not start early.
+        flow_step(
+            self.velocity, before, inputs["target"], inputs["weights"], self.weights.w_in, b_in,
+            actions if last else self.flow[step % 2], self.hidden, dt=1.0 / steps, tokens=self.tokens, first=first,
+            last=last, pdl=self.pdl and not first,
+        )  # fmt: skip
+
+    def _block(
+        self, step: int, index: int, block: BlockWeights, inputs: Mapping[str, Tensor], seen: dict[str, int]
+    ) -> None:
+        head, pdl, source = self.config.head, self.pdl, block.source
+        norm, shift = self.tables.rows[step].norms[index]
+        first = self.first["self" if source == "self" else "other"]
+        # After a library's kernel the chain begins anew.
+        product(self.x, block.first, shift, first, norm=norm, pdl=pdl)
+        heads = first.view(self.batch, self.tokens, -1, head.heads, head.head_dim)
+        if source == "self":
+            q, k, v = heads.unbind(2)
+            lengths = None
+        else:
+            place = seen[source]
+            q, k, v = heads[:, :, 0], inputs[f"{source}_keys"][place], inputs[f"{source}_values"][place]
+            lengths = inputs["lengths"] if source == "text" else None
+            seen[source] += 1
+        attention(q, k, v, self.context, lengths, pdl=pdl)
+        suffix.project(self.context, block.out, None, self.x, pdl=pdl)
+        product(
+            self.x, block.fc1, block.fc1_bias, self.active, norm=self.tables.plain[index], activation="gelu", pdl=pdl
+        )
+        suffix.project(self.active, block.fc2, None, self.x, pdl=pdl)
+
+    def _velocity(self, step: int) -> None:
+        (last, _), (decode_in, b_in), (decode_out, b_out) = self.weights.ends
+        norm, shift = self.tables.rows[step].final
+        product(self.x, last, shift, self.out, norm=norm, pdl=self.pdl)
+        product(self.out, decode_in, b_in, self.decoded, activation="relu", pdl=self.pdl)
+        product(self.decoded, decode_out, b_out, self.velocity, pdl=self.pdl)

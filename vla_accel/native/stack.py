@@ -1,0 +1,124 @@
+"""A stack of pre-norm blocks in fused ops: GR00T's vision tower and its vision-language attention.
+
+Every LayerNorm's weights are folded into the product that follows, q, k and v are one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vla_accel.models.network import Network
+from vla_accel.models.transformer import PreNormLayer
+from vla_accel.native.fold import fold_norm
+from vla_accel.native.vision import VisionLayer
+from vla_accel.ops import norms
+from vla_accel.ops.attending import Sizes, attend, choose
+from vla_accel.ops.linear import linear, linear_gelu, make_linear, products_by
+from vla_accel.ops.norms import with_sums
+from vla_accel.ops.reference import MOMENTS_OF
+from vla_accel.ops.rows import add_norm
+from vla_accel.ops.sequence import norm_rope
+
+
+def stack_weights(model: Network, name: str, layers: Sequence[object], dtype: torch.dtype) -> tuple[VisionLayer, ...]:
+    """The products of a model's blocks, which are `name`.0, `name`.1, …"""
+    made = []
+    for index, layer in enumerate(layers):
+        assert isinstance(layer, PreNormLayer)
+        with model.present(f"{name}.{index}"):
+            block = VisionLayer(
+                with_sums(make_linear(*fold_norm(layer.qkv_proj, layer.layer_norm1), dtype)),
+                make_linear(layer.out_proj.weight, layer.out_proj.bias, dtype),
+                with_sums(make_linear(*fold_norm(layer.fc1, layer.layer_norm2), dtype)),
+                make_linear(layer.fc2.weight, layer.fc2.bias, dtype),
+            )
+        made.append(block)
+    return tuple(made)
+
+
+@dataclass(frozen=True)
+class StackSizes:
+    """`batch` sequences of `tokens` rows; `padded`: of some only the first are real."""
+
+    batch: int
+    tokens: int
+    heads: int
+    eps: float
+    padded: bool = False
+
+
+class Stack:
+    """Blocks over rows (batch * tokens, W) that stay in `x`."""
+
+    def __init__(
+        self, layers: Sequence[VisionLayer], sizes: StackSizes, dtype: torch.dtype, asked: str,
+        rope: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """`rope`: cos and sin (tokens, head_dim / 2) float32; `asked`: the way of attention."""
+        self.layers, self.sizes, self.rope = layers, sizes, rope
+        first, device = layers[0], layers[0].qkv.weight.device
+        width, rows = first.qkv.weight.shape[1], sizes.batch * sizes.tokens
+        self.head_dim = width // sizes.heads
+        attention = Sizes(
+            sizes.batch, sizes.tokens, sizes.tokens, sizes.heads, sizes.heads, self.head_dim, dtype,
+            padded=sizes.padded, quantised=False,
+        )  # fmt: skip
+        self.attention = choose(asked, attention, device)
+        four = {
+            "qkv": (first.qkv, "none"), "out": (first.out, "none"), "fc1": (first.fc1, "gelu"),
+            "fc2": (first.fc2, "none"),
+        }  # fmt: skip
+        products, self.pdl = products_by(rows, four)
+        self.detail = f", {self.attention.detail}{products}"
+        self.norms_inside = width % MOMENTS_OF == 0 and norms.can_be_inside(rows, *four.values())
+        if self.norms_inside:
+            self.detail += ", norms inside"
+
+        def buffer(columns: int) -> Tensor:
+            return torch.empty(rows, columns, dtype=dtype, device=device)
+
+        self.moments = norms.moments_buffer(rows, width, device)
+        self.x, self.y, self.h, self.context = (buffer(width) for _ in range(4))
+        self.qkv, self.hidden = buffer(3 * width), buffer(first.fc1.weight.shape[0])
+
+    def run(self, lengths: Tensor | None = None, after: Callable[[int], None] = lambda index: None) -> None:
+        """All blocks, on `x`. lengths (B,) int32 of the real rows; `after` is called behind each block, when `x` has
+        its output."""
+        norm = {"layer": True, "eps": self.sizes.eps, "inverse_scale": None, "pdl": self.pdl}
+        add_norm(self.x, None, self.x, self.h, **norm)  # type: ignore[arg-type]
+        for index, layer in enumerate(self.layers):
+            if self.norms_inside and index:
+                norms.normed_linear(
+                    self.x, self.moments, layer.qkv, self.qkv, layer_norm=True, eps=self.sizes.eps, pdl=self.pdl
+                )
+            else:
+                linear(self.h, layer.qkv, self.qkv, pdl=self.pdl)
+            self._attend(lengths)
+            self._mlp(layer, norm)
+            after(index)
+
+    def _attend(self, lengths: Tensor | None) -> None:
+        s = self.sizes
+        if self.rope is not None:
+            norm_rope(self.qkv, None, None, *self.rope, s.heads, s.heads, eps=0.0, pdl=self.pdl)
+        q, k, v = self.qkv.view(s.batch, s.tokens, 3, s.heads, self.head_dim).unbind(2)
+        attend(self.attention.way, q, k, v, self.context, lengths, pdl=self.pdl)
+
+    def _mlp(self, layer: VisionLayer, norm: dict[str, object]) -> None:
+        """Output projection, residual, MLP, residual."""
+        if self.norms_inside:
+            inside = {"layer_norm": True, "eps": self.sizes.eps, "pdl": self.pdl}
+            norms.residual_linear(self.context, layer.out, self.x, self.moments, pdl=self.pdl)
+            norms.normed_linear(self.x, self.moments, layer.fc1, self.hidden, gelu=True, **inside)  # type: ignore[arg-type]
+            norms.residual_linear(self.hidden, layer.fc2, self.x, self.moments, pdl=self.pdl)
+            return
+        linear(self.context, layer.out, self.y, pdl=self.pdl)
+        add_norm(self.x, self.y, self.x, self.h, **norm)  # type: ignore[arg-type]
+        linear_gelu(self.h, layer.fc1, self.hidden, self.hidden, inverse_scale=None, pdl=self.pdl)
+        linear(self.hidden, layer.fc2, self.y, pdl=self.pdl)
+        # The next block's normed rows; behind the last one nobody reads them.
+        add_norm(self.x, self.y, self.x, self.h, **norm)  # type: ignore[arg-type]

@@ -1,0 +1,76 @@
+"""Ops of a diffusion transformer's few rows: products with a LayerNorm inside, and the flow's step.
+
+Conventions as in `vla_accel.ops.rows`. FP8 weights are widened in registers, activations are never quantised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vla_accel.ops.dispatch import kernels, path
+from vla_accel.ops.linear import Linear
+
+Activation = Literal["none", "gelu", "relu"]
+
+
+@dataclass(frozen=True)
+class NormTables:
+    """A LayerNorm before a product, of one step: `scale` (K,) float32 that rows are multiplied by, plus one, or None;
+    `sums` (N,) float32: of the weight's rows times that; `eps`. The norm's shift is in the product's own `shift`."""
+
+    scale: Tensor | None
+    sums: Tensor
+    eps: float
+
+
+def product(
+    x: Tensor, layer: Linear, shift: Tensor, out: Tensor, *, norm: NormTables | None = None,
+    activation: Activation = "none", pdl: bool = False,
+) -> None:  # fmt: skip
+    """out (R, N) = activation(norm(x) Wᵀ + shift). x (R, K); `shift` (N,) float32 instead of the layer's bias; GELU is the
+    tanh form. The norm rounds nothing but rows times 1 + scale: rstd ((x ∘ (1 + scale)) Wᵀ - mean sums) + shift."""
+    if path(x) != "reference":
+        return kernels("dit").product(
+            x, layer.weight, layer.weight_scale_value, shift, out, norm=norm, activation=activation, pdl=pdl
+        )
+    wide = torch.promote_types(torch.float32, x.dtype)
+    rows, weight = x.to(wide), layer.weight.to(wide) * layer.weight_scale_value
+    if norm is None:
+        y = rows @ weight.T + shift
+    else:
+        mean = rows.mean(-1, keepdim=True)
+        rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) - mean.square() + norm.eps)
+        scaled = rows if norm.scale is None else (rows * (1.0 + norm.scale)).to(x.dtype).to(wide)
+        y = (scaled @ weight.T - mean * norm.sums) * rstd + shift
+    out.copy_({"none": lambda z: z, "gelu": lambda z: F.gelu(z, approximate="tanh"), "relu": F.relu}[activation](y))
+
+
+def flow_step(
+    velocity: Tensor, before: Tensor, target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, after: Tensor,
+    hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool, pdl: bool = False,
+) -> None:  # fmt: skip
+    """Euler step of a flow from noise to actions, and the next evaluation's input.
+
+    after (B, H, A) = before + dt (1 - weights) velocity, all float32; `first`: the target where a weight (B, H) is above
+    zero, else `before`, and no velocity is read. Unless `last`: hidden (B * T, W) gets silu(after · w_in + b_in) in its
+    last H rows of every T = `tokens`; w_in (A, W), b_in (W,) float32. velocity (B * T, A) float32, its last H rows.
+    """
+    if path(before) != "reference":
+        return kernels("dit").flow_step(
+            velocity, before, target, weights, w_in, b_in, after, hidden, dt=dt, tokens=tokens, first=first, last=last,
+            pdl=pdl,
+        )  # fmt: skip
+    batch, horizon, _ = before.shape
+    if first:
+        after.copy_(torch.where(weights[..., None] > 0, target, before))
+    else:
+        moved = velocity.view(batch, tokens, -1)[:, tokens - horizon :]
+        after.copy_(before + dt * (1.0 - weights[..., None]) * moved)
+    if not last:
+        embedded = F.silu(after.to(w_in.dtype) @ w_in + b_in)
+        hidden.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(hidden.dtype)

@@ -1,0 +1,121 @@
+"""Kernels of a diffusion transformer's few rows (`vla_accel.ops.dit`), cut as those of `kernels.skinny` are."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vla_accel.ops.dit import Activation, NormTables
+from vla_accel.ops.kernels.common import gelu_tanh, launch_options, power_of_two, wait_for_previous
+from vla_accel.ops.kernels.skinny import Tiling, _ahead, _launch, _pick, _row_tile, _weight_tile, tiling
+
+_ACTIVATIONS = {"none": 0, "gelu": 1, "relu": 2}
+
+
+@triton.jit
+def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, shift_ptr, out_ptr, rows, eps, N: tl.constexpr,
+             K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+             AHEAD: tl.constexpr, NORM: tl.constexpr, HAS_SCALE: tl.constexpr, ACTIVATION: tl.constexpr,
+             PDL: tl.constexpr):  # fmt: skip
+    n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
+    w0, w1, w2, w3 = _ahead(w_ptr, n0, K, BLOCK_N, PARTS, PIECE, N, AHEAD)
+    n = n0 + tl.arange(0, BLOCK_N)[None, :]
+    wait_for_previous(PDL)
+    acc = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    coming = _row_tile(x_ptr, row0, rows, 0, K, BLOCK_M, PARTS, PIECE)
+    for k0 in tl.static_range(0, K, PARTS * PIECE):
+        x = coming
+        if k0 + PARTS * PIECE < K:
+            coming = _row_tile(x_ptr, row0, rows, k0 + PARTS * PIECE, K, BLOCK_M, PARTS, PIECE)
+        if k0 < AHEAD * PARTS * PIECE:
+            w = _pick(w0, w1, w2, w3, k0 // (PARTS * PIECE))
+        else:
+            w = _weight_tile(w_ptr, n0, k0, K, BLOCK_N, PARTS, PIECE, N)
+        if NORM:
+            wide = x.to(tl.float32)
+            total += tl.sum(tl.sum(wide, 2), 0)
+            squares += tl.sum(tl.sum(wide * wide, 2), 0)
+            if HAS_SCALE:
+                k = k0 + tl.arange(0, PARTS)[:, None, None] * PIECE + tl.arange(0, PIECE)[None, None, :]
+                x = (wide * (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))).to(x.dtype)
+        acc = tl.dot(x, w.to(x.dtype), acc)
+    y = tl.sum(acc, 0) * wscale
+    if NORM:
+        mean = total / K
+        rstd = tl.rsqrt(squares / K - mean * mean + eps)
+        y = (y - mean[:, None] * tl.load(sums_ptr + n, mask=n < N, other=0.0)) * rstd[:, None]
+    y += tl.load(shift_ptr + n, mask=n < N, other=0.0)
+    if ACTIVATION == 1:
+        y = gelu_tanh(y)
+    elif ACTIVATION == 2:
+        y = tl.maximum(y, 0.0)
+    row = row0 + tl.arange(0, BLOCK_M)[:, None]
+    tl.store(out_ptr + row * N + n, y.to(out_ptr.dtype.element_ty), mask=(row < rows) & (n < N))
+
+
+def product(
+    x: Tensor, weight: Tensor, weight_scale: float, shift: Tensor, out: Tensor, *, norm: NormTables | None,
+    activation: Activation, pdl: bool, cut: Tiling | None = None,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.dit.product`."""
+    rows, k = x.shape
+    n = weight.shape[0]
+    cut = cut or tiling(rows, k, 16 if n <= 2048 else 32)
+    grid = (triton.cdiv(n, cut.columns), triton.cdiv(rows, cut.rows))
+    scale = None if norm is None else norm.scale
+    _product[grid](
+        x, weight, weight_scale, shift if scale is None else scale, shift if norm is None else norm.sums, shift, out,
+        rows, 0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts,
+        cut.ahead, norm is not None, scale is not None, _ACTIVATIONS[activation], pdl, **_launch(pdl, cut.parts),
+    )  # fmt: skip
+
+
+@triton.jit
+def _flow_step(velocity_ptr, before_ptr, target_ptr, weights_ptr, w_in_ptr, b_in_ptr, after_ptr, hidden_ptr, dt, rows,
+               horizon, tokens, WIDTH: tl.constexpr, ACTIONS: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_W: tl.constexpr, BLOCK_A: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+               PDL: tl.constexpr):  # fmt: skip
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = row < rows
+    token = (row // horizon) * tokens + (tokens - horizon) + row % horizon
+    action = tl.arange(0, BLOCK_A)
+    both = real[:, None] & (action < ACTIONS)[None, :]
+    place = row[:, None] * ACTIONS + action[None, :]
+    column = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    wait_for_previous(PDL)
+    weight = tl.load(weights_ptr + row, mask=real, other=0.0)[:, None]
+    moved = tl.load(before_ptr + place, mask=both, other=0.0)
+    if FIRST:
+        moved = tl.where(weight > 0, tl.load(target_ptr + place, mask=both, other=0.0), moved)
+    else:
+        velocity = tl.load(velocity_ptr + token[:, None] * ACTIONS + action[None, :], mask=both, other=0.0)
+        moved += dt * (1.0 - weight) * velocity
+    if tl.program_id(0) == 0:
+        tl.store(after_ptr + place, moved, mask=both)
+    if not LAST:
+        w_in = tl.load(
+            w_in_ptr + action[:, None] * WIDTH + column[None, :],
+            mask=(action < ACTIONS)[:, None] & (column < WIDTH)[None, :], other=0.0,
+        )  # fmt: skip
+        embedded = tl.dot(moved, w_in, input_precision="ieee")
+        embedded += tl.load(b_in_ptr + column, mask=column < WIDTH, other=0.0)[None, :]
+        embedded = embedded / (1.0 + tl.exp(-embedded))
+        out = hidden_ptr + token[:, None] * WIDTH + column[None, :]
+        tl.store(out, embedded.to(hidden_ptr.dtype.element_ty), mask=real[:, None] & (column < WIDTH)[None, :])
+
+
+def flow_step(
+    velocity: Tensor, before: Tensor, target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, after: Tensor,
+    hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool, pdl: bool,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.dit.flow_step`."""
+    batch, horizon, actions = before.shape
+    rows, width = batch * horizon, w_in.shape[1]
+    grid = (1 if last else triton.cdiv(width, 32), triton.cdiv(rows, 16))
+    _flow_step[grid](
+        velocity, before, target, weights, w_in, b_in, after, hidden, dt, rows, horizon, tokens, width, actions, 16, 32,
+        max(16, power_of_two(actions)), first, last, pdl, num_warps=4, num_stages=1, **launch_options(pdl),
+    )  # fmt: skip
