@@ -51,7 +51,8 @@ def answer(
         return model.integrate(noise, model.constants(steps), state, cache, real, *(previous or ()))
 
 
-CASES = {
+Case = tuple[int, int, tuple[int, ...], tuple[int, int]]
+CASES: dict[str, Case] = {
     "batch1": (1, 2, (15,), (2, 3)),
     "batch3": (3, 2, (14, 14, 14), (2, 2)),
     "missing camera": (1, 1, (11,), (3, 2)),

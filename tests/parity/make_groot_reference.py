@@ -242,7 +242,7 @@ def model_cases(model: Any, full: bool) -> dict[str, torch.Tensor]:
             given["tokens"][:, 3 + 2 * view], given["tokens"][:, 4 + 2 * view] = ids["vision_start"], ids["vision_end"]
         for steps in STEPS[:1] if full else STEPS:
             if len(set(lengths)) == 1:
-                found = answer(model, *(given[n] for n in ("pixels", "tokens", "state", "noise")), steps)
+                found = answer(model, given["pixels"], given["tokens"], given["state"], given["noise"], steps)
             else:
                 rows = [
                     answer(model, given["pixels"][r : r + 1], given["tokens"][r : r + 1, :n], given["state"][r : r + 1],
@@ -263,7 +263,8 @@ def model_cases(model: Any, full: bool) -> dict[str, torch.Tensor]:
     given = {n: tensors[f"batch1.{n}"] for n in ("pixels", "tokens", "state", "noise")}
     previous = torch.from_numpy(draw("rtc.previous", 1, 5, 132)).clamp(-1, 1)
     options = {"action_horizon": 5, "rtc_overlap_steps": 5, "rtc_frozen_steps": 2, "rtc_ramp_rate": 6.0}
-    found = answer(model, *given.values(), 4, {"previous": previous, "options": options})
+    rtc = {"previous": previous, "options": options}
+    found = answer(model, given["pixels"], given["tokens"], given["state"], given["noise"], 4, rtc)
     return {**tensors, "rtc.previous": previous, "rtc.steps4": found.contiguous()}
 
 

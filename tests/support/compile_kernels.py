@@ -17,6 +17,7 @@ import io
 import json
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def launches_of(
     config = dataclasses.replace(config, **two)
     with META:
         model = Pi0(config).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
-    store, spec, found = Pi0Store(model, scales_of_any(1.0)), EngineSpec("native", precision=precision), []
+    store, spec = Pi0Store(model, scales_of_any(1.0)), EngineSpec("native", precision=precision)
     images, total = views * config.vision.tokens, views * config.vision.tokens + length
     with steered("triton"):
         programs = (
@@ -110,16 +111,26 @@ def launches_of(
         "weights": buffer(*actions[:2], dtype=torch.float32),
     }  # fmt: skip
 
+    def run() -> None:
+        for program in programs:
+            program(tensors, tensors)
+        if tried:
+            try_cuts(gpu, loop, tensors)
+
+    return recorded(run)
+
+
+def recorded(call: Callable[[], None]) -> list[Launch]:
+    """What a call launches on tensors without data."""
+    found: list[Launch] = []
+
     def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         found.append((kernel, args, options))
 
     run, JITFunction.run = JITFunction.run, record  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with steered("triton"):
-            for program in programs:
-                program(tensors, tensors)
-            if tried:
-                try_cuts(gpu, loop, tensors)
+            call()
     finally:
         JITFunction.run = run
     return found

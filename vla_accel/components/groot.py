@@ -90,7 +90,7 @@ class KvCache(_Fixed):
         return self._layout.places(self.model.device)
 
     def parts(self) -> list[str]:
-        head = [name for name in self.model.names("head") if name.startswith("head.vl_") or "kv_proj" in name]
+        head = [name for name in self.model.names("head") if name.startswith("head.vl_") or ".kv_proj." in name]
         return [*self.model.names("embed", "language"), *head]
 
     def forward(
@@ -116,7 +116,7 @@ class Denoise(_Fixed):
         # What is fixed has the times' and the norms' share; the cache has the rest.
         others = ("head.vl_", "head.time_", "head.final_modulation")
         names = [n for n in self.model.names("head") if not n.startswith(others)]
-        return [n for n in names if "kv_proj" not in n and ".modulation." not in n]
+        return [n for n in names if ".kv_proj." not in n and ".modulation." not in n]
 
     def forward(
         self, noise: Tensor, text_keys: Tensor, text_values: Tensor, image_keys: Tensor, image_values: Tensor,

@@ -101,6 +101,8 @@ class DitLayer(nn.Module):
     """One block: an adaptive norm before attention, a plain one before the MLP. A block that looks outside has its keys
     and values from `kv_proj` once for all steps."""
 
+    source: Source
+
     def __init__(self, config: HeadConfig, source: Source) -> None:
         super().__init__()
         width, self.config, self.source = config.width, config, source
@@ -213,7 +215,7 @@ class GrootHead(nn.Module):
         tokens = self.action_out(F.silu(mixed)) + self.action_positions[: noisy.shape[1]]
         x = torch.cat((state[:, None], tokens), 1).to(self._layer(0).fc1.weight.dtype)
         text_mask = None if text is None else text[:, None].expand(-1, x.shape[1], -1)
-        seen = {"text": 0, "image": 0}
+        seen: dict[Source, int] = {"text": 0, "image": 0}
         for index, layer in enumerate(self._layers()):
             outside = mask = None
             if layer.source != "self":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vla_accel.fp8 import E4M3, Scales
 from vla_accel.models.pi0 import Pi0

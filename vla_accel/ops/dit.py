@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vla_accel.ops import suffix_tilings
 from vla_accel.ops.dispatch import kernels, path
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear
+from vla_accel.ops.suffix_tilings import Product
 
 Activation = Literal["none", "gelu", "relu"]
 
@@ -32,11 +35,13 @@ def product(
     x: Tensor, layer: Linear, shift: Tensor, out: Tensor, *, norm: NormTables | None = None,
     activation: Activation = "none", pdl: bool = False,
 ) -> None:  # fmt: skip
-    """out (R, N) = activation(norm(x) Wᵀ + shift). x (R, K); `shift` (N,) float32 instead of the layer's bias; GELU is the
-    tanh form. The norm rounds nothing but rows times 1 + scale: rstd ((x ∘ (1 + scale)) Wᵀ - mean sums) + shift."""
+    """out (R, N) = activation(norm(x) Wᵀ + shift). x (R, K); `shift` (N,) float32 instead of the layer's bias; GELU is
+    the tanh form. The norm rounds nothing but rows times 1 + scale: rstd ((x ∘ (1 + scale)) Wᵀ - mean sums) + shift."""
     if path(x) != "reference":
+        sizes = (layer.weight.element_size(), x.element_size())
+        cut = suffix_tilings.pipelined(Gpu.of(x.device), Product(*x.shape, len(layer.weight), 1, 1, *sizes))
         return kernels("dit").product(
-            x, layer.weight, layer.weight_scale_value, shift, out, norm=norm, activation=activation, pdl=pdl
+            x, layer.weight, layer.weight_scale_value, shift, out, norm=norm, activation=activation, pdl=pdl, cut=cut
         )
     wide = torch.promote_types(torch.float32, x.dtype)
     rows, weight = x.to(wide), layer.weight.to(wide) * layer.weight_scale_value
@@ -56,9 +61,9 @@ def flow_step(
 ) -> None:  # fmt: skip
     """Euler step of a flow from noise to actions, and the next evaluation's input.
 
-    after (B, H, A) = before + dt (1 - weights) velocity, all float32; `first`: the target where a weight (B, H) is above
-    zero, else `before`, and no velocity is read. Unless `last`: hidden (B * T, W) gets silu(after · w_in + b_in) in its
-    last H rows of every T = `tokens`; w_in (A, W), b_in (W,) float32. velocity (B * T, A) float32, its last H rows.
+    after (B, H, A) = before + dt (1 - weights) velocity, all float32; `first`: the target where a weight (B, H) is
+    above zero, else `before`, and no velocity is read. Unless `last`: hidden (B * T, W) gets silu(after · w_in + b_in)
+    in its last H rows of every T = `tokens`; w_in (A, W), b_in (W,) float32. velocity (B * T, A) float32, its last H rows.
     """
     if path(before) != "reference":
         return kernels("dit").flow_step(

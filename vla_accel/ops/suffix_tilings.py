@@ -6,6 +6,7 @@ measured where a program is built (`vla_accel.ops.autotune`), and before that th
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -125,6 +126,14 @@ def candidates(gpu: Gpu | None, product: Product) -> list[Tiling]:
 def default(gpu: Gpu | None, product: Product) -> Tiling:
     """The cut for one product alone: measured by nobody, and without a workspace."""
     return [*_skinny(gpu, product), *_pipelined(gpu, product, (1,))][0]
+
+
+@functools.cache
+def pipelined(gpu: Gpu | None, product: Product) -> Pipelined:
+    """As `default`, for kernels that know no other kind."""
+    cut = _pipelined(gpu, product, (1,))[0]
+    assert isinstance(cut, Pipelined)
+    return cut
 
 
 def _skinny(gpu: Gpu | None, product: Product) -> list[Tiling]:

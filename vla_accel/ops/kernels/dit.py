@@ -1,4 +1,4 @@
-"""Kernels of a diffusion transformer's few rows (`vla_accel.ops.dit`), cut as those of `kernels.skinny` are."""
+"""Kernels of a diffusion transformer's few rows (`vla_accel.ops.dit`), with K in stages through shared memory."""
 
 from __future__ import annotations
 
@@ -8,68 +8,63 @@ from torch import Tensor
 
 from vla_accel.ops.dit import Activation, NormTables
 from vla_accel.ops.kernels.common import gelu_tanh, launch_options, power_of_two, wait_for_previous
-from vla_accel.ops.kernels.skinny import Tiling, _ahead, _launch, _pick, _row_tile, _weight_tile, tiling
+from vla_accel.ops.suffix_tilings import Pipelined
 
 _ACTIVATIONS = {"none": 0, "gelu": 1, "relu": 2}
 
 
 @triton.jit
 def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, shift_ptr, out_ptr, rows, eps, N: tl.constexpr,
-             K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
-             AHEAD: tl.constexpr, NORM: tl.constexpr, HAS_SCALE: tl.constexpr, ACTIVATION: tl.constexpr,
-             PDL: tl.constexpr):  # fmt: skip
-    n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
-    w0, w1, w2, w3 = _ahead(w_ptr, n0, K, BLOCK_N, PARTS, PIECE, N, AHEAD)
-    n = n0 + tl.arange(0, BLOCK_N)[None, :]
+             K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
+             HAS_SCALE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows, in_n = row < rows, n < N
     wait_for_previous(PDL)
-    acc = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
-    coming = _row_tile(x_ptr, row0, rows, 0, K, BLOCK_M, PARTS, PIECE)
-    for k0 in tl.static_range(0, K, PARTS * PIECE):
-        x = coming
-        if k0 + PARTS * PIECE < K:
-            coming = _row_tile(x_ptr, row0, rows, k0 + PARTS * PIECE, K, BLOCK_M, PARTS, PIECE)
-        if k0 < AHEAD * PARTS * PIECE:
-            w = _pick(w0, w1, w2, w3, k0 // (PARTS * PIECE))
-        else:
-            w = _weight_tile(w_ptr, n0, k0, K, BLOCK_N, PARTS, PIECE, N)
+    for k0 in range(0, K, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=in_rows[:, None] & (k < K)[None, :], other=0.0)
+        w = tl.load(
+            w_ptr + n[None, :].to(tl.int64) * K + k[:, None], mask=in_n[None, :] & (k < K)[:, None], other=0.0
+        )  # fmt: skip
         if NORM:
             wide = x.to(tl.float32)
-            total += tl.sum(tl.sum(wide, 2), 0)
-            squares += tl.sum(tl.sum(wide * wide, 2), 0)
+            total += tl.sum(wide, 1)
+            squares += tl.sum(wide * wide, 1)
             if HAS_SCALE:
-                k = k0 + tl.arange(0, PARTS)[:, None, None] * PIECE + tl.arange(0, PIECE)[None, None, :]
-                x = (wide * (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))).to(x.dtype)
+                x = (wide * (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]).to(x.dtype)
         acc = tl.dot(x, w.to(x.dtype), acc)
-    y = tl.sum(acc, 0) * wscale
+    y = acc * wscale
     if NORM:
         mean = total / K
         rstd = tl.rsqrt(squares / K - mean * mean + eps)
-        y = (y - mean[:, None] * tl.load(sums_ptr + n, mask=n < N, other=0.0)) * rstd[:, None]
-    y += tl.load(shift_ptr + n, mask=n < N, other=0.0)
+        y = (y - mean[:, None] * tl.load(sums_ptr + n, mask=in_n, other=0.0)[None, :]) * rstd[:, None]
+    y += tl.load(shift_ptr + n, mask=in_n, other=0.0)[None, :]
     if ACTIVATION == 1:
         y = gelu_tanh(y)
     elif ACTIVATION == 2:
         y = tl.maximum(y, 0.0)
-    row = row0 + tl.arange(0, BLOCK_M)[:, None]
-    tl.store(out_ptr + row * N + n, y.to(out_ptr.dtype.element_ty), mask=(row < rows) & (n < N))
+    place = out_ptr + row[:, None] * N + n[None, :]
+    tl.store(place, y.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_n[None, :])
 
 
 def product(
     x: Tensor, weight: Tensor, weight_scale: float, shift: Tensor, out: Tensor, *, norm: NormTables | None,
-    activation: Activation, pdl: bool, cut: Tiling | None = None,
+    activation: Activation, pdl: bool, cut: Pipelined,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.dit.product`."""
     rows, k = x.shape
     n = weight.shape[0]
-    cut = cut or tiling(rows, k, 16 if n <= 2048 else 32)
     grid = (triton.cdiv(n, cut.columns), triton.cdiv(rows, cut.rows))
     scale = None if norm is None else norm.scale
     _product[grid](
         x, weight, weight_scale, shift if scale is None else scale, shift if norm is None else norm.sums, shift, out,
-        rows, 0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts,
-        cut.ahead, norm is not None, scale is not None, _ACTIVATIONS[activation], pdl, **_launch(pdl, cut.parts),
+        rows, 0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.block_k, norm is not None,
+        scale is not None, _ACTIVATIONS[activation], pdl, num_warps=cut.warps, num_stages=cut.stages,
+        **launch_options(pdl),
     )  # fmt: skip
 
 

@@ -130,8 +130,9 @@ def norm_rope(
 
 @triton.jit
 def _causal_attention(q_ptr, k_ptr, v_ptr, out_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head, scale,
-                      TOKENS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                      TOKENS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+                      BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                      PDL: tl.constexpr):  # fmt: skip
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     wait_for_previous(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

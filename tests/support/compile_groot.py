@@ -1,0 +1,66 @@
+"""A script: compile for Hopper, without a GPU, every Triton kernel that GR00T N1.7's programs launch at full size.
+
+As compile_kernels.py, whose rows it prints a part of; `--count` prints how many kernels a call launches instead.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import triton
+
+from tests.support.compile_kernels import HOPPER, META, Launch, linear_without_data, recorded, source_of
+from vla_accel.components.groot import groot_components
+from vla_accel.config import EngineSpec
+from vla_accel.models.groot import Groot, groot_n17
+from vla_accel.models.groot_language import Layout
+from vla_accel.native import groot_denoise, groot_prefix, groot_vision, stack
+from vla_accel.native.groot import GrootStore
+from vla_accel.ops.dispatch import steered
+
+STEPS = 4
+
+
+def launches_of(precision: str, batch: int) -> dict[str, list[Launch]]:
+    """What a call launches, by component: two views of 256 x 256 and a prompt of the first bucket."""
+    with META:
+        model = Groot(groot_n17()).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
+    found = {}
+    with steered("triton"):
+        for component in groot_components(model, Layout(2, (8, 8), 32), batch, STEPS, True, GrootStore(model)):
+            assert component.native is not None
+            precise = precision if component.name == "denoise" else "auto"
+            program = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
+            # As on Hopper, where kernels start before others end.
+            for part in (program, getattr(program, "stack", None)):
+                if hasattr(part, "pdl"):
+                    part.pdl = True  # type: ignore[union-attr]
+            tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
+            found[component.name] = recorded(lambda p=program, t=tensors: p(t, t))
+    return found
+
+
+def main() -> None:
+    for module in (groot_denoise, groot_prefix, groot_vision, stack):
+        vars(module)["make_linear"] = linear_without_data
+    if "--count" in sys.argv:
+        print(json.dumps({name: len(found) for name, found in launches_of("auto", 1).items()}))
+        return
+    seen = set()
+    for precision, batch in (("auto", 1), ("fp8", 1), ("auto", 3)):
+        for launch in (one for found in launches_of(precision, batch).values() for one in found):
+            source, key = source_of(launch)
+            if key in seen:
+                continue
+            seen.add(key)
+            made = triton.compile(source, target=HOPPER, options=launch[2])
+            row = {"kernel": launch[0].__name__, "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared}
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        main()
