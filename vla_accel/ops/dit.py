@@ -63,7 +63,8 @@ def flow_step(
 
     after (B, H, A) = before + dt (1 - weights) velocity, all float32; `first`: the target where a weight (B, H) is
     above zero, else `before`, and no velocity is read. Unless `last`: hidden (B * T, W) gets silu(after · w_in + b_in)
-    in its last H rows of every T = `tokens`; w_in (A, W), b_in (W,) float32. velocity (B * T, A) float32, its last H rows.
+    in its last H rows of every T = `tokens`; w_in (A, W), b_in (W,) float32. velocity (B * T, A) float32, its last H
+    rows.
     """
     if path(before) != "reference":
         return kernels("dit").flow_step(
