@@ -84,6 +84,7 @@ class EngineSpec:
     `engine`: the engine asked for; "auto" takes the fastest one that loses nothing on this machine (`engines.auto`).
     `fallback`: engines to try, in order, if it cannot be built; empty means that failing to build is an error; "auto"
     steps down by itself. `precision`: of the large products inside the engine; "auto" is the policy's.
+    `keep`: products, by their names in a layer, that stay as they are where `precision` is FP8 (native engine only).
     `attention`: of the native engine's vision and kv_cache: its own kernels, torch's SDPA, flash-attn, or the one that
     is measured to be the fastest when the engine is built. `native`, `tensorrt`: options of these engines.
     """
@@ -91,6 +92,7 @@ class EngineSpec:
     engine: EngineName = "auto"
     fallback: tuple[EngineName, ...] = ()
     precision: EnginePrecision = "auto"
+    keep: tuple[str, ...] = ()
     attention: Attention = "own"
     native: NativeOptions = field(default_factory=NativeOptions)
     tensorrt: TensorrtOptions = field(default_factory=TensorrtOptions)
@@ -98,6 +100,9 @@ class EngineSpec:
     def __post_init__(self) -> None:
         if "auto" in self.fallback or (self.engine == "auto" and self.fallback):
             raise ConfigError(f"fallback: engine auto steps down by itself, got {self.engine} with {self.fallback}")
+        if self.keep and (self.precision in ("auto", "fp32", "bf16", "fp16") or self.engine != "native"):
+            what = f"{', '.join(self.keep)} for {self.precision} in engine {self.engine}"
+            raise ConfigError(f"keep: expected products of the native engine in FP8, got {what}")
         if self.attention != "own" and not {"auto", "native"} & {self.engine, *self.fallback}:
             raise ConfigError(f"attention: only the native engine has a choice, got {self.attention} for {self.engine}")
 

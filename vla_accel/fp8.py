@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,15 @@ class Products:
     names: tuple[str, ...]
     activations: bool = True
     power_of_two: bool = False
+
+    def without(self, keep: Sequence[str]) -> Products:
+        """These but for `keep`. Raises EngineError for a name that is none of them, and where none is left."""
+        if unknown := [name for name in keep if name not in self.names]:
+            raise EngineError(f"keep: expected some of {', '.join(self.names)}, got {', '.join(unknown)}")
+        left = tuple(name for name in self.names if name not in keep)
+        if not left:
+            raise EngineError(f"keep: expected some of {', '.join(self.names)}, got all of them")
+        return replace(self, names=left)
 
     def __str__(self) -> str:
         what = "FP8" if self.activations else "FP8 weights only"

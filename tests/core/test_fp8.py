@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import find, load
 from vla_accel.components.calibration import calibration
 from vla_accel.components.variants import needs_scales
-from vla_accel.errors import CheckpointError, DependencyError, EngineError
+from vla_accel.errors import CheckpointError, ConfigError, DependencyError, EngineError
 from vla_accel.fp8 import E4M3, FILE, Scales, fingerprint, read_scales, scales_for
 from vla_accel.models.quantised import QUANTISED, calibrated_products
 from vla_accel.native.expert import ExpertWeights
@@ -164,6 +165,46 @@ def test_the_table_is_what_the_native_programs_quantise() -> None:
         ("denoise", ExpertWeights.of(MODEL, "fp8")),
     ):
         assert narrow(weights.layers[0]) == set(QUANTISED[component]["native"].names), component
+
+
+@pytest.mark.parametrize("component", ["vision", "kv_cache"])
+def test_kept_products_stay_as_they_are(component: str, tmp_path: Path) -> None:
+    """Each set of kept products: only these are wide, the program runs, and what is kept costs no agreement."""
+    names = QUANTISED[component]["native"].names
+    write_tiny_checkpoint(tmp_path, "pi05")
+    source = OptimizedPolicy.from_pretrained(tmp_path, EAGER)
+    checkpoint = replace(source.checkpoint, calibrated=scales_of_any())
+    observation, noise = (
+        source.processor.example(),
+        np.zeros(source.family.action_shape(source.model.config), np.float32),
+    )
+
+    def answer(spec: EngineSpec) -> tuple[np.ndarray, str]:
+        policy = OptimizedPolicy(checkpoint, replace(EAGER, **{component: spec}))
+        raw = policy.infer_with_internals(observation, noise=noise)[1]
+        return raw["image_tokens" if component == "vision" else "keys"], policy.ledger.entries[component].detail
+
+    wide, _ = answer(EngineSpec("native"))
+    errors: dict[tuple[str, ...], float] = {
+        (): float(np.abs(answer(EngineSpec("native", precision="fp8"))[0] - wide).mean())
+    }
+    for keep in ((names[0],), (names[-1],), names[:-1], names[1:]):
+        found, detail = answer(EngineSpec("native", precision="fp8", keep=keep))
+        left = [name for name in names if name not in keep]
+        assert f"FP8: {', '.join(left)}, kept as they are: {', '.join(keep)}" in detail
+        errors[keep] = float(np.abs(found - wide).mean())
+    assert min(errors.values()) > 0 and max(errors[names[:-1]], errors[names[1:]]) < errors[()]
+
+
+def test_products_that_cannot_be_kept_are_named() -> None:
+    given = scales_of_any()
+    with pytest.raises(EngineError, match="keep: expected some of qkv_proj, out_proj, fc1, fc2, got down_proj"):
+        VisionWeights.of(MODEL, "fp8", given, ("down_proj",))
+    with pytest.raises(EngineError, match="got all of them"):
+        PrefixWeights.of(MODEL, "fp8", given, keep=QUANTISED["kv_cache"]["native"].names)
+    for wrong in ({"engine": "eager", "precision": "fp8"}, {"engine": "native"}):
+        with pytest.raises(ConfigError, match="keep: expected products of the native engine in FP8, got fc2"):
+            EngineSpec(**wrong, keep=("fc2",))  # type: ignore[arg-type]
 
 
 def test_the_ledger_says_what_the_same_word_means(tmp_path: Path) -> None:

@@ -58,3 +58,26 @@ def test_other_steps_are_another_policy() -> None:
     found = candidates.steps((2, 1))(FOUND)
     assert [(c.config.num_steps, c.other_policy) for c in found] == [(2, True), (1, True)]
     assert {c.config.vision.engine for c in found} == {"native"}
+
+
+def failed(component: str, ms: float = 2.5) -> Tried:
+    """FP8 in one component, which gate one refused."""
+    config = FOUND[2].candidate.config
+    config = config.with_specs({**config.specs(PARTS), component: EngineSpec("native", precision="fp8")})
+    agreement = {"passed": False, "cosine": 0.5, "reasons": ["cosine"]}
+    return Tried(Candidate(f"fp8 {component}", config, ""), agreement, {"median_ms": ms}, dropped="gate one")
+
+
+def test_products_that_round_worst_are_kept_where_fp8_failed() -> None:
+    found = candidates.products(lambda: LOWER)([*FOUND, failed("vision")])
+    assert [c.config.vision.keep for c in found] == [("o_proj",), ("down_proj",)]
+    assert all(c.config.vision.precision == "fp8" and c.config.kv_cache == EngineSpec("native") for c in found)
+    assert candidates.products(lambda: LOWER)(FOUND) == [], "nothing failed"
+
+
+def test_what_agreed_alone_is_tried_together() -> None:
+    (kept, _), plain = candidates.products(lambda: LOWER)([failed("vision")]), failed("kv_cache")
+    agreed = [*FOUND, Tried(kept, latency={"median_ms": 2.0}), Tried(plain.candidate, latency={"median_ms": 2.2})]
+    (both,) = candidates.together(PARTS)(agreed)
+    assert both.config.vision == kept.config.vision and both.config.kv_cache == plain.candidate.config.kv_cache
+    assert candidates.together(PARTS)([*FOUND, Tried(kept, latency={"median_ms": 2.0})]) == []

@@ -121,7 +121,13 @@ def main(arguments: list[str]) -> int:
             seed=chosen.seed, folder=chosen.output / "episodes",
         )  # fmt: skip
         first, left_out = candidates.engines(base, parts, device)
-        stages = [first, candidates.precisions(bench.lower), candidates.attentions(parts)]
+        stages = [
+            first,
+            candidates.precisions(bench.lower),
+            candidates.products(bench.lower),
+            candidates.together(parts),
+            candidates.attentions(parts),
+        ]
         if chosen.allow_steps:
             stages.append(candidates.steps(chosen.allow_steps))
         with Teller() as teller:

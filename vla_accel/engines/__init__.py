@@ -46,7 +46,10 @@ def build(component: Component, spec: EngineSpec, *, device: torch.device, ledge
         detail = engine.detail
         if spec.precision == "fp8":
             # The same word means other products in other engines: the ledger says which.
-            detail += f"; {component.quantised.get(name, f'nothing in FP8, which {name} does not have')}"
+            keep = spec.keep if name == "native" else ()
+            products = component.quantised.get(name)
+            detail += f"; {products.without(keep)}" if products else f"; nothing in FP8, which {name} does not have"
+            detail += f", kept as they are: {', '.join(keep)}" if keep else ""
         ledger.record(LedgerEntry(component.name, requested, name, "; ".join(reasons), detail))
         return engine
     raise EngineError(f"{component.name}: no engine could be built ({'; '.join(reasons)})")

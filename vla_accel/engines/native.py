@@ -51,6 +51,8 @@ class NativeEngine(Engine):
         super().__init__(component, device, spec)
         if component.native is None:
             raise EngineError(f"{component.name}: the native engine has no program for this component")
+        if spec.keep and "native" not in component.quantised:
+            raise EngineError(f"{component.name}: keep: it has no products in FP8, got {', '.join(spec.keep)}")
         gpu = Gpu.of(device)
         if gpu is not None:
             reason = why_not(gpu, spec.precision) or _without_triton()

@@ -6,6 +6,7 @@ import torch
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
+from vla_accel.errors import EngineError
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.expert import ExpertWeights, NativeDenoise, steps_of, why_not_streamed
 from vla_accel.native.prefix import NativePrefix, PrefixWeights
@@ -19,7 +20,10 @@ class Pi0Store(NativeStore[Pi0]):
     def vision(self, batch: int, views: int, spec: EngineSpec) -> Program:
         """The vision program of `batch` observations of `views` images."""
         precision = self.precision("vision", spec, ("fp8", "fp16"))
-        weights = self.weights(("vision", precision), lambda: VisionWeights.of(self.model, precision, self.scales))
+        weights = self.weights(
+            ("vision", precision, spec.keep),
+            lambda: VisionWeights.of(self.model, precision, self.scales, spec.keep),
+        )
         return NativeVision(weights, batch, views, spec.attention)
 
     def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
@@ -27,7 +31,8 @@ class Pi0Store(NativeStore[Pi0]):
         precision = self.precision("kv_cache", spec, self._beside_bf16())
         where = spec.native.embeddings
         weights = self.weights(
-            ("kv_cache", precision, where), lambda: PrefixWeights.of(self.model, precision, self.scales, where)
+            ("kv_cache", precision, where, spec.keep),
+            lambda: PrefixWeights.of(self.model, precision, self.scales, where, spec.keep),
         )
         return NativePrefix(weights, batch, image_tokens, length, spec.attention)
 
@@ -36,6 +41,8 @@ class Pi0Store(NativeStore[Pi0]):
     ) -> Program:
         """The whole Euler loop of `num_steps`. `max_weight`: of the guidance, as in `RtcConfig`."""
         precision = self.precision("denoise", spec, self._beside_bf16(), calibrated=False)
+        if spec.keep:
+            raise EngineError("denoise: keep: its weights are stored in one byte all or none")
         why_not = why_not_streamed(self.model, precision, batch)
         form = ("denoise", precision, "layers" if why_not else "streamed")
         weights = self.weights(form, lambda: ExpertWeights.of(self.model, precision, streamed=why_not is None))

@@ -6,7 +6,7 @@ expert both read, nothing after the last layer's keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,16 +50,18 @@ class PrefixWeights:
 
     @classmethod
     def of(
-        cls, model: Pi0, precision: str, scales: Scales | None, embeddings: Literal["gpu", "host"] = "gpu"
-    ) -> PrefixWeights:
-        """Prepare from a model; `precision` fp32, bf16 or fp8 (what `QUANTISED` names in FP8, the rest BF16);
-        `embeddings`: where the table lies (`config.NativeOptions`)."""
+        cls, model: Pi0, precision: str, scales: Scales | None, embeddings: Literal["gpu", "host"] = "gpu",
+        keep: Sequence[str] = (),
+    ) -> PrefixWeights:  # fmt: skip
+        """Prepare from a model; `precision` fp32, bf16 or fp8 (what `QUANTISED` names, but for `keep`, in FP8, the rest
+        BF16); `embeddings`: where the table lies (`config.NativeOptions`)."""
         config, dtype = model.config.prefix, compute_dtype(precision)
+        fp8 = QUANTISED["kv_cache"]["native"].without(keep)
         layers = []
         for index, layer in enumerate(model.prefix.layers):
             assert isinstance(layer, GemmaLayer)
             name = f"prefix.layers.{index}"
-            amax = amax_of(scales, precision, name, QUANTISED["kv_cache"]["native"])
+            amax = amax_of(scales, precision, name, fp8)
             if index + 1 == config.depth:
                 # Nothing asks the last layer anything: only its keys and values are needed.
                 with model.present(f"{name}.qkv_proj", f"{name}.input_layernorm"):
@@ -104,14 +106,19 @@ class NativePrefix:
     ) -> None:
         self.weights = weights
         first, dtype, device = weights.layers[0], weights.dtype, weights.layers[0].qkv.weight.device
-        quantised = first.o is not None and first.o.weight_scale is not None
+        others = [p for p in (first.o, first.gate_up, first.down) if p is not None]
+        quantised = any(p.weight_scale is not None for p in others)
         self.detail = f"fused ops, {'FP8' if quantised else dtype}"
         self.batch, self.tokens = batch, image_tokens + length
         rows, width = batch * self.tokens, weights.table.shape[1]
-        product_input = E4M3.dtype if quantised else dtype
+
+        def taken_by(product: Linear | None) -> torch.dtype:
+            """The dtype of what a product multiplies."""
+            return dtype if product is None or product.weight_scale is None else E4M3.dtype
+
         sizes = Sizes(
             batch, self.tokens, self.tokens, weights.heads, weights.kv_heads, weights.head_dim, dtype, padded=True,
-            quantised=quantised,
+            quantised=taken_by(first.o) != dtype,
         )  # fmt: skip
         self.attention = choose(attention, sizes, device)
         self.detail += f", {self.attention.detail}"
@@ -136,13 +143,14 @@ class NativePrefix:
         def buffer(columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(rows, columns, dtype=kind, device=device)
 
-        self.x, self.y, self.h, self.h_mlp = buffer(width), buffer(width), buffer(width), buffer(width, product_input)
+        self.x, self.y, self.h = buffer(width), buffer(width), buffer(width)
+        self.h_mlp = buffer(width, taken_by(first.gate_up))
         self.qkv = buffer((weights.heads + 2 * weights.kv_heads) * weights.head_dim)
         self.last_kv = buffer(2 * weights.kv_heads * weights.head_dim)
-        self.context = buffer(weights.heads * weights.head_dim, product_input)
+        self.context = buffer(weights.heads * weights.head_dim, taken_by(first.o))
         if first.gate_up is not None:
             hidden = first.gate_up.weight.shape[0] // 2
-            self.gate_up, self.active = buffer(2 * hidden), buffer(hidden, product_input)
+            self.gate_up, self.active = buffer(2 * hidden), buffer(hidden, taken_by(first.down))
         self.cos, self.sin = rope_tables(self.tokens, weights.head_dim, device)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:

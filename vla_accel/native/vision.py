@@ -6,7 +6,7 @@ and v are one product, and an MLP width that the tensor cores dislike (4304) is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +54,15 @@ class VisionWeights:
     patch_size: int
 
     @classmethod
-    def of(cls, model: Pi0, precision: str, scales: Scales | None) -> VisionWeights:
-        """Prepare from a model; `precision` fp32, bf16, fp16 or fp8 (what `QUANTISED` names in FP8, the rest BF16)."""
-        config = model.config.vision
+    def of(cls, model: Pi0, precision: str, scales: Scales | None, keep: Sequence[str] = ()) -> VisionWeights:
+        """Prepare from a model; `precision` fp32, bf16, fp16 or fp8 (what `QUANTISED` names, but for `keep`, in FP8,
+        the rest BF16)."""
+        config, fp8 = model.config.vision, QUANTISED["vision"]["native"].without(keep)
         dtype = compute_dtype(precision)
         layers = []
         for index, layer in enumerate(model.vision.layers):
             assert isinstance(layer, SiglipLayer)
-            amax = amax_of(scales, precision, f"vision.layers.{index}", QUANTISED["vision"]["native"])
+            amax = amax_of(scales, precision, f"vision.layers.{index}", fp8)
             hidden = round_up(config.mlp_dim, 64)
             extra = hidden - config.mlp_dim
             with model.present(f"vision.layers.{index}"):
@@ -107,10 +108,11 @@ class NativeVision:
     def __init__(self, weights: VisionWeights, batch: int, views: int, attention: str = "own") -> None:
         self.weights = weights
         self.images = batch * views
-        self.detail = f"fused ops, {'FP8' if weights.layers[0].qkv.weight_scale is not None else weights.dtype}"
+        first = weights.layers[0]
+        quantised = any(p.weight_scale is not None for p in (first.qkv, first.out, first.fc1, first.fc2))
+        self.detail = f"fused ops, {'FP8' if quantised else weights.dtype}"
         rows, width = self.images * weights.place.shape[0], weights.place.shape[1]
         device, dtype = weights.patch.device, weights.dtype
-        first = weights.layers[0]
 
         def buffer(columns: int, like: Linear | None = None) -> Tensor:
             quantised = like is not None and like.weight_scale is not None
@@ -128,7 +130,6 @@ class NativeVision:
         }  # fmt: skip
         products, self.pdl = products_by(rows, four)
         self.detail += products
-        quantised = first.qkv.weight_scale is not None
         self.norms_inside = not quantised and width % MOMENTS_OF == 0 and norms.can_be_inside(rows, *four.values())
         if self.norms_inside:
             self.detail += ", norms inside"
@@ -138,6 +139,9 @@ class NativeVision:
         self.embedded = torch.empty(rows, width, dtype=torch.float32, device=device)
         self.x, self.y = buffer(width), buffer(width)
         self.h, self.context = buffer(width, first.qkv), buffer(width, first.out)
+        # What fc1 multiplies; q/k/v's rows unless only one of the two is in FP8.
+        alike = (first.qkv.weight_scale is None) == (first.fc1.weight_scale is None)
+        self.h_mlp = self.h if alike else buffer(width, first.fc1)
         self.last = buffer(width)
         self.qkv = buffer(3 * width)
         self.hidden = buffer(first.fc1.weight.shape[0])
@@ -186,8 +190,8 @@ class NativeVision:
             linear(self.h, layer.qkv, self.qkv, pdl=pdl)
             self._attend(layer)
             linear(self.context, layer.out, self.y, pdl=pdl)
-            add_norm(self.x, self.y, self.x, self.h, inverse_scale=layer.fc1.inverse_scale, **norm)
-            linear_gelu(self.h, layer.fc1, self.hidden, self.active, inverse_scale=layer.fc2.inverse_scale, pdl=pdl)
+            add_norm(self.x, self.y, self.x, self.h_mlp, inverse_scale=layer.fc1.inverse_scale, **norm)
+            linear_gelu(self.h_mlp, layer.fc1, self.hidden, self.active, inverse_scale=layer.fc2.inverse_scale, pdl=pdl)
             linear(self.active, layer.fc2, self.y, pdl=pdl)
             final = index + 1 == len(w.layers)
             following = None if final else w.layers[index + 1].qkv.inverse_scale

@@ -70,6 +70,52 @@ def precisions(lower_of: Callable[[], Lower]) -> Stage:
     return stage
 
 
+def products(lower_of: Callable[[], Lower]) -> Stage:
+    """Where FP8 in one component failed gate one: every set of its products stays as it is, so that those that round
+    worst are found. A component has four at most; in denoise weights are stored in one byte all or none."""
+
+    def stage(tried: Sequence[Tried]) -> list[Candidate]:
+        found = []
+        for failed in tried:
+            specs = failed.candidate.config.specs(list(lower_of())) if _failed_in_fp8(failed) else {}
+            low = [name for name, spec in specs.items() if spec.precision == "fp8" and not spec.keep]
+            if len(low) != 1 or specs[low[0]].engine != "native" or not lower_of()[low[0]]["native"].activations:
+                continue
+            spec, names = specs[low[0]], lower_of()[low[0]]["native"].names
+            for count in range(1, len(names)):
+                for keep in itertools.combinations(names, count):
+                    config = failed.candidate.config.with_specs({**specs, low[0]: replace(spec, keep=keep)})
+                    kept = " ".join(keep)
+                    found.append(Candidate(f"{failed.candidate.name}, but {kept}", config, f"FP8 without {kept}"))
+        return found
+
+    return stage
+
+
+def together(parts: Sequence[str]) -> Stage:
+    """The fastest FP8 of each component that agreed, all at once, where some product of one had to be kept."""
+
+    def stage(tried: Sequence[Tried]) -> list[Candidate]:
+        best: dict[str, Tried] = {}
+        for t in sorted((t for t in tried if t.dropped is None and t.latency), key=lambda t: t.ms):
+            low = [n for n, s in t.candidate.config.specs(parts).items() if s.precision == "fp8"]
+            if len(low) == 1:
+                best.setdefault(low[0], t)
+        chosen = {name: t.candidate.config.specs(parts)[name] for name, t in best.items()}
+        if len(chosen) < 2 or not any(spec.keep for spec in chosen.values()):
+            return []
+        base = next(iter(best.values())).candidate.config
+        name = ", ".join(f"{n} but {' '.join(s.keep)}" if s.keep else n for n, s in chosen.items())
+        config = base.with_specs({**base.specs(parts), **chosen})
+        return [Candidate(f"native fp8 {name}", config, "the FP8 that agreed, in all components at once")]
+
+    return stage
+
+
+def _failed_in_fp8(tried: Tried) -> bool:
+    return tried.agreement is not None and not tried.agreement["passed"] and not tried.candidate.other_policy
+
+
 def attentions(parts: Sequence[str], choices: Sequence[Attention] = ("sdpa", "flash_attn", "fastest")) -> Stage:
     """Other attention in the fastest so far, in those components of the native engine that have a choice."""
 

@@ -40,6 +40,7 @@ class PolicyBench:
     ) -> None:
         self.checkpoint, self.reference = checkpoint, reference
         self.observations, self.draws, self.calls, self.seed = observations, draws, calls, seed
+        self._lower: dict[str, Mapping[str, Products]] | None = None
         self._exact: OptimizedPolicy | None = None
         self._loaded: tuple[str, OptimizedPolicy] | None = None
 
@@ -78,15 +79,18 @@ class PolicyBench:
 
     def lower(self) -> dict[str, Mapping[str, Products]]:
         """By component, what each engine computes in FP8, as far as the checkpoint has the scales that it needs."""
+        if self._lower is not None:
+            return self._lower
         policy = self._policy(self.reference)
         family, config = policy.family, policy.model.config
         inputs = policy.processor.prepare(policy.processor.example())
         shape = family.shape(config, [inputs], policy.num_steps, policy.specs)
         scaled = policy.checkpoint.scales is not None
-        return {
+        self._lower = {
             c.name: {engine: p for engine, p in c.quantised.items() if scaled or not p.activations}
             for c in family.components(policy.model, shape)
         }
+        return self._lower
 
     def _observe(self, rng: np.random.Generator) -> dict[str, Any]:
         return dict(self.observations[int(rng.integers(len(self.observations)))])
