@@ -139,14 +139,23 @@ class RtcConfig:
     `schedule`: of the weights between the delay and the execution horizon. `max_guidance_weight`: bound of w(t); None
     is the number of steps, because one Euler step moves x by w / steps of the error, so that more overshoots at t = 1
     (lerobot: 10, for 10 steps). `execution_horizon`: the action up to which the previous chunk counts; None is all of
-    it (lerobot: 10).
+    it (lerobot: 10). `trained`: the checkpoint was trained with clean prefixes, each action with its own flow time:
+    the actions up to the delay are pinned, and nothing is guided. `max_delay`: the longest that it was trained with
+    (lerobot: `rtc_training_max_delay`); None leaves it unchecked.
     """
 
     schedule: Schedule = "linear"
     max_guidance_weight: float | None = None
     execution_horizon: int | None = None
+    trained: bool = False
+    max_delay: int | None = None
 
     def __post_init__(self) -> None:
+        guided = {"max_guidance_weight": self.max_guidance_weight, "execution_horizon": self.execution_horizon}
+        if self.trained and any(value is not None for value in guided.values()):
+            raise ConfigError(f"rtc.trained: expected no guidance beside it, got {guided}")
+        if self.max_delay is not None and (self.max_delay < 1 or not self.trained):
+            raise ConfigError(f"rtc.max_delay: expected at least 1, beside trained: true, got {self.max_delay}")
         if self.schedule not in ("zeros", "ones", "linear", "exp"):
             raise ConfigError(f"rtc.schedule: expected zeros, ones, linear or exp, got {self.schedule!r}")
         most = self.max_guidance_weight

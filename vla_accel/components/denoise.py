@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from vla_accel.component import Component, Loop, TensorSpec
 from vla_accel.components.padding import MOST_VIEWS, longest_prompt, real_tokens
 from vla_accel.components.step import denoise_loop
+from vla_accel.config import RtcConfig
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.quantised import QUANTISED
-from vla_accel.models.rtc import Guidance, step_gains
+from vla_accel.models.rtc import Guidance, Pinned, step_gains
 
 if TYPE_CHECKING:
     from vla_accel.native.pi0 import Pi0Store
@@ -22,20 +23,27 @@ if TYPE_CHECKING:
 class Denoise(nn.Module):
     """noise (B, H, action_dim) float32, keys, values, `target` (B, H, action_dim) and `weights` (B, H) float32 of the
     guidance (weights of zero: a plain call), then for π0 `state` (B, action_dim), then, when padded, `lengths` (B,)
-    int32 of the prefix, to normalised actions (B, H, action_dim) float32. `max_weight`: as in `RtcConfig`."""
+    int32 of the prefix, to normalised actions (B, H, action_dim) float32. `max_weight` and `trained`: as in
+    `RtcConfig`."""
 
     def __init__(
-        self, model: FlowNetwork, num_steps: int, takes_state: bool, padded: bool, max_weight: float | None = None
-    ) -> None:
+        self, model: FlowNetwork, num_steps: int, takes_state: bool, padded: bool, max_weight: float | None = None,
+        trained: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.trained = trained
         self.embeddings: Any
         self.modulations: Any
+        self.clean_embedding: Any
+        self.clean_modulations: Any
         self.model = model
         self.takes_state, self.padded = takes_state, padded
         self.times: list[float] = model.times(num_steps).tolist()
         self.gains = step_gains(self.times, max_weight)
         self.register_buffer("embeddings", None, persistent=False)
         self.register_buffer("modulations", None, persistent=False)
+        self.register_buffer("clean_embedding", None, persistent=False)
+        self.register_buffer("clean_modulations", None, persistent=False)
         if model.origin is None:
             self.fetch()
 
@@ -45,6 +53,10 @@ class Denoise(nn.Module):
             times = self.model.times(len(self.times)).to(self.model.device)
             with torch.inference_mode():
                 self.embeddings, self.modulations = self.model.conditioning(times)
+                if self.trained:
+                    clean, modulations = self.model.conditioning(times.new_zeros(1))
+                    self.clean_embedding = clean[0]
+                    self.clean_modulations = None if modulations is None else modulations[0]
         small = ["action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out"]
         small += ["state_proj"] if self.model.takes_state else []
         parts = [name for name in small if hasattr(self.model, name)]
@@ -59,7 +71,9 @@ class Denoise(nn.Module):
     ) -> Tensor:
         state = rest[0] if self.takes_state else None
         mask = real_tokens(rest[-1], keys.shape[2]) if self.padded else None
-        guidance = Guidance(target, weights, self.times, self.gains)
+        guidance: Guidance | Pinned = Guidance(target, weights, self.times, self.gains)
+        if self.trained:
+            guidance = Pinned(target, weights, self.clean_embedding, self.clean_modulations)
         return self.model.integrate(noise, self.embeddings, self.modulations, keys, values, state, mask, guidance)
 
 
@@ -70,9 +84,12 @@ def denoise_component(
     num_steps: int,
     padded: bool,
     store: Pi0Store | None = None,
-    max_weight: float | None = None,
+    rtc: RtcConfig | None = None,
 ) -> Component:
-    """The loop for a fixed number of steps and prefix tokens. `max_weight`: of the guidance, as in `RtcConfig`."""
+    """The loop for a fixed number of steps and prefix tokens. One that pins a trained prefix has no native program and
+    no step of its own: their tables are of one flow time for all actions."""
+    rtc = rtc or RtcConfig()
+    max_weight = rtc.max_guidance_weight
     config = model.config
     takes_state = model.takes_state
     actions = (batch, config.action_horizon, config.action_dim)
@@ -91,15 +108,15 @@ def denoise_component(
     if padded:
         inputs.append(TensorSpec("lengths", (batch,), torch.int32))
     native = None
-    if store is not None and padded:
+    if store is not None and padded and not rtc.trained:
         native = partial(store.denoise, batch, prefix_tokens, num_steps, max_weight=max_weight)
-    module = Denoise(model, num_steps, takes_state, padded, max_weight)
+    module = Denoise(model, num_steps, takes_state, padded, max_weight, rtc.trained)
     outputs = (TensorSpec("actions", actions, torch.float32),)
 
     def loop() -> Loop:
         return denoise_loop(model, tuple(inputs), module.embeddings, module.modulations, module.times, module.gains)
 
     return Component(
-        "denoise", module, tuple(inputs), outputs, native, loop=loop, quantised=QUANTISED["denoise"],
-        fetch=module.fetch,
+        "denoise", module, tuple(inputs), outputs, native, loop=None if rtc.trained else loop,
+        quantised=QUANTISED["denoise"], fetch=module.fetch,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from vla_accel.component import Component
 from vla_accel.components.groot import CACHE, groot_components
 from vla_accel.components.padding import PROMPT_BUCKET, padded_prompt
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
-from vla_accel.errors import ObservationError
+from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.families import groot_stand_in
 from vla_accel.families.groot_folder import load_folder
 from vla_accel.fp8 import Scales
@@ -131,6 +131,10 @@ class GrootFamily(Family):
             host["lengths"][:] = shape.tokens
 
     def guide(self, config: GrootConfig, rtc: RtcConfig, previous: np.ndarray, delay: int) -> dict[str, np.ndarray]:
+        if rtc.trained:
+            raise ConfigError(
+                "rtc.trained: expected a model whose actions have flow times of their own, GR00T's have not"
+            )
         target = np.zeros(self.action_shape(config), np.float32)
         target[: len(previous)] = previous
         weights = overlap_weights(len(previous), delay, config.action_horizon, config.ramp, rtc.execution_horizon)

@@ -52,11 +52,10 @@ class Pi0Family(PromptedFamily):
     ) -> Sequence[Component]:  # fmt: skip
         batch, views, tokens, padded = shape.batch, shape.views, shape.tokens, shape.padded
         prefix = model.config.prefix_tokens(views, tokens)
-        most = None if rtc is None else rtc.max_guidance_weight
         return (
             vision_component(model, batch, views, store),
             kv_cache_component(model, batch, views, tokens, padded, store, scales),
-            denoise_component(model, batch, prefix, shape.steps, padded, store, most),
+            denoise_component(model, batch, prefix, shape.steps, padded, store, rtc),
         )
 
     # -- measuring it ---------------------------------------------------------------------------------------------

@@ -90,6 +90,12 @@ class PromptedFamily(Family):
             host["lengths"][:] = config.prefix_tokens(shape.views, shape.tokens)
 
     def guide(self, config: Any, rtc: RtcConfig, previous: np.ndarray, delay: int) -> dict[str, np.ndarray]:
+        most = config.action_horizon - 1 if rtc.max_delay is None else rtc.max_delay
+        if rtc.trained and delay > min(most, len(previous)):
+            raise ObservationError(
+                f"inference_delay: expected at most {min(most, len(previous))} actions, of {len(previous)} that are "
+                f"left and {most} that the checkpoint was trained for, got {delay}"
+            )
         target = np.zeros(self.action_shape(config), np.float32)
         target[: len(previous)] = previous
         weights = chunk_weights(rtc, delay, len(previous), config.action_horizon)

@@ -51,11 +51,10 @@ class SmolVlaFamily(PromptedFamily):
         del store, scales
         batch, views, tokens, padded = shape.batch, shape.views, shape.tokens, shape.padded
         prefix = model.config.prefix_tokens(views, tokens)
-        most = None if rtc is None else rtc.max_guidance_weight
         return (
             vision_component(model, batch, views),
             smolvla_kv_cache_component(model, batch, views, tokens, padded),
-            denoise_component(model, batch, prefix, shape.steps, padded, None, most),
+            denoise_component(model, batch, prefix, shape.steps, padded, None, rtc),
         )
 
     # -- measuring it ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 from vla_accel.errors import ConfigError
 from vla_accel.models.gemma import GemmaPrefix
 from vla_accel.models.network import Network
-from vla_accel.models.rtc import Guidance
+from vla_accel.models.rtc import Guidance, Pinned
 from vla_accel.models.siglip import SiglipVision
 
 
@@ -64,7 +64,7 @@ class FlowNetwork(Network):
         """The flow's velocity at `noisy` (B, H, action_dim); returns the same shape, in the projections' dtype.
 
         keys, values (depth, B, S, kv_heads, head_dim); prefix_mask (B, S) bool or None; the time-only inputs are one
-        row of `conditioning`.
+        row of `conditioning`, or one for each action, (B, H, …).
         """
 
     @abstractmethod
@@ -94,15 +94,17 @@ class FlowNetwork(Network):
         values: Tensor,
         state: Tensor | None = None,
         prefix_mask: Tensor | None = None,
-        guidance: Guidance | None = None,
+        guidance: Guidance | Pinned | None = None,
     ) -> Tensor:
         """`denoise` with `conditioning(times)` already computed: one row of it a step. `guidance`: towards a previous
-        chunk (`vla_accel.models.rtc`)."""
+        chunk, or with its beginning pinned (`vla_accel.models.rtc`)."""
         steps = len(embeddings)
-        x = noise
+        x = noise if guidance is None else guidance.started(noise)
         for step in range(steps):
-            row = None if modulations is None else modulations[step]
-            v = self.velocity(x, embeddings[step], row, state, keys, values, prefix_mask).to(x.dtype)
+            embedding, row = embeddings[step], None if modulations is None else modulations[step]
+            if guidance is not None:
+                embedding, row = guidance.conditions(embedding, row)
+            v = self.velocity(x, embedding, row, state, keys, values, prefix_mask).to(x.dtype)
             if guidance is not None:
                 v = guidance.corrected(v, x, step)
             x = x + (-1.0 / steps) * v

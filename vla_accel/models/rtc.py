@@ -31,6 +31,8 @@ Jacobian = Literal["identity", "exact"]
 
 def chunk_weights(config: RtcConfig, delay: int, previous: int, horizon: int) -> Tensor:
     """`prefix_weights` (horizon,) for a previous chunk of which `previous` actions are left."""
+    if config.trained:
+        return prefix_weights(delay, min(delay, previous), horizon, "zeros")
     end = previous if config.execution_horizon is None else min(config.execution_horizon, previous)
     return prefix_weights(delay, end, horizon, config.schedule)
 
@@ -96,6 +98,51 @@ class Guidance:
     def corrected(self, v: Tensor, x: Tensor, step: int) -> Tensor:
         """`corrected` for a step of the loop."""
         return corrected(v, x, self.times[step], self.gains[step], self.target, self.weights)
+
+    def started(self, noise: Tensor) -> Tensor:
+        """Where the loop begins."""
+        return noise
+
+    def conditions(self, embedding: Tensor, modulations: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the velocity is conditioned on, from a step's rows."""
+        return embedding, modulations
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """What a loop takes in `Guidance`'s place where the model was trained with clean prefixes: actions whose weight is
+    not zero are the target's, at flow time 0, in every evaluation and in the end; the others see them as they are.
+
+    `embedding` and `modulations`: the model's `conditioning` of t = 0, one row. Source: Black, Ren, Equi, Levine,
+    "Training-Time Action Conditioning for Efficient Real-Time Chunking" (2025), with their time reversed; lerobot's
+    `hard_prefix`.
+    """
+
+    target: Tensor
+    weights: Tensor
+    embedding: Tensor
+    modulations: Tensor | None
+
+    @property
+    def pinned(self) -> Tensor:
+        """(B, H, 1) bool."""
+        return self.weights.unsqueeze(-1) > 0
+
+    def started(self, noise: Tensor) -> Tensor:
+        """Where the loop begins: the pinned actions are clean."""
+        return torch.where(self.pinned, self.target, noise)
+
+    def conditions(self, embedding: Tensor, modulations: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Each action's own rows, (B, H, …): of t = 0 where it is pinned, else of the step."""
+        if modulations is None:
+            return torch.where(self.pinned, self.embedding, embedding), None
+        assert self.modulations is not None
+        return embedding, torch.where(self.pinned.unsqueeze(-1), self.modulations, modulations)
+
+    def corrected(self, v: Tensor, x: Tensor, step: int) -> Tensor:
+        """The velocity, zero where an action is pinned: it stays what it is, bit for bit."""
+        del x, step
+        return torch.where(self.pinned, torch.zeros_like(v), v)
 
 
 def pad_chunk(previous: Tensor, horizon: int, action_dim: int) -> Tensor:

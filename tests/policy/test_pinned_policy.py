@@ -1,0 +1,119 @@
+"""Checkpoints trained with clean prefixes (`rtc: {trained: true}`): the actions up to the delay are pinned, each action
+has its own flow time, and nothing is guided."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.policy.test_guided_policy import EAGER, chunk, draw, load, scaling
+from tests.support.tiny import tiny_observation, write_tiny_checkpoints
+from vla_accel import EngineSpec, OptimizedPolicy
+from vla_accel.config import RtcConfig, load_config
+from vla_accel.errors import ConfigError, EngineError, ObservationError
+from vla_accel.models.pi0 import Kind
+
+TRAINED = RtcConfig(trained=True, max_delay=3)
+PINNED = replace(EAGER, rtc=TRAINED)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
+    return write_tiny_checkpoints(tmp_path_factory.mktemp("pinned"))
+
+
+def by_hand(
+    policy: OptimizedPolicy, kind: Kind, noise: np.ndarray, previous: np.ndarray, delay: int, steps: int
+) -> np.ndarray:
+    """lerobot's loop (`euler_integrate` with `hard_prefix`) in float64: before each evaluation the prefix is put in,
+    and its flow time is zero."""
+    model = copy.deepcopy(policy.model).whole().double()
+    observation = tiny_observation(3)
+    inputs = policy.processor.prepare(observation)
+    centre, half = scaling(kind, "state")
+    state = torch.from_numpy((observation["observation/state"] - centre) / half)[None].double()
+    pixels = torch.from_numpy(np.stack(inputs.images)).permute(0, 3, 1, 2)[None].double() / 255 * 2 - 1
+    keys, values = model.prefix_cache(model.embed_images(pixels), torch.from_numpy(inputs.tokens)[None])
+    centre, half = scaling(kind, "actions")
+    prefix = np.zeros((delay, 8))
+    prefix[:, :7] = (previous[:delay] - centre) / half
+    x = torch.from_numpy(noise)[None].double()
+    for step in range(steps):
+        x[0, :delay] = torch.from_numpy(prefix)
+        times = torch.full((5,), 1 - step / steps, dtype=torch.float64)
+        times[:delay] = 0.0
+        embedding, rows = model.conditioning(times)
+        rows = None if rows is None else rows[None]
+        x = x - model.velocity(x, embedding[None], rows, state if kind == "pi0" else None, keys, values) / steps
+    x[0, :delay] = torch.from_numpy(prefix)
+    return x[0, :, :7].numpy() * half + centre
+
+
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+@pytest.mark.parametrize(("steps", "delay"), [(1, 1), (4, 3)])
+def test_the_chunk_is_lerobots(folders: dict[Kind, Path], kind: Kind, steps: int, delay: int) -> None:
+    policy = load(folders[kind], replace(PINNED, num_steps=steps))
+    noise, previous = draw(policy, 4, 1)[0], chunk(5, 4)
+    got = policy.infer(tiny_observation(3), noise=noise, prev_chunk=previous, inference_delay=delay)["actions"]
+    want = by_hand(policy, kind, noise, previous, delay, steps)
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-4)
+    np.testing.assert_allclose(got[:delay], previous[:delay], rtol=0, atol=1e-6)
+    plain = policy.infer(tiny_observation(3), noise=noise)["actions"]
+    assert np.abs(got[delay:] - plain[delay:]).max() > 1e-2, "the others see what is pinned"
+
+
+def test_without_a_previous_chunk_or_a_delay_it_is_the_plain_call(folders: dict[Kind, Path]) -> None:
+    pinned, plain = load(folders["pi05"], PINNED), load(folders["pi05"])
+    noise = draw(plain, 4, 1)[0]
+    want = plain.infer(tiny_observation(3), noise=noise)["actions"]
+    np.testing.assert_allclose(pinned.infer(tiny_observation(3), noise=noise)["actions"], want, rtol=0, atol=1e-5)
+    again = pinned.infer(tiny_observation(3), noise=noise, prev_chunk=chunk(5, 4), inference_delay=0)["actions"]
+    np.testing.assert_allclose(again, want, rtol=0, atol=1e-5)
+
+
+def test_a_batch_pins_each_row_by_its_own_delay(folders: dict[Kind, Path]) -> None:
+    policy = load(folders["pi05"], PINNED)
+    observations, noise = [tiny_observation(seed) for seed in range(3)], draw(policy, 1, 3)
+    chunks, delays = [None, chunk(1, 4), chunk(2, 5)], [None, 1, 3]
+    got = policy.infer_batch(observations, noise=noise, prev_chunks=chunks, inference_delays=delays)
+    for row, (one, previous, delay) in enumerate(zip(observations, chunks, delays, strict=True)):
+        alone = policy.infer(one, noise=noise[row], prev_chunk=previous, inference_delay=delay)["actions"]
+        np.testing.assert_allclose(got[row]["actions"], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("left", "delay", "message"),
+    [
+        (4, 4, "inference_delay: expected at most 3 actions, of 4 that are left and 3 that the checkpoint was"),
+        (2, 3, "inference_delay: expected at most 2 actions, of 2 that are left and 3 that the checkpoint was"),
+    ],
+)
+def test_a_delay_that_was_never_trained_is_named(
+    folders: dict[Kind, Path], left: int, delay: int, message: str
+) -> None:
+    policy = load(folders["pi05"], PINNED)
+    with pytest.raises(ObservationError, match=message):
+        policy.infer(tiny_observation(3), prev_chunk=chunk(5, left), inference_delay=delay)
+
+
+def test_the_native_engine_says_that_it_has_no_program(folders: dict[Kind, Path]) -> None:
+    with pytest.raises(EngineError, match="denoise: the native engine has no program for this component"):
+        load(folders["pi05"], replace(PINNED, denoise=EngineSpec("native")))
+
+
+@pytest.mark.parametrize(
+    ("rtc", "message"),
+    [
+        ({"trained": True, "max_guidance_weight": 5.0}, "rtc.trained: expected no guidance beside it"),
+        ({"max_delay": 3}, "rtc.max_delay: expected at least 1, beside trained: true, got 3"),
+        ({"trained": True, "max_delay": 0}, "rtc.max_delay: expected at least 1, beside trained: true, got 0"),
+    ],
+)
+def test_what_contradicts_itself_is_named(rtc: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"rtc": rtc})
