@@ -14,30 +14,33 @@ _FINEST_S = 1e-6
 
 
 class Recent:
-    """Durations by name, in slots of ten seconds, of which the oldest fall out."""
+    """Durations by name, in slots of ten seconds, of which the oldest fall out.
+
+    The whole window's counts are kept beside the slots': what is asked for on the event loop must cost little.
+    """
 
     def __init__(self) -> None:
         self._slots: deque[tuple[int, dict[str, Counter[int]]]] = deque()
+        self._whole: dict[str, Counter[int]] = {}
 
     def add(self, name: str, seconds: float) -> None:
         """Take in a duration."""
         bucket = round(math.log(max(seconds, _FINEST_S) / _FINEST_S, _GROWTH))
-        self._now().setdefault(name, Counter())[bucket] += 1
+        for counts in (self._now(), self._whole):
+            counts.setdefault(name, Counter())[bucket] += 1
 
     def names(self) -> list[str]:
-        """What was added in the window, in the order of its first appearance."""
+        """What was added in the window."""
         self._now()
-        return list(dict.fromkeys(name for _, slot in self._slots for name in slot))
+        return list(self._whole)
 
     def quantile(self, name: str, share: float) -> float:
         """The duration that a share of those in the window stays below, in seconds; NaN where there is none."""
         self._now()
-        total: Counter[int] = Counter()
-        for _, slot in self._slots:
-            total.update(slot.get(name, {}))
-        left = math.ceil(share * total.total())
-        for bucket in sorted(total):
-            left -= total[bucket]
+        counts = self._whole.get(name, Counter())
+        left = math.ceil(share * counts.total())
+        for bucket in sorted(counts):
+            left -= counts[bucket]
             if left <= 0:
                 return _FINEST_S * _GROWTH**bucket
         return math.nan
@@ -54,7 +57,10 @@ class Recent:
         """The slot under way; those beyond the window are dropped."""
         number = int(time.monotonic() / _SLOT_S)
         while self._slots and self._slots[0][0] <= number - WINDOW_S / _SLOT_S:
-            self._slots.popleft()
+            for name, counts in self._slots.popleft()[1].items():
+                self._whole[name] -= counts  # what falls to zero is no longer in it
+                if not self._whole[name]:
+                    del self._whole[name]
         if not self._slots or self._slots[-1][0] != number:
             self._slots.append((number, {}))
         return self._slots[-1][1]

@@ -1,0 +1,56 @@
+"""The server on GPUs: replicas answer as the policy in this process does, a GPU may stand twice in the list, and one
+that dies comes back on its own device. Built, not run so far."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("websockets", reason="needs websockets")
+pytest.importorskip("msgpack", reason="the wire format needs msgpack")
+
+from tests.remote.test_server import eventually
+from tests.support.server_support import metric
+from vla_accel import OptimizedPolicy
+from vla_accel.cli.serve import Load
+from vla_accel.client import PolicyClient
+from vla_accel.machine import resolve_devices
+from vla_accel.server import Replicas, ServerConfig, background
+from vla_accel.server.gpus import gpus
+
+pytestmark = pytest.mark.gpu
+
+
+def test_replicas_on_gpus_answer_as_the_policy_here_and_one_that_dies_comes_back() -> None:
+    # Every GPU, or the only one twice.
+    devices = resolve_devices("all") if torch.cuda.device_count() > 1 else ("cuda:0", "cuda:0")
+    local = OptimizedPolicy.from_pretrained("demo", "native", device="cuda", num_steps=3)
+    observation = local.processor.example()
+    expected = local.infer(observation)["actions"]
+    with background(Replicas(Load("demo", "native", 3), devices), ServerConfig(port=0)) as server:
+        replicas = server.dispatcher.replicas
+
+        def answers() -> None:
+            with PolicyClient(server.address) as client:
+                for _ in replicas:  # in turn; each one's first noise is the configured seed's
+                    answer = client.infer(observation)
+                    assert answer["engines"][0]["used"] == "native"
+                    np.testing.assert_allclose(answer["actions"], expected, rtol=0, atol=1e-3)
+
+        answers()
+        os.kill(replicas[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        eventually(lambda: server.dispatcher.ready == len(devices) - 1)
+        eventually(lambda: server.dispatcher.ready == len(devices), within_s=300)
+        assert metric(server.address, f'vla_accel_replica_deaths_total{{replica="0 {devices[0]}"}}') == 1
+
+
+def test_the_driver_tells_memory_and_clock() -> None:
+    pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
+    here = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    states = gpus()
+    assert len(states) >= 1 and max(state.memory_used_bytes for state in states) > here.numel()
+    assert all(0 < state.memory_used_bytes <= state.memory_total_bytes and state.clock_hertz > 0 for state in states)
