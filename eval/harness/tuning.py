@@ -54,7 +54,7 @@ class HarnessEpisodes:
         }
         self.keys: Sequence[str] = random.Random(seed).sample(list(self._by_key), len(self._by_key))
         self.name = f"{benchmark.name}, {name}, tasks {', '.join(map(str, chosen))}"
-        self._loaded: tuple[str, PolicyBySteps] | None = None
+        self._loaded: dict[str, PolicyBySteps] = {}
 
     def play(self, candidate: Candidate, keys: Sequence[str]) -> Iterator[tuple[str, bool | None]]:
         """Each episode's key, and whether it was won; None where it crashed. As they end."""
@@ -101,10 +101,12 @@ class HarnessEpisodes:
         """The candidate, loaded once; its file is what worker processes load it from."""
         file = write_config(candidate.config, self._folder / f"{candidate.key.replace(' ', '-')}.yaml", candidate.why)
         source = PolicySource("local", self._checkpoint, str(file), self._device)
-        if self._loaded is None or self._loaded[0] != candidate.key:
-            self._loaded = None  # before the next one is loaded: both might not fit
-            self._loaded = (candidate.key, PolicyBySteps(source.load()))
-        return source, self._loaded[1]
+        if candidate.key not in self._loaded:
+            # The reference, which is asked first, and one candidate: they play in turns.
+            for key in list(self._loaded)[1:]:
+                del self._loaded[key]
+            self._loaded[candidate.key] = PolicyBySteps(source.load())
+        return source, self._loaded[candidate.key]
 
 
 def opener(benchmark: Benchmark) -> Callable[..., HarnessEpisodes]:

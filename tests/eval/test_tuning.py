@@ -59,6 +59,13 @@ def test_episodes_are_played_filmed_and_told_apart(episodes: HarnessEpisodes) ->
     assert episodes.film(CANDIDATE, "seed 9, task 0, trial 0") is None
 
 
+def test_the_reference_stays_loaded_beside_one_candidate(episodes: HarnessEpisodes) -> None:
+    others = [replace(CANDIDATE, name=name) for name in ("reference", "first", "second")]
+    for candidate in (others[0], others[1], others[0], others[1], others[2], others[0], others[2]):
+        list(episodes.play(candidate, episodes.keys[:1]))
+    assert len(episodes.loaded) == 3  # type: ignore[attr-defined]
+
+
 def test_an_unknown_suite_or_task_is_refused(tmp_path: Path) -> None:
     options: dict[str, Any] = {"device": None, "workers": 1, "seed": 0, "folder": tmp_path}
     benchmark = replace(LIBERO, load_suite=lambda name: Suite(name, TASKS, 12))

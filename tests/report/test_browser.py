@@ -13,8 +13,12 @@ import pytest
 
 from eval.harness.pages import run_page
 from tests.support.reports import ROOT
-from vla_accel.report import bench, parity
+from tests.tune.test_search import ALL, Machine, candidate
+from vla_accel.report import bench, parity, tune
 from vla_accel.report.page import Page, write
+from vla_accel.tune.journal import Journal
+from vla_accel.tune.outcome import outcome
+from vla_accel.tune.search import Search, Settings
 
 pytestmark = pytest.mark.slow
 WIDTHS = (400, 1600)
@@ -37,18 +41,35 @@ def stored(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "eval/results" / f"{name}.json").read_text())
 
 
-PAGES: dict[str, tuple[Callable[[dict[str, Any]], Page], str]] = {
+def tuned(folder: Path) -> dict[str, Any]:
+    """A search among candidates whose truth is known."""
+    machine = Machine()
+    with Journal(folder / "journal.jsonl", {}) as journal:
+        found = Search(candidate("eager_fp32"), [lambda _: [candidate(n) for n in ALL]], machine, journal, Settings(),
+                       machine)  # fmt: skip
+        about = {name: stored("bench_pi0_h200")[name] for name in ("hardware", "software")}
+        settings: dict[str, Any] = {"command": "vla-accel tune", "checkpoint": "demo", "settings": {}, "seconds": 1.0}
+        made = outcome(found, found.run(), {"tensorrt": "no library"}, {**about, **settings})
+    for row in made["tried"]:
+        if row["latency"]:
+            row["latency"] |= {"parts_ms": {"vision": 1.0}, "engines": []}
+    return made
+
+
+PAGES: dict[str, tuple[Callable[[dict[str, Any]], Page], str | None]] = {
     "run": (run_page, "libero_spatial_quick_cpu"),
     "bench": (bench.page, "bench_pi0_h200"),
     "parity": (lambda report: parity.page(report, ["vla-accel", "parity"]), "parity_native_fp8"),
+    "tune": (tune.page, None),
 }
 
 
 @pytest.fixture(scope="module", params=PAGES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     make, name = PAGES[request.param]
-    path = write(make(stored(name)), tmp_path_factory.mktemp("reports") / f"{request.param}.html")
-    return path, stored(name)
+    folder = tmp_path_factory.mktemp("reports")
+    result = tuned(folder) if name is None else stored(name)
+    return write(make(result), folder / f"{request.param}.html"), result
 
 
 def opened(browser: Any, path: Path, width: int) -> tuple[Any, list[str]]:
@@ -86,6 +107,11 @@ def test_the_figures_are_the_jsons(browser: Any, made: tuple[Path, dict[str, Any
     if "summary" in result:
         rows = result["summary"]["rows"]
         expected = {r["success"]["wilson_95_low"] for r in rows} | {r["breakdown"]["hz"] for r in rows}
+    elif "tried" in result:
+        played = [row["success"] for row in result["tried"] if row["success"]]
+        expected = {row["latency"]["median_ms"] for row in result["tried"] if row["latency"]}
+        expected |= {s[n] for s in played for n in ("lost", "pairs", "lower_bound", "tango_95_low")}
+        assert {row["name"] for row in result["tried"]} <= set(page.get_by_role("rowheader").all_inner_texts())
     elif "rows" in result:
         expected = {r["median_ms"] for r in result["rows"]} | {r["per_second"] for r in result["throughput"]}
     else:

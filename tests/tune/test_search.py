@@ -52,6 +52,7 @@ class Machine:
         self.asked: Counter[tuple[str, str]] = Counter()
         self.keys: Sequence[str] = KEYS
         self.dies_after = dies_after
+        self.released = False
 
     def _note(self, what: str, name: str) -> None:
         if self.dies_after is not None and self.asked.total() >= self.dies_after:
@@ -70,7 +71,11 @@ class Machine:
         self._note("latency", candidate.name)
         return {"median_ms": TRUTH[candidate.name][0]}
 
+    def release(self) -> None:
+        self.released = True
+
     def play(self, candidate: Candidate, keys: Sequence[str]) -> Iterator[tuple[str, bool | None]]:
+        assert self.released, "policies of the bench would take the memory"
         for key in reversed(keys):
             self._note(key, candidate.name)
             wins = random.Random(key).random() < 0.9

@@ -77,6 +77,11 @@ class PolicyBench:
         kept = ("median_ms", "p10_ms", "p90_ms", "calls", "parts_ms", "engines")
         return {name: row[name] for name in kept}
 
+    def release(self) -> None:
+        """Free the policies that are loaded."""
+        self._exact = self._loaded = None
+        free()
+
     def lower(self) -> dict[str, Mapping[str, Products]]:
         """By component, what each engine computes in FP8, as far as the checkpoint has the scales that it needs."""
         if self._lower is not None:

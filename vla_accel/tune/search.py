@@ -87,6 +87,10 @@ class Bench(Protocol):
         """`median_ms` of a whole call, and what else explains it."""
         ...
 
+    def release(self) -> None:
+        """Free what is loaded, for episodes to be played."""
+        ...
+
 
 class Episodes(Protocol):
     """A benchmark's episodes. `name`: what is played; `keys`: all episodes there are, in random order."""
@@ -199,6 +203,7 @@ class Search:
                 if tried.candidate.other_policy:
                     tried.dropped = "gate two: another policy, and no benchmark to judge it by"
             return next((t for t in faster if t.dropped is None), reference)
+        self.bench.release()
         for place, tried in enumerate(faster):
             if place >= self.settings.finalists:
                 tried.dropped = f"slower than the {self.settings.finalists} finalists, none of which passed gate two"
