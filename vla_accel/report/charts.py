@@ -110,8 +110,9 @@ def heat(rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[
     return figure
 
 
-def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool) -> Any:
-    """Points by two measures, the front joined; what is chosen is a star, what was dropped a cross."""
+def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool, finest: float | None = None) -> Any:
+    """Points by two measures, the front joined; what is chosen is a star, what was dropped a cross. `finest`: y is
+    drawn by its logarithm down to this value, and evenly from there to 0."""
     figure, axes = _axes(narrow, 4.2)
     front = sorted((p.x, p.y) for p in points if p.front)
     axes.step(*zip(*front, strict=True), where="post", color=PARTS["vision"], linewidth=1) if front else None
@@ -125,6 +126,8 @@ def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool) -> Any:
             )  # fmt: skip
     axes.set_xlabel(x)
     axes.set_ylabel(y)
+    if finest is not None:
+        axes.set_yscale("symlog", linthresh=finest)
     axes.margins(x=0.2, y=0.12)
     axes.grid(alpha=0.4)
     marks = [("chosen", "*", PARTS["denoise"]), ("kept", "o", PARTS["vision"]), ("dropped", "x", LIMIT)]

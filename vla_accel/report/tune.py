@@ -56,7 +56,7 @@ def _agreement(rows: Sequence[Row]) -> list[Picture]:
         "Median of a call against disagreement with FP32 eager (one minus the cosine of the final actions); the line "
         "joins those that no other beats in both",
         f"Points: {words}.",
-        lambda narrow: charts.scatter(points, x="median of one call [ms]", y="1 - cosine", narrow=narrow),
+        lambda narrow: charts.scatter(points, x="median of one call [ms]", y="1 - cosine", narrow=narrow, finest=1e-6),
         Table("Latency and agreement",
               ("configuration", "median ms", "cosine", "error, of what another observation changes",
                "commands flipped", "on the front", "verdict"), body),
@@ -64,7 +64,7 @@ def _agreement(rows: Sequence[Row]) -> list[Picture]:
 
 
 def _success(rows: Sequence[Row]) -> list[Picture]:
-    """Latency against the difference of success, with Tango's interval; a table with the sequential test's figures."""
+    """Latency against the difference of success; the table has Tango's interval and what the sequential test proved."""
     points = [charts.Point(row["name"], row["latency"]["median_ms"], 100 * row["success"]["difference"],
                            chosen=row["chosen"], dropped=row["dropped"] is not None) for row in rows]  # fmt: skip
     names = ("pairs", "lost", "gained", "crashed")
