@@ -28,9 +28,8 @@ from torch import Tensor
 
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import Draw
-from vla_accel.errors import VlaAccelError
 from vla_accel.ops import suffix, suffix_tilings
-from vla_accel.ops.autotune import milliseconds
+from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu, assumed
 from vla_accel.ops.linear import Linear
@@ -201,15 +200,9 @@ def _measured(
             if bench.device.type == "cuda"
             else None
         )
-    except (RuntimeError, ValueError, VlaAccelError, _out_of_resources()) as error:
+    except unfit() as error:
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
     return {"worst": worst, "right": worst <= WORST, "us": None if ms is None else 1e3 * ms / len(layers)}
-
-
-def _out_of_resources() -> type[Exception]:
-    from triton.runtime.errors import OutOfResources
-
-    return OutOfResources
 
 
 def main() -> int:

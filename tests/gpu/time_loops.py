@@ -28,13 +28,12 @@ from torch import Tensor
 
 from tests.support import kernel_cases as cases
 from tests.support.streamed_support import FULL, LoopCase, streamable
-from vla_accel.errors import VlaAccelError
 from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of, steps_of, why_not_streamed
 from vla_accel.ops import linear
-from vla_accel.ops.autotune import milliseconds
+from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.cuda import gemm, runtime
 from vla_accel.ops.cuda.denoise import StreamedLoop
 from vla_accel.ops.cuda.gemm import Tiling, launch
@@ -124,7 +123,7 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
                         actions = inputs["noise"].clone()
                         ms = milliseconds(functools.partial(loop.run, inputs, state, actions), device, 4)
                         row["us_a_layer"] = 1e3 * ms / case.config.expert.depth
-            except (RuntimeError, VlaAccelError) as error:
+            except unfit() as error:
                 row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             yield row
 
@@ -167,7 +166,7 @@ def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
                 worst = cases.difference(call(tiling).float(), want).worst
                 row |= {"worst": worst, "right": worst <= WORST}
                 row["us"] = 1e3 * milliseconds(functools.partial(call, tiling), device, 10)
-            except (RuntimeError, VlaAccelError) as error:
+            except unfit() as error:
                 row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             yield row
 

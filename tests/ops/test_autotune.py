@@ -67,6 +67,24 @@ def test_the_quickest_is_taken_and_who_cannot_is_out(times: dict[Any, float]) ->
         fastest({"mistake": lambda: 1 / 0}, GPU, 7)
 
 
+def test_what_triton_cannot_fit_is_out(times: dict[Any, float]) -> None:
+    errors = pytest.importorskip("triton.runtime.errors", reason="NOT RUN: needs triton")
+
+    def broken(error: Exception) -> Any:
+        def run() -> None:
+            raise error
+
+        return run
+
+    times.update(runs=1.0)
+    ways = {
+        "large": broken(errors.OutOfResources(196_608, 101_376, "shared memory")), "runs": lambda: "runs",
+        "assembler": broken(errors.PTXASError("no such instruction")),
+    }  # fmt: skip
+    found = fastest(ways, GPU, 7)
+    assert found.way == "runs" and set(found.out) == {"large", "assembler"} and "196608" in found.out["large"]
+
+
 def test_what_was_measured_is_found_again(
     times: dict[Any, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -52,7 +52,7 @@ def fastest(candidates: Mapping[str, Callable[[], object]], device: torch.device
         try:
             with phase("tune"):
                 times[name] = milliseconds(run, device, repeats)
-        except (RuntimeError, NotImplementedError, ValueError, VlaAccelError, *_unfit()) as error:
+        except unfit() as error:
             out[name] = str(error).splitlines()[0]
     if not times:
         raise RuntimeError(f"no way to compute this runs here ({'; '.join(f'{n}: {r}' for n, r in out.items())})")
@@ -106,13 +106,15 @@ def _versions() -> tuple[str, ...]:
     return torch.__version__, str(torch.version.cuda), str(triton), sources.hexdigest()
 
 
-def _unfit() -> tuple[type[Exception], ...]:
-    # Triton's word for a kernel that needs more registers or shared memory than this GPU has.
+def unfit() -> tuple[type[Exception], ...]:
+    """What is raised where a way cannot run on the GPU at hand."""
+    plain = (RuntimeError, NotImplementedError, ValueError, VlaAccelError)
     if importlib.util.find_spec("triton") is None:
-        return ()
-    from triton.runtime.errors import OutOfResources
+        return plain
+    # Triton's words for a kernel that needs more registers or shared memory than there is, or other instructions.
+    from triton.runtime.errors import OutOfResources, PTXASError
 
-    return (OutOfResources,)
+    return (*plain, OutOfResources, PTXASError)
 
 
 def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
