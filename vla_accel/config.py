@@ -19,7 +19,7 @@ from vla_accel.errors import ConfigError
 
 Precision = Literal["auto", "fp32", "bf16"]
 EngineName = Literal["auto", "eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
-EnginePrecision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
+EnginePrecision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8"]
 Attention = Literal["own", "sdpa", "flash_attn", "fastest"]
 Schedule = Literal["zeros", "ones", "linear", "exp"]
 T = typing.TypeVar("T")

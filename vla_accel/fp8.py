@@ -1,4 +1,4 @@
-"""What FP8 means here: the format, the one rule for scales, and the calibrated scales of a checkpoint with the
+"""What FP8 and INT8 mean here: the formats, the one rule for scales, and the calibrated scales of a checkpoint with the
 fingerprint of the weights that they were measured on.
 
 Every engine takes its scales from here. Which products a component computes in FP8 is the model family's to say
@@ -25,17 +25,20 @@ FILE = "fp8_scales.json"
 FORMAT = "vla_accel.fp8_scales/2"
 AGAIN = "calibrate again: vla-accel calibrate CHECKPOINT --observations OBSERVATIONS"
 NO_SCALES = f"FP8 needs calibrated scales beside the checkpoint ({FILE}); make them with `vla-accel calibrate`"
+"""As `no_scales("fp8")`."""
 SAMPLE = 4096
 """Values of each tensor that a fingerprint looks at."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """Numbers of one byte. `dtype`: in torch; `largest`: the largest magnitude, at which stored values saturate."""
+    """Numbers of one byte. `dtype`: in torch; `largest`: the largest magnitude, at which stored values saturate;
+    `by_channel`: a weight has a scale for each output channel, otherwise one for all. Activations have one a tensor."""
 
     name: str
     dtype: torch.dtype
     largest: float
+    by_channel: bool = False
 
     def scale(self, amax: float, power_of_two: bool = False) -> float:
         """The scale of a tensor, true value / stored value, by the one rule: `amax` / `largest`.
@@ -48,11 +51,27 @@ class Format:
         return 2.0 ** math.ceil(math.log2(exact)) if power_of_two else exact
 
     def saturated(self, x: Tensor) -> Tensor:
-        """`x`, already divided by its scale, as stored: too large becomes the largest, where a cast gives NaN."""
+        """`x`, already divided by its scale, as stored: too large becomes the largest, where a cast gives NaN. Integers
+        are the nearest, of two equally near ones the larger."""
+        if not self.dtype.is_floating_point:
+            x = torch.floor(x + 0.5)
         return x.clamp(-self.largest, self.largest).to(self.dtype)
 
 
 E4M3 = Format("fp8", torch.float8_e4m3fn, 448.0)
+INT8 = Format("int8", torch.int8, 127.0, by_channel=True)
+FORMATS = {form.name: form for form in (E4M3, INT8)}
+"""By their names as precisions. Both take the same calibrated ranges."""
+
+
+def named(dtype: torch.dtype) -> str:
+    """The name of a format's dtype, as the ledger has it."""
+    return next(form.name.upper() for form in FORMATS.values() if form.dtype == dtype)
+
+
+def no_scales(precision: str) -> str:
+    """What is missing where a precision of `FORMATS` has no calibrated ranges."""
+    return NO_SCALES.replace("FP8", precision.upper(), 1)
 
 
 @dataclass(frozen=True)
@@ -75,7 +94,11 @@ class Products:
         return replace(self, names=left)
 
     def __str__(self) -> str:
-        what = "FP8" if self.activations else "FP8 weights only"
+        return self.described("fp8")
+
+    def described(self, precision: str) -> str:
+        """For the ledger, of a precision of `FORMATS`."""
+        what = precision.upper() + ("" if self.activations else " weights only")
         return f"{what}: {', '.join(self.names)}" + (", scales powers of two" if self.power_of_two else "")
 
 
@@ -97,7 +120,7 @@ class Scales:
     def of(self, product: str) -> float:
         """The largest absolute input of a product. Raises EngineError where it was not calibrated."""
         if product not in self.amax:
-            raise EngineError(f"FP8: there is no calibrated scale of {product}; {AGAIN}")
+            raise EngineError(f"FP8 and INT8: there is no calibrated scale of {product}; {AGAIN}")
         return self.amax[product]
 
     def why_not(self, model: nn.Module) -> str | None:

@@ -66,7 +66,8 @@ def test_every_kernel_has_cases() -> None:
         and isinstance(node.func.value, ast.Call)
         and getattr(node.func.value.func, "id", "") in ("kernels", "_kernels")
     }
-    assert launched == {shapes.call_of(name, torch.float32).op for name in (*cases.CASES, *TALL)}
+    # The product of integers has cases of its own: test_int8.py.
+    assert launched - {"int8_linear"} == {shapes.call_of(name, torch.float32).op for name in (*cases.CASES, *TALL)}
 
 
 # -- the comparison itself --------------------------------------------------------------------------------------------

@@ -253,7 +253,8 @@ def test_smaller_configurations_are_those_that_the_gpu_has(monkeypatch: pytest.M
     assert texts == [host, prefix, f"{prefix}, {host}", vision, f"{vision}, {host}"]
     assert [text for text, _ in footprint.smaller(PI05, engines(), cuda, False)] == [host]
     monkeypatch.setattr(Gpu, "of", lambda _: replace(H200, capability=(8, 6)))
-    assert [text for text, _ in footprint.smaller(PI05, engines(), cuda, True)] == [host]
+    texts = [text for text, _ in footprint.smaller(PI05, engines(), cuda, True)]
+    assert texts[:2] == [host, prefix.replace("fp8", "int8")] and len(texts) == 5
 
 
 def test_tensors_are_found_wherever_they_are() -> None:

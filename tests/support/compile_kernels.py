@@ -31,15 +31,13 @@ from triton.runtime.jit import JITFunction
 from tests.support.gpus import ARCHITECTURES
 from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
-from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi0, pi05, pi05_demo
-from vla_accel.native import expert, prefix, vision
+from vla_accel.native import expert
 from vla_accel.native import pi0 as pi0_programs
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.ops import suffix, suffix_tilings
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.linear import Linear, make_linear
 
 # What Triton's own assembler, of CUDA 12.9, calls what CUDA 13 renamed.
 TARGETS = {"11.0": 101}
@@ -58,20 +56,6 @@ MODELS: dict[str, tuple[Pi0Config, int, int, int, str]] = {
     "demo x 8": (pi05_demo(), 8, 2, 64, "auto"),
 }
 TRIED = ("pi05", "pi0")
-
-
-def linear_without_data(
-    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, input_amax: float | None = None, pad_k: int = 0,
-    pad_n: int = 0,
-) -> Linear:  # fmt: skip
-    """`make_linear` for weights whose largest value cannot be asked for."""
-    made = make_linear(weight, bias, dtype, None, pad_k, pad_n)
-    if input_amax is None:
-        return made
-    scale = torch.empty((), device=weight.device)
-    return dataclasses.replace(
-        made, weight=made.weight.to(E4M3.dtype), weight_scale=scale, input_scale=scale, weight_scale_value=0.01
-    )
 
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
@@ -209,8 +193,6 @@ def compile_for(gpu: Gpu, tried: bool) -> None:
 
 
 def main(versions: list[str], tried: bool) -> None:
-    for module in (vision, prefix, expert):
-        vars(module)["make_linear"] = linear_without_data
     # The loop in Triton, on Hopper, too.
     setattr(pi0_programs, "why_not_streamed", lambda *_: "Triton's is asked for")  # noqa: B010
     knobs.nvidia.dump_ptxas_log = True

@@ -42,9 +42,9 @@ class Arguments:
     model: Text = None
     """Random weights of a model family's published size: pi05 or pi0."""
     systems: tuple[str, ...] = ()
-    """Of random weights: some of eager, native-bf16, native-fp8, native-fp8-vision, portable- and the same (what a GPU
-    without Hopper's kernels runs), openpi-eager, openpi-compile, openpi-max-autotune; eager, native's and openpi-eager
-    if not given. openpi's are left out, loudly, where it is not installed."""
+    """Of random weights: some of eager, native-bf16, native-fp8 and -int8, each also with -vision; portable- instead of
+    native-, what a GPU without Hopper's kernels runs; openpi-eager, openpi-compile, openpi-max-autotune. If not given:
+    eager, native's but INT8, and openpi-eager. openpi's are left out, loudly, where it is not installed."""
     realtime_vla: Folder = None
     """Of random weights: a checkout of realtime-vla, whose code takes its turns, too, at ten steps."""
     prompt_tokens: Number = None

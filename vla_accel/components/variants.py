@@ -18,7 +18,7 @@ from vla_accel.component import Island
 from vla_accel.components.padding import real_tokens
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
-from vla_accel.fp8 import NO_SCALES, Scales
+from vla_accel.fp8 import FORMATS, NO_SCALES, Scales
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
 from vla_accel.models.pi0 import Pi0, prefix_positions
 from vla_accel.models.quantised import QUANTISED
@@ -128,7 +128,7 @@ def variants(model: Pi0, kind: str, scales: Scales | None = None) -> dict[str, C
 
 def needs_scales(specs: Mapping[str, EngineSpec]) -> bool:
     """Whether some component of a policy is to quantise its inputs; the eager engine never does."""
-    quantised = [specs[name] for name in ("vision", "kv_cache") if specs[name].precision == "fp8"]
+    quantised = [specs[name] for name in ("vision", "kv_cache") if specs[name].precision in FORMATS]
     return any({s.engine, *s.fallback} != {"eager"} for s in quantised)
 
 

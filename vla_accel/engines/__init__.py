@@ -12,6 +12,7 @@ from vla_accel.engines.native import NativeEngine
 from vla_accel.engines.tensorrt import TensorrtEngine, TensorrtRtxEngine
 from vla_accel.engines.torch_tensorrt import TorchTensorrtEngine
 from vla_accel.errors import ConfigError, DependencyError, EngineError
+from vla_accel.fp8 import FORMATS
 from vla_accel.ledger import Ledger, LedgerEntry
 
 ENGINES: dict[str, type[Engine]] = {
@@ -38,17 +39,21 @@ def build(component: Component, spec: EngineSpec, *, device: torch.device, ledge
     for name in (spec.engine, *spec.fallback):
         if name not in ENGINES:
             raise ConfigError(f"{component.name}: expected an engine of {', '.join(ENGINES)}, got {name!r}")
+        if spec.precision == "int8" and name not in ("native", "eager"):
+            reasons.append(f"{name}: INT8 is the native engine's alone")
+            continue
         try:
             engine = ENGINES[name](component, device, spec)
         except (EngineError, DependencyError, ImportError) as error:
             reasons.append(f"{name}: {error}")
             continue
         detail = engine.detail
-        if spec.precision == "fp8":
+        if spec.precision in FORMATS:
             # The same word means other products in other engines: the ledger says which.
             keep = spec.keep if name == "native" else ()
-            products = component.quantised.get(name)
-            detail += f"; {products.without(keep)}" if products else f"; nothing in FP8, which {name} does not have"
+            products, word = component.quantised.get(name), spec.precision.upper()
+            done = products and products.without(keep).described(spec.precision)
+            detail += f"; {done or f'nothing in {word}, which {name} does not have'}"
             detail += f", kept as they are: {', '.join(keep)}" if keep else ""
         ledger.record(LedgerEntry(component.name, requested, name, "; ".join(reasons), detail))
         return engine

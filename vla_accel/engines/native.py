@@ -20,7 +20,7 @@ from vla_accel.ops.gpu import Gpu, assumed
 
 def why_not(gpu: Gpu, precision: str) -> str | None:
     """Why a GPU cannot run the native engine in a precision of `EngineSpec`; None where it can."""
-    if gpu.bf16 and (precision != "fp8" or gpu.fp8):
+    if gpu.bf16 and (precision != "fp8" or gpu.fp8) and (precision != "int8" or gpu.int8):
         return None
     needed = "8.9" if precision == "fp8" else "8.0"
     return f"the native engine needs compute capability {needed} or newer, this GPU ({gpu.name}) has {gpu.version}"

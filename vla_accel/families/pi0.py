@@ -80,8 +80,9 @@ class Pi0Family(PromptedFamily):
         attention = e.depth * 4 * suffix * (tokens + suffix) * e.heads * e.head_dim
         weight_bytes = 1 if specs["denoise"].precision == "fp8" else 2
 
-        def products(name: str) -> Literal["bf16", "fp8"]:
-            return "fp8" if specs[name].precision == "fp8" else "bf16"
+        def products(name: str) -> Literal["bf16", "fp8", "int8"]:
+            precision = specs[name].precision
+            return precision if precision in ("fp8", "int8") else "bf16"
 
         return {
             "vision": Work(float(vision), precision=products("vision")),

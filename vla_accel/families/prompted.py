@@ -42,6 +42,7 @@ class PromptedFamily(Family):
 
     parts = ("vision", "kv_cache", "denoise")
     guidance = ("target", "weights")
+    int8_systems: ClassVar = {"native-int8": ("kv_cache",), "native-int8-vision": ("vision", "kv_cache")}
     fp8_systems: ClassVar = {"native-fp8": ("kv_cache",), "native-fp8-vision": ("vision", "kv_cache")}
 
     def action_shape(self, config: Any) -> tuple[int, int]:

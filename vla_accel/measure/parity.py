@@ -42,6 +42,7 @@ LIMITS = {
     "bf16": Limits(0.9995, 0.06),
     "fp16": Limits(0.9995, 0.06),
     "fp8": Limits(0.998, 0.20),
+    "int8": Limits(0.998, 0.20),
 }
 """By the lowest precision in use. Another prompt changes the actions of random weights by about a third of what another
 observation does, so that the loosest limit still notices a wrong K/V cache."""

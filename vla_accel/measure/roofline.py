@@ -16,16 +16,18 @@ from vla_accel.ops.gpu import Gpu
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of one GPU, measured: products in BF16 and FP8 (FLOP/s), and a device copy, read plus write (bytes/s)."""
+    """Rates of one GPU, measured: products in BF16, FP8 and INT8 (FLOP/s; BF16's where it lacks a type), and a device
+    copy, read plus write (bytes/s)."""
 
     bf16_flops: float
     fp8_flops: float
     bytes_per_s: float
+    int8_flops: float = 0.0
 
 
 def floors_ms(work: Mapping[str, Work], ceilings: Ceilings) -> dict[str, float]:
     """Milliseconds of each component at the ceilings, by bytes or arithmetic, whichever is more, and their `total`."""
-    rates = {"bf16": ceilings.bf16_flops, "fp8": ceilings.fp8_flops}
+    rates = {"bf16": ceilings.bf16_flops, "fp8": ceilings.fp8_flops, "int8": ceilings.int8_flops}
     parts = {n: 1e3 * max(w.flop / rates[w.precision], w.bytes / ceilings.bytes_per_s) for n, w in work.items()}
     return {**parts, "total": sum(parts.values())}
 
@@ -68,7 +70,11 @@ def measure_ceilings(device: torch.device) -> Ceilings:
             lambda: torch._scaled_mm(a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16,
                                      use_fast_accum=True), 2.0 * n**3
         )  # fmt: skip
+    int8 = bf16
+    if gpu is not None and gpu.int8:
+        a8, b8 = (torch.randint(-127, 128, (n, n), dtype=torch.int8, device=device) for _ in range(2))
+        int8 = best(lambda: torch._int_mm(a8, b8.t()), 2.0 * n**3)
     source = torch.randn(1 << 28, device=device)
     target = torch.empty_like(source)
     copied = best(lambda: target.copy_(source), 2.0 * source.numel() * 4)
-    return Ceilings(bf16, fp8, copied)
+    return Ceilings(bf16, fp8, copied, int8)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vla_accel.checkpoints.loading import family_of, find
-from vla_accel.config import EngineSpec, NativeOptions, PolicyConfig, load_config
+from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.measure.bench import System, peak
 from vla_accel.measure.random_policy import random_policy
@@ -27,12 +27,13 @@ from vla_accel.policy import OptimizedPolicy
 def configs(family: Family) -> dict[str, PolicyConfig]:
     """This package's systems by name: eager, native in BF16, and native with what the family can do in FP8."""
 
-    def config(engine: Any, fp8: tuple[str, ...] = ()) -> PolicyConfig:
-        specs = {n: EngineSpec(engine, precision="fp8" if n in fp8 else "auto") for n in family.parts}
+    def config(engine: Any, parts: tuple[str, ...] = (), precision: EnginePrecision = "auto") -> PolicyConfig:
+        specs = {n: EngineSpec(engine, precision=precision if n in parts else "auto") for n in family.parts}
         return PolicyConfig().with_specs(specs)
 
     native = {"native-bf16": config("native")}
-    native |= {name: config("native", parts) for name, parts in family.fp8_systems.items()}
+    native |= {name: config("native", parts, "fp8") for name, parts in family.fp8_systems.items()}
+    native |= {name: config("native", parts, "int8") for name, parts in family.int8_systems.items()}
     # What a GPU without Hopper's own kernels runs.
     portable = {
         name.replace("native", "portable"): replace(made, native=NativeOptions(kernels="portable"))
@@ -56,7 +57,7 @@ class Factory:
         self.family, self.views, self.horizon = family, views, horizon
         self.device, self.ceilings, self.checkout, self.tokens = device, ceilings, checkout, tokens or 20
         self.configs = configs(family)
-        self.default = ("eager", *(name for name in self.configs if name.startswith("native")))
+        self.default = ("eager", "native-bf16", *family.fp8_systems)
         self.baselines = (*family.baselines, *(family.realtime_vla if checkout is not None else ()))
         self.names = (*self.configs, *self.baselines)
         self.model: Network | None = None

@@ -94,7 +94,7 @@ class Work:
 
     flop: float
     bytes: float = 0.0
-    precision: Literal["bf16", "fp8"] = "bf16"
+    precision: Literal["bf16", "fp8", "int8"] = "bf16"
 
 
 class Family(ABC):
@@ -200,6 +200,8 @@ class Family(ABC):
     def random_observation(self, transforms: Any, rng: np.random.Generator) -> dict[str, Any]:
         """An observation that suits transforms of this family, of random numbers."""
 
+    int8_systems: Mapping[str, tuple[str, ...]] = {}
+    """The same with components that are in INT8."""
     fp8_systems: Mapping[str, tuple[str, ...]] = {}
     """What `bench` can time besides eager and native BF16: names, each with the components that are in FP8."""
     baselines: tuple[str, ...] = ()

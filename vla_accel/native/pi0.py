@@ -19,7 +19,7 @@ class Pi0Store(NativeStore[Pi0]):
 
     def vision(self, batch: int, views: int, spec: EngineSpec) -> Program:
         """The vision program of `batch` observations of `views` images."""
-        precision = self.precision("vision", spec, ("fp8", "fp16"))
+        precision = self.precision("vision", spec, ("fp8", "int8", "fp16"))
         weights = self.weights(
             ("vision", precision, spec.keep),
             lambda: VisionWeights.of(self.model, precision, self.scales, spec.keep),
@@ -28,7 +28,7 @@ class Pi0Store(NativeStore[Pi0]):
 
     def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
         """The prefix program of `image_tokens` image tokens and `length` prompt tokens a row."""
-        precision = self.precision("kv_cache", spec, self._beside_bf16())
+        precision = self.precision("kv_cache", spec, self._beside_bf16("fp8", "int8"))
         where = spec.native.embeddings
         weights = self.weights(
             ("kv_cache", precision, where, spec.keep),
@@ -40,7 +40,7 @@ class Pi0Store(NativeStore[Pi0]):
         self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None
     ) -> Program:
         """The whole Euler loop of `num_steps`. `max_weight`: of the guidance, as in `RtcConfig`."""
-        precision = self.precision("denoise", spec, self._beside_bf16(), calibrated=False)
+        precision = self.precision("denoise", spec, self._beside_bf16("fp8"), calibrated=False)
         if spec.keep:
             raise EngineError("denoise: keep: its weights are stored in one byte all or none")
         why_not = why_not_streamed(self.model, precision, batch)
@@ -50,6 +50,7 @@ class Pi0Store(NativeStore[Pi0]):
         tables = self.weights(steps, lambda: steps_of(self.model, weights, num_steps, max_weight))
         return NativeDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)
 
-    def _beside_bf16(self) -> tuple[str, ...]:
-        """FP8 for the two that share keys and values: their programs keep those in BF16, as only a BF16 policy does."""
-        return ("fp8",) if self.model.dtype == torch.bfloat16 else ()
+    def _beside_bf16(self, *precisions: str) -> tuple[str, ...]:
+        """Precisions of the two that share keys and values: their programs keep those in BF16, as only a BF16 policy
+        does."""
+        return precisions if self.model.dtype == torch.bfloat16 else ()

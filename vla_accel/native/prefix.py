@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vla_accel.fp8 import E4M3, Scales
+from vla_accel.fp8 import Scales, named
 from vla_accel.models.gemma import GemmaLayer
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.native.fold import fold_norm, plain
-from vla_accel.native.store import amax_of, compute_dtype
+from vla_accel.native.store import amax_of, compute_dtype, format_of
 from vla_accel.ops import norms
 from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.linear import Linear, gate_up, linear, make_linear, pair, products_by
@@ -53,15 +53,15 @@ class PrefixWeights:
         cls, model: Pi0, precision: str, scales: Scales | None, embeddings: Literal["gpu", "host"] = "gpu",
         keep: Sequence[str] = (),
     ) -> PrefixWeights:  # fmt: skip
-        """Prepare from a model; `precision` fp32, bf16 or fp8 (what `QUANTISED` names, but for `keep`, in FP8, the rest
-        BF16); `embeddings`: where the table lies (`config.NativeOptions`)."""
-        config, dtype = model.config.prefix, compute_dtype(precision)
-        fp8 = QUANTISED["kv_cache"]["native"].without(keep)
+        """Prepare from a model; `precision` fp32, bf16, or fp8 or int8 (what `QUANTISED` names, but for `keep`, in it,
+        the rest BF16); `embeddings`: where the table lies (`config.NativeOptions`)."""
+        config, dtype, form = model.config.prefix, compute_dtype(precision), format_of(precision)
+        narrow = QUANTISED["kv_cache"]["native"].without(keep)
         layers = []
         for index, layer in enumerate(model.prefix.layers):
             assert isinstance(layer, GemmaLayer)
             name = f"prefix.layers.{index}"
-            amax = amax_of(scales, precision, name, fp8)
+            amax = amax_of(scales, precision, name, narrow)
             if index + 1 == config.depth:
                 # Nothing asks the last layer anything: only its keys and values are needed.
                 with model.present(f"{name}.qkv_proj", f"{name}.input_layernorm"):
@@ -72,16 +72,16 @@ class PrefixWeights:
             # Each product from its own weights: no more than one of them is here twice.
             with model.present(f"{name}.qkv_proj", f"{name}.input_layernorm"):
                 folded = fold_norm(layer.qkv_proj, plain(layer.input_layernorm))
-                qkv = make_linear(*folded, dtype, amax("qkv_proj"))
+                qkv = make_linear(*folded, dtype, amax("qkv_proj"), form=form)
             with model.present(f"{name}.o_proj"):
-                o = make_linear(layer.o_proj.weight, None, dtype, amax("o_proj"))
+                o = make_linear(layer.o_proj.weight, None, dtype, amax("o_proj"), form=form)
             with model.present(f"{name}.gate_up_proj", f"{name}.post_attention_layernorm"):
                 folded = fold_norm(layer.gate_up_proj, plain(layer.post_attention_layernorm))
-                gate_up = make_linear(*folded, dtype, amax("gate_up_proj"))
+                gate_up = make_linear(*folded, dtype, amax("gate_up_proj"), form=form)
                 del folded
             gate_up = pair(gate_up)
             with model.present(f"{name}.down_proj"):
-                down = make_linear(layer.down_proj.weight, None, dtype, amax("down_proj"))
+                down = make_linear(layer.down_proj.weight, None, dtype, amax("down_proj"), form=form)
             layers.append(PrefixLayer(qkv, o, gate_up, down))
         if embeddings == "host":
             table = model.on_host("embed.weight")
@@ -106,19 +106,18 @@ class NativePrefix:
     ) -> None:
         self.weights = weights
         first, dtype, device = weights.layers[0], weights.dtype, weights.layers[0].qkv.weight.device
-        others = [p for p in (first.o, first.gate_up, first.down) if p is not None]
-        quantised = any(p.weight_scale is not None for p in others)
-        self.detail = f"fused ops, {'FP8' if quantised else dtype}"
+        others = [p for p in (first.o, first.gate_up, first.down) if p is not None and p.weight_scale is not None]
+        self.detail = f"fused ops, {named(others[0].weight.dtype) if others else dtype}"
         self.batch, self.tokens = batch, image_tokens + length
         rows, width = batch * self.tokens, weights.table.shape[1]
 
         def taken_by(product: Linear | None) -> torch.dtype:
             """The dtype of what a product multiplies."""
-            return dtype if product is None or product.weight_scale is None else E4M3.dtype
+            return dtype if product is None or product.weight_scale is None else product.weight.dtype
 
         sizes = Sizes(
             batch, self.tokens, self.tokens, weights.heads, weights.kv_heads, weights.head_dim, dtype, padded=True,
-            quantised=taken_by(first.o) != dtype,
+            quantised=taken_by(first.o) != dtype, stored=taken_by(first.o),
         )  # fmt: skip
         self.attention = choose(attention, sizes, device)
         self.detail += f", {self.attention.detail}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
-from vla_accel.fp8 import NO_SCALES, Products, Scales
+from vla_accel.fp8 import E4M3, FORMATS, Format, Products, Scales, no_scales
 from vla_accel.models.memory import tensors_in
 from vla_accel.models.network import Network
 from vla_accel.numeric import DTYPES
@@ -53,24 +53,30 @@ class NativeStore(Generic[N]):
         if asked not in (own, *extra):
             allowed = ", ".join((own, *extra))
             raise EngineError(f"{component}: the native engine of a {own} policy has {allowed}, got {asked}")
-        if asked == "fp8" and calibrated and self.scales is None:
-            raise EngineError(f"{component}: {NO_SCALES}")
+        if asked in FORMATS and calibrated and self.scales is None:
+            raise EngineError(f"{component}: {no_scales(asked)}")
         return asked
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """What everything but the FP8 products themselves is stored in."""
+    """What everything but the FP8 or INT8 products themselves is stored in."""
     return DTYPES.get(precision, torch.bfloat16)
 
 
+def format_of(precision: str) -> Format:
+    """What the quantised products of a precision are stored in."""
+    return FORMATS.get(precision, E4M3)
+
+
 def amax_of(scales: Scales | None, precision: str, layer: str, products: Products) -> Callable[[str], float | None]:
-    """Looks the calibrated input amax of a layer's product up by name; None unless FP8 is asked for and takes it."""
+    """Looks the calibrated input amax of a layer's product up by name; None unless FP8 or INT8 is asked for and takes
+    it."""
 
     def find(name: str) -> float | None:
-        if precision != "fp8" or name not in products.names:
+        if precision not in FORMATS or name not in products.names:
             return None
         if scales is None:
-            raise EngineError(NO_SCALES)
+            raise EngineError(no_scales(precision))
         return scales.of(f"{layer}.{name}")
 
     return find

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.fp8 import E4M3, Scales
+from vla_accel.fp8 import Scales, named
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.siglip import SiglipLayer
 from vla_accel.native.fold import fold_norm
-from vla_accel.native.store import amax_of, compute_dtype
+from vla_accel.native.store import amax_of, compute_dtype, format_of
 from vla_accel.numeric import round_up
 from vla_accel.ops import norms
 from vla_accel.ops.attending import Sizes, attend, choose
@@ -55,22 +55,28 @@ class VisionWeights:
 
     @classmethod
     def of(cls, model: Pi0, precision: str, scales: Scales | None, keep: Sequence[str] = ()) -> VisionWeights:
-        """Prepare from a model; `precision` fp32, bf16, fp16 or fp8 (what `QUANTISED` names, but for `keep`, in FP8,
-        the rest BF16)."""
-        config, fp8 = model.config.vision, QUANTISED["vision"]["native"].without(keep)
-        dtype = compute_dtype(precision)
+        """Prepare from a model; `precision` fp32, bf16, fp16, or fp8 or int8 (what `QUANTISED` names, but for `keep`,
+        in it, the rest BF16)."""
+        config, narrow = model.config.vision, QUANTISED["vision"]["native"].without(keep)
+        dtype, form = compute_dtype(precision), format_of(precision)
         layers = []
         for index, layer in enumerate(model.vision.layers):
             assert isinstance(layer, SiglipLayer)
-            amax = amax_of(scales, precision, f"vision.layers.{index}", fp8)
+            amax = amax_of(scales, precision, f"vision.layers.{index}", narrow)
             hidden = round_up(config.mlp_dim, 64)
             extra = hidden - config.mlp_dim
             with model.present(f"vision.layers.{index}"):
                 made = VisionLayer(
-                    with_sums(make_linear(*fold_norm(layer.qkv_proj, layer.layer_norm1), dtype, amax("qkv_proj"))),
-                    make_linear(layer.out_proj.weight, layer.out_proj.bias, dtype, amax("out_proj")),
-                    with_sums(make_linear(*fold_norm(layer.fc1, layer.layer_norm2), dtype, amax("fc1"), pad_n=extra)),
-                    make_linear(layer.fc2.weight, layer.fc2.bias, dtype, amax("fc2"), pad_k=extra),
+                    with_sums(
+                        make_linear(*fold_norm(layer.qkv_proj, layer.layer_norm1), dtype, amax("qkv_proj"), form=form)
+                    ),
+                    make_linear(layer.out_proj.weight, layer.out_proj.bias, dtype, amax("out_proj"), form=form),
+                    with_sums(
+                        make_linear(
+                            *fold_norm(layer.fc1, layer.layer_norm2), dtype, amax("fc1"), pad_n=extra, form=form
+                        )
+                    ),
+                    make_linear(layer.fc2.weight, layer.fc2.bias, dtype, amax("fc2"), pad_k=extra, form=form),
                 )
             layers.append(made)
         with model.present("vision.patch_embedding", "vision.position_embedding"):
@@ -109,18 +115,20 @@ class NativeVision:
         self.weights = weights
         self.images = batch * views
         first = weights.layers[0]
-        quantised = any(p.weight_scale is not None for p in (first.qkv, first.out, first.fc1, first.fc2))
-        self.detail = f"fused ops, {'FP8' if quantised else weights.dtype}"
+        narrow = [p for p in (first.qkv, first.out, first.fc1, first.fc2) if p.weight_scale is not None]
+        quantised = bool(narrow)
+        self.detail = f"fused ops, {named(narrow[0].weight.dtype) if quantised else weights.dtype}"
         rows, width = self.images * weights.place.shape[0], weights.place.shape[1]
         device, dtype = weights.patch.device, weights.dtype
 
         def buffer(columns: int, like: Linear | None = None) -> Tensor:
-            quantised = like is not None and like.weight_scale is not None
-            return torch.empty(rows, columns, dtype=E4M3.dtype if quantised else dtype, device=device)
+            kind = dtype if like is None or like.weight_scale is None else like.weight.dtype
+            return torch.empty(rows, columns, dtype=kind, device=device)
 
         sizes = Sizes(
             self.images, weights.place.shape[0], weights.place.shape[0], weights.heads, weights.heads,
             width // weights.heads, dtype, padded=False, quantised=first.out.weight_scale is not None,
+            stored=first.out.weight.dtype,
         )  # fmt: skip
         self.attention = choose(attention, sizes, device)
         self.detail += f", {self.attention.detail}"

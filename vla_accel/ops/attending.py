@@ -33,7 +33,8 @@ CALLS = 20
 
 @dataclass(frozen=True)
 class Sizes:
-    """One attention of a program. `padded`: rows may have fewer keys than `source`; `quantised`: FP8 output."""
+    """One attention of a program. `padded`: rows may have fewer keys than `source`; `quantised`: its output is
+    `stored`, FP8 or INT8."""
 
     batch: int
     tokens: int
@@ -44,6 +45,7 @@ class Sizes:
     dtype: torch.dtype
     padded: bool
     quantised: bool
+    stored: torch.dtype = E4M3.dtype
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ def _tensors(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor
         k, v = (normal(s.batch, s.source, s.kv_heads, s.head_dim) for _ in range(2))
     else:
         k, v = qkv[:, :, s.heads : s.heads + s.kv_heads], qkv[:, :, s.heads + s.kv_heads :]
-    kind = E4M3.dtype if s.quantised else s.dtype
+    kind = s.stored if s.quantised else s.dtype
     out = torch.empty(s.batch, s.tokens, s.heads * s.head_dim, dtype=kind, device=device)
     lengths = torch.full((s.batch,), s.source, dtype=torch.int32, device=device) if s.padded else None
     return q, k, v, out, lengths

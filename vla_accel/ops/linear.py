@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_accel.fp8 import E4M3
-from vla_accel.ops.dispatch import dependent_launches, path
+from vla_accel.fp8 import E4M3, INT8, Format
+from vla_accel.ops.dispatch import dependent_launches, kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.rows import geglu, gelu
 
@@ -27,8 +27,9 @@ class Linear:
     """A weight ready for the tensor cores.
 
     `weight` (N, K) in BF16/FP16/FP32, or float8_e4m3fn with `weight_scale` (true weight = stored x scale) and
-    `input_scale` (true input = stored x scale), both of which are 0-dimensional float32 on the weight's device;
-    `bias` (N,) or None. The `*_value` fields are the same scales on the host. `paired`: the rows of gate and up of a
+    `input_scale` (true input = stored x scale), both of which are 0-dimensional float32 on the weight's device, or int8
+    with a `weight_scale` (N,) of its own for each output; `bias` (N,) or None. The `*_value` fields are the same scales
+    on the host, where there is one. `paired`: the rows of gate and up of a
     GeGLU by turns, eight of each, so that one block of the tensor cores has both. `sums` (N,) float32: of the stored
     weight's rows, for a LayerNorm after the product.
     """
@@ -55,11 +56,12 @@ class Linear:
 
 def make_linear(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, input_amax: float | None = None, pad_k: int = 0,
-    pad_n: int = 0,
+    pad_n: int = 0, form: Format = E4M3,
 ) -> Linear:  # fmt: skip
-    """A `Linear` from (N, K) in any dtype: padded with zeros, in `dtype`, or FP8 where `input_amax` is given.
+    """A `Linear` from (N, K) in any dtype: padded with zeros, in `dtype`, or in `form` where `input_amax` is given.
 
-    FP8 scales are per tensor, of the weight and of the calibrated input (`fp8.Format.scale`).
+    Scales of the weight are per tensor or output channel, as the format has it, and per tensor of the calibrated input
+    (`fp8.Format.scale`).
     """
     if pad_k or pad_n:
         weight = F.pad(weight, (0, pad_k, 0, pad_n))
@@ -67,11 +69,17 @@ def make_linear(
     bias = bias.to(dtype).contiguous() if bias is not None else None
     if input_amax is None:
         return Linear(weight.to(dtype).contiguous(), bias)
-    device = weight.device
-    weight_scale, input_scale = E4M3.scale(_amax(weight)), E4M3.scale(input_amax)
-    stored = torch.empty(weight.shape, dtype=E4M3.dtype, device=device)
+    device, input_scale = weight.device, form.scale(input_amax)
+    if form.by_channel:
+        scales = (weight.float().abs().amax(1).clamp(min=1e-12) / form.largest).contiguous()
+        stored = torch.empty(weight.shape, dtype=form.dtype, device=device)
+        for rows, scale, place in zip(weight.split(_ROWS), scales.split(_ROWS), stored.split(_ROWS), strict=True):
+            place.copy_(form.saturated(rows.float() / scale[:, None]))
+        return Linear(stored, bias, scales, torch.tensor(input_scale, device=device), 1.0, input_scale)
+    weight_scale = form.scale(_amax(weight))
+    stored = torch.empty(weight.shape, dtype=form.dtype, device=device)
     for rows, place in zip(weight.split(_ROWS), stored.split(_ROWS), strict=True):
-        place.copy_(E4M3.saturated(rows.float() / weight_scale))
+        place.copy_(form.saturated(rows.float() / weight_scale))
     return Linear(
         stored, bias, torch.tensor(weight_scale, device=device), torch.tensor(input_scale, device=device),
         weight_scale, input_scale,
@@ -96,7 +104,9 @@ def pair(layer: Linear) -> Linear:
     def mixed(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2).contiguous()
 
-    return replace(layer, weight=mixed(layer.weight), bias=mixed(layer.bias), paired=True)
+    scale = layer.weight_scale
+    scale = mixed(scale) if scale is not None and scale.ndim else scale
+    return replace(layer, weight=mixed(layer.weight), bias=mixed(layer.bias), weight_scale=scale, paired=True)
 
 
 def launched_own_gemm(
@@ -125,7 +135,7 @@ def has_own_gemm(rows: int, layer: Linear, activation: str) -> bool:
 
     For programs that are being built: where nobody knows, both are measured.
     """
-    if path(layer.weight) != "cuda":
+    if path(layer.weight) != "cuda" or layer.weight.dtype == INT8.dtype:
         return False
     from vla_accel.ops.gemm_choice import measured
 
@@ -198,11 +208,13 @@ def library_product(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False
 
 
 def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bool = False) -> None:
-    """out = x Wᵀ + b, then tanh GELU if `gelu` (BF16/FP16 only). x (R, K), out (R, N).
+    """out = x Wᵀ + b, then tanh GELU if `gelu` (BF16/FP16 only). x (R, K), out (R, N). INT8 sums exactly.
 
     `pdl`: where the kernel can, it starts before its predecessor has finished, and waits for it itself.
     """
     way = path(x)
+    if layer.weight.dtype == INT8.dtype:
+        return _int8_linear(x, layer, out, pdl=pdl)
     if x.is_cuda and way != "reference":
         if way == "cuda" and not gelu and launched_own_gemm(x, layer, out, "none", None, pdl):
             return
@@ -213,6 +225,17 @@ def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bo
     if layer.bias is not None:
         y = y + layer.bias.to(wide)
     out.copy_(F.gelu(y, approximate="tanh") if gelu else y)
+
+
+def _int8_linear(x: Tensor, layer: Linear, out: Tensor, *, pdl: bool) -> None:
+    assert layer.weight_scale is not None
+    if path(x) != "reference":
+        return kernels("int8").int8_linear(
+            x, layer.weight, layer.weight_scale, layer.input_scale_value, layer.bias, out, pdl=pdl
+        )  # fmt: skip
+    # Float64 holds every sum of 127 x 127 exactly; then in float32, in the kernel's order.
+    y = (x.double() @ layer.weight.double().T).float() * (layer.weight_scale * layer.input_scale_value)
+    out.copy_(y if layer.bias is None else y + layer.bias.float())
 
 
 def linear_gelu(

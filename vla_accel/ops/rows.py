@@ -1,8 +1,9 @@
 """Ops on rows of a residual stream: norms, activations, patches, embeddings, rotary positions.
 
 Conventions of these ops: each writes into buffers that it is given and allocates nothing on a GPU; rows are flattened
-tokens; a weight is (N, K); `inverse_scale` asks for float8_e4m3fn output, x * inverse_scale saturated at ±448; None for
-the buffer's dtype; `pdl`: the kernel may start before its predecessor has finished, and waits for it itself.
+tokens; a weight is (N, K); `inverse_scale` asks for float8_e4m3fn or int8 output, by the buffer's dtype: x *
+inverse_scale, saturated at ±448 or ±127; None for the buffer's dtype; `pdl`: the kernel may start before its
+predecessor has finished, and waits for it itself.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_accel.fp8 import E4M3
+from vla_accel.fp8 import E4M3, INT8
 from vla_accel.ops import reference
 from vla_accel.ops.dispatch import kernels, path
 
@@ -101,7 +102,8 @@ def rope_cache(
 def store(out: Tensor, value: Tensor, inverse_scale: float | None) -> None:
     """How every op's reference ends: `value` into `out`, quantised where there is a scale."""
     if inverse_scale is not None:
-        value = E4M3.saturated(value.float() * inverse_scale)
+        form = INT8 if out.dtype == INT8.dtype else E4M3
+        value = form.saturated(value.float() * inverse_scale)
     out.copy_(value.reshape(out.shape).to(out.dtype))
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.kernels.common import launch_options, power_of_two, to_fp8, wait_for_previous
+from vla_accel.ops.kernels.common import launch_options, power_of_two, quantised, wait_for_previous
 from vla_accel.ops.suffix_tilings import KeySplit, SuffixAttention
 
 LOG2E = 1.4426950408889634
@@ -57,7 +57,7 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
     target = out_ptr + ((batch * tokens + m[:, None]) * HEADS + head) * HEAD_DIM + d[None, :]
     keep = (m < tokens)[:, None] & in_d[None, :]
     if QUANT:
-        tl.store(target, to_fp8(out, inverse_scale), mask=keep)
+        tl.store(target, quantised(out, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
     else:
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=keep)
 

@@ -1,18 +1,21 @@
-"""Pieces that several kernels share: FP8 rounding and programmatic dependent launch."""
+"""Pieces that several kernels share: FP8 and INT8 rounding and programmatic dependent launch."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from vla_accel.fp8 import E4M3
+from vla_accel.fp8 import E4M3, INT8
 
-FP8_MAX = tl.constexpr(E4M3.largest)
+FP8_MAX, INT8_MAX = tl.constexpr(E4M3.largest), tl.constexpr(INT8.largest)
 
 
 @triton.jit
-def to_fp8(x, inverse_scale):
-    """float32 to E4M3 with saturation: the conversion alone would turn what is too large into NaN."""
+def quantised(x, inverse_scale, DTYPE: tl.constexpr):
+    """float32 to E4M3 or INT8, as `fp8.Format.saturated`: an FP8 conversion alone would turn what is too large into
+    NaN, an integer one would cut off."""
+    if tl.int8 == DTYPE:
+        return tl.clamp(tl.floor(x * inverse_scale + 0.5), -INT8_MAX, INT8_MAX).to(tl.int8)
     return tl.clamp(x * inverse_scale, -FP8_MAX, FP8_MAX).to(tl.float8e4nv)
 
 

@@ -11,7 +11,7 @@ from vla_accel.ops.kernels.common import (
     launch_options,
     let_next_start,
     power_of_two,
-    to_fp8,
+    quantised,
     wait_for_previous,
 )
 
@@ -52,7 +52,7 @@ def _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexp
     else:
         h = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
     if QUANT:
-        tl.store(h_ptr + offset, to_fp8(h, inverse_scale), mask=keep)
+        tl.store(h_ptr + offset, quantised(h, inverse_scale, h_ptr.dtype.element_ty), mask=keep)
     else:
         tl.store(h_ptr + offset, h.to(h_ptr.dtype.element_ty), mask=keep)
 
@@ -135,7 +135,7 @@ def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.conste
     up = tl.load(source + (8 if PAIRED else HIDDEN), mask=keep, other=0.0).to(tl.float32)
     y = gelu_tanh(gate) * up
     if QUANT:
-        tl.store(out_ptr + row * HIDDEN + column, to_fp8(y, inverse_scale), mask=keep)
+        tl.store(out_ptr + row * HIDDEN + column, quantised(y, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
     else:
         tl.store(out_ptr + row * HIDDEN + column, y.to(out_ptr.dtype.element_ty), mask=keep)
 
@@ -161,7 +161,7 @@ def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, QUANT: tl.c
     keep = offset < total
     y = gelu_tanh(tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32))
     if QUANT:
-        tl.store(out_ptr + offset, to_fp8(y, inverse_scale), mask=keep)
+        tl.store(out_ptr + offset, quantised(y, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
     else:
         tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=keep)
 

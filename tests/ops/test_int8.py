@@ -1,0 +1,221 @@
+"""INT8: weights by output channel, activations by tensor, exact sums; what is refused and what the ledger says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.gpus import A100, H200, ORIN, RTX_4090
+from tests.support.scales import scales_of_any
+from tests.support.tiny import tiny_observation, write_tiny_checkpoint
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.checkpoints.loading import load
+from vla_accel.config import load_config
+from vla_accel.engines.native import why_not
+from vla_accel.errors import CheckpointError, EngineError
+from vla_accel.fp8 import E4M3, FORMATS, INT8, no_scales
+from vla_accel.measure.parity import LIMITS, compare, reference_of
+from vla_accel.measure.random_policy import random_observations
+from vla_accel.ops.cuda.gemm import planned
+from vla_accel.ops.linear import has_own_gemm, linear, make_linear, pair
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("vision", "kv_cache", "denoise")
+BF16 = PolicyConfig(num_steps=2, precision="bf16", device="cpu").with_specs(dict.fromkeys(PARTS, EngineSpec("native")))
+INT8_PREFIX = replace(BF16, kv_cache=EngineSpec("native", precision="int8"))
+INT8_VISION = replace(INT8_PREFIX, vision=EngineSpec("native", precision="int8"))
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="NOT RUN: needs triton")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("int8")
+    write_tiny_checkpoint(folder, "pi05")
+    return folder
+
+
+def policy_of(folder: Path, config: PolicyConfig) -> OptimizedPolicy:
+    checkpoint = replace(load(folder, config, dtype=torch.bfloat16, whole=False), calibrated=scales_of_any())
+    policy = OptimizedPolicy(checkpoint, config)
+    policy.warm_up()
+    return policy
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_each_output_has_a_scale_and_half_a_step_is_the_largest_error() -> None:
+    weight = torch.randn(12, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 12)[:, None]
+    weight[5] = 0
+    layer = make_linear(weight, None, torch.bfloat16, 6.35, pad_k=8, pad_n=4, form=INT8)
+    assert layer.weight.dtype == torch.int8 and layer.weight.shape == (16, 48) and layer.weight_scale is not None
+    assert layer.input_scale_value == pytest.approx(6.35 / 127)
+    scale = layer.weight_scale[:12]
+    torch.testing.assert_close(scale[[0, 11]], weight[[0, 11]].abs().amax(1) / 127)
+    error = (layer.weight[:12, :40].float() * scale[:, None] - weight).abs()
+    assert bool((error <= scale[:, None] * 0.5001).all()) and int(layer.weight.abs().max()) == 127
+    assert not layer.weight[12:].any() and not layer.weight[5].any() and not layer.weight[:, 40:].any()
+
+
+def test_integers_are_the_nearest_and_saturate() -> None:
+    values = torch.tensor([0.4, 0.5, -0.5, 1.5, -1.5, 126.6, 127.5, 500.0, -500.0])
+    assert INT8.saturated(values).tolist() == [0, 1, 0, 2, -1, 127, 127, 127, -127]
+    assert FORMATS == {"fp8": E4M3, "int8": INT8} and INT8.scale(12.7) == pytest.approx(0.1)
+    assert no_scales("int8").startswith("INT8 needs calibrated scales beside the checkpoint (fp8_scales.json)")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_sums_are_exact(bias: bool) -> None:
+    """Against integers in int64: depths of a real MLP, where float32 would round the sums."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(100, 128, (3, 16_384), generator=generator, dtype=torch.int8)
+    layer = make_linear(torch.randn(8, 16_384, generator=generator), torch.ones(8) if bias else None, torch.float32,
+                        127.0, form=INT8)  # fmt: skip
+    layer = replace(layer, weight=torch.randint(100, 128, (8, 16_384), generator=generator, dtype=torch.int8))
+    assert layer.weight_scale is not None
+    out = torch.empty(3, 8, dtype=torch.float64)
+    linear(x, layer, out)
+    sums = x.long() @ layer.weight.long().T
+    assert int(sums.max()) > 1 << 24
+    want = sums.float() * layer.weight_scale
+    assert torch.equal(out, (want + 1 if bias else want).double())
+
+
+def test_paired_rows_keep_their_scales() -> None:
+    weight = torch.randn(32, 24, generator=torch.Generator().manual_seed(1)) * torch.arange(1, 33)[:, None]
+    whole = make_linear(weight, None, torch.bfloat16, 1.0, form=INT8)
+    paired = pair(whole)
+    x = torch.randint(-127, 128, (5, 24), dtype=torch.int8)
+    plain, mixed = torch.empty(5, 32), torch.empty(5, 32)
+    linear(x, whole, plain)
+    linear(x, paired, mixed)
+    assert torch.equal(mixed.unflatten(1, (2, 2, 8)).transpose(1, 2).flatten(1), plain)
+
+
+def test_no_hopper_kernel_is_taken_for_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tables know BF16, FP16 and FP8, and would take an unknown one for BF16."""
+    monkeypatch.setattr("vla_accel.ops.linear.path", lambda _: "cuda")
+    monkeypatch.setattr("vla_accel.ops.gpu.Gpu.of", lambda _: H200)
+    weight = torch.empty(2048, 2048, device="meta")
+    assert planned(H200, torch.bfloat16, "none", 544, 2048, 2048) is not None
+    assert has_own_gemm(544, make_linear(weight, None, torch.bfloat16), "none")
+    assert not has_own_gemm(544, make_linear(weight, None, torch.bfloat16, 1.0, form=INT8), "none")
+
+
+# -- kernels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@needs_triton
+def test_kernels_agree_with_their_references_to_the_last_bit() -> None:
+    script = ROOT / "tests" / "support" / "interpret_int8.py"
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", str(script)], cwd=ROOT, env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 14
+    for name, difference, share, largest in rows:
+        assert largest >= 127
+        if name.startswith("product"):
+            assert difference == 0, name
+        else:
+            # Another CPU rounds a norm otherwise: a value near the middle may be one step off.
+            assert difference <= 1 and share <= 0.02, name
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("gpu", [A100, ORIN, RTX_4090, H200, replace(RTX_4090, capability=(12, 0))])
+def test_the_product_compiles_into_integer_tensor_cores(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # fmt: skip
+    """Without a GPU; within the shared memory of the smallest of them, 99 KB."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vla_accel.ops.kernels.int8 import GROUP, _int8_linear
+
+    for rows, warps in ((128, 8), (64, 4), (32, 4)):
+        constants = {"N": 32_768, "K": 2048, "ROWS": rows, "COLUMNS": 128, "DEPTH": 64, "TURNS": GROUP,
+                     "HAS_BIAS": False, "PDL": False}  # fmt: skip
+        kinds = {"x_ptr": "*i8", "w_ptr": "*i8", "scale_ptr": "*fp32", "bias_ptr": "*fp32", "out_ptr": "*bf16",
+                 "input_scale": "fp32", "rows": "i32"}  # fmt: skip
+        signature = {p.name: kinds.get(p.name, "constexpr") for p in _int8_linear.params}
+        places = {p.name: (i,) for i, p in enumerate(_int8_linear.params)}
+        divisible = {places[n]: [["tt.divisibility", 16]] for n, kind in kinds.items() if kind.startswith("*")}
+        source = ASTSource(_int8_linear, signature, {places[n]: v for n, v in constants.items()}, divisible)
+        target = GPUTarget("cuda", gpu.capability[0] * 10 + gpu.capability[1], 32)
+        made = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 3})
+        assert made.metadata.shared <= min(gpu.shared_per_block, 99 * 1024)
+        assert re.search(r"mma\.sync\S*\.s32\.s8\.s8\.s32|wgmma\S*\.s32\.s8\.s8", made.asm["ptx"]), gpu.name
+
+
+# -- in a policy --------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_says_which_products_are_integers(folder: Path) -> None:
+    policy = policy_of(folder, INT8_VISION)
+    details = {e["component"]: str(e["detail"]) for e in policy.metadata["engines"]}
+    assert details["kv_cache"].startswith("fused ops, INT8") and "; INT8: o_proj, gate_up_proj" in details["kv_cache"]
+    assert details["vision"].startswith("fused ops, INT8") and "; INT8: qkv_proj, out_proj" in details["vision"]
+    assert "INT8" not in details["denoise"]
+    plain = policy_of(folder, BF16).memory()["weights"]
+    weights = policy.memory()["weights"]
+    assert weights["vision"] < plain["vision"] and weights["kv_cache"] < plain["kv_cache"]
+    horizon, dim = policy.family.action_shape(policy.model.config)
+    noise = np.random.default_rng(0).standard_normal((horizon, dim)).astype(np.float32)
+    first = policy.infer(tiny_observation(), noise=noise)["actions"]
+    assert not np.array_equal(first, policy_of(folder, BF16).infer(tiny_observation(), noise=noise)["actions"])
+
+
+def test_what_cannot_be_is_one_error_each(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"kv_cache: INT8 needs calibrated scales beside the checkpoint"):
+        OptimizedPolicy.from_pretrained(folder, INT8_PREFIX)
+    write_tiny_checkpoint(tmp_path, "pi05", seed=1)
+    scales = replace(scales_of_any(), amax={"prefix.layers.0.o_proj": 1.0}, fingerprint="of others")
+    scales.save(tmp_path)
+    with pytest.raises(CheckpointError, match="they were measured on other weights"):
+        OptimizedPolicy.from_pretrained(tmp_path, INT8_PREFIX)
+    wrong = replace(INT8_PREFIX, denoise=EngineSpec("native", precision="int8"))
+    with pytest.raises(EngineError, match="denoise: the native engine of a bf16 policy has bf16, fp8, got int8"):
+        policy_of(folder, wrong)
+    with pytest.raises(EngineError, match=r"kv_cache: no engine could be built \(tensorrt: INT8 is the native engine"):
+        policy_of(folder, replace(BF16, kv_cache=EngineSpec("tensorrt", precision="int8")))
+    with pytest.raises(EngineError, match="kv_cache: the native engine of a fp32 policy has fp32, got int8"):
+        OptimizedPolicy(load(folder, whole=False), replace(INT8_PREFIX, precision="fp32")).warm_up()
+
+
+def test_gpus_with_and_without_the_type() -> None:
+    assert all(why_not(gpu, "int8") is None for gpu in (A100, ORIN, RTX_4090, H200))
+    assert "needs compute capability 8.0 or newer" in str(why_not(replace(A100, capability=(7, 0)), "int8"))
+    assert why_not(A100, "fp8") is not None
+
+
+def test_the_shipped_configuration() -> None:
+    config = load_config("native_int8")
+    assert config.kv_cache == EngineSpec("native", ("eager",), "int8") and config.vision.precision == "auto"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [INT8_PREFIX, INT8_VISION], ids=["prefix", "prefix and vision"])
+def test_the_demo_agrees_in_integers(config: PolicyConfig) -> None:
+    """The reference ops on the CPU compute what the kernels do; the bundled scales are the ones of FP8."""
+    policy = OptimizedPolicy.from_pretrained("demo", replace(config, num_steps=3, strict=True))
+    reference = reference_of(policy.config, load("demo", policy.config, dtype=torch.float32, whole=False))
+    report = compare(policy, reference, random_observations(policy, 3), name="int8")
+    assert report.passed and report.actions.cosine >= LIMITS["int8"].cosine
+    assert {e["used"] for e in report.engines} == {"native"}
+    print(f"cosine {report.actions.cosine:.6f}")

@@ -1,0 +1,86 @@
+"""A script: the kernels of INT8 in Triton's interpreter on a CPU, against their references; prints a JSON list a case:
+its name, and the largest difference of what is stored.
+
+Run by test_int8.py in a process of its own, because the interpreter is chosen when triton is first imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vla_accel.fp8 import INT8
+from vla_accel.ops import attending, linear, rows
+from vla_accel.ops.dispatch import steered
+from vla_accel.ops.linear import Linear
+
+# Rows of every tile size, columns and depths that end in the middle of a tile.
+PRODUCTS = ((1, 8, 16), (33, 130, 48), (70, 128, 200), (130, 24, 64), (257, 264, 136))
+
+
+def product(rows_: int, n: int, k: int, bias: bool) -> Callable[[Tensor], None]:
+    """Scales of one: what comes out is the sum itself, which float32 holds."""
+    generator = torch.Generator().manual_seed(rows_ * n + k)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+
+    x, weight, one = whole(rows_, k), whole(n, k), torch.ones(n)
+    layer = Linear(weight, whole(n).float() if bias else None, one, torch.ones(()))
+    return lambda out: linear.linear(x, layer, out)
+
+
+def stored(op: str) -> Callable[[Tensor], None]:
+    """An op whose output is quantised: some values saturate, some lie half-way between two integers."""
+    generator = torch.Generator().manual_seed(len(op))
+    x = torch.randn(6, 64, generator=generator) * 3
+
+    def call(out: Tensor) -> None:
+        if op == "add_norm":
+            rows.add_norm(x, None, x, out, layer=True, eps=1e-6, inverse_scale=50.0)
+        elif op == "geglu":
+            rows.geglu(torch.cat((x, x), 1), out, inverse_scale=20.0)
+        elif op == "gelu":
+            # Exact halves: GELU of a large number is the number.
+            rows.gelu(torch.arange(384).view(6, 64) * 0.5 + 10, out, inverse_scale=1.0)
+        else:
+            heads = x.view(1, 6, 2, 32)
+            attending.attention(heads, heads, heads, out.view(1, 6, 64), None, inverse_scale=40.0)
+
+    return call
+
+
+def main() -> None:
+    cases: list[tuple[str, Callable[[Tensor], None], Any]] = [
+        (f"product {shape} bias={bias}", product(*shape, bias), torch.empty(shape[0], shape[1]))
+        for shape in PRODUCTS
+        for bias in (False, True)
+    ]
+    cases += [
+        (op, stored(op), torch.empty(6, 64, dtype=INT8.dtype)) for op in ("add_norm", "geglu", "gelu", "attention")
+    ]
+    for name, call, out in cases:
+        found = []
+        for way in ("triton", "reference"):
+            got = torch.full_like(out, 99)
+            with steered(way):  # type: ignore[arg-type]
+                call(got)
+            found.append(got.double())
+        difference = float((found[0] - found[1]).abs().max())
+        print(
+            json.dumps([name, difference, float((found[0] != found[1]).double().mean()), float(found[1].abs().max())])
+        )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        main()
