@@ -130,4 +130,5 @@ def test_a_call_launches_few_kernels() -> None:
 def test_every_kernel_compiles_for_hopper_and_fits() -> None:
     rows = compiled()
     assert {row["kernel"] for row in rows} >= {"_product", "_flow_step", "_causal_attention", "_norm_rope"}
-    assert all(row["bytes"] > 1000 and row["shared"] <= 227 * 1024 for row in rows)
+    assert all(row["bytes"] > 1000 and row["fits"] for row in rows)
+    assert all(row["spilled"] <= 64 for row in rows)

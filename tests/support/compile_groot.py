@@ -1,6 +1,7 @@
-"""A script: compile for Hopper, without a GPU, every Triton kernel that GR00T N1.7's programs launch at full size.
+"""A script: compile, without a GPU, every Triton kernel that GR00T N1.7's programs launch at full size.
 
-As compile_kernels.py, whose rows it prints a part of; `--count` prints how many kernels a call launches instead.
+For the compute capability on its command line, or Hopper's. As compile_kernels.py, whose rows it prints a part of;
+`--count` prints how many kernels a call launches instead.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import json
 import sys
 
 import torch
-import triton
+from triton import knobs
 
-from tests.support.compile_kernels import HOPPER, META, Launch, linear_without_data, recorded, source_of
+from tests.support.compile_kernels import META, Launch, compiled, linear_without_data, recorded, source_of
+from tests.support.gpus import ARCHITECTURES
 from vla_accel.components.groot import groot_components
 from vla_accel.config import EngineSpec
 from vla_accel.models.groot import Groot, groot_n17
@@ -19,11 +21,12 @@ from vla_accel.models.groot_language import Layout
 from vla_accel.native import groot_denoise, groot_prefix, groot_vision, stack
 from vla_accel.native.groot import GrootStore
 from vla_accel.ops.dispatch import steered
+from vla_accel.ops.gpu import Gpu
 
 STEPS = 4
 
 
-def launches_of(precision: str, batch: int) -> dict[str, list[Launch]]:
+def launches_of(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     """What a call launches, by component: two views of 256 x 256 and a prompt of the first bucket."""
     with META:
         model = Groot(groot_n17()).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
@@ -33,34 +36,43 @@ def launches_of(precision: str, batch: int) -> dict[str, list[Launch]]:
             assert component.native is not None
             precise = precision if component.name == "denoise" else "auto"
             program = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
-            # As on Hopper, where kernels start before others end.
             for part in (program, getattr(program, "stack", None)):
                 if hasattr(part, "pdl"):
-                    part.pdl = True  # type: ignore[union-attr]
+                    part.pdl = gpu.dependent_launch  # type: ignore[union-attr]
             tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
             found[component.name] = recorded(lambda p=program, t=tensors: p(t, t))
     return found
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
+    gpu = ARCHITECTURES[next((w for w in words if w in ARCHITECTURES), "9.0")]
+    # Tensors without data lie on this GPU, too.
+    setattr(Gpu, "of", classmethod(lambda cls, device: gpu))  # noqa: B010
+    knobs.nvidia.dump_ptxas_log = True
+    knobs.compilation.always_compile = True  # what is found in the cache has no log
     for module in (groot_denoise, groot_prefix, groot_vision, stack):
         vars(module)["make_linear"] = linear_without_data
-    if "--count" in sys.argv:
-        print(json.dumps({name: len(found) for name, found in launches_of("auto", 1).items()}))
+    if "--count" in words:
+        print(json.dumps({name: len(found) for name, found in launches_of(gpu, "auto", 1).items()}))
         return
     seen = set()
     for precision, batch in (("auto", 1), ("fp8", 1), ("auto", 3)):
-        for launch in (one for found in launches_of(precision, batch).values() for one in found):
-            source, key = source_of(launch)
+        if precision == "fp8" and not gpu.fp8:
+            continue
+        for launch in (one for found in launches_of(gpu, precision, batch).values() for one in found):
+            _, key = source_of(launch)
             if key in seen:
                 continue
             seen.add(key)
-            made = triton.compile(source, target=HOPPER, options=launch[2])
-            row = {"kernel": launch[0].__name__, "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared}
+            made, registers, spilled = compiled(gpu, launch)
+            row = {
+                "kernel": launch[0].__name__, "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared,
+                "registers": registers, "spilled": spilled, "fits": made.metadata.shared <= gpu.shared_per_block,
+            }  # fmt: skip
             print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with torch.inference_mode():
-        main()
+        main(sys.argv[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from vla_accel.components.groot import CACHE, groot_components
 from vla_accel.components.padding import PROMPT_BUCKET, padded_prompt
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.errors import ConfigError, ObservationError
-from vla_accel.families import groot_stand_in
+from vla_accel.families import groot_lerobot, groot_stand_in
 from vla_accel.families.groot_folder import load_folder
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Family, Rows, Shape, Work
@@ -62,6 +62,7 @@ class GrootFamily(Family):
     guidance = ("target", "weights")
     fp8_systems = {"native-fp8": ("denoise",)}  # noqa: RUF012
     sweep = (4, 2, 1)
+    baselines = tuple(groot_lerobot.MODES)
 
     # -- the network ----------------------------------------------------------------------------------------------
 
@@ -202,6 +203,14 @@ class GrootFamily(Family):
 
     def random_observation(self, transforms: GrootProcessor, rng: np.random.Generator) -> dict[str, Any]:
         return groot_stand_in.observation(transforms, rng)
+
+    def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Callable[[Mapping[str, Any]], Any]:
+        return groot_lerobot.sampler(horizon, device, name, steps)
+
+    # -- FP8 ------------------------------------------------------------------------------------------------------
+
+    def calibrate(self, model: Groot, inputs: Sequence[GrootInputs], source: str) -> Scales:  # type: ignore[override]
+        raise ConfigError(f"{self.name}: its FP8 is of the transformer's weights alone and needs no calibration")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

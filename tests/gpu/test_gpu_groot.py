@@ -1,0 +1,68 @@
+"""GR00T's native engine on a GPU: one graph for a call, as near to FP32 as eager is in BF16, guided and in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.agreement import assert_as_near
+from tests.support.groot_folders import observation, write_isaac
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.transforms import groot_images
+
+pytestmark = pytest.mark.gpu
+PARTS = ("vision", "kv_cache", "denoise")
+PROMPTS = ("open it", "pick up the black bowl", "put it on the task " * 6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_images() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groot_images, "LEAST_PIXELS", 0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_isaac(tmp_path_factory.mktemp("groot"))
+
+
+def policy_of(folder: Path, engine: str, precision: str, **changes: EngineSpec) -> OptimizedPolicy:
+    specs = {**dict.fromkeys(PARTS, EngineSpec(engine)), **changes}  # type: ignore[arg-type]
+    config = PolicyConfig(device="cuda", precision=precision).with_specs(specs)  # type: ignore[arg-type]
+    return OptimizedPolicy.from_pretrained(folder, config)
+
+
+def noise(count: int) -> np.ndarray:
+    return np.random.default_rng(count).standard_normal((count, 8, 132)).astype(np.float32)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_native_is_as_near_as_eager(folder: Path, batch: int, fp8: bool) -> None:
+    narrow = {"denoise": EngineSpec("native", precision="fp8")} if fp8 else {}
+    policies = (
+        policy_of(folder, "native", "bf16", **narrow), policy_of(folder, "eager", "bf16"),
+        policy_of(folder, "eager", "fp32"),
+    )  # fmt: skip
+    assert policies[0].pipelines.newest.captured is not None, "one graph for a whole call"
+    given = [observation(i, PROMPTS[i]) for i in range(batch)]
+    rows = []
+    for policy in policies:
+        policy.infer_batch(given, noise=noise(batch))
+        rows.append(policy.pipelines.newest.outputs["actions"].cpu().clone())
+    assert_as_near(*rows, ratio=20.0 if fp8 else 2.0)
+
+
+def test_guided_and_plain_calls_share_a_graph(folder: Path) -> None:
+    native, eager = (policy_of(folder, engine, "bf16") for engine in ("native", "eager"))
+    plain = native.infer(observation(), noise=noise(1)[0])["actions"]
+    chunk = plain[2:]
+    guided = [p.infer(observation(1), noise=noise(1)[0], prev_chunk=chunk, inference_delay=2) for p in (native, eager)]
+    np.testing.assert_allclose(guided[0]["actions"][:2, :6], chunk[:2, :6], atol=1e-5)
+    np.testing.assert_allclose(guided[0]["actions"][:, :6], guided[1]["actions"][:, :6], atol=0.1)
+    again = native.infer(observation(), noise=noise(1)[0])["actions"]
+    np.testing.assert_array_equal(again, plain)
