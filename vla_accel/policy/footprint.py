@@ -113,7 +113,9 @@ def told_if_too_large(
 def free_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes that this process may allocate on a GPU."""
     free, total = torch.cuda.mem_get_info(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    # A limit can be set, but only newer torch says which.
+    told = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+    allowed = int(told(device) * total)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     # What torch keeps and does not use is free to it.
     return min(free + reserved - allocated, allowed - allocated), allowed
