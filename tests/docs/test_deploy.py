@@ -16,7 +16,7 @@ from tests.support.pages import ROOT
 from vla_accel.cli.common import parse
 from vla_accel.cli.serve import Arguments
 
-DEPLOY = ROOT / "deploy"
+DEPLOY = ROOT / "docs" / "deploy"
 
 
 def instructions() -> list[tuple[str, str]]:

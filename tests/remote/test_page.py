@@ -21,7 +21,7 @@ from vla_accel.errors import ServerError
 from vla_accel.server import ServerConfig, background, gpus, metrics, pages, recent
 
 CHROMIUM = shutil.which("chromium")
-DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboard.json"
+DASHBOARD = Path(__file__).parents[2] / "docs" / "deploy" / "grafana" / "dashboard.json"
 
 
 class Told(EchoPolicy):
