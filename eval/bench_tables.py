@@ -18,7 +18,7 @@ def overview(results: list[dict[str, Any]]) -> str:
     for result in results:
         model, found = result["model"], {(r["system"], r["steps"]): r for r in result["rows"]}
         case = f"{model['views']} views, {model['action_horizon']} actions"
-        name = {"pi05": "π0.5", "pi0": "π0"}.get(model["kind"], model["kind"])
+        name = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA"}.get(model["kind"], model["kind"])
         for steps in dict.fromkeys(r["steps"] for r in result["rows"]):
             cells = [_call(found.get((system, steps))) for system in ("openpi-eager", *ours)]
             body.append([name, f"{case}, {steps} step{'s' * (steps > 1)}", cells[0].partition(",")[0], *cells[1:]])
@@ -35,7 +35,7 @@ def bench(result: dict[str, Any]) -> str:
     systems = list(dict.fromkeys(r["system"] for r in timed))
     body = [[_ran(found, s, steps), *(_call(found.get((s, n))) for n in steps)] for s in systems]
     text = rows(["system", *(f"{n} step{'s' * (n > 1)}" for n in steps)], body)
-    base = next((s for s in ("openpi-eager", "eager") if s in systems), None)
+    base = next((s for s in ("openpi-eager", "lerobot-eager", "eager") if s in systems), None)
     text += "\nMedian ms of a whole call, NumPy in to NumPy out" + (f"; times as fast as {base}.\n" if base else ".\n")
     inside = [r for r in timed if r["parts_ms"]]
     if inside:

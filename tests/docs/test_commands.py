@@ -47,6 +47,7 @@ LOOKED_UP: dict[str, str] = {
     "vla-accel inspect": f"{FILES}; tests/engines runs it",
     "vla-accel parity path/to/checkpoint --lora": f"{FILES}; tests/checkpoints/test_lora.py folds adapters",
     "vla-accel bench --model": f"{MINUTES}: models of the published size",
+    "vla-accel parity --synthetic": f"{MINUTES}: models of the published size",
     "vla-accel bench --output": f"{MINUTES}: models of the published size",
     "vla-accel build-vae": f"{FILES}; tests/diffusion runs it",
     "vla-accel build-unet": f"{FILES}; tests/diffusion runs it",

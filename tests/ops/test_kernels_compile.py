@@ -94,6 +94,20 @@ def test_every_kernel_compiles_and_fits_elsewhere(version: str, tmp_path: Path) 
         assert {row["kernel"] for row in rows if model in row["models"]} >= BY_MODEL[model], model
 
 
+@pytest.mark.slow
+def test_smolvlas_kernels_compile_and_fit(tmp_path: Path) -> None:
+    """Heads of 64, fifteen of them on five, and a width that is no power of two; by one, and by four in FP8."""
+    kernels = ROWS | MANY | {"_cross_attention"}
+    rows = compiled_for("9.0", tmp_path, "--smolvla")
+    for model, more in (("smolvla", set()), ("smolvla x 4 fp8", {"_gelu"})):
+        found = {row["kernel"] for row in rows if model in row["models"]}
+        assert found - {"_suffix_attention", "_suffix_attention_split"} == kernels | more, model
+    for row in rows:
+        check_it_fits(row)
+        assert (row["products"] > 0) == (row["kernel"] in {*PRODUCTS, "_cross_attention"}), row
+        assert (row["waits"] > 0) == (row["releases"] > 0) == bool(row["constants"].get("PDL")), row
+
+
 def test_products_run_on_the_tensor_cores(compiled: list[dict[str, Any]]) -> None:
     for row in compiled:
         assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row

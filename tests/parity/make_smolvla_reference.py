@@ -29,15 +29,18 @@ from unittest import mock
 
 import numpy as np
 import torch
+from make_lerobot_reference import TASKS, small_tokenizer
+from safetensors.torch import save_file
+from transformers.models.smolvlm import SmolVLMConfig
+
+# isort: split
+# After make_lerobot_reference, which steps over what lerobot imports and its policies do not need.
 from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.policies.smolvla import smolvlm_with_expert
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot.policies.smolvla.processor_smolvla import make_smolvla_pre_post_processors
 from lerobot.processor import tokenizer_processor
-from make_lerobot_reference import TASKS, small_tokenizer
-from safetensors.torch import save_file
-from transformers.models.smolvlm import SmolVLMConfig
 
 VOCAB = 320
 LIBERO_CAMERAS = ("observation.images.image", "observation.images.image2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from tests.support.tiny_smolvla import observation, write_lerobot
 from vla_accel import OptimizedPolicy
 from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
-from vla_accel.errors import ObservationError
+from vla_accel.errors import DependencyError, ObservationError
 from vla_accel.families.smolvla import SMOLVLA
 from vla_accel.measure.parity import compare, reference_of
 from vla_accel.models.rtc import chunk_weights, guided_euler
@@ -96,6 +97,13 @@ def test_parity_of_bf16(folder: Path) -> None:
     assert report.actions.mean_error > 0 and report.actions.cosine < 1
     same = compare(exact, exact, given, name="itself")
     assert same.actions.cosine == pytest.approx(1.0) and same.actions.max_error == 0.0
+
+
+def test_a_baseline_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lerobot", None)
+    assert SMOLVLA.baselines == ("lerobot-eager", "lerobot-compile")
+    with pytest.raises(DependencyError, match=r"lerobot is not installed: pip install lerobot==0\.4\.4"):
+        SMOLVLA.baseline("lerobot-eager", horizon=50, steps=10, device="cpu")
 
 
 def test_work_counts_what_a_call_must_do() -> None:

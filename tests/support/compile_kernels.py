@@ -1,9 +1,9 @@
 """A script: compile, without a GPU, every Triton kernel that the native programs launch, just as they launch it there.
 
-    python tests/support/compile_kernels.py [--tried] [VERSION …]     # compute capabilities; 9.0 if none is named
+    python tests/support/compile_kernels.py [--tried] [--smolvla] [VERSION …]   # compute capabilities; 9.0 if none is named
 
 The programs of the full-size models and of the demo run on tensors without data, told of a GPU of that capability; what
-they launch is recorded and then compiled; with --tried also what a build would measure before it chooses. Prints a JSON
+they launch is recorded and then compiled; with --smolvla that of SmolVLA instead, with --tried also what a build would measure before it chooses. Prints a JSON
 object a kernel: capability, name, models, options, registers a thread, bytes spilled, shared memory, and what its
 assembly uses.
 """
@@ -32,9 +32,11 @@ from tests.support.gpus import ARCHITECTURES
 from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi0, pi05, pi05_demo
-from vla_accel.native import expert
+from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla
+from vla_accel.native import expert, smolvla_expert
 from vla_accel.native import pi0 as pi0_programs
 from vla_accel.native.pi0 import Pi0Store
+from vla_accel.native.smolvla import SmolVlaStore
 from vla_accel.ops import suffix, suffix_tilings
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu
@@ -48,12 +50,14 @@ KINDS = {
 }  # fmt: skip
 # Name: configuration, views, prompt tokens, precision. The benchmark's shapes, and a batch of eight; the demo's are
 # compiled for Hopper alone.
-MODELS: dict[str, tuple[Pi0Config, int, int, int, str]] = {
+MODELS: dict[str, tuple[Pi0Config | SmolVlaConfig, int, int, int, str]] = {
     "pi05": (pi05(action_horizon=10), 1, 2, 32, "auto"),
     "pi05 fp8": (pi05(action_horizon=10), 1, 2, 32, "fp8"),
     "pi0": (pi0(), 1, 3, 32, "auto"),
     "demo": (pi05_demo(), 1, 2, 32, "auto"),
     "demo x 8": (pi05_demo(), 8, 2, 64, "auto"),
+    "smolvla": (smolvla(), 1, 2, 32, "auto"),
+    "smolvla x 4 fp8": (smolvla(), 4, 3, 64, "fp8"),
 }
 TRIED = ("pi05", "pi0")
 
@@ -62,22 +66,24 @@ Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
 
 def launches_of(
-    gpu: Gpu, config: Pi0Config, batch: int, views: int, length: int, precision: Any, tried: bool
+    gpu: Gpu, config: Any, batch: int, views: int, length: int, precision: Any, tried: bool
 ) -> list[Launch]:
     """What one call of a policy launches on a GPU; `tried`: with what its build would try there, too."""
     two = {name: dataclasses.replace(getattr(config, name), depth=2) for name in ("vision", "prefix", "expert")}
     config = dataclasses.replace(config, **two)
     with META:
-        model = Pi0(config).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
-    store, spec = Pi0Store(model, scales_of_any(1.0)), EngineSpec("native", precision=precision)
-    images, total = views * config.vision.tokens, views * config.vision.tokens + length
+        model: Any = SmolVla(config) if isinstance(config, SmolVlaConfig) else Pi0(config)
+    model = model.to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
+    store: Any = (SmolVlaStore if isinstance(config, SmolVlaConfig) else Pi0Store)(model, scales_of_any(1.0))
+    spec = EngineSpec("native", precision=precision)
+    images, total = views * config.image_tokens, config.prefix_tokens(views, length)
     with steered("triton"):
         programs = (
             store.vision(batch, views, spec), store.kv_cache(batch, images, length, spec),
             store.denoise(batch, total, 2, spec),
         )  # fmt: skip
-    loop = programs[2].loop  # type: ignore[attr-defined]
-    assert isinstance(loop, expert._LayerLoop)
+    loop: Any = getattr(programs[2], "loop", programs[2])
+    assert isinstance(loop, (expert._LayerLoop, smolvla_expert.NativeDenoise))
     # Where the chain's products are the library's, only the loop starts early; a Hopper's are its own.
     loop.pdl = programs[0].pdl = programs[1].pdl = gpu.dependent_launch  # type: ignore[attr-defined]
 
@@ -90,7 +96,8 @@ def launches_of(
         "images": buffer(batch, views, *[config.vision.image_size] * 2, 3, dtype=torch.uint8),
         "image_tokens": buffer(batch, images, config.prefix.width), "keys": buffer(*cache), "values": buffer(*cache),
         "tokens": buffer(batch, length, dtype=torch.int64), "lengths": buffer(batch, dtype=torch.int32),
-        "state": buffer(batch, config.action_dim, dtype=torch.float32), "noise": buffer(*actions, dtype=torch.float32),
+        "state": buffer(batch, getattr(config, "state_dim", config.action_dim), dtype=torch.float32),
+        "noise": buffer(*actions, dtype=torch.float32),
         "actions": buffer(*actions, dtype=torch.float32), "target": buffer(*actions, dtype=torch.float32),
         "weights": buffer(*actions[:2], dtype=torch.float32),
     }  # fmt: skip
@@ -166,12 +173,16 @@ def compiled(gpu: Gpu, launch: Launch) -> tuple[Any, int, int]:
     return made, int(registers), sum(map(int, spilled))
 
 
-def compile_for(gpu: Gpu, tried: bool) -> None:
+def compile_for(gpu: Gpu, tried: bool, smolvla: bool) -> None:
     """Record and compile all that is launched on a GPU, and print a line each."""
     launches: dict[tuple[Any, ...], Launch] = {}
     users: dict[tuple[Any, ...], dict[str, None]] = collections.defaultdict(dict)
     for name, shape in MODELS.items():
-        if ("fp8" in name and not gpu.fp8) or ("demo" in name and gpu.capability != (9, 0)):
+        if (
+            ("smolvla" in name) != smolvla
+            or ("fp8" in name and not gpu.fp8)
+            or ("demo" in name and gpu.capability != (9, 0))
+        ):
             continue
         for launch in launches_of(gpu, *shape, tried=tried and name in TRIED):
             _, key = source_of(launch)
@@ -192,7 +203,7 @@ def compile_for(gpu: Gpu, tried: bool) -> None:
         print(json.dumps(row), flush=True)
 
 
-def main(versions: list[str], tried: bool) -> None:
+def main(versions: list[str], tried: bool, smolvla: bool) -> None:
     # The loop in Triton, on Hopper, too.
     setattr(pi0_programs, "why_not_streamed", lambda *_: "Triton's is asked for")  # noqa: B010
     knobs.nvidia.dump_ptxas_log = True
@@ -201,10 +212,11 @@ def main(versions: list[str], tried: bool) -> None:
         gpu = ARCHITECTURES[version]
         # Tensors without data lie on this GPU, too.
         setattr(Gpu, "of", classmethod(lambda cls, device, gpu=gpu: gpu))  # noqa: B010
-        compile_for(gpu, tried)
+        compile_for(gpu, tried, smolvla)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with torch.inference_mode():
-        main([v for v in sys.argv[1:] if v != "--tried"] or ["9.0"], "--tried" in sys.argv)
+        named = [v for v in sys.argv[1:] if not v.startswith("--")]
+        main(named or ["9.0"], "--tried" in sys.argv, "--smolvla" in sys.argv)

@@ -31,7 +31,8 @@ MODULES = (row_ops, linear, attending, suffix, sequence, dit)
 MODULE_OF = {n: m for m in MODULES for n, f in vars(m).items() if getattr(f, "__module__", "") == m.__name__}
 TAKES_PDL = (
     "add_norm", "geglu", "gelu", "rope_cache", "attention", "qkv_rope", "gate_up_geglu", "project", "step",
-    "suffix_attention", "add_at", "norm_rope", "causal_attention", "swiglu", "exact_gelu", "product", "flow_step",
+    "suffix_attention", "cross_attention", "add_at", "norm_rope", "causal_attention", "swiglu", "exact_gelu", "product",
+    "flow_step",
 )  # fmt: skip
 EPS = 1e-6
 
@@ -245,20 +246,28 @@ def _add_norm(rows: int, width: int, y: int | None, layer: bool, scale: float | 
     return call
 
 
-def _embed_norm(batch: int, images: int, length: int, width: int, scale: float | None) -> Callable:
+def _embed_norm(
+    batch: int, images: int, length: int, width: int, scale: float | None, lengths: list[int] | None = None
+) -> Callable:
+    """`lengths`: with a state in the last of them."""
+
     def call(draw: Draw) -> Call:
-        rows = batch * (images + length)
+        rows = batch * (images + length + (lengths is not None))
         arguments = {
             "image_tokens": draw(batch, images, width), "tokens": draw.integers(9, batch, length),
             "table": draw(9, width, scale=width**-0.5), "x": Empty((rows, width), draw.dtype),
             "h": Empty((rows, width), FP8 if scale else draw.dtype), "eps": EPS, "inverse_scale": scale,
         }  # fmt: skip
+        if lengths is not None:
+            arguments |= {"state": draw(batch, width), "lengths": torch.tensor(lengths, dtype=torch.int32)}
         return Call("embed_norm", arguments, ("x", "h"))
 
     return call
 
 
-def _activation(op: str, rows: int, hidden: int, scale: float | None, paired: bool = False) -> Callable:
+def _activation(
+    op: str, rows: int, hidden: int, scale: float | None, paired: bool = False, silu: bool = False
+) -> Callable:
     def call(draw: Draw) -> Call:
         # Wide enough for both tails of GELU; in FP8 some saturate.
         x = draw(rows, hidden * (2 if op == "geglu" else 1), scale=4.0)
@@ -266,16 +275,19 @@ def _activation(op: str, rows: int, hidden: int, scale: float | None, paired: bo
         arguments = {"gate_up" if op == "geglu" else "x": x, "out": out, "inverse_scale": scale}
         if paired:
             arguments["paired"] = True
+        if silu:
+            arguments["silu"] = True
         return Call(op, arguments, ("out",))
 
     return call
 
 
-def _patchify(images: int, size: int, patch: int, stride: int) -> Callable:
+def _patchify(images: int, size: int, patch: int, stride: int, square: int = 1) -> Callable:
     def call(draw: Draw) -> Call:
         rows = images * (size // patch) ** 2
         pixels = draw.integers(256, images, size, size, 3, dtype=torch.uint8)
         arguments = {"images": pixels, "out": Empty((rows, 2 * stride), draw.dtype), "patch": patch}
+        arguments |= {"square": square} if square > 1 else {}
         return Call("patchify", arguments, ("out",))
 
     return call
@@ -302,7 +314,7 @@ def _beyond(lengths: Tensor, total: int, heads: int, head_dim: int) -> Tensor:
 
 def _attention(
     tokens: int, source: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int] | None,
-    scale: float | None = None,
+    scale: float | None = None, last: bool = False,
 ) -> Callable:  # fmt: skip
     """q is a view of q/k/v; k and v are the cache's."""
 
@@ -314,6 +326,7 @@ def _attention(
         out = Empty((batch, tokens, heads * head_dim), FP8 if scale else draw.dtype)
         hidden = {} if real is None else dict.fromkeys("kv", _beyond(real, source, kv_heads, head_dim))
         arguments = {"q": q, "k": k, "v": v, "out": out, "lengths": real, "inverse_scale": scale}
+        arguments |= {"last": True} if last else {}
         return Call("attention", arguments, ("out",), hidden)
 
     return call
@@ -340,6 +353,7 @@ def _suffix_attention(
     lengths: list[int],
     state_first: bool,
     cut: KeySplit | None = None,
+    causal: bool = False,
 ) -> Callable:
     def call(draw: Draw) -> Call:
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
@@ -352,6 +366,7 @@ def _suffix_attention(
             "out": Empty((batch * tokens, heads * head_dim), draw.dtype),
             "workspace": Workspace(sizes, taken), "state_first": state_first, "cut": taken,
         }  # fmt: skip
+        arguments |= {"causal": True} if causal else {}
         beyond = _beyond(real, prefix, kv_heads, head_dim)
         hidden: dict[str, Tensor] = {"prefix_k": beyond, "prefix_v": beyond}
         return Call("suffix_attention", arguments, ("out",), hidden)
@@ -387,8 +402,26 @@ def _qkv_rope(
     return call
 
 
+def _cross_attention(
+    tokens: int, source: int, width: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int], fp8: bool
+) -> Callable:
+    def call(draw: Draw) -> Call:
+        batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
+        cos, sin = rope_tables(tokens + 3, head_dim, torch.device("cpu"))
+        keys, values = (draw(batch, source, kv_heads, head_dim) for _ in range(2))
+        arguments = {
+            "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(heads * head_dim, width, fp8=fp8),
+            "cos": cos, "sin": sin, "keys": keys, "values": values, "lengths": real,
+            "out": Empty((batch * tokens, heads * head_dim), draw.dtype), "eps": EPS,
+        }  # fmt: skip
+        beyond = _beyond(real, source, kv_heads, head_dim)
+        return Call("cross_attention", arguments, ("out",), {"keys": beyond, "values": beyond})
+
+    return call
+
+
 def _gate_up(
-    rows: int, width: int, hidden: int, adaptive: bool, fp8: bool, cut: Tiling | None = None
+    rows: int, width: int, hidden: int, adaptive: bool, fp8: bool, cut: Tiling | None = None, silu: bool = False
 ) -> Callable:  # fmt: skip
     def call(draw: Draw) -> Call:
         arguments = {
@@ -397,6 +430,7 @@ def _gate_up(
             "shift": draw.wide(2 * hidden) if adaptive else None, "out": Empty((rows, hidden), draw.dtype), "eps": EPS,
             "cut": cut,
         }  # fmt: skip
+        arguments |= {"silu": True} if silu else {}
         return Call("gate_up_geglu", arguments, ("out",))
 
     return call
@@ -499,6 +533,26 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         (2, 4, 3, 64, 7, "fs"), (2, 17, 16, 1024, 32, "ls"),
     ):  # fmt: skip
         yield f"step {shape}", _step(*shape)
+    yield from _smolvla_cases()
+
+
+def _smolvla_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
+    """What SmolVLA adds: SwiGLU, a state at the end, causal actions, heads of no power of two, layers that cross."""
+    yield "geglu silu 3x100", _activation("geglu", 3, 100, None, silu=True)
+    yield "geglu silu paired fp8", _activation("geglu", 5, 72, 60.0, paired=True, silu=True)
+    yield "embed_norm with a state", _embed_norm(3, 4, 5, 60, None, [10, 6, 8])
+    yield "patchify (2, 32, 4, 48) by squares", _patchify(2, 32, 4, 48, 4)
+    yield "patchify (1, 24, 4, 48) by twos", _patchify(1, 24, 4, 48, 2)
+    yield "attention (40, 40, 6, 2, 24) last", _attention(40, 40, 6, 2, 24, [40, 7], last=True)
+    yield "attention last fp8", _attention(20, 20, 3, 1, 16, [18], 200.0, last=True)
+    for tokens in (5, 21):
+        yield f"suffix_attention {tokens} causal", _suffix_attention(tokens, 40, 6, 2, 24, [40, 3], False, causal=True)
+    yield "qkv_rope (1, 18, 60, 6, 2, 24)", _qkv_rope(1, 18, 60, 6, 2, 24, False, False)
+    for rows in (9, 17):
+        yield f"gate_up_geglu {rows} silu", _gate_up(rows, 60, 72, False, False, silu=True)
+    for shape in ((21, 70, 60, 6, 2, 24, [70, 3]), (5, 9, 96, 3, 1, 64, [9]), (16, 64, 300, 2, 2, 16, [1])):
+        for fp8 in (False, True):
+            yield f"cross_attention {shape} fp8={fp8}", _cross_attention(*shape, fp8)
 
 
 CASES: dict[str, Callable[[Draw], Call]] = dict(_cases())

@@ -18,6 +18,7 @@ from vla_accel.models.rtc import Guidance, Pinned, step_gains
 
 if TYPE_CHECKING:
     from vla_accel.native.pi0 import Pi0Store
+    from vla_accel.native.smolvla import SmolVlaStore
 
 
 class Denoise(nn.Module):
@@ -83,7 +84,7 @@ def denoise_component(
     prefix_tokens: int,
     num_steps: int,
     padded: bool,
-    store: Pi0Store | None = None,
+    store: Pi0Store | SmolVlaStore | None = None,
     rtc: RtcConfig | None = None,
 ) -> Component:
     """The loop for a fixed number of steps and prefix tokens. One that pins a trained prefix has no native program and

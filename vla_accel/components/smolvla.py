@@ -4,13 +4,18 @@ the expert reads them. Its vision and its denoise loop are those of every flow n
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from vla_accel.component import Component, TensorSpec
 from vla_accel.components.padding import longest_prompt
+from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.smolvla import SmolVla
+
+if TYPE_CHECKING:
+    from vla_accel.native.smolvla import SmolVlaStore
 
 
 class SmolVlaKvCache(nn.Module):
@@ -31,7 +36,9 @@ class SmolVlaKvCache(nn.Module):
         return self.model.prefix_cache(image_tokens, tokens, state, lengths)
 
 
-def smolvla_kv_cache_component(model: SmolVla, batch: int, views: int, length: int, padded: bool) -> Component:
+def smolvla_kv_cache_component(
+    model: SmolVla, batch: int, views: int, length: int, padded: bool, store: SmolVlaStore | None = None
+) -> Component:
     """The prefix for a fixed number of views and prompt tokens; `padded` rows may be shorter than `length`."""
     config, prefix = model.config, model.config.prefix
     inputs = [
@@ -49,5 +56,7 @@ def smolvla_kv_cache_component(model: SmolVla, batch: int, views: int, length: i
         SmolVlaKvCache(model),
         tuple(inputs),
         outputs,
+        native=partial(store.kv_cache, batch, views * config.image_tokens, length) if store and padded else None,
+        quantised=QUANTISED["kv_cache"],
         fetch=partial(model.fetched, "embed", "prefix", "state_proj", *crossing),
     )

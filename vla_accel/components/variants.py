@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from vla_accel import ops
 from vla_accel.component import Island
@@ -19,6 +19,7 @@ from vla_accel.components.padding import real_tokens
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import FORMATS, NO_SCALES, Scales
+from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
 from vla_accel.models.pi0 import Pi0, prefix_positions
 from vla_accel.models.quantised import QUANTISED
@@ -40,22 +41,21 @@ class Fp16Vision(nn.Module):
     The embeddings stay in float32 as in the model; of the tower's large products only the dtype changes.
     """
 
-    def __init__(self, model: Pi0, dtype: torch.dtype = torch.float16) -> None:
+    def __init__(self, model: FlowNetwork, dtype: torch.dtype = torch.float16) -> None:
         super().__init__()
         tower = copy.deepcopy(model.vision)
         for part in (*tower.layers, tower.post_layernorm):
             part.to(dtype)
         self.tower = Island("siglip", tower)
-        self.projector = model.projector
+        self.projector, self.project = model.projector, model.project
         self.bridge = Bridge()
-        self.tokens, self.width = model.config.vision.tokens, model.config.prefix.width
+        self.tokens, self.width = model.config.image_tokens, model.config.prefix.width
 
     def forward(self, images: Tensor) -> Tensor:
         batch, views = images.shape[:2]
         pixels = images.float().permute(0, 1, 4, 2, 3) / 255.0 * 2.0 - 1.0
         features = self.bridge(self.tower(pixels.flatten(0, 1)), self.projector.weight)
-        tokens = F.linear(features, self.projector.weight, self.projector.bias)
-        return tokens.view(batch, views * self.tokens, self.width)
+        return self.project(features).view(batch, views * self.tokens, self.width)
 
 
 class Mlp(nn.Module):
@@ -113,7 +113,7 @@ class QuantisedKvCache(nn.Module):
         return torch.stack(keys), torch.stack(values)
 
 
-def variants(model: Pi0, kind: str, scales: Scales | None = None) -> dict[str, Callable[[], nn.Module]]:
+def variants(model: Any, kind: str, scales: Scales | None = None) -> dict[str, Callable[[], nn.Module]]:
     """The versions that a component ("vision" or "kv_cache") of `model` comes in, for `Component.variants`."""
     if kind == "vision":
         return {"fp16": lambda: Fp16Vision(model).requires_grad_(False)}

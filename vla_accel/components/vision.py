@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.quantised import QUANTISED
 
 if TYPE_CHECKING:
-    from vla_accel.native.pi0 import Pi0Store
+    from vla_accel.native.flow import FlowStore
 
 
 class Vision(nn.Module):
@@ -32,7 +32,7 @@ class Vision(nn.Module):
         return self.model.embed_images(pixels).to(self.model.dtype)
 
 
-def vision_component(model: FlowNetwork, batch: int, views: int, store: Pi0Store | None = None) -> Component:
+def vision_component(model: FlowNetwork, batch: int, views: int, store: FlowStore[Any] | None = None) -> Component:
     """The vision component for a fixed number of views."""
     config = model.config
     size = config.vision.image_size

@@ -14,7 +14,7 @@ from vla_accel.component import Component
 from vla_accel.components import denoise_component, vision_component
 from vla_accel.components.smolvla import smolvla_kv_cache_component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
-from vla_accel.families import stand_in
+from vla_accel.families import smolvla_lerobot, stand_in
 from vla_accel.families.prompted import PromptedFamily, PromptShape
 from vla_accel.families.smolvla_folder import load_folder
 from vla_accel.fp8 import Scales
@@ -30,6 +30,7 @@ class SmolVlaFamily(PromptedFamily):
 
     name = "smolvla"
     sizes: ClassVar[Mapping[str, Callable[..., SmolVlaConfig]]] = {"smolvla": smolvla}
+    baselines = tuple(smolvla_lerobot.MODES)
 
     # -- the network ----------------------------------------------------------------------------------------------
 
@@ -48,13 +49,13 @@ class SmolVlaFamily(PromptedFamily):
         self, model: SmolVla, shape: PromptShape, *, store: SmolVlaStore | None = None, scales: Scales | None = None,
         rtc: RtcConfig | None = None,
     ) -> Sequence[Component]:  # fmt: skip
-        del store, scales
+        del scales
         batch, views, tokens, padded = shape.batch, shape.views, shape.tokens, shape.padded
         prefix = model.config.prefix_tokens(views, tokens)
         return (
-            vision_component(model, batch, views),
-            smolvla_kv_cache_component(model, batch, views, tokens, padded),
-            denoise_component(model, batch, prefix, shape.steps, padded, None, rtc),
+            vision_component(model, batch, views, store),
+            smolvla_kv_cache_component(model, batch, views, tokens, padded, store),
+            denoise_component(model, batch, prefix, shape.steps, padded, store, rtc),
         )
 
     # -- measuring it ---------------------------------------------------------------------------------------------
@@ -94,6 +95,9 @@ class SmolVlaFamily(PromptedFamily):
 
     def stand_in(self, config: SmolVlaConfig, views: int) -> Processor:
         return stand_in.processor(config, views, padded_state=config.state_dim, prompt_form="line")
+
+    def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Callable[[Mapping[str, Any]], Any]:
+        return smolvla_lerobot.sampler(horizon, device, name, steps)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

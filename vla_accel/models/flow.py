@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vla_accel.errors import ConfigError
 from vla_accel.models.gemma import GemmaPrefix
@@ -23,11 +23,13 @@ class FlowNetwork(Network):
     """A network of a vision tower, a prefix that leaves keys and values, and a velocity that reads them.
 
     `takes_state`: its suffix reads the state. Its config has `vision`, `prefix`, `image_tokens` (of a view),
-    `image_scale`, `prefix_tokens`, `action_horizon`, `action_dim` and `max_token_len`.
+    `shuffle`, `image_scale`, `prefix_tokens`, `action_horizon`, `action_dim` and `max_token_len`.
     """
 
     vision: SiglipVision
     prefix: GemmaPrefix
+    projector: nn.Linear
+    embed: nn.Embedding
     takes_state: bool = False
 
     @abstractmethod

@@ -62,6 +62,11 @@ class Pi0Config:
         return self.vision.tokens
 
     @property
+    def shuffle(self) -> int:
+        """Patches along each side of the square that becomes one image token."""
+        return 1
+
+    @property
     def image_scale(self) -> float:
         """What image tokens are multiplied by on their way into the prefix."""
         return 1.0

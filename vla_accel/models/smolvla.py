@@ -140,7 +140,7 @@ class SmolVlaExpert(nn.Module):
         cross = ops.rope_tables(offset.expand(batch, tokens), self.head_dim, kind)
         outer = None if prefix_mask is None else prefix_mask[:, None].expand(batch, tokens, -1)
         everything = outer if outer is not None else x.new_ones(batch, tokens, keys.shape[2], dtype=torch.bool)
-        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()
+        causal = offset[:, None] >= offset
         whole = torch.cat((everything, causal.expand(batch, tokens, tokens)), dim=2)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CrossLayer):
@@ -193,7 +193,7 @@ class SmolVla(FlowNetwork):
         config = self.config
         side = config.vision.image_size // config.vision.patch_size // config.shuffle
         squares = features.unflatten(1, (side, config.shuffle, side, config.shuffle)).transpose(2, 3)
-        tokens = self.projector(squares.reshape(len(features), side * side, -1))
+        tokens = self.projector(squares.reshape(features.shape[0], side * side, -1))
         return tokens * config.image_scale
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
@@ -262,7 +262,9 @@ class SmolVla(FlowNetwork):
         from_actions = self.action_time_mlp_in.weight[:, : self.config.expert.width]
         hidden = F.silu(F.linear(actions, from_actions) + time_embedding)
         x = self.action_time_mlp_out(hidden).to(self.dtype)
-        start = x.new_full((len(x),), keys.shape[2], dtype=torch.int64) if prefix_mask is None else prefix_mask.sum(1)
+        start = (
+            x.new_full((x.shape[0],), keys.shape[2], dtype=torch.int64) if prefix_mask is None else prefix_mask.sum(1)
+        )
         x = self.expert(x, start, keys, values, prefix_mask)
         return self.action_out_proj(x.to(self.action_out_proj.weight.dtype))
 

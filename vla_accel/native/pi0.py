@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import torch
-
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.expert import ExpertWeights, NativeDenoise, steps_of, why_not_streamed
+from vla_accel.native.flow import FlowStore
 from vla_accel.native.prefix import NativePrefix, PrefixWeights
-from vla_accel.native.store import NativeStore
-from vla_accel.native.vision import NativeVision, VisionWeights
 
 
-class Pi0Store(NativeStore[Pi0]):
+class Pi0Store(FlowStore[Pi0]):
     """Prepared weights of one π0 or π0.5."""
-
-    def vision(self, batch: int, views: int, spec: EngineSpec) -> Program:
-        """The vision program of `batch` observations of `views` images."""
-        precision = self.precision("vision", spec, ("fp8", "int8", "fp16"))
-        weights = self.weights(
-            ("vision", precision, spec.keep),
-            lambda: VisionWeights.of(self.model, precision, self.scales, spec.keep),
-        )
-        return NativeVision(weights, batch, views, spec.attention)
 
     def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
         """The prefix program of `image_tokens` image tokens and `length` prompt tokens a row."""
-        precision = self.precision("kv_cache", spec, self._beside_bf16("fp8", "int8"))
+        precision = self.precision("kv_cache", spec, self.beside_bf16("fp8", "int8"))
         where = spec.native.embeddings
         weights = self.weights(
             ("kv_cache", precision, where, spec.keep),
@@ -40,7 +28,7 @@ class Pi0Store(NativeStore[Pi0]):
         self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None
     ) -> Program:
         """The whole Euler loop of `num_steps`. `max_weight`: of the guidance, as in `RtcConfig`."""
-        precision = self.precision("denoise", spec, self._beside_bf16("fp8"), calibrated=False)
+        precision = self.precision("denoise", spec, self.beside_bf16("fp8"), calibrated=False)
         if spec.keep:
             raise EngineError("denoise: keep: its weights are stored in one byte all or none")
         why_not = why_not_streamed(self.model, precision, batch)
@@ -49,8 +37,3 @@ class Pi0Store(NativeStore[Pi0]):
         steps = (*form, num_steps, max_weight)
         tables = self.weights(steps, lambda: steps_of(self.model, weights, num_steps, max_weight))
         return NativeDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)
-
-    def _beside_bf16(self, *precisions: str) -> tuple[str, ...]:
-        """Precisions of the two that share keys and values: their programs keep those in BF16, as only a BF16 policy
-        does."""
-        return precisions if self.model.dtype == torch.bfloat16 else ()

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from vla_accel.fp8 import Scales, named
+from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import GemmaLayer
-from vla_accel.models.pi0 import Pi0
 from vla_accel.models.quantised import QUANTISED
+from vla_accel.models.smollm import SmolLmLayer
 from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import amax_of, compute_dtype, format_of
 from vla_accel.ops import norms
@@ -38,7 +39,7 @@ class PrefixLayer:
 @dataclass(frozen=True)
 class PrefixWeights:
     """The stack's weights, folded. `table` (vocabulary, W): the token embedding, unscaled, on the GPU or in page-locked
-    memory."""
+    memory. `silu`: SwiGLU instead of GeGLU."""
 
     table: Tensor
     layers: tuple[PrefixLayer, ...]
@@ -47,10 +48,11 @@ class PrefixWeights:
     kv_heads: int
     head_dim: int
     eps: float
+    silu: bool = False
 
     @classmethod
     def of(
-        cls, model: Pi0, precision: str, scales: Scales | None, embeddings: Literal["gpu", "host"] = "gpu",
+        cls, model: FlowNetwork, precision: str, scales: Scales | None, embeddings: Literal["gpu", "host"] = "gpu",
         keep: Sequence[str] = (),
     ) -> PrefixWeights:  # fmt: skip
         """Prepare from a model; `precision` fp32, bf16, or fp8 or int8 (what `QUANTISED` names, but for `keep`, in it,
@@ -88,7 +90,8 @@ class PrefixWeights:
         else:
             with model.present("embed"):
                 table = model.embed.weight.detach()
-        return cls(table, tuple(layers), dtype, config.heads, config.kv_heads, config.head_dim, config.eps)
+        silu = isinstance(model.prefix.layers[0], SmolLmLayer)
+        return cls(table, tuple(layers), dtype, config.heads, config.kv_heads, config.head_dim, config.eps, silu)
 
     @property
     def bytes(self) -> int:
@@ -100,6 +103,9 @@ class PrefixWeights:
 class NativePrefix:
     """The program. Inputs `image_tokens` (B, I, W), `tokens` (B, L) int64, `lengths` (B,) int32, the real tokens of a
     row, which come first; outputs `keys`, `values` (depth, B, I + L, kv_heads, d)."""
+
+    state_last: ClassVar[bool] = False
+    """Whether a row's last token is its state, which no other token sees."""
 
     def __init__(
         self, weights: PrefixWeights, batch: int, image_tokens: int, length: int, attention: str = "own"
@@ -117,15 +123,15 @@ class NativePrefix:
 
         sizes = Sizes(
             batch, self.tokens, self.tokens, weights.heads, weights.kv_heads, weights.head_dim, dtype, padded=True,
-            quantised=taken_by(first.o) != dtype, stored=taken_by(first.o),
+            quantised=taken_by(first.o) != dtype, stored=taken_by(first.o), last=self.state_last,
         )  # fmt: skip
         self.attention = choose(attention, sizes, device)
         self.detail += f", {self.attention.detail}"
         products, self.pdl = "", False
         if first.o is not None and first.gate_up is not None and first.down is not None:
             four = {
-                "qkv": (first.qkv, "none"), "o": (first.o, "none"), "gate_up": (first.gate_up, "geglu"),
-                "down": (first.down, "none"),
+                "qkv": (first.qkv, "none"), "o": (first.o, "none"),
+                "gate_up": (first.gate_up, "swiglu" if weights.silu else "geglu"), "down": (first.down, "none"),
             }  # fmt: skip
             products, self.pdl = products_by(rows, four)
         self.detail += products
@@ -154,12 +160,12 @@ class NativePrefix:
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, lengths, pdl = self.weights, inputs["lengths"], self.pdl
-        embed_norm(inputs["image_tokens"], inputs["tokens"], w.table, self.x, self.h, eps=w.eps, inverse_scale=None)
+        self.embed(inputs)
         q = self.qkv.view(self.batch, self.tokens, -1, w.head_dim)[:, :, : w.heads]
         # What the next q/k/v multiplies: rows that are normed, or rows that are not and their moments.
         x, moments = self.h, self.normed
         for index, layer in enumerate(w.layers):
-            keys, values = outputs["keys"][index], outputs["values"][index]
+            keys, values = self.cache(outputs, index)
             if layer.o is None or layer.gate_up is None or layer.down is None:
                 if self.norms_inside and index:
                     add_norm(
@@ -175,19 +181,34 @@ class NativePrefix:
             rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads, pdl=pdl)
             attend(
                 self.attention.way, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
-                pdl=pdl,
+                last=self.state_last, pdl=pdl,
             )  # fmt: skip
             linear(self.context, layer.o, self.y, pdl=pdl)
             self._residual(self.h_mlp, layer.gate_up)
             gate_up(
-                self.h_mlp, layer.gate_up, self.gate_up, self.active, inverse_scale=layer.down.inverse_scale, pdl=pdl
-            )
+                self.h_mlp, layer.gate_up, self.gate_up, self.active, inverse_scale=layer.down.inverse_scale,
+                silu=w.silu, pdl=pdl,
+            )  # fmt: skip
             if self.norms_inside:
                 x, moments = self.x, self.moments
                 norms.residual_linear(self.active, layer.down, x, moments, pdl=pdl)
             else:
                 linear(self.active, layer.down, self.y, pdl=pdl)
                 self._residual(self.h, w.layers[index + 1].qkv)
+
+        self.finish(outputs)
+
+    def embed(self, inputs: Mapping[str, Tensor]) -> None:
+        """The rows of the stack, and their norm."""
+        w = self.weights
+        embed_norm(inputs["image_tokens"], inputs["tokens"], w.table, self.x, self.h, eps=w.eps, inverse_scale=None)
+
+    def cache(self, outputs: Mapping[str, Tensor], index: int) -> tuple[Tensor, Tensor]:
+        """Where a layer's keys and values go, (B, S, kv_heads, d) each."""
+        return outputs["keys"][index], outputs["values"][index]
+
+    def finish(self, outputs: Mapping[str, Tensor]) -> None:
+        """What is left to do after the last layer."""
 
     def _residual(self, normed: Tensor, following: Linear) -> None:
         add_norm(

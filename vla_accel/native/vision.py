@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.fp8 import Scales, named
-from vla_accel.models.pi0 import Pi0
+from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.siglip import SiglipLayer
 from vla_accel.native.fold import fold_norm
@@ -25,7 +25,7 @@ from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.linear import Linear, linear, linear_gelu, make_linear, patch_product, products_by
 from vla_accel.ops.norms import with_sums
 from vla_accel.ops.reference import MOMENTS_OF
-from vla_accel.ops.rows import add_norm, patchify
+from vla_accel.ops.rows import add_norm, by_squares, patchify
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class VisionLayer:
 @dataclass(frozen=True)
 class VisionWeights:
     """The tower's weights, folded. `patch` (W, 2 * stride): the embedding in two BF16 halves; `place` (T, W) float32:
-    position embedding and bias."""
+    position embedding and bias. `square`: patches along each side of the square that becomes one token; patches lie
+    square by square, so that those are side by side."""
 
     patch: Tensor
     place: Tensor
@@ -52,9 +53,10 @@ class VisionWeights:
     eps: float
     image_size: int
     patch_size: int
+    square: int
 
     @classmethod
-    def of(cls, model: Pi0, precision: str, scales: Scales | None, keep: Sequence[str] = ()) -> VisionWeights:
+    def of(cls, model: FlowNetwork, precision: str, scales: Scales | None, keep: Sequence[str] = ()) -> VisionWeights:
         """Prepare from a model; `precision` fp32, bf16, fp16, or fp8 or int8 (what `QUANTISED` names, but for `keep`,
         in it, the rest BF16)."""
         config, narrow = model.config.vision, QUANTISED["vision"]["native"].without(keep)
@@ -82,11 +84,25 @@ class VisionWeights:
         with model.present("vision.patch_embedding", "vision.position_embedding"):
             patch, place = patch_embedding(model.vision.patch_embedding, model.vision.position_embedding, precision)
         with model.present("projector", "vision.post_layernorm"):
-            projector = make_linear(*fold_norm(model.projector, model.vision.post_layernorm), dtype)
+            projector = make_linear(*_projector(model), dtype)
+        square = model.config.shuffle
+        place = place[by_squares(config.image_size // config.patch_size, square).to(place.device)].contiguous()
         return cls(
             patch, place, tuple(layers), projector, dtype, config.heads, config.eps, config.image_size,
-            config.patch_size,
+            config.patch_size, square,
         )  # fmt: skip
+
+
+def _projector(model: FlowNetwork) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias for features without their norm's weights, and for image tokens as the prefix takes them."""
+    projector, norm, config = model.projector, model.vision.post_layernorm, model.config
+    if config.shuffle == 1:
+        weight, bias = fold_norm(projector, norm)
+    else:
+        each = projector.weight.double().unflatten(1, (config.shuffle**2, -1))
+        weight, bias = (each * norm.weight.double()).flatten(1).float(), (each @ norm.bias.double()).sum(1).float()
+        bias = bias if projector.bias is None else bias + projector.bias
+    return weight * config.image_scale, None if bias is None else bias * config.image_scale
 
 
 def patch_embedding(convolution: Any, position: Tensor, precision: str) -> tuple[Tensor, Tensor]:
@@ -158,7 +174,7 @@ class NativeVision:
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, images = self.weights, inputs["images"]
         norm: dict[str, Any] = {"layer": True, "eps": w.eps}
-        patchify(images.flatten(0, 1), self.patches, w.patch_size)
+        patchify(images.flatten(0, 1), self.patches, w.patch_size, w.square)
         patch_product(self.patches, w.patch, self.embedded)
         first = w.layers[0].qkv
         add_norm(self.embedded, w.place, self.x, self.h, inverse_scale=first.inverse_scale, **norm)
@@ -169,11 +185,12 @@ class NativeVision:
         else:
             self._layers(norm)
         tokens = outputs["image_tokens"].flatten(0, 1)
-        if tokens.dtype == self.last.dtype:
-            linear(self.last, w.projector, tokens)
+        last = self.last.view(len(tokens), -1)
+        if tokens.dtype == last.dtype:
+            linear(last, w.projector, tokens)
         else:
             # The cast bridge: an FP16 tower before a BF16 prefix.
-            tokens.copy_(torch.addmm(w.projector.bias, self.last, w.projector.weight.t()))  # type: ignore[arg-type]
+            tokens.copy_(torch.addmm(w.projector.bias, last, w.projector.weight.t()))  # type: ignore[arg-type]
 
     def _attend(self, layer: VisionLayer) -> None:
         heads = self.qkv.view(self.images, self.weights.place.shape[0], 3, self.weights.heads, -1)

@@ -34,7 +34,7 @@ CALLS = 20
 @dataclass(frozen=True)
 class Sizes:
     """One attention of a program. `padded`: rows may have fewer keys than `source`; `quantised`: its output is
-    `stored`, FP8 or INT8."""
+    `stored`, FP8 or INT8; `last`: of the padded ones, as `attention` has it."""
 
     batch: int
     tokens: int
@@ -46,6 +46,7 @@ class Sizes:
     padded: bool
     quantised: bool
     stored: torch.dtype = E4M3.dtype
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,18 @@ class Choice:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None = None,
-    pdl: bool = False,
+    last: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Every query sees the first `lengths[b]` keys (all of them for None).
+
+    `last`: but for the last of these, which only its own query sees (and those behind, which stand for nothing).
 
     q (B, T, heads, d), k, v (B, S, kv_heads, d), k and v of equal strides, any strides but the last; out (B, T,
     heads * d) contiguous; lengths (B,) int32. On a Hopper the shapes of the full-size models run CUDA C++
     (`vla_accel.ops.cuda.attention`).
     """
     way = path(q)
-    if way == "cuda":
+    if way == "cuda" and not last:
         from vla_accel.ops.cuda import attention as hopper
 
         gpu = Gpu.of(q.device)
@@ -75,22 +78,28 @@ def attention(
         if gpu is not None and kernel is not None:
             return hopper.attention(kernel, q, k, v, out, lengths, gpu=gpu, inverse_scale=inverse_scale, pdl=pdl)
     if way != "reference":
-        return kernels("attention").attention(q, k, v, out, lengths, inverse_scale=inverse_scale, pdl=pdl)
-    mask = None
-    if lengths is not None:
-        mask = (torch.arange(k.shape[1], device=q.device) < lengths[:, None])[:, None].expand(-1, q.shape[1], -1)
+        return kernels("attention").attention(q, k, v, out, lengths, inverse_scale=inverse_scale, last=last, pdl=pdl)
+    mask = None if lengths is None else _seen(lengths, q.shape[1], k.shape[1], last)
     store(out, reference.attention(q, k, v, mask).flatten(2), inverse_scale)
+
+
+def _seen(lengths: Tensor, tokens: int, source: int, last: bool) -> Tensor:
+    """Who sees whom, (B, T, S) bool, as `attention` says."""
+    end = lengths[:, None].expand(-1, tokens)
+    if last:
+        end = end - (torch.arange(tokens, device=lengths.device) < lengths[:, None] - 1).to(end.dtype)
+    return torch.arange(source, device=lengths.device) < end[..., None]
 
 
 def attend(
     way: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *,
-    inverse_scale: float | None = None, pdl: bool = False,
+    inverse_scale: float | None = None, last: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
     """`attention` by a way of `WAYS`. `pdl` is for own kernels; libraries' wait."""
     if way == "own":
-        attention(q, k, v, out, lengths, inverse_scale=inverse_scale, pdl=pdl)
+        attention(q, k, v, out, lengths, inverse_scale=inverse_scale, last=last, pdl=pdl)
     else:
-        store(out, {"sdpa": _sdpa, "flash_attn": _flash}[way](q, k, v, lengths), inverse_scale)
+        store(out, {"sdpa": _sdpa, "flash_attn": _flash}[way](q, k, v, lengths, last), inverse_scale)
 
 
 def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
@@ -128,6 +137,8 @@ def kernel_name(sizes: Sizes, device: torch.device) -> str:
     way = path(device)
     if way != "cuda":
         return {"reference": "reference", "triton": "Triton"}[way]
+    if sizes.last:
+        return "Triton"
     from vla_accel.ops.cuda import attention as hopper
 
     return "CUDA C++" if hopper.kernel_for(Gpu.of(device), *_tensors(sizes, device)) else "Triton"
@@ -136,12 +147,12 @@ def kernel_name(sizes: Sizes, device: torch.device) -> str:
 # -- libraries --------------------------------------------------------------------------------------------------------
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, last: bool = False) -> Tensor:
     """(B, T, heads, d). On a GPU by cuDNN's, flash or memory-efficient kernels, never by materialised scores."""
     mask, heads = None, q.shape[2]
     if lengths is not None:
         real = torch.arange(k.shape[1], device=k.device) < lengths[:, None]
-        mask = real[:, None, None].expand(-1, -1, q.shape[1], -1)
+        mask = _seen(lengths, q.shape[1], k.shape[1], last)[:, None]
         # A bias of -inf does not stop a NaN behind the last key, nor a weight of 0 one among the values.
         k, v = (x.masked_fill(~real[:, :, None, None], 0) for x in (k, v))
     if k.shape[2] != heads:
@@ -160,8 +171,10 @@ def _kernels_only(device: torch.device) -> Any:
     return sdpa_kernel(kernels, set_priority=True)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, last: bool = False) -> Tensor:
     """(B, T, heads, d). Keys and values behind a row's length are not read: the cache's own call takes lengths."""
+    if last:
+        raise EngineError("attention flash_attn: it has no mask for a key that one query sees")
     module = flash_module()
     if lengths is None:
         return module.flash_attn_func(q, k, v)
@@ -214,7 +227,7 @@ def _trial(way: str, sizes: Sizes, device: torch.device) -> Callable[[], None]:
     q, k, v, out, lengths = _tensors(sizes, device)
 
     def call() -> None:
-        attend(way, q, k, v, out, lengths, inverse_scale=1.0 if sizes.quantised else None)
+        attend(way, q, k, v, out, lengths, inverse_scale=1.0 if sizes.quantised else None, last=sizes.last)
 
     try:
         with torch.inference_mode():

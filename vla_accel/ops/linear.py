@@ -251,13 +251,20 @@ def linear_gelu(
 
 
 def gate_up(
-    x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False
-) -> None:
-    """out = gelu_tanh(gate) * up, of gate and up = x Wᵀ + b. x (R, K), out (R, H), scratch (R, 2 H) may be used."""
-    if path(x) == "cuda" and layer.paired and launched_own_gemm(x, layer, out, "geglu", inverse_scale, pdl):
+    x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, silu: bool = False,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """out = gelu_tanh(gate) * up, of gate and up = x Wᵀ + b; `silu`: silu(gate) * up. x (R, K), out (R, H), scratch
+    (R, 2 H) may be used."""
+    if (
+        path(x) == "cuda"
+        and layer.paired
+        and not silu
+        and launched_own_gemm(x, layer, out, "geglu", inverse_scale, pdl)
+    ):
         return
     linear(x, layer, scratch, pdl=pdl)
-    geglu(scratch, out, inverse_scale=inverse_scale, paired=layer.paired, pdl=pdl)
+    geglu(scratch, out, inverse_scale=inverse_scale, paired=layer.paired, silu=silu, pdl=pdl)
 
 
 def patch_product(rows: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -17,16 +17,27 @@ from vla_accel.ops import reference
 from vla_accel.ops.dispatch import kernels, path
 
 
-def patchify(images: Tensor, out: Tensor, patch: int) -> None:
+def patchify(images: Tensor, out: Tensor, patch: int, square: int = 1) -> None:
     """Patches of uint8 images (N, S, S, 3) as rows (N * patches, 2 * stride): twice the row of a convolution's weight
-    (channel, row, column), padded with zeros. Bytes are exact in BF16, so weights in two halves lose nothing."""
+    (channel, row, column), padded with zeros. Bytes are exact in BF16, so weights in two halves lose nothing.
+
+    `square`: patches come square by square of so many on a side, each row by row, so that those that will be one token
+    lie side by side.
+    """
     if path(images) != "reference":
-        return kernels("rows").patchify(images, out, patch)
+        return kernels("rows").patchify(images, out, patch, square)
     n, size = images.shape[:2]
     side, stride = size // patch, out.shape[1] // 2
     rows = images.permute(0, 3, 1, 2).reshape(n, 3, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
+    rows = rows.reshape(n, side * side, -1)[:, by_squares(side, square).to(images.device)]
     rows = F.pad(rows.reshape(n * side * side, -1).to(out.dtype), (0, stride - 3 * patch * patch))
     out.copy_(torch.cat((rows, rows), 1))
+
+
+def by_squares(side: int, square: int) -> Tensor:
+    """Places (side * side,) of a grid, row by row, in the order of squares of `square` by `square`."""
+    grid = torch.arange(side * side).view(side // square, square, side // square, square)
+    return grid.transpose(1, 2).flatten()
 
 
 def add_norm(
@@ -48,25 +59,40 @@ def add_norm(
 
 def embed_norm(
     image_tokens: Tensor, tokens: Tensor, table: Tensor, x: Tensor, h: Tensor, *, eps: float,
-    inverse_scale: float | None,
+    inverse_scale: float | None, state: Tensor | None = None, lengths: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """x = image tokens (B, I, W) and then embedded tokens (B, L), times √W, as rows; h = rmsnorm(x)."""
+    """x = image tokens (B, I, W) and then embedded tokens (B, L), times √W, as rows; h = rmsnorm(x).
+
+    With `state` (B, W), a row more of each sequence: it is the last real one, lengths[b] - 1 (B,) int32, and fills the
+    last.
+    """
     if path(x) != "reference":
-        return kernels("rows").embed_norm(image_tokens, tokens, table, x, h, eps=eps, inverse_scale=inverse_scale)
+        return kernels("rows").embed_norm(
+            image_tokens, tokens, table, x, h, eps=eps, inverse_scale=inverse_scale, state=state, lengths=lengths
+        )
     embedded = table[tokens] * float(x.shape[1]) ** 0.5
-    x.copy_(torch.cat((image_tokens, embedded.to(x.dtype)), 1).reshape(x.shape))
+    parts = [image_tokens, embedded.to(x.dtype)]
+    if state is not None:
+        assert lengths is not None
+        parts.append(state[:, None].to(x.dtype))
+        rows = torch.cat(parts, 1)
+        last = torch.arange(rows.shape[1], device=x.device) == lengths[:, None] - 1
+        parts = [torch.where(last[..., None], parts[-1], rows)]
+    x.copy_(torch.cat(parts, 1).reshape(x.shape))
     store(h, normed(x, False, eps), inverse_scale)
 
 
 def geglu(
-    gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False, pdl: bool = False
-) -> None:
-    """out (R, H) = gelu_tanh(gate) * up of (R, 2 H): gate first, or, `paired`, by turns eight of gate, eight of up."""
+    gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False, silu: bool = False,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """out (R, H) = gelu_tanh(gate) * up of (R, 2 H): gate first, or, `paired`, by turns eight of gate, eight of up.
+    `silu`: silu(gate) * up."""
     if path(gate_up) != "reference":
-        return kernels("rows").geglu(gate_up, out, inverse_scale=inverse_scale, paired=paired, pdl=pdl)
+        return kernels("rows").geglu(gate_up, out, inverse_scale=inverse_scale, paired=paired, silu=silu, pdl=pdl)
     if paired:
         gate_up = gate_up.unflatten(1, (-1, 2, 8)).transpose(1, 2).flatten(1)
-    store(out, reference.geglu(gate_up), inverse_scale)
+    store(out, reference.swiglu(gate_up) if silu else reference.geglu(gate_up), inverse_scale)
 
 
 def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False) -> None:

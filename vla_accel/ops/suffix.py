@@ -88,13 +88,14 @@ def project_product(a: Tensor, layer: Linear) -> Product:
 
 def suffix_attention(
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor,
-    workspace: AttentionWorkspace, *, state_first: bool, pdl: bool = False, cut: KeySplit | None = None,
+    workspace: AttentionWorkspace, *, state_first: bool, causal: bool = False, pdl: bool = False,
+    cut: KeySplit | None = None,
 ) -> None:  # fmt: skip
     """The suffix attends to the first `lengths[b]` keys of the prefix and to itself.
 
     q (B, T, heads, d); prefix_k, prefix_v (B, S, kv_heads, d); k, v (B, T, kv_heads, d); out (B * T, heads * d); all
-    contiguous. `state_first`: the first token sees itself and the prefix only (π0). `workspace`: as `suffix_workspace`
-    makes it for the same `cut`.
+    contiguous. `state_first`: the first token sees itself and the prefix only (π0); `causal`: none sees a later one.
+    `workspace`: as `suffix_workspace` makes it for the same `cut`.
     """
     if path(q) != "reference":
         batch, tokens, heads, head_dim = q.shape
@@ -102,12 +103,15 @@ def suffix_attention(
         sizes = SuffixAttention(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
         cut = cut or suffix_tilings.key_splits(Gpu.of(q.device), sizes)[0]
         return kernels("attention").suffix_attention(
-            q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, pdl=pdl, cut=cut
-        )
+            q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, causal=causal, pdl=pdl,
+            cut=cut,
+        )  # fmt: skip
     batch, tokens = q.shape[:2]
     inner = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
     if state_first:
         inner[0, 1:] = False
+    if causal:
+        inner = inner.tril()
     outer = torch.arange(prefix_k.shape[1], device=q.device) < lengths[:, None]
     mask = torch.cat((outer[:, None].expand(-1, tokens, -1), inner.expand(batch, -1, -1)), 2)
     keys, values = torch.cat((prefix_k, k), 1), torch.cat((prefix_v, v), 1)
@@ -145,15 +149,40 @@ def project(
 
 def gate_up_geglu(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, out: Tensor, *, eps: float,
-    pdl: bool = False, cut: Tiling | None = None,
+    silu: bool = False, pdl: bool = False, cut: Tiling | None = None,
 ) -> None:  # fmt: skip
-    """Norm, gate and up projections and GeGLU of the suffix: x (R, W) to out (R, H). As `qkv_rope` otherwise."""
+    """Norm, gate and up projections and GeGLU of the suffix, or SwiGLU with `silu`: x (R, W) to out (R, H). As
+    `qkv_rope` otherwise."""
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), gate_up_product(x, layer))
         return _kernels(cut).gate_up_geglu(
-            x, layer.weight, layer.weight_scale_value, scale, shift, out, eps=eps, pdl=pdl, cut=cut
+            x, layer.weight, layer.weight_scale_value, scale, shift, out, eps=eps, silu=silu, pdl=pdl, cut=cut
         )
-    out.copy_(reference.geglu(_modulated_product(x, layer, scale, shift, eps)))
+    y = _modulated_product(x, layer, scale, shift, eps)
+    out.copy_(reference.swiglu(y) if silu else reference.geglu(y))
+
+
+def cross_attention(
+    x: Tensor, layer: Linear, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, out: Tensor, *,
+    eps: float, pdl: bool = False,
+) -> None:  # fmt: skip
+    """Norm, query projection and rotation of the suffix, from position 0 on, and attention to the prefix alone.
+
+    x (B * T, W); `layer` of the queries (heads * d, W); keys, values (B, S, kv_heads, d), of which row b has
+    lengths[b]; out (B * T, heads * d); all contiguous.
+    """
+    if path(x) != "reference":
+        return kernels("cross").cross_attention(
+            x, layer.weight, layer.weight_scale_value, cos, sin, keys, values, lengths, out, eps=eps, pdl=pdl
+        )
+    batch, source, _, head_dim = keys.shape
+    tokens = len(x) // batch
+    q = _modulated_product(x, layer, None, None, eps).view(batch, tokens, -1, head_dim)
+    q = reference.apply_rope(q, cos[:tokens, None].to(q.dtype), sin[:tokens, None].to(q.dtype))
+    real = torch.arange(source, device=x.device) < lengths[:, None]
+    values = values.masked_fill(~real[:, :, None, None], 0)
+    mask = real[:, None].expand(-1, tokens, -1)
+    out.copy_(reference.attention(q.to(keys.dtype), keys, values, mask).reshape(out.shape))
 
 
 def step(

@@ -20,7 +20,7 @@ LOG2E = 1.4426950408889634
 def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_token, q_head, k_batch,
                k_token, k_head, scale, inverse_scale, SOURCE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
                HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               HAS_LENGTHS: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+               HAS_LENGTHS: tl.constexpr, LAST: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     wait_for_previous(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -44,7 +44,10 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
         place = base + key * k_token
         k = tl.load(k_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
         s = tl.dot(q, k) * scale
-        s = tl.where(real[None, :], s, -float("inf"))
+        seen = real[None, :]
+        if LAST:
+            seen = seen & ((key[None, :] < length - 1) | (m[:, None] >= length - 1))
+        s = tl.where(seen, s, -float("inf"))
         # A row has at least one key, and the first block holds it: the maximum is finite from there on.
         new_best = tl.maximum(best, tl.max(s, 1))
         p = tl.exp2(s - new_best[:, None])
@@ -64,7 +67,7 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None,
-    pdl: bool = False,
+    last: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.attending.attention`."""
     batch, tokens, heads, head_dim = q.shape
@@ -82,7 +85,7 @@ def attention(
         q, k, v, out, lengths if lengths is not None else out, tokens, q.stride(0), q.stride(1), q.stride(2),
         k.stride(0), k.stride(1), k.stride(2), head_dim**-0.5 * LOG2E, inverse_scale or 1.0, source, heads,
         heads // kv_heads, head_dim, max(16, power_of_two(head_dim)), block_m, block_n, lengths is not None,
-        inverse_scale is not None, pdl, num_warps=warps, num_stages=stages, **launch_options(pdl),
+        last, inverse_scale is not None, pdl, num_warps=warps, num_stages=stages, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -127,7 +130,7 @@ def _suffix_attention(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, part_pt
                       tokens, prefix_tokens, scale, SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr,
                       ROW_TILES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
                       BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATE_FIRST: tl.constexpr,
-                      PDL: tl.constexpr):  # fmt: skip
+                      CAUSAL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     split, tile, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -158,6 +161,8 @@ def _suffix_attention(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, part_pt
         if STATE_FIRST:
             # π0's state token attends to the prefix and itself, not to the actions.
             allowed = allowed & ((token[:, None] > 0) | (key[None, :] == 0))
+        if CAUSAL:
+            allowed = allowed & (key[None, :] <= token[:, None])
     q = tl.load(q_ptr + query, mask=real_row[:, None] & in_d[None, :], other=0.0)
     s = tl.where(allowed, tl.dot(q, k) * scale, -float("inf"))
     best = tl.max(s, 1)
@@ -176,7 +181,8 @@ def _suffix_attention_split(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, p
                             tokens, prefix_tokens, scale, SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr,
                             TILES: tl.constexpr, ROW_TILES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
                             HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-                            BLOCK_N: tl.constexpr, STATE_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                            BLOCK_N: tl.constexpr, STATE_FIRST: tl.constexpr, CAUSAL: tl.constexpr,
+                            PDL: tl.constexpr):  # fmt: skip
     tile, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -218,6 +224,8 @@ def _suffix_attention_split(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, p
         if STATE_FIRST:
             # π0's state token attends to the prefix and itself, not to the actions.
             allowed = allowed & ((token[:, None] > 0) | (key[None, :] == 0))
+        if CAUSAL:
+            allowed = allowed & (key[None, :] <= token[:, None])
         s = tl.where(allowed, tl.dot(q, k) * scale, -float("inf"))
         best = tl.max(s, 1)
         p = tl.exp2(s - tl.where(best == -float("inf"), 0.0, best)[:, None])
@@ -230,7 +238,8 @@ def _suffix_attention_split(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, p
 
 def suffix_attention(
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor,
-    workspace: tuple[Tensor, Tensor, Tensor], *, state_first: bool, pdl: bool, cut: KeySplit,
+    workspace: tuple[Tensor, Tensor, Tensor], *, state_first: bool, causal: bool, pdl: bool,
+    cut: KeySplit,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.suffix_attention`."""
     batch, tokens, heads, head_dim = q.shape
@@ -242,7 +251,8 @@ def suffix_attention(
         q, prefix_k, prefix_v, k, v, lengths, parts, stats, counters, out, tokens, prefix_tokens,
         head_dim**-0.5 * LOG2E, splits, prefix_splits,
     )  # fmt: skip
-    shape = (row_tiles, kv_heads, heads // kv_heads, head_dim, sizes.block_d, cut.rows, cut.keys, state_first, pdl)
+    masks = (state_first, causal)
+    shape = (row_tiles, kv_heads, heads // kv_heads, head_dim, sizes.block_d, cut.rows, cut.keys, *masks, pdl)
     options = {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(pdl)}
     if cut.tiles == 1:
         _suffix_attention[(splits, row_tiles, batch * kv_heads)](*arguments, *shape, **options)

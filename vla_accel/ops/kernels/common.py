@@ -27,6 +27,12 @@ def gelu_tanh(x):
 
 
 @triton.jit
+def silu(x):
+    """x sigmoid(x)."""
+    return x / (1.0 + tl.exp2(-1.4426950408889634 * x))
+
+
+@triton.jit
 def wait_for_previous(PDL: tl.constexpr):
     """What the previous kernel wrote is visible after this. Before it, only constants may be read."""
     if PDL:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vla_accel.ops.kernels.common import gelu_tanh
+from vla_accel.ops.kernels.common import gelu_tanh, silu
 
 
 @triton.jit
@@ -48,14 +48,14 @@ def store_heads(a, b, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_p
 
 @triton.jit
 def store_geglu(g, u, shift_ptr, out_ptr, n0, row0, rows, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, HAS_SHIFT: tl.constexpr):  # fmt: skip
-    """gelu_tanh(g) * u to out (rows, HIDDEN)."""
+                BLOCK_N: tl.constexpr, HAS_SHIFT: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
+    """gelu_tanh(g) * u, or silu(g) * u, to out (rows, HIDDEN)."""
     n = n0 + tl.arange(0, BLOCK_N)[None, :]
     if HAS_SHIFT:
         g += tl.load(shift_ptr + n, mask=n < HIDDEN, other=0.0)
         u += tl.load(shift_ptr + HIDDEN + n, mask=n < HIDDEN, other=0.0)
     row = row0 + tl.arange(0, BLOCK_M)[:, None]
-    y = gelu_tanh(g) * u
+    y = (silu(g) if SILU else gelu_tanh(g)) * u
     tl.store(out_ptr + row * HIDDEN + n, y.to(out_ptr.dtype.element_ty), mask=(row < rows) & (n < HIDDEN))
 
 

@@ -83,12 +83,13 @@ def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, cos_ptr, sin
 @triton.jit
 def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, out_ptr, rows, eps, K: tl.constexpr,
                        HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                       EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                       EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, SILU: tl.constexpr,
+                       PDL: tl.constexpr):  # fmt: skip
     row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     wait_for_previous(PDL)
     g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN, eps, K,
                         BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE)  # fmt: skip
-    store_geglu(g, u, shift_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE)
+    store_geglu(g, u, shift_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, SILU)
 
 
 @triton.jit
@@ -149,14 +150,14 @@ def qkv_rope(
 
 def gate_up_geglu(
     x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
-    eps: float, pdl: bool, cut: Pipelined,
+    eps: float, silu: bool, pdl: bool, cut: Pipelined,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
     rows, hidden = out.shape
     width = x.shape[-1]
     _gate_up_pipelined[(triton.cdiv(rows, cut.rows), triton.cdiv(hidden, cut.columns))](
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, out, rows, eps,
-        width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, scale is not None, pdl,
+        width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, scale is not None, silu, pdl,
         **_launch(cut, pdl),
     )  # fmt: skip
 

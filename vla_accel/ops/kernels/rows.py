@@ -12,16 +12,19 @@ from vla_accel.ops.kernels.common import (
     let_next_start,
     power_of_two,
     quantised,
+    silu,
     wait_for_previous,
 )
 
 
 @triton.jit
-def _patchify(image_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr,
-              BLOCK: tl.constexpr):  # fmt: skip
+def _patchify(image_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr, SQUARE: tl.constexpr,
+              STRIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     image, cell = row // (SIDE * SIDE), row % (SIDE * SIDE)
-    top, left = (cell // SIDE) * PATCH, (cell % SIDE) * PATCH
+    square, place = cell // (SQUARE * SQUARE), cell % (SQUARE * SQUARE)
+    top = (square // (SIDE // SQUARE) * SQUARE + place // SQUARE) * PATCH
+    left = (square % (SIDE // SQUARE) * SQUARE + place % SQUARE) * PATCH
     k = tl.arange(0, BLOCK)
     # A row is in the order of the convolution's weight: channel, row, column.
     channel, inside = k // (PATCH * PATCH), k % (PATCH * PATCH)
@@ -35,12 +38,12 @@ def _patchify(image_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE:
     tl.store(out + STRIDE, pixel.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def patchify(images: Tensor, out: Tensor, patch: int) -> None:
+def patchify(images: Tensor, out: Tensor, patch: int, square: int = 1) -> None:
     """See `vla_accel.ops.rows.patchify`."""
     size = images.shape[1]
     stride = out.shape[1] // 2
     side = size // patch
-    _patchify[(out.shape[0],)](images, out, size, patch, side, stride, power_of_two(stride), num_warps=4)
+    _patchify[(out.shape[0],)](images, out, size, patch, side, square, stride, power_of_two(stride), num_warps=4)
 
 
 @triton.jit
@@ -91,13 +94,21 @@ def add_norm(
 
 
 @triton.jit
-def _embed_norm(image_ptr, token_ptr, table_ptr, x_ptr, h_ptr, multiplier, eps, inverse_scale, IMAGES: tl.constexpr,
-                LENGTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr):  # fmt: skip
+def _embed_norm(image_ptr, token_ptr, table_ptr, state_ptr, length_ptr, x_ptr, h_ptr, multiplier, eps, inverse_scale,
+                IMAGES: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                QUANT: tl.constexpr, HAS_STATE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
-    batch, place = row // (IMAGES + LENGTH), row % (IMAGES + LENGTH)
+    TOTAL: tl.constexpr = IMAGES + LENGTH + HAS_STATE
+    batch, place = row // TOTAL, row % TOTAL
     column = tl.arange(0, BLOCK)
     keep = column < WIDTH
-    if place < IMAGES:
+    is_state = False
+    if HAS_STATE:
+        is_state = (place == tl.load(length_ptr + batch) - 1) | (place == TOTAL - 1)
+    if is_state:
+        x = tl.load(state_ptr + batch.to(tl.int64) * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    elif place < IMAGES:
         source = image_ptr + (batch * IMAGES + place).to(tl.int64) * WIDTH
         x = tl.load(source + column, mask=keep, other=0.0).to(tl.float32)
     else:
@@ -111,20 +122,21 @@ def _embed_norm(image_ptr, token_ptr, table_ptr, x_ptr, h_ptr, multiplier, eps, 
 
 def embed_norm(
     image_tokens: Tensor, tokens: Tensor, table: Tensor, x: Tensor, h: Tensor, *, eps: float,
-    inverse_scale: float | None,
+    inverse_scale: float | None, state: Tensor | None, lengths: Tensor | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.rows.embed_norm`."""
     rows, width = x.shape
     block = power_of_two(width)
     _embed_norm[(rows,)](
-        image_tokens, tokens, table, x, h, float(width) ** 0.5, eps, inverse_scale or 1.0, image_tokens.shape[1],
-        tokens.shape[1], width, block, inverse_scale is not None, num_warps=4 if block <= 2048 else 8,
+        image_tokens, tokens, table, x if state is None else state, tokens if lengths is None else lengths, x, h,
+        float(width) ** 0.5, eps, inverse_scale or 1.0, image_tokens.shape[1], tokens.shape[1], width, block,
+        inverse_scale is not None, int(state is not None), num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
 
 
 @triton.jit
 def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr,
-           PAIRED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+           PAIRED: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -133,22 +145,20 @@ def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.conste
     source = x_ptr + row * (2 * HIDDEN) + (column // 8 * 16 + column % 8 if PAIRED else column)
     gate = tl.load(source, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(source + (8 if PAIRED else HIDDEN), mask=keep, other=0.0).to(tl.float32)
-    y = gelu_tanh(gate) * up
+    y = (silu(gate) if SILU else gelu_tanh(gate)) * up
     if QUANT:
         tl.store(out_ptr + row * HIDDEN + column, quantised(y, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
     else:
         tl.store(out_ptr + row * HIDDEN + column, y.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def geglu(
-    gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False, pdl: bool = False
-) -> None:
+def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool, silu: bool, pdl: bool) -> None:
     """See `vla_accel.ops.rows.geglu`."""
     rows, hidden = out.shape
     block = min(2048, power_of_two(hidden))
     grid = (triton.cdiv(hidden, block), rows)
     _geglu[grid](
-        gate_up, out, inverse_scale or 1.0, hidden, block, inverse_scale is not None, paired, pdl, num_warps=8,
+        gate_up, out, inverse_scale or 1.0, hidden, block, inverse_scale is not None, paired, silu, pdl, num_warps=8,
         **launch_options(pdl),
     )  # fmt: skip
 

@@ -130,11 +130,11 @@ def _qkv_rope(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, cos_ptr, sin_ptr, leng
 def _gate_up_geglu(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, out_ptr, rows, eps, K: tl.constexpr,
                    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
                    PIECE: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr,
-                   PDL: tl.constexpr):  # fmt: skip
+                   SILU: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN, eps, K,
                         BLOCK_M, BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PDL)  # fmt: skip
-    store_geglu(g, u, shift_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE)
+    store_geglu(g, u, shift_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, SILU)
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def qkv_rope(
 
 def gate_up_geglu(
     x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
-    eps: float, pdl: bool, cut: Skinny,
+    eps: float, silu: bool, pdl: bool, cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
     rows, hidden = out.shape
@@ -191,8 +191,8 @@ def gate_up_geglu(
     grid = (triton.cdiv(hidden, cut.columns), triton.cdiv(rows, cut.rows))
     _gate_up_geglu[grid](
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, out, rows, eps,
-        width, hidden, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, scale is not None, pdl,
-        **_launch(pdl, cut.parts),
+        width, hidden, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, scale is not None, silu,
+        pdl, **_launch(pdl, cut.parts),
     )  # fmt: skip
 
 

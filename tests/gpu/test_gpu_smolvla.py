@@ -1,0 +1,72 @@
+"""SmolVLA on a GPU: native beside eager at small size, and at the published one with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.agreement import assert_as_near
+from tests.support.tiny_smolvla import observation, write_lerobot
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.config import load_config
+from vla_accel.families.smolvla import SMOLVLA
+from vla_accel.measure.parity import compare
+from vla_accel.measure.random_policy import random_observations, random_policy
+
+pytestmark = pytest.mark.gpu
+
+
+def settings(precision: str, engine: str, **parts: str) -> PolicyConfig:
+    """`parts`: precision of the engine of a component."""
+    spec = EngineSpec(engine)  # type: ignore[arg-type]
+    specs = {n: replace(spec, precision=parts.get(n, "auto")) for n in SMOLVLA.parts}  # type: ignore[arg-type]
+    return load_config({"num_steps": 10, "precision": precision, "device": "cuda"}).with_specs(specs)
+
+
+@pytest.mark.parametrize("libero", [False, True])
+def test_native_is_as_near_as_eager(libero: bool, tmp_path: Path) -> None:
+    """Batches of several lengths in one graph, guided and not, in BF16."""
+    write_lerobot(tmp_path, libero=libero)
+    given = [observation(i, libero=libero, prompt=p) for i, p in enumerate(("pick up the bowl", "pick it", "place it"))]
+    noise = np.random.default_rng(2).standard_normal((3, 5, 9)).astype(np.float32)
+    chunk = np.full((4, 7 if libero else 6), 0.3)
+    for more in ({}, {"prev_chunks": [chunk, None, chunk[:2]], "inference_delays": [2, None, 1]}):
+        answers = []
+        for precision, engine in (("bf16", "native"), ("bf16", "eager"), ("fp32", "eager")):
+            policy = OptimizedPolicy.from_pretrained(tmp_path, settings(precision, engine))
+            made = [r["actions"] for r in policy.infer_batch(given, noise=noise, **more)]
+            answers.append(torch.from_numpy(np.stack(made)))
+            assert {e["used"] for e in policy.ledger.as_list()} == {engine}
+        assert_as_near(*answers)
+
+
+def test_fp32_native_is_eager(tmp_path: Path) -> None:
+    write_lerobot(tmp_path)
+    noise = np.random.default_rng(2).standard_normal((5, 9)).astype(np.float32)
+    ours, theirs = (
+        OptimizedPolicy.from_pretrained(tmp_path, settings("fp32", engine)).infer(observation(), noise=noise)["actions"]
+        for engine in ("native", "eager")
+    )
+    # TF32 products keep ten bits of a mantissa.
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("fp8", [(), ("kv_cache",), ("vision", "kv_cache")])
+def test_published_size(fp8: tuple[str, ...]) -> None:
+    """Random weights: native against FP32 eager, as near as eager BF16 is; FP8 by its own threshold."""
+    low = settings("bf16", "native", **dict.fromkeys(fp8, "fp8"))
+    policy, exact = random_policy(SMOLVLA, low, with_reference=True)
+    assert exact is not None
+    given = random_observations(policy, 4)
+    report = compare(policy, exact, given, name="native")
+    assert {e["used"] for e in policy.ledger.as_list()} == {"native"}
+    if fp8:
+        assert report.actions.cosine > 0.9
+        return
+    plain, _ = random_policy(SMOLVLA, settings("bf16", "eager"))
+    eager = compare(plain, exact, given, name="eager")
+    assert 1 - report.actions.cosine <= 4 * (1 - eager.actions.cosine)

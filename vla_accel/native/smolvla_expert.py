@@ -1,0 +1,158 @@
+"""SmolVLA's denoise loop in fused ops, all of the steps in one program.
+
+The layers are so small that launches are the cost: a layer that crosses is four kernels (queries and attention are
+one), one that attends to the actions, too, is five, and there are two between steps. Exact savings: everything that
+depends on the step only is a constant, the two linear maps from actions to the time MLP are one, norms' weights are
+folded, and the prefix's keys and values are read where the prefix wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vla_accel.models.rtc import step_gains
+from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
+from vla_accel.native.expert import ExpertLayer
+from vla_accel.native.fold import fold_norm, plain
+from vla_accel.native.store import compute_dtype
+from vla_accel.ops import suffix
+from vla_accel.ops.cuda.denoise import StepTables
+from vla_accel.ops.dispatch import dependent_launches
+from vla_accel.ops.linear import Linear, make_linear
+from vla_accel.ops.rows import rope_tables
+from vla_accel.ops.suffix_tilings import SuffixAttention
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The expert's weights. Of a layer that crosses, `qkv` is its queries' alone; `mix` (W, W): the second layer of the
+    time MLP; `w_out` (A, W) float32; `fp8`: the layers' weights are of one byte."""
+
+    layers: tuple[ExpertLayer, ...]
+    mix: Linear
+    w_out: Tensor
+    b_out: Tensor
+    dtype: torch.dtype
+    fp8: bool
+
+    @classmethod
+    def of(cls, model: SmolVla, precision: str) -> ExpertWeights:
+        """Prepare from a model; `precision` fp32, bf16 or fp8: weights of one byte, widened in registers."""
+        dtype = compute_dtype(precision)
+        # Weight-only: the activations are never quantised, so no calibration is needed and the input scale is unused.
+        amax = 448.0 if precision == "fp8" else None
+        layers = []
+        for index, layer in enumerate(model.expert.layers):
+            first = "q_proj" if model.config.crosses(index) else "qkv_proj"
+            parts = (first, "o_proj", "gate_up_proj", "down_proj", "input_layernorm", "post_attention_layernorm")
+            with model.present(*(f"expert.layers.{index}.{name}" for name in parts)):
+                product: dict[str, torch.nn.Linear] = {n: layer.get_submodule(n) for n in parts[:4]}  # type: ignore[misc]
+                before, after = (plain(layer.get_submodule(n)) for n in parts[4:])
+                layers.append(
+                    ExpertLayer(
+                        make_linear(*fold_norm(product[first], before), dtype, amax),
+                        make_linear(product["o_proj"].weight, None, dtype, amax),
+                        make_linear(*fold_norm(product["gate_up_proj"], after), dtype, amax),
+                        make_linear(product["down_proj"].weight, None, dtype, amax),
+                    )
+                )
+        with model.present("action_time_mlp_out", "action_out_proj"):
+            mix = make_linear(model.action_time_mlp_out.weight, model.action_time_mlp_out.bias, dtype)
+            w_out, b_out = model.action_out_proj.weight.float().contiguous(), model.action_out_proj.bias.float()
+        return cls(tuple(layers), mix, w_out, b_out, dtype, amax is not None)
+
+
+@torch.inference_mode()
+def steps_of(model: SmolVla, num_steps: int, max_weight: float | None = None) -> StepTables:
+    """What the steps add to any weights of a model; the same for all shapes. `max_weight`: as in `RtcConfig`."""
+    euler = model.times(num_steps)
+    times = tuple(euler.tolist())
+    rows, _ = model.conditioning(euler.to(model.device))
+    with model.present("action_in_proj", "action_time_mlp_in", "expert.norm"):
+        # Two linear maps in a row are one: actions → width → hidden layer.
+        from_actions = model.action_time_mlp_in.weight[:, : model.config.expert.width].double()
+        b_in = (from_actions @ model.action_in_proj.bias.double() + rows.double()).float().contiguous()
+        w_in = (from_actions @ model.action_in_proj.weight.double()).T.float().contiguous()
+        final = (model.expert.norm.factor - 1.0).float().contiguous()
+    gains = step_gains(times, max_weight)
+    return StepTables(None, None, None, None, None, None, final, None, b_in, w_in, times, gains)
+
+
+class NativeDenoise:
+    """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d) as the expert reads
+    them, `lengths` (B,) int32, `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call);
+    output `actions` (B, H, A) float32."""
+
+    def __init__(
+        self, weights: ExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int
+    ) -> None:
+        self.weights, self.config, self.tables = weights, config, tables
+        expert, self.horizon = config.expert, config.action_horizon
+        device, dtype = weights.w_out.device, weights.dtype
+        self.pdl = dependent_launches(device)
+        rows = batch * self.horizon
+
+        def buffer(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.x, self.hidden = buffer(rows, expert.width), buffer(rows, expert.width)
+        self.q = buffer(batch, self.horizon, expert.heads, expert.head_dim)
+        self.k = buffer(batch, self.horizon, expert.kv_heads, expert.head_dim)
+        self.v = torch.zeros_like(self.k)
+        self.context = buffer(rows, expert.heads * expert.head_dim)
+        self.active = buffer(rows, expert.mlp_dim)
+        sizes = SuffixAttention(
+            batch, self.horizon, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
+        )
+        self.workspace = suffix.suffix_workspace(sizes, device)
+        self.cos, self.sin = rope_tables(prefix_tokens + self.horizon, expert.head_dim, device)
+        crossing = sum(map(config.crosses, range(expert.depth)))
+        kind = "FP8 weights" if weights.fp8 else str(dtype)
+        self.detail = f"fused ops, {kind}, {5 * expert.depth - crossing + 2} kernels a step"
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        actions = outputs["actions"]
+        actions.copy_(inputs["noise"])
+        self._between(inputs, actions, 0)
+        for step in range(self.tables.steps):
+            for index in range(len(self.weights.layers)):
+                self._layer(index, inputs)
+            self._between(inputs, actions, step + 1)
+
+    def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, step: int) -> None:
+        """Finish evaluation step - 1 and prepare evaluation `step`."""
+        w, tables = self.weights, self.tables
+        first, last = step == 0, step == tables.steps
+        done = max(step - 1, 0)
+        # The first kernel of the chain must not start early.
+        suffix.step(
+            self.x, tables.final_scale, None, w.w_out, w.b_out, actions, inputs["target"], inputs["weights"],
+            tables.w_in, tables.b_in[min(step, tables.steps - 1)], self.hidden, dt=-1.0 / tables.steps,
+            time=tables.times[done], gain=tables.gains[done], eps=self.config.expert.eps, tokens=self.horizon,
+            first=first, last=last, silu=True, pdl=self.pdl and not first,
+        )  # fmt: skip
+        if not last:
+            suffix.project(self.hidden, w.mix, None, self.x, residual=False, pdl=self.pdl)
+
+    def _layer(self, index: int, inputs: Mapping[str, Tensor]) -> None:
+        layer, lengths, pdl = self.weights.layers[index], inputs["lengths"], self.pdl
+        eps, keys, values = self.config.expert.eps, inputs["keys"][index], inputs["values"][index]
+        if self.config.crosses(index):
+            suffix.cross_attention(
+                self.x, layer.qkv, self.cos, self.sin, keys, values, lengths, self.context, eps=eps, pdl=pdl
+            )
+        else:
+            suffix.qkv_rope(
+                self.x, layer.qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v, eps=eps, pdl=pdl
+            )
+            suffix.suffix_attention(
+                self.q, keys, values, self.k, self.v, lengths, self.context, self.workspace, state_first=False,
+                causal=True, pdl=pdl,
+            )  # fmt: skip
+        suffix.project(self.context, layer.o, None, self.x, pdl=pdl)
+        suffix.gate_up_geglu(self.x, layer.gate_up, None, None, self.active, eps=eps, silu=True, pdl=pdl)
+        suffix.project(self.active, layer.down, None, self.x, pdl=pdl)
