@@ -52,7 +52,7 @@ def test_native_is_eager(libero: bool, folders: dict[bool, Path]) -> None:
     entries = {e["component"]: e for e in native.ledger.as_list()}
     assert {e["used"] for e in entries.values()} == {"native"}
     kernels = 3 * 4 + 2 if libero else 3 * 5 - 1 + 2
-    assert f"{kernels} kernels a step" in entries["denoise"]["detail"]
+    assert f"{kernels} kernels a step" in str(entries["denoise"]["detail"])
 
 
 def test_bf16_is_as_near_as_eager(folders: dict[bool, Path]) -> None:

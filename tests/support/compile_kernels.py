@@ -1,11 +1,11 @@
 """A script: compile, without a GPU, every Triton kernel that the native programs launch, just as they launch it there.
 
-    python tests/support/compile_kernels.py [--tried] [--smolvla] [VERSION …]   # compute capabilities; 9.0 if none is named
+    python tests/support/compile_kernels.py [--tried] [--smolvla] [VERSION …]   # capabilities; 9.0 if none is named
 
 The programs of the full-size models and of the demo run on tensors without data, told of a GPU of that capability; what
-they launch is recorded and then compiled; with --smolvla that of SmolVLA instead, with --tried also what a build would measure before it chooses. Prints a JSON
-object a kernel: capability, name, models, options, registers a thread, bytes spilled, shared memory, and what its
-assembly uses.
+they launch is recorded and then compiled; with --smolvla SmolVLA's instead, with --tried also what a build would
+measure before it chooses. Prints a JSON object a kernel: capability, name, models, options, registers, bytes spilled,
+shared memory, and what its assembly uses.
 """
 
 from __future__ import annotations
