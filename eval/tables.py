@@ -105,7 +105,9 @@ def training(record: dict[str, Any]) -> str:
     settings, states = record["settings"], record["start_states"]
     last = record["history"][-10:]
     won, played = (sum(line["episodes"]["policy"][i] for line in last) for i in (0, 1))
-    nearest = min(t["min_distance_m"] for t in states["tasks"].values())
+    manifests = [states] if "tasks" in states else list(states.values())
+    started = [task for manifest in manifests for task in manifest["tasks"].values()]
+    nearest = min(t["min_distance_m"] for t in started)
     body = [
         [
             "GPUs, wall clock",
@@ -116,7 +118,7 @@ def training(record: dict[str, Any]) -> str:
             f"{record['steps']}, {record['gpus'] * settings['batch']} observations x {settings['samples']} draws",
         ],
         ["observations collected", f"about {record['gpus'] * record['history'][-1]['store']}"],
-        ["start states", f"{sum(t['count'] for t in states['tasks'].values())}, seeds from {states['seed']}"],
+        ["start states", f"{sum(t['count'] for t in started)}, seeds from {min(m['seed'] for m in manifests)}"],
         ["nearest shipped evaluation state", f"{nearest * 1e3:.1f} mm (the object that moved most)"],
         ["success while collecting, at the end", f"{won}/{played} (training start states, with bursts of noise)"],
     ]

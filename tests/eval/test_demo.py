@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from eval.libero.demo import assets, collect, publish, train
 from eval.libero.demo.crew import Store
 from eval.libero.demo.objective import Trainee, augment, initialise
 from vla_accel.checkpoints.pi0 import load_checkpoint
-from vla_accel.errors import CheckpointError
+from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi05_demo
 from vla_accel.models.siglip import SiglipConfig
@@ -114,6 +115,32 @@ def test_the_fixed_assets_are_what_is_shipped(tmp_path: Path) -> None:
     assets.main(assets.Arguments(tmp_path))
     for name in ("tokenizer.json", "instructions.json", "norm_stats.json"):
         assert (tmp_path / name).read_text() == (NAMED["demo"] / name).read_text(), name
+
+
+def test_the_assets_of_two_suites_hold_both(tmp_path: Path) -> None:
+    assets.main(assets.Arguments(tmp_path, ("libero_spatial", "libero_object")))
+    instructions = json.loads((tmp_path / "instructions.json").read_text())
+    assert len(instructions) == 20 and instructions[10] == "pick up the alphabet soup and place it in the basket"
+    assert (tmp_path / "tokenizer.json").read_text() == (NAMED["demo"] / "tokenizer.json").read_text()
+    # The state of a hand at libero_object's floor lies within the bounds.
+    low, high = (np.array(assets.statistics(("libero_object",))["norm_stats"]["state"][q]) for q in ("q01", "q99"))
+    hand = np.array([-0.12, -0.24, 0.01, 3.1, 0.0, 0.0, 0.02, -0.02])
+    assert (low < hand).all() and (hand < high).all() and (hand < np.array(assets.STATE_LOW)).any()
+    config = train.TrainConfig(states="s", out="o", assets=str(tmp_path), suites=("libero_spatial", "libero_object"))
+    tokenizer = SmallTokenizer.load(tmp_path / "tokenizer.json")
+    encode = train.prompt_encoder(config, tokenizer, 64)
+    assert not np.array_equal(encode(10, hand), encode(11, hand))
+    with pytest.raises(ConfigError, match=r"instructions\.json: expected the 10 of libero_object, got 20"):
+        train.prompt_encoder(replace(config, suites=("libero_object",)), tokenizer, 64)
+
+
+def test_tasks_are_numbered_through_the_suites() -> None:
+    one = collect.CollectConfig("states")
+    both = replace(one, suites=("libero_spatial", "libero_object"))
+    assert (one.tasks, both.tasks) == (10, 20)
+    assert one.start_states(3) == Path("states/task_03.npz")
+    assert both.start_states(13) == Path("states/libero_object/task_03.npz")
+    assert both.start_states(3) == Path("states/libero_spatial/task_03.npz")
 
 
 def test_exported_weights_load_back(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 HORIZON = 10
+TASKS = 10
+"""Of each suite."""
 AUX_DIM = 13
 """Privileged targets: see `privileged`."""
 
@@ -26,16 +28,29 @@ AUX_DIM = 13
 class CollectConfig:
     """How episodes are played.
 
-    `noise`: standard deviation of the Gaussian on the expert's xyz actions; `replan`: actions executed per decision;
-    `max_steps`: actions after which an episode is given up.
+    `suites`: tasks are numbered through all of them, each has ten; `states`: folder of start states, which for several
+    suites has a folder of each; `noise`: standard deviation of the Gaussian on the expert's xyz actions; `replan`:
+    actions executed per decision; `max_steps`: actions after which an episode is given up.
     """
 
     states: str
-    suite: str = "libero_spatial"
+    suites: tuple[str, ...] = ("libero_spatial",)
     noise: float = 0.3
     replan: int = 5
     max_steps: int = 200
     egl_device: int = -1
+
+    @property
+    def tasks(self) -> int:
+        """How many there are."""
+        return TASKS * len(self.suites)
+
+    def start_states(self, number: int) -> Path:
+        """The file with the start states of a task."""
+        folder = Path(self.states)
+        if len(self.suites) > 1:
+            folder /= self.suites[number // TASKS]
+        return folder / f"task_{number % TASKS:02d}.npz"
 
 
 def privileged(env: Any, expert: Any) -> np.ndarray:
@@ -86,7 +101,7 @@ def _collect(connection: Connection, index: int, tasks: list[int], seed: int, co
     from eval.libero.suites import load_suite
 
     rng = np.random.default_rng([seed, index])
-    suite = load_suite(config.suite)
+    suites = [load_suite(name) for name in config.suites]
     envs: dict[int, tuple[Any, Any, np.ndarray]] = {}
     share = 0.0
     turn = 0
@@ -94,9 +109,9 @@ def _collect(connection: Connection, index: int, tasks: list[int], seed: int, co
         task_id = tasks[turn % len(tasks)]
         turn += 1
         if task_id not in envs:
-            task = suite.tasks[task_id]
+            task = suites[task_id // TASKS].tasks[task_id % TASKS]
             env = LiberoEnv(task, render=True)
-            with np.load(Path(config.states) / f"task_{task_id:02d}.npz") as content:
+            with np.load(config.start_states(task_id)) as content:
                 starts = content["states"]
             envs[task_id] = (env, Expert(), starts)
         env, expert, starts = envs[task_id]

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from eval.libero.demo.collect import AUX_DIM, HORIZON, CollectConfig, collector
 
-TASKS = 10
-
 
 class Store:
     """Observations on the device, newest over oldest. A row counts once its label has come."""
@@ -74,7 +72,7 @@ class Crew:
         per_worker = 1 if total >= 40 else 2 if total >= 20 else 3
         for index in range(first, first + count):
             ours, theirs = context.Pipe()
-            tasks = [(index + 3 * j) % TASKS for j in range(per_worker)]
+            tasks = [(index + 3 * j) % settings.tasks for j in range(per_worker)]
             arguments = (theirs, index, tasks, seed, settings)
             context.Process(target=collector, args=arguments, daemon=True).start()
             theirs.close()

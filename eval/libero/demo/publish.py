@@ -27,14 +27,18 @@ class Arguments:
     run: Path
     """Folder that `train` wrote."""
     states: Path
-    """Folder that `states` wrote: its manifest goes into the record."""
+    """Folder that `states` wrote, or that has one of each suite: the manifest goes into the record."""
     output: Path = Path("vla_accel/assets/pi05_demo")
 
 
 def main(arguments: Arguments) -> None:
     """Write model.safetensors, config.json and training.json; refuse what does not load or is too large."""
     log = json.loads((arguments.run / "log.json").read_text())
-    manifest = json.loads((arguments.states / "manifest.json").read_text())
+    suites = log.get("config", {}).get("suites", ["libero_spatial"])
+    manifests = {
+        suite: json.loads((arguments.states / (suite if len(suites) > 1 else "") / "manifest.json").read_text())
+        for suite in suites
+    }
     # Where the run lay on the training machine says nothing to a reader.
     settings = {k: v for k, v in log.get("config", {}).items() if k not in ("states", "out", "assets", "resume")}
     config = pi05_demo(vocab_size=SmallTokenizer.load(arguments.output / "tokenizer.json").vocab_size)
@@ -49,7 +53,7 @@ def main(arguments: Arguments) -> None:
         "steps": log.get("steps"),
         "seconds": log.get("seconds"),
         "history": log["history"],
-        "start_states": manifest,
+        "start_states": manifests if len(suites) > 1 else manifests[suites[0]],
     }
     (arguments.output / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     size = sum(p.stat().st_size for p in arguments.output.iterdir())

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from eval.libero.demo.collect import CollectConfig
-from eval.libero.demo.crew import TASKS, Crew, Store
+from eval.libero.demo.crew import Crew, Store
 from eval.libero.demo.objective import Trainee, initialise
+from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 from vla_accel.models.pi0 import Pi0, pi05_demo
 from vla_accel.transforms.processing import Normaliser, load_statistics
@@ -45,6 +46,7 @@ class TrainConfig:
 
     states: str
     out: str
+    suites: tuple[str, ...] = ("libero_spatial",)
     assets: str = "vla_accel/assets/pi05_demo"
     minutes: float = 20.0
     batch: int = 384
@@ -141,8 +143,9 @@ class Run:
         self.began, self.trained_from = time.time(), 0.0
         tokenizer = SmallTokenizer.load(Path(config.assets) / "tokenizer.json")
         self.model_config = pi05_demo(vocab_size=tokenizer.vocab_size)
+        self.collecting = CollectConfig(config.states, config.suites, egl_device=rank if self.on_gpu else -1)
         self.crew = Crew(
-            CollectConfig(config.states, egl_device=rank if self.on_gpu else -1),
+            self.collecting,
             first=rank * config.collectors,
             count=config.collectors,
             total=world * config.collectors,
@@ -281,7 +284,7 @@ class Run:
                 "store": self.store.count,
                 "episodes": {m: _won(r for r in self.recent if r[1] == m) for m in ("expert", "policy", "mixed")},
                 "it_s": round(self.step / (time.time() - self.trained_from), 2),
-                "tasks": {t: _won(r for r in policy if r[0] == t) for t in range(TASKS)},
+                "tasks": {t: _won(r for r in policy if r[0] == t) for t in range(self.collecting.tasks)},
             }
             self.history.append(line)
             print(json.dumps(line), flush=True)
@@ -314,6 +317,12 @@ def prompt_encoder(
     assets = Path(config.assets)
     state = Normaliser.of(load_statistics(assets / "norm_stats.json")["state"], "quantile", "state")
     instructions = json.loads((assets / "instructions.json").read_text())
+    expected = CollectConfig(config.states, config.suites).tasks
+    if len(instructions) != expected:
+        raise ConfigError(
+            f"{assets / 'instructions.json'}: expected the {expected} of {', '.join(config.suites)}, "
+            f"got {len(instructions)}; write them with eval.libero.demo.assets --suites"
+        )
 
     def encode(task: int, raw: np.ndarray) -> np.ndarray:
         return tokenize_prompt(tokenizer, instructions[task], state.normalise(raw), max_token_len)
