@@ -12,13 +12,12 @@ import sys
 import torch
 from triton import knobs
 
-from tests.support.compile_kernels import META, Launch, compiled, linear_without_data, recorded, source_of
+from tests.support.compile_kernels import META, Launch, compiled, recorded, source_of
 from tests.support.gpus import ARCHITECTURES
 from vla_accel.components.groot import groot_components
 from vla_accel.config import EngineSpec
 from vla_accel.models.groot import Groot, groot_n17
 from vla_accel.models.groot_language import Layout
-from vla_accel.native import groot_denoise, groot_prefix, groot_vision, stack
 from vla_accel.native.groot import GrootStore
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu
@@ -50,8 +49,6 @@ def main(words: list[str]) -> None:
     setattr(Gpu, "of", classmethod(lambda cls, device: gpu))  # noqa: B010
     knobs.nvidia.dump_ptxas_log = True
     knobs.compilation.always_compile = True  # what is found in the cache has no log
-    for module in (groot_denoise, groot_prefix, groot_vision, stack):
-        vars(module)["make_linear"] = linear_without_data
     if "--count" in words:
         print(json.dumps({name: len(found) for name, found in launches_of(gpu, "auto", 1).items()}))
         return

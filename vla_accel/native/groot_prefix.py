@@ -76,7 +76,7 @@ class ReaderWeights:
         with model.present("head.vl_norm"):
             scale, shift = (p.detach().float().clone() for p in (model.head.vl_norm.weight, model.head.vl_norm.bias))
         sources: tuple[Source, ...] = ("text", "image")
-        joined = {source: _keys_values(model, source, dtype) for source in sources}
+        joined: dict[Source, Linear] = {source: _keys_values(model, source, dtype) for source in sources}
         return cls(table.detach(), tuple(layers), scale, shift, vl_layers, joined, dtype)
 
 
@@ -122,9 +122,10 @@ class NativeReader:
             "text": torch.empty(batch, text, width, dtype=dtype, device=device),
             "image": torch.empty(batch, images, width, dtype=dtype, device=device),
         }
-        self.joined: Mapping[Source, Tensor] = {
+        counts: dict[Source, int] = {"text": text, "image": images}
+        self.joined: dict[Source, Tensor] = {
             source: buffer(weights.keys_values[source].weight.shape[0], batch * count)
-            for source, count in (("text", text), ("image", images))
+            for source, count in counts.items()
         }
         self.shape = (2, head.heads, head.head_dim)
 
@@ -138,7 +139,8 @@ class NativeReader:
                 add_at(deepstack[index], self.places.image, self.x, pdl=self.pdl)
                 self._norm(self.x, self.h)
         self._attend_to_all(inputs["lengths"])
-        for source, rows in (("text", self.places.text), ("image", self.places.image)):
+        placed: dict[Source, Tensor] = {"text": self.places.text, "image": self.places.image}
+        for source, rows in placed.items():
             self._keys_values(source, rows, outputs[f"{source}_keys"], outputs[f"{source}_values"])
 
     def _norm(self, x: Tensor, h: Tensor, y: Tensor | None = None) -> None:

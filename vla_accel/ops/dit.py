@@ -38,8 +38,9 @@ def product(
     """out (R, N) = activation(norm(x) Wᵀ + shift). x (R, K); `shift` (N,) float32 instead of the layer's bias; GELU is
     the tanh form. The norm rounds nothing but rows times 1 + scale: rstd ((x ∘ (1 + scale)) Wᵀ - mean sums) + shift."""
     if path(x) != "reference":
-        sizes = (layer.weight.element_size(), x.element_size())
-        cut = suffix_tilings.pipelined(Gpu.of(x.device), Product(*x.shape, len(layer.weight), 1, 1, *sizes))
+        weight, rows = layer.weight.element_size(), x.element_size()
+        sizes = Product(x.shape[0], x.shape[1], len(layer.weight), weight=weight, activation=rows)
+        cut = suffix_tilings.pipelined(Gpu.of(x.device), sizes)
         return kernels("dit").product(
             x, layer.weight, layer.weight_scale_value, shift, out, norm=norm, activation=activation, pdl=pdl, cut=cut
         )
