@@ -106,7 +106,7 @@ def launches_of(
         for program in programs:
             program(tensors, tensors)
         if tried:
-            try_cuts(gpu, loop, tensors)
+            try_cuts(gpu, loop, tensors)  # pyright: ignore[reportArgumentType]
 
     return recorded(run)
 
