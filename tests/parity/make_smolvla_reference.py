@@ -72,7 +72,8 @@ def build(variant: str) -> Any:
     """lerobot's policy. Its sizes come from the hub; they are handed in where it would ask."""
     sizes, cameras, state, action, camera, changes = VARIANTS[variant]
     text = {"model_type": "llama", "rms_norm_eps": 1e-5, "pad_token_id": 0, **sizes["text"]}
-    vlm = SmolVLMConfig(vision_config=sizes["vision"], text_config=text, scale_factor=4, pad_token_id=0)
+    whole: dict[str, Any] = {"vision_config": sizes["vision"], "text_config": text, "pad_token_id": 0}
+    vlm = SmolVLMConfig(**whole, scale_factor=4)
     processor = mock.Mock()
     processor.tokenizer.fake_image_token_id, processor.tokenizer.global_image_token_id = 1, 2
     side = sizes["vision"]["image_size"]

@@ -56,8 +56,8 @@ def by_hand(policy: OptimizedPolicy, given: dict[str, Any], start: np.ndarray) -
     latents = np.tanh(patches @ weights["encoder.weight"].T + weights["encoder.bias"])
     features = np.concatenate((latents.mean(0), given["joints"]))
     target, x = features @ weights["head.weight"].T + weights["head.bias"], start.astype(np.float64)
-    for step in range(policy.config.num_steps):
-        x = x + (target - x) / (policy.config.num_steps - step + 1)
+    for step in range(policy.num_steps):
+        x = x + (target - x) / (policy.num_steps - step + 1)
     return x + given["joints"]
 
 
@@ -115,7 +115,7 @@ def test_bench_times_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"encoder", "head"} <= set(row["parts_ms"]) and {"encoder_tflops", "head_gb_per_s"} <= set(row)
     assert report["model"]["kind"] == "toy" and len(report["throughput"]) == 2
     assert cli.main([*words, "--systems", "openpi-eager"]) == 1
-    assert "systems: expected some of eager, native-bf16, got openpi-eager" in capsys.readouterr().err
+    assert "systems: expected some of eager, native-bf16, portable-bf16, got openpi-eager" in capsys.readouterr().err
 
 
 def test_it_is_served(folder: Path) -> None:

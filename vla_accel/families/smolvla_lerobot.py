@@ -64,7 +64,8 @@ def _sizes_handed_in(module: Any) -> Iterator[None]:
             "intermediate_size": p.mlp_dim, "num_attention_heads": p.heads, "num_key_value_heads": p.kv_heads,
             "head_dim": p.head_dim, "vocab_size": ours.vocab_size, "rms_norm_eps": p.eps,
             "pad_token_id": 0}  # fmt: skip
-    config = SmolVLMConfig(vision_config=vision, text_config=text, scale_factor=ours.shuffle, pad_token_id=0)
+    whole: dict[str, Any] = {"vision_config": vision, "text_config": text, "pad_token_id": 0}
+    config = SmolVLMConfig(**whole, scale_factor=ours.shuffle)
     tokenizer = SimpleNamespace(fake_image_token_id=1, global_image_token_id=2)
     stand_ins = {"AutoConfig": config, "AutoProcessor": SimpleNamespace(tokenizer=tokenizer)}
     kept = {name: getattr(module, name) for name in stand_ins}
