@@ -146,7 +146,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "aloha": (lambda f: f["config"].update(adapt_to_pi_aloha=True),
               "cannot run with adapt_to_pi_aloha True instead of"),
     "special tokens": (lambda f: f["config"].update(add_image_special_tokens=True), "add_image_special_tokens True"),
-    "adapter": (lambda f: f["config"].update(use_peft=True), r"expected whole weights, got an adapter"),
+    "adapter": (lambda f: f["config"].update(use_peft=True), "expected adapter_config.json beside a policy that says use_peft"),
     "step": (lambda f: f["policy_preprocessor"]["steps"].append({"registry_name": "rotate"}),
              "expected steps among.*rotate"),
     "no horizon": (lambda f: f["config"].pop("chunk_size"), "expected chunk_size of type int, got None"),

@@ -31,7 +31,7 @@ MODULES = (row_ops, linear, attending, suffix, sequence, dit)
 MODULE_OF = {n: m for m in MODULES for n, f in vars(m).items() if getattr(f, "__module__", "") == m.__name__}
 TAKES_PDL = (
     "add_norm", "geglu", "gelu", "rope_cache", "attention", "qkv_rope", "gate_up_geglu", "project", "step",
-    "suffix_attention", "cross_attention", "add_at", "norm_rope", "causal_attention", "swiglu", "exact_gelu", "product",
+    "suffix_attention", "cross_attention", "add_at", "norm_rope", "causal_attention", "exact_gelu", "product",
     "flow_step",
 )  # fmt: skip
 EPS = 1e-6

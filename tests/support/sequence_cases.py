@@ -68,13 +68,6 @@ def _causal(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -
     return call
 
 
-def _swiglu(rows: int, hidden: int) -> Callable:
-    def call(draw: Draw) -> Call:
-        return Call("swiglu", {"gate_up": draw(rows, 2 * hidden), "out": Empty((rows, hidden), draw.dtype)}, ("out",))
-
-    return call
-
-
 def _gelu(rows: int, width: int) -> Callable:
     return lambda draw: Call("exact_gelu", {"x": draw(rows, width, scale=2.0)}, ("x",))
 
@@ -125,7 +118,6 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for shape in ((2, 33, 4, 2, 16), (1, 1, 2, 1, 6), (1, 130, 2, 1, 12)):
         yield f"causal_attention {shape}", _causal(*shape)
     for shape in ((3, 20), (1, 6)):
-        yield f"swiglu {shape}", _swiglu(*shape)
         yield f"exact_gelu {shape}", _gelu(*shape)
     for rows, n, k, what in (
         (41, 40, 48, "nsg"), (41, 24, 72, "ns8"), (3, 20, 33, "n"), (82, 132, 40, "r"), (17, 16, 24, "")

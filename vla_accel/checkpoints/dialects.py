@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vla_accel.checkpoints.lora import Place
+from vla_accel.checkpoints.stacks import Names
 from vla_accel.checkpoints.weights import Piece, some
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.gemma import GemmaConfig
@@ -31,17 +32,10 @@ _STACKS = {
 }
 # One table under two names; savers keep either or both.
 EMBEDDINGS = (_STACKS["prefix"] + "embed_tokens.weight", _ROOT + "paligemma.lm_head.weight")
+_NAMES = Names(_TOWER, _PROJECTOR, _STACKS, EMBEDDINGS[0])
 # Never read by the model: the expert's head, and the prefix's final norm (only K and V leave the prefix). The last
 # prefix layer's MLP and output projection are dead, too, but kept in the model, so not listed here.
 DEAD = (_ROOT + "gemma_expert.lm_head.weight", _STACKS["prefix"] + "norm.weight")
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GEMMA = {
-    "qkv_proj": _QKV,
-    "o_proj": ("self_attn.o_proj",),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "down_proj": ("mlp.down_proj",),
-}
-_SIGLIP = {"qkv_proj": _QKV, "out_proj": ("self_attn.out_proj",), "fc1": ("mlp.fc1",), "fc2": ("mlp.fc2",)}
 _SIGLIP_HEAD_DIM = 72  # of every SigLIP So400m; the number of heads cannot be read off a weight
 
 # Sizes behind the names in openpi's and lerobot's configs: width, depth, mlp_dim, heads, kv_heads, head_dim.
@@ -64,37 +58,9 @@ def dialect_of(names: Collection[str]) -> tuple[Dialect, str]:
 def pieces(name: str, config: Pi0Config, prefix: str = "") -> tuple[Piece, ...]:
     """The tensors in openpi's dialect that make up one canonical tensor, in order along its first axis.
 
-    `embed.weight` is given as the first of `EMBEDDINGS`. q, k, v and gate, up are one matrix each here.
+    `embed.weight` is given as the first of `EMBEDDINGS`. `prefix`: what stands before each name.
     """
-    whole: tuple[str, ...]
-    rows: tuple[int, ...] | None = None
-    if match := re.fullmatch(r"(prefix|expert)\.layers\.(\d+)\.(\w+)\.(.+)", name):
-        stack, index, module, leaf = match.groups()
-        sizes = config.prefix if stack == "prefix" else config.expert
-        whole = tuple(f"{_STACKS[stack]}layers.{index}.{part}.{leaf}" for part in _GEMMA.get(module, (module,)))
-        if module == "qkv_proj":
-            rows = (sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim)
-        elif module == "gate_up_proj":
-            rows = (sizes.mlp_dim, sizes.mlp_dim)
-    elif match := re.fullmatch(r"vision\.layers\.(\d+)\.(\w+)\.(.+)", name):
-        index, module, leaf = match.groups()
-        whole = tuple(f"{_TOWER}encoder.layers.{index}.{part}.{leaf}" for part in _SIGLIP.get(module, (module,)))
-        rows = (config.vision.width,) * 3 if module == "qkv_proj" else None
-    elif name == "vision.position_embedding":
-        whole = (_TOWER + "embeddings.position_embedding.weight",)
-    elif name.startswith("vision.patch_embedding."):
-        whole = (_TOWER + "embeddings." + name.removeprefix("vision."),)
-    elif name.startswith("vision."):
-        whole = (_TOWER + name.removeprefix("vision."),)
-    elif name.startswith("projector."):
-        whole = (_PROJECTOR + name.removeprefix("projector."),)
-    elif name.startswith("expert."):
-        whole = (_STACKS["expert"] + name.removeprefix("expert."),)
-    elif name == "embed.weight":
-        whole = EMBEDDINGS[:1]
-    else:
-        whole = (name,)
-    return tuple(Piece(prefix + n, r) for n, r in zip(whole, rows or (None,) * len(whole), strict=True))
+    return tuple(Piece(prefix + piece.name, piece.rows) for piece in _NAMES.pieces(name, config))
 
 
 def places(names: Collection[str], config: Pi0Config) -> dict[str, Place]:

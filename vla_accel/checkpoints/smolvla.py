@@ -15,6 +15,7 @@ import torch
 
 from vla_accel.checkpoints.checkpoint import account, deferred, shapes_of
 from vla_accel.checkpoints.lerobot import member
+from vla_accel.checkpoints.stacks import Names
 from vla_accel.checkpoints.weights import Piece, Weights
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.siglip import SiglipConfig
@@ -27,22 +28,12 @@ _ROOT = "model.vlm_with_expert."
 _TOWER = _ROOT + "vlm.model.vision_model."
 _STACKS = {"prefix": _ROOT + "vlm.model.text_model.", "expert": _ROOT + "lm_expert."}
 _PROJECTOR = _ROOT + "vlm.model.connector.modality_projection.proj."
+_NAMES = Names(_TOWER, _PROJECTOR, _STACKS, _STACKS["prefix"] + "embed_tokens.weight", "model.")
 SIGNS = (_PROJECTOR + "weight", _STACKS["expert"] + "norm.weight")
 """Two tensors that no other model has."""
 # Never read by the model: the language model's head, and the prefix's final norm (only K and V leave the prefix). The
 # last prefix layer's MLP and output projection are dead, too, but kept in the model, so not listed here.
 DEAD = (_ROOT + "vlm.lm_head.weight", _STACKS["prefix"] + "norm.weight")
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_BLOCK = {
-    "qkv_proj": _QKV,
-    "q_proj": _QKV[:1],
-    "key_proj": _QKV[1:2],
-    "value_proj": _QKV[2:],
-    "o_proj": ("self_attn.o_proj",),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "down_proj": ("mlp.down_proj",),
-}
-_SIGLIP = {"qkv_proj": _QKV, "out_proj": ("self_attn.out_proj",), "fc1": ("mlp.fc1",), "fc2": ("mlp.fc2",)}
 _HEAD_DIM = 64  # of SigLIP B and of every SmolLM2; the number of heads cannot be read off a weight
 
 
@@ -65,34 +56,7 @@ def load_weights(
 
 def pieces(name: str, config: SmolVlaConfig) -> tuple[Piece, ...]:
     """The tensors in lerobot's names that make up one canonical tensor, in order along its first axis."""
-    rows: tuple[int, ...] | None = None
-    if match := re.fullmatch(r"(prefix|expert)\.layers\.(\d+)\.(\w+)\.(.+)", name):
-        stack, index, module, leaf = match.groups()
-        sizes = config.prefix if stack == "prefix" else config.expert
-        whole = tuple(f"{_STACKS[stack]}layers.{index}.{part}.{leaf}" for part in _BLOCK.get(module, (module,)))
-        if module == "qkv_proj":
-            rows = (sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim)
-        elif module == "gate_up_proj":
-            rows = (sizes.mlp_dim, sizes.mlp_dim)
-    elif match := re.fullmatch(r"vision\.layers\.(\d+)\.(\w+)\.(.+)", name):
-        index, module, leaf = match.groups()
-        whole = tuple(f"{_TOWER}encoder.layers.{index}.{part}.{leaf}" for part in _SIGLIP.get(module, (module,)))
-        rows = (config.vision.width,) * 3 if module == "qkv_proj" else None
-    elif name == "vision.position_embedding":
-        whole = (_TOWER + "embeddings.position_embedding.weight",)
-    elif name.startswith("vision.patch_embedding."):
-        whole = (_TOWER + "embeddings." + name.removeprefix("vision."),)
-    elif name.startswith("vision."):
-        whole = (_TOWER + name.removeprefix("vision."),)
-    elif name == "embed.weight":
-        whole = (_STACKS["prefix"] + "embed_tokens.weight",)
-    elif name.startswith("expert."):
-        whole = (_STACKS["expert"] + name.removeprefix("expert."),)
-    elif name.startswith("projector."):
-        whole = (_PROJECTOR + name.removeprefix("projector."),)
-    else:
-        whole = ("model." + name,)
-    return tuple(Piece(n, r) for n, r in zip(whole, rows or (None,) * len(whole), strict=True))
+    return _NAMES.pieces(name, config)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from vla_accel.native.stack import Stack, StackSizes, stack_weights
 from vla_accel.native.store import compute_dtype
 from vla_accel.native.vision import VisionLayer
 from vla_accel.ops.linear import Linear, linear, make_linear, products_by
-from vla_accel.ops.rows import add_norm
-from vla_accel.ops.sequence import add_at, causal_attention, norm_rope, place_tokens, swiglu
+from vla_accel.ops.rows import add_norm, geglu
+from vla_accel.ops.sequence import add_at, causal_attention, norm_rope, place_tokens
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class NativeReader:
         linear(self.context, layer.o, self.y, pdl=pdl)
         self._norm(self.x, self.h, self.y)
         linear(self.h, layer.gate_up, self.gate_up, pdl=pdl)
-        swiglu(self.gate_up, self.active, pdl=pdl)
+        geglu(self.gate_up, self.active, inverse_scale=None, silu=True, pdl=pdl)
         linear(self.active, layer.down, self.y, pdl=pdl)
         self._norm(self.x, self.h, self.y)
 

@@ -73,13 +73,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, pdl: bool 
     out.copy_(reference.attention(q, k, v, mask).flatten(2).reshape(out.shape))
 
 
-def swiglu(gate_up: Tensor, out: Tensor, *, pdl: bool = False) -> None:
-    """out (R, H) = silu(gate) * up of (R, 2 H), gate first."""
-    if path(gate_up) != "reference":
-        return kernels("sequence").swiglu(gate_up, out, pdl=pdl)
-    out.copy_(reference.swiglu(gate_up))
-
-
 def exact_gelu(x: Tensor, *, pdl: bool = False) -> None:
     """GELU by the error function, in place."""
     if path(x) != "reference":

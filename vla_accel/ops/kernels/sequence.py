@@ -179,29 +179,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, pdl: bool)
 
 
 @triton.jit
-def _swiglu(x_ptr, out_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    keep = column < HIDDEN
-    source = x_ptr + row * (2 * HIDDEN) + column
-    gate = tl.load(source, mask=keep, other=0.0).to(tl.float32)
-    up = tl.load(source + HIDDEN, mask=keep, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + row * HIDDEN + column, y.to(out_ptr.dtype.element_ty), mask=keep)
-
-
-def swiglu(gate_up: Tensor, out: Tensor, *, pdl: bool) -> None:
-    """See `vla_accel.ops.sequence.swiglu`."""
-    rows, hidden = out.shape
-    block = min(2048, power_of_two(hidden))
-    _swiglu[(triton.cdiv(hidden, block), rows)](
-        gate_up, out, hidden, block, pdl, num_warps=8, **launch_options(pdl)
-    )  # fmt: skip
-
-
-@triton.jit
 def _exact_gelu(x_ptr, total, BLOCK: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     wait_for_previous(PDL)

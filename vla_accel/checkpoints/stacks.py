@@ -1,0 +1,94 @@
+"""Where transformers keeps what is one module here: a SigLIP tower, a projector and two stacks of decoder layers.
+
+A model of that form (π0, π0.5, SmolVLA) gives its prefixes; q, k, v and gate, up are one matrix each here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from vla_accel.checkpoints.weights import Piece
+from vla_accel.models.siglip import SiglipConfig
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_LAYER = {
+    "qkv_proj": _QKV,
+    "q_proj": _QKV[:1],
+    "key_proj": _QKV[1:2],
+    "value_proj": _QKV[2:],
+    "o_proj": ("self_attn.o_proj",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
+_SIGLIP = {"qkv_proj": _QKV, "out_proj": ("self_attn.out_proj",), "fc1": ("mlp.fc1",), "fc2": ("mlp.fc2",)}
+
+
+class Stack(Protocol):
+    """Sizes of a stack of decoder layers."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def mlp_dim(self) -> int: ...
+
+
+class Sizes(Protocol):
+    """Sizes of a model of a tower and two stacks."""
+
+    @property
+    def vision(self) -> SiglipConfig: ...
+    @property
+    def prefix(self) -> Stack: ...
+    @property
+    def expert(self) -> Stack: ...
+
+
+@dataclass(frozen=True)
+class Names:
+    """What stands before each part's names in a dialect. `stacks`: of prefix and expert; `rest`: of everything else;
+    `embedding`: the whole name of the token table."""
+
+    tower: str
+    projector: str
+    stacks: Mapping[str, str]
+    embedding: str
+    rest: str = ""
+
+    def pieces(self, name: str, sizes: Sizes) -> tuple[Piece, ...]:
+        """The stored tensors that make up the canonical tensor `name`, in order along its first axis."""
+        rows: tuple[int, ...] | None = None
+        if match := re.fullmatch(r"(prefix|expert)\.layers\.(\d+)\.(\w+)\.(.+)", name):
+            which, index, module, leaf = match.groups()
+            stack = sizes.prefix if which == "prefix" else sizes.expert
+            whole = tuple(f"{self.stacks[which]}layers.{index}.{part}.{leaf}" for part in _LAYER.get(module, (module,)))
+            if module == "qkv_proj":
+                rows = (stack.heads * stack.head_dim, *(stack.kv_heads * stack.head_dim,) * 2)
+            elif module == "gate_up_proj":
+                rows = (stack.mlp_dim, stack.mlp_dim)
+        elif match := re.fullmatch(r"vision\.layers\.(\d+)\.(\w+)\.(.+)", name):
+            index, module, leaf = match.groups()
+            parts = _SIGLIP.get(module, (module,))
+            whole = tuple(f"{self.tower}encoder.layers.{index}.{part}.{leaf}" for part in parts)
+            rows = (sizes.vision.width,) * 3 if module == "qkv_proj" else None
+        elif name == "vision.position_embedding":
+            whole = (self.tower + "embeddings.position_embedding.weight",)
+        elif name.startswith("vision.patch_embedding."):
+            whole = (self.tower + "embeddings." + name.removeprefix("vision."),)
+        elif name.startswith("vision."):
+            whole = (self.tower + name.removeprefix("vision."),)
+        elif name.startswith("projector."):
+            whole = (self.projector + name.removeprefix("projector."),)
+        elif name.startswith("expert."):
+            whole = (self.stacks["expert"] + name.removeprefix("expert."),)
+        elif name == "embed.weight":
+            whole = (self.embedding,)
+        else:
+            whole = (self.rest + name,)
+        return tuple(Piece(n, r) for n, r in zip(whole, rows or (None,) * len(whole), strict=True))
