@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support import groot_folders, tiny_smolvla
 from tests.support.agreement import assert_as_near
 from tests.support.scales import calibrated
 from tests.support.tiny import random_model, tiny_config
+from vla_accel import OptimizedPolicy
 from vla_accel.component import Component, TensorSpec
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
 from vla_accel.components.step import DenoiseStep
@@ -24,7 +26,9 @@ from vla_accel.engines import onnx
 from vla_accel.engines.onnx import SIMILARITY, compare, examples, export, largest, smallest
 from vla_accel.errors import DependencyError, EngineError
 from vla_accel.fp8 import E4M3
+from vla_accel.models.family import family_named
 from vla_accel.models.pi0 import Pi0
+from vla_accel.transforms import groot_images
 
 pytestmark = pytest.mark.tensorrt
 
@@ -127,13 +131,14 @@ def test_examples_fit_their_specs() -> None:
         TensorSpec("b", (4,), torch.uint8),
         TensorSpec("c", (4,), torch.int64),
         TensorSpec("d", (4,), torch.bool),
+        TensorSpec("lengths", (4,), torch.int32),
     )
     component = Component("c", nn.Identity(), specs, ())
     for shape_of, rows in ((largest, 5), (smallest, 1), (lambda s: s.shape, 2)):
         values = examples(component, shape_of)
         assert tuple(values[0].shape) == (rows, 3)
         assert [v.dtype for v in values] == [s.dtype for s in specs]
-    assert int(values[2].max()) <= 1 and bool(values[3].all())
+    assert int(values[2].max()) <= 1 and bool(values[3].all()) and int(values[4].min()) == 1
 
 
 # -- the policy's own components ----------------------------------------------------------------------------------
@@ -173,6 +178,37 @@ def test_a_pi0_step_exports(tmp_path: Path) -> None:
     assert loop is not None
     graph = export(loop().body, loop().body.module, tmp_path)
     assert graph.similarity is not None and graph.similarity > 0.999999
+
+
+def exported(name: str, model: Any, observation: dict[str, Any], policy: OptimizedPolicy, folder: Path) -> set[str]:
+    """Operators of all components of a policy's shape, each as near its module as exports are."""
+    family = family_named(name)
+    inputs = [policy.processor.prepare(observation)]
+    shape = dataclasses.replace(family.shape(model.config, inputs, 2, policy.specs), padded=True)
+    found: set[str] = set()
+    for component in family.components(model, shape):
+        body = component.loop().body if component.loop else component
+        graph = export(body, body.module, folder)
+        assert graph.similarity is not None and graph.similarity > 0.99999, component.name
+        found |= set(graph.operators)
+    return found
+
+
+@pytest.mark.slow
+def test_a_smolvla_exports(tmp_path: Path) -> None:
+    """Where actions only cross, a row without a real token would attend to nothing."""
+    tiny_smolvla.write_lerobot(tmp_path / "smolvla", libero=True)
+    policy = OptimizedPolicy.from_pretrained(tmp_path / "smolvla", device="cpu")
+    exported("smolvla", policy.model.whole(), tiny_smolvla.observation(libero=True), policy, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_groot_exports_without_scattering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-RTX has no ScatterND."""
+    monkeypatch.setattr(groot_images, "LEAST_PIXELS", 0)
+    policy = OptimizedPolicy.from_pretrained(groot_folders.write_isaac(tmp_path / "groot"), device="cpu")
+    found = exported("groot", policy.model.whole(), groot_folders.observation(), policy, tmp_path)
+    assert not any("Scatter" in name for name in found)
 
 
 def test_the_narrow_tower_is_the_component(tmp_path: Path) -> None:

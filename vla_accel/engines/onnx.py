@@ -143,7 +143,8 @@ def _dynamic(component: Component, module: nn.Module) -> tuple[Any, ...]:
 
 
 def examples(component: Component, shape_of: Any = largest, seed: int = 0) -> tuple[Tensor, ...]:
-    """Random inputs on the module's device: normal floats, any bytes, token ids 0 or 1, masks of True."""
+    """Random inputs on the module's device: normal floats, any bytes, token ids 0 or 1, lengths (int32) of 1, masks of
+    True. Without a real token there is nothing to attend to, and every library makes something else of that."""
     device = next((p.device for p in component.module.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
 
@@ -151,7 +152,7 @@ def examples(component: Component, shape_of: Any = largest, seed: int = 0) -> tu
         shape = shape_of(spec)
         if spec.dtype.is_floating_point:
             value = torch.randn(shape, generator=generator)
-        elif spec.dtype == torch.bool:
+        elif spec.dtype in (torch.bool, torch.int32):
             value = torch.ones(shape)
         else:
             value = torch.randint(0, 256 if spec.dtype == torch.uint8 else 2, shape, generator=generator)

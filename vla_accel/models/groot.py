@@ -97,7 +97,7 @@ class Groot(Network):
         `lengths` (B,) of each row are real; None: all."""
         text = self.embed(tokens).to(image_tokens.dtype)
         x = torch.cat((image_tokens, text), 1)[:, places.order]
-        hidden = self.language(x, places.positions, places.image, deepstack)
+        hidden = self.language(x, places.positions, places.order, deepstack)
         real = None
         if lengths is not None:
             real = torch.arange(len(places.order), device=tokens.device) < (len(places.image) + lengths)[:, None]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vla_accel import ops
 from vla_accel.errors import ConfigError
@@ -171,9 +172,9 @@ class QwenLanguage(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(QwenLayer(config) for _ in range(config.depth))
 
-    def forward(self, x: Tensor, positions: Tensor, image_rows: Tensor, deepstack: Tensor) -> Tensor:
-        """x (B, S, width) to the same shape. positions (3, S); deepstack (n, B, I, width): added to rows `image_rows`
-        (I,) of the outputs of the first n layers.
+    def forward(self, x: Tensor, positions: Tensor, order: Tensor, deepstack: Tensor) -> Tensor:
+        """x (B, S, width) to the same shape. positions (3, S); deepstack (n, B, I, width): added to the image tokens of
+        the outputs of the first n layers; order (S,): the prompt out of image tokens and then text tokens.
 
         A token sees itself and those before it, so that padding behind a prompt changes nothing before it.
         """
@@ -183,5 +184,6 @@ class QwenLanguage(nn.Module):
         for index, layer in enumerate(self.layers):
             x = layer(x, rope, causal)
             if index < len(deepstack):
-                x = x.index_add(1, image_rows, deepstack[index])
+                # Gathered, not scattered: TensorRT-RTX scatters nothing.
+                x = x + F.pad(deepstack[index], (0, 0, 0, tokens - deepstack.shape[2]))[:, order]
         return x
