@@ -98,7 +98,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_default_on_a_cpu(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     policy = OptimizedPolicy.from_pretrained(folder, device="cpu")
-    assert policy.config == PolicyConfig(device="cpu")
+    assert policy.config == PolicyConfig(device="cpu", num_steps=10)
     said = f"{folder}: auto chose vision, kv_cache, denoise: eager (there is no GPU)"
     for entry in policy.metadata["engines"]:
         assert (entry["requested"], entry["used"], entry["reason"]) == ("auto", "eager", "there is no GPU")

@@ -1,23 +1,54 @@
-"""What compiled machine code says of its kernels, read from their attributes (the sections .nv.info of a cubin).
+"""What compiled machine code says of its kernels: the attributes in the sections .nv.info of a cubin, an ELF file.
 
-Eight bytes each: of which kernel, and the value. Numbers of attributes: NVIDIA's cuobjdump names them EIATTR_….
+A record is a form, the number of an attribute and either two bytes or, of the form 4, a length and so many. Numbers of
+attributes: NVIDIA's cuobjdump names them EIATTR_….
 """
 
 from __future__ import annotations
 
-import re
+import struct
+from collections.abc import Iterator
+
+SIZED = 4
+MIN_STACK_SIZE, REGCOUNT = 0x12, 0x2F
 
 
 def stack_of(code: bytes) -> set[int]:
-    """Bytes of stack a thread (MIN_STACK_SIZE): a kernel with a stack has spilled, or indexes its accumulators."""
-    return _values(code, b"\x12")
+    """Bytes of stack a thread: a kernel with a stack has spilled, or indexes its accumulators."""
+    return _values(code, MIN_STACK_SIZE)
 
 
 def registers_of(code: bytes) -> set[int]:
-    """Registers a thread (REGCOUNT)."""
-    return _values(code, b"\x2f")
+    """Registers a thread."""
+    return _values(code, REGCOUNT)
 
 
-def _values(code: bytes, number: bytes) -> set[int]:
-    found = re.finditer(b"\x04" + re.escape(number) + rb"\x08\x00....(....)", code, re.DOTALL)
-    return {int.from_bytes(match[1], "little") for match in found}
+def _values(code: bytes, number: int) -> set[int]:
+    """Of every kernel: eight bytes each, which kernel it is and the value."""
+    return {
+        struct.unpack("<II", value)[1]
+        for section in _info_sections(code)
+        for attribute, value in _records(section)
+        if attribute == number
+    }
+
+
+def _records(section: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at < len(section):
+        form, number, length = struct.unpack_from("<BBH", section, at)
+        at += 4
+        if form == SIZED:
+            yield number, section[at : at + length]
+            at += length
+
+
+def _info_sections(code: bytes) -> Iterator[bytes]:
+    (table,) = struct.unpack_from("<Q", code, 0x28)
+    entry, count, of_names = struct.unpack_from("<HHH", code, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", code, table + i * entry) for i in range(count)]
+    names = headers[of_names][4]
+    for name, _, _, _, offset, size in headers:
+        start = names + name
+        if code[start : code.index(b"\0", start)].startswith(b".nv.info"):
+            yield code[offset : offset + size]
