@@ -80,6 +80,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_peak_memory(path: Path, dtype: str) -> None:
     """Stored in bfloat16: kept so, and widened on the way."""

@@ -177,6 +177,7 @@ def test_everything_that_is_missing_comes_in_one_error(tmp_path: Path, capsys: A
     assert said.count("pip install") == 2
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_keeps_what_is_whole(
     config: Path, checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:

@@ -108,6 +108,7 @@ def test_the_record_says_how_it_was_trained(record: dict[str, Any]) -> None:
     assert Path(record["start_states"]["tasks"]["0"]["file"]).name == record["start_states"]["tasks"]["0"]["file"]
 
 
+@pytest.mark.slow
 def test_recorded_seeds_give_states_away_from_the_shipped_ones(record: dict[str, Any]) -> None:
     """Four of one task's training states, drawn again in the simulator as the record says they were."""
     pytest.importorskip("libero", reason="needs LIBERO")

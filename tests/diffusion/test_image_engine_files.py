@@ -155,6 +155,7 @@ def test_without_a_gpu_that_is_what_is_said(multi: Path) -> None:
         FileEngine(component, CPU, EngineSpec("tensorrt_rtx"), multi / "gone.trt")
 
 
+@pytest.mark.slow
 def test_targets_are_needed_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["build-vae", "--vae", "tiny-qwen-vae", "--output-dir", str(tmp_path)]
     if not torch.cuda.is_available():
@@ -169,6 +170,7 @@ def test_targets_are_needed_without_a_gpu(tmp_path: Path, capsys: pytest.Capture
 # -- static -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_static_folders_are_named_as_they_are_looked_up(tmp_path: Path) -> None:
     words = ["build-vae", "--vae", "tiny-qwen-vae", "--output-dir", str(tmp_path), "--targets", "sm89", "--static"]
     assert cli.main([*words, "--only", "3_4", "64x80", "--sides", "decoder"]) == 0
@@ -208,6 +210,7 @@ class Exported(Exception):
         raise cls(f"{component.name} to {folder.name}")
 
 
+@pytest.mark.slow
 def test_the_unet_is_exported_once_and_built_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ def test_publishing_refuses_a_run_that_lacks_weights(tmp_path: Path) -> None:
     assert [p.name for p in output.iterdir()] == ["tokenizer.json"], "nothing may be written"
 
 
+@pytest.mark.slow
 def test_a_collector_plays_labels_and_obeys(tmp_path: Path) -> None:
     # The real simulator: one episode under the expert, answered over the pipe as the trainer does.
     from eval.libero.suites import load_suite
