@@ -32,6 +32,12 @@ class FlowNetwork(Network):
     embed: nn.Embedding
     takes_state: bool = False
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the prefix's and the expert's products; small projections and norms may be wider."""
+        layer = self.prefix.layers[0]
+        return layer.qkv_proj.weight.dtype  # type: ignore[union-attr,return-value]
+
     @abstractmethod
     def project(self, features: Tensor) -> Tensor:
         """The tower's features (N, patches, width) as image tokens (N, image_tokens, prefix width)."""

@@ -143,12 +143,6 @@ class Pi0(FlowNetwork):
             self.action_time_mlp_in = nn.Linear(2 * width, width)
             self.action_time_mlp_out = nn.Linear(width, width)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the prefix's and the expert's products; small projections and norms may be wider."""
-        layer = self.prefix.layers[0]
-        return layer.qkv_proj.weight.dtype  # type: ignore[union-attr,return-value]
-
     @staticmethod
     def kept_wide(name: str) -> bool:
         """What openpi keeps in float32: patch and position embeddings, Gemma's norms, and the small action, state and

@@ -175,12 +175,6 @@ class SmolVla(FlowNetwork):
         self.action_time_mlp_in = nn.Linear(2 * width, width)
         self.action_time_mlp_out = nn.Linear(width, width)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the prefix's and the expert's products; small projections may be wider."""
-        layer = self.prefix.layers[0]
-        return layer.qkv_proj.weight.dtype  # type: ignore[union-attr,return-value]
-
     @staticmethod
     def kept_wide(name: str) -> bool:
         """What lerobot keeps in float32: the small projections, and those of the prefix's keys and values."""
