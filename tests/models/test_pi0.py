@@ -404,3 +404,11 @@ def test_pi0_without_a_state_is_refused() -> None:
     inputs: dict[str, Any] = make_inputs(model.config, 1, "full")
     with pytest.raises(ConfigError, match="π0 needs the state"):
         model.sample_actions(**{**inputs, "state": None}, num_steps=1)
+
+
+def test_a_model_moved_by_hand_says_where_it_is() -> None:
+    model = random_model(tiny_config("pi05")).placed(torch.device("cpu"), torch.float32)
+    assert model.device == torch.device("cpu")
+    # No second device is needed: what was said of an earlier one may not outlive a move.
+    model._device = torch.device("cuda:1")
+    assert model.to("cpu").device == torch.device("cpu")

@@ -263,3 +263,17 @@ def test_tensors_are_found_wherever_they_are() -> None:
     counted = Counted("cpu")
     assert counted.add([a, a[:2], b]) == 48 and counted.add([a]) == 0
     assert Counted("meta").add([a]) == 0 and Counted("meta").add(torch.empty(2, 3, device="meta").unbind()) == 24
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_a_limit_is_asked_of_a_device_with_a_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fraction(device: Any) -> float:
+        assert isinstance(device, int), "torch refuses a device without a number here"
+        return 0.5 if device == 1 else 0.0
+
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", fraction, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
+    assert footprint.free_memory(torch.device(name)) == (480, 500)

@@ -20,6 +20,7 @@ from torch import Tensor
 from vla_accel.fp8 import E4M3
 from vla_accel.ops import attending, dit, linear, sequence, suffix
 from vla_accel.ops import rows as row_ops
+from vla_accel.ops.dit import NormTables
 from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.rows import rope_tables
 from vla_accel.ops.suffix_tilings import KeySplit, Pipelined, Product, SuffixAttention, Tiling, key_splits
@@ -142,9 +143,9 @@ class Placed:
             return value.take(self._place(name, value.whole))
         if isinstance(value, Workspace):
             return self._workspace(value)
-        if isinstance(value, Linear):
+        if isinstance(value, (Linear, NormTables)):
             tensors = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            return Linear(**{n: self._place(n, v) if isinstance(v, Tensor) else v for n, v in tensors.items()})
+            return type(value)(**{n: self._place(n, v) if isinstance(v, Tensor) else v for n, v in tensors.items()})
         if isinstance(value, Empty):
             value = _fill_nan(torch.empty(value.shape, dtype=value.dtype or torch.float32))
         if not isinstance(value, Tensor):

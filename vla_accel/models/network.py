@@ -68,6 +68,11 @@ class Network(nn.Module, ABC):
         """Cast the large products to `dtype`, and what is `kept_wide` to float32 (float64 for float64), in place."""
         return self.placed(None, dtype)
 
+    def _apply(self: N, *arguments: Any, **options: Any) -> N:
+        # Moved by hand (`to`, `cuda`): from now on the weights say where they are.
+        self._device = None
+        return super()._apply(*arguments, **options)
+
     def placed(self: N, device: torch.device | None, dtype: torch.dtype) -> N:
         """This network on `device` (None: where it is), computing in `dtype` as `to_compute_dtype` says, in place.
 

@@ -27,6 +27,8 @@ SHARP, EXPERT_SHARP = 2.0, 4.0
 at 4 a handful of them count."""
 EXPERT_BRANCH = 2.0
 """How many times as much the expert's branches add: what it reads becomes half of what it says."""
+PIECE = 1 << 24
+"""Values that are drawn at a time."""
 # The products that end a residual branch.
 BRANCH_ENDS = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")
 
@@ -47,15 +49,22 @@ class Drawn:
 
     @torch.no_grad()
     def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        value = torch.empty(self.shapes[name], device=self.device)
+        shape = self.shapes[name]
+        value = torch.empty(shape, device=device, dtype=dtype or torch.float32)
         generator = torch.Generator(self.device).manual_seed(self.seed + (zlib.crc32(name.encode()) << 8))
         mean, deviation = self._normal(name)
-        value.normal_(mean, deviation, generator=generator)
-        value[: self._query_key_rows(name)] *= math.sqrt(EXPERT_SHARP if _of(name) == "expert" else SHARP)
-        # A norm's gate multiplies a branch: around one, as trained models have it, not around zero.
-        if name.startswith("expert.") and name.endswith("norm.dense.bias"):
-            value[2 * self.config.expert.width :] += 1.0
-        return value.to(device, dtype or value.dtype)
+        sharp, boundary = math.sqrt(EXPERT_SHARP if _of(name) == "expert" else SHARP), self._query_key_rows(name)
+        # In pieces: in float32 the embedding table alone would take two gigabytes more than it keeps.
+        step = max(1, PIECE // max(1, shape[1:].numel()))
+        for first in range(0, shape[0], step):
+            piece = torch.empty((min(step, shape[0] - first), *shape[1:]), device=self.device)
+            piece.normal_(mean, deviation, generator=generator)
+            piece[: max(0, boundary - first)] *= sharp
+            # A norm's gate multiplies a branch: around one, as trained models have it, not around zero.
+            if name.startswith("expert.") and name.endswith("norm.dense.bias"):
+                piece[max(0, 2 * self.config.expert.width - first) :] += 1.0
+            value[first : first + step] = piece
+        return value
 
     def sample(self, name: str, stride: int) -> Tensor:
         return self.read(name, None, self.device).reshape(-1)[::stride]

@@ -34,8 +34,11 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, shift_ptr, out_ptr, rows
             wide = x.to(tl.float32)
             total += tl.sum(wide, 1)
             squares += tl.sum(wide * wide, 1)
+            # From registers, as in `pipelined`.
+            wide = tl.where(in_rows[:, None], wide, 0.0)
             if HAS_SCALE:
-                x = (wide * (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]).to(x.dtype)
+                wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
+            x = wide.to(x.dtype)
         acc = tl.dot(x, w.to(x.dtype), acc)
     y = acc * wscale
     if NORM:

@@ -43,6 +43,7 @@ def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, 
     """Normed rows times two tiles of weight rows, from `first` and from `second`."""
     # Rows beyond the last are the last one again: they are not stored.
     row = tl.minimum(row0 + tl.arange(0, BLOCK_M), rows - 1)
+    real = (row0 + tl.arange(0, BLOCK_M) < rows)[:, None]
     n_a = tl.minimum(first + tl.arange(0, BLOCK_N), first_end - 1)
     n_b = tl.minimum(second + tl.arange(0, BLOCK_N), second_end - 1)
     acc_a = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -55,8 +56,12 @@ def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, 
         wb = _weight_tile(w_ptr, n_b, k, K, EVEN)
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
+        # The product takes x from registers, never from the stage that the sum above reads: a stage with both readers is
+        # overwritten too early on Hopper (triton-lang/triton#6691).
+        wide = tl.where(real, wide, 0.0)
         if HAS_SCALE:
-            x = (wide * (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]).to(x.dtype)
+            wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
+        x = wide.to(x.dtype)
         acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
         acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
     rstd = tl.rsqrt(squares / K + eps)[:, None]
