@@ -56,8 +56,8 @@ def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, 
         wb = _weight_tile(w_ptr, n_b, k, K, EVEN)
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
-        # The product takes x from registers, never from the stage that the sum above reads: a stage with both readers is
-        # overwritten too early on Hopper (triton-lang/triton#6691).
+        # The product takes x from registers, never from the stage that the sum above reads: on Hopper a stage that has
+        # both readers is overwritten too early (triton-lang/triton#6691).
         wide = tl.where(real, wide, 0.0)
         if HAS_SCALE:
             wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
