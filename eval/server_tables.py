@@ -1,10 +1,15 @@
-"""Tables of the server: what it adds to a call, and a run of load and faults. Knows their reports, no other result."""
+"""Tables and a picture of the server: what it adds to a call, what several GPUs give, a run of load and faults. Knows
+their reports, no other result."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from eval.markdown import machine, rows
+from eval.markdown import machine, machines, rows
+from vla_accel.report import charts
+
+GPUS_PICTURE = "bench_server_gpus.png"
 
 
 def server(result: dict[str, Any]) -> str:
@@ -35,6 +40,51 @@ def server(result: dict[str, Any]) -> str:
     )
 
 
+def server_gpus(results: Sequence[dict[str, Any]]) -> str:
+    """A row a policy, number of replicas and number of clients; needs the picture beside the results."""
+    header = ["policy", "GPUs", "clients", "requests/s", "one GPU's", "round trip", "p99", "of it policy"]
+    alone = {
+        (result["policy"], row["clients"]): row["per_second"]
+        for result in results
+        if _gpus(result) == 1
+        for row in result["rows"]
+    }
+    body = []
+    for result in sorted(results, key=lambda r: (r["policy"], _gpus(r))):
+        for row in result["rows"]:
+            one = alone.get((result["policy"], row["clients"]))
+            body.append([
+                result["policy"],
+                str(_gpus(result)),
+                str(row["clients"]),
+                f"{row['per_second']:.0f}",
+                "-" if one is None else f"{row['per_second'] / one:.2f}×",
+                f"{row['round_trip_ms']['p50']:.2f}",
+                f"{row['round_trip_ms']['p99']:.2f}",
+                f"{row['infer_ms']['p50']:.2f}",
+            ])  # fmt: skip
+    where = machines((f"{r['policy']} on {_gpus(r)}", r) for r in results)
+    cores = " and ".join(dict.fromkeys(str(r["hardware"]["cores"]) for r in results))
+    return (
+        rows(header, body)
+        + f"\nMilliseconds; one observation at a time on each GPU. {where}, {cores} cores that all share.\n\n"
+        f"![Requests a second against clients, one GPU and more](../eval/results/{GPUS_PICTURE})\n"
+    )
+
+
+def draw_server_gpus(results: Sequence[dict[str, Any]]) -> Any:
+    """Requests a second against clients, a line a policy and number of replicas: a matplotlib figure."""
+    lines = {
+        f"{r['policy']}, {_gpus(r)} GPU{'s' * (_gpus(r) > 1)}": [(w["clients"], w["per_second"]) for w in r["rows"]]
+        for r in sorted(results, key=lambda r: (r["policy"], _gpus(r)))
+    }
+    return charts.lines(lines, x="clients at once", y="requests a second")
+
+
+def _gpus(result: dict[str, Any]) -> int:
+    return len(result["devices"] or [None])
+
+
 def faults(result: dict[str, Any]) -> str:
     """What a run of load and faults did, and what it cost."""
     done, told, trip = result["done"], result["server"], result["round_trip_ms"]
@@ -45,5 +95,9 @@ def faults(result: dict[str, Any]) -> str:
         ["connections with rubbish, slow readers", f"{done['hostile']}, {done['slow_readers']}"],
         ["round trip p50, p99, longest (ms)", f"{trip['p50']:.1f}, {trip['p99']:.1f}, {trip['max']:.0f}"],
     ]
+    if (back := result.get("back_s")) is not None:
+        body.append(["until it served again: median, longest (s)", f"{back['median']:.1f}, {back['max']:.1f}"])
     place = f"{machine(result)}, {result['hardware']['cores']} cores"
-    return rows(["", f"{result['clients']} clients"], body) + f"\nA policy that costs nothing, twice. {place}.\n"
+    policy, devices = result.get("policy", "nothing"), result.get("devices", ["cpu", "cpu"])
+    what = "A policy that costs nothing, twice" if policy == "nothing" else f"{policy} on {' and '.join(devices)}"
+    return rows(["", f"{result['clients']} clients"], body) + f"\n{what}. {place}.\n"

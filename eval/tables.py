@@ -21,7 +21,8 @@ from eval.harness.statistics import smallest_difference
 from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
 from eval.latency_picture import draw
 from eval.markdown import bare_command, commit, machine, machines, rows
-from eval.server_tables import faults, server
+from eval.server_tables import faults, server, server_gpus
+from eval.throughput_table import throughput
 from vla_accel.measure.proportion import wilson
 
 ROOT = Path(__file__).parent.parent
@@ -311,8 +312,14 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "precision": (precisions, "precision_*"),
     "bench_server": (server, "bench_server_cpu"),
     "server_faults": (faults, "server_faults_cpu"),
+    "server_gpus": (server_gpus, "bench_server_*_h200"),
+    "server_faults_gpus": (faults, "server_faults_h200"),
+    "throughput": (throughput, "throughput_*"),
 }
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
+
+NOT_YET = frozenset({"server_gpus", "server_faults_gpus", "throughput"})
+"""Tables whose runs may be absent: their place says so."""
 
 
 def pages() -> list[Path]:
@@ -325,7 +332,13 @@ def render(text: str) -> str:
 
     def replace(match: re.Match[str]) -> str:
         make, source = TABLES[match[2]]
-        return match[1] + make(load(source)) + match[3]
+        try:
+            results = load(source)
+        except FileNotFoundError:
+            if match[2] not in NOT_YET:
+                raise
+            return f"{match[1]}Not measured so far.\n{match[3]}"
+        return match[1] + make(results) + match[3]
 
     return _BLOCK.sub(replace, text)
 

@@ -45,8 +45,13 @@ def unwrap(answered: Answer) -> dict[str, Any]:
 def _answer_group(policy: Any, group: Sequence[Request]) -> list[Answer]:
     if len(group) == 1 or not hasattr(policy, "infer_batch"):
         return [_attempt(lambda o=obs, k=options: [policy.infer(o, **k)], 1)[0] for _, obs, options in group]
-    options = _together([options for _, _, options in group])
-    return _attempt(lambda: policy.infer_batch([obs for _, obs, _ in group], **options), len(group))
+    answers: list[Answer] = []
+    while rest := group[len(answers) :]:
+        # Engines and graphs are built for each size of a batch: powers of two are few.
+        batch = rest[: 1 << (len(rest).bit_length() - 1)]
+        options = _together([options for _, _, options in batch])
+        answers += _attempt(lambda b=batch, k=options: policy.infer_batch([obs for _, obs, _ in b], **k), len(batch))
+    return answers
 
 
 def _attempt(call: Callable[[], list[Any]], count: int) -> list[Answer]:

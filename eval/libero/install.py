@@ -6,16 +6,19 @@ import contextlib
 import ctypes
 import ctypes.util
 import dataclasses
+import fcntl
 import functools
 import glob
 import importlib.util
 import io
+import itertools
 import os
 import sys
 import tempfile
 import types
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from vla_accel.errors import DependencyError, SimulatorError
 
@@ -43,6 +46,45 @@ def choose_gl() -> str:
             os.environ.setdefault("PYOPENGL_PLATFORM", name)
             return name
     raise SimulatorError(f"no OpenGL library for {' or '.join(order)} could be loaded. {GL_HELP}")
+
+
+def choose_gpu() -> None:
+    """Settle MUJOCO_EGL_DEVICE_ID in a process that is about to render: the user's choice, else, of the GPUs that it
+    sees, the one on which the fewest simulators of this machine render. robosuite takes the first for all."""
+    if os.environ.get("MUJOCO_GL") != "egl" or "MUJOCO_EGL_DEVICE_ID" in os.environ:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Where a program has hidden all, as Ray may from one that asked for none, robosuite finds no number.
+    names = visible.split(",") if visible else [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+    names = [name for name in names if name.isdigit() and int(name) < _egl_devices()]
+    if names:
+        os.environ["MUJOCO_EGL_DEVICE_ID"] = _place(names, Path(tempfile.gettempdir()) / f"libero_gpus_{os.getuid()}")
+
+
+def _egl_devices() -> int:
+    from mujoco.egl import egl_ext
+
+    return len(egl_ext.eglQueryDevicesEXT())
+
+
+_PLACES: list[IO[str]] = []
+"""Open for as long as this process lives."""
+
+
+def _place(names: Sequence[str], folder: Path) -> str:
+    """Take the first free place of the least taken name. A place is a locked file: it is free when its process ends."""
+    folder.mkdir(exist_ok=True)
+    for row in itertools.count():
+        for name in names:
+            file = open(folder / f"{name}-{row}", "w")  # noqa: SIM115 - held for as long as the process lives
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                continue
+            _PLACES.append(file)
+            return name
+    raise AssertionError("there is always one more row")
 
 
 def _loadable(library: str) -> bool:

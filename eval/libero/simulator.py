@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.libero.install import GL_HELP, libero
+from eval.libero.install import GL_HELP, choose_gpu, libero
 from eval.libero.observation import CAMERAS, PROPRIO, to_openpi
 from eval.libero.suites import LiberoTask
 from vla_accel.errors import ObservationError, SimulatorError
@@ -81,8 +81,11 @@ class LiberoEnv:
         self._observation: dict[str, np.ndarray] | None = None
         self._success = False
         self._episode = 0
+        control_env = libero().ControlEnv
+        if render:
+            choose_gpu()
         make = functools.partial(
-            libero().ControlEnv,
+            control_env,
             bddl_file_name=str(task.bddl_path),
             has_offscreen_renderer=render,
             use_camera_obs=render,

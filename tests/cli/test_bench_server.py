@@ -15,8 +15,11 @@ pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
 from tests.support.tiny import write_tiny_checkpoint
 from vla_accel.cli import main
+from vla_accel.cli.bench_server import LoadRandom
 from vla_accel.client import load
+from vla_accel.measure.random_policy import random_observation
 from vla_accel.measure.serving import Nothing
+from vla_accel.models.family import FAMILIES
 from vla_accel.server import ServerConfig, background
 
 
@@ -49,6 +52,23 @@ def test_clients_that_cannot_be_are_an_error(capsys: pytest.CaptureFixture[str])
     for words in (["--clients", "1,x"], ["--clients", "0"], ["--seconds", "0"]):
         assert main(["bench-server", *words]) == 1
         assert "clients: expected numbers of clients like 1,8" in capsys.readouterr().err
+
+
+def test_random_weights_are_the_same_in_every_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "toy", "tests.support.toy_family:TOY")
+    make, observation = LoadRandom("toy", "auto", 2), random_observation("toy")
+    answers = [make("cpu").infer(observation) for _ in range(2)]
+    assert answers[0]["actions"].shape == (3, 2) and make("cpu").num_steps == 2
+    np.testing.assert_array_equal(answers[0]["actions"], answers[1]["actions"])
+
+
+def test_a_checkpoint_or_random_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["demo", "--model", "pi05"], "model: expected a checkpoint or --model, got demo and pi05"),
+        (["--model", "pi06"], "pi06"),
+    ):
+        assert main(["bench-server", *words]) == 1
+        assert said in capsys.readouterr().err
 
 
 def ask(policy: Any) -> load.Load:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from eval.libero import install
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -60,3 +62,44 @@ def test_a_users_own_macro_file_is_still_read(tmp_path: Path, own: str | None) -
     assert lines[-1] == str(3 if own else None)
     # Without the file its names are missing, but the file itself is not.
     assert len(lines) == 1 if own else "SPEED" in lines[0] and "No module named" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "expected"),
+    [
+        (None, 2, ["0", "1", "0", "1"]),
+        ("1,3", 4, ["1", "3", "1", "3"]),
+        ("0,1", 1, ["0", "0", "0", "0"]),  # the driver draws on one of them only
+        ("", 2, ["0", "1", "0", "1"]),
+        (None, 0, [None] * 4),
+        ("GPU-52f1", 2, [None] * 4),
+    ],
+)
+def test_simulators_spread_over_the_gpus_they_see(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, gpus: int, expected: list[str | None]
+) -> None:
+    monkeypatch.setattr(install.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(install.glob, "glob", lambda _: [f"/dev/nvidia{i}" for i in range(gpus)])
+    monkeypatch.setattr(install, "_egl_devices", lambda: gpus)
+    monkeypatch.setattr(install, "_PLACES", places := [])
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    def choose() -> str | None:
+        monkeypatch.delenv("MUJOCO_EGL_DEVICE_ID", raising=False)
+        install.choose_gpu()
+        return os.environ.get("MUJOCO_EGL_DEVICE_ID")
+
+    try:
+        assert [choose() for _ in range(4)] == expected
+        if expected[1] == "1":
+            places[1].close()  # that simulator has ended: its place is the next one's
+            assert choose() == "1"
+        monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", "7")
+        install.choose_gpu()
+        assert os.environ["MUJOCO_EGL_DEVICE_ID"] == "7"
+    finally:
+        for place in places:
+            place.close()

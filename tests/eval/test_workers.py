@@ -92,6 +92,14 @@ def test_an_episode_keeps_its_noise_beside_a_warm_up_that_has_none() -> None:
     assert [one[0, 0] for one in given] == [1.0, 2.0]
 
 
+def test_batches_have_few_sizes_and_answers_their_order() -> None:
+    policy = BatchPolicy()
+    noises = [np.full((10, 8), float(value)) for value in range(7)]
+    answers = answer(PolicyBySteps(policy), [(None, {"prompt": "p"}, {"noise": noise}) for noise in noises])
+    assert [kind for kind, _ in answers] == ["answer"] * 7 and policy.batches == [4, 2, 1]
+    assert [noise[0, 0] for noise in policy.noises if noise is not None] == list(range(7))
+
+
 class DeadlyPolicy(FakePolicy):
     """Kills the worker that asks for its first episode's first actions (a warm-up comes without noise)."""
 

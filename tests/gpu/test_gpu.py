@@ -782,16 +782,6 @@ runtime.synchronize(device)
     assert done.returncode != 0 and "EngineError: cuda:0: a kernel ended itself" in done.stderr, done.stderr
 
 
-def test_a_second_gpu_computes_what_the_first_does(folder: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("NOT RUN: needs two GPUs")
-    noise = noise_for(load(folder), 1)
-    want = actions_of(load(folder), [tiny_observation(0)], noise)
-    for graph in (True, False):
-        other = load(folder, replace(NATIVE, device="cuda:1", cuda_graph=graph))
-        np.testing.assert_array_equal(actions_of(other, [tiny_observation(0)], noise), want)
-
-
 def test_the_streamed_loop_sees_each_row_s_length() -> None:
     """Rubbish beyond the length changes nothing, a key before it does."""
     case = BATCHED["demo x 2"]

@@ -30,6 +30,7 @@ from vla_accel.server.metrics import resident_bytes
 
 SCHEMA = "vla_accel.server_faults/1"
 LOUD_BYTES = 20_000_000
+LONGEST_START_S = 120.0
 
 
 class Loud(Nothing):
@@ -50,28 +51,45 @@ class Arguments:
     """How long."""
     kill_every_s: float = 5.0
     """A replica is killed so often; 0 leaves them alone."""
+    checkpoint: str | None = None
+    """Its policy instead of one that costs nothing."""
+    config: str | None = None
+    """Of a checkpoint."""
+    devices: str = "cpu,cpu"
+    """Of the replicas, as `vla-accel serve --devices` takes them."""
     output: Path | None = None
     """JSON file."""
 
 
-def run(clients: int, seconds: float, *, max_batch: int = 1, kill_every_s: float = 0.0) -> dict[str, Any]:
+def run(
+    clients: int,
+    seconds: float,
+    *,
+    max_batch: int = 1,
+    kill_every_s: float = 0.0,
+    replicas: Replicas | None = None,
+    observation: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """What `clients` saw in `seconds`: of one policy in the server's process, or, with `kill_every_s`, of two
-    replicas, beside rubbish and slow readers."""
+    replicas, beside rubbish and slow readers; or of other `replicas`, whose policy takes `observation`."""
     config = ServerConfig(port=0, max_clients=2 * clients, max_batch=max_batch, send_timeout_s=2.0)
-    policy = Replicas(Loud, ("cpu", "cpu")) if kill_every_s else Loud()
+    policy = replicas or Replicas(Loud, ("cpu", "cpu")) if kill_every_s else Loud()
     memory: list[float] = []
+    back_s: list[float] = []
     done = {"hostile": 0, "slow_readers": 0, "kills": 0}
     with background(policy, config) as server, contextlib.ExitStack() as stack:
         stack.enter_context(repeated(1.0, lambda: memory.append(resident_bytes())))
         if kill_every_s:
             chosen = random.Random(0)
-            for name, every_s, work in (
+            works = [
                 ("hostile", 0.05, lambda: send_rubbish(server.address, chosen)),
-                ("slow_readers", 1.0, lambda: take_no_answer(server.address)),
-                ("kills", kill_every_s, lambda: kill(server, chosen)),
-            ):
+                ("kills", kill_every_s, lambda: kill(server, chosen, back_s)),
+            ]
+            if observation is None:  # `Loud` takes it; a checkpoint's answers are never too long for a socket
+                works.append(("slow_readers", 1.0, lambda: take_no_answer(server.address)))
+            for name, every_s, work in works:
                 stack.enter_context(repeated(every_s, count(done, name, work)))
-        seen = load(server.address, clients, seconds, Nothing.example())
+        seen = load(server.address, clients, seconds, observation or Nothing.example())
         stack.close()
         requests, refused = dict(server.metrics.requests.values), dict(server.metrics.refused.values)
         deaths, retried = sum(server.metrics.replica_deaths.values.values()), server.metrics.retried.values[""]
@@ -87,6 +105,7 @@ def run(clients: int, seconds: float, *, max_batch: int = 1, kill_every_s: float
         "round_trip_ms": percentiles(seen.samples[:, 0]) | {"max": round(float(seen.samples[:, 0].max()), 1)},
         "memory_mib_settled_and_peak": [round(min(settled) / 2**20, 1), round(max(memory) / 2**20, 1)],
         "done": done,
+        "back_s": {"median": round(float(np.median(back_s)), 2), "max": round(max(back_s), 2)} if back_s else None,
         "server": {"requests": requests, "refused": refused, "deaths": int(deaths), "retried": int(retried)},
     }
 
@@ -147,25 +166,63 @@ def take_no_answer(address: str) -> None:
         time.sleep(2.5)
 
 
-def kill(server: PolicyServer, chosen: random.Random) -> None:
-    """Kill a replica that is there."""
-    pids = [replica.pid for replica in server.dispatcher.replicas]  # type: ignore[attr-defined]
-    os.kill(chosen.choice(pids), signal.SIGKILL)
+def kill(server: PolicyServer, chosen: random.Random, back_s: list[float]) -> None:
+    """Kill a replica that serves, and note, once it does again, how long that took."""
+    serving = those_serving(server)
+    if not serving:
+        return
+    victim: Any = chosen.choice(serving)
+    killed, pid = time.monotonic(), victim.pid
+    os.kill(pid, signal.SIGKILL)
+
+    def watch() -> None:
+        while time.monotonic() < killed + LONGEST_START_S:
+            time.sleep(0.02)
+            if victim.pid != pid and victim in those_serving(server):
+                back_s.append(time.monotonic() - killed)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def those_serving(server: PolicyServer) -> list[Any]:
+    """The replicas that serve now, asked from a thread of one's own."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # the event loop changed the list meanwhile
+            return list(server.dispatcher.serving)
 
 
 def main() -> int:
     from vla_accel import machine
     from vla_accel.cli.common import finish, parse
+    from vla_accel.config import load_config
 
     words = sys.argv[1:]
     chosen = parse(Arguments, words, "python -m tests.remote.load_server")
+    devices, observation, make = machine.resolve_devices(chosen.devices), None, Loud
+    if chosen.checkpoint is not None:
+        from vla_accel.checkpoints.loading import load as load_checkpoint
+        from vla_accel.cli.serve import Load
+
+        make = Load(chosen.checkpoint, chosen.config, None)
+        observation = dict(
+            load_checkpoint(chosen.checkpoint, load_config(chosen.config), whole=False).processor.example()
+        )
     began = time.monotonic()
     report = {
         "schema": SCHEMA,
         "command": " ".join(["python -m tests.remote.load_server", *words]),
-        "hardware": machine.hardware(machine.resolve_device("cpu")) | {"cores": os.cpu_count()},
+        "policy": chosen.checkpoint or "nothing",
+        "devices": devices,
+        "hardware": machine.hardware(machine.resolve_device(devices[0])) | {"cores": os.cpu_count()},
         "software": machine.software(),
-        **run(chosen.clients, chosen.seconds, kill_every_s=chosen.kill_every_s),
+        **run(
+            chosen.clients,
+            chosen.seconds,
+            kill_every_s=chosen.kill_every_s,
+            replicas=Replicas(make, devices),
+            observation=observation,
+        ),
     }
     report["wall_seconds"] = round(time.monotonic() - began, 1)
     report["passed"] = report["lost"] == 0 and report["requests"] > 0

@@ -5,30 +5,35 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
 
 from vla_accel import machine
+from vla_accel.checkpoints.loading import load
 from vla_accel.cli.common import File, Number, Text, finish, parse, print_table
-from vla_accel.cli.serve import Load
+from vla_accel.cli.serve import Load, use_gpu
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
+from vla_accel.measure.random_policy import random_observation, random_policy
 from vla_accel.measure.serving import SCHEMA, Nothing, costs, measure, served
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Time calls over a server on this machine, one client and many, beside the policy's own time: of a checkpoint's
-    policy, or of one that costs nothing. Server and clients have processes of their own."""
+    policy, of one with random weights, or of one that costs nothing. Server and clients have processes of their own."""
 
     checkpoint: Annotated[
         str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="")
     ] = None
     """A folder, a bundled checkpoint's name or one on the hub; a policy that costs nothing if not given."""
+    model: Text = None
+    """Instead: random weights of a model family's published size, such as pi05, the same in every replica."""
     config: Text = None
-    """Of a checkpoint: a shipped configuration's name, or a file."""
+    """Of a policy that costs something: a shipped configuration's name, or a file."""
     clients: str = "1,8,64"
     """Clients at once, a sweep."""
     seconds: float = 10.0
@@ -55,13 +60,13 @@ def main(arguments: list[str]) -> int:
         sweep = []
     if not sweep or min(sweep) < 1 or not chosen.seconds > 0:
         raise ConfigError(f"clients: expected numbers of clients like 1,8 and seconds above 0, got {chosen.clients!r}")
-    load = Nothing if chosen.checkpoint is None else Load(chosen.checkpoint, chosen.config, chosen.num_steps)
+    load_policy, observation = _policy(chosen)
     devices = None if chosen.devices is None else machine.resolve_devices(chosen.devices)
     first = machine.resolve_device(devices[0] if devices else chosen.device or "auto")
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "command": "vla-accel bench-server " + " ".join(arguments),
-        "policy": chosen.checkpoint or "nothing",
+        "policy": chosen.checkpoint or (f"random {chosen.model}" if chosen.model else "nothing"),
         "config": chosen.config,
         "devices": devices,
         "max_batch": chosen.max_batch,
@@ -70,9 +75,8 @@ def main(arguments: list[str]) -> int:
         "load_average": round(os.getloadavg()[0], 2),
         "rows": [],
     }
-    observation = Nothing.example() if chosen.checkpoint is None else _example(chosen)
     limits = {"max_clients": max(64, 2 * max(sweep)), "max_batch": chosen.max_batch}
-    with served(load, devices, device=chosen.device, **limits) as address:
+    with served(load_policy, devices, device=chosen.device, **limits) as address:
         report["costs"] = costs(address, observation)
         for clients in sweep:
             row = measure(address, observation, clients, chosen.seconds)
@@ -99,9 +103,26 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [str(row["clients"]), f"{row['per_second']:.0f}", *(f"{value:.3f}" for value in times)]
 
 
-def _example(chosen: Arguments) -> dict[str, Any]:
-    """What the checkpoint's robot sends; no engine is built for it."""
-    from vla_accel.checkpoints.loading import load
+def _policy(chosen: Arguments) -> tuple[Callable[[str | None], Any], dict[str, Any]]:
+    """What makes the policy in a process, and what its robot sends; no engine is built for that."""
+    if chosen.checkpoint is not None and chosen.model is not None:
+        raise ConfigError(f"model: expected a checkpoint or --model, got {chosen.checkpoint} and {chosen.model}")
+    if chosen.model is not None:
+        return LoadRandom(chosen.model, chosen.config, chosen.num_steps), random_observation(chosen.model)
+    if chosen.checkpoint is None:
+        return Nothing, Nothing.example()
+    loaded = load(chosen.checkpoint, load_config(chosen.config), whole=False)
+    return Load(chosen.checkpoint, chosen.config, chosen.num_steps), dict(loaded.processor.example())
 
-    assert chosen.checkpoint is not None
-    return dict(load(chosen.checkpoint, load_config(chosen.config), whole=False).processor.example())
+
+@dataclass(frozen=True)
+class LoadRandom:
+    """How a policy with random weights is made, in any process; the same weights in each."""
+
+    family: str
+    config: str | None
+    num_steps: int | None
+
+    def __call__(self, device: str | None) -> Any:
+        use_gpu(device)
+        return random_policy(self.family, load_config(self.config), steps=self.num_steps, device=device)[0]

@@ -142,12 +142,9 @@ class Load:
 
     def __call__(self, device: str | None) -> Any:
         """The policy on a device; None leaves it to the configuration. A GPU also becomes this process's own."""
-        import torch
-
         from vla_accel.policy import OptimizedPolicy
 
-        if device is not None and device.startswith("cuda:"):
-            torch.cuda.set_device(device)
+        use_gpu(device)
         return OptimizedPolicy.from_pretrained(
             self.checkpoint, self.config, device=device, num_steps=self.num_steps, lora=self.lora
         )
@@ -164,6 +161,14 @@ class Load:
         if policy.device.type == "cuda":
             return policy, max(0, torch.cuda.memory_reserved(policy.device) - before)
         return policy, sum(p.numel() * p.element_size() for p in policy.model.parameters())
+
+
+def use_gpu(device: str | None) -> None:
+    """A GPU that is named becomes this process's own: kernels are launched in the current device's context."""
+    if device is not None and device.startswith("cuda:"):
+        import torch
+
+        torch.cuda.set_device(device)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,14 @@ def random_observations(policy: OptimizedPolicy, count: int, *, seed: int = 0) -
     return [policy.family.random_observation(policy.processor, rng) for _ in range(count)]
 
 
+def random_observation(family: str | Family, *, views: int | None = None, seed: int = 0) -> dict[str, Any]:
+    """One that suits a policy of a family's published size, which is not made for it."""
+    if isinstance(family, str):
+        family = family_named(family)
+    processor = family.stand_in(family.published(None), views or family.views)
+    return family.random_observation(processor, np.random.default_rng(seed))
+
+
 def random_policy(
     family: str | Family,
     settings: PolicyConfig,

@@ -1,4 +1,4 @@
-"""Pictures of reports, drawn by matplotlib: stacked bars, rates with intervals, a heat map, points with a front.
+"""Pictures of reports, drawn by matplotlib: stacked bars, rates with intervals, a heat map, points with a front, lines.
 
 Each function returns a figure of one of two widths, so that letters stay readable on a telephone; `svg` writes it. They
 know numbers and labels, not where these come from. Needs matplotlib, imported when a picture is drawn.
@@ -136,6 +136,23 @@ def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool, finest: fl
     return figure
 
 
+def lines(series: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str, narrow: bool = False) -> Any:
+    """A line for each name, its points (x, y) marked; x is drawn by its logarithm, with the values that there are."""
+    figure, axes = _axes(narrow, 4.2)
+    colours, marks = colours_of(series), "osD^vP*X"
+    for index, (name, points) in enumerate(series.items()):
+        axes.plot(*zip(*points, strict=True), marker=marks[index % len(marks)], color=colours[name], label=name)
+    ticks = sorted({point[0] for points in series.values() for point in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.4)
+    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=8)
+    return figure
+
+
 def svg(figure: Any) -> str:
     """The figure as SVG; the same figure gives the same text."""
     from matplotlib import rc_context
@@ -178,4 +195,4 @@ def _line(colour: str, name: str, style: Any, mark: str = "") -> Any:
     return Line2D([], [], color=colour, linestyle=style, marker=mark, label=name)
 
 
-__all__ = ["OTHER", "Bar", "Point", "Rates", "heat", "intervals", "scatter", "stacked", "svg"]
+__all__ = ["OTHER", "Bar", "Point", "Rates", "heat", "intervals", "lines", "scatter", "stacked", "svg"]

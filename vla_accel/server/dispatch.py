@@ -78,8 +78,13 @@ class Dispatcher:
         return sum(map(len, self._under_way.values()))
 
     @property
-    def ready(self) -> int:
+    def serving(self) -> list[Replica]:
         """Replicas that are loaded."""
+        return [*self._idle, *self._under_way]
+
+    @property
+    def ready(self) -> int:
+        """How many replicas are loaded."""
         return len(self._idle) + len(self._under_way)
 
     def submit(self, call: Call, client: Hashable) -> Job:

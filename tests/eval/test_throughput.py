@@ -1,0 +1,89 @@
+"""`python -m eval.throughput`: rates and shares are those of the time in which all simulators play, and what a run says
+is in its row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import throughput
+from eval.server_tables import draw_server_gpus, server_gpus
+from eval.throughput import Case, Watch, figures
+from eval.throughput_table import throughput as table
+from vla_accel.errors import ConfigError
+
+
+def result(count: int) -> dict[str, Any]:
+    """`count` episodes of 10 s with ten calls of 200 ms, of which the policy takes 20."""
+    timings = {"wall": [200.0] * 10, "total": [20.0] * 10}
+    episodes = [{"error": None, "success": True, "timings_ms": timings} for _ in range(count)]
+    return {"episodes": episodes, "episodes_s": 10.0 * count, "elapsed_s": 100.0}
+
+
+def test_a_rate_is_that_of_the_time_in_which_all_play() -> None:
+    """Start-up, and the end in which simulators have no more to do, are left out."""
+    watch = Watch(
+        at=[0.0, 50.0, 60.0, 80.0, 100.0],
+        episodes=[0, 2, 4, 8, 10],
+        busy_s=[0.0, 90.0, 110.0, 170.0, 171.0],
+        policy_s=[{}, {1: 5.0}, {1: 6.0, 2: 0.0}, {1: 20.0, 2: 3.0}, {1: 20.0, 2: 3.0}],
+        gpus=[[0.0], [0.5], [0.7], [0.6], [0.0]],
+    )
+    row = figures(result(10), watch, simulators=2)
+    assert row["per_hour"] == 3600 * 6 / 30 and row["seconds"] == 30 and row["start_s"] == 50
+    assert row["waiting"] == 0.2 and row["call_ms"] == 200 and row["policy_ms"] == 20
+    assert row["cores_busy"] == pytest.approx(80 / 30, abs=0.01) and row["policy_core"] == 0.5
+    assert row["gpu_busy"] == [pytest.approx(0.6)]
+
+
+def test_too_few_episodes_are_taken_as_a_whole() -> None:
+    watch = Watch([0.0, 10.0, 20.0], [0, 1, 2], [0.0, 1.0, 2.0], [{}, {}, {}], [[], [], []])
+    row = figures(result(2), watch, simulators=2)
+    assert row["per_hour"] == 360 and row["gpu_busy"] == [] and row["policy_core"] == 0
+
+
+def test_a_case_says_how_much_of_the_machine_it_takes() -> None:
+    assert Case.parse("ray:2:30:6:32") == Case(True, 2, 30, 6, 32) and Case.parse("plain:0:2:1") == Case(False, 0, 2, 1)
+    for wrong in ("ray", "ray:1:2", "here:1:2:3", "plain:1:x:3", "plain:1:2:3:4:5"):
+        with pytest.raises(ConfigError, match=f"case: expected ray or plain:GPUS:SIMULATORS:TRIALS.*got '{wrong}'"):
+            Case.parse(wrong)
+
+
+@pytest.mark.slow
+def test_what_a_failed_run_said_is_in_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--output", str(tmp_path / "x.json"), "--case", "plain:0:1:99", "--options=--tasks 0"]
+    assert throughput.main(words) == 1
+    (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert "eval.libero ended with status 2: error: trials: expected at most 50" in row["error"]
+    assert "cases that failed: plain:0:1:99" in capsys.readouterr().err
+    report = {**json.loads((tmp_path / "x.json").read_text()), "hardware": CPU, "software": {"torch": "2"}}
+    assert "| **failed** |" in table([report])
+
+
+CPU = {"cpu": "Some CPU", "threads": 1, "cores": 4}
+
+
+def bench(devices: list[str], rate: float) -> dict[str, Any]:
+    times = {"round_trip_ms": {"p50": 2.0, "p99": 3.0}, "infer_ms": {"p50": 1.0, "p99": 1.0}}
+    return {
+        "policy": "demo",
+        "devices": devices,
+        "hardware": CPU,
+        "software": {"torch": "2"},
+        "rows": [{"clients": clients, "per_second": rate * clients, **times} for clients in (1, 4)],
+    }
+
+
+def test_two_gpus_stand_beside_one() -> None:
+    benches = [bench(["cuda:0", "cuda:1"], 190.0), bench(["cuda:0"], 100.0)]
+    lines = server_gpus(benches).splitlines()
+    assert lines[2].startswith("| demo | 1 | 1 | 100 | 1.00× |") and lines[5].startswith(
+        "| demo | 2 | 4 | 760 | 1.90× |"
+    )
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    (axes,) = draw_server_gpus(benches).axes
+    assert [line.get_label() for line in axes.lines] == ["demo, 1 GPU", "demo, 2 GPUs"]
+    assert list(axes.lines[1].get_ydata()) == [190, 760] and axes.lines[0].get_color() != axes.lines[1].get_color()
