@@ -217,7 +217,7 @@ def _gpu_handles(count: int) -> Iterator[Any]:
     pynvml.nvmlInit()
     for index in range(count):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        yield lambda handle=handle: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+        yield lambda handle=handle: int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
 
 
 def _episodes(log: Path) -> int:
