@@ -211,7 +211,7 @@ def main() -> int:
     began = time.monotonic()
     report = {
         "schema": SCHEMA,
-        "command": " ".join(["python -m tests.remote.load_server", *words]),
+        "command": " ".join(["python -m tests.remote.load_server", *(Path(w).name if "/" in w else w for w in words)]),
         "policy": chosen.checkpoint or "nothing",
         "devices": devices,
         "hardware": machine.hardware(machine.resolve_device(devices[0])) | {"cores": os.cpu_count()},

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -65,7 +66,8 @@ def main(arguments: list[str]) -> int:
     first = machine.resolve_device(devices[0] if devices else chosen.device or "auto")
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        "command": "vla-accel bench-server " + " ".join(arguments),
+        # Names of files, not where one machine keeps them.
+        "command": "vla-accel bench-server " + " ".join(Path(a).name if "/" in a else a for a in arguments),
         "policy": chosen.checkpoint or (f"random {chosen.model}" if chosen.model else "nothing"),
         "config": chosen.config,
         "devices": devices,
