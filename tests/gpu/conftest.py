@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vla_accel.native import expert
+from vla_accel.native import cuts
 from vla_accel.ops.autotune import Fastest
 
 
@@ -19,5 +19,5 @@ def untuned() -> Iterator[None]:
         return Fastest(next(iter(ways)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert, "remembered", first)
+        patch.setattr(cuts, "remembered", first)
         yield

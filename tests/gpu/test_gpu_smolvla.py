@@ -40,7 +40,7 @@ def test_native_is_as_near_as_eager(libero: bool, tmp_path: Path) -> None:
             policy = OptimizedPolicy.from_pretrained(tmp_path, settings(precision, engine))
             made = [r["actions"] for r in policy.infer_batch(given, noise=noise, **more)]
             answers.append(torch.from_numpy(np.stack(made)))
-            assert {e["used"] for e in policy.ledger.as_list()} == {engine}
+            assert {e["used"] for e in policy.ledger.as_list() if e["component"] != "call"} == {engine}
         assert_as_near(*answers)
 
 
@@ -63,7 +63,7 @@ def test_published_size(fp8: tuple[str, ...]) -> None:
     assert exact is not None
     given = random_observations(policy, 4)
     report = compare(policy, exact, given, name="native")
-    assert {e["used"] for e in policy.ledger.as_list()} == {"native"}
+    assert {e["used"] for e in policy.ledger.as_list()} == {"native", "cuda_graph"}
     if fp8:
         assert report.actions.cosine > 0.9
         return

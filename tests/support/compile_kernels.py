@@ -35,6 +35,7 @@ from vla_accel.models.pi0 import Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla
 from vla_accel.native import expert, smolvla_expert
 from vla_accel.native import pi0 as pi0_programs
+from vla_accel.native.cuts import Taken
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.native.smolvla import SmolVlaStore
 from vla_accel.ops import suffix, suffix_tilings
@@ -53,6 +54,7 @@ KINDS = {
 MODELS: dict[str, tuple[Pi0Config | SmolVlaConfig, int, int, int, str]] = {
     "pi05": (pi05(action_horizon=10), 1, 2, 32, "auto"),
     "pi05 fp8": (pi05(action_horizon=10), 1, 2, 32, "fp8"),
+    "pi05 int8": (pi05(action_horizon=10), 1, 2, 32, "int8"),
     "pi0": (pi0(), 1, 3, 32, "auto"),
     "demo": (pi05_demo(), 1, 2, 32, "auto"),
     "demo x 8": (pi05_demo(), 8, 2, 64, "auto"),
@@ -131,9 +133,10 @@ def try_cuts(gpu: Gpu, loop: expert._LayerLoop, tensors: dict[str, Tensor]) -> N
     """Launch every product and attention of a layer in every cut that is worth measuring."""
     for name, product in loop.products.items():
         for cut in suffix_tilings.candidates(gpu, product):
-            loop._products(name, tensors["lengths"], cut, suffix.product_workspace(product, META, cut))
+            loop.cuts.taken[name] = Taken(cut, suffix.product_workspace(product, META, cut))
+            loop.every(name, tensors["lengths"])
     for cut in suffix_tilings.key_splits(gpu, loop.attention):
-        loop.key_split, loop.workspace = cut, suffix.suffix_workspace(loop.attention, META, cut)
+        loop.cuts.taken["attention"] = Taken(cut, suffix.suffix_workspace(loop.attention, META, cut))
         loop._attend(0, tensors)
 
 

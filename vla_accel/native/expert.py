@@ -18,16 +18,16 @@ from torch import Tensor
 from vla_accel.models.gemma import GemmaLayer
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.native.constants import step_tables
+from vla_accel.native.cuts import Cuts
 from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import compute_dtype
-from vla_accel.ops import suffix, suffix_tilings
-from vla_accel.ops.autotune import remembered
+from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.dispatch import dependent_launches
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.rows import rope_tables
-from vla_accel.ops.suffix_tilings import SuffixAttention, Tiling
+from vla_accel.ops.suffix_tilings import Product, SuffixAttention
 
 
 @dataclass(frozen=True)
@@ -204,58 +204,36 @@ class _LayerLoop:
         self.context = buffer(rows, expert.heads * expert.head_dim)
         self.active = buffer(rows, expert.mlp_dim)
         self.cos, self.sin = rope_tables(prefix_tokens + self.tokens, expert.head_dim, device)
-        first = weights.layers[0]
-        self.products = {
+        self.attention = SuffixAttention(
+            batch, self.tokens, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
+        )
+        self.cuts = Cuts(device)
+        self._cut()
+        self.detail = self.cuts.detail
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """The four of a layer."""
+        first = self.weights.layers[0]
+        return {
             "qkv": suffix.qkv_product(self.x, first.qkv, self.q, self.k),
             "o": suffix.project_product(self.context, first.o),
             "gate_up": suffix.gate_up_product(self.x, first.gate_up),
             "down": suffix.project_product(self.active, first.down),
         }
-        self.attention = SuffixAttention(
-            batch, self.tokens, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
-        )
-        self.detail = ""
-        self.cuts: dict[str, Tiling] = {}
-        self.workspaces: dict[str, suffix.ProductWorkspace | None] = {}
-        self._cut_products()
-        self._cut_attention()
 
-    def _cut_products(self) -> None:
-        """Choose how the four products are cut."""
-        device = self.x.device
+    def _cut(self) -> None:
+        """Choose how the four products and attention are cut."""
+        sizes, device = self.attention, self.x.device
         lengths = torch.zeros(len(self.q), dtype=torch.int32, device=device)
         for name, product in self.products.items():
-            cuts = {str(cut): cut for cut in suffix_tilings.candidates(Gpu.of(device), product)}
-            workspaces = {text: suffix.product_workspace(product, device, cut) for text, cut in cuts.items()}
-            ways = {t: functools.partial(self._products, name, lengths, c, workspaces[t]) for t, c in cuts.items()}
-            found = remembered(f"{name} of {product}", ways, device, repeats=1)
-            self.cuts[name], self.workspaces[name] = cuts[found.way], workspaces[found.way]
-            if found.times:
-                self.detail += f"; {name} {found.way}"
-
-    def _cut_attention(self) -> None:
-        """Choose how attention is cut."""
-        sizes, device = self.attention, self.x.device
-        cuts = {str(cut): cut for cut in suffix_tilings.key_splits(Gpu.of(device), sizes)}
-        workspaces = {text: suffix.suffix_workspace(sizes, device, cut) for text, cut in cuts.items()}
+            self.cuts.products(name, product, functools.partial(self.every, name, lengths))
         cache = torch.zeros(1, sizes.batch, sizes.prefix_tokens, *self.k.shape[2:], dtype=self.k.dtype, device=device)
-        lengths = torch.full((sizes.batch,), sizes.prefix_tokens, dtype=torch.int32, device=device)
+        inputs = {"keys": cache, "values": cache, "lengths": lengths + sizes.prefix_tokens}
+        self.cuts.attention("attention", sizes, functools.partial(self._attend, 0, inputs))
 
-        def attend(text: str) -> None:
-            self.key_split, self.workspace = cuts[text], workspaces[text]
-            self._attend(0, {"keys": cache, "values": cache, "lengths": lengths})
-
-        ways = {text: functools.partial(attend, text) for text in cuts}
-        found = remembered(f"suffix attention of {sizes}", ways, device, repeats=20)
-        self.key_split, self.workspace = cuts[found.way], workspaces[found.way]
-        if found.times:
-            self.detail += f"; attention {found.way}"
-
-    def _products(
-        self, name: str, lengths: Tensor, cut: Tiling, workspace: suffix.ProductWorkspace | None
-    ) -> None:  # fmt: skip
-        """One of the products in every layer, as the loop runs it: the weights come from memory, not from the cache."""
-        self.cuts[name], self.workspaces[name] = cut, workspace
+    def every(self, name: str, lengths: Tensor) -> None:
+        """One of the products in every layer, as the loop runs it."""
         for index in range(len(self.weights.layers)):
             {"qkv": self._qkv, "o": self._o, "gate_up": self._gate_up, "down": self._down}[name](0, index, lengths)
 
@@ -301,32 +279,30 @@ class _LayerLoop:
         t, layer = self.tables, self.weights.layers[index]
         suffix.qkv_rope(
             self.x, layer.qkv, t.of(t.input_scale, step, index), t.of(t.input_shift, step, index), self.cos, self.sin,
-            lengths, self.q, self.k, self.v, eps=self.eps, pdl=self.pdl, cut=self.cuts["qkv"],
+            lengths, self.q, self.k, self.v, eps=self.eps, pdl=self.pdl, cut=self.cuts.alone("qkv"),
         )  # fmt: skip
 
     def _attend(self, index: int, inputs: Mapping[str, Tensor]) -> None:
         suffix.suffix_attention(
             self.q, inputs["keys"][index], inputs["values"][index], self.k, self.v, inputs["lengths"], self.context,
-            self.workspace, state_first=self.weights.mix is not None, pdl=self.pdl, cut=self.key_split,
+            state_first=self.weights.mix is not None, pdl=self.pdl, **self.cuts.options("attention"),
         )  # fmt: skip
 
     def _o(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
         suffix.project(
-            self.context, layer.o, t.of(t.input_gate, step, index), self.x, pdl=self.pdl, cut=self.cuts["o"],
-            workspace=self.workspaces["o"],
+            self.context, layer.o, t.of(t.input_gate, step, index), self.x, pdl=self.pdl, **self.cuts.options("o"),
         )  # fmt: skip
 
     def _gate_up(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
         suffix.gate_up_geglu(
             self.x, layer.gate_up, t.of(t.post_scale, step, index), t.of(t.post_shift, step, index), self.active,
-            eps=self.eps, pdl=self.pdl, cut=self.cuts["gate_up"],
+            eps=self.eps, pdl=self.pdl, cut=self.cuts.alone("gate_up"),
         )  # fmt: skip
 
     def _down(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
         suffix.project(
-            self.active, layer.down, t.of(t.post_gate, step, index), self.x, pdl=self.pdl, cut=self.cuts["down"],
-            workspace=self.workspaces["down"],
+            self.active, layer.down, t.of(t.post_gate, step, index), self.x, pdl=self.pdl, **self.cuts.options("down"),
         )  # fmt: skip

@@ -7,7 +7,8 @@ one, and keys and values of blocks that look outside are read where the prefix w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from vla_accel.models.groot import Groot, GrootConfig
 from vla_accel.models.groot_head import DitLayer, Source, StepConstants
+from vla_accel.native.cuts import Cuts
 from vla_accel.native.store import compute_dtype
 from vla_accel.ops import suffix
 from vla_accel.ops.attending import attention
@@ -145,7 +147,6 @@ class NativeTransformer:
         rows = batch * self.tokens
         kind = "FP8 weights" if weights.fp8 else str(dtype)
         launches = 3 + 5 * head.depth + 3
-        self.detail = f"fused ops, {kind}, {launches} launches a step"
 
         def buffer(*shape: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
@@ -159,6 +160,35 @@ class NativeTransformer:
         )
         self.velocity = buffer(rows, config.action_dim, kind=torch.float32)
         self.flow = [buffer(batch, horizon, config.action_dim, kind=torch.float32) for _ in range(2)]
+        self.cuts = Cuts(device)
+        self._cut()
+        self.detail = f"fused ops, {kind}, {launches} launches a step{self.cuts.detail}"
+
+    def _cut(self) -> None:
+        """Choose how the products are cut; `product` at the ends takes the first cut, as attention does."""
+        blocks = list(enumerate(self.weights.blocks))
+        kinds = {
+            "qkv": [(i, b) for i, b in blocks if b.source == "self"],
+            "q": [(i, b) for i, b in blocks if b.source != "self"],
+        }
+        for name, chosen in kinds.items():
+            if chosen:
+                sizes = suffix.project_product(self.x, chosen[0][1].first)
+                run = functools.partial(self._every, self._first, chosen)
+                self.cuts.products(name, sizes, run, normed=True)
+        block = self.weights.blocks[0]
+        self.cuts.products(
+            "fc1", suffix.project_product(self.x, block.fc1), functools.partial(self._every, self._fc1, blocks),
+            normed=True,
+        )  # fmt: skip
+        for name, given, op in (("out", self.context, self._out), ("fc2", self.active, self._fc2)):
+            sizes = suffix.project_product(given, getattr(block, name))
+            self.cuts.products(name, sizes, functools.partial(self._every, op, blocks))
+
+    @staticmethod
+    def _every(op: Callable[[int, int, BlockWeights], object], blocks: Sequence[tuple[int, BlockWeights]]) -> None:
+        for index, block in blocks:
+            op(0, index, block)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         self._begin(inputs["state"])
@@ -199,12 +229,8 @@ class NativeTransformer:
     def _block(
         self, step: int, index: int, block: BlockWeights, inputs: Mapping[str, Tensor], seen: dict[str, int]
     ) -> None:
-        head, pdl, source = self.config.head, self.pdl, block.source
-        norm, shift = self.tables.rows[step].norms[index]
-        first = self.first["self" if source == "self" else "other"]
-        # After a library's kernel the chain begins anew.
-        product(self.x, block.first, shift, first, norm=norm, pdl=pdl)
-        heads = first.view(self.batch, self.tokens, -1, head.heads, head.head_dim)
+        head, source = self.config.head, block.source
+        heads = self._first(step, index, block).view(self.batch, self.tokens, -1, head.heads, head.head_dim)
         if source == "self":
             q, k, v = heads.unbind(2)
             lengths = None
@@ -213,12 +239,33 @@ class NativeTransformer:
             q, k, v = heads[:, :, 0], inputs[f"{source}_keys"][place], inputs[f"{source}_values"][place]
             lengths = inputs["lengths"] if source == "text" else None
             seen[source] += 1
-        attention(q, k, v, self.context, lengths, pdl=pdl)
-        suffix.project(self.context, block.out, None, self.x, pdl=pdl)
+        attention(q, k, v, self.context, lengths, pdl=self.pdl)
+        self._out(step, index, block)
+        self._fc1(step, index, block)
+        self._fc2(step, index, block)
+
+    def _first(self, step: int, index: int, block: BlockWeights) -> Tensor:
+        """q, or q, k and v, in the buffer that is returned."""
+        norm, shift = self.tables.rows[step].norms[index]
+        out, kind = (self.first["self"], "qkv") if block.source == "self" else (self.first["other"], "q")
+        # After a library's kernel the chain begins anew.
+        product(self.x, block.first, shift, out, norm=norm, pdl=self.pdl, cut=self.cuts.alone(kind))
+        return out
+
+    def _out(self, step: int, index: int, block: BlockWeights) -> None:
+        del step, index
+        suffix.project(self.context, block.out, None, self.x, pdl=self.pdl, **self.cuts.options("out"))
+
+    def _fc1(self, step: int, index: int, block: BlockWeights) -> None:
+        del step
         product(
-            self.x, block.fc1, block.fc1_bias, self.active, norm=self.tables.plain[index], activation="gelu", pdl=pdl
-        )
-        suffix.project(self.active, block.fc2, None, self.x, pdl=pdl)
+            self.x, block.fc1, block.fc1_bias, self.active, norm=self.tables.plain[index], activation="gelu",
+            pdl=self.pdl, cut=self.cuts.alone("fc1"),
+        )  # fmt: skip
+
+    def _fc2(self, step: int, index: int, block: BlockWeights) -> None:
+        del step, index
+        suffix.project(self.active, block.fc2, None, self.x, pdl=self.pdl, **self.cuts.options("fc2"))
 
     def _velocity(self, step: int) -> None:
         (last, _), (decode_in, b_in), (decode_out, b_out) = self.weights.ends

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vla_accel.models.rtc import step_gains
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
+from vla_accel.native.cuts import Cuts
 from vla_accel.native.expert import ExpertLayer
 from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import compute_dtype
@@ -108,11 +109,34 @@ class NativeDenoise:
         sizes = SuffixAttention(
             batch, self.horizon, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
         )
-        self.workspace = suffix.suffix_workspace(sizes, device)
         self.cos, self.sin = rope_tables(prefix_tokens + self.horizon, expert.head_dim, device)
+        self.cuts = Cuts(device)
+        self._cut(sizes)
         crossing = sum(map(config.crosses, range(expert.depth)))
         kind = "FP8 weights" if weights.fp8 else str(dtype)
-        self.detail = f"fused ops, {kind}, {5 * expert.depth - crossing + 2} kernels a step"
+        self.detail = f"fused ops, {kind}, {5 * expert.depth - crossing + 2} kernels a step{self.cuts.detail}"
+
+    def _cut(self, sizes: SuffixAttention) -> None:
+        """Choose how the products and the attention of layers that do not cross are cut."""
+        device, layers = self.x.device, self.weights.layers
+        lengths = torch.zeros(sizes.batch, dtype=torch.int32, device=device)
+        whole = [i for i in range(len(layers)) if not self.config.crosses(i)]
+        if whole:
+            product = suffix.qkv_product(self.x, layers[whole[0]].qkv, self.q, self.k)
+            self.cuts.products("qkv", product, lambda: [self._qkv(layers[i], lengths) for i in whole])
+            cache = torch.zeros(sizes.batch, sizes.prefix_tokens, *self.k.shape[2:], dtype=self.k.dtype, device=device)
+            full = lengths + sizes.prefix_tokens
+            self.cuts.attention("attention", sizes, lambda: self._attend(cache, cache, full))
+        o, gate_up, down = layers[0].o, layers[0].gate_up, layers[0].down
+        ops = {
+            "o": (suffix.project_product(self.context, o), self._o),
+            "gate_up": (suffix.gate_up_product(self.x, gate_up), self._gate_up),
+            "down": (suffix.project_product(self.active, down), self._down),
+        }
+        for name, (product, op) in ops.items():
+            self.cuts.products(name, product, lambda op=op: [op(layer) for layer in layers])
+        mix = suffix.project_product(self.hidden, self.weights.mix)
+        self.cuts.products("mix", mix, self._mix)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         actions = outputs["actions"]
@@ -136,23 +160,48 @@ class NativeDenoise:
             first=first, last=last, silu=True, pdl=self.pdl and not first,
         )  # fmt: skip
         if not last:
-            suffix.project(self.hidden, w.mix, None, self.x, residual=False, pdl=self.pdl)
+            self._mix()
 
     def _layer(self, index: int, inputs: Mapping[str, Tensor]) -> None:
-        layer, lengths, pdl = self.weights.layers[index], inputs["lengths"], self.pdl
-        eps, keys, values = self.config.expert.eps, inputs["keys"][index], inputs["values"][index]
+        layer, lengths = self.weights.layers[index], inputs["lengths"]
+        keys, values = inputs["keys"][index], inputs["values"][index]
         if self.config.crosses(index):
             suffix.cross_attention(
-                self.x, layer.qkv, self.cos, self.sin, keys, values, lengths, self.context, eps=eps, pdl=pdl
-            )
-        else:
-            suffix.qkv_rope(
-                self.x, layer.qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v, eps=eps, pdl=pdl
-            )
-            suffix.suffix_attention(
-                self.q, keys, values, self.k, self.v, lengths, self.context, self.workspace, state_first=False,
-                causal=True, pdl=pdl,
+                self.x, layer.qkv, self.cos, self.sin, keys, values, lengths, self.context, eps=self.config.expert.eps,
+                pdl=self.pdl,
             )  # fmt: skip
-        suffix.project(self.context, layer.o, None, self.x, pdl=pdl)
-        suffix.gate_up_geglu(self.x, layer.gate_up, None, None, self.active, eps=eps, silu=True, pdl=pdl)
-        suffix.project(self.active, layer.down, None, self.x, pdl=pdl)
+        else:
+            self._qkv(layer, lengths)
+            self._attend(keys, values, lengths)
+        self._o(layer)
+        self._gate_up(layer)
+        self._down(layer)
+
+    def _qkv(self, layer: ExpertLayer, lengths: Tensor) -> None:
+        suffix.qkv_rope(
+            self.x, layer.qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v,
+            eps=self.config.expert.eps, pdl=self.pdl, cut=self.cuts.alone("qkv"),
+        )  # fmt: skip
+
+    def _attend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
+        suffix.suffix_attention(
+            self.q, keys, values, self.k, self.v, lengths, self.context, state_first=False, causal=True, pdl=self.pdl,
+            **self.cuts.options("attention"),
+        )  # fmt: skip
+
+    def _o(self, layer: ExpertLayer) -> None:
+        suffix.project(self.context, layer.o, None, self.x, pdl=self.pdl, **self.cuts.options("o"))
+
+    def _gate_up(self, layer: ExpertLayer) -> None:
+        suffix.gate_up_geglu(
+            self.x, layer.gate_up, None, None, self.active, eps=self.config.expert.eps, silu=True, pdl=self.pdl,
+            cut=self.cuts.alone("gate_up"),
+        )  # fmt: skip
+
+    def _down(self, layer: ExpertLayer) -> None:
+        suffix.project(self.active, layer.down, None, self.x, pdl=self.pdl, **self.cuts.options("down"))
+
+    def _mix(self) -> None:
+        suffix.project(
+            self.hidden, self.weights.mix, None, self.x, residual=False, pdl=self.pdl, **self.cuts.options("mix")
+        )  # fmt: skip

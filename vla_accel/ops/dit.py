@@ -1,6 +1,7 @@
 """Ops of a diffusion transformer's few rows: products with a LayerNorm inside, and the flow's step.
 
-Conventions as in `vla_accel.ops.rows`. FP8 weights are widened in registers, activations are never quantised.
+Conventions as in `vla_accel.ops.rows`. FP8 weights are widened in registers, activations are never quantised. `cut`: as
+in `vla_accel.ops.suffix`, one of `suffix_tilings.unshared`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_accel.ops import suffix_tilings
+from vla_accel.ops import suffix, suffix_tilings
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear
-from vla_accel.ops.suffix_tilings import Product
+from vla_accel.ops.suffix_tilings import Pipelined
 
 Activation = Literal["none", "gelu", "relu"]
 
@@ -33,14 +34,12 @@ class NormTables:
 
 def product(
     x: Tensor, layer: Linear, shift: Tensor, out: Tensor, *, norm: NormTables | None = None,
-    activation: Activation = "none", pdl: bool = False,
+    activation: Activation = "none", pdl: bool = False, cut: Pipelined | None = None,
 ) -> None:  # fmt: skip
     """out (R, N) = activation(norm(x) Wᵀ + shift). x (R, K); `shift` (N,) float32 instead of the layer's bias; GELU is
     the tanh form. The norm rounds nothing but rows times 1 + scale: rstd ((x ∘ (1 + scale)) Wᵀ - mean sums) + shift."""
     if path(x) != "reference":
-        weight, rows = layer.weight.element_size(), x.element_size()
-        sizes = Product(x.shape[0], x.shape[1], len(layer.weight), weight=weight, activation=rows)
-        cut = suffix_tilings.pipelined(Gpu.of(x.device), sizes)
+        cut = cut or suffix_tilings.unshared(Gpu.of(x.device), suffix.project_product(x, layer))[0]
         return kernels("dit").product(
             x, layer.weight, layer.weight_scale_value, shift, out, norm=norm, activation=activation, pdl=pdl, cut=cut
         )

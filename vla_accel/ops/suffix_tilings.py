@@ -6,14 +6,13 @@ measured where a program is built (`vla_accel.ops.autotune`), and before that th
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from dataclasses import dataclass
 
 from vla_accel.ops.gpu import Gpu
 
-MOST_TRIED = 6
+MOST_TRIED = 8
 """Cuts that are measured of one product: each is a kernel to compile at the first start."""
 
 
@@ -123,17 +122,14 @@ def candidates(gpu: Gpu | None, product: Product) -> list[Tiling]:
     return [*_skinny(gpu, product), *_pipelined(gpu, product, (1, 2, 4, 8))[:MOST_TRIED]]
 
 
+def unshared(gpu: Gpu | None, product: Product) -> list[Pipelined]:
+    """As `candidates`, for kernels that know no other way than `Pipelined` and whose programs share no K."""
+    return _pipelined(gpu, product, (1,))[:MOST_TRIED]
+
+
 def default(gpu: Gpu | None, product: Product) -> Tiling:
     """The cut for one product alone: measured by nobody, and without a workspace."""
     return [*_skinny(gpu, product), *_pipelined(gpu, product, (1,))][0]
-
-
-@functools.cache
-def pipelined(gpu: Gpu | None, product: Product) -> Pipelined:
-    """As `default`, for kernels that know no other kind."""
-    cut = _pipelined(gpu, product, (1,))[0]
-    assert isinstance(cut, Pipelined)
-    return cut
 
 
 def _skinny(gpu: Gpu | None, product: Product) -> list[Tiling]:
@@ -141,14 +137,14 @@ def _skinny(gpu: Gpu | None, product: Product) -> list[Tiling]:
     return [] if why_not(gpu, product, cut) else [cut]
 
 
-def _pipelined(gpu: Gpu | None, product: Product, splits: tuple[int, ...]) -> list[Tiling]:
+def _pipelined(gpu: Gpu | None, product: Product, splits: tuple[int, ...]) -> list[Pipelined]:
     chips = 128 if gpu is None else gpu.multiprocessors
     tall = (16,) if product.rows <= 16 else (32, 16) if product.rows <= 32 else (64, 32) if product.rows <= 64 else ()
     sizes = itertools.product(tall or (64, 128), (16, 32, 64, 128), (64, 128), splits)
-    found = [cut for size in sizes if (cut := _deepest(gpu, product, *size)) is not None]
+    found = [cut for size in sizes for cut in _stages(gpu, product, *size)]
     # Weights are read once, by as many programs as the GPU runs at a time; then the larger tile.
     found.sort(key=lambda cut: (abs(math.log2(cut.blocks(product) / chips)), -cut.rows, -cut.block_k, -cut.columns))
-    return [*found]
+    return found
 
 
 @dataclass(frozen=True)
@@ -229,18 +225,20 @@ def key_splits(gpu: Gpu | None, sizes: SuffixAttention) -> list[KeySplit]:
     return [*fits, *found[:MOST_TRIED]] if sizes.rows <= 128 else [*found[:MOST_TRIED], *fits]
 
 
-def _deepest(
-    gpu: Gpu | None, product: Product, rows: int, columns: int, block_k: int, split: int
-) -> Pipelined | None:  # fmt: skip
-    """With as many stages as there is room for; None where the tile is larger than the product, or has no room."""
+def _stages(gpu: Gpu | None, product: Product, rows: int, columns: int, block_k: int, split: int) -> list[Pipelined]:
+    """With as many stages as there is room for, and with so few that the next kernel's programs find room beside them;
+    none where the tile is larger than the product, or has no room."""
     if columns > max(16, _power_of_two(product.columns)) or split * block_k > max(64, _power_of_two(product.k)):
-        return None
+        return []
     warps = 4 if rows * columns * product.sides <= 64 * 64 else 8
-    for stages in (5, 4, 3, 2):
-        cut = Pipelined(rows, columns, block_k, split, stages, warps)
-        if why_not(gpu, product, cut) is None:
-            return cut
-    return None
+    fitting = [
+        cut
+        for stages in (5, 4, 3, 2)
+        if why_not(gpu, product, cut := Pipelined(rows, columns, block_k, split, stages, warps)) is None
+    ]
+    half = 1 << 30 if gpu is None else gpu.shared_per_multiprocessor // 2 - 1024
+    beside = [cut for cut in fitting[1:] if fitting[0].shared(product) > half >= cut.shared(product)]
+    return fitting[:1] + beside[:1]
 
 
 def _power_of_two(n: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vla_accel.fp8 import E4M3, INT8
 
@@ -14,9 +15,10 @@ FP8_MAX, INT8_MAX = tl.constexpr(E4M3.largest), tl.constexpr(INT8.largest)
 def quantised(x, inverse_scale, DTYPE: tl.constexpr):
     """float32 to E4M3 or INT8, as `fp8.Format.saturated`: an FP8 conversion alone would turn what is too large into
     NaN, an integer one would cut off."""
-    if tl.int8 == DTYPE:
+    if DTYPE == tl.int8:  # noqa: SIM300 - a constant of the kernel only in this order
         return tl.clamp(tl.floor(x * inverse_scale + 0.5), -INT8_MAX, INT8_MAX).to(tl.int8)
-    return tl.clamp(x * inverse_scale, -FP8_MAX, FP8_MAX).to(tl.float8e4nv)
+    else:
+        return tl.clamp(x * inverse_scale, -FP8_MAX, FP8_MAX).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -42,6 +44,20 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
+def fetch_ahead(rows_ptr, elements, PDL: tl.constexpr):
+    """Rows of a weight, of so many elements each (int32, a multiple of 16 bytes, aligned to as many), on their way into
+    the L2 cache: before the wait, while the previous kernel still computes. Bulk prefetch is Hopper's and later's, as
+    dependent launches are."""
+    if PDL:
+        size = elements * (rows_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+            [rows_ptr.to(tl.int64), tl.zeros_like(rows_ptr.to(tl.int64)).to(tl.int32) + size], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def let_next_start(PDL: tl.constexpr):
     """The next kernel may start; it waits by itself for what this one writes."""
     if PDL:
@@ -51,6 +67,11 @@ def let_next_start(PDL: tl.constexpr):
 def launch_options(pdl: bool) -> dict[str, bool]:
     """Options of a launch that may start before its predecessor has finished."""
     return {"launch_pdl": True} if pdl else {}
+
+
+def aligned(weight: Tensor) -> bool:
+    """Whether rows of a contiguous (N, K) weight begin at multiples of 16 bytes, as `fetch_ahead` needs."""
+    return weight.shape[1] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
 
 
 def power_of_two(n: int) -> int:

@@ -11,60 +11,79 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.ops.kernels.attention import LOG2E
-from vla_accel.ops.kernels.common import launch_options, power_of_two
+from vla_accel.ops.kernels.common import aligned, fetch_ahead, launch_options, power_of_two
 from vla_accel.ops.kernels.skinny import _normed_pair
 
 ROWS = 16
 """Rows of a program: its weights are read once a tile, but tiles of one head run beside each other."""
-KEYS = 64
+KEYS, MOST_KEYS = 64, 256
+"""Keys of a tile; and so many at most are all fetched before the wait, and then are one tile."""
+
+
+@triton.jit
+def _keys_of(ptr, at, i, mask, HALF: tl.constexpr, SIDE: tl.constexpr):
+    """A tile of keys (SIDE 0: transposed) or of values (SIDE 1), both halves of a head."""
+    place = ptr + (at[None, :] + i[:, None] if SIDE == 0 else at[:, None] + i[None, :])
+    return tl.load(place, mask=mask, other=0.0), tl.load(place + HALF, mask=mask, other=0.0)
 
 
 @triton.jit
 def _cross_attention(x_ptr, w_ptr, wscale, cos_ptr, sin_ptr, k_ptr, v_ptr, length_ptr, out_ptr, tokens, eps,
                      scale, SOURCE: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                      HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_S: tl.constexpr,
-                     PARTS: tl.constexpr, PIECE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                     PARTS: tl.constexpr, PIECE: tl.constexpr, AHEAD: tl.constexpr, ALIGNED: tl.constexpr,
+                     PDL: tl.constexpr):  # fmt: skip
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     first, end = tl.program_id(1) * BLOCK_M, (batch + 1) * tokens
     row0 = batch * tokens + first
     low = head * (2 * HALF)
+    i = tl.arange(0, BLOCK_HALF)
+    in_half = i < HALF
+    fetch_ahead(w_ptr + (low + tl.minimum(i, HALF - 1)) * K, K, PDL and ALIGNED)
+    fetch_ahead(w_ptr + (low + HALF + tl.minimum(i, HALF - 1)) * K, K, PDL and ALIGNED)
     # The prefix was complete before the loop's first kernel; x is what the previous kernel wrote.
+    ONE: tl.constexpr = SOURCE <= BLOCK_S
+    key = tl.arange(0, BLOCK_S)
+    length = tl.load(length_ptr + batch)
+    cache = (batch * SOURCE * KV_HEADS + head // (HEADS // KV_HEADS)) * (2 * HALF)
+    if ONE:
+        at, real = cache + key * (KV_HEADS * 2 * HALF), key < length
+        k_low, k_high = _keys_of(k_ptr, at, i, real[None, :] & in_half[:, None], HALF, 0)
+        v_low, v_high = _keys_of(v_ptr, at, i, real[:, None] & in_half[None, :], HALF, 1)
     a, b = _normed_pair(x_ptr, w_ptr, wscale, x_ptr, row0, end, low, low + HALF, low + HALF, low + 2 * HALF, eps, K,
                         BLOCK_M, BLOCK_HALF, PARTS, PIECE, AHEAD, False, PDL)  # fmt: skip
     place = first + tl.arange(0, BLOCK_M)[:, None]
-    i = tl.arange(0, BLOCK_HALF)
-    in_half = i < HALF
     keep = (place < tokens) & in_half[None, :]
     cos = tl.load(cos_ptr + place * HALF + i[None, :], mask=keep, other=0.0)
     sin = tl.load(sin_ptr + place * HALF + i[None, :], mask=keep, other=0.0)
     kind = k_ptr.dtype.element_ty
     q_low = tl.where(keep, a * cos - b * sin, 0.0).to(kind)
     q_high = tl.where(keep, b * cos + a * sin, 0.0).to(kind)
-    length = tl.load(length_ptr + batch)
-    best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc_low = tl.zeros((BLOCK_M, BLOCK_HALF), tl.float32)
-    acc_high = tl.zeros((BLOCK_M, BLOCK_HALF), tl.float32)
-    for start in range(0, SOURCE, BLOCK_S):
-        key = start + tl.arange(0, BLOCK_S)
-        real = key < length
-        at = ((batch * SOURCE + key) * KV_HEADS + head // (HEADS // KV_HEADS)) * (2 * HALF)
-        mask = real[None, :] & in_half[:, None]
-        k_low = tl.load(k_ptr + at[None, :] + i[:, None], mask=mask, other=0.0)
-        k_high = tl.load(k_ptr + at[None, :] + HALF + i[:, None], mask=mask, other=0.0)
+    if ONE:
         s = tl.dot(q_high, k_high, tl.dot(q_low, k_low)) * scale
         s = tl.where(real[None, :], s, -float("inf"))
-        # A row has at least one key, and the first block holds it: the maximum is finite from there on.
-        new_best = tl.maximum(best, tl.max(s, 1))
-        p = tl.exp2(s - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(p, 1)
-        mask = real[:, None] & in_half[None, :]
-        v_low = tl.load(v_ptr + at[:, None] + i[None, :], mask=mask, other=0.0)
-        v_high = tl.load(v_ptr + at[:, None] + HALF + i[None, :], mask=mask, other=0.0)
-        acc_low = tl.dot(p.to(kind), v_low, acc_low * shrink[:, None])
-        acc_high = tl.dot(p.to(kind), v_high, acc_high * shrink[:, None])
-        best = new_best
+        p = tl.exp2(s - tl.max(s, 1)[:, None])
+        total = tl.sum(p, 1)
+        acc_low, acc_high = tl.dot(p.to(kind), v_low), tl.dot(p.to(kind), v_high)
+    else:
+        best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc_low = tl.zeros((BLOCK_M, BLOCK_HALF), tl.float32)
+        acc_high = tl.zeros((BLOCK_M, BLOCK_HALF), tl.float32)
+        for start in range(0, SOURCE, BLOCK_S):
+            at, real = cache + (start + key) * (KV_HEADS * 2 * HALF), start + key < length
+            k_low, k_high = _keys_of(k_ptr, at, i, real[None, :] & in_half[:, None], HALF, 0)
+            s = tl.dot(q_high, k_high, tl.dot(q_low, k_low)) * scale
+            s = tl.where(real[None, :], s, -float("inf"))
+            # A row has at least one key, and the first block holds it: the maximum is finite from there on.
+            new_best = tl.maximum(best, tl.max(s, 1))
+            p = tl.exp2(s - new_best[:, None])
+            shrink = tl.exp2(best - new_best)
+            total = total * shrink + tl.sum(p, 1)
+            v_low, v_high = _keys_of(v_ptr, at, i, real[:, None] & in_half[None, :], HALF, 1)
+            acc_low = tl.dot(p.to(kind), v_low, acc_low * shrink[:, None])
+            acc_high = tl.dot(p.to(kind), v_high, acc_high * shrink[:, None])
+            best = new_best
     target = out_ptr + ((batch * tokens + place) * HEADS + head) * (2 * HALF) + i[None, :]
     tl.store(target, (acc_low / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
     tl.store(target + HALF, (acc_high / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
@@ -80,9 +99,11 @@ def cross_attention(
     heads = weight.shape[0] // head_dim
     parts = max(1, min(8, power_of_two(width) // 16))
     block_k = min(power_of_two(width), 32 * parts)
+    keys_a_tile = max(16, power_of_two(source)) if source <= MOST_KEYS else KEYS
     grid = (heads, triton.cdiv(tokens, ROWS), batch)
     _cross_attention[grid](
         x, weight, weight_scale, cos, sin, keys, values, lengths, out, tokens, eps, head_dim**-0.5 * LOG2E, source,
-        width, heads, kv_heads, half, ROWS, max(16, power_of_two(half)), KEYS, parts, block_k // parts, 1, pdl,
+        width, heads, kv_heads, half, ROWS, max(16, power_of_two(half)), keys_a_tile, parts, block_k // parts, 1,
+        aligned(weight), pdl,
         num_warps=8 if parts == 8 else 4, num_stages=1, **launch_options(pdl),
     )  # fmt: skip

@@ -7,7 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.ops.dit import Activation, NormTables
-from vla_accel.ops.kernels.common import gelu_tanh, launch_options, power_of_two, wait_for_previous
+from vla_accel.ops.kernels.common import (
+    aligned,
+    fetch_ahead,
+    gelu_tanh,
+    launch_options,
+    power_of_two,
+    wait_for_previous,
+)
+from vla_accel.ops.kernels.pipelined import row_tile, weight_tile
 from vla_accel.ops.suffix_tilings import Pipelined
 
 _ACTIVATIONS = {"none": 0, "gelu": 1, "relu": 2}
@@ -15,27 +23,28 @@ _ACTIVATIONS = {"none": 0, "gelu": 1, "relu": 2}
 
 @triton.jit
 def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, shift_ptr, out_ptr, rows, eps, N: tl.constexpr,
-             K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
-             HAS_SCALE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+             K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+             EVEN: tl.constexpr, ALIGNED: tl.constexpr, NORM: tl.constexpr, HAS_SCALE: tl.constexpr,
+             ACTIVATION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    # Rows of the same weights run side by side. What lies beyond the last row or column is the last one again.
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows, in_n = row < rows, n < N
+    from_row, from_n = tl.minimum(row, rows - 1), tl.minimum(n, N - 1)
+    fetch_ahead(w_ptr + from_n * K, K, PDL and ALIGNED)
     wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=in_rows[:, None] & (k < K)[None, :], other=0.0)
-        w = tl.load(
-            w_ptr + n[None, :].to(tl.int64) * K + k[:, None], mask=in_n[None, :] & (k < K)[:, None], other=0.0
-        )  # fmt: skip
+        x = row_tile(x_ptr, from_row, k, K, EVEN)
+        w = weight_tile(w_ptr, from_n, k, K, EVEN)
         if NORM:
-            wide = x.to(tl.float32)
+            # From registers, as in `pipelined`.
+            wide = tl.where(in_rows[:, None], x.to(tl.float32), 0.0)
             total += tl.sum(wide, 1)
             squares += tl.sum(wide * wide, 1)
-            # From registers, as in `pipelined`.
-            wide = tl.where(in_rows[:, None], wide, 0.0)
             if HAS_SCALE:
                 wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
             x = wide.to(x.dtype)
@@ -61,13 +70,13 @@ def product(
     """See `vla_accel.ops.dit.product`."""
     rows, k = x.shape
     n = weight.shape[0]
-    grid = (triton.cdiv(n, cut.columns), triton.cdiv(rows, cut.rows))
+    grid = (triton.cdiv(rows, cut.rows), triton.cdiv(n, cut.columns))
     scale = None if norm is None else norm.scale
     _product[grid](
         x, weight, weight_scale, shift if scale is None else scale, shift if norm is None else norm.sums, shift, out,
-        rows, 0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.block_k, norm is not None,
-        scale is not None, _ACTIVATIONS[activation], pdl, num_warps=cut.warps, num_stages=cut.stages,
-        **launch_options(pdl),
+        rows, 0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.block_k, k % cut.block_k == 0,
+        aligned(weight), norm is not None, scale is not None, _ACTIVATIONS[activation], pdl, num_warps=cut.warps,
+        num_stages=cut.stages, **launch_options(pdl),
     )  # fmt: skip
 
 

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import launch_options, wait_for_previous
+from vla_accel.ops.kernels.common import aligned, fetch_ahead, launch_options, wait_for_previous
 from vla_accel.ops.kernels.epilogues import store_geglu, store_heads, store_residual
 from vla_accel.ops.suffix_tilings import Pipelined
 
 
 @triton.jit
-def _row_tile(x_ptr, row, k, K: tl.constexpr, EVEN: tl.constexpr):
+def row_tile(x_ptr, row, k, K: tl.constexpr, EVEN: tl.constexpr):
     """(BLOCK_M, BLOCK_K) of (rows, K) activations."""
     place = x_ptr + row[:, None] * K + k[None, :]
     if EVEN:
@@ -27,7 +27,7 @@ def _row_tile(x_ptr, row, k, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _weight_tile(w_ptr, n, k, K: tl.constexpr, EVEN: tl.constexpr):
+def weight_tile(w_ptr, n, k, K: tl.constexpr, EVEN: tl.constexpr):
     """(BLOCK_K, BLOCK_N) of a (N, K) weight."""
     place = w_ptr + n[None, :] * K + k[:, None]
     if EVEN:
@@ -51,9 +51,9 @@ def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, 
     squares = tl.zeros((BLOCK_M,), tl.float32)
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        x = _row_tile(x_ptr, row, k, K, EVEN)
-        wa = _weight_tile(w_ptr, n_a, k, K, EVEN)
-        wb = _weight_tile(w_ptr, n_b, k, K, EVEN)
+        x = row_tile(x_ptr, row, k, K, EVEN)
+        wa = weight_tile(w_ptr, n_a, k, K, EVEN)
+        wb = weight_tile(w_ptr, n_b, k, K, EVEN)
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
         # The product takes x from registers, never from the stage that the sum above reads: on Hopper a stage that has
@@ -72,13 +72,17 @@ def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, 
 def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr,
                         rows, tokens, eps, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                         HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                        EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                        EVEN: tl.constexpr, ALIGNED: tl.constexpr, HAS_SCALE: tl.constexpr,
+                        PDL: tl.constexpr):  # fmt: skip
     TILES: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
     row0 = tl.program_id(0) * BLOCK_M
     head, i0 = tl.program_id(1) // TILES, (tl.program_id(1) % TILES) * BLOCK_N
-    wait_for_previous(PDL)
     # Rotary embeddings mix columns i and i + HALF of a head: one program owns both.
     low, high = head * (2 * HALF), head * (2 * HALF) + HALF
+    i = tl.minimum(i0 + tl.arange(0, BLOCK_N), HALF - 1)
+    fetch_ahead(w_ptr + (low + i) * K, K, PDL and ALIGNED)
+    fetch_ahead(w_ptr + (high + i) * K, K, PDL and ALIGNED)
+    wait_for_previous(PDL)
     a, b = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, low + i0, low + HALF, high + i0, high + HALF, eps,
                         K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE)  # fmt: skip
     store_heads(a, b, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, head, i0, row0, rows, tokens, HEADS,
@@ -88,9 +92,12 @@ def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, cos_ptr, sin
 @triton.jit
 def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, out_ptr, rows, eps, K: tl.constexpr,
                        HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                       EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, SILU: tl.constexpr,
+                       EVEN: tl.constexpr, ALIGNED: tl.constexpr, HAS_SCALE: tl.constexpr, SILU: tl.constexpr,
                        PDL: tl.constexpr):  # fmt: skip
     row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    n = tl.minimum(n0 + tl.arange(0, BLOCK_N), HIDDEN - 1)
+    fetch_ahead(w_ptr + n * K, K, PDL and ALIGNED)
+    fetch_ahead(w_ptr + (HIDDEN + n) * K, K, PDL and ALIGNED)
     wait_for_previous(PDL)
     g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN, eps, K,
                         BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE)  # fmt: skip
@@ -100,19 +107,21 @@ def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, out_ptr, rows
 @triton.jit
 def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, part_ptr, count_ptr, rows, tokens,
                        N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                       BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, RESIDUAL: tl.constexpr,
-                       HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SKIP_FIRST: tl.constexpr,
+                       BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+                       RESIDUAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SKIP_FIRST: tl.constexpr,
                        PDL: tl.constexpr):  # fmt: skip
     row0, n0, split = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N, tl.program_id(2)
     row = tl.minimum(row0 + tl.arange(0, BLOCK_M), rows - 1)
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1)
     SHARE: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
+    if split * SHARE < K:
+        fetch_ahead(w_ptr + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), PDL and ALIGNED)
     wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, SHARE, BLOCK_K):
         k = split * SHARE + k0 + tl.arange(0, BLOCK_K)
-        a = _row_tile(a_ptr, row, k, K, EVEN)
-        acc = tl.dot(a, _weight_tile(w_ptr, n, k, K, EVEN).to(a.dtype), acc)
+        a = row_tile(a_ptr, row, k, K, EVEN)
+        acc = tl.dot(a, weight_tile(w_ptr, n, k, K, EVEN).to(a.dtype), acc)
     if SPLIT == 1:
         store_residual(acc * wscale, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL,
                        HAS_GATE, HAS_BIAS, SKIP_FIRST)  # fmt: skip
@@ -149,7 +158,7 @@ def qkv_rope(
     _qkv_rope_pipelined[grid](
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, cos, sin,
         lengths, q, k, v, rows, tokens, eps, width, heads, k.shape[2], half, cut.rows, cut.columns, cut.block_k,
-        width % cut.block_k == 0, scale is not None, pdl, **_launch(cut, pdl),
+        width % cut.block_k == 0, aligned(weight), scale is not None, pdl, **_launch(cut, pdl),
     )  # fmt: skip
 
 
@@ -162,8 +171,8 @@ def gate_up_geglu(
     width = x.shape[-1]
     _gate_up_pipelined[(triton.cdiv(rows, cut.rows), triton.cdiv(hidden, cut.columns))](
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, out, rows, eps,
-        width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, scale is not None, silu, pdl,
-        **_launch(cut, pdl),
+        width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, aligned(weight),
+        scale is not None, silu, pdl, **_launch(cut, pdl),
     )  # fmt: skip
 
 
@@ -178,6 +187,6 @@ def project(
     grid = (triton.cdiv(rows, cut.rows), triton.cdiv(n, cut.columns), cut.split)
     _project_pipelined[grid](
         a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a, x, parts, counters,
-        rows, tokens, n, k, cut.rows, cut.columns, cut.block_k, cut.split, k % (cut.block_k * cut.split) == 0, residual,
-        gate is not None, bias is not None, skip_first, pdl, **_launch(cut, pdl),
+        rows, tokens, n, k, cut.rows, cut.columns, cut.block_k, cut.split, k % (cut.block_k * cut.split) == 0,
+        aligned(weight), residual, gate is not None, bias is not None, skip_first, pdl, **_launch(cut, pdl),
     )  # fmt: skip

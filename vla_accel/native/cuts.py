@@ -1,0 +1,74 @@
+"""How the ops of a denoise loop are cut into programs: measured where the loop is built, and remembered.
+
+Every cut is right; which is the fastest hangs on the GPU, the rows and the weights. What is measured is one kind of op
+in all layers, as the loop runs it, so that weights come from memory and not from the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vla_accel.ops import suffix, suffix_tilings
+from vla_accel.ops.autotune import remembered
+from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.suffix_tilings import KeySplit, Product, SuffixAttention, Tiling
+
+Cut = Tiling | KeySplit
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A cut and what its programs share."""
+
+    cut: Cut
+    workspace: Any
+
+
+class Cuts:
+    """The cuts of one loop by kind of op. `detail`: what was measured, for the ledger; empty where nothing was."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.taken: dict[str, Taken] = {}
+        self.detail = ""
+
+    def options(self, kind: str) -> dict[str, Any]:
+        """Arguments `cut` and `workspace` for an op of this kind, as those that add to a residual and attention take
+        them."""
+        taken = self.taken[kind]
+        return {"cut": taken.cut, "workspace": taken.workspace}
+
+    def alone(self, kind: str) -> Any:
+        """The cut of an op whose programs share nothing."""
+        return self.taken[kind].cut
+
+    def products(self, kind: str, product: Product, run: Callable[[], None], *, normed: bool = False) -> None:
+        """Choose for a product. `run`: it in all layers, with what `options` or `alone` say at that time; `normed`: it
+        is `dit.product`, which knows no other way than `Pipelined` and no shared K."""
+        gpu = Gpu.of(self.device)
+        cuts = suffix_tilings.unshared(gpu, product) if normed else suffix_tilings.candidates(gpu, product)
+        self._choose(kind, product, [Taken(c, suffix.product_workspace(product, self.device, c)) for c in cuts], run, 1)
+
+    def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], None]) -> None:
+        """Choose for `suffix_attention`; as `products`."""
+        cuts = suffix_tilings.key_splits(Gpu.of(self.device), sizes)
+        self._choose(kind, sizes, [Taken(c, suffix.suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20)
+
+    def _choose(self, kind: str, sizes: object, ways: Sequence[Taken], run: Callable[[], None], repeats: int) -> None:
+        by_name = {str(way.cut): way for way in ways}
+
+        def measured(way: Taken) -> Callable[[], None]:
+            def call() -> None:
+                self.taken[kind] = way
+                run()
+
+            return call
+
+        found = remembered(f"{kind} of {sizes}", {n: measured(w) for n, w in by_name.items()}, self.device, repeats)
+        self.taken[kind] = by_name[found.way]
+        if found.times:
+            self.detail += f"; {kind} {found.way}"
