@@ -46,19 +46,19 @@ class Cuts:
         """The cut of an op whose programs share nothing."""
         return self.taken[kind].cut
 
-    def products(self, kind: str, product: Product, run: Callable[[], None], *, normed: bool = False) -> None:
+    def products(self, kind: str, product: Product, run: Callable[[], object], *, normed: bool = False) -> None:
         """Choose for a product. `run`: it in all layers, with what `options` or `alone` say at that time; `normed`: it
         is `dit.product`, which knows no other way than `Pipelined` and no shared K."""
         gpu = Gpu.of(self.device)
         cuts = suffix_tilings.unshared(gpu, product) if normed else suffix_tilings.candidates(gpu, product)
         self._choose(kind, product, [Taken(c, suffix.product_workspace(product, self.device, c)) for c in cuts], run, 1)
 
-    def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], None]) -> None:
+    def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
         """Choose for `suffix_attention`; as `products`."""
         cuts = suffix_tilings.key_splits(Gpu.of(self.device), sizes)
         self._choose(kind, sizes, [Taken(c, suffix.suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20)
 
-    def _choose(self, kind: str, sizes: object, ways: Sequence[Taken], run: Callable[[], None], repeats: int) -> None:
+    def _choose(self, kind: str, sizes: object, ways: Sequence[Taken], run: Callable[[], object], repeats: int) -> None:
         by_name = {str(way.cut): way for way in ways}
 
         def measured(way: Taken) -> Callable[[], None]:
