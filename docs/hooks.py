@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PICTURES = ROOT / "eval" / "results"
 LAYOUT = "<!-- layout -->"
-PARTS = ("vla_accel", "eval", "tests")
+PARTS = ("vla_accel", "eval", "plugins", "tests")
 """Folders whose modules the layout lists; of the tests, the folders alone."""
 _LINK = re.compile(r"(\]\()((?:\.\./)*)([\w./-]+)")
 

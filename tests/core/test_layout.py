@@ -307,7 +307,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.*~:/])/(?:work|home|root|mnt|scratch|Users)/
 
 def project_files() -> list[Path]:
     found = [p for p in ROOT.iterdir() if p.is_file() and not p.name.startswith(".git")]
-    for folder in ("vla_accel", "eval", "tests", "docs", "configs", ".ci"):
+    for folder in ("vla_accel", "eval", "plugins", "tests", "docs", "configs", ".ci"):
         found += [p for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     return sorted(p for p in found if p.suffix in TEXT)
 

@@ -32,12 +32,15 @@ SHOWN = list(dict.fromkeys(command for page in PAGES for command in commands(pag
 
 INSTALLS, MINUTES, SERVES = "it installs packages", "it takes minutes", "it runs until it is stopped"
 OTHERS, FILES = "it needs another project's environment", "it needs weights or engines that are not here"
+LEROBOT = "it needs lerobot; tests/plugins/test_lerobot_commands.py runs it there"
 LOOKED_UP: dict[str, str] = {
     "make": "tests/docs/test_commands.py looks the targets up; CI runs them",
     "python3.11 -m venv": INSTALLS,
     "python3.12 -m venv": INSTALLS,
     "../": OTHERS,
     "pip install": INSTALLS,
+    "lerobot-": LEROBOT,
+    "python -m lerobot": LEROBOT,
     "python -m pytest": "it would run the tests within a test",
     "python -m tests.": MINUTES,
     "vla-accel serve": f"{SERVES}; tests/cli/test_cli_serve.py starts it",
@@ -224,6 +227,8 @@ def test_options_in_the_text_are_some_commands(capsys: pytest.CaptureFixture[str
             main([name, "--help"])
     run(["python", "-m", "eval.libero", "--help"])
     text = capsys.readouterr().out + (ROOT / "tests/conftest.py").read_text()
+    # Options of other people's programs, which the plugins' tests use there.
+    text += "".join(path.read_text() for path in (ROOT / "tests/plugins").glob("test_*.py"))
     there = {*re.findall(r"--[a-z][\w-]*", text), "--help"}
     shown = {page.name: set(re.findall(r"`(--[a-z][\w-]*)[^`]*`", text_of(page))) for page in PAGES}
     assert {name: left for name, options in shown.items() if (left := options - there)} == {}

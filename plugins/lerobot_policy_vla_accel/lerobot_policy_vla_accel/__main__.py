@@ -1,0 +1,95 @@
+"""`python -m lerobot_policy_vla_accel CHECKPOINT FOLDER`: a folder that lerobot's tools take as --policy.path."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from lerobot.configs import FeatureType, PolicyFeature
+
+from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig
+from lerobot_policy_vla_accel.modeling_vla_accel import describe
+from lerobot_policy_vla_accel.observations import stated
+from lerobot_policy_vla_accel.processor_vla_accel import make_vla_accel_pre_post_processors
+from vla_accel.checkpoints.loading import load
+from vla_accel.config import load_config
+from vla_accel.errors import CheckpointError, VlaAccelError
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A folder of type vla_accel for lerobot's --policy.path and --pretrained_name_or_path. It names the checkpoint and
+    how to run it; weights are not copied."""
+
+    checkpoint: Annotated[str, tyro.conf.Positional]
+    """A folder, a bundled checkpoint (demo) or a name on the hub."""
+    folder: Annotated[Path, tyro.conf.Positional]
+    """What to make; it must not be there."""
+    config: str | None = None
+    """A configuration by name (native_fp8) or file; without one the fastest engines run that lose nothing."""
+    num_steps: int | None = None
+    """Denoising steps."""
+    lora: str | None = None
+    """Folder or hub name of an adapter."""
+    n_action_steps: int | None = None
+    """Actions of a chunk that are executed before the next one is asked for."""
+    camera_size: tuple[int, int] | None = None
+    """Height and width of the robot's images, where the checkpoint does not say (openpi's). lerobot's async server
+    brings images to it without keeping their aspect ratio."""
+
+
+def main(words: list[str] | None = None) -> int:
+    """Exit status: 0 done, 1 an error was reported."""
+    given = tyro.cli(Arguments, args=words, prog="python -m lerobot_policy_vla_accel")
+    try:
+        write(given)
+    except VlaAccelError as error:
+        print(f"lerobot_policy_vla_accel: {error}", file=sys.stderr)
+        return 1
+    print(f"{given.folder}: --policy.path={given.folder}")
+    return 0
+
+
+def write(given: Arguments) -> None:
+    """The folder, whole or not at all."""
+    if given.folder.exists():
+        raise CheckpointError(f"{given.folder}: expected a folder that is not there yet")
+    settings = load_config(given.config)
+    checkpoint = load(given.checkpoint, settings if given.lora is None else settings.with_lora(given.lora), whole=False)
+    preset = checkpoint.processor.preset
+    features = describe(checkpoint.processor, stated(checkpoint.folder))
+    if given.camera_size is not None:
+        shape = (3, *given.camera_size)
+        features = {k: PolicyFeature(f.type, shape) if len(f.shape) == 3 else f for k, f in features.items()}
+    config = VlaAccelConfig(
+        input_features=features,
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (preset.action_dim,))},
+        checkpoint=_lasting(given.checkpoint),
+        config=_lasting(given.config),
+        lora=_lasting(given.lora),
+        num_steps=given.num_steps,
+        n_action_steps=given.n_action_steps,
+        device="cpu",
+    )
+    before, after = make_vla_accel_pre_post_processors(config)
+    # Whoever loads the folder has a device of his own.
+    config.device = None
+    given.folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=given.folder.parent, prefix=f".{given.folder.name}.") as temporary:
+        made = Path(temporary) / "folder"
+        for part in (config, before, after):
+            part.save_pretrained(made)
+        made.rename(given.folder)
+
+
+def _lasting(name: str | None) -> str | None:
+    """A path that holds wherever lerobot is started; other names as they are."""
+    return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

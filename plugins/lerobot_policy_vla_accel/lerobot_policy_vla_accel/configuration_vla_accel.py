@@ -1,0 +1,64 @@
+"""What `--policy.type=vla_accel` takes, beside what every policy of lerobot takes. Imports no engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.rtc.configuration_rtc import RTCConfig
+
+from vla_accel.errors import ConfigError
+
+
+@PreTrainedConfig.register_subclass("vla_accel")
+@dataclass
+class VlaAccelConfig(PreTrainedConfig):
+    """`checkpoint`, `config`, `num_steps` and `lora` are those of `OptimizedPolicy.from_pretrained`.
+
+    `checkpoint`: a folder, a bundled checkpoint or a name on the hub; it must be given. `config`: a configuration by
+    name ("native_fp8") or file; None is the fast path. `n_action_steps`: actions of a chunk that are executed before
+    the next one is asked for; None is what the checkpoint's config.json says, or all of them. `rtc_config`: lerobot's
+    own, set by `lerobot-rollout --inference.type=rtc`.
+
+    `device` is lerobot's: where the engines run.
+    """
+
+    checkpoint: str | None = None
+    config: str | None = None
+    num_steps: int | None = None
+    lora: str | None = None
+    n_action_steps: int | None = None
+    rtc_config: RTCConfig | None = None
+    push_to_hub: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n_action_steps is not None and self.n_action_steps < 1:
+            raise ConfigError(f"policy.n_action_steps: expected at least 1, got {self.n_action_steps}")
+
+    @property
+    def observation_delta_indices(self) -> None:
+        """One observation, the newest."""
+
+    @property
+    def action_delta_indices(self) -> None:
+        """Of training; there is none here."""
+
+    @property
+    def reward_delta_indices(self) -> None:
+        """As above."""
+
+    def validate_features(self) -> None:
+        """The policy sets its features itself, from the checkpoint."""
+
+    def get_optimizer_preset(self) -> NoReturn:
+        refuse_training()
+
+    def get_scheduler_preset(self) -> NoReturn:
+        refuse_training()
+
+
+def refuse_training() -> NoReturn:
+    """Where lerobot asks for what only training needs."""
+    raise ConfigError("policy.type vla_accel: it runs trained policies; train with the policy's own type")

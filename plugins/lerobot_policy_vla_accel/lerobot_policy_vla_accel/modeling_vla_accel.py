@@ -1,0 +1,172 @@
+"""`VlaAccelPolicy`: lerobot's interface of a policy around `OptimizedPolicy`. Owns the queue of actions, no weights."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.constants import CONFIG_NAME
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.policies.pretrained import PreTrainedPolicy
+from torch import Tensor
+
+from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig, refuse_training
+from lerobot_policy_vla_accel.observations import input_features, observations, stated
+from vla_accel.checkpoints.weights import read_json
+from vla_accel.config import RtcConfig
+from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.policy import OptimizedPolicy
+
+
+class VlaAccelPolicy(PreTrainedPolicy):
+    """A checkpoint on vla_accel's engines, as lerobot's tools call a policy.
+
+    Batches are raw: images float in [0, 1] (B, 3, H, W) under `observation.images.*`, `observation.state` (B, n),
+    `task`. Actions are the robot's own, float32 on the policy's device. `engine`: the `OptimizedPolicy`.
+    """
+
+    config_class = VlaAccelConfig
+    name = "vla_accel"
+
+    def __init__(self, config: VlaAccelConfig, dataset_stats: Any = None, dataset_meta: Any = None) -> None:
+        """Loads the checkpoint and builds its engines. `dataset_stats`, `dataset_meta`: unused, the checkpoint has its
+        own. Raises ConfigError for settings that cannot be, CheckpointError for a checkpoint that cannot be loaded."""
+        super().__init__(config)
+        if config.checkpoint is None:
+            raise ConfigError("policy.checkpoint: expected a folder, a bundled checkpoint or a name on the hub")
+        self.engine = OptimizedPolicy.from_pretrained(
+            config.checkpoint, config.config, device=config.device, num_steps=config.num_steps, lora=config.lora
+        )
+        self.preset = self.engine.processor.preset
+        told = stated(self.engine.checkpoint.folder)
+        self._executed = config.n_action_steps or told.get("n_action_steps")
+        wanted = (config.output_features or {}).get("action")
+        if wanted is not None and tuple(wanted.shape) != (self.preset.action_dim,):
+            raise ConfigError(
+                f"action: expected {wanted.shape} as the environment or data set has, the checkpoint "
+                f"{config.checkpoint} has ({self.preset.action_dim},)"
+            )
+        described = describe(self.engine.processor, told)
+        # Those of a folder, or of an environment with the same names, say how large the cameras' own images are.
+        if set(config.input_features or ()) != set(described):
+            config.input_features = described
+        config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (self.preset.action_dim,))}
+        self.reset()
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_name_or_path: str | Path, *, config: PreTrainedConfig | None = None,
+        dataset_stats: Any = None, dataset_meta: Any = None, strict: bool = False, **hub: Any,
+    ) -> VlaAccelPolicy:  # fmt: skip
+        """From a folder that `python -m lerobot_policy_vla_accel` or `save_pretrained` wrote. Raises CheckpointError
+        for another policy's folder, whose processors lerobot would put around this one."""
+        del strict
+        path = pretrained_name_or_path
+        kind = read_json(_config_file(path, hub)).get("type")
+        if kind != VlaAccelConfig.get_choice_name(VlaAccelConfig):
+            raise CheckpointError(
+                f"{path}: expected a folder of type vla_accel, got {kind}. Either --policy.type=vla_accel "
+                f"--policy.checkpoint={path}, or make such a folder: python -m lerobot_policy_vla_accel {path} FOLDER"
+            )
+        given = PreTrainedConfig.from_pretrained(path, **hub) if config is None else config
+        if not isinstance(given, VlaAccelConfig):
+            raise ConfigError(f"config: expected a VlaAccelConfig, got {type(given).__name__}")
+        return cls(given, dataset_stats=dataset_stats, dataset_meta=dataset_meta).eval()
+
+    def _save_pretrained(self, save_directory: Path, state_dict: Any = None) -> None:
+        """The configuration alone: weights stay in the checkpoint."""
+        del state_dict
+        self.config._save_pretrained(save_directory)
+
+    # -- acting ---------------------------------------------------------------------------------------------------
+
+    def predict_action_chunk(
+        self, batch: dict[str, Tensor], *, noise: Tensor | None = None,
+        inference_delay: int | None = None, prev_chunk_left_over: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The actions (B, horizon, n) of a batch. `noise` (B, horizon, model's dimensions). Real-time chunking, as
+        `lerobot-rollout` asks for it, for one row: `prev_chunk_left_over` (k, n) what an earlier call returned and has
+        not been executed, `inference_delay` how many of it will be. lerobot fills it up with rows of zeros, which are
+        taken off."""
+        rows = observations(batch, self.preset)
+        left = None if prev_chunk_left_over is None else _without_padding(prev_chunk_left_over.cpu().numpy())
+        guided = left is not None and len(left) > 0
+        results = self.engine.infer_batch(
+            rows,
+            noise=None if noise is None else noise.cpu().numpy(),
+            prev_chunks=[left] if guided else None,
+            inference_delays=[inference_delay or 0] if guided else None,
+        )
+        chunk = np.stack([result["actions"] for result in results]).astype(np.float32)
+        return torch.from_numpy(chunk).to(self.engine.device)
+
+    def select_action(self, batch: dict[str, Tensor], *, noise: Tensor | None = None) -> Tensor:
+        """The next action (B, n): of the chunk that is being executed, or the first of a new one."""
+        if not self._queue:
+            chunk = self.predict_action_chunk(batch, noise=noise)
+            self._queue.extend(chunk.transpose(0, 1)[: self._executed])
+        return self._queue.popleft()
+
+    def reset(self) -> None:
+        """Start an episode: no action is left over, and the noise begins anew."""
+        self._queue: deque[Tensor] = deque()
+        self.engine.reset()
+
+    # -- real-time chunking ---------------------------------------------------------------------------------------
+
+    def supports_rtc(self) -> bool:
+        return True
+
+    def init_rtc_processor(self) -> None:
+        """`lerobot-rollout` calls this after it has set `config.rtc_config`: engines with that guidance, on the same
+        weights. A checkpoint that is run with clean prefixes (`rtc: {trained: true}`) keeps them."""
+        asked = self.config.rtc_config
+        if asked is None or self.engine.config.rtc.trained:
+            return
+        rtc = RtcConfig(
+            schedule=asked.prefix_attention_schedule.value.lower(),
+            max_guidance_weight=asked.max_guidance_weight,
+            execution_horizon=asked.execution_horizon,
+        )
+        config = replace(self.engine.config, rtc=rtc)
+        self.engine = OptimizedPolicy(self.engine.checkpoint, config, store=self.engine.store)
+        self.engine.warm_up()
+
+    # -- what lerobot asks of every module ------------------------------------------------------------------------
+
+    def to(self, *args: Any, **kwargs: Any) -> VlaAccelPolicy:
+        """The engines stay where they were built. Raises ConfigError for another device."""
+        asked = kwargs.get("device", args[0] if args else None)
+        there = self.engine.device.type
+        if isinstance(asked, (str, torch.device)) and torch.device(asked).type != there:
+            raise ConfigError(f"policy device: expected {there}, where the engines were built, got {asked}")
+        return self
+
+    def get_optim_params(self) -> NoReturn:
+        refuse_training()
+
+    def forward(self, batch: dict[str, Tensor]) -> NoReturn:
+        refuse_training()
+
+
+def _config_file(path: str | Path, hub: dict[str, Any]) -> Path:
+    """config.json of a folder, or of a name on the hub."""
+    return Path(path) / CONFIG_NAME if Path(path).is_dir() else Path(hf_hub_download(str(path), CONFIG_NAME, **hub))
+
+
+def describe(processor: Any, told: Any) -> dict[str, PolicyFeature]:
+    """lerobot's `input_features` of a checkpoint, from its transforms and from what lerobot wrote of it (`told`)."""
+    preset, example = processor.preset, processor.example()
+    shapes = [(3, *np.shape(example[key])[-3:-1]) for key in preset.images]
+    return input_features(preset, shapes, told)
+
+
+def _without_padding(actions: np.ndarray) -> np.ndarray:
+    """Rows (k, n) up to the last that is not all zeros."""
+    used = np.flatnonzero(actions.any(axis=1))
+    return actions[: used[-1] + 1] if len(used) else actions[:0]

@@ -1,0 +1,109 @@
+"""lerobot's batches to this package's observations: names of cameras and state, floats back to uint8, rows.
+
+Needs neither a model nor lerobot's policies; a preset says what the checkpoint's robot is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lerobot.configs import FeatureType, PolicyFeature
+from torch import Tensor
+
+from vla_accel.checkpoints.lerobot import is_lerobot
+from vla_accel.checkpoints.weights import read_json
+from vla_accel.errors import ObservationError
+from vla_accel.transforms.robots import LIBERO, Preset
+
+_IMAGES, _STATE = "observation.images.", "observation.state"
+_LIBERO_CAMERAS = dict(zip(LIBERO.images, (f"{_IMAGES}image", f"{_IMAGES}image2"), strict=True))
+
+
+def camera_name(key: str) -> str:
+    """What lerobot calls a preset's camera: the same where it is one of lerobot's names, LIBERO's as lerobot's
+    environment has them, else `observation.images.` and the key's last part."""
+    if key.startswith("observation."):
+        return key
+    return _LIBERO_CAMERAS.get(key) or _IMAGES + key.rpartition("/")[2]
+
+
+def stated(folder: Path | None) -> Mapping[str, Any]:
+    """config.json of a checkpoint that lerobot wrote; empty for others."""
+    return read_json(folder / "config.json") if folder is not None and is_lerobot(folder) else {}
+
+
+def input_features(
+    preset: Preset, shapes: Sequence[tuple[int, ...]], told: Mapping[str, Any]
+) -> dict[str, PolicyFeature]:
+    """lerobot's description of what the policy reads. `shapes`: of the images that the model takes, (3, H, W); a
+    checkpoint of lerobot (`told`) says itself what its cameras' images are."""
+    features = told.get("input_features", {})
+    cameras = [f for k, f in features.items() if f.get("type") == "VISUAL" and "empty_camera" not in k]
+    if len(cameras) == len(preset.images):
+        shapes = [tuple(f["shape"]) for f in cameras]
+    named = {camera_name(k): PolicyFeature(FeatureType.VISUAL, s) for k, s in zip(preset.images, shapes, strict=True)}
+    return {**named, _state_name(preset): PolicyFeature(FeatureType.STATE, (preset.state_dim,))}
+
+
+def observations(batch: Mapping[str, Any], preset: Preset) -> list[dict[str, Any]]:
+    """A batch, images float in [0, 1] or uint8 (B, 3, H, W), state (B, n), `task` B texts, as B observations. An empty
+    text, which environments without a task give, is none: the configuration's `default_prompt` takes its place.
+
+    Raises ObservationError for cameras that the checkpoint does not have while one that it has is missing, and for
+    batches that lerobot has normalised or tokenised already.
+    """
+    if done := [k for k in batch if k.startswith("observation.language.")]:
+        raise ObservationError(
+            f"{', '.join(done)}: expected raw observations, got some that the processors of another policy have been "
+            "through; make a folder for lerobot: python -m lerobot_policy_vla_accel CHECKPOINT FOLDER"
+        )
+    names = {camera_name(key): key for key in preset.images}
+    unknown = [k for k in batch if k.startswith("observation.image") and k not in names]
+    missing = [k for k in names if k not in batch]
+    state = _state_name(preset)
+    if state not in batch or (missing and (unknown or len(missing) == len(names))):
+        given = ", ".join(k for k in batch if k.startswith("observation"))
+        raise ObservationError(
+            f"observation: expected {', '.join((*names, state))}, got {given}; --rename_map says what is which"
+        )
+    images = {key: _pixels(batch[name], name) for name, key in names.items() if name in batch}
+    states = _array(batch[state])
+    if states.ndim != 2:
+        raise ObservationError(f"{state}: expected shape (batch, {preset.state_dim}), got {states.shape}")
+    tasks = batch.get("task")
+    tasks = [tasks] * len(states) if tasks is None or isinstance(tasks, str) else list(tasks)
+    return [
+        {**{k: v[row] for k, v in images.items()}, **_split(states[row], preset)}
+        | ({preset.prompt: tasks[row]} if tasks[row] else {})
+        for row in range(len(states))
+    ]
+
+
+def _state_name(preset: Preset) -> str:
+    return preset.state[0] if preset.state[0].startswith("observation.") else _STATE
+
+
+def _split(state: np.ndarray, preset: Preset) -> dict[str, np.ndarray]:
+    """A preset with several keys of state has one number in each but the first (DROID's joints and gripper)."""
+    rest = len(preset.state) - 1
+    parts = np.split(state, [len(state) - rest + i for i in range(rest)])
+    return dict(zip(preset.state, parts, strict=True))
+
+
+def _array(value: Any) -> np.ndarray:
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+
+
+def _pixels(value: Any, name: str) -> np.ndarray:
+    """uint8 (B, H, W, 3). lerobot has divided by 255; rounding undoes that exactly."""
+    images = _array(value)
+    if images.ndim != 4 or images.shape[1] != 3:
+        raise ObservationError(f"{name}: expected shape (batch, 3, height, width), got {images.shape}")
+    if images.dtype != np.uint8:
+        if not (np.isfinite(images).all() and images.min() >= 0 and images.max() <= 1):
+            raise ObservationError(f"{name}: expected uint8, or floats in [0, 1], got values outside of it")
+        images = np.rint(images * 255).astype(np.uint8)
+    return images.transpose(0, 2, 3, 1)

@@ -1,0 +1,30 @@
+"""Tiny checkpoints for the tests of the plugins: SmolVLA of one layer or two, whatever the robot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny_smolvla import write_lerobot
+
+
+def write_arm(folder: Path) -> Path:
+    """lerobot's folder for `ToyArm`: six joints, cameras front and wrist."""
+    write_lerobot(folder)
+    return folder
+
+
+def write_pusht(folder: Path) -> Path:
+    """lerobot's folder for gym-pusht: one camera, two numbers of state, two of action; two actions of a chunk are
+    executed."""
+
+    def change(files: dict[str, Any]) -> None:
+        config = files["config"]
+        image = config["input_features"]["observation.images.front"]
+        state = {"type": "STATE", "shape": [2]}
+        config["input_features"] = {"observation.image": image, "observation.state": state}
+        config["output_features"] = {"action": {"type": "ACTION", "shape": [2]}}
+        config["n_action_steps"] = 2
+
+    write_lerobot(folder, change=change)
+    return folder

@@ -1,0 +1,226 @@
+"""`lerobot_policy_vla_accel` as lerobot's factories see it: found by its name, the engines' own actions, loud errors.
+
+Runs where lerobot and the package are installed: CONTRIBUTING says how. On the CPU, with tiny checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip(
+    "lerobot_policy_vla_accel", reason="NOT RUN: needs the environment of the plugins (see CONTRIBUTING)"
+)
+
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.policies import get_policy_class, make_pre_post_processors
+from lerobot.policies.rtc.configuration_rtc import RTCConfig
+from lerobot.utils.import_utils import register_third_party_plugins
+from lerobot_policy_vla_accel import VlaAccelConfig
+from lerobot_policy_vla_accel.__main__ import main
+from lerobot_policy_vla_accel.modeling_vla_accel import VlaAccelPolicy
+from lerobot_policy_vla_accel.observations import camera_name, observations
+
+from tests.plugins.folders import write_arm, write_pusht
+from tests.support.tiny import tiny_observation, write_tiny_checkpoint
+from tests.support.tiny_smolvla import observation
+from vla_accel import OptimizedPolicy
+from vla_accel.errors import CheckpointError, ConfigError, ObservationError
+from vla_accel.transforms.robots import PRESETS
+
+pytestmark = pytest.mark.filterwarnings("default")
+ARM = ("observation.images.front", "observation.images.wrist", "observation.state")
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_arm(tmp_path_factory.mktemp("arm") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def policy(arm: Path) -> VlaAccelPolicy:
+    return VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), num_steps=2, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def engine(arm: Path) -> OptimizedPolicy:
+    return OptimizedPolicy.from_pretrained(arm, num_steps=2, device="cpu")
+
+
+def as_batch(rows: list[dict[str, Any]], names: dict[str, str], task: str) -> dict[str, Any]:
+    """Observations as lerobot's environments and datasets give them: images divided by 255, channels first."""
+    batch: dict[str, Any] = {"task": [row[task] for row in rows]}
+    for key, name in names.items():
+        values = torch.from_numpy(np.stack([row[key] for row in rows]))
+        images = values.ndim == 4
+        batch[name] = values.permute(0, 3, 1, 2).type(torch.float32) / 255 if images else values.type(torch.float32)
+    return batch
+
+
+def arm_batch(*seeds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    rows = [observation(seed) for seed in seeds]
+    for row in rows:
+        row["observation.state"] = row["observation.state"].astype(np.float32)
+    return rows, as_batch(rows, dict(zip(ARM, ARM, strict=True)), "task")
+
+
+def test_lerobot_finds_the_policy() -> None:
+    register_third_party_plugins()
+    assert PreTrainedConfig.get_choice_class("vla_accel") is VlaAccelConfig
+    assert get_policy_class("vla_accel") is VlaAccelPolicy
+
+
+def test_a_batch_gets_the_engines_own_actions(policy: VlaAccelPolicy, engine: OptimizedPolicy) -> None:
+    rows, batch = arm_batch(0, 1)
+    noise = np.random.default_rng(0).normal(size=(2, *engine.family.action_shape(engine.model.config)))
+    ours = engine.infer_batch(rows, noise=noise)
+    before, after = make_pre_post_processors(policy.config)
+    theirs = after(policy.predict_action_chunk(before(batch), noise=torch.from_numpy(noise)))
+    assert theirs.shape == (2, engine.metadata["action_horizon"], 6) and theirs.dtype == torch.float32
+    np.testing.assert_array_equal(theirs.numpy(), np.stack([r["actions"] for r in ours]).astype(np.float32))
+    assert not np.array_equal(theirs[0], theirs[1])
+
+
+def test_liberos_names_are_lerobots(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "pi05")
+    policy = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(tmp_path / "pi05"), num_steps=2, device="cpu"))
+    assert {name: feature.shape for name, feature in policy.config.image_features.items()} == {
+        "observation.images.image": (3, 28, 28),
+        "observation.images.image2": (3, 28, 28),
+    }
+    row = tiny_observation(3)
+    names = {
+        "observation/image": "observation.images.image",
+        "observation/wrist_image": "observation.images.image2",
+        "observation/state": "observation.state",
+    }
+    row["observation/state"] = row["observation/state"].astype(np.float32)
+    noise = np.random.default_rng(1).normal(size=policy.engine.family.action_shape(policy.engine.model.config))
+    theirs = policy.predict_action_chunk(as_batch([row], names, "prompt"), noise=torch.from_numpy(noise)[None])
+    ours = policy.engine.infer(row, noise=noise)["actions"]
+    np.testing.assert_array_equal(theirs[0].numpy(), ours.astype(np.float32))
+
+
+def test_every_presets_cameras_have_names_and_its_state_comes_apart() -> None:
+    assert camera_name("images/cam_high") == "observation.images.cam_high"
+    for preset in PRESETS.values():
+        batch: dict[str, Any] = {camera_name(key): torch.zeros(1, 3, 8, 8) for key in preset.images}
+        batch["observation.state"] = torch.arange(preset.state_dim, dtype=torch.float32)[None]
+        (row,) = observations({**batch, "task": ["x"]}, preset)
+        assert set(row) == {*preset.images, *preset.state, preset.prompt}
+        np.testing.assert_array_equal(np.concatenate([row[k] for k in preset.state]), np.arange(preset.state_dim))
+        assert [len(row[k]) for k in preset.state[1:]] == [1] * (len(preset.state) - 1)
+
+
+def test_actions_are_taken_one_by_one_and_forgotten_at_a_reset(policy: VlaAccelPolicy, arm: Path) -> None:
+    few = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), num_steps=2, n_action_steps=2, device="cpu"))
+    (_, first), (_, second) = arm_batch(0), arm_batch(1)
+    few.reset()
+    taken = [few.select_action(b) for b in (first, second, second)]
+    few.reset()
+    chunk = few.predict_action_chunk(first)
+    assert torch.equal(torch.stack(taken[:2]), chunk[0, :2, None])
+    assert not torch.equal(taken[2], chunk[:, 2])
+    few.reset()
+    again = few.select_action(first)
+    few.reset()
+    assert torch.equal(few.select_action(second), few.select_action(second)) is False
+    assert torch.equal(again, taken[0])
+
+
+def test_a_checkpoint_of_lerobot_says_how_many_actions_are_executed(tmp_path: Path) -> None:
+    folder = write_pusht(tmp_path / "pusht")
+    policy = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(folder), num_steps=2, device="cpu"))
+    batch = {"observation.image": torch.zeros(1, 3, 96, 96), "observation.state": torch.ones(1, 2), "task": ["go"]}
+    for left in (1, 0, 1):
+        assert policy.select_action(batch).shape == (1, 2)
+        assert len(policy._queue) == left
+
+
+def test_real_time_chunking_as_lerobot_asks_for_it(policy: VlaAccelPolicy, arm: Path) -> None:
+    policy = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), num_steps=4, device="cpu"))
+    assert policy.supports_rtc()
+    policy.config.rtc_config = RTCConfig(execution_horizon=4, max_guidance_weight=5.0)
+    weights = {p.data_ptr() for p in policy.engine.model.parameters()}
+    policy.init_rtc_processor()
+    rtc = policy.engine.config.rtc
+    assert (rtc.schedule, rtc.execution_horizon, rtc.max_guidance_weight) == ("linear", 4, 5.0)
+    assert {p.data_ptr() for p in policy.engine.model.parameters()} == weights
+    rows, batch = arm_batch(0)
+    noise = np.random.default_rng(2).normal(size=policy.engine.family.action_shape(policy.engine.model.config))
+    given = torch.from_numpy(noise)[None]
+    plain = policy.predict_action_chunk(batch, noise=given)
+    left = plain[0, 2:4] + 0.5
+    padded = torch.cat((left, torch.zeros(3, 6)))
+    guided = policy.predict_action_chunk(batch, noise=given, inference_delay=1, prev_chunk_left_over=padded)
+    ours = policy.engine.infer(rows[0], noise=noise, prev_chunk=left.numpy(), inference_delay=1)["actions"]
+    np.testing.assert_array_equal(guided[0].numpy(), ours.astype(np.float32))
+    assert not torch.equal(guided, plain)
+    nothing = policy.predict_action_chunk(batch, noise=given, inference_delay=0, prev_chunk_left_over=padded * 0)
+    assert torch.equal(nothing, plain)
+
+
+def test_a_folder_is_loaded_as_lerobots_tools_load_it(
+    arm: Path, tmp_path: Path, policy: VlaAccelPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(arm.parent)
+    folder = tmp_path / "made"
+    words = [arm.name, str(folder), "--num-steps", "2", "--camera-size", "48", "64"]
+    assert main(words) == 0
+    monkeypatch.chdir(tmp_path)
+    assert json.loads((folder / "config.json").read_text())["type"] == "vla_accel"
+    loaded = VlaAccelPolicy.from_pretrained(folder)
+    assert {f.shape for f in loaded.config.image_features.values()} == {(3, 48, 64)}
+    overrides = {
+        "device_processor": {"device": "cpu"},
+        "rename_observations_processor": {"rename_map": {"observation.images.top": ARM[0]}},
+    }
+    before, _ = make_pre_post_processors(loaded.config, str(folder), preprocessor_overrides=overrides)
+    _, batch = arm_batch(5)
+    renamed = {"observation.images.top" if k == ARM[0] else k: v for k, v in batch.items()}
+    policy.reset()
+    expected = policy.predict_action_chunk(batch)
+    loaded.reset()
+    assert torch.equal(loaded.predict_action_chunk(before(renamed)), expected)
+    assert main(words) == 1
+    loaded.save_pretrained(tmp_path / "saved")
+    assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == ["config.json"]
+    assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_another_policys_folder_is_refused_before_its_processors_come_in(arm: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"expected a folder of type vla_accel, got smolvla\. Either --policy"):
+        VlaAccelPolicy.from_pretrained(arm)
+    with pytest.raises(CheckpointError, match="got smolvla"):
+        VlaAccelPolicy.from_pretrained(arm, config=VlaAccelConfig(checkpoint=str(arm), device="cpu"))
+
+
+def test_what_cannot_be_is_one_error_that_names_it(policy: VlaAccelPolicy, arm: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.checkpoint: expected"):
+        VlaAccelPolicy(VlaAccelConfig(device="cpu"))
+    with pytest.raises(ConfigError, match=r"n_action_steps: expected at least 1, got 0"):
+        VlaAccelConfig(checkpoint=str(arm), n_action_steps=0, device="cpu")
+    two = {"action": PolicyFeature(FeatureType.ACTION, (2,))}
+    with pytest.raises(ConfigError, match=r"action: expected \(2,\) as the environment"):
+        VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), output_features=two, device="cpu"))
+    with pytest.raises(ConfigError, match="expected cpu, where the engines were built, got cuda"):
+        policy.to("cuda")
+    assert policy.to("cpu").to(torch.float32) is policy
+    with pytest.raises(ConfigError, match="train with the policy's own type"):
+        policy.forward({})
+    _, batch = arm_batch(0)
+    tokens = {**batch, "observation.language.tokens": torch.zeros(1, 4)}
+    with pytest.raises(ObservationError, match=r"observation\.language\.tokens: expected raw observations"):
+        policy.predict_action_chunk(tokens)
+    top = {"observation.images.top" if k == ARM[0] else k: v for k, v in batch.items()}
+    with pytest.raises(ObservationError, match=r"expected observation\.images\.front.*got.*top.*--rename_map"):
+        policy.predict_action_chunk(top)
+    with pytest.raises(ObservationError, match=r"observation\.images\.front: expected uint8, or floats in \[0, 1\]"):
+        policy.predict_action_chunk({**batch, ARM[0]: batch[ARM[0]] * 2 - 1})
+    with pytest.raises(ObservationError, match="missing task"):
+        policy.predict_action_chunk({**batch, "task": [""]})

@@ -1,0 +1,67 @@
+"""The robot of `ToyArmConfig`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from lerobot.robots import Robot
+
+from tests.plugins.toy_arm.config_toy_arm import ToyArmConfig
+
+JOINTS = tuple(f"joint{i}.pos" for i in range(6))
+CAMERAS = ("front", "wrist")
+
+
+class ToyArm(Robot):
+    """Observes its joints and two images; notes every action."""
+
+    config_class = ToyArmConfig
+    name = "toy_arm"
+
+    def __init__(self, config: ToyArmConfig) -> None:
+        super().__init__(config)
+        self.config = config
+        self.joints = dict.fromkeys(JOINTS, 0.5)
+        self.random = np.random.default_rng(0)
+        self._connected = False
+
+    @property
+    def observation_features(self) -> dict[str, Any]:
+        shape = (self.config.height, self.config.width, 3)
+        return {**dict.fromkeys(JOINTS, float), **dict.fromkeys(CAMERAS, shape)}
+
+    @property
+    def action_features(self) -> dict[str, Any]:
+        return dict.fromkeys(JOINTS, float)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connected
+
+    @property
+    def is_calibrated(self) -> bool:
+        return True
+
+    def connect(self, calibrate: bool = True) -> None:
+        self._connected = True
+
+    def calibrate(self) -> None:
+        """Nothing to do."""
+
+    def configure(self) -> None:
+        """Nothing to do."""
+
+    def disconnect(self) -> None:
+        self._connected = False
+
+    def get_observation(self) -> dict[str, Any]:
+        shape = (self.config.height, self.config.width, 3)
+        return {**self.joints, **{c: self.random.integers(0, 256, shape, dtype=np.uint8) for c in CAMERAS}}
+
+    def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
+        self.joints = {name: float(action[name]) for name in JOINTS}
+        with self.config.log.open("a") as log:
+            log.write(json.dumps(self.joints) + "\n")
+        return action
