@@ -25,10 +25,11 @@ SEEDS = (SEED, SEED + 1, SEED + 2, SEED + 3)
 
 
 class HarnessEpisodes:
-    """All episodes of a suite, in random order; an `Episodes` of `vla_accel.tune`.
+    """All episodes of a suite, in random order; an `Episodes` of `vla_accel.tune`. One seed comes after the other,
+    because each has processes of its own, which take seconds to start.
 
     Args: `tasks`: such as "0-2,5", all if None; `device`: of every policy, None for the configuration's; `workers`:
-    processes; `seed`: of the order; `folder`: for candidates' files and films.
+    processes; `seed`: of the order; `folder`: for candidates' files and films; `films`: whether there are any.
     """
 
     def __init__(
@@ -42,17 +43,19 @@ class HarnessEpisodes:
         workers: int,
         seed: int,
         folder: Path,
+        films: bool = True,
     ) -> None:
         name = suite or benchmark.suites[0]
         benchmark.check_suite(name)
         self._suite = benchmark.load_suite(name)
         chosen = range(len(self._suite.tasks)) if tasks is None else parse_tasks(tasks, len(self._suite.tasks))
         self._benchmark, self._checkpoint, self._folder = benchmark, checkpoint, folder
-        self._device, self._workers = device or "auto", workers
+        self._device, self._workers, self._filmed = device or "auto", workers, films and bool(benchmark.cameras)
         self._by_key = {
             f"seed {s}, task {t}, trial {i}": (s, t, i) for s in SEEDS for t in chosen for i in range(benchmark.trials)
         }
-        self.keys: Sequence[str] = random.Random(seed).sample(list(self._by_key), len(self._by_key))
+        shuffled = random.Random(seed).sample(list(self._by_key), len(self._by_key))
+        self.keys: Sequence[str] = sorted(shuffled, key=lambda key: self._by_key[key][0])
         self.name = f"{benchmark.name}, {name}, tasks {', '.join(map(str, chosen))}"
         self._loaded: dict[str, PolicyBySteps] = {}
 
@@ -91,8 +94,8 @@ class HarnessEpisodes:
         return next((p for p in (path.with_name(f"{path.name}.{s}") for s in ("mp4", "gif")) if p.is_file()), None)
 
     def _films(self, candidate: Candidate, seed: int) -> Path | None:
-        """Films cost no rendering: they have the images that the policy sees. Without cameras there are none."""
-        if not self._benchmark.cameras:
+        """Films cost no rendering: they have the images that the policy sees. Writing one takes a second or so."""
+        if not self._filmed:
             return None
         check_video_packages()
         return self._folder / candidate.key.replace(" ", "-") / f"seed{seed}"

@@ -42,9 +42,12 @@ def episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HarnessEpisodes
     return made
 
 
-def test_all_starts_come_in_random_order(episodes: HarnessEpisodes) -> None:
+def test_all_starts_come_in_random_order_seed_by_seed(episodes: HarnessEpisodes) -> None:
     assert len(set(episodes.keys)) == len(episodes.keys) == len(SEEDS) * 3 * 2
     assert sorted(episodes.keys) != list(episodes.keys)
+    by_seed = [[key.partition(", ")[2] for key in episodes.keys if key.startswith(f"seed {seed},")] for seed in SEEDS]
+    assert [key for keys in by_seed for key in keys] == [key.partition(", ")[2] for key in episodes.keys]
+    assert len({tuple(keys) for keys in by_seed}) > 1, "each in an order of its own"
     assert episodes.name == "libero, libero_spatial, tasks 0, 1, 2"
 
 
@@ -57,6 +60,15 @@ def test_episodes_are_played_filmed_and_told_apart(episodes: HarnessEpisodes) ->
     films = [episodes.film(CANDIDATE, key) for key in keys[:3]]
     assert all(film is not None and film.stat().st_size for film in films) and len(set(films)) == 3
     assert episodes.film(CANDIDATE, "seed 9, task 0, trial 0") is None
+
+
+def test_without_films_nothing_is_written(episodes: HarnessEpisodes, tmp_path: Path) -> None:
+    silent = opener(episodes._benchmark)(
+        "demo", suite=None, tasks=None, device="cpu", workers=1, seed=0, folder=tmp_path / "silent", films=False
+    )
+    (key,) = silent.keys[:1]
+    assert len(list(silent.play(CANDIDATE, [key]))) == 1 and silent.film(CANDIDATE, key) is None
+    assert [path.suffix for path in (tmp_path / "silent").rglob("*") if path.is_file()] == [".yaml"]
 
 
 def test_the_reference_stays_loaded_beside_one_candidate(episodes: HarnessEpisodes) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
-from vla_accel.config import EngineSpec, PolicyConfig
+from tests.support.gpus import H200, RTX_4090
+from vla_accel.config import EnginePrecision, EngineSpec, PolicyConfig
+from vla_accel.engines import ENGINES
 from vla_accel.fp8 import Products
+from vla_accel.ops.gpu import Gpu
 from vla_accel.tune import candidates
 from vla_accel.tune.search import Candidate, Tried
 
@@ -38,13 +44,34 @@ def test_engines_that_cannot_run_here_are_left_out_with_a_reason() -> None:
     assert stage([])[0].config.strict, "what falls back would be measured under a wrong name"
 
 
-def test_fp8_is_tried_in_every_set_of_components_of_the_fastest_engine() -> None:
-    found = candidates.precisions(lambda: LOWER)(FOUND)
-    sets = [{n for n, s in c.config.specs(PARTS).items() if s.precision == "fp8"} for c in found]
-    assert sets == [{"vision"}, {"kv_cache"}, {"vision", "kv_cache"}]
+def test_low_precisions_are_tried_in_every_set_of_components_of_the_fastest_engine() -> None:
+    lower = {**LOWER, "denoise": {"native": Products(("o_proj",), activations=False)}}
+    found = candidates.precisions(lambda: lower)(FOUND)
+    sets = [{n: s.precision for n, s in c.config.specs(PARTS).items() if s.precision != "auto"} for c in found]
+    assert sets[:3] == [{"vision": "fp8"}, {"kv_cache": "fp8"}, {"denoise": "fp8"}] and len(sets) == 7 + 3
+    assert sets[7:] == [
+        {"vision": "int8"}, {"kv_cache": "int8"}, {"vision": "int8", "kv_cache": "int8"},
+    ], "INT8 needs quantised inputs"  # fmt: skip
     assert {s.engine for c in found for s in c.config.specs(PARTS).values()} == {"native"}
-    assert [c.name for c in found][-1] == "native fp8 vision kv_cache"
+    assert [c.name for c in found][-1] == "native int8 vision kv_cache"
     assert candidates.precisions(lambda: LOWER)(FOUND[:1]) == []
+    tensorrt = [FOUND[0], tried("tensorrt", "tensorrt", 2.0)]
+    assert [c.name for c in candidates.precisions(lambda: LOWER)(tensorrt)] == ["tensorrt fp8 kv_cache"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "names"), [(H200, ["native bf16", "native portable bf16"]), (RTX_4090, ["native bf16"])]
+)
+def test_portable_kernels_are_tried_where_others_would_run(
+    gpu: Gpu, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, engine in ENGINES.items():
+        monkeypatch.setattr(engine, "why_not", lambda device, here=name == "native": None if here else "not here")
+    monkeypatch.setattr(Gpu, "of", lambda device: gpu)
+    found = candidates.engines(BASE, PARTS, torch.device("cuda"))[0]([])
+    assert [c.name for c in found] == names
+    assert [s.native.kernels for s in found[-1].config.specs(PARTS).values()] == [found[-1].config.native.kernels] * 3
+    assert (found[-1].config.native.kernels == "portable") == (len(names) == 2)
 
 
 def test_attention_is_tried_where_the_native_engine_has_a_choice() -> None:
@@ -60,24 +87,45 @@ def test_other_steps_are_another_policy() -> None:
     assert {c.config.vision.engine for c in found} == {"native"}
 
 
-def failed(component: str, ms: float = 2.5) -> Tried:
-    """FP8 in one component, which gate one refused."""
+def failed(component: str, ms: float = 2.5, precision: EnginePrecision = "fp8") -> Tried:
+    """A low precision in one component, which gate one refused."""
     config = FOUND[2].candidate.config
-    config = config.with_specs({**config.specs(PARTS), component: EngineSpec("native", precision="fp8")})
+    config = config.with_specs({**config.specs(PARTS), component: EngineSpec("native", precision=precision)})
     agreement = {"passed": False, "cosine": 0.5, "reasons": ["cosine"]}
-    return Tried(Candidate(f"fp8 {component}", config, ""), agreement, {"median_ms": ms}, dropped="gate one")
+    return Tried(Candidate(f"{precision} {component}", config, ""), agreement, {"median_ms": ms}, dropped="gate one")
 
 
-def test_products_that_round_worst_are_kept_where_fp8_failed() -> None:
-    found = candidates.products(lambda: LOWER)([*FOUND, failed("vision")])
-    assert [c.config.vision.keep for c in found] == [("o_proj",), ("down_proj",)]
-    assert all(c.config.vision.precision == "fp8" and c.config.kv_cache == EngineSpec("native") for c in found)
-    assert candidates.products(lambda: LOWER)(FOUND) == [], "nothing failed"
+def test_products_that_round_worst_are_kept_where_a_low_precision_failed() -> None:
+    found = candidates.products(lambda: LOWER, 1)([*FOUND, failed("vision"), failed("kv_cache", precision="int8")])
+    assert [c.config.vision.keep for c in found] == [("o_proj",), ("down_proj",), (), ()]
+    assert [c.config.kv_cache.keep for c in found][2:] == [("o_proj",), ("down_proj",)]
+    assert [c.config.kv_cache.precision for c in found] == ["auto", "auto", "int8", "int8"]
+    assert candidates.products(lambda: LOWER, 1)(FOUND) == [], "nothing failed"
+    assert candidates.products(lambda: LOWER, 2)([*FOUND, failed("vision")]) == [], "all of them is BF16"
+
+
+def test_more_products_than_suffice_are_not_kept() -> None:
+    lower = {"vision": {"native": Products(("a", "b", "c"))}, "kv_cache": {}, "denoise": {}}
+    one = candidates.products(lambda: lower, 1)([*FOUND, failed("vision")])
+    refused = [replace(failed("vision"), candidate=c) for c in one[1:]]
+    tries = [*FOUND, failed("vision"), Tried(one[0], latency={"median_ms": 2.0}), *refused]
+    found = candidates.products(lambda: lower, 2)(tries)
+    assert [c.config.vision.keep for c in found] == [("b", "c")], "a alone sufficed"
 
 
 def test_what_agreed_alone_is_tried_together() -> None:
-    (kept, _), plain = candidates.products(lambda: LOWER)([failed("vision")]), failed("kv_cache")
+    (kept, _), plain = candidates.products(lambda: LOWER, 1)([failed("vision")]), failed("kv_cache")
     agreed = [*FOUND, Tried(kept, latency={"median_ms": 2.0}), Tried(plain.candidate, latency={"median_ms": 2.2})]
     (both,) = candidates.together(PARTS)(agreed)
     assert both.config.vision == kept.config.vision and both.config.kv_cache == plain.candidate.config.kv_cache
+    assert both.name == "native fp8 vision but o_proj, fp8 kv_cache"
     assert candidates.together(PARTS)([*FOUND, Tried(kept, latency={"median_ms": 2.0})]) == []
+
+
+def test_what_agreed_in_different_precisions_is_tried_together() -> None:
+    vision = Tried(failed("vision", precision="int8").candidate, latency={"median_ms": 2.0})
+    cache = Tried(failed("kv_cache").candidate, latency={"median_ms": 2.2})
+    (both,) = candidates.together(PARTS)([*FOUND, vision, cache])
+    assert (both.config.vision.precision, both.config.kv_cache.precision) == ("int8", "fp8")
+    alike = Tried(failed("vision").candidate, latency={"median_ms": 2.0})
+    assert candidates.together(PARTS)([*FOUND, alike, cache]) == [], "a set of `precisions`"

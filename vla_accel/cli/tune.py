@@ -34,6 +34,9 @@ from vla_accel.tune.noninferiority import Rule
 from vla_accel.tune.outcome import outcome, write_config, write_json
 from vla_accel.tune.search import Episodes, Search, Settings
 
+MOST_KEPT = 3
+"""Products of a component that are kept at once, at most: a layer has four."""
+
 
 @dataclass(frozen=True)
 class Arguments(PolicySource):
@@ -59,6 +62,8 @@ class Arguments(PolicySource):
     """Pairs of episodes that a candidate plays at most. Clear cases stop early."""
     workers: int = 1
     """Simulator processes."""
+    no_films: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Do not film episodes: the report has no films of lost ones then, and each episode takes a second or so less."""
     num_steps: Number = None
     """Denoising steps instead of the configuration's."""
     allow_steps: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = ()
@@ -84,8 +89,8 @@ class Arguments(PolicySource):
 
 
 Opener = Callable[..., Episodes]
-"""`open(checkpoint, *, suite, tasks, device, workers, seed, folder)`: a benchmark's `Episodes`. `suite`, `tasks` and
-`device` may be None; `folder` is for files of its own."""
+"""`open(checkpoint, *, suite, tasks, device, workers, seed, folder, films)`: a benchmark's `Episodes`. `suite`, `tasks`
+and `device` may be None; `folder` is for files of its own; `films`: whether episodes are filmed."""
 
 
 def main(arguments: list[str]) -> int:
@@ -118,13 +123,13 @@ def main(arguments: list[str]) -> int:
     with Journal(path, about) as journal:
         episodes = None if opener is None else opener(
             checkpoint, suite=chosen.suite, tasks=chosen.tasks, device=chosen.device, workers=chosen.workers,
-            seed=chosen.seed, folder=chosen.output / "episodes",
+            seed=chosen.seed, folder=chosen.output / "episodes", films=not chosen.no_films,
         )  # fmt: skip
         first, left_out = candidates.engines(base, parts, device)
         stages = [
             first,
             candidates.precisions(bench.lower),
-            candidates.products(bench.lower),
+            *(candidates.products(bench.lower, count) for count in range(1, MOST_KEPT + 1)),
             candidates.together(parts),
             candidates.attentions(parts),
         ]

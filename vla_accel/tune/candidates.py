@@ -12,13 +12,16 @@ from dataclasses import replace
 
 import torch
 
-from vla_accel.config import Attention, EngineName, EngineSpec, PolicyConfig
+from vla_accel.config import Attention, EngineName, EnginePrecision, EngineSpec, PolicyConfig
 from vla_accel.engines import ENGINES
-from vla_accel.fp8 import Products
+from vla_accel.fp8 import FORMATS, Products
+from vla_accel.ops.gpu import Gpu
 from vla_accel.tune.search import REFERENCE, Candidate, Stage, Tried
 
 Lower = Mapping[str, Mapping[str, Products]]
-"""By component, then engine: the products that it can compute in FP8."""
+"""By component, then engine: the products that it can compute in FP8; the native engine those with quantised inputs in
+INT8, too."""
+LOWER_PRECISIONS: tuple[EnginePrecision, ...] = ("fp8", "int8")
 WITH_ATTENTION = ("vision", "kv_cache")
 """Components whose native programs can take a library's attention (`EngineSpec.attention`)."""
 
@@ -30,89 +33,112 @@ def reference(base: PolicyConfig, parts: Sequence[str]) -> Candidate:
 
 
 def engines(base: PolicyConfig, parts: Sequence[str], device: torch.device) -> tuple[Stage, dict[str, str]]:
-    """The stage that tries each engine that this machine can run, for all components; why the others are left out."""
+    """The stage that tries each engine that this machine can run, for all components; why the others are left out.
+
+    The native engine is tried with portable kernels, too, where it would take others: those of a GPU with more than an
+    Ada one has. They are made for small models as well as for large ones.
+    """
     names: list[EngineName] = ["eager", "native", "tensorrt", "tensorrt_rtx", "torch_tensorrt"]
     reasons: dict[EngineName, str | None] = {name: ENGINES[name].why_not(device) for name in names}
     able: list[EngineName] = [name for name in names if reasons[name] is None]
+    gpu = Gpu.of(device)
+    more_than_portable = gpu is not None and gpu.portable.capability != gpu.capability
 
     def stage(_: Sequence[Tried]) -> list[Candidate]:
         found = []
         for name in able:
             config = replace(base, precision="bf16", strict=True).with_specs({n: EngineSpec(name) for n in parts})
             found.append(Candidate(f"{name} bf16", config, f"engine {name} for every component, BF16"))
+            if name == "native" and more_than_portable and base.native.kernels == "auto":
+                options = replace(base.native, kernels="portable")
+                why = "engine native for every component, BF16, without the kernels that this GPU alone has"
+                found.append(Candidate("native portable bf16", replace(config, native=options), why))
         return found
 
     return stage, {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def precisions(lower_of: Callable[[], Lower]) -> Stage:
-    """FP8 in every set of components that can have it, in the fastest engine so far. `lower_of`: asked only then."""
+    """FP8 and INT8 in every set of components that can have it, in the fastest engine so far. `lower_of`: asked only
+    then. A GPU without the type refuses it, and the search says so."""
 
     def stage(tried: Sequence[Tried]) -> list[Candidate]:
         best = fastest(tried)
         if best is None:
             return []
-        lower = lower_of()
+        lower, found = lower_of(), []
         specs = best.candidate.config.specs(list(lower))
-        able = [name for name, spec in specs.items() if spec.engine in lower[name]]
-        sets = [chosen for n in range(1, len(able) + 1) for chosen in itertools.combinations(able, n)]
-        return [
-            Candidate(
-                f"{specs[able[0]].engine} fp8 {' '.join(chosen)}",
-                best.candidate.config.with_specs(
-                    {**specs, **{name: replace(specs[name], precision="fp8") for name in chosen}}
-                ),
-                f"{', '.join(chosen)} in FP8",
-            )
-            for chosen in sets
-        ]
+        for precision in LOWER_PRECISIONS:
+            able = [name for name, spec in specs.items() if _can(lower[name], spec.engine, precision)]
+            sets = [chosen for n in range(1, len(able) + 1) for chosen in itertools.combinations(able, n)]
+            for chosen in sets:
+                low = {name: replace(specs[name], precision=precision) for name in chosen}
+                name = f"{best.candidate.name.removesuffix(' bf16')} {precision} {' '.join(chosen)}"
+                config = best.candidate.config.with_specs({**specs, **low})
+                found.append(Candidate(name, config, f"{', '.join(chosen)} in {precision.upper()}"))
+        return found
 
     return stage
 
 
-def products(lower_of: Callable[[], Lower]) -> Stage:
-    """Where FP8 in one component failed gate one: every set of its products stays as it is, so that those that round
-    worst are found. A component has four at most; in denoise weights are stored in one byte all or none."""
+def _can(lower: Mapping[str, Products], engine: str, precision: str) -> bool:
+    """INT8 is the native engine's alone, for products whose inputs are quantised, too."""
+    return engine in lower and (precision == "fp8" or (engine == "native" and lower[engine].activations))
+
+
+def products(lower_of: Callable[[], Lower], count: int) -> Stage:
+    """Where a low precision in one component failed gate one: each set of `count` of its products stays as it is, so
+    that those that round worst are found. A set that holds one that sufficed is left out, because keeping more is
+    slower. In denoise weights are stored in one byte all or none."""
 
     def stage(tried: Sequence[Tried]) -> list[Candidate]:
         found = []
         for failed in tried:
-            specs = failed.candidate.config.specs(list(lower_of())) if _failed_in_fp8(failed) else {}
-            low = [name for name, spec in specs.items() if spec.precision == "fp8" and not spec.keep]
+            specs = failed.candidate.config.specs(list(lower_of())) if _failed(failed) else {}
+            low = [name for name, spec in specs.items() if spec.precision in FORMATS and not spec.keep]
             if len(low) != 1 or specs[low[0]].engine != "native" or not lower_of()[low[0]]["native"].activations:
                 continue
             spec, names = specs[low[0]], lower_of()[low[0]]["native"].names
-            for count in range(1, len(names)):
-                for keep in itertools.combinations(names, count):
-                    config = failed.candidate.config.with_specs({**specs, low[0]: replace(spec, keep=keep)})
-                    kept = " ".join(keep)
-                    found.append(Candidate(f"{failed.candidate.name}, but {kept}", config, f"FP8 without {kept}"))
+            enough = [
+                set(one.keep)
+                for one in (t.candidate.config.specs(list(specs))[low[0]] for t in tried if t.dropped is None)
+                if one.precision == spec.precision and one.keep
+            ]
+            for keep in itertools.combinations(names, count) if count < len(names) else ():
+                if any(kept <= set(keep) for kept in enough):
+                    continue
+                config = failed.candidate.config.with_specs({**specs, low[0]: replace(spec, keep=keep)})
+                why = f"{spec.precision.upper()} without {' '.join(keep)}"
+                found.append(Candidate(f"{failed.candidate.name}, but {' '.join(keep)}", config, why))
         return found
 
     return stage
 
 
 def together(parts: Sequence[str]) -> Stage:
-    """The fastest FP8 of each component that agreed, all at once, where some product of one had to be kept."""
+    """The fastest low precision of each component that agreed, all at once, where they differ or a product of one had
+    to be kept: all others are among `precisions`."""
 
     def stage(tried: Sequence[Tried]) -> list[Candidate]:
         best: dict[str, Tried] = {}
         for t in sorted((t for t in tried if t.dropped is None and t.latency), key=lambda t: t.ms):
-            low = [n for n, s in t.candidate.config.specs(parts).items() if s.precision == "fp8"]
+            low = [n for n, s in t.candidate.config.specs(parts).items() if s.precision in FORMATS]
             if len(low) == 1:
                 best.setdefault(low[0], t)
         chosen = {name: t.candidate.config.specs(parts)[name] for name, t in best.items()}
-        if len(chosen) < 2 or not any(spec.keep for spec in chosen.values()):
+        alike = len({spec.precision for spec in chosen.values()}) == 1 and not any(s.keep for s in chosen.values())
+        if len(chosen) < 2 or alike:
             return []
         base = next(iter(best.values())).candidate.config
-        name = ", ".join(f"{n} but {' '.join(s.keep)}" if s.keep else n for n, s in chosen.items())
+        words = (f"{s.precision} {n}" + (f" but {' '.join(s.keep)}" if s.keep else "") for n, s in chosen.items())
         config = base.with_specs({**base.specs(parts), **chosen})
-        return [Candidate(f"native fp8 {name}", config, "the FP8 that agreed, in all components at once")]
+        why = "the low precisions that agreed, in all components at once"
+        return [Candidate(f"native {', '.join(words)}", config, why)]
 
     return stage
 
 
-def _failed_in_fp8(tried: Tried) -> bool:
+def _failed(tried: Tried) -> bool:
     return tried.agreement is not None and not tried.agreement["passed"] and not tried.candidate.other_policy
 
 
