@@ -75,7 +75,7 @@ ALLOWED: dict[str, set[str]] = {
         "remote",
         "server",
     },
-    "tune": {"config", "engines", "fp8", "measure", "policy"},
+    "tune": {"config", "engines", "fp8", "measure", "ops", "policy"},
     "diffusion": {"component", "components", "config", "engines", "latency", "ledger", "models", "native", "ops"},
     "cli": {
         "checkpoints",
