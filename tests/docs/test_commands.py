@@ -33,6 +33,7 @@ SHOWN = list(dict.fromkeys(command for page in PAGES for command in commands(pag
 INSTALLS, MINUTES, SERVES = "it installs packages", "it takes minutes", "it runs until it is stopped"
 OTHERS, FILES = "it needs another project's environment", "it needs weights or engines that are not here"
 LEROBOT = "it needs lerobot; tests/plugins/test_lerobot_commands.py runs it there"
+VLA_EVAL = "it needs vla-eval; tests/plugins/test_vla_eval_server.py runs it there"
 LOOKED_UP: dict[str, str] = {
     "make": "tests/docs/test_commands.py looks the targets up; CI runs them",
     "python3.11 -m venv": INSTALLS,
@@ -41,6 +42,8 @@ LOOKED_UP: dict[str, str] = {
     "pip install": INSTALLS,
     "lerobot-": LEROBOT,
     "python -m lerobot": LEROBOT,
+    "vla-eval ": VLA_EVAL,
+    "python -m vla_eval": VLA_EVAL,
     "python -m pytest": "it would run the tests within a test",
     "python -m tests.": MINUTES,
     "vla-accel serve": f"{SERVES}; tests/cli/test_cli_serve.py starts it",

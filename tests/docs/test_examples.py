@@ -17,8 +17,10 @@ from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
 from vla_accel.transforms.robots import preset_from
 
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page.name != "README.md"]
-YAML = [(page, text) for page in PAGES for text in blocks(page, "yaml")]
+OTHERS = ("vla_eval.md",)
+"""Pages whose examples are for other programs; tests/plugins runs them there."""
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page.name not in ("README.md", *OTHERS)]
+YAML = [(page, text) for page in PAGES if page.name not in OTHERS for text in blocks(page, "yaml")]
 SERVER = "ws://gpu-box:8000"
 """Stands in the examples for a server of one's own."""
 

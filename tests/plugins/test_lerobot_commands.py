@@ -7,15 +7,6 @@ Each is a process of its own, as users start it. Runs where lerobot and the pack
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,6 +19,7 @@ import torch
 import yaml
 
 from tests.plugins.folders import write_arm, write_pusht
+from tests.plugins.programs import free_port, process, reachable, replaced, run, until
 from tests.support.pages import ROOT, commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -36,7 +28,6 @@ INSTALL = "pip install . "
 BY_TYPE, BY_PATH = "lerobot-eval --policy.type=", "lerobot-eval --policy.path="
 FOLDER, ROLLOUT = "python -m lerobot_policy_vla_accel ", "lerobot-rollout "
 SERVER, CLIENT = "python -m lerobot_policy_vla_accel.policy_server ", "python -m lerobot.async_inference.robot_client "
-TIMEOUT_S = 600
 # The client has no option that finds a robot of another package that is not installed.
 CLIENT_WITH_TOY = (
     "import runpy, tests.plugins.toy_arm; "
@@ -47,42 +38,11 @@ SMALL = ["--eval.n_episodes=2", "--eval.batch_size=2", "--eval.use_async_envs=fa
 
 
 def shown(start: str, *instead: str) -> list[str]:
-    """The page's command that begins so, with these options in place of its own of the same name, or besides."""
-    (line,) = [line for line in SHOWN if line.startswith(start)]
-    names = {word.partition("=")[0] for word in instead}
-    return [word for word in shlex.split(line) if word.partition("=")[0] not in names] + list(instead)
+    return replaced(SHOWN, start, *instead)
 
 
 def without(words: list[str], *starts: str) -> list[str]:
     return [word for word in words if not word.startswith(starts)]
-
-
-def program(words: list[str]) -> list[str]:
-    """Programs of this environment by their paths."""
-    if words[0] == "python":
-        return [sys.executable, *words[1:]]
-    return [str(Path(sys.executable).with_name(words[0])), *words[1:]]
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_OFFLINE": "1",
-        "SDL_VIDEODRIVER": "dummy",
-        "MUJOCO_GL": os.environ.get("MUJOCO_GL", "osmesa"),
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }
-
-
-def run(words: list[str], cwd: Path, **more: str) -> str:
-    """A program to its end; what it wrote."""
-    done = subprocess.run(
-        program(words), cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout + done.stderr
 
 
 def outcome(folder: Path) -> dict[str, float]:
@@ -140,9 +100,7 @@ def test_lerobot_rollout_drives_a_robot(arm: Path, inference: str) -> None:
 
 
 def test_the_async_server_answers_lerobots_own_client(arm: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = arm / "client.jsonl"
     client = shown(
         CLIENT, f"--server_address=127.0.0.1:{port}", "--policy_device=cpu", "--robot.type=toy_arm",
@@ -177,40 +135,3 @@ def test_lerobot_eval_in_libero(tmp_path: Path) -> None:
 def test_every_command_of_the_page_is_run_here() -> None:
     starts = (INSTALL, BY_TYPE, BY_PATH, FOLDER, ROLLOUT, SERVER, CLIENT)
     assert [sum(line.startswith(start) for line in SHOWN) for start in starts] == [1] * len(starts) == [1] * len(SHOWN)
-
-
-# -- processes --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def process(words: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """A program that runs until the block ends; what it wrote is shown if the block fails."""
-    with (cwd / f"{words[2][:20].replace('/', '_')}.log").open("w+") as log:
-        started = subprocess.Popen(program(words), cwd=cwd, env=environment(), stdout=log, stderr=log, text=True)
-        try:
-            yield started
-        except BaseException:
-            log.seek(0)
-            print(log.read()[-6000:])
-            raise
-        finally:
-            started.send_signal(signal.SIGINT)
-            try:
-                started.wait(15)
-            except subprocess.TimeoutExpired:
-                started.kill()
-                started.wait()
-
-
-def reachable(port: int) -> bool:
-    with socket.socket() as tried:
-        return tried.connect_ex(("127.0.0.1", port)) == 0
-
-
-def until(true: Callable[[], bool], alive: subprocess.Popen[str], within_s: float = 180.0) -> None:
-    """Wait until a condition holds; fails when the process ends first, or the time."""
-    end = time.monotonic() + within_s
-    while not true():
-        assert alive.poll() is None, f"ended with {alive.returncode}"
-        assert time.monotonic() < end, f"nothing within {within_s:.0f} s"
-        time.sleep(0.2)

@@ -125,12 +125,8 @@ class GrootProcessor:
         ]  # fmt: skip
         height, width = self.cropping.target
         observation: dict[str, Any] = {k: np.zeros((height, width, 3), np.uint8) for k in self.preset.images}
-        rest, state = len(self.preset.state) - 1, np.concatenate(parts)
-        observation[self.preset.state[0]] = state[: self.state.size - rest]
-        for i, key in enumerate(self.preset.state[1:]):
-            observation[key] = state[self.state.size - rest + i]
         prompt = prompt or self.default_prompt or "pick up the black bowl on the stove and place it on the plate"
-        return {**observation, self.preset.prompt: prompt}
+        return {**observation, **self.preset.split(np.concatenate(parts)), self.preset.prompt: prompt}
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

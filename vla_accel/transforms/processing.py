@@ -139,13 +139,8 @@ class Processor:
         state[list(preset.flipped)] *= -1.0
         state[list(preset.gripper_dims)] = 0.5
         observation: dict[str, Any] = {k: np.zeros((size, size, 3), np.uint8) for k in preset.images}
-        # Keys that share the state: all but the first hold one number (openpi's DROID: joints and gripper).
-        rest = len(preset.state) - 1
-        observation[preset.state[0]] = state[: preset.state_dim - rest]
-        for i, key in enumerate(preset.state[1:]):
-            observation[key] = state[preset.state_dim - rest + i]
         prompt = prompt or self.default_prompt or "pick up the black bowl on the stove and place it on the plate"
-        return {**observation, preset.prompt: prompt}
+        return {**observation, **preset.split(state), preset.prompt: prompt}
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

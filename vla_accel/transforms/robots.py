@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from vla_accel.config import from_mapping, read_mapping
 from vla_accel.errors import ConfigError
 
@@ -75,6 +77,13 @@ class Preset:
             raise ConfigError(
                 f"preset.gripper {self.gripper!r} and gripper_dims {list(self.gripper_dims)}: expected both or neither"
             )
+
+    def split(self, state: np.ndarray) -> dict[str, np.ndarray]:
+        """A whole state (state_dim,) by its keys: where several share it, all but the first hold one number (openpi's
+        DROID: joints and gripper)."""
+        first = len(state) - len(self.state) + 1
+        parts = np.split(state, range(first, len(state)))
+        return dict(zip(self.state, parts, strict=True))
 
 
 LIBERO = Preset(

@@ -76,7 +76,7 @@ def observations(batch: Mapping[str, Any], preset: Preset) -> list[dict[str, Any
     tasks = batch.get("task")
     tasks = [tasks] * len(states) if tasks is None or isinstance(tasks, str) else list(tasks)
     return [
-        {**{k: v[row] for k, v in images.items()}, **_split(states[row], preset)}
+        {**{k: v[row] for k, v in images.items()}, **preset.split(states[row])}
         | ({preset.prompt: tasks[row]} if tasks[row] else {})
         for row in range(len(states))
     ]
@@ -84,13 +84,6 @@ def observations(batch: Mapping[str, Any], preset: Preset) -> list[dict[str, Any
 
 def _state_name(preset: Preset) -> str:
     return preset.state[0] if preset.state[0].startswith("observation.") else _STATE
-
-
-def _split(state: np.ndarray, preset: Preset) -> dict[str, np.ndarray]:
-    """A preset with several keys of state has one number in each but the first (DROID's joints and gripper)."""
-    rest = len(preset.state) - 1
-    parts = np.split(state, [len(state) - rest + i for i in range(rest)])
-    return dict(zip(preset.state, parts, strict=True))
 
 
 def _array(value: Any) -> np.ndarray:
