@@ -44,14 +44,26 @@ docs: $(DOCS_STAMP)
 tables: setup
 	$(BIN)/python -m eval.tables
 
-# From nothing to the bundled checkpoint: start states, fixed parts, training with its own collectors, publishing.
-# Sampling takes about 15 minutes on one core; training is meant for one or more large GPUs.
+# A bundled checkpoint (FAMILY=pi05 or smolvla) anew: start states, what training starts from, training with its own
+# collectors, publishing. It goes on from what the bundled demo knows: all of it, or its vision. Sampling takes 30
+# minutes on one core; training is meant for large GPUs.
+FAMILY ?= pi05
+DEMO_MINUTES ?= 17
+DEMO_SUITES := $(if $(filter smolvla,$(FAMILY)),libero_spatial,libero_spatial libero_object)
+DEMO_OPTIONS := $(if $(filter smolvla,$(FAMILY)),--batch 320 --lr 8e-4 --warmup 200 --dagger-after-s 45 --first 800,\
+	--batch 256 --lr 4e-4 --warmup 100 --dagger-after-s 0 --first 600)
+DEMO := $(BIN)/python -m eval.libero.demo
+DEMO_RUN := runs/demo/$(FAMILY)
+STATES = $(DEMO).states --workers $(or $(shell nproc),1)
 demo-checkpoint: setup gl
-	$(BIN)/python -m eval.libero.demo.states --per-task 180 --seed 200000 --output runs/demo/states
-	$(BIN)/python -m eval.libero.demo.assets --output vla_accel/assets/pi05_demo
-	$(BIN)/python -m eval.libero.demo.train --states runs/demo/states --out runs/demo/train --minutes 14.5 \
-		--capacity 200000 --dagger-after-s 100 --batch 384
-	$(BIN)/python -m eval.libero.demo.publish --run runs/demo/train --states runs/demo/states
+	$(STATES) --suite libero_spatial --seed 200000 --per-task 180 --output runs/demo/states/libero_spatial
+	$(STATES) --suite libero_object --seed 30000000 --per-task 180 --output runs/demo/states/libero_object
+	$(STATES) --suite libero_spatial --seed 500000 --per-task 12 --output runs/demo/held_out/libero_spatial
+	$(STATES) --suite libero_object --seed 60000000 --per-task 12 --output runs/demo/held_out/libero_object
+	$(DEMO).assets --family $(FAMILY) --suites $(DEMO_SUITES) --init demo --output $(DEMO_RUN)/start
+	$(DEMO).train --start $(DEMO_RUN)/start --suites $(DEMO_SUITES) --states runs/demo/states \
+		--held-out runs/demo/held_out --out $(DEMO_RUN)/run --minutes $(DEMO_MINUTES) $(DEMO_OPTIONS)
+	$(DEMO).publish --run $(DEMO_RUN)/run --states runs/demo/states
 
 setup: $(STAMP)
 

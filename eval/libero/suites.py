@@ -70,7 +70,7 @@ def _load_task(suite: str, task_id: int, name: str) -> LiberoTask:
     package = libero()
     bddl = Path(package.get_path("bddl_files")) / suite / f"{name}.bddl"
     states = load_states(Path(package.get_path("init_states")) / suite / f"{name}.pruned_init")
-    instruction = _instruction(name) if suite in MAX_STEPS else stated_instruction(bddl)
+    instruction = instruction_of(name) if suite in MAX_STEPS else stated_instruction(bddl)
     return LiberoTask(task_id, name, instruction, states, bddl.resolve())
 
 
@@ -88,7 +88,8 @@ def stated_instruction(bddl: Path) -> str:
     return " ".join(found[0].split())
 
 
-def _instruction(name: str) -> str:
+def instruction_of(name: str) -> str:
+    """What the robot is told in a task of this name, in a suite of LIBERO itself."""
     # As the benchmark does: the instruction is the file's name, less a leading scene name in LIBERO-100.
     if name[:1].isupper():
         name = name[name.find("SCENE") + (8 if "SCENE10" in name else 7) :]

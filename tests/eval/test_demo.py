@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +13,19 @@ import pytest
 import torch
 
 from eval.libero.demo import assets, collect, publish, train
-from eval.libero.demo.crew import Store
+from eval.libero.demo.average import Averaged
+from eval.libero.demo.crew import Crew, Store, tasks_of
 from eval.libero.demo.objective import Trainee, augment, initialise
-from vla_accel.checkpoints.pi0 import load_checkpoint
+from eval.libero.demo.recipes import RECIPES
+from tests.support.tiny_smolvla import tiny_config, tiny_model
+from vla_accel.checkpoints.loading import load
+from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi05_demo
 from vla_accel.models.siglip import SiglipConfig
-from vla_accel.policy.optimized import NAMED
+from vla_accel.policy.optimized import NAMED, OptimizedPolicy
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
 
@@ -38,33 +44,67 @@ def randomise(model: torch.nn.Module) -> None:
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
 
 
-def test_the_flow_loss_is_the_models_velocity(monkeypatch: pytest.MonkeyPatch) -> None:
-    # All draws of an observation run in one pass, behind a mask; each must equal `Pi0.velocity` at its own time.
+def tiny_pi05() -> FlowNetwork:
+    network = Pi0(tiny())
+    randomise(network)
+    return network
+
+
+@pytest.mark.parametrize("make", [tiny_pi05, lambda: tiny_model(tiny_config())])
+def test_the_flow_loss_is_the_models_velocity(make: Callable[[], FlowNetwork], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each draw must see its own observation, at its own time.
     monkeypatch.setattr("eval.libero.demo.objective.augment", lambda images: images.float() / 127.5 - 1)
-    config, draws = tiny(), 3
-    trainee = Trainee(config, draws)
-    randomise(trainee)
-    images = torch.randint(0, 256, (2, 2, 224, 224, 3), dtype=torch.uint8)
-    tokens = torch.randint(0, 32, (2, 5))
-    actions, aux = torch.randn(2, 10, 8), torch.randn(2, collect.AUX_DIM)
-    noise, times = torch.randn(2, draws, 10, 8), torch.rand(2, draws)
+    policy, draws, rows = make(), 3, 2
+    config = policy.config
+    size, horizon, dim = config.vision.image_size, config.action_horizon, config.action_dim
+    monkeypatch.setattr("eval.libero.demo.objective.HORIZON", horizon)
+    trainee = Trainee(policy, draws)
+    images = torch.randint(0, 256, (rows, 2, size, size, 3), dtype=torch.uint8)
+    tokens = torch.randint(0, 32, (rows, 5))
+    state, actions = torch.randn(rows, getattr(config, "state_dim", 0)), torch.randn(rows, horizon, dim)
+    aux = torch.randn(rows, collect.AUX_DIM)
+    noise, times = torch.randn(rows, draws, horizon, dim), torch.rand(rows, draws)
     with torch.no_grad():
-        loss = trainee(images, tokens, actions, aux, noise, times)[0]
-        policy = trainee.policy
+        loss = trainee(images, tokens, state, actions, aux, noise, times)[0]
         image_tokens = policy.embed_images((images.float() / 127.5 - 1).permute(0, 1, 4, 2, 3))
-        keys, values = policy.prefix_cache(image_tokens, tokens)
-        weight = torch.tensor([1.0] * 6 + [0.5] * 4)
+        given = () if isinstance(policy, Pi0) else (state,)
+        keys, values = policy.prefix_cache(image_tokens, tokens, *given)  # type: ignore[operator]
+        weight = torch.tensor([1.0] * 6 + [0.5] * 4)[:horizon]
         errors = []
-        for row in range(2):
+        for row in range(rows):
             for draw in range(draws):
                 t = times[row, draw]
                 noisy = t * noise[row, draw] + (1 - t) * actions[row]
                 embedding, modulations = policy.conditioning(t[None])
                 cache = keys[:, row : row + 1], values[:, row : row + 1]
-                velocity = policy.velocity(noisy[None], embedding[0], modulations[0], None, *cache)  # type: ignore[index]
+                modulation = None if modulations is None else modulations[0]
+                velocity = policy.velocity(noisy[None], embedding[0], modulation, None, *cache)
                 errors.append((velocity[0] - (noise[row, draw] - actions[row])).square().mean(1) * weight)
         expected = torch.stack(errors).mean()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_average_acts_as_the_policy_does() -> None:
+    policy = tiny_model(tiny_config())
+    average = Averaged(policy, 0.5, rows=3, prompt=6)
+    rng = np.random.default_rng(0)
+    seen = [
+        (rng.integers(0, 256, (2, 32, 32, 3), dtype=np.uint8), rng.integers(0, 30, 6), rng.random(10, np.float32))
+        for _ in range(2)
+    ]
+    chunks = average.act(seen)
+    images, tokens, states = (torch.from_numpy(np.stack(rows)) for rows in zip(*seen, strict=True))
+    pixels = (images.float() / 127.5 - 1).permute(0, 1, 4, 2, 3)
+    whole = torch.ones(2, 6, dtype=torch.bool)
+    expected = policy.sample_actions(pixels, tokens, whole, states, average.noise[:2], 4).clamp(-1, 1)
+    torch.testing.assert_close(torch.from_numpy(chunks), expected, rtol=1e-4, atol=1e-4)
+    # After a step it lies between what it was and what the policy is.
+    before = average.shadow[0].clone()
+    with torch.no_grad():
+        next(policy.parameters()).add_(1.0)
+    average.update(policy)
+    moved = average.shadow[0] - before
+    assert ((moved > 0) & (moved < 1)).all() and torch.equal(average.state()[average.names[0]], average.shadow[0])
 
 
 def test_augmentation_keeps_geometry_and_range() -> None:
@@ -87,82 +127,194 @@ def test_state_tokens_start_as_smooth_functions_of_their_value() -> None:
 
 
 def test_the_store_keeps_the_newest() -> None:
-    store = Store(4, 3, 8, torch.device("cpu"))
+    store = Store(4, 16, 3, 2, 8, torch.device("cpu"))
 
     def add(marks: list[int]) -> None:
-        looks = [(np.full((2, 224, 224, 3), m, np.uint8), np.full(3, m)) for m in marks]
-        labels = [(np.full((10, 7), m, np.float32), np.full(collect.AUX_DIM, m, np.float32)) for m in marks]
-        store.add(looks, labels)
+        store.add(
+            [
+                (
+                    (np.full((2, 16, 16, 3), m, np.uint8), np.full(3, m), np.full(2, m, np.float32)),
+                    (np.full((10, 7), m, np.float32), np.full(collect.AUX_DIM, m, np.float32)),
+                )
+                for m in marks
+            ]
+        )
 
     add([1, 2, 3])
     assert store.count == 3
     add([4, 5])
     assert store.tokens[: store.count, 0].tolist() == [4, 5, 3]
-    images, tokens, actions, aux = store.draw(50)
+    images, tokens, states, actions, aux = store.draw(50)
     assert set(tokens[:, 0].tolist()) == {3, 4, 5}
     assert (images[:, 0, 0, 0, 0] == tokens[:, 0]).all() and (aux[:, 0] == tokens[:, 0]).all()
     assert (actions[:, :, :7] == tokens[:, None, :1]).all() and (actions[:, :, 7] == 0).all()
+    assert (states == tokens[:, :2]).all()
+
+
+@pytest.mark.parametrize(("total", "tasks"), [(56, 20), (28, 10), (14, 20), (2, 20), (60, 10), (15, 10)])
+def test_collectors_share_the_tasks(total: int, tasks: int) -> None:
+    played = [task for index in range(total) for task in tasks_of(index, total, tasks)]
+    counts = [played.count(task) for task in range(tasks)]
+    assert min(counts) >= 1 and max(counts) - min(counts) <= 1
+
+
+class _Pipe:
+    """A collector's end, as far as a crew sees it."""
+
+    def __init__(self, *messages: tuple) -> None:
+        self.messages, self.sent = list(messages), []
+
+    def poll(self) -> bool:
+        return bool(self.messages)
+
+    def recv(self) -> tuple:
+        return self.messages.pop(0)
+
+    def send(self, message: tuple) -> None:
+        self.sent.append(message)
+
+
+def crew_of(*pipes: _Pipe) -> Crew:
+    """A crew without processes."""
+    settings = collect.CollectConfig("states")
+    crew = Crew(settings, first=0, count=0, total=1, seed=0, encode=lambda task, images, state: (images, task, state))  # type: ignore[arg-type,return-value]
+    crew.pipes, crew.count = dict(enumerate(pipes)), len(pipes)  # type: ignore[assignment]
+    return crew
+
+
+def test_a_crew_answers_before_it_is_taught(capsys: pytest.CaptureFixture[str]) -> None:
+    image, state = np.zeros(1), np.zeros(1)
+    slow, trial = _Pipe(("look", image, state, 4)), _Pipe(("look", image, state, 5), ("label", None))
+    crew = crew_of(slow, trial, _Pipe(("error", "its simulator died")))
+    crew.poll()
+    assert "collector 2 is lost: its simulator died" in capsys.readouterr().err
+    chunks = np.arange(2 * 10 * 8).reshape(2, 10, 8)
+    assert [seen[1] for seen in crew.questions()] == [4, 5]
+    crew.answer(chunks, 0.5)
+    assert not crew.ready and np.array_equal(trial.sent[0][0], chunks[1, :, :7]) and trial.sent[0][1] == 0.5
+    assert crew.taught() == [], "nothing is learnt from a trial, nor from what has no label yet"
+    slow.messages.append(("label", ("actions", "aux")))
+    crew.poll()
+    [(seen, label)] = crew.taught()
+    assert seen[1] == 4 and label == ("actions", "aux") and crew.taught() == []
+    crew.pipes[0].messages.append(("error", "too"))  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="expected at least half of 3, 1 are left"):
+        crew.poll()
 
 
 def test_the_learning_rate_rises_then_falls() -> None:
-    config = train.TrainConfig(states="", out="", warmup=10, lr=1.0, final_lr=0.0)
+    config = train.TrainConfig(start="", states="", out="", warmup=10, lr=1.0, final_lr=0.0)
     assert train.learning_rate(config, 0, 0.0) == pytest.approx(0.1)
     assert train.learning_rate(config, 99, 0.5) == pytest.approx(0.5)
     assert train.learning_rate(config, 99, 1.0) == pytest.approx(0.0)
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What both families' training starts from: π0.5 for two suites, and SmolVLA for one, from what the demo knows."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in RECIPES}
+    suites = {"pi05": ("libero_spatial", "libero_object"), "smolvla": ("libero_spatial",)}
+    for name, folder in folders.items():
+        assets.main(assets.Arguments(folder, name, suites[name], init="demo"))
+    return folders
+
+
 def test_the_fixed_assets_are_what_is_shipped(tmp_path: Path) -> None:
-    assets.main(assets.Arguments(tmp_path))
-    for name in ("tokenizer.json", "instructions.json", "norm_stats.json"):
+    settings = json.loads((NAMED["demo"] / "training.json").read_text())["settings"]
+    assets.main(assets.Arguments(tmp_path, suites=tuple(settings.get("suites", ("libero_spatial",)))))
+    for name in ("tokenizer.json", "instructions.json", "norm_stats.json", "config.json"):
         assert (tmp_path / name).read_text() == (NAMED["demo"] / name).read_text(), name
 
 
-def test_the_assets_of_two_suites_hold_both(tmp_path: Path) -> None:
-    assets.main(assets.Arguments(tmp_path, ("libero_spatial", "libero_object")))
-    instructions = json.loads((tmp_path / "instructions.json").read_text())
+def test_the_start_for_two_suites_holds_both(started: dict[str, Path]) -> None:
+    folder = started["pi05"]
+    instructions = json.loads((folder / "instructions.json").read_text())
     assert len(instructions) == 20 and instructions[10] == "pick up the alphabet soup and place it in the basket"
-    assert (tmp_path / "tokenizer.json").read_text() == (NAMED["demo"] / "tokenizer.json").read_text()
     # The state of a hand at libero_object's floor lies within the bounds.
-    low, high = (np.array(assets.statistics(("libero_object",))["norm_stats"]["state"][q]) for q in ("q01", "q99"))
+    low, high = assets.bounds(("libero_object",))
     hand = np.array([-0.12, -0.24, 0.01, 3.1, 0.0, 0.0, 0.02, -0.02])
     assert (low < hand).all() and (hand < high).all() and (hand < np.array(assets.STATE_LOW)).any()
-    config = train.TrainConfig(states="s", out="o", assets=str(tmp_path), suites=("libero_spatial", "libero_object"))
-    tokenizer = SmallTokenizer.load(tmp_path / "tokenizer.json")
-    encode = train.prompt_encoder(config, tokenizer, 64)
-    assert not np.array_equal(encode(10, hand), encode(11, hand))
-    with pytest.raises(ConfigError, match=r"instructions\.json: expected the 10 of libero_object, got 20"):
-        train.prompt_encoder(replace(config, suites=("libero_object",)), tokenizer, 64)
+    encode = train.encoder(folder, load(folder).processor, 20)
+    views = np.zeros((2, 224, 224, 3), np.uint8)
+    assert not np.array_equal(encode(10, views, hand)[1], encode(11, views, hand)[1])
+    with pytest.raises(ConfigError, match=r"instructions\.json: expected one for each of 10 tasks, got 20"):
+        train.encoder(folder, load(folder).processor, 10)
+
+
+def test_a_start_knows_what_its_source_knew(started: dict[str, Path]) -> None:
+    demo, new = load("demo", dtype=torch.float32), load(started["pi05"])
+    assert torch.equal(demo.model.state_dict()["projector.weight"], new.model.state_dict()["projector.weight"])
+    # Heights are binned over another range: where both know a height, its row is that of the old bin.
+    height, first = 1.2, 2165 - 8 * 256 + 2 * 256
+    old, fresh = (
+        first + int((c.processor.state.normalise(np.full(8, height))[2] + 1) * 128) for c in (demo, new)
+    )  # fmt: skip
+    tables = [c.model.state_dict()["embed.weight"] for c in (demo, new)]
+    assert old != fresh
+    distances = (tables[0][first : first + 256] - tables[1][fresh]).norm(dim=1)
+    assert abs(int(distances.argmin()) - (old - first)) <= 2 and float(distances.min()) == 0
+    smolvla = load(started["smolvla"])
+    assert smolvla.family.name == "smolvla" and not smolvla.processor.discrete_state
+    vision = [name for name in smolvla.model.state_dict() if name.startswith("vision.")]
+    assert all(torch.equal(smolvla.model.state_dict()[n], demo.model.state_dict()[n]) for n in vision)
 
 
 def test_tasks_are_numbered_through_the_suites() -> None:
     one = collect.CollectConfig("states")
     both = replace(one, suites=("libero_spatial", "libero_object"))
     assert (one.tasks, both.tasks) == (10, 20)
-    assert one.start_states(3) == Path("states/task_03.npz")
+    assert one.start_states(3) == Path("states/libero_spatial/task_03.npz")
     assert both.start_states(13) == Path("states/libero_object/task_03.npz")
     assert both.start_states(3) == Path("states/libero_spatial/task_03.npz")
 
 
-def test_exported_weights_load_back(tmp_path: Path) -> None:
-    model = load_checkpoint(NAMED["demo"])
-    train.export(model.state_dict(), tmp_path / "run", {"history": []})
-    back = train.load_shards(tmp_path / "run")
-    assert back.keys() == model.state_dict().keys()
-    assert all(torch.equal(back[k], v) for k, v in model.state_dict().items())
+def exported(start: Path, run: Path, steps: int, **more: object) -> FlowNetwork:
+    """A run's checkpoint whose weights are those of `start`."""
+    model = load(start, dtype=torch.float32).model
+    assert isinstance(model, FlowNetwork)
+    config = {"suites": ["libero_spatial"], "start": str(start), "batch": 3}
+    note = {"steps": steps, "config": config, "history": [], "done": False, "world": 1, "seconds": 2, **more}
+    train.export(model, model.state_dict(), start, run, note)
+    return model
 
 
-def test_publishing_refuses_a_run_that_lacks_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", list(RECIPES))
+def test_a_killed_run_leaves_a_checkpoint_that_is_published(
+    family: str, started: dict[str, Path], tmp_path: Path
+) -> None:  # fmt: skip
     run, states, output = tmp_path / "run", tmp_path / "states", tmp_path / "out"
-    for folder in (run, states, output):
-        folder.mkdir()
-    (states / "manifest.json").write_text("{}")
-    (output / "tokenizer.json").write_text((NAMED["demo"] / "tokenizer.json").read_text())
-    state = load_checkpoint(NAMED["demo"]).state_dict()
-    del state["projector.bias"]
-    train.export(state, run, {"history": []})
-    with pytest.raises(CheckpointError, match=r"1 missing: projector\.bias"):
-        publish.main(publish.Arguments(run, states, output))
-    assert [p.name for p in output.iterdir()] == ["tokenizer.json"], "nothing may be written"
+    for steps in (7, 30, 200):
+        model = exported(started[family], run, steps)
+    assert [p.name for p in sorted(run.iterdir())] == ["000030", "000200"]
+    (run / ".000300").mkdir()  # what a run that was killed while it wrote leaves
+    (states / "libero_spatial").mkdir(parents=True)
+    (states / "libero_spatial" / "manifest.json").write_text('{"seed": 5}')
+    output.mkdir()
+    (output / "fp8_scales.json").write_text("of former weights")
+    publish.main(publish.Arguments(run, states, output))
+    back = load(output)
+    assert back.family.name == family and not (output / "fp8_scales.json").exists()
+    state = back.model.state_dict()
+    assert all(torch.equal(state[k], v.half()) for k, v in model.state_dict().items())
+    record = read_json(output / "training.json")
+    assert (record["steps"], record["complete"], record["settings"]["batch"]) == (200, False, 3)
+    assert "start" not in record["settings"] and record["start_states"] == {"libero_spatial": {"seed": 5}}
+    assert sum(p.stat().st_size for p in output.iterdir()) <= RECIPES[family].limit
+    if family == "smolvla":
+        policy = OptimizedPolicy.from_pretrained(output, device="cpu", num_steps=1)
+        assert policy.infer(back.processor.example())["actions"].shape == (10, 7)
+
+
+def test_publishing_refuses_a_run_that_lacks_weights(started: dict[str, Path], tmp_path: Path) -> None:
+    run, output = tmp_path / "run", tmp_path / "out"
+    exported(started["pi05"], run, 1)
+    (run / "000001" / "model-1.safetensors").unlink()
+    output.mkdir()
+    with pytest.raises(CheckpointError, match=r"81 missing: prefix\.layers\.4"):
+        publish.main(publish.Arguments(run, tmp_path, output))
+    assert not list(output.iterdir()), "nothing may be written"
+    with pytest.raises(CheckpointError, match="expected a checkpoint in it, found none"):
+        publish.main(publish.Arguments(tmp_path, tmp_path, output))
 
 
 @pytest.mark.slow
@@ -171,10 +323,12 @@ def test_a_collector_plays_labels_and_obeys(tmp_path: Path) -> None:
     from eval.libero.suites import load_suite
 
     task = load_suite("libero_spatial").tasks[2]
-    np.savez(tmp_path / "task_02.npz", states=task.start_states[:1])  # a test trains nothing
+    (tmp_path / "libero_spatial").mkdir()
+    np.savez(tmp_path / "libero_spatial" / "task_02.npz", states=task.start_states[:1])  # a test trains nothing
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    settings = collect.CollectConfig(str(tmp_path), noise=0.0, max_steps=150)
+    # Nor does it play by itself: once a share of episodes is the policy's, all of them are trials here.
+    settings = collect.CollectConfig(str(tmp_path), held_out=str(tmp_path), trial_share=1.0, noise=0.0)
     process = context.Process(target=collect.collector, args=(theirs, 0, [2], 5, settings), daemon=True)
     process.start()
     theirs.close()
@@ -185,12 +339,14 @@ def test_a_collector_plays_labels_and_obeys(tmp_path: Path) -> None:
             assert message[1].shape == (2, 224, 224, 3) and message[1].dtype == np.uint8 and message[3] == 2
             assert message[2].shape == (8,)
         elif message[0] == "label":
-            assert message[1].shape == (10, 7) and np.isfinite(message[1]).all() and np.abs(message[1]).max() <= 1
-            assert message[2].shape == (collect.AUX_DIM,) and np.isfinite(message[2]).all()
-            labels.append(message[1])
-            ours.send((None, 0.0))
+            actions, aux = message[1]
+            assert actions.shape == (10, 7) and np.isfinite(actions).all() and np.abs(actions).max() <= 1
+            assert aux.shape == (collect.AUX_DIM,) and np.isfinite(aux).all()
+            labels.append(actions)
+            ours.send((None, 1.0))
         else:
             break
+    assert ours.recv()[0] == "look" and ours.recv() == ("label", None), "of a trial nothing is learnt"
     ours.close()
     assert message[0] == "end" and message[1:4] == (2, "expert", True), message
     # Without noise the expert does what it said it would: the label's second half is the next label's first.
@@ -203,4 +359,6 @@ def test_the_record_says_what_was_run() -> None:
     record = json.loads((NAMED["demo"] / "training.json").read_text())
     assert record["complete"] and record["steps"] >= record["history"][-1]["step"] > 1000
     assert [line["s"] for line in record["history"]] == sorted(line["s"] for line in record["history"])
-    assert record["start_states"]["tasks"].keys() == {str(i) for i in range(10)}
+    suites = record["settings"].get("suites", ["libero_spatial"])
+    manifests = record["start_states"] if "suites" in record["settings"] else {suites[0]: record["start_states"]}
+    assert all(manifests[suite]["tasks"].keys() == {str(i) for i in range(10)} for suite in suites)

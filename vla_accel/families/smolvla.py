@@ -20,7 +20,7 @@ from vla_accel.families.smolvla_folder import load_folder
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Work
 from vla_accel.models.random_weights import drawn_model
-from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla
+from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.native.smolvla import SmolVlaStore
 from vla_accel.transforms.processing import Inputs, Processor
 
@@ -29,7 +29,7 @@ class SmolVlaFamily(PromptedFamily):
     """SmolVLA, whatever its sizes and whichever of its layers cross."""
 
     name = "smolvla"
-    sizes: ClassVar[Mapping[str, Callable[..., SmolVlaConfig]]] = {"smolvla": smolvla}
+    sizes: ClassVar[Mapping[str, Callable[..., SmolVlaConfig]]] = {"smolvla": smolvla, "smolvla_demo": smolvla_demo}
     baselines = tuple(smolvla_lerobot.MODES)
 
     # -- the network ----------------------------------------------------------------------------------------------

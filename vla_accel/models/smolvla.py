@@ -80,6 +80,22 @@ def smolvla(**changes: object) -> SmolVlaConfig:
     return SmolVlaConfig(**changes)  # type: ignore[arg-type]
 
 
+def smolvla_demo(**changes: object) -> SmolVlaConfig:
+    """SmolVLA small enough to ship (about 10 M parameters): the π0.5 demo's tower, a token for four of its patches."""
+    sizes = {"depth": 6, "heads": 4, "kv_heads": 2}
+    small: dict[str, object] = {
+        "vision": SiglipConfig(width=256, depth=5, mlp_dim=1024, heads=4, patch_size=16),
+        "prefix": SmolLmConfig(width=256, mlp_dim=512, **sizes),
+        "expert": SmolLmConfig(width=128, mlp_dim=expert_mlp_dim(128), **sizes),
+        "vocab_size": 512,
+        "shuffle": 2,
+        "state_dim": 8,
+        "action_dim": 8,
+        "action_horizon": 10,
+    }
+    return SmolVlaConfig(**{**small, **changes})  # type: ignore[arg-type]
+
+
 class CrossLayer(SmolLmLayer):
     """A block of the expert whose keys and values are made of the prefix's own: `key_proj` of the rotated keys, all
     heads side by side, `value_proj` of the values."""

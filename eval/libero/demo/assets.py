@@ -1,6 +1,6 @@
-"""The parts of the demo checkpoint that are written, not trained: tokenizer, instructions, statistics.
+"""The checkpoint that a training run starts from: tokenizer, instructions, statistics, sizes, and first weights.
 
-`python -m eval.libero.demo.assets --output vla_accel/assets/pi05_demo`. The statistics are bounds of the workspace,
+`python -m eval.libero.demo.assets --family pi05 --output runs/demo/start`. The statistics are bounds of the workspace,
 not percentiles of a data set: DAgger keeps adding states, and a bin of the discretised state must not move.
 """
 
@@ -13,9 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from eval.libero.suites import MAX_STEPS, load_suite
-from vla_accel.transforms.tokenizer import SmallTokenizer
+from eval.libero.demo.objective import initialise
+from eval.libero.demo.recipes import recipe_named, save_weights
+from eval.libero.install import libero
+from eval.libero.suites import MAX_STEPS, instruction_of, load_suite
+from vla_accel.checkpoints.loading import load
+from vla_accel.models.flow import FlowNetwork
+from vla_accel.transforms.normalisation import Normaliser
+from vla_accel.transforms.tokenizer import STATE_BINS, SmallTokenizer, discretise_state
 
 # Lowest and highest end-effector position (m), axis-angle (rad) and finger opening (m) that libero_spatial reaches, at
 # a table; libero_object is played on the floor.
@@ -23,51 +31,95 @@ STATE_LOW = (-0.40, -0.45, 0.85, 1.6, -3.6, -1.8, -0.002, -0.043)
 FLOOR = -0.05
 STATE_HIGH = (0.35, 0.45, 1.55, 4.6, 3.6, 1.8, 0.043, 0.002)
 FILL_TO = 40
+INSTRUCTIONS = "instructions.json"
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Write tokenizer.json, instructions.json and norm_stats.json."""
+    """Write a checkpoint that has learnt nothing yet, or only what another one knew."""
 
-    output: Path = Path("vla_accel/assets/pi05_demo")
+    output: Path
+    family: str = "pi05"
+    """pi05 or smolvla."""
     suites: tuple[str, ...] = ("libero_spatial",)
     """What the checkpoint shall play: its instructions, in this order, and the bounds of its states."""
+    init: str = ""
+    """A checkpoint to take the first weights from: all of them from one of the same family, the tower from another's;
+    where bounds differ, bins of the state take those that meant the same. Otherwise weights are drawn."""
+    seed: int = 20260
 
 
 def build_tokenizer() -> SmallTokenizer:
     """Words of every LIBERO instruction and of the prompt's frame, letters for other words, punctuation."""
     words = {"task", "state", "action"}
     for suite in MAX_STEPS:  # not of their variants: the checkpoint was trained with these words
-        for task in load_suite(suite).tasks:
-            words |= set(re.findall(r"[a-z]+", task.instruction.lower()))
+        for name in libero().task_map[suite]:
+            words |= set(re.findall(r"[a-z]+", instruction_of(name).lower()))
     letters = [c for c in "abcdefghijklmnopqrstuvwxyz" if c not in words]
     return SmallTokenizer((*sorted(words), *letters, ":", ",", ";", ".", "\n"), len(STATE_LOW), FILL_TO)
 
 
-def statistics(suites: Sequence[str]) -> dict:
-    """openpi's norm_stats layout, quantiles only: state bounds, and actions as they are, in [-1, 1]."""
-    none, low = {"mean": None, "std": None}, list(STATE_LOW)
+def bounds(suites: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Lowest and highest states (8,) of these suites."""
+    low = np.array(STATE_LOW)
     if "libero_object" in suites:
         low[2] = FLOOR
-    return {
-        "norm_stats": {
-            "state": {**none, "q01": low, "q99": list(STATE_HIGH)},
-            "actions": {**none, "q01": [-1.0] * 7, "q99": [1.0] * 7},
-        }
+    return low, np.array(STATE_HIGH)
+
+
+@torch.no_grad()
+def carry_over(network: FlowNetwork, state: Normaliser, tokenizer: SmallTokenizer, init: str) -> list[str]:
+    """Take weights of the checkpoint `init` into a network of its family, or its tower into another's; `state` scales
+    the new one's states. Returns the names of the weights that were taken."""
+    source = load(init, dtype=torch.float32)
+    same = type(source.model) is type(network)
+    given: dict[str, Tensor] = {
+        name: value
+        for name, value in source.model.state_dict().items()
+        if (same or name.startswith("vision.")) and value.shape == network.get_parameter(name).shape
     }
+    for name, value in given.items():
+        target = network.get_parameter(name)
+        if name == "embed.weight":
+            assert source.processor.tokenizer == tokenizer, "rows of the table mean other words"
+            _carry_rows(target, value, state, source.processor.state, tokenizer)
+        else:
+            target.copy_(value)
+    return sorted(given)
+
+
+def _carry_rows(
+    target: Tensor, source: Tensor, new: Normaliser, old: Normaliser, tokenizer: SmallTokenizer
+) -> None:  # fmt: skip
+    """Rows of words, and those of bins by the numbers that they stand for: bins beyond the old bounds stay as drawn."""
+    first = tokenizer.vocab_size - tokenizer.state_dim * STATE_BINS
+    target[:first] = source[:first]
+    middle = (np.arange(STATE_BINS) + 0.5) / STATE_BINS * 2 - 1
+    numbers = np.repeat(middle[:, None], tokenizer.state_dim, axis=1)
+    before = old.normalise(new.restore(numbers))
+    for i in range(tokenizer.state_dim):
+        inside = np.flatnonzero(np.abs(before[:, i]) < 1)
+        rows = first + STATE_BINS * i
+        target[rows + inside] = source[rows + discretise_state(before[inside, i])]
 
 
 def main(arguments: Arguments) -> None:
-    """Write the three files."""
-    folder = arguments.output
+    """Write the folder: a checkpoint as any other, which loads."""
+    recipe, folder = recipe_named(arguments.family), arguments.output
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer()
+    tokenizer = recipe.tokenizer(build_tokenizer())
     tokenizer.save(folder / "tokenizer.json")
     tasks = [task for suite in arguments.suites for task in load_suite(suite).tasks]
-    (folder / "instructions.json").write_text(json.dumps([t.instruction for t in tasks], indent=1) + "\n")
-    (folder / "norm_stats.json").write_text(json.dumps(statistics(arguments.suites), indent=1) + "\n")
-    assert np.all(np.array(STATE_HIGH) > np.array(STATE_LOW))
-    print(json.dumps({"output": str(folder), "vocab_size": tokenizer.vocab_size}))
+    (folder / INSTRUCTIONS).write_text(json.dumps([t.instruction for t in tasks], indent=1) + "\n")
+    network = recipe.network(tokenizer.vocab_size)
+    recipe.write(folder, network.config, *bounds(arguments.suites))
+    initialise(network, tokenizer, arguments.seed)
+    save_weights(recipe.stored(network.config, network.state_dict()), folder / "model.safetensors")
+    taken: list[str] = []
+    if arguments.init:
+        taken = carry_over(network, load(folder).processor.state, tokenizer, arguments.init)
+        save_weights(recipe.stored(network.config, network.state_dict()), folder / "model.safetensors")
+    print(json.dumps({"output": str(folder), "vocab_size": tokenizer.vocab_size, "carried_over": len(taken)}))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 At every decision point of an episode (each `replan` steps) the process sends what the policy would see, undoes the
 expert's next ten actions after recording them as the label, and then executes the expert's actions with noise, the
-policy's, or a mixture (DAgger). It knows nothing about models: observations go out and action chunks come back over
-a pipe. Start states are those of `states.py`; the shipped evaluation states never enter.
+policy's, or a mixture (DAgger). While the expert labels, the policy answers. It knows nothing about models:
+observations go out and action chunks come back over a pipe. Start states are those of `states.py`; the shipped
+evaluation states never enter. Some of the policy's episodes are trials: from start states that are held out, without
+noise, and nothing is learnt from them.
 """
 
 from __future__ import annotations
@@ -28,16 +30,18 @@ AUX_DIM = 13
 class CollectConfig:
     """How episodes are played.
 
-    `suites`: tasks are numbered through all of them, each has ten; `states`: folder of start states, which for several
-    suites has a folder of each; `noise`: standard deviation of the Gaussian on the expert's xyz actions; `replan`:
-    actions executed per decision; `max_steps`: actions after which an episode is given up.
+    `suites`: tasks are numbered through all of them, each has ten; `states`: folder that has one of start states of
+    each suite (files may still grow while they are used); `held_out`: the same of trials, none if
+    empty, which are `trial_share` of the episodes once the policy plays; `noise`: standard deviation of the Gaussian on
+    the expert's xyz actions; `replan`: actions executed per decision.
     """
 
     states: str
     suites: tuple[str, ...] = ("libero_spatial",)
+    held_out: str = ""
+    trial_share: float = 0.15
     noise: float = 0.3
     replan: int = 5
-    max_steps: int = 200
     egl_device: int = -1
 
     @property
@@ -45,11 +49,9 @@ class CollectConfig:
         """How many there are."""
         return TASKS * len(self.suites)
 
-    def start_states(self, number: int) -> Path:
+    def start_states(self, number: int, *, held_out: bool = False) -> Path:
         """The file with the start states of a task."""
-        folder = Path(self.states)
-        if len(self.suites) > 1:
-            folder /= self.suites[number // TASKS]
+        folder = Path(self.held_out if held_out else self.states) / self.suites[number // TASKS]
         return folder / f"task_{number % TASKS:02d}.npz"
 
 
@@ -78,9 +80,10 @@ def expert_chunk(env: Any, expert: Any) -> np.ndarray:
 def collector(connection: Connection, index: int, tasks: list[int], seed: int, config: CollectConfig) -> None:
     """Play episodes for ever; ends when the pipe closes. Messages out, each a tuple:
 
-    ("look", images uint8 (2, 224, 224, 3), state (8,), task id) then ("label", actions (10, 7), privileged (13,)),
-    answered by (action chunk (10, 7) or None, share of policy episodes in [0, 1]); ("end", task id, mode, success,
-    steps) after an episode; ("error", text) if it crashed.
+    ("look", images uint8 (2, 224, 224, 3), state (8,), task id), answered by (action chunk (10, 7) or None, share of
+    policy episodes in [0, 1]) when it has one; ("label", (actions (10, 7), privileged (13,)) or None in a trial) after
+    each look, before the answer is read; ("end", task id, mode, success, steps) after an episode; ("error", text) if it
+    crashed.
     """
     try:
         _collect(connection, index, tasks, seed, config)
@@ -102,37 +105,37 @@ def _collect(connection: Connection, index: int, tasks: list[int], seed: int, co
 
     rng = np.random.default_rng([seed, index])
     suites = [load_suite(name) for name in config.suites]
-    envs: dict[int, tuple[Any, Any, np.ndarray]] = {}
+    envs: dict[int, tuple[Any, Any]] = {}
     share = 0.0
     turn = 0
     while True:
         task_id = tasks[turn % len(tasks)]
         turn += 1
+        suite = suites[task_id // TASKS]
         if task_id not in envs:
-            task = suites[task_id // TASKS].tasks[task_id % TASKS]
-            env = LiberoEnv(task, render=True)
-            with np.load(config.start_states(task_id)) as content:
-                starts = content["states"]
-            envs[task_id] = (env, Expert(), starts)
-        env, expert, starts = envs[task_id]
+            envs[task_id] = LiberoEnv(suite.tasks[task_id % TASKS], render=True), Expert()
+        env, expert = envs[task_id]
         mode = "expert"
         if rng.random() < share:
-            mode = "policy" if rng.random() < 0.7 else "mixed"
+            mode = str(rng.choice(("policy", "mixed"), p=(0.7, 0.3)))
+        if share and config.held_out and rng.random() < config.trial_share:
+            mode = "trial"
         noise = config.noise * rng.choice((0.0, 0.5, 1.0)) if mode == "expert" else 0.0
+        with np.load(config.start_states(task_id, held_out=mode == "trial")) as content:
+            starts = content["states"]
         env.reset_to(starts[rng.integers(len(starts))])
         steps = 0
-        while steps < config.max_steps and not env.success:
+        while steps < suite.max_steps and not env.success:
             seen = env.observation()
             images = np.stack((seen["observation/image"], seen["observation/wrist_image"]))
             connection.send(("look", images, seen["observation/state"], task_id))
-            hidden = privileged(env, expert)
-            label = expert_chunk(env, expert)
-            connection.send(("label", label, hidden))
+            label = None if mode == "trial" else (expert_chunk(env, expert), privileged(env, expert))
+            connection.send(("label", label))
             chunk, share = connection.recv()
             follows_expert = mode == "expert" or (mode == "mixed" and rng.random() < 0.5)
             planned = None if follows_expert else chunk
             # A burst of noise in the middle of a policy's episode reaches states it would rarely visit itself.
-            burst = mode != "expert" and rng.random() < 0.08
+            burst = mode in ("policy", "mixed") and rng.random() < 0.08
             for i in range(config.replan):
                 action = np.array(expert.act(env) if planned is None else planned[i], np.float64)
                 if noise or burst:

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from eval.libero.demo.collect import AUX_DIM, HORIZON
 from vla_accel import ops
+from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import AdaRmsNorm
-from vla_accel.models.pi0 import Pi0, Pi0Config
+from vla_accel.models.smolvla import SmolVla
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
 
@@ -42,42 +43,26 @@ class Heads(nn.Module):
 class Trainee(nn.Module):
     """Policy plus heads; `forward` is the loss, so that all of it compiles as one graph."""
 
-    def __init__(self, config: Pi0Config, samples: int) -> None:
+    def __init__(self, policy: FlowNetwork, samples: int) -> None:
         super().__init__()
-        self.block: Tensor
-        self.policy, self.heads, self.samples = Pi0(config), Heads(config.prefix.width), samples
-        count, steps = samples, config.action_horizon
-        block = torch.eye(count, dtype=torch.bool).repeat_interleave(steps, 0).repeat_interleave(steps, 1)
-        self.register_buffer("block", block, persistent=False)
+        self.policy, self.heads, self.samples = policy, Heads(policy.config.prefix.width), samples
 
     def forward(
-        self, images: Tensor, tokens: Tensor, actions: Tensor, aux: Tensor, noise: Tensor, times: Tensor
+        self, images: Tensor, tokens: Tensor, state: Tensor, actions: Tensor, aux: Tensor, noise: Tensor, times: Tensor
     ) -> Tensor:
-        """images uint8 (B, 2, 224, 224, 3), tokens (B, L), actions (B, H, A), aux (B, AUX_DIM), noise
+        """images uint8 (B, 2, S, S, 3), tokens (B, L), state (B, state_dim), actions (B, H, A), aux (B, AUX_DIM), noise
         (B, K, H, A), times (B, K). Returns three losses, float32 (3,): flow, privileged, direct."""
-        policy, config = self.policy, self.policy.config
-        batch, steps = actions.shape[:2]
-        pixels = augment(images).permute(0, 1, 4, 2, 3)
-        image_tokens = policy.embed_images(pixels)
-        x = torch.cat((image_tokens, policy.embed_tokens(tokens).to(image_tokens.dtype)), 1)
-        positions = torch.arange(x.shape[1], device=x.device).expand(batch, -1)
-        keys, values, hidden = policy.prefix.run(x, positions, None)
+        policy = self.policy
+        keys, values, hidden = remember(policy, augment(images), tokens, state)
         guessed, direct = self.heads(hidden)
-
-        target = noise - actions[:, None]
-        noisy = times[..., None, None] * noise + (1 - times[..., None, None]) * actions[:, None]
-        suffix = policy.action_in_proj(noisy.flatten(1, 2))
-        # Two-step form of `conditioning`, per sample: each of the K copies has its own time.
-        _, modulations = policy.conditioning(times.flatten())
-        assert modulations is not None
-        modulations = modulations.view(batch, self.samples, 1, *modulations.shape[1:])
-        modulations = modulations.expand(-1, -1, steps, -1, -1).flatten(1, 2)
-        offset = torch.arange(steps, device=x.device).repeat(self.samples)
-        suffix_positions = (x.shape[1] + offset).expand(batch, -1)
-        mask = F.pad(self.block, (x.shape[1], 0), value=True)[None]
-        out = policy.expert(suffix, suffix_positions, keys, values, mask, modulations)
-        velocity = policy.action_out_proj(out).view(batch, self.samples, steps, config.action_dim)
-        error = (velocity.float() - target).square().mean((0, 1, 3))
+        clean, t = actions[:, None], times[..., None, None]
+        noisy, target = t * noise + (1 - t) * clean, noise - clean
+        # Each draw is a row of its own, with the time of its own.
+        embedding, modulations = policy.conditioning(times.flatten())
+        keys, values = (x.repeat_interleave(self.samples, dim=1) for x in (keys, values))
+        rows = None if modulations is None else modulations[:, None]
+        velocity = policy.velocity(noisy.flatten(0, 1), embedding[:, None], rows, None, keys, values)
+        error = (velocity.float() - target.flatten(0, 1)).square().mean((0, 2))
         weight = torch.ones_like(error)
         weight[6:] = 0.5  # five of ten actions are executed
         return torch.stack(
@@ -87,6 +72,16 @@ class Trainee(nn.Module):
                 (direct.float() - actions[..., :7]).abs().mean(),
             )
         )
+
+
+def remember(policy: FlowNetwork, images: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """images float (B, V, S, S, 3) in [-1, 1], tokens (B, L), state (B, state_dim) to keys and values (depth, B, S,
+    kv_heads, d) as the expert reads them, and what the last layer of the prefix saw (B, S, width)."""
+    image_tokens = policy.embed_images(images.permute(0, 1, 4, 2, 3)).to(policy.dtype)
+    keys, values, hidden = policy.prefix.run(*policy.prefix_rows(image_tokens, tokens, state))
+    if isinstance(policy, SmolVla):
+        return *policy.expert.projected(keys, values), hidden
+    return torch.stack(keys), torch.stack(values), hidden
 
 
 def augment(images: Tensor) -> Tensor:
@@ -100,7 +95,8 @@ def augment(images: Tensor) -> Tensor:
     return ((x + 1) * gain - 1 + offset + tint + noise).clamp(-1, 1)
 
 
-def initialise(policy: Pi0, tokenizer: SmallTokenizer, seed: int) -> None:
+@torch.no_grad()
+def initialise(policy: FlowNetwork, tokenizer: SmallTokenizer, seed: int) -> None:
     """Initial weights: scaled normal, open gates, and state tokens that start as smooth functions of their value."""
     torch.manual_seed(seed)
     for name, parameter in policy.named_parameters():
@@ -111,15 +107,16 @@ def initialise(policy: Pi0, tokenizer: SmallTokenizer, seed: int) -> None:
     nn.init.normal_(policy.vision.position_embedding, std=0.02)
     width = policy.config.prefix.width
     nn.init.normal_(policy.embed.weight, std=1 / math.sqrt(width))
+    policy.projector.weight /= policy.config.image_scale
     values = torch.linspace(-1, 1, 256)[:, None]
     first = tokenizer.vocab_size - tokenizer.state_dim * 256
     for i in range(tokenizer.state_dim):
         features = torch.cat([f(values * math.pi * k / 2) for k in (1, 2, 4, 8, 16) for f in (torch.sin, torch.cos)], 1)
         features = features @ torch.randn(features.shape[1], width) / math.sqrt(width * features.shape[1] / 2)
         rows = slice(first + 256 * i, first + 256 * (i + 1))
-        policy.embed.weight.data[rows] = 0.3 * policy.embed.weight.data[rows] + features
+        policy.embed.weight[rows] = 0.3 * policy.embed.weight[rows] + features
     for module in policy.expert.modules():
         if isinstance(module, AdaRmsNorm):
             nn.init.normal_(module.dense.weight, std=0.02)
-            module.dense.bias.data[2 * module.dense.out_features // 3 :] = 1.0  # gate
+            module.dense.bias[2 * module.dense.out_features // 3 :] = 1.0  # gate
     nn.init.zeros_(policy.action_out_proj.weight)

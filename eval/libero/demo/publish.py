@@ -1,65 +1,69 @@
-"""From a training run to the bundled checkpoint: weights in FP16, config, and the record of how it was trained.
+"""From a training run to the bundled checkpoint: its newest checkpoint, and the record of how it was trained.
 
-`python -m eval.libero.demo.publish --run DIR --states DIR --output vla_accel/assets/pi05_demo`. The record holds the
-manifest of the start states, which shows that no shipped evaluation state was trained on.
+`python -m eval.libero.demo.publish --run DIR --states DIR`. The record holds the manifest of the start states, which
+shows that no shipped evaluation state was trained on.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.libero.demo.train import load_shards
-from vla_accel.checkpoints.checkpoint import save_checkpoint
-from vla_accel.checkpoints.pi0 import load_tensors
+from eval.libero.demo.recipes import recipe_named, save_weights
+from eval.libero.demo.train import RECORD, newest
+from vla_accel.checkpoints.checkpoint import read_tensors
+from vla_accel.checkpoints.loading import load
 from vla_accel.errors import CheckpointError
-from vla_accel.models.pi0 import pi05_demo
-from vla_accel.transforms.tokenizer import SmallTokenizer
+from vla_accel.fp8 import FILE
 
-LIMIT_BYTES = 25_000_000
+# Where the run lay on the training machine says nothing to a reader.
+_PLACES = ("start", "states", "held_out", "out", "resume", "devices")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Publish a finished run as the demo checkpoint."""
+    """Publish a run, finished or not, as a demo checkpoint."""
 
     run: Path
     """Folder that `train` wrote."""
     states: Path
-    """Folder that `states` wrote, or that has one of each suite: the manifest goes into the record."""
-    output: Path = Path("vla_accel/assets/pi05_demo")
+    """Folder that has one of each suite, which `states` wrote: their manifests go into the record."""
+    output: Path | None = None
+    """Where to, instead of the bundled checkpoint of the family. FP8 scales of former weights are removed there."""
 
 
 def main(arguments: Arguments) -> None:
-    """Write model.safetensors, config.json and training.json; refuse what does not load or is too large."""
-    log = json.loads((arguments.run / "log.json").read_text())
-    suites = log.get("config", {}).get("suites", ["libero_spatial"])
-    manifests = {
-        suite: json.loads((arguments.states / (suite if len(suites) > 1 else "") / "manifest.json").read_text())
-        for suite in suites
-    }
-    # Where the run lay on the training machine says nothing to a reader.
-    settings = {k: v for k, v in log.get("config", {}).items() if k not in ("states", "out", "assets", "resume")}
-    config = pi05_demo(vocab_size=SmallTokenizer.load(arguments.output / "tokenizer.json").vocab_size)
-    weights = load_shards(arguments.run)
+    """Write the checkpoint and training.json; refuse what does not load or is too large."""
+    found = newest(arguments.run)
     # Before anything is written: a run that is not whole must not take the place of the shipped checkpoint.
-    load_tensors(weights, config, str(arguments.run))
-    save_checkpoint(weights, config, arguments.output)
+    recipe = recipe_named(load(found).family.name)
+    output, log = arguments.output or recipe.folder, json.loads((found / RECORD).read_text())
+    suites = log["config"]["suites"]
+    manifests = {suite: json.loads((arguments.states / suite / "manifest.json").read_text()) for suite in suites}
     record = {
-        "complete": bool(log.get("done")),
-        "settings": settings,
-        "gpus": log.get("world"),
-        "steps": log.get("steps"),
-        "seconds": log.get("seconds"),
+        "complete": bool(log["done"]),
+        "settings": {k: v for k, v in log["config"].items() if k not in _PLACES},
+        "gpus": log["world"],
+        "steps": log["steps"],
+        "seconds": log["seconds"],
         "history": log["history"],
-        "start_states": manifests if len(suites) > 1 else manifests[suites[0]],
+        "start_states": manifests,
     }
-    (arguments.output / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-    size = sum(p.stat().st_size for p in arguments.output.iterdir())
-    if size > LIMIT_BYTES:
-        raise CheckpointError(f"demo checkpoint: expected at most {LIMIT_BYTES} bytes, got {size}")
-    print(json.dumps({"output": str(arguments.output), "bytes": size, "steps": record["steps"]}))
+    rest = [path for path in found.iterdir() if path.name != RECORD and not path.match("model-*.safetensors")]
+    text = json.dumps(record, indent=1) + "\n"
+    weights = read_tensors(found)
+    size = sum(t.nbytes for t in weights.values()) + sum(p.stat().st_size for p in rest) + len(text)
+    if size > recipe.limit:
+        raise CheckpointError(f"demo checkpoint: expected at most {recipe.limit} bytes, got {size}")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / FILE).unlink(missing_ok=True)
+    for path in rest:
+        shutil.copy(path, output)
+    save_weights(weights, output / "model.safetensors")
+    (output / "training.json").write_text(text)
+    print(json.dumps({"output": str(output), "bytes": size, "steps": record["steps"]}))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,13 @@ Needs the simulator but no renderer. Knows nothing of experts or policies.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
+import multiprocessing
 import sys
-import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +29,10 @@ from vla_accel.files import replacing
 TOLERANCE = 1e-3
 """Metres. A sample whose movable objects all lie this close to a shipped state's is refused."""
 SEEDS_PER_TASK = 1_000_000
-WRITE_EVERY = 24
+BLOCK = 12
+"""States that a process samples of a task before it may turn to another, where several do."""
+Sampled = tuple[int, np.ndarray, float]
+"""A seed, the state (D,) that it gives, and how far the nearest shipped one is, in metres."""
 
 STATEMENT = (
     "Training start states. Each was drawn from the task's own placement distribution after a hard reset, with "
@@ -48,54 +54,87 @@ class Arguments:
     suite: str = "libero_spatial"
     tasks: tuple[int, ...] | None = None
     """Task numbers; all by default."""
+    workers: int = 1
+    """Processes. The states do not depend on how many there are."""
 
 
-def sample_task(task: LiberoTask, count: int, first_seed: int, path: Path) -> dict:
-    """Sample `count` states into `path` (float64 `states` (count, D), int64 `seeds`); returns the manifest's entry.
-
-    The file is replaced every few states, so that a partial result can be used.
-    """
-    env = LiberoEnv(task, render=False, hard_reset=True)
+def sample_block(suite: str, task_id: int, seeds: Sequence[int]) -> tuple[list[str], list[Sampled]]:
+    """The names of a task's movable objects, and what each seed gives."""
+    env, task = _environment(suite, task_id)
     shipped = _object_xy(env, task.start_states)
-    states: list[np.ndarray] = []
-    seeds: list[int] = []
-    refused: list[int] = []
-    nearest = np.inf
-    seed = first_seed
-    while len(states) < count:
+    found = []
+    for seed in seeds:
         # robosuite and LIBERO draw from NumPy's global generator: there is no other handle.
         np.random.seed(seed)
         state = env.sample_placement()
         gap = float(np.linalg.norm(_object_xy(env, state[None]) - shipped, axis=-1).max(-1).min())
-        if gap < TOLERANCE:
-            refused.append(seed)
-        else:
-            states.append(state)
-            seeds.append(seed)
-            nearest = min(nearest, gap)
-            if len(states) % WRITE_EVERY == 0 or len(states) == count:
-                _write_archive(path, states, seeds)
-        seed += 1
-    entry = {
-        "task": task.name,
-        "file": path.name,
-        "count": count,
-        "first_seed": seeds[0],
-        "last_seed": seeds[-1],
-        "refused_seeds": refused,
-        "objects": sorted(env.object_qpos),
-        "shipped_states_compared": len(task.start_states),
-        "min_distance_m": nearest,
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-    }
-    env.close()
-    return entry
+        found.append((seed, state, gap))
+    return sorted(env.object_qpos), found
+
+
+@functools.lru_cache(maxsize=1)
+def _environment(suite: str, task_id: int) -> tuple[LiberoEnv, LiberoTask]:
+    task = load_suite(suite).tasks[task_id]
+    return LiberoEnv(task, render=False, hard_reset=True), task
+
+
+class Sample:
+    """The states of one task, in the order of their seeds, in a file that is replaced as they come."""
+
+    def __init__(self, task: LiberoTask, count: int, seed: int, folder: Path) -> None:
+        self.task, self.count, self.next_seed = task, count, seed
+        self.path = folder / f"task_{task.id:02d}.npz"
+        self.objects: list[str] = []
+        self.states: list[np.ndarray] = []
+        self.seeds: list[int] = []
+        self.refused: list[int] = []
+        self.nearest = np.inf
+
+    @property
+    def done(self) -> bool:
+        return len(self.states) == self.count
+
+    def block(self, size: int) -> range:
+        """The next seeds to try."""
+        self.next_seed += size
+        return range(self.next_seed - size, self.next_seed)
+
+    def add(self, objects: list[str], found: Sequence[Sampled]) -> None:
+        """Keep what is not too near a shipped state, until there are enough."""
+        self.objects = objects
+        for seed, state, gap in found:
+            if self.done:
+                break
+            if gap < TOLERANCE:
+                self.refused.append(seed)
+                continue
+            self.states.append(state)
+            self.seeds.append(seed)
+            self.nearest = min(self.nearest, gap)
+        with replacing(self.path) as temporary:
+            np.savez_compressed(temporary, states=np.stack(self.states), seeds=np.asarray(self.seeds, dtype=np.int64))
+
+    def entry(self) -> dict:
+        """What the manifest says of it."""
+        return {
+            "task": self.task.name,
+            "file": self.path.name,
+            "count": self.count,
+            "first_seed": self.seeds[0],
+            "last_seed": self.seeds[-1],
+            "refused_seeds": self.refused,
+            "objects": self.objects,
+            "shipped_states_compared": len(self.task.start_states),
+            "min_distance_m": self.nearest,
+            "sha256": hashlib.sha256(self.path.read_bytes()).hexdigest(),
+        }
 
 
 def main(arguments: Arguments) -> None:
     """Sample every task that the manifest does not list yet."""
-    if arguments.per_task < 1:
-        raise ConfigError(f"--per-task: expected at least 1, got {arguments.per_task}")
+    for name in ("per_task", "workers"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(arguments, name)}")
     if arguments.seed < 1000:
         raise ConfigError(f"--seed: expected 1000 or more, far from evaluation's seed, got {arguments.seed}")
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -120,37 +159,43 @@ def main(arguments: Arguments) -> None:
         manifest = found
     suite = load_suite(arguments.suite)
     wanted = range(len(suite.tasks)) if arguments.tasks is None else arguments.tasks
-    for task in (suite.tasks[i] for i in wanted):
-        if str(task.id) in manifest["tasks"]:
-            continue
-        start = time.perf_counter()
-        entry = sample_task(
-            task,
-            arguments.per_task,
-            arguments.seed + SEEDS_PER_TASK * task.id,
-            arguments.output / f"task_{task.id:02d}.npz",
-        )
-        manifest["tasks"][str(task.id)] = entry
-        with replacing(manifest_path) as temporary:
-            temporary.write_text(json.dumps(manifest, indent=1))
-        print(
-            f"task {task.id}: {entry['count']} states, nearest shipped state {entry['min_distance_m'] * 1e3:.1f} mm, "
-            f"{time.perf_counter() - start:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+    left = [
+        Sample(suite.tasks[i], arguments.per_task, arguments.seed + SEEDS_PER_TASK * i, arguments.output)
+        for i in wanted
+        if str(i) not in manifest["tasks"]
+    ]
+    # One process plays one task after the other; several begin with all of them, so that all can soon be used.
+    size = arguments.per_task if arguments.workers == 1 else min(BLOCK, arguments.per_task)
+    with ProcessPoolExecutor(arguments.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        blocks = -(-arguments.per_task // size)
+        while left:
+            # More than one round only where states were refused.
+            asked = [
+                (sample, pool.submit(sample_block, arguments.suite, sample.task.id, sample.block(size)))
+                for _ in range(blocks)
+                for sample in left
+            ]
+            for sample, answer in asked:
+                if not sample.done:
+                    sample.add(*answer.result())
+                    if sample.done:
+                        _finish(sample, manifest, manifest_path)
+            left, blocks = [sample for sample in left if not sample.done], 1
     print(json.dumps({"output": str(arguments.output), "tasks": len(manifest["tasks"])}))
+
+
+def _finish(sample: Sample, manifest: dict, path: Path) -> None:
+    manifest["tasks"][str(sample.task.id)] = sample.entry()
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(manifest, indent=1))
+    gap = f"nearest shipped state {sample.nearest * 1e3:.1f} mm"
+    print(f"task {sample.task.id}: {sample.count} states, {gap}", file=sys.stderr, flush=True)
 
 
 def _object_xy(env: LiberoEnv, states: np.ndarray) -> np.ndarray:
     """xy of every movable object, (N, objects, 2), from flattened states (N, D)."""
     starts = [1 + address for _, address in sorted(env.object_qpos.items())]
     return np.stack([states[:, s : s + 2] for s in starts], axis=1)
-
-
-def _write_archive(path: Path, states: list[np.ndarray], seeds: list[int]) -> None:
-    with replacing(path) as temporary:
-        np.savez_compressed(temporary, states=np.stack(states), seeds=np.asarray(seeds, dtype=np.int64))
 
 
 if __name__ == "__main__":

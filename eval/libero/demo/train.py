@@ -1,9 +1,10 @@
 """Train the demo checkpoint: flow matching on the expert's chunks, with DAgger collection running beside it.
 
-`python -m eval.libero.demo.train --states DIR --out DIR --minutes 20` uses every GPU it sees: one process a GPU,
-each with its own collectors and its own store of observations on the device. Collectors ask for actions between two
-optimisation steps, so the states come from the policy as it is now. Resumable: `--resume DIR` takes weights from an
-earlier run. Auxiliary heads (privileged positions, direct regression) exist in training only and are never saved.
+`python -m eval.libero.demo.train --start DIR --states DIR --out DIR --minutes 20` uses every GPU it sees: one process a
+GPU, each with its own collectors and its own store of observations on the device. Collectors ask for actions between
+two optimisation steps, so the states come from the policy as it is now; some of its episodes are trials from start
+states that are held out, and success in them is printed. `--start` is a checkpoint of `assets`; `--out` gets whole
+checkpoints as the run goes, of which the newest is what a killed run leaves (`--resume DIR` goes on from it).
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import dataclasses
 import json
 import math
 import os
+import shutil
+import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +26,45 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from eval.libero.demo.collect import CollectConfig
-from eval.libero.demo.crew import Crew, Store
-from eval.libero.demo.objective import Trainee, initialise
-from vla_accel.errors import ConfigError
-from vla_accel.files import replacing
-from vla_accel.models.pi0 import Pi0, pi05_demo
-from vla_accel.transforms.processing import Normaliser, load_statistics
-from vla_accel.transforms.tokenizer import SmallTokenizer, tokenize_prompt
+from eval.libero.demo.assets import INSTRUCTIONS
+from eval.libero.demo.average import Averaged
+from eval.libero.demo.collect import TASKS, CollectConfig
+from eval.libero.demo.crew import Crew, Seen, Store
+from eval.libero.demo.objective import Trainee
+from eval.libero.demo.recipes import recipe_of, save_weights
+from vla_accel.checkpoints.loading import load
+from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.models.flow import FlowNetwork
+from vla_accel.transforms.processing import IMAGE_KEYS, STATE_KEY, Processor
 
 REPORT_EVERY_S = 20.0
 AGREE_EVERY = 20
 """Steps between the moments at which several GPUs agree on whether time is up."""
 POLICY_SHARE = 0.85
 """Share of episodes that the policy plays, alone or mixed with the expert, once it plays at all."""
+TRIALS = 100
+"""Newest trials of a suite that success is told of."""
+PREPARED_WITHIN_S = 300
+KEPT = 2
+"""Newest checkpoints of a run that stay."""
+RECORD = "log.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """One training run. Batch and collectors are per GPU; `samples` draws of noise and time per observation."""
 
+    start: str
+    """The checkpoint to start from."""
     states: str
+    """Folder that has one of start states of each suite."""
     out: str
     suites: tuple[str, ...] = ("libero_spatial",)
-    assets: str = "vla_accel/assets/pi05_demo"
+    held_out: str = ""
+    """Start states of trials: a folder as `states`. None by default."""
     minutes: float = 20.0
     batch: int = 384
     samples: int = 6
@@ -57,46 +74,17 @@ class TrainConfig:
     warmup: int = 300
     ema: float = 0.999
     collectors: int = 15
-    capacity: int = 280_000
+    capacity: int = 100_000
     first: int = 1500
-    dagger_after_s: float = 240.0
-    export_every_s: float = 120.0
+    dagger_after_s: float = 60.0
+    """Seconds of training before the policy plays."""
+    export_every_s: float = 60.0
     resume: str = ""
+    """A run's folder: weights of its newest checkpoint instead of the start's."""
     seed: int = 20260
     compile: bool = True
-    gpus: int = 0
-
-
-class Averaged:
-    """Exponential moving average of a policy's weights, as a policy that can act."""
-
-    def __init__(self, policy: Pi0, decay: float) -> None:
-        self.decay, self.step = decay, 0
-        device = next(policy.parameters()).device
-        self.shadow = [p.detach().clone() for p in policy.parameters()]
-        self.actor = Pi0(policy.config).to(device).eval()
-
-    @torch.no_grad()
-    def update(self, policy: Pi0) -> None:
-        self.step += 1
-        decay = min(self.decay, (1 + self.step) / (10 + self.step))
-        torch._foreach_lerp_(self.shadow, [p.detach() for p in policy.parameters()], 1 - decay)
-
-    @torch.no_grad()
-    def sync(self) -> None:
-        for parameter, average in zip(self.actor.parameters(), self.shadow, strict=True):
-            parameter.copy_(average)
-
-    @torch.no_grad()
-    def act(self, images: Tensor, tokens: Tensor, num_steps: int = 4) -> np.ndarray:
-        """Chunks float32 (N, H, A) for stored observations."""
-        config = self.actor.config
-        pixels = (images.float() / 127.5 - 1).permute(0, 1, 4, 2, 3)
-        with torch.autocast(images.device.type, torch.bfloat16):
-            image_tokens = self.actor.embed_images(pixels)
-            keys, values = self.actor.prefix_cache(image_tokens, tokens)
-            noise = torch.randn(len(images), config.action_horizon, config.action_dim, device=images.device)
-            return self.actor.denoise(noise, num_steps, keys, values).float().clamp(-1, 1).cpu().numpy()
+    devices: tuple[int, ...] = ()
+    """GPUs by number, all by default; they also render."""
 
 
 def learning_rate(config: TrainConfig, step: int, progress: float) -> float:
@@ -106,93 +94,113 @@ def learning_rate(config: TrainConfig, step: int, progress: float) -> float:
     return ramp * (config.final_lr + (config.lr - config.final_lr) * wave)
 
 
-def export(policy_state: dict[str, Tensor], folder: Path, note: dict[str, Any]) -> None:
-    """Weights in two safetensors shards of FP16 and a log, each file put in place at once."""
-    from safetensors.torch import save_file
-
-    names = sorted(policy_state)
+def export(policy: FlowNetwork, state: dict[str, torch.Tensor], start: Path, out: Path, note: dict[str, Any]) -> Path:
+    """A checkpoint as `start`, with these weights by canonical names, in FP16 and in two files, and `note`: a folder of
+    `out` that appears whole, named by the note's `steps`. Older ones but the newest go."""
+    temporary, folder = out / f".{note['steps']:06d}", out / f"{note['steps']:06d}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for path in start.iterdir():
+        if path.is_file() and not path.match("model*.safetensors"):
+            shutil.copy(path, temporary)
+    stored = recipe_of(policy).stored(policy.config, {k: v.to(torch.float16).cpu() for k, v in state.items()})
+    names = sorted(stored)
     half = len(names) // 2
     for i, part in enumerate((names[:half], names[half:])):
-        tensors = {n: policy_state[n].to(torch.float16).contiguous().cpu() for n in part}
-        with replacing(folder / f"weights-{i}.safetensors") as temporary:
-            save_file(tensors, str(temporary))
-    with replacing(folder / "log.json") as temporary:
-        temporary.write_text(json.dumps(note))
+        save_weights({n: stored[n] for n in part}, temporary / f"model-{i}.safetensors")
+    (temporary / RECORD).write_text(json.dumps(note))
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+    for old in _checkpoints(out)[:-KEPT]:
+        shutil.rmtree(old)
+    return folder
 
 
-def load_shards(folder: Path) -> dict[str, Tensor]:
-    """What `export` wrote."""
-    from safetensors.torch import load_file
+def newest(out: Path) -> Path:
+    """The newest checkpoint of a run. Raises CheckpointError if there is none."""
+    found = _checkpoints(out)
+    if not found:
+        raise CheckpointError(f"run {out}: expected a checkpoint in it, found none")
+    return found[-1]
 
-    return {k: v for p in sorted(folder.glob("weights-*.safetensors")) for k, v in load_file(p).items()}
+
+def _checkpoints(out: Path) -> list[Path]:
+    return sorted(path for path in out.glob("[0-9]*") if path.is_dir())
 
 
 class Run:
     """One GPU's share of a run (or the CPU's, for a trial): collect, optimise, report, export, until time is up."""
 
-    def __init__(self, rank: int, world: int, config: TrainConfig) -> None:
+    def __init__(self, rank: int, world: int, config: TrainConfig, port: int) -> None:
         self.rank, self.world, self.config = rank, world, config
         self.on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", rank) if self.on_gpu else torch.device("cpu")
+        number = (config.devices or range(world))[rank]
+        self.device = torch.device("cuda", number) if self.on_gpu else torch.device("cpu")
         if self.on_gpu:
             torch.cuda.set_device(self.device)
             torch.backends.cuda.matmul.allow_tf32 = True
         if world > 1:
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             dist.init_process_group("nccl", rank=rank, world_size=world)
         self.began, self.trained_from = time.time(), 0.0
-        tokenizer = SmallTokenizer.load(Path(config.assets) / "tokenizer.json")
-        self.model_config = pi05_demo(vocab_size=tokenizer.vocab_size)
-        self.collecting = CollectConfig(config.states, config.suites, egl_device=rank if self.on_gpu else -1)
+        loaded = load(newest(Path(config.resume)) if config.resume else config.start, dtype=torch.float32)
+        policy, processor = loaded.model, loaded.processor
+        assert isinstance(policy, FlowNetwork) and isinstance(processor, Processor)
+        self.model_config = policy.config
+        self.collecting = CollectConfig(
+            config.states, config.suites, config.held_out, egl_device=number if self.on_gpu else -1
+        )
         self.crew = Crew(
             self.collecting,
             first=rank * config.collectors,
             count=config.collectors,
             total=world * config.collectors,
             seed=config.seed,
-            encode=prompt_encoder(config, tokenizer, self.model_config.max_token_len),
+            encode=encoder(Path(config.start), processor, self.collecting.tasks),
         )
-        self.store = Store(config.capacity, tokenizer.fill_to, self.model_config.action_dim, self.device)
-        self.trainee = self._trainee(tokenizer)
+        prompt = len(processor.prepare(processor.example()).tokens)
+        torch.manual_seed(config.seed)
+        policy.placed(self.device, torch.float32)
+        self.trainee = Trainee(policy.requires_grad_(True), config.samples).to(self.device)
+        if world > 1:
+            for parameter in self.trainee.parameters():
+                dist.broadcast(parameter.data, 0)
+        self.store = Store(
+            config.capacity, policy.config.vision.image_size, prompt, getattr(policy.config, "state_dim", 0),
+            policy.config.action_dim, self.device,
+        )  # fmt: skip
         self.loss_of = torch.compile(self.trainee) if config.compile else self.trainee
-        self.average = Averaged(self.trainee.policy, config.ema)
-        self.average.sync()
-        decayed = [p for n, p in self.trainee.named_parameters() if p.dim() >= 2 and "embed" not in n]
-        plain = [p for n, p in self.trainee.named_parameters() if not (p.dim() >= 2 and "embed" not in n)]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=self.on_gpu)
-        self.parameters = [*decayed, *plain]
+        self.average = Averaged(policy, config.ema, config.collectors, prompt)
+        self.optimizer, self.parameters = self._optimizer()
         torch.manual_seed(config.seed + 1 + rank)
         one_and_a_half, one = torch.tensor(1.5, device=self.device), torch.tensor(1.0, device=self.device)
         self.time_distribution = torch.distributions.Beta(one_and_a_half, one)
         self.step, self.rate = 0, 0.0
         self.losses = torch.zeros(3, device=self.device)
         self.recent: list[tuple] = []
+        self.trials = {suite: deque[tuple](maxlen=TRIALS) for suite in config.suites}
         self.history: list[dict[str, Any]] = []
 
-    def _trainee(self, tokenizer: SmallTokenizer) -> Trainee:
-        trainee = Trainee(self.model_config, self.config.samples)
-        initialise(trainee.policy, tokenizer, self.config.seed)
-        if self.config.resume:
-            trainee.policy.load_state_dict({k: v.float() for k, v in load_shards(Path(self.config.resume)).items()})
-        trainee.to(self.device)
-        if self.world > 1:
-            for parameter in trainee.parameters():
-                dist.broadcast(parameter.data, 0)
-        return trainee
+    def _optimizer(self) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+        """Matrices decay. What is multiplied on its way into the prefix learns so much more slowly."""
+        decayed, plain, scaled = [], [], []
+        for name, parameter in self.trainee.named_parameters():
+            matrix = parameter.dim() >= 2 and "embed" not in name
+            (scaled if name == "policy.projector.weight" else decayed if matrix else plain).append(parameter)
+        groups = [
+            {"params": decayed, "weight_decay": self.config.weight_decay, "factor": 1.0},
+            {"params": plain, "weight_decay": 0.0, "factor": 1.0},
+            {"params": scaled, "weight_decay": self.config.weight_decay, "factor": 1.0 / self.model_config.image_scale},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.config.lr, betas=(0.9, 0.98), fused=self.on_gpu)
+        return optimizer, [*decayed, *plain, *scaled]
 
     def loop(self) -> None:
         """The whole run."""
-        shown = exported = time.time()
+        self._prepare()
+        self.trained_from = shown = exported = time.time()
         while True:
             self.serve()
-            if not self.trained_from:
-                if self.store.count < self.config.first:
-                    self._wait_for_data()
-                    continue
-                if self.world > 1:
-                    dist.barrier()
-                self.trained_from = time.time()
             progress = self.progress()
             if progress >= 1:
                 break
@@ -204,6 +212,7 @@ class Run:
                 self.export(done=False)
                 exported = time.time()
         if self.rank == 0:
+            self.report()
             self.export(done=True)
             print("trained", self.step, "steps", flush=True)
         self.crew.close()
@@ -211,24 +220,41 @@ class Run:
             dist.barrier()
             dist.destroy_process_group()
 
-    def _wait_for_data(self) -> None:
-        time.sleep(0.01)
-        if time.time() - self.began > 300:
-            raise RuntimeError(f"collected {self.store.count} observations in 300 s, expected {self.config.first}")
+    def _prepare(self) -> None:
+        """Compile the loss, while the collectors make the first observations."""
+        with ThreadPoolExecutor(1) as pool:
+            compiled = pool.submit(self._rehearse)
+            while self.store.count < self.config.first or not compiled.done():
+                self.serve()
+                time.sleep(0.002)
+                if time.time() - self.began > PREPARED_WITHIN_S:
+                    state = "done" if compiled.done() else "not done"
+                    raise RuntimeError(
+                        f"expected {self.config.first} observations and compiled code in {PREPARED_WITHIN_S} s, "
+                        f"got {self.store.count}; compiling is {state}"
+                    )
+            compiled.result()
+        if self.world > 1:
+            dist.barrier()
+
+    def _rehearse(self) -> None:
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)  # a thread has its own
+        self._loss().backward()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def serve(self) -> None:
         """Answer the collectors that wait and keep what they saw."""
         self.crew.poll()
-        which = self.crew.ready()
-        if which:
-            dagger = bool(self.config.resume) or time.time() - self.began > self.config.dagger_after_s
-            chunks = None
-            if dagger:
-                images, tokens = (torch.from_numpy(x).to(self.device) for x in self.crew.observations(which))
-                chunks = self.average.act(images, tokens)
-            pairs = self.crew.answer(which, chunks, POLICY_SHARE if dagger else 0.0)
-            self.store.add([p[0] for p in pairs], [p[1] for p in pairs])
-        self.recent.extend(self.crew.ended)
+        if self.crew.ready:
+            dagger = bool(self.trained_from) and time.time() - self.trained_from >= self.config.dagger_after_s
+            chunks = self.average.act(self.crew.questions()) if dagger else None
+            self.crew.answer(chunks, POLICY_SHARE if dagger else 0.0)
+        self.store.add(self.crew.taught())
+        for episode in self.crew.ended:
+            self.recent.append(episode)
+            if episode[1] == "trial":
+                self.trials[self.config.suites[episode[0] // TASKS]].append(episode)
         self.crew.ended.clear()
 
     def progress(self) -> float:
@@ -243,37 +269,42 @@ class Run:
         dist.broadcast(agreed, 0)
         return float(agreed)
 
+    def _loss(self) -> torch.Tensor:
+        """Of a drawn batch; keeps its parts."""
+        batch, samples = self.config.batch, self.config.samples
+        images, tokens, state, actions, aux = self.store.draw(batch)
+        noise = torch.randn(batch, samples, *actions.shape[1:], device=self.device)
+        times = self.time_distribution.sample((batch, samples)) * 0.999 + 0.001
+        with torch.autocast(self.device.type, torch.bfloat16):
+            parts = self.loss_of(images, tokens, state, actions, aux, noise, times)
+        self.losses = self.losses.lerp(parts.detach(), 0.02 if self.step else 1.0)
+        return parts[0] + 0.3 * parts[1] + 0.3 * parts[2]
+
     def optimise(self, progress: float) -> None:
         """One step of AdamW on the mean gradient of all GPUs."""
-        config = self.config
-        images, tokens, actions, aux = self.store.draw(config.batch)
-        noise = torch.randn(config.batch, config.samples, *actions.shape[1:], device=self.device)
-        times = self.time_distribution.sample((config.batch, config.samples)) * 0.999 + 0.001
-        with torch.autocast(self.device.type, torch.bfloat16):
-            parts = self.loss_of(images, tokens, actions, aux, noise, times)
-        (parts[0] + 0.3 * parts[1] + 0.3 * parts[2]).backward()
+        self._loss().backward()
         if self.world > 1:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             flat = _flatten_dense_tensors(gradients)
             dist.all_reduce(flat, op=dist.ReduceOp.AVG)
             torch._foreach_copy_(gradients, _unflatten_dense_tensors(flat, gradients))
         nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=self.on_gpu)
-        self.rate = learning_rate(config, self.step, progress)
+        self.rate = learning_rate(self.config, self.step, progress)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate
+            group["lr"] = self.rate * group["factor"]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.average.update(self.trainee.policy)
         if self.step % 25 == 0:
             self.average.sync()
-        self.losses = self.losses.lerp(parts.detach(), 0.02 if self.step else 1.0)
         self.step += 1
         if self.step % 4 == 0 and self.on_gpu:
             # Keep the queue short, so that collectors wait little.
             torch.cuda.current_stream().synchronize()
 
     def report(self) -> None:
-        """Print and keep a line about the last seconds: losses, store, episodes won per mode and per task."""
+        """Print and keep a line about the last seconds: losses, store, episodes won per mode and per task, and the
+        newest trials."""
         if self.rank == 0:
             policy = [r for r in self.recent if r[1] == "policy"]
             line = {
@@ -283,6 +314,7 @@ class Run:
                 "lr": round(self.rate, 6),
                 "store": self.store.count,
                 "episodes": {m: _won(r for r in self.recent if r[1] == m) for m in ("expert", "policy", "mixed")},
+                "held_out": {suite: _won(trials) for suite, trials in self.trials.items()},
                 "it_s": round(self.step / (time.time() - self.trained_from), 2),
                 "tasks": {t: _won(r for r in policy if r[0] == t) for t in range(self.collecting.tasks)},
             }
@@ -292,7 +324,6 @@ class Run:
 
     def export(self, *, done: bool) -> None:
         """Write the averaged weights and the log."""
-        self.average.sync()
         note = {
             "config": dataclasses.asdict(self.config),
             "steps": self.step,
@@ -301,7 +332,7 @@ class Run:
             "done": done,
             "history": self.history,
         }
-        export(self.average.actor.state_dict(), Path(self.config.out), note)
+        export(self.trainee.policy, self.average.state(), Path(self.config.start), Path(self.config.out), note)
 
 
 def _won(episodes: Iterable[tuple]) -> list[int]:
@@ -310,38 +341,39 @@ def _won(episodes: Iterable[tuple]) -> list[int]:
     return [sum(outcomes), len(outcomes)]
 
 
-def prompt_encoder(
-    config: TrainConfig, tokenizer: SmallTokenizer, max_token_len: int
-) -> Callable[[int, np.ndarray], np.ndarray]:
-    """(task, raw state (8,)) to the token ids that the policy will see for it."""
-    assets = Path(config.assets)
-    state = Normaliser.of(load_statistics(assets / "norm_stats.json")["state"], "quantile", "state")
-    instructions = json.loads((assets / "instructions.json").read_text())
-    expected = CollectConfig(config.states, config.suites).tasks
-    if len(instructions) != expected:
+def encoder(start: Path, processor: Processor, tasks: int) -> Callable[[int, np.ndarray, np.ndarray], Seen]:
+    """(task, images (2, S, S, 3), raw state (8,)) to what the policy sees of them."""
+    instructions = json.loads((start / INSTRUCTIONS).read_text())
+    if len(instructions) != tasks:
         raise ConfigError(
-            f"{assets / 'instructions.json'}: expected the {expected} of {', '.join(config.suites)}, "
-            f"got {len(instructions)}; write them with eval.libero.demo.assets --suites"
+            f"{start / INSTRUCTIONS}: expected one for each of {tasks} tasks, got {len(instructions)}; "
+            "write them with eval.libero.demo.assets --suites"
         )
 
-    def encode(task: int, raw: np.ndarray) -> np.ndarray:
-        return tokenize_prompt(tokenizer, instructions[task], state.normalise(raw), max_token_len)
+    def encode(task: int, images: np.ndarray, state: np.ndarray) -> Seen:
+        views = dict(zip(IMAGE_KEYS, images, strict=True))
+        inputs = processor.prepare({**views, STATE_KEY: state, "prompt": instructions[task]})
+        # A prompt with the state in it has all that the policy reads of it.
+        return np.stack(inputs.images), inputs.tokens, inputs.state[: processor.padded_state or 0]
 
     return encode
 
 
-def worker(rank: int, world: int, config: TrainConfig) -> None:
+def worker(rank: int, world: int, config: TrainConfig, port: int) -> None:
     """Entry of one process."""
-    Run(rank, world, config).loop()
+    Run(rank, world, config, port).loop()
 
 
 def main(config: TrainConfig) -> None:
     """Start one process a GPU."""
-    world = config.gpus or max(1, torch.cuda.device_count())
+    world = len(config.devices) or max(1, torch.cuda.device_count())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     if world == 1:
-        worker(0, 1, config)
+        worker(0, 1, config, port)
     else:
-        mp.spawn(worker, args=(world, config), nprocs=world)
+        mp.spawn(worker, args=(world, config, port), nprocs=world)
 
 
 if __name__ == "__main__":
