@@ -37,6 +37,8 @@ class Averaged:
         self.states = torch.zeros(rows, state_dim, device=device)
         self.noise = torch.zeros(rows, config.action_horizon, config.action_dim, device=device)
         self.chunks = torch.zeros_like(self.noise)
+        # Made here: a graph takes nothing from the host.
+        self.times = policy.times(STEPS).to(device)
         self.graph = self._captured() if device.type == "cuda" else None
 
     @torch.no_grad()
@@ -70,7 +72,7 @@ class Averaged:
     def _compute(self, count: int) -> None:
         pixels = self.images[:count].float() / 127.5 - 1
         keys, values, _ = remember(self.actor, pixels, self.tokens[:count], self.states[:count])
-        made = self.actor.denoise(self.noise[:count], STEPS, keys, values)
+        made = self.actor.integrate(self.noise[:count], *self.actor.conditioning(self.times), keys, values)
         self.chunks[:count].copy_(made.clamp(-1, 1))
 
     @torch.no_grad()
