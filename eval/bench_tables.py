@@ -53,12 +53,22 @@ def bench(result: dict[str, Any]) -> str:
         )
         text += "\nMedian ms of each component, (its floor), and the rate it reached.\n"
     if result["throughput"]:
-        body = [
-            [r["system"], str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}"]
-            for r in result["throughput"]
-        ]
-        text += "\n" + rows(["system", "steps", "batch", "median ms", "observations/s"], body)
+        text += "\n" + _batches(result["throughput"])
     return text + "\n" + _conditions(result)
+
+
+def _batches(found: list[dict[str, Any]]) -> str:
+    """Batched calls, with their floors where they are known."""
+    header = ["system", "steps", "batch", "median ms", "observations/s"]
+    body = [
+        [r["system"], str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}"]
+        for r in found
+    ]
+    if any("floor_ms" in r for r in found):
+        header.append("floor ms")
+        for line, r in zip(body, found, strict=True):
+            line.append(f"{r['floor_ms']:.2f}" if "floor_ms" in r else "-")
+    return rows(header, body)
 
 
 def whole_calls(result: dict[str, Any]) -> str:

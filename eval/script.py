@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
@@ -26,6 +26,12 @@ def run_script(name: str, kind: type[T], run: Callable[[T], object], words: Sequ
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def write_png(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure, whole or not at all."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=130)
 
 
 def write_text(path: Path, text: str) -> None:

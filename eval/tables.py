@@ -16,13 +16,18 @@ from typing import Any
 
 import tyro
 
+from eval.attention_table import attention
 from eval.bench_tables import bench, fell_back, overview, whole_calls
 from eval.harness.statistics import smallest_difference
 from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
+from eval.late_table import late
 from eval.latency_picture import draw
 from eval.markdown import bare_command, commit, machine, machines, rows
+from eval.paired_picture import PICTURE as STRESS_PICTURE
 from eval.server_tables import faults, server, server_gpus
+from eval.shapes_table import shapes
 from eval.throughput_table import throughput
+from eval.tune_table import tune
 from vla_accel.measure.proportion import wilson
 
 ROOT = Path(__file__).parent.parent
@@ -271,6 +276,16 @@ def paired(result: dict[str, Any]) -> str:
     return rows(header, body) + f"\n{text} {where}; `{bare_command(result['command'])}`.{note}\n"
 
 
+def stressed(result: dict[str, Any]) -> str:
+    """`paired` under stress, which it names, and its picture."""
+    stress = ", ".join(f"{name} {value:g}" for name, value in result["protocol"].get("stress", {}).items())
+    suites = result["protocol"]["suite"].replace(",", " and ")
+    return (
+        f"{paired(result)}\nStress: {stress or 'none'}, on {suites}.\n\n"
+        f"![Success of each policy under stress, with intervals](../eval/results/{STRESS_PICTURE})\n"
+    )
+
+
 def _rate(rate: dict[str, Any]) -> str:
     if rate["rate"] is None:
         return "-"
@@ -305,6 +320,11 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "openpi_agreement": (openpi_agreement, "openpi_parity_h200"),
     "parity_demo": (parity, "parity_*"),
     "paired_libero": (paired, "libero_paired_h200"),
+    "paired_stress": (stressed, "libero_stress_h200"),
+    "late": (late, ("libero_late*_h200", "bench_pi05_h200")),
+    "tune_demo": (tune, "tune_demo_h200"),
+    "shapes": (shapes, "bench_*_h200"),
+    "attention": (attention, "attention_h200"),
     "qwen_vae": (autoencoders, "qwen_vae_h200"),
     "qwen_vae_sizes": (autoencoder_sizes, "qwen_vae_sizes_h200"),
     "sd_unet": (unets, "sd_unet_h200"),
@@ -318,7 +338,9 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
 }
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 
-NOT_YET = frozenset({"server_gpus", "server_faults_gpus", "throughput"})
+NOT_YET = frozenset({
+    "server_gpus", "server_faults_gpus", "throughput", "paired_stress", "late", "tune_demo", "attention",
+})  # fmt: skip
 """Tables whose runs may be absent: their place says so."""
 
 

@@ -28,8 +28,8 @@ from vla_accel.files import replacing
 from vla_accel.report.colours import PARTS
 
 TICKS = "0,1,2,4,8"
-SAID = {"plain": "plain chunks", "rtc": "real-time chunking"}
-COLOURS = {"plain": PARTS["vision"], "rtc": PARTS["kv_cache"]}
+SAID = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking"}
+COLOURS = {"plain": PARTS["vision"], "rtc": PARTS["kv_cache"], "trained": PARTS["denoise"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
         console.print(f"[bold]{SAID[chunking]}, {ticks} ticks late[/]")
         result = evaluate(request, console)
         first = first or result
-        rows += _rows(result, ticks, 1e3 * ticks / benchmark.control_hz, chunking)
+        rows += _rows(result, ticks, 1e3 * ticks / benchmark.control_hz, _kind(result, chunking))
     assert first is not None
     stress = {name: value for name, value in first["protocol"].get("stress", {}).items() if name != "latency"}
     # The files' names, not where they lie on this machine.
@@ -113,6 +113,12 @@ def _grid(asked: Arguments) -> list[tuple[int, Chunking]]:
     if not chunkings or len(chunkings) < len(asked.chunkings.split(",")):
         raise ConfigError(f"chunkings: expected some of {', '.join(get_args(Chunking))}, got {asked.chunkings!r}")
     return [(tick, chunking) for tick in ticks for chunking in chunkings]
+
+
+def _kind(result: Mapping[str, Any], chunking: Chunking) -> str:
+    """Of `SAID`: a policy that was trained for it pins what others are guided to."""
+    config = result["policy"].get("config") or {}
+    return "trained" if chunking == "rtc" and config.get("rtc", {}).get("trained") else chunking
 
 
 def _rows(result: Mapping[str, Any], ticks: int, ms: float, chunking: str) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from vla_accel.files import replacing
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
 from vla_accel.measure.paced import paced
-from vla_accel.measure.roofline import Ceilings, measure_ceilings, rates
+from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates
 from vla_accel.measure.start import PHASES, starts
 from vla_accel.measure.systems import REALTIME_VLA_STEPS, CheckpointFactory, Factory, free, observer, without_graph
 from vla_accel.models.family import Work, family_named
@@ -117,6 +117,8 @@ def main(arguments: list[str]) -> int:
     add_speedups(rows, next((n for n in names if n in family.baselines), "eager"))
     throughput = _throughput(factory, [n for n in names if n in factory.configs], sweep[0], batches, chosen.calls,
                              chosen.prompt_tokens)  # fmt: skip
+    if ceilings is not None:
+        add_batch_floors(throughput, rows, ceilings)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         # Names of files, not where one machine keeps them.

@@ -5,8 +5,9 @@ What each component must do is the family's to say (`models.family.Work`); here 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,11 +26,26 @@ class Ceilings:
     int8_flops: float = 0.0
 
 
-def floors_ms(work: Mapping[str, Work], ceilings: Ceilings) -> dict[str, float]:
-    """Milliseconds of each component at the ceilings, by bytes or arithmetic, whichever is more, and their `total`."""
+def floors_ms(work: Mapping[str, Work], ceilings: Ceilings, batch: int = 1) -> dict[str, float]:
+    """Milliseconds of each component at the ceilings, by bytes or arithmetic, whichever is more, and their `total`.
+
+    `work` is that of one observation; of a `batch` the arithmetic is so many times as much, and the bytes, of which
+    nearly all are weights, are read once.
+    """
     rates = {"bf16": ceilings.bf16_flops, "fp8": ceilings.fp8_flops, "int8": ceilings.int8_flops}
-    parts = {n: 1e3 * max(w.flop / rates[w.precision], w.bytes / ceilings.bytes_per_s) for n, w in work.items()}
+    parts = {n: 1e3 * max(batch * w.flop / rates[w.precision], w.bytes / ceilings.bytes_per_s) for n, w in work.items()}
     return {**parts, "total": sum(parts.values())}
+
+
+def add_batch_floors(
+    throughput: Sequence[dict[str, Any]], rows: Sequence[Mapping[str, Any]], ceilings: Ceilings
+) -> None:  # fmt: skip
+    """Add `floor_ms` to batched calls of systems whose work is known from the rows of single ones."""
+    works = {(row["system"], row["steps"]): row.get("work") for row in rows}
+    for row in throughput:
+        if work := works.get((row["system"], row["steps"])):
+            parts = {name: Work(**one) for name, one in work.items()}
+            row["floor_ms"] = floors_ms(parts, ceilings, row["batch"])["total"]
 
 
 def rates(parts_ms: Mapping[str, float], work: Mapping[str, Work]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vla_accel.report import charts
@@ -10,6 +10,7 @@ from vla_accel.report.colours import OTHER
 from vla_accel.report.conditions import conditions, ledger, machine
 from vla_accel.report.page import Number, Page, Picture, Section, Table
 
+Points = list[tuple[float, float]]
 CLOSE = 4
 """Beside a system that takes longer than so many times the quickest, that one's parts cannot be seen."""
 
@@ -68,13 +69,32 @@ def _calls(rows: list[dict[str, Any]], which: str) -> Picture:
     )
 
 
-def _batches(rows: list[dict[str, Any]]) -> Table:
+def batch_lines(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Points], dict[str, Points]]:
+    """(batch, ms an observation) of each system, and of its floor where that is known."""
+    found: dict[str, Points] = {}
+    floors: dict[str, Points] = {}
+    for row in rows:
+        found.setdefault(row["system"], []).append((row["batch"], row["median_ms"] / row["batch"]))
+        if row.get("floor_ms"):
+            floors.setdefault(row["system"], []).append((row["batch"], row["floor_ms"] / row["batch"]))
+    return found, floors
+
+
+def _batches(rows: list[dict[str, Any]]) -> Picture:
+    found, floors = batch_lines(rows)
     body = [
         [r["system"], Number(r["steps"], "{}"), Number(r["batch"], "{}"), Number(r["median_ms"]),
-         Number(r["per_second"], "{:.0f}")]
+         Number(r["per_second"], "{:.0f}"), Number(r.get("floor_ms"))]
         for r in rows
     ]  # fmt: skip
-    return Table("Throughput", ("system", "steps", "batch", "median ms", "observations/s"), body)
+    words = "; ".join(f"{name} at {p[-1][0]}: {p[-1][1]:.1f} ms an observation" for name, p in found.items())
+    return Picture(
+        "Median of a batched call by its observations, for each of them; dashed: the machine's floor",
+        f"Lines over the batch: {words}.",
+        lambda narrow: charts.lines(found, x="observations in a call", y="ms an observation", narrow=narrow,
+                                    limits=floors),
+        Table("Throughput", ("system", "steps", "batch", "median ms", "observations/s", "floor ms"), body),
+    )  # fmt: skip
 
 
 def _label(row: Mapping[str, Any]) -> str:

@@ -7,13 +7,14 @@ know numbers and labels, not where these come from. Needs matplotlib, imported w
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import fill
 from typing import Any
 
 from vla_accel.errors import DependencyError
-from vla_accel.report.colours import LIMIT, MARK, OTHER, PARTS, colours_of
+from vla_accel.report.colours import LIMIT, LINES, MARK, OTHER, PARTS, colours_of
 
 WIDE, NARROW = 9.0, 3.7
 """Widths in inches at 100 dots each."""
@@ -136,12 +137,18 @@ def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool, finest: fl
     return figure
 
 
-def lines(series: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str, narrow: bool = False) -> Any:
-    """A line for each name, its points (x, y) marked; x is drawn by its logarithm, with the values that there are."""
+def lines(
+    series: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str, narrow: bool = False,
+    limits: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+) -> Any:  # fmt: skip
+    """A line for each name, its points (x, y) marked; x is drawn by its logarithm, with the values that there are.
+    `limits`: lines of what the machine allows, by the name of theirs: dashed, in its colour."""
     figure, axes = _axes(narrow, 4.2)
-    colours, marks = colours_of(series), "osD^vP*X"
+    colours, marks = dict(zip(series, itertools.cycle(LINES), strict=False)), "osD^vP*X"
     for index, (name, points) in enumerate(series.items()):
         axes.plot(*zip(*points, strict=True), marker=marks[index % len(marks)], color=colours[name], label=name)
+    for name, points in (limits or {}).items():
+        axes.plot(*zip(*points, strict=True), linestyle="--", linewidth=1, color=colours[name], label=f"{name}: floor")
     ticks = sorted({point[0] for points in series.values() for point in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -22,6 +22,8 @@ PARTS = {
 """Of the parts of a call that have a colour of their own."""
 SPARE = ("#56B4E9", "#D55E00")
 """Of parts with other names, in their order."""
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Of lines, in their order: without the yellow, which is hard to see on white."""
 MARK, LIMIT = "#000000", "#D55E00"
 """Of a floor, and of a line that something should stay below."""
 

@@ -43,8 +43,7 @@ def _agreement(rows: Sequence[Row]) -> list[Picture]:
     shown = [row for row in rows if not row["other_policy"]]
     if not shown:
         return []
-    points = [charts.Point(row["name"], row["latency"]["median_ms"], _disagreement(row), chosen=row["chosen"],
-                           front=row["front"], dropped=row["dropped"] is not None) for row in shown]  # fmt: skip
+    points = agreement_points(shown)
     body: list[list[Cell]] = [
         [row["name"], Number(row["latency"]["median_ms"]), Number(_cosine(row), "{:.6f}"),
          Number((row["agreement"] or {}).get("relative_error"), "{:.1%}"),
@@ -56,11 +55,23 @@ def _agreement(rows: Sequence[Row]) -> list[Picture]:
         "Median of a call against disagreement with FP32 eager (one minus the cosine of the final actions); the line "
         "joins those that no other beats in both",
         f"Points: {words}.",
-        lambda narrow: charts.scatter(points, x="median of one call [ms]", y="1 - cosine", narrow=narrow, finest=1e-6),
+        lambda narrow: draw_agreement(points, narrow),
         Table("Latency and agreement",
               ("configuration", "median ms", "cosine", "error, of what another observation changes",
                "commands flipped", "on the front", "verdict"), body),
     )]  # fmt: skip
+
+
+def agreement_points(rows: Sequence[Row]) -> list[charts.Point]:
+    """What was timed and computes the same policy, by latency and disagreement."""
+    return [charts.Point(row["name"], row["latency"]["median_ms"], _disagreement(row), chosen=row["chosen"],
+                         front=row["front"], dropped=row["dropped"] is not None)
+            for row in rows if row["latency"] and not row["other_policy"]]  # fmt: skip
+
+
+def draw_agreement(points: Sequence[charts.Point], narrow: bool = False) -> Any:
+    """Latency against disagreement: a matplotlib figure."""
+    return charts.scatter(points, x="median of one call [ms]", y="1 - cosine", narrow=narrow, finest=1e-6)
 
 
 def _success(rows: Sequence[Row]) -> list[Picture]:

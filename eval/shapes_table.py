@@ -1,0 +1,108 @@
+"""One table and two pictures of all stored `vla-accel bench` runs of published sizes: latency against the shape of a
+call (model, views, actions, prompt) and against its batch, beside the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.markdown import machine, rows
+from eval.script import write_png
+from vla_accel.measure.bench import SCHEMA
+from vla_accel.measure.roofline import Ceilings, add_batch_floors
+from vla_accel.report import charts
+from vla_accel.report.bench import batch_lines, call_parts
+
+SHAPES, BATCHES = "bench_shapes_h200.png", "bench_batches_h200.png"
+KINDS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7"}
+OURS = ("native-", "portable-", "realtime-vla")
+"""How the names of those begin that are shown; other projects' eager code has tables of its own."""
+
+
+def shapes(results: Sequence[dict[str, Any]]) -> str:
+    """A row for each shape, a column for each system: ms of a whole call, and its floor."""
+    calls = list(_calls(results))
+    systems = list(dict.fromkeys(row["system"] for _, _, row in calls))
+    found = {(shape, row["system"]): row for shape, _, row in calls}
+    lines = dict.fromkeys((shape, row["steps"], _rows_of(result)) for shape, result, row in calls)
+    body = [
+        [shape, str(steps), str(count), *(_cell(found.get((shape, system))) for system in systems)]
+        for shape, steps, count in lines
+    ]
+    where = "; ".join(dict.fromkeys(machine(result) for _, result, _ in calls))
+    return (
+        f"{rows(['call', 'steps', 'rows', *systems], body)}\n"
+        f"Median ms of a whole call (the floor); rows: of the denoise loop at every step. {where}.\n\n"
+        f"![Parts of a call, by shape and system, beside the floor](../eval/results/{SHAPES})\n\n"
+        f"![ms an observation against observations in a call, beside the floor](../eval/results/{BATCHES})\n"
+    )
+
+
+def draw_shapes(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Stacked bars, one for each shape and system."""
+    bars = [
+        charts.Bar(f"{shape}: {row['system']}", call_parts(row), f"{row['median_ms']:.1f} ms",
+                   (row["floors_ms"] or {}).get("total"))
+        for shape, _, row in _calls(results)
+    ]  # fmt: skip
+    write_png(charts.stacked(bars, unit="median of one call [ms]", narrow=False), path)
+
+
+def draw_batches(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """ms an observation over the batch, a line for each shape and system, dashed for its floor."""
+    found: dict[str, Any] = {}
+    floors: dict[str, Any] = {}
+    for result in _published(results):
+        mine = [dict(row) for row in result["throughput"] if row["system"].startswith(OURS)]
+        if len({row["batch"] for row in mine}) > 1:
+            if result["ceilings"]:
+                add_batch_floors(mine, result["rows"], Ceilings(**result["ceilings"]))
+            for into, lines in zip((found, floors), batch_lines(mine), strict=True):
+                into |= {f"{_shape(result)}: {system}": points for system, points in lines.items()}
+    figure = charts.lines(found, x="observations in a call", y="ms an observation", limits=floors)
+    write_png(figure, path)
+
+
+def _published(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of random weights of a published size; the one with the most batches first."""
+    mine = [r for r in results if r.get("schema") == SCHEMA and "views" in r["model"]]
+    return sorted(mine, key=lambda r: -len(r["throughput"]))
+
+
+def _rows_of(result: dict[str, Any]) -> int:
+    """Of the denoise loop: π0 has a token beside the actions, the state's."""
+    return result["model"]["action_horizon"] + (result["model"]["kind"] == "pi0")
+
+
+def _calls(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Shape, report and row, of the most steps of each shape and system, each once."""
+    seen = set()
+    for result in sorted(_published(results), key=_order):
+        most = max(row["steps"] for row in result["rows"])
+        for row in result["rows"]:
+            key = (_shape(result), row["system"])
+            if row["steps"] == most and row["system"].startswith(OURS) and key not in seen:
+                seen.add(key)
+                yield key[0], result, row
+
+
+def _order(result: dict[str, Any]) -> tuple[int, int, int, int]:
+    model = result["model"]
+    kinds = list(KINDS)
+    place = kinds.index(model["kind"]) if model["kind"] in kinds else len(kinds)
+    return place, model["action_horizon"], model["views"], result.get("prompt_tokens") or 0
+
+
+def _shape(result: dict[str, Any]) -> str:
+    model, tokens = result["model"], result.get("prompt_tokens")
+    prompt = f", prompt of {tokens} tokens" if tokens else ""
+    kind = KINDS.get(model["kind"], model["kind"])
+    return f"{kind}, {model['views']} views, {model['action_horizon']} actions{prompt}"
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    floor = (row["floors_ms"] or {}).get("total")
+    return f"{row['median_ms']:.2f}" + (f" ({floor:.2f})" if floor else "")

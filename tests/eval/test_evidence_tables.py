@@ -1,0 +1,168 @@
+"""Tables and pictures of tuning, late answers, stressed pairs, shapes and attention, from results as their runs write
+them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import pictures, tables
+from eval.attention_table import attention
+from eval.harness.late import _kind
+from eval.late_table import late
+from eval.shapes_table import shapes
+from eval.tables import stressed
+from eval.tune_table import tune
+from vla_accel.measure.roofline import Ceilings, add_batch_floors
+from vla_accel.report.bench import batch_lines
+
+GPU = {"hardware": {"gpu": "NVIDIA X", "device": "cuda"}, "software": {"torch": "2.11.0"}}
+
+
+def tried(name: str, ms: float, cosine: float | None, **more: Any) -> dict[str, Any]:
+    agreement = None if cosine is None else {"cosine": cosine}
+    row = {"name": name, "latency": {"median_ms": ms}, "agreement": agreement, "success": None, "dropped": None}
+    return {**row, "other_policy": False, "front": True, "chosen": False, **more}
+
+
+TUNED = {
+    **GPU, "command": ["vla-accel", "tune", "demo"], "seconds": 300, "chosen": "native fp8", "why": "the fastest",
+    "times_as_fast": 20.0, "left_out": {"tensorrt": "not installed"},
+    "tried": [
+        tried("eager_fp32", 40.0, None, dropped=None),
+        tried("native fp8", 2.0, 0.999, chosen=True,
+              success={"lost": 3, "gained": 2, "pairs": 336, "lower_bound": -0.018}),
+        tried("native int8", 1.5, 0.9, dropped="gate one: cosine"),
+    ],
+}  # fmt: skip
+
+
+def rate(won: int, episodes: int) -> dict[str, Any]:
+    return {"successes": won, "episodes": episodes, "errors": 0, "rate": won / episodes if episodes else None,
+            "wilson_95_low": 0.5, "wilson_95_high": 0.9}  # fmt: skip
+
+
+def grid(kinds: tuple[str, ...], ticks: tuple[int, ...], won: int) -> dict[str, Any]:
+    rows = [
+        {"chunking": kind, "latency_ticks": k, "latency_ms": 50.0 * k, "steps": 10, **rate(won, 100)}
+        for k in ticks for kind in kinds
+    ]  # fmt: skip
+    command = ["python", "-m", "eval.libero.late"]
+    return {"note": "", "command": command, "control_hz": 20, "policy": GPU, "rows": rows, "protocol": {}}
+
+
+def bench(views: int, horizon: int, ms: float, **more: Any) -> dict[str, Any]:
+    row = {
+        "system": "native-bf16", "steps": 10, "median_ms": ms, "p10_ms": ms, "p90_ms": ms, "calls": 9,
+        "parts_ms": {"vision": 1.0}, "floors_ms": {"total": 2.0}, "engines": [],
+        "work": {"vision": {"flop": 1e12, "bytes": 0.0, "precision": "bf16"},
+                 "denoise": {"flop": 1e9, "bytes": 4e9, "precision": "bf16"}},
+    }  # fmt: skip
+    slow = {**row, "system": "openpi-eager", "median_ms": 306.0, "floors_ms": {}, "parts_ms": {}}
+    return {
+        **GPU, "schema": "vla_accel.bench/1", "model": {"kind": "pi05", "views": views, "action_horizon": horizon},
+        "rows": [row, slow], "throughput": [], "ceilings": CEILINGS.__dict__, "command": "vla-accel bench",
+        "left_out": {}, **more,
+    }  # fmt: skip
+
+
+CEILINGS = Ceilings(1e15, 2e15, 4e12)
+BATCHES = [
+    {"system": "native-bf16", "steps": 10, "batch": n, "median_ms": 9.0 * n, "per_second": 111.0} for n in (1, 2, 8)
+]  # fmt: skip
+
+
+def test_what_tuning_tried_is_told_fastest_first() -> None:
+    lines = tune(TUNED).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| native int8", "| **native fp8**", "| eager_fp32"]
+    assert lines[2].endswith("| 1.50 | 0.900000 | - | gate one: cosine |")
+    assert "3 / 2 of 336, above -1.8 points | chosen |" in lines[3] and lines[4].endswith("| the reference |")
+    assert "Not tried: tensorrt: not installed." in lines[6]
+
+
+def test_late_answers_stand_beside_who_would_be_so_late() -> None:
+    both = [grid(("plain", "rtc"), (1, 8), 80), grid(("trained",), (8,), 95)]
+    lines = late([both, bench(2, 10, 9.0)]).splitlines()
+    assert lines[0] == ("| ticks late | ms | plain chunks | real-time chunking | trained chunking | so late would be |")
+    assert lines[2].startswith("| 1 | 50 | 80.0 % (50.0 to 90.0) of 100 |") and "| - | native-bf16 (9 ms) |" in lines[2]
+    assert "| 95.0 % (50.0 to 90.0) of 100 | - |" in lines[3], "openpi's 306 ms are 7 ticks, which were not played"
+    assert "openpi-eager (306 ms)" in late([[grid(("plain",), (7,), 1)], bench(2, 10, 9.0)])
+
+
+def test_shapes_are_rows_and_each_system_is_there_once() -> None:
+    again = bench(2, 10, 9.5)
+    lines = shapes([again, bench(3, 50, 13.0), bench(2, 10, 9.0, throughput=BATCHES), {"schema": "other"}]).splitlines()
+    assert lines[0] == "| call | steps | rows | native-bf16 |", "openpi has tables of its own"
+    assert lines[2] == "| π0.5, 2 views, 10 actions | 10 | 10 | 9.00 (2.00) |", "the report with batches counts"
+    assert lines[3] == "| π0.5, 3 views, 50 actions | 10 | 50 | 13.00 (2.00) |"
+    prompt = bench(2, 10, 9.2, prompt_tokens=180)
+    assert "| π0.5, 2 views, 10 actions, prompt of 180 tokens | 10 | 10 | 9.20 (2.00) |" in shapes([again, prompt])
+
+
+def test_a_batchs_floor_reads_the_weights_once() -> None:
+    found = [dict(row) for row in BATCHES]
+    add_batch_floors(found, bench(2, 10, 9.0)["rows"], CEILINGS)
+    # Vision: 1 ms of arithmetic an observation; denoise: 1 ms of bytes, whatever the batch.
+    assert [row["floor_ms"] for row in found] == pytest.approx([2.0, 3.0, 9.0])
+    per_observation, floors = batch_lines(found)
+    assert per_observation == {"native-bf16": [(1, 9.0), (2, 9.0), (8, 9.0)]}
+    assert floors["native-bf16"] == [(1, pytest.approx(2.0)), (2, pytest.approx(1.5)), (8, pytest.approx(1.125))]
+    found[0]["system"] = "another"
+    del found[0]["floor_ms"]
+    add_batch_floors(found, bench(2, 10, 9.0)["rows"], CEILINGS)
+    assert "floor_ms" not in found[0]
+
+
+PAIRED = {
+    **{"note": "", "command": ["python"], "reference": "eager_fp32", "policies": {"native": {**GPU, "engines": []}}},
+    "protocol": {"suite": "libero_spatial,libero_spatial_object", "stress": {"noise": 0.3}},
+    "rows": [{
+        "name": "native", "steps": 10, "pairs": 1000, "reference": rate(600, 1000), "other": rate(580, 1000),
+        "lost": 60, "gained": 40, "mcnemar_exact_p": 0.05, "smallest_difference": 0.03,
+    }],
+}  # fmt: skip
+
+
+def test_stressed_pairs_name_the_stress() -> None:
+    lines = stressed(PAIRED).splitlines()
+    assert "| 60 / 40 | 0.050 |" in lines[2]
+    assert "Stress: noise 0.3, on libero_spatial and libero_spatial_object." in lines
+
+
+def test_attention_says_which_way_is_wrong_or_missing() -> None:
+    ways = [
+        {"way": "own", "worst": 0.01, "mean": 0.001, "right": True, "us": 12.0},
+        {"way": "sdpa", "worst": 0.5, "mean": 0.1, "right": False, "us": 30.0},
+        {"way": "flash_attn", "error": "DependencyError: attention flash_attn: it needs"},
+    ]
+    sizes = {"batch": 1, "tokens": 544, "source": 544, "heads": 8, "kv_heads": 1, "head_dim": 256}
+    text = attention({**GPU, "command": ["python"], "shapes": [{"name": "prefix", **sizes, "ways": ways}]})
+    cells = "| 12.0 (0.010) | 30.0 (0.500), **wrong** | DependencyError |"
+    assert f"| prefix | 1 x 544, 8 heads of 256 {cells}" in text
+
+
+def test_pictures_are_drawn_where_there_are_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    stored = {
+        "tune_demo_h200": TUNED, "libero_late_h200": grid(("plain", "rtc"), (0, 8), 80), "libero_stress_h200": PAIRED,
+        "bench_pi05_h200": bench(2, 10, 9.0, throughput=BATCHES),
+    }  # fmt: skip
+    for name, result in stored.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    assert pictures.main(["--output", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.glob("*.png")} == set(pictures.PICTURES)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert pictures.main(["--output", str(tmp_path)]) == 0, "no run is no error"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"drawn": [], "absent": list(pictures.PICTURES)}
+
+
+def test_chunks_of_a_policy_that_was_trained_for_them_are_called_so() -> None:
+    trained = {"policy": {"config": {"rtc": {"trained": True}}}}
+    assert (_kind(trained, "rtc"), _kind(trained, "plain")) == ("trained", "plain")
+    assert _kind({"policy": {"config": None}}, "rtc") == "rtc", "a server does not tell"
