@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from eval.harness import cluster
+from eval.harness import conditions
 from eval.harness.benchmark import Benchmark
 from eval.harness.cluster_actors import Loaded, Played, Replica, Simulator
 from eval.harness.crew import LocalCrew
 from eval.harness.log import differences
 from eval.harness.policies import PolicySource
 from eval.harness.protocol import EpisodeKey, Protocol
-from eval.harness.rollout import EpisodeResult, describe
+from eval.harness.rollout import EpisodeResult
 from eval.harness.runner import Setup
 from eval.harness.schedule import Schedule
-from vla_accel.errors import ConfigError, EngineError, VlaAccelError
+from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.files import replacing
+from vla_accel.remote import cluster
+from vla_accel.remote.cluster import last_line
 
 TRIES = 5
 PLACE_TIMEOUT_S = 60.0
@@ -42,7 +45,7 @@ class _Actor:
 
 @dataclass(eq=False)
 class _Replica(_Actor):
-    options: dict[str, Any] = field(default_factory=dict)
+    place: cluster.Place | None = None
     loaded: Loaded | None = None
 
 
@@ -82,13 +85,13 @@ class RayCrew:
         self._ray = cluster.connect(address)
         try:
             nodes = cluster.nodes(self._ray)
-            replicas = self._replica_options(nodes) if source.kind == "local" else []
+            places = cluster.places(nodes, source.device) if source.kind == "local" else []
             for node in nodes:
                 self._meet(node)
             self.size = max(1, sum(node.cores for node in nodes) if workers is None else workers)
             if source.kind == "local":
-                for options in replicas[: self.size]:
-                    self._start_replica(options)
+                for place in places[: self.size]:
+                    self._start_replica(place)
                 loaded = self._loaded().loaded
                 assert loaded is not None
                 known: Loaded | LocalCrew = loaded
@@ -178,7 +181,7 @@ class RayCrew:
         self._simulators.remove(actor)
         episode, actor.episode = actor.episode, None
         if episode is not None:
-            yield from self._again(episode, f"its simulator on node {actor.node} ended ({_last_line(error)})")
+            yield from self._again(episode, f"its simulator on node {actor.node} ended ({last_line(error)})")
         self._start_simulator()
         self._assign()
 
@@ -190,15 +193,16 @@ class RayCrew:
             self._count_failed_start(replica, error)
         self._forget(replica)
         self._replicas.remove(replica)
-        self._warn(f"the policy on node {replica.node} ended ({_last_line(error)}); another is started")
-        self._start_replica(replica.options)
+        self._warn(f"the policy on node {replica.node} ended ({last_line(error)}); another is started")
+        assert replica.place is not None
+        self._start_replica(replica.place)
 
     def _count_failed_start(self, actor: _Actor, error: Exception) -> None:
         self._failed_starts += 1
         if self._failed_starts >= TRIES:
             what = "policy" if isinstance(actor, _Replica) else "simulator"
             raise EngineError(
-                f"node {actor.node}: a {what} ended {TRIES} times as it started: {_last_line(error)}"
+                f"node {actor.node}: a {what} ended {TRIES} times as it started: {last_line(error)}"
             ) from error
 
     def _forget(self, actor: _Actor) -> None:
@@ -208,7 +212,7 @@ class RayCrew:
         self._ray.kill(actor.handle)
 
     def _meet(self, node: cluster.Node) -> None:
-        cluster.check_node(self._ray, node, self._benchmark)
+        cluster.check_node(self._ray, node, partial(conditions.software, self._benchmark))
         self._nodes[node.id] = node
 
     def _name(self, node_id: str) -> str:
@@ -221,20 +225,9 @@ class RayCrew:
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    def _replica_options(self, nodes: Sequence[cluster.Node]) -> list[dict[str, Any]]:
-        """Ray's options of each replica: one a GPU, or one a node where there is none. Raises `ConfigError` if a GPU is
-        asked for and there is none."""
-        gpus, asked = sum(node.gpus for node in nodes), self._source.device
-        if asked.startswith("cuda") and not gpus:
-            raise ConfigError(f"device: {asked!r} was asked for, but no node of the Ray cluster lends a GPU")
-        if gpus and asked != "cpu":
-            return [{"num_gpus": 1, "scheduling_strategy": "SPREAD"}] * gpus
-        affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        return [{"scheduling_strategy": affinity(node.id, soft=True)} for node in nodes if node.cores]
-
-    def _start_replica(self, options: dict[str, Any]) -> None:
-        make = self._ray.remote(num_cpus=0, **options)(Replica)
-        replica = _Replica(make.remote(self._source, self._benchmark, "num_gpus" in options), options=options)
+    def _start_replica(self, place: cluster.Place) -> None:
+        make = self._ray.remote(**place.options(self._ray))(Replica)
+        replica = _Replica(make.remote(self._source, self._benchmark, place.gpu), place=place)
         self._replicas.append(replica)
         self._await(replica.handle.place.remote(), replica, self._replica_placed)
 
@@ -332,14 +325,9 @@ class RayCrew:
         self._schedule.give_back(episode)
 
 
-def _last_line(error: Exception) -> str:
-    """What Ray says of a death, without the ids before it."""
-    return str(error).strip().rpartition("\n")[2][:300]
-
-
 def _cause(node: str, error: Any) -> VlaAccelError:
     """What a process on a node raised: our own errors as they are, but for the node's name."""
     cause = error.cause
     if isinstance(cause, VlaAccelError):
         return type(cause)(f"node {node}: {cause}")
-    return EngineError(f"node {node}: {describe(cause) if cause is not None else error}")
+    return EngineError(f"node {node}: {cluster.cause(error)}")

@@ -114,7 +114,10 @@ def test_two_policies_are_served_and_one_is_put_away_and_loaded_again(tmp_path: 
         (("no/such.yaml",), "no/such.yaml"),
         ((CONFIG, "--checkpoint", "no/such/folder"), "checkpoint: expected a folder or one of demo"),
         ((CONFIG, "--devices", "cpu,cuda:99"), "devices: expected all, or a list of "),
-        ((CONFIG, "--devices", "cpu", "--device", "cpu"), "device: expected --device or --devices, got both"),
+        (
+            (CONFIG, "--devices", "cpu", "--device", "cpu"),
+            "devices: expected --devices alone, got --device or --ray, too",
+        ),
         ((CONFIG, "--host", "0.0.0.0"), "host: 0.0.0.0 without a key lets in whoever reaches it: expected --api-key-f"),
         ((CONFIG, "--tls-key", "x"), "tls_key: expected tls_cert, too"),
         ((CONFIG, "--max-clients", "0"), "max_clients: expected at least 1"),

@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,18 @@ import torch
 from rich.console import Console
 
 from eval.harness import command
-from eval.harness.cluster import connect
 from eval.harness.evaluation import evaluate
 from eval.harness.policies import PolicySource
 from tests.support import toy_cluster as toy
+from tests.support.ray_support import cluster_of
 from tests.support.tiny import write_tiny_checkpoint
 from tests.support.toy_command import Arguments
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.remote.cluster import connect
 
-ray = pytest.importorskip("ray", reason="NOT RUN: needs ray")
+pytest.importorskip("ray", reason="NOT RUN: needs ray")
 # Ray's own.
 pytestmark = pytest.mark.filterwarnings("ignore")
-CONFIG = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_failure_threshold": 4,
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +41,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     write_tiny_checkpoint(folder)
     return folder
-
-
-@contextlib.contextmanager
-def cluster_of(*nodes: dict[str, Any]) -> Iterator[Any]:
-    """A cluster on this machine: a head that lends nothing, and a node for each of `nodes`."""
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": CONFIG})
-    try:
-        for node in nodes:
-            made.add_node(**node)
-        yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
 
 
 def request(checkpoint: Path, output: Path, benchmark: Any, *words: str) -> Any:

@@ -14,7 +14,7 @@ import tyro
 from vla_accel import machine
 from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source
 from vla_accel.errors import ConfigError
-from vla_accel.server import Replicas, ServerConfig, Shelf, serve
+from vla_accel.server import RayReplicas, Replicas, ServerConfig, Shelf, serve
 from vla_accel.server.keys import Keys
 
 LIMITS = ServerConfig()
@@ -64,6 +64,9 @@ class Arguments(PolicySource):
     """cpu, cuda or cuda:N instead of the configuration's."""
     devices: Text = None
     """A process with the policy for each of these, behind one address: all, or a list like cuda:0,cuda:1."""
+    ray: Text = None
+    """A process with the policy on each GPU of a Ray cluster, or each machine where there is none, behind one address:
+    "auto" for the cluster that this machine belongs to, HOST:PORT for another, "local" for one that is started here."""
     num_steps: Number = None
     """Denoising steps instead of the configuration's."""
 
@@ -105,12 +108,14 @@ def main(arguments: list[str]) -> int:
         elif limits.tls_cert is None:
             log.warning("%s without --tls-cert: keys travel in the clear", limits.host)
     load = loader(given)
-    if given.devices is None:
-        serve(load(given.device), limits)
-    elif given.device is not None:
-        raise ConfigError("device: expected --device or --devices, got both")
-    else:
+    if given.devices is not None and (given.device or given.ray):
+        raise ConfigError("devices: expected --devices alone, got --device or --ray, too")
+    if given.ray is not None:
+        serve(RayReplicas(load, given.ray, given.device or "auto", machine.software), limits)
+    elif given.devices is not None:
         serve(Replicas(load, machine.resolve_devices(given.devices)), limits)
+    else:
+        serve(load(given.device), limits)
     return 0
 
 

@@ -17,7 +17,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from vla_accel.errors import ConfigError
@@ -28,6 +28,7 @@ from vla_accel.server.limits import ServerConfig
 from vla_accel.server.loop import run_loop
 from vla_accel.server.metrics import Metrics
 from vla_accel.server.pages import HEADERS, Pages
+from vla_accel.server.ray_replica import RayReplicas
 from vla_accel.server.replica import ProcessReplica, Replica, Replicas, ThreadReplica
 from vla_accel.server.runner import Answer, Call
 
@@ -40,7 +41,7 @@ _CHECK_EVERY_S = 0.25
 
 class PolicyServer:
     """Serves `policy` until `stop_soon`: anything with `infer`, and `metadata` if it has some, or a `Shelf` of several,
-    whose calls run in one thread; or `Replicas` of either, each in a process of its own.
+    whose calls run in one thread; or `Replicas` of either, each in a process of its own, or `RayReplicas` on a cluster.
 
     Methods are for the event loop that runs `run`, but for `stop_soon`.
     """
@@ -327,7 +328,9 @@ def background(policy: Any, config: ServerConfig | None = None) -> Iterator[Poli
         raise failure[0]
 
 
-def _replicas(policy: Any, max_batch: int) -> list[Replica]:
+def _replicas(policy: Any, max_batch: int) -> Sequence[Replica]:
+    if isinstance(policy, RayReplicas):
+        return policy.made(max_batch)
     if not isinstance(policy, Replicas):
         return [ThreadReplica(policy, max_batch)]
     named = [(f"{i} {device}", device) for i, device in enumerate(policy.devices)]

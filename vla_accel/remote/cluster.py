@@ -1,6 +1,6 @@
-"""A Ray cluster: connecting to it, its nodes, and whether they have the code and the packages of this machine.
+"""A Ray cluster: connecting to it, its nodes, where copies of a policy go, whether nodes have what this machine has.
 
-`--ray` is the only thing that needs the package `ray`, imported when used. Knows nothing of episodes.
+`--ray` is the only thing that needs the package `ray`, imported when used. Knows nothing of policies and episodes.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.harness import conditions
-from eval.harness.benchmark import Benchmark
-from eval.harness.rollout import describe
 from vla_accel.errors import ConfigError, DependencyError, EngineError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -33,6 +31,22 @@ class Node:
     name: str
     cores: int
     gpus: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a copy of a policy goes; elsewhere once that node is gone. `gpu`: Ray lends one to its process."""
+
+    node: Node
+    gpu: bool
+
+    def options(self, ray: Any) -> dict[str, Any]:
+        """Ray's options of an actor there."""
+        # A soft affinity also leaves a node that has just joined.
+        alive = any(node["NodeID"] == self.node.id and node["Alive"] for node in ray.nodes())
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        where = affinity(self.node.id, soft=False) if alive else "SPREAD"
+        return {"num_cpus": 0, "scheduling_strategy": where, **({"num_gpus": 1} if self.gpu else {})}
 
 
 def connect(address: str) -> Any:
@@ -69,18 +83,29 @@ def nodes(ray: Any) -> list[Node]:
     return found
 
 
-def check_node(ray: Any, node: Node, benchmark: Benchmark) -> None:
-    """Raise `EngineError` unless a node runs the versions of this machine; a node that is gone passes."""
+def places(nodes: Sequence[Node], device: str) -> list[Place]:
+    """Where copies of a policy go: one on each GPU, or on each node where there is none or `device` is cpu. Raises
+    ConfigError if a GPU is asked for and no node lends one."""
+    gpus = [Place(node, True) for node in nodes for _ in range(node.gpus)]
+    if device.startswith("cuda") and not gpus:
+        raise ConfigError(f"device: {device!r} was asked for, but no node of the Ray cluster lends a GPU")
+    if gpus and device != "cpu":
+        return gpus
+    return [Place(node, False) for node in nodes if node.cores]
+
+
+def check_node(ray: Any, node: Node, software: Callable[[], Mapping[str, str]]) -> None:
+    """Raise `EngineError` unless `software`, called on a node, tells the versions of this machine; a node that is gone
+    passes."""
     place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
-    ask = ray.remote(num_cpus=0, scheduling_strategy=place, max_retries=0)(conditions.software)
+    ask = ray.remote(num_cpus=0, scheduling_strategy=place, max_retries=0)(lambda: dict(software()))
     try:
-        theirs = ray.get(ask.remote(benchmark))
+        theirs = ray.get(ask.remote())
     except ray.exceptions.RayTaskError as error:
-        cause = describe(error.cause) if error.cause is not None else str(error).strip().splitlines()[-1]
-        raise EngineError(f"node {node.name}: expected this program's code there, got {cause}") from error
+        raise EngineError(f"node {node.name}: expected this program's code there, got {cause(error)}") from error
     except ray.exceptions.RayError:
         return
-    ours = conditions.software(benchmark)
+    ours = software()
     other = [
         f"{name} {theirs.get(name, 'absent')} (here {ours.get(name, 'absent')})"
         for name in sorted({*ours, *theirs})
@@ -88,6 +113,18 @@ def check_node(ray: Any, node: Node, benchmark: Benchmark) -> None:
     ]
     if other:
         raise EngineError(f"node {node.name}: expected the versions of this machine, got {', '.join(other)}")
+
+
+def cause(error: Any) -> str:
+    """`"Type: message"` of what a process on a node raised, from Ray's error about it."""
+    if error.cause is not None:
+        return f"{type(error.cause).__name__}: {' '.join(str(error.cause).split())}"
+    return last_line(error)
+
+
+def last_line(error: Exception) -> str:
+    """What Ray says of a death, without the ids before it."""
+    return str(error).strip().rpartition("\n")[2][:300]
 
 
 def _knock(address: str) -> None:
