@@ -82,7 +82,7 @@ def launches_of(
     with steered("triton"):
         programs = (
             store.vision(batch, views, spec), store.kv_cache(batch, images, length, spec),
-            store.denoise(batch, total, 2, spec),
+            store.denoise(batch, total, 2, EngineSpec("native") if precision == "int8" else spec),
         )  # fmt: skip
     loop: Any = getattr(programs[2], "loop", programs[2])
     assert isinstance(loop, (expert._LayerLoop, smolvla_expert.NativeDenoise))

@@ -19,21 +19,24 @@ from torch import Tensor
 
 from vla_accel.fp8 import E4M3
 from vla_accel.ops import attending, dit, linear, sequence, suffix
+from vla_accel.ops import moments as moment_ops
 from vla_accel.ops import rows as row_ops
 from vla_accel.ops.dit import NormTables
 from vla_accel.ops.linear import Linear, make_linear
+from vla_accel.ops.moments import Moments
+from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import rope_tables
 from vla_accel.ops.suffix_tilings import KeySplit, Pipelined, Product, SuffixAttention, Tiling, key_splits
 
 MARGIN = 1024  # elements; keeps the alignment that compilers count on
 FP8 = E4M3.dtype
-MODULES = (row_ops, linear, attending, suffix, sequence, dit)
+MODULES = (row_ops, linear, attending, suffix, sequence, dit, moment_ops)
 # Where an op is defined.
 MODULE_OF = {n: m for m in MODULES for n, f in vars(m).items() if getattr(f, "__module__", "") == m.__name__}
 TAKES_PDL = (
     "add_norm", "geglu", "gelu", "rope_cache", "attention", "qkv_rope", "gate_up_geglu", "project", "step",
     "suffix_attention", "cross_attention", "add_at", "norm_rope", "causal_attention", "exact_gelu", "product",
-    "flow_step",
+    "flow_step", "measure",
 )  # fmt: skip
 EPS = 1e-6
 
@@ -120,9 +123,15 @@ def outputs_of(call: Call, device: torch.device, *, kernel: bool, pdl: bool = Fa
         placed.check_margins()
         aliased = {value.name for value in call.arguments.values() if isinstance(value, Same)}
         for name, value in placed.arguments.items():
-            if name not in (*call.outputs, *aliased, "workspace"):
+            if name not in (*(output.split(".")[0] for output in call.outputs), *aliased, "workspace"):
                 _check_equal(f"{call.op} changed its input {name}", value, before[name])
-    return [placed.arguments[name] for name in call.outputs]
+    return [_part(placed.arguments, name) for name in call.outputs]
+
+
+def _part(arguments: dict[str, Any], name: str) -> Tensor:
+    """An argument, or a tensor in one."""
+    owner, _, field_name = name.partition(".")
+    return getattr(arguments[owner], field_name) if field_name else arguments[owner]
 
 
 class Placed:
@@ -143,9 +152,11 @@ class Placed:
             return value.take(self._place(name, value.whole))
         if isinstance(value, Workspace):
             return self._workspace(value)
-        if isinstance(value, (Linear, NormTables)):
+        if isinstance(value, (Linear, NormTables, Moments)):
             tensors = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            return type(value)(**{n: self._place(n, v) if isinstance(v, Tensor) else v for n, v in tensors.items()})
+            return type(value)(
+                **{n: self._place(n, v) if isinstance(v, (Tensor, Empty)) else v for n, v in tensors.items()}
+            )
         if isinstance(value, Empty):
             value = _fill_nan(torch.empty(value.shape, dtype=value.dtype or torch.float32))
         if not isinstance(value, Tensor):
@@ -385,7 +396,10 @@ def _qkv_rope(
     adaptive: bool,
     fp8: bool,
     cut: Tiling | None = None,
+    moments: int = 0,
 ) -> Callable:
+    """`moments`: columns of their tiles, 0 where the rows come without."""
+
     def call(draw: Draw) -> Call:
         columns = (heads + 2 * kv_heads) * head_dim
         lengths = torch.arange(7, 7 + 20 * batch, 20, dtype=torch.int32)
@@ -398,6 +412,8 @@ def _qkv_rope(
             "k": Empty((batch, tokens, kv_heads, head_dim), draw.dtype),
             "v": Empty((batch, tokens, kv_heads, head_dim), draw.dtype), "eps": EPS, "cut": cut,
         }  # fmt: skip
+        if moments:
+            arguments["moments"] = _moments_of(arguments["x"], arguments["scale"], moments)
         return Call("qkv_rope", arguments, ("q", "k", "v"))
 
     return call
@@ -422,7 +438,8 @@ def _cross_attention(
 
 
 def _gate_up(
-    rows: int, width: int, hidden: int, adaptive: bool, fp8: bool, cut: Tiling | None = None, silu: bool = False
+    rows: int, width: int, hidden: int, adaptive: bool, fp8: bool, cut: Tiling | None = None, silu: bool = False,
+    moments: int = 0,
 ) -> Callable:  # fmt: skip
     def call(draw: Draw) -> Call:
         arguments = {
@@ -432,13 +449,21 @@ def _gate_up(
             "cut": cut,
         }  # fmt: skip
         arguments |= {"silu": True} if silu else {}
+        if moments:
+            arguments["moments"] = _moments_of(arguments["x"], arguments["scale"], moments)
         return Call("gate_up_geglu", arguments, ("out",))
 
     return call
 
 
+def _moments_of(x: Tensor, scale: Tensor | None, columns: int) -> Moments:
+    moments = Moments.like(x, columns, scale is not None)
+    write_moments(x, scale, moments)
+    return moments
+
+
 def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: Tiling | None = None) -> Callable:
-    """`what`: letters of gate, bias, residual, skip the first, 8-bit."""
+    """`what`: letters of gate, bias, residual, skip the first, 8-bit; moments of what it writes, next norm's scale."""
 
     def call(draw: Draw) -> Call:
         arguments = {
@@ -447,7 +472,16 @@ def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: Tiling | No
             "tokens": tokens, "skip_first": "s" in what, "cut": cut,
             "workspace": Workspace(Product(rows, k, n), cut) if isinstance(cut, Pipelined) else None,
         }  # fmt: skip
-        return Call("project", arguments, ("x",))
+        if "m" not in what:
+            return Call("project", arguments, ("x",))
+        assert isinstance(cut, Pipelined)
+        tiles = -(-n // cut.columns)
+        scaled = Empty((rows, n), draw.dtype) if "n" in what else None
+        sums, squares = Empty((tiles, rows), torch.float32), Empty((tiles, rows), torch.float32)
+        arguments["moments"] = Moments(sums, squares, scaled, cut.columns)  # type: ignore[arg-type]
+        arguments["next_scale"] = draw.wide(n, scale=0.3) if scaled else None
+        names = ("sums", "squares", "scaled") if scaled else ("sums", "squares")
+        return Call("project", arguments, ("x", *(f"moments.{name}" for name in names)))
 
     return call
 

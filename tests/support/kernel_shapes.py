@@ -71,6 +71,13 @@ def _cuts() -> Cases:
             yield f"qkv_rope 1x50x128 {name}", _qkv_rope(1, 50, 128, 1, 1, 64, adaptive, fp8, cut)
             yield f"gate_up_geglu 10x128 {name}", _gate_up(10, 128, 100, adaptive, fp8, cut)
             yield f"gate_up_geglu 51x72 {name}", _gate_up(51, 72, 40, adaptive, fp8, cut)
+        for adaptive in (True, False):
+            name = f"{cut} adaptive={adaptive}, moments"
+            yield f"qkv_rope 50x128 {name}", _qkv_rope(1, 50, 128, 1, 1, 64, adaptive, False, cut, 32)
+            yield f"gate_up_geglu 51x72 {name}", _gate_up(51, 72, 40, adaptive, False, cut, moments=16)
+        for split, what in ((1, "grm"), (2, "brmn"), (8, "grmn")):
+            shared = dataclasses.replace(cut, split=split)
+            yield f"project {what} {shared}", _project(51, 100, 520, 51, what, shared)
         for split in (1, 2, 8):
             shared = dataclasses.replace(cut, split=split)
             for shape in ((10, 40, 320, 1, "gr"), (51, 100, 72, 51, "gbrs"), (100, 24, 520, 50, "bs8")):

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.support.kernel_cases import EPS, Call, Draw, Empty, Part
+from tests.support.kernel_cases import EPS, Call, Draw, Empty, Part, _moments_of
 from vla_accel.ops.dit import NormTables
+from vla_accel.ops.moments import Moments
 
 
 def _patchify(images: int, rows: int, columns: int, patch: int, merge: int, stride: int) -> Callable:
@@ -73,7 +74,7 @@ def _gelu(rows: int, width: int) -> Callable:
 
 
 def _product(rows: int, n: int, k: int, what: str) -> Callable:
-    """`what`: letters of norm, scale, gelu, relu, 8-bit."""
+    """`what`: letters of norm, scale, gelu, relu, 8-bit; moments that come with the rows."""
 
     def call(draw: Draw) -> Call:
         layer, scale = draw.linear(n, k, fp8="8" in what), draw.wide(k, scale=0.3) if "s" in what else None
@@ -84,7 +85,19 @@ def _product(rows: int, n: int, k: int, what: str) -> Callable:
             "norm": NormTables(scale, sums, EPS) if "n" in what else None,
             "activation": "gelu" if "g" in what else "relu" if "r" in what else "none",
         }  # fmt: skip
+        if "m" in what:
+            arguments["moments"] = _moments_of(arguments["x"], scale, 32)
         return Call("product", arguments, ("out",))
+
+    return call
+
+
+def _measured(rows: int, width: int, scaled: bool) -> Callable:
+    def call(draw: Draw) -> Call:
+        room = [Empty((1, rows), torch.float32) for _ in range(2)]
+        out = Moments(*room, Empty((rows, width), draw.dtype) if scaled else None, width)  # type: ignore[arg-type]
+        arguments = {"x": draw(rows, width) + 0.5, "scale": draw.wide(width, scale=0.3) if scaled else None, "out": out}
+        return Call("measure", arguments, ("out.sums", "out.squares", *(("out.scaled",) if scaled else ())))
 
     return call
 
@@ -120,9 +133,12 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for shape in ((3, 20), (1, 6)):
         yield f"exact_gelu {shape}", _gelu(*shape)
     for rows, n, k, what in (
-        (41, 40, 48, "nsg"), (41, 24, 72, "ns8"), (3, 20, 33, "n"), (82, 132, 40, "r"), (17, 16, 24, "")
+        (41, 40, 48, "nsg"), (41, 40, 48, "nsgm"), (3, 20, 33, "nm"),
+        (41, 24, 72, "ns8"), (3, 20, 33, "n"), (82, 132, 40, "r"), (17, 16, 24, "")
     ):  # fmt: skip
         yield f"product {rows}x{k}x{n} {what}", _product(rows, n, k, what)
+    for rows, width, scaled in ((5, 33, False), (41, 48, True)):
+        yield f"measure {rows}x{width} scaled={scaled}", _measured(rows, width, scaled)
     for what in ("f", "", "l"):
         yield f"flow_step {what}", _flow(2, 6, 5, 40, 9, what)
 

@@ -11,21 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vla_accel.ops import suffix, suffix_tilings
 from vla_accel.ops.autotune import remembered
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.suffix_tilings import KeySplit, Product, SuffixAttention, Tiling
+from vla_accel.ops.moments import Moments
+from vla_accel.ops.suffix_tilings import KeySplit, Pipelined, Product, SuffixAttention, Tiling
 
 Cut = Tiling | KeySplit
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A cut and what its programs share."""
+    """A cut, what its programs share, and the moments that they write beside the rows."""
 
     cut: Cut
     workspace: Any
+    moments: Moments | None = None
 
 
 class Cuts:
@@ -37,8 +40,7 @@ class Cuts:
         self.detail = ""
 
     def options(self, kind: str) -> dict[str, Any]:
-        """Arguments `cut` and `workspace` for an op of this kind, as those that add to a residual and attention take
-        them."""
+        """Arguments `cut` and `workspace` for an op of this kind, as `project` and attention take them."""
         taken = self.taken[kind]
         return {"cut": taken.cut, "workspace": taken.workspace}
 
@@ -46,12 +48,23 @@ class Cuts:
         """The cut of an op whose programs share nothing."""
         return self.taken[kind].cut
 
-    def products(self, kind: str, product: Product, run: Callable[[], object], *, normed: bool = False) -> None:
-        """Choose for a product. `run`: it in all layers, with what `options` or `alone` say at that time; `normed`: it
-        is `dit.product`, which knows no other way than `Pipelined` and no shared K."""
+    def moments(self, kind: str) -> Moments | None:
+        """What a product of this kind writes for the norm behind it, if it does."""
+        return self.taken[kind].moments
+
+    def products(
+        self, kind: str, product: Product, run: Callable[[], object], *, shared: bool = True, of: Tensor | None = None,
+        scaled: bool = False,
+    ) -> None:  # fmt: skip
+        """Choose for a product. `run`: it in all layers, with what `options`, `alone` and `moments` say at that time.
+        Not `shared`: its programs share no K. `of`: rows whose moments it writes, `scaled` or not."""
         gpu = Gpu.of(self.device)
-        cuts = suffix_tilings.unshared(gpu, product) if normed else suffix_tilings.candidates(gpu, product)
-        self._choose(kind, product, [Taken(c, suffix.product_workspace(product, self.device, c)) for c in cuts], run, 1)
+        ways = []
+        for cut in suffix_tilings.candidates(gpu, product) if shared else suffix_tilings.unshared(gpu, product):
+            written = of is not None and isinstance(cut, Pipelined)
+            moments = Moments.like(of, cut.columns, scaled) if written else None
+            ways.append(Taken(cut, suffix.product_workspace(product, self.device, cut), moments))
+        self._choose(kind, product, ways, run, 1)
 
     def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
         """Choose for `suffix_attention`; as `products`."""

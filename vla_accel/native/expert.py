@@ -26,6 +26,7 @@ from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, 
 from vla_accel.ops.dispatch import dependent_launches
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear, make_linear
+from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.rows import rope_tables
 from vla_accel.ops.suffix_tilings import Product, SuffixAttention
 
@@ -208,6 +209,7 @@ class _LayerLoop:
             batch, self.tokens, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
         )
         self.cuts = Cuts(device)
+        self.first = Moments.like(self.x, expert.width, tables.adaptive)
         self._cut()
         self.detail = self.cuts.detail
 
@@ -226,8 +228,11 @@ class _LayerLoop:
         """Choose how the four products and attention are cut."""
         sizes, device = self.attention, self.x.device
         lengths = torch.zeros(len(self.q), dtype=torch.int32, device=device)
-        for name, product in self.products.items():
-            self.cuts.products(name, product, functools.partial(self.every, name, lengths))
+        # What writes moments comes before what reads them.
+        for name in ("o", "down", "qkv", "gate_up"):
+            of = self.x if name in ("o", "down") else None
+            run = functools.partial(self.every, name, lengths)
+            self.cuts.products(name, self.products[name], run, of=of, scaled=self.tables.adaptive)
         cache = torch.zeros(1, sizes.batch, sizes.prefix_tokens, *self.k.shape[2:], dtype=self.k.dtype, device=device)
         inputs = {"keys": cache, "values": cache, "lengths": lengths + sizes.prefix_tokens}
         self.cuts.attention("attention", sizes, functools.partial(self._attend, 0, inputs))
@@ -241,9 +246,15 @@ class _LayerLoop:
         """Enqueue the loop: `actions` hold the noise and are integrated in place."""
         self._between(inputs, actions, state_token, 0)
         for step in range(self.tables.steps):
+            self._moments(step)
             for layer in range(len(self.weights.layers)):
                 self._layer(step, layer, inputs)
             self._between(inputs, actions, state_token, step + 1)
+
+    def _moments(self, step: int) -> None:
+        """Of the rows that the first layer reads."""
+        if self.cuts.moments("down") is not None:
+            measure(self.x, self.tables.of(self.tables.input_scale, step, 0), self.first, pdl=self.pdl)
 
     def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int) -> None:
         """Finish evaluation step - 1 and prepare evaluation `step`."""
@@ -276,10 +287,11 @@ class _LayerLoop:
         self._down(step, index, lengths)
 
     def _qkv(self, step: int, index: int, lengths: Tensor) -> None:
-        t, layer = self.tables, self.weights.layers[index]
+        t, layer, written = self.tables, self.weights.layers[index], self.cuts.moments("down")
         suffix.qkv_rope(
             self.x, layer.qkv, t.of(t.input_scale, step, index), t.of(t.input_shift, step, index), self.cos, self.sin,
             lengths, self.q, self.k, self.v, eps=self.eps, pdl=self.pdl, cut=self.cuts.alone("qkv"),
+            moments=written if index or written is None else self.first,
         )  # fmt: skip
 
     def _attend(self, index: int, inputs: Mapping[str, Tensor]) -> None:
@@ -292,17 +304,21 @@ class _LayerLoop:
         t, layer = self.tables, self.weights.layers[index]
         suffix.project(
             self.context, layer.o, t.of(t.input_gate, step, index), self.x, pdl=self.pdl, **self.cuts.options("o"),
+            moments=self.cuts.moments("o"), next_scale=t.of(t.post_scale, step, index),
         )  # fmt: skip
 
     def _gate_up(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
         suffix.gate_up_geglu(
             self.x, layer.gate_up, t.of(t.post_scale, step, index), t.of(t.post_shift, step, index), self.active,
-            eps=self.eps, pdl=self.pdl, cut=self.cuts.alone("gate_up"),
+            eps=self.eps, pdl=self.pdl, cut=self.cuts.alone("gate_up"), moments=self.cuts.moments("o"),
         )  # fmt: skip
 
     def _down(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
+        last = index + 1 == len(self.weights.layers)
         suffix.project(
             self.active, layer.down, t.of(t.post_gate, step, index), self.x, pdl=self.pdl, **self.cuts.options("down"),
+            moments=None if last else self.cuts.moments("down"),
+            next_scale=None if last else t.of(t.input_scale, step, index + 1),
         )  # fmt: skip

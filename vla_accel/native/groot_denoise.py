@@ -23,6 +23,7 @@ from vla_accel.ops.attending import attention
 from vla_accel.ops.dispatch import dependent_launches
 from vla_accel.ops.dit import NormTables, flow_step, product
 from vla_accel.ops.linear import Linear, make_linear
+from vla_accel.ops.moments import Moments, measure
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class NativeTransformer:
         self.pdl = dependent_launches(device)
         rows = batch * self.tokens
         kind = "FP8 weights" if weights.fp8 else str(dtype)
-        launches = 3 + 5 * head.depth + 3
+        launches = 4 + 5 * head.depth + 3
 
         def buffer(*shape: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
@@ -161,12 +162,19 @@ class NativeTransformer:
         self.velocity = buffer(rows, config.action_dim, kind=torch.float32)
         self.flow = [buffer(batch, horizon, config.action_dim, kind=torch.float32) for _ in range(2)]
         self.cuts = Cuts(device)
+        self.begun = Moments.like(self.x, head.width, True)
         self._cut()
         self.detail = f"fused ops, {kind}, {launches} launches a step{self.cuts.detail}"
 
     def _cut(self) -> None:
         """Choose how the products are cut; `product` at the ends takes the first cut, as attention does."""
         blocks = list(enumerate(self.weights.blocks))
+        block = self.weights.blocks[0]
+        # What writes moments comes before what reads them.
+        for name, given, op in (("out", self.context, self._out), ("fc2", self.active, self._fc2)):
+            sizes = suffix.project_product(given, getattr(block, name))
+            run = functools.partial(self._every, op, blocks)
+            self.cuts.products(name, sizes, run, of=self.x, scaled=name == "fc2")
         kinds = {
             "qkv": [(i, b) for i, b in blocks if b.source == "self"],
             "q": [(i, b) for i, b in blocks if b.source != "self"],
@@ -174,16 +182,9 @@ class NativeTransformer:
         for name, chosen in kinds.items():
             if chosen:
                 sizes = suffix.project_product(self.x, chosen[0][1].first)
-                run = functools.partial(self._every, self._first, chosen)
-                self.cuts.products(name, sizes, run, normed=True)
-        block = self.weights.blocks[0]
-        self.cuts.products(
-            "fc1", suffix.project_product(self.x, block.fc1), functools.partial(self._every, self._fc1, blocks),
-            normed=True,
-        )  # fmt: skip
-        for name, given, op in (("out", self.context, self._out), ("fc2", self.active, self._fc2)):
-            sizes = suffix.project_product(given, getattr(block, name))
-            self.cuts.products(name, sizes, functools.partial(self._every, op, blocks))
+                self.cuts.products(name, sizes, functools.partial(self._every, self._first, chosen), shared=False)
+        sizes = suffix.project_product(self.x, block.fc1)
+        self.cuts.products("fc1", sizes, functools.partial(self._every, self._fc1, blocks), shared=False)
 
     @staticmethod
     def _every(op: Callable[[int, int, BlockWeights], object], blocks: Sequence[tuple[int, BlockWeights]]) -> None:
@@ -199,6 +200,7 @@ class NativeTransformer:
             suffix.project(
                 self.hidden, self.weights.action_out, None, self.x, tokens=self.tokens, skip_first=True, pdl=False
             )
+            measure(self.x, self.tables.rows[step].norms[0][0].scale, self.begun, pdl=self.pdl)
             seen = {"text": 0, "image": 0}
             for index, block in enumerate(self.weights.blocks):
                 self._block(step, index, block, inputs, seen)
@@ -249,27 +251,33 @@ class NativeTransformer:
         norm, shift = self.tables.rows[step].norms[index]
         out, kind = (self.first["self"], "qkv") if block.source == "self" else (self.first["other"], "q")
         # After a library's kernel the chain begins anew.
-        product(self.x, block.first, shift, out, norm=norm, pdl=self.pdl, cut=self.cuts.alone(kind))
+        moments = self.cuts.moments("fc2") if index else self.begun
+        product(self.x, block.first, shift, out, norm=norm, pdl=self.pdl, cut=self.cuts.alone(kind), moments=moments)
         return out
 
     def _out(self, step: int, index: int, block: BlockWeights) -> None:
         del step, index
-        suffix.project(self.context, block.out, None, self.x, pdl=self.pdl, **self.cuts.options("out"))
+        moments = self.cuts.moments("out")
+        suffix.project(self.context, block.out, None, self.x, pdl=self.pdl, **self.cuts.options("out"), moments=moments)
 
     def _fc1(self, step: int, index: int, block: BlockWeights) -> None:
         del step
         product(
             self.x, block.fc1, block.fc1_bias, self.active, norm=self.tables.plain[index], activation="gelu",
-            pdl=self.pdl, cut=self.cuts.alone("fc1"),
+            pdl=self.pdl, cut=self.cuts.alone("fc1"), moments=self.cuts.moments("out"),
         )  # fmt: skip
 
     def _fc2(self, step: int, index: int, block: BlockWeights) -> None:
-        del step, index
-        suffix.project(self.active, block.fc2, None, self.x, pdl=self.pdl, **self.cuts.options("fc2"))
+        row = self.tables.rows[step]
+        norm, _ = row.final if index + 1 == len(self.weights.blocks) else row.norms[index + 1]
+        suffix.project(
+            self.active, block.fc2, None, self.x, pdl=self.pdl, **self.cuts.options("fc2"),
+            moments=self.cuts.moments("fc2"), next_scale=norm.scale,
+        )  # fmt: skip
 
     def _velocity(self, step: int) -> None:
         (last, _), (decode_in, b_in), (decode_out, b_out) = self.weights.ends
         norm, shift = self.tables.rows[step].final
-        product(self.x, last, shift, self.out, norm=norm, pdl=self.pdl)
+        product(self.x, last, shift, self.out, norm=norm, pdl=self.pdl, moments=self.cuts.moments("fc2"))
         product(self.out, decode_in, b_in, self.decoded, activation="relu", pdl=self.pdl)
         product(self.decoded, decode_out, b_out, self.velocity, pdl=self.pdl)

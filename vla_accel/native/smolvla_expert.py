@@ -8,7 +8,7 @@ folded, and the prefix's keys and values are read where the prefix wrote them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import StepTables
 from vla_accel.ops.dispatch import dependent_launches
 from vla_accel.ops.linear import Linear, make_linear
+from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.rows import rope_tables
 from vla_accel.ops.suffix_tilings import SuffixAttention
 
@@ -111,6 +112,7 @@ class NativeDenoise:
         )
         self.cos, self.sin = rope_tables(prefix_tokens + self.horizon, expert.head_dim, device)
         self.cuts = Cuts(device)
+        self.first = Moments.like(self.x, expert.width, False)
         self._cut(sizes)
         crossing = sum(map(config.crosses, range(expert.depth)))
         kind = "FP8 weights" if weights.fp8 else str(dtype)
@@ -121,20 +123,22 @@ class NativeDenoise:
         device, layers = self.x.device, self.weights.layers
         lengths = torch.zeros(sizes.batch, dtype=torch.int32, device=device)
         whole = [i for i in range(len(layers)) if not self.config.crosses(i)]
+        o, gate_up, down = layers[0].o, layers[0].gate_up, layers[0].down
+
+        def every(op: Callable[[ExpertLayer], None]) -> None:
+            for layer in layers:
+                op(layer)
+
+        # What writes moments comes before what reads them.
+        self.cuts.products("o", suffix.project_product(self.context, o), lambda: every(self._o), of=self.x)
+        self.cuts.products("down", suffix.project_product(self.active, down), lambda: every(self._down), of=self.x)
+        self.cuts.products("gate_up", suffix.gate_up_product(self.x, gate_up), lambda: every(self._gate_up))
         if whole:
             product = suffix.qkv_product(self.x, layers[whole[0]].qkv, self.q, self.k)
-            self.cuts.products("qkv", product, lambda: [self._qkv(layers[i], lengths) for i in whole])
+            self.cuts.products("qkv", product, lambda: [self._qkv(i, lengths) for i in whole])
             cache = torch.zeros(sizes.batch, sizes.prefix_tokens, *self.k.shape[2:], dtype=self.k.dtype, device=device)
             full = lengths + sizes.prefix_tokens
             self.cuts.attention("attention", sizes, lambda: self._attend(cache, cache, full))
-        o, gate_up, down = layers[0].o, layers[0].gate_up, layers[0].down
-        ops = {
-            "o": (suffix.project_product(self.context, o), self._o),
-            "gate_up": (suffix.gate_up_product(self.x, gate_up), self._gate_up),
-            "down": (suffix.project_product(self.active, down), self._down),
-        }
-        for name, (product, op) in ops.items():
-            self.cuts.products(name, product, lambda op=op: [op(layer) for layer in layers])
         mix = suffix.project_product(self.hidden, self.weights.mix)
         self.cuts.products("mix", mix, self._mix)
 
@@ -143,6 +147,8 @@ class NativeDenoise:
         actions.copy_(inputs["noise"])
         self._between(inputs, actions, 0)
         for step in range(self.tables.steps):
+            if not self.config.crosses(0) and self.cuts.moments("down") is not None:
+                measure(self.x, None, self.first, pdl=self.pdl)
             for index in range(len(self.weights.layers)):
                 self._layer(index, inputs)
             self._between(inputs, actions, step + 1)
@@ -171,16 +177,18 @@ class NativeDenoise:
                 pdl=self.pdl,
             )  # fmt: skip
         else:
-            self._qkv(layer, lengths)
+            self._qkv(index, lengths)
             self._attend(keys, values, lengths)
         self._o(layer)
         self._gate_up(layer)
         self._down(layer)
 
-    def _qkv(self, layer: ExpertLayer, lengths: Tensor) -> None:
+    def _qkv(self, index: int, lengths: Tensor) -> None:
+        written = self.cuts.moments("down")
         suffix.qkv_rope(
-            self.x, layer.qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v,
+            self.x, self.weights.layers[index].qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v,
             eps=self.config.expert.eps, pdl=self.pdl, cut=self.cuts.alone("qkv"),
+            moments=written if index or written is None else self.first,
         )  # fmt: skip
 
     def _attend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
@@ -190,16 +198,26 @@ class NativeDenoise:
         )  # fmt: skip
 
     def _o(self, layer: ExpertLayer) -> None:
-        suffix.project(self.context, layer.o, None, self.x, pdl=self.pdl, **self.cuts.options("o"))
+        suffix.project(
+            self.context, layer.o, None, self.x, pdl=self.pdl, **self.cuts.options("o"), moments=self.cuts.moments("o")
+        )
 
     def _gate_up(self, layer: ExpertLayer) -> None:
         suffix.gate_up_geglu(
             self.x, layer.gate_up, None, None, self.active, eps=self.config.expert.eps, silu=True, pdl=self.pdl,
-            cut=self.cuts.alone("gate_up"),
+            cut=self.cuts.alone("gate_up"), moments=self.cuts.moments("o"),
         )  # fmt: skip
 
     def _down(self, layer: ExpertLayer) -> None:
-        suffix.project(self.active, layer.down, None, self.x, pdl=self.pdl, **self.cuts.options("down"))
+        suffix.project(
+            self.active,
+            layer.down,
+            None,
+            self.x,
+            pdl=self.pdl,
+            **self.cuts.options("down"),
+            moments=self.cuts.moments("down"),
+        )
 
     def _mix(self) -> None:
         suffix.project(

@@ -17,6 +17,7 @@ from vla_accel.ops import suffix, suffix_tilings
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear
+from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
 
 Activation = Literal["none", "gelu", "relu"]
@@ -35,14 +36,16 @@ class NormTables:
 def product(
     x: Tensor, layer: Linear, shift: Tensor, out: Tensor, *, norm: NormTables | None = None,
     activation: Activation = "none", pdl: bool = False, cut: Pipelined | None = None,
+    moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """out (R, N) = activation(norm(x) Wᵀ + shift). x (R, K); `shift` (N,) float32 instead of the layer's bias; GELU is
     the tanh form. The norm rounds nothing but rows times 1 + scale: rstd ((x ∘ (1 + scale)) Wᵀ - mean sums) + shift."""
     if path(x) != "reference":
         cut = cut or suffix_tilings.unshared(Gpu.of(x.device), suffix.project_product(x, layer))[0]
         return kernels("dit").product(
-            x, layer.weight, layer.weight_scale_value, shift, out, norm=norm, activation=activation, pdl=pdl, cut=cut
-        )
+            x, layer.weight, layer.weight_scale_value, shift, out, norm=norm, activation=activation, pdl=pdl, cut=cut,
+            moments=moments,
+        )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
     rows, weight = x.to(wide), layer.weight.to(wide) * layer.weight_scale_value
     if norm is None:

@@ -16,6 +16,8 @@ from vla_accel.ops import reference, suffix_tilings
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear
+from vla_accel.ops.moments import Moments
+from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import normed
 from vla_accel.ops.suffix_tilings import KeySplit, Product, Skinny, SuffixAttention, Tiling
 
@@ -28,17 +30,19 @@ ProductWorkspace = tuple[Tensor, Tensor]
 def qkv_rope(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
     q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool = False, cut: Tiling | None = None,
+    moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, q/k/v projection and rotation of the suffix. FP8 weights are widened, the activations are not quantised.
 
     x (B * T, W); `scale` (W,) float32 of the norm (1 + scale) or None; `shift` (N,) float32: the norm's shift times
     the weight; positions start at lengths[b]; q (B, T, heads, d), k, v (B, T, kv_heads, d), contiguous.
+    `moments`: of x, with this scale, where they were written beside it.
     """
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), qkv_product(x, layer, q, k))
         return _kernels(cut).qkv_rope(
             x, layer.weight, layer.weight_scale_value, scale, shift, cos, sin, lengths, q, k, v, eps=eps, pdl=pdl,
-            cut=cut,
+            cut=cut, **_reading(cut, moments),
         )  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
     y = _modulated_product(x, layer, scale, shift, eps).view(batch, tokens, -1, head_dim)
@@ -122,17 +126,20 @@ def suffix_attention(
 def project(
     a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool = True, tokens: int = 1,
     skip_first: bool = False, pdl: bool = False, cut: Tiling | None = None, workspace: ProductWorkspace | None = None,
+    moments: Moments | None = None, next_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """x (R, N) += gate ∘ (a Wᵀ + b), or = without `residual`. a (R, K); gate (N,) float32 or None.
 
     `skip_first`: the first of every `tokens` rows of x is left alone. `workspace`: as `product_workspace` makes it for
-    the same `cut`.
+    the same `cut`. `moments`: gets those of the new x, in tiles of the cut's columns, with the next norm's `next_scale`
+    (N,) float32; a `Skinny` cut writes none.
     """
     if path(a) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(a.device), project_product(a, layer))
         return _kernels(cut).project(
             a, layer.weight, layer.weight_scale_value, layer.bias, gate, x, residual=residual, tokens=tokens,
             skip_first=skip_first, pdl=pdl, cut=cut, workspace=workspace,
+            **({} if isinstance(cut, Skinny) else {"moments": moments, "next_scale": next_scale}),
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
     y = a.to(wide) @ (layer.weight.to(wide) * layer.weight_scale_value).T
@@ -145,19 +152,22 @@ def project(
     if skip_first:
         y = torch.where((torch.arange(len(x), device=x.device) % tokens > 0)[:, None], y, x.to(wide))
     x.copy_(y)
+    if moments is not None:
+        write_moments(x, next_scale, moments)
 
 
 def gate_up_geglu(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, out: Tensor, *, eps: float,
-    silu: bool = False, pdl: bool = False, cut: Tiling | None = None,
+    silu: bool = False, pdl: bool = False, cut: Tiling | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, gate and up projections and GeGLU of the suffix, or SwiGLU with `silu`: x (R, W) to out (R, H). As
     `qkv_rope` otherwise."""
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), gate_up_product(x, layer))
         return _kernels(cut).gate_up_geglu(
-            x, layer.weight, layer.weight_scale_value, scale, shift, out, eps=eps, silu=silu, pdl=pdl, cut=cut
-        )
+            x, layer.weight, layer.weight_scale_value, scale, shift, out, eps=eps, silu=silu, pdl=pdl, cut=cut,
+            **_reading(cut, moments),
+        )  # fmt: skip
     y = _modulated_product(x, layer, scale, shift, eps)
     out.copy_(reference.swiglu(y) if silu else reference.geglu(y))
 
@@ -215,6 +225,10 @@ def step(
         embedded = actions.to(w_in.dtype) @ w_in + b_in
         embedded = F.silu(embedded) if silu else embedded
         following.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(following.dtype)
+
+
+def _reading(cut: Tiling, moments: Moments | None) -> dict[str, Moments | None]:
+    return {} if isinstance(cut, Skinny) else {"moments": moments}
 
 
 def _kernels(cut: Tiling) -> Any:

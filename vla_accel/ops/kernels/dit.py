@@ -15,17 +15,19 @@ from vla_accel.ops.kernels.common import (
     power_of_two,
     wait_for_previous,
 )
+from vla_accel.ops.kernels.moments import added, tiles_of
 from vla_accel.ops.kernels.pipelined import row_tile, weight_tile
+from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
 
 _ACTIVATIONS = {"none": 0, "gelu": 1, "relu": 2}
 
 
 @triton.jit
-def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, shift_ptr, out_ptr, rows, eps, N: tl.constexpr,
-             K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, shift_ptr, out_ptr, rows, eps,
+             N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
              EVEN: tl.constexpr, ALIGNED: tl.constexpr, NORM: tl.constexpr, HAS_SCALE: tl.constexpr,
-             ACTIVATION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+             TILES: tl.constexpr, BLOCK_T: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     # Rows of the same weights run side by side. What lies beyond the last row or column is the last one again.
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -34,13 +36,17 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, shift_ptr, out_ptr, rows
     fetch_ahead(w_ptr + from_n * K, K, PDL and ALIGNED)
     wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
+    if TILES > 0:
+        total = added(total_ptr, from_row, rows, TILES, BLOCK_T)
+        squares = added(squares_ptr, from_row, rows, TILES, BLOCK_T)
+    else:
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        squares = tl.zeros((BLOCK_M,), tl.float32)
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         x = row_tile(x_ptr, from_row, k, K, EVEN)
         w = weight_tile(w_ptr, from_n, k, K, EVEN)
-        if NORM:
+        if NORM and TILES == 0:
             # From registers, as in `pipelined`.
             wide = tl.where(in_rows[:, None], x.to(tl.float32), 0.0)
             total += tl.sum(wide, 1)
@@ -65,18 +71,20 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, shift_ptr, out_ptr, rows
 
 def product(
     x: Tensor, weight: Tensor, weight_scale: float, shift: Tensor, out: Tensor, *, norm: NormTables | None,
-    activation: Activation, pdl: bool, cut: Pipelined,
+    activation: Activation, pdl: bool, cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.dit.product`."""
     rows, k = x.shape
     n = weight.shape[0]
     grid = (triton.cdiv(rows, cut.rows), triton.cdiv(n, cut.columns))
     scale = None if norm is None else norm.scale
+    sums, squares = (shift, shift) if moments is None else (moments.sums, moments.squares)
     _product[grid](
-        x, weight, weight_scale, shift if scale is None else scale, shift if norm is None else norm.sums, shift, out,
-        rows, 0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.block_k, k % cut.block_k == 0,
-        aligned(weight), norm is not None, scale is not None, _ACTIVATIONS[activation], pdl, num_warps=cut.warps,
-        num_stages=cut.stages, **launch_options(pdl),
+        x if moments is None or moments.scaled is None else moments.scaled, weight, weight_scale,
+        shift if scale is None else scale, shift if norm is None else norm.sums, sums, squares, shift, out, rows,
+        0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.block_k, k % cut.block_k == 0,
+        aligned(weight), norm is not None, scale is not None, *tiles_of(moments), _ACTIVATIONS[activation], pdl,
+        num_warps=cut.warps, num_stages=cut.stages, **launch_options(pdl),
     )  # fmt: skip
 
 

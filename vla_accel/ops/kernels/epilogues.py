@@ -63,7 +63,7 @@ def store_geglu(g, u, shift_ptr, out_ptr, n0, row0, rows, HIDDEN: tl.constexpr, 
 def store_residual(y, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, RESIDUAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
                    SKIP_FIRST: tl.constexpr):  # fmt: skip
-    """x (rows, N) += gate ∘ (y + bias), or = without RESIDUAL."""
+    """x (rows, N) += gate ∘ (y + bias), or = without RESIDUAL. Returns what was stored, and where."""
     n = n0 + tl.arange(0, BLOCK_N)[None, :]
     row = row0 + tl.arange(0, BLOCK_M)[:, None]
     keep = (row < rows) & (n < N)
@@ -77,4 +77,6 @@ def store_residual(y, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N: tl.c
     place = x_ptr + row * N + n
     if RESIDUAL:
         y += tl.load(place, mask=keep, other=0.0).to(tl.float32)
-    tl.store(place, y.to(x_ptr.dtype.element_ty), mask=keep)
+    stored = y.to(x_ptr.dtype.element_ty)
+    tl.store(place, stored, mask=keep)
+    return stored.to(tl.float32), keep

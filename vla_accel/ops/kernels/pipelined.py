@@ -2,7 +2,8 @@
 
 A program owns a tile of rows and a tile of columns, and of K all or, where columns are few, a part (SPLIT): the program
 of a tile that comes last adds the parts, always in the same order. Row tiles of the same weights run side by side, so
-that a weight is read from memory once. RMSNorm costs no pass of its own, as in `skinny`.
+that a weight is read from memory once. RMSNorm costs no pass of its own: where the rows' moments were written beside
+them, it is a factor of the sums; elsewhere as in `skinny`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from vla_accel.ops.kernels.common import aligned, fetch_ahead, launch_options, wait_for_previous
 from vla_accel.ops.kernels.epilogues import store_geglu, store_heads, store_residual
+from vla_accel.ops.kernels.moments import added, store_moments, tiles_of
+from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
 
 
@@ -37,10 +40,11 @@ def weight_tile(w_ptr, n, k, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, second, second_end, eps,
+def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, rows, first, first_end, second, second_end, eps,
                  K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                 EVEN: tl.constexpr, HAS_SCALE: tl.constexpr):  # fmt: skip
-    """Normed rows times two tiles of weight rows, from `first` and from `second`."""
+                 EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    """Normed rows times two tiles of weight rows, from `first` and from `second`. With moments (TILES > 0) the rows
+    come scaled, and the norm is a factor of the sums."""
     # Rows beyond the last are the last one again: they are not stored.
     row = tl.minimum(row0 + tl.arange(0, BLOCK_M), rows - 1)
     real = (row0 + tl.arange(0, BLOCK_M) < rows)[:, None]
@@ -49,19 +53,21 @@ def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, 
     acc_a = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc_b = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
+    if TILES > 0:
+        squares = added(squares_ptr, row, rows, TILES, BLOCK_T)
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         x = row_tile(x_ptr, row, k, K, EVEN)
         wa = weight_tile(w_ptr, n_a, k, K, EVEN)
         wb = weight_tile(w_ptr, n_b, k, K, EVEN)
-        wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-        # The product takes x from registers, never from the stage that the sum above reads: on Hopper a stage that has
-        # both readers is overwritten too early (triton-lang/triton#6691).
-        wide = tl.where(real, wide, 0.0)
-        if HAS_SCALE:
-            wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
-        x = wide.to(x.dtype)
+        if TILES == 0:
+            # The product takes x from registers, never from the stage that the sum reads: on Hopper a stage that has
+            # both readers is overwritten too early (triton-lang/triton#6691).
+            wide = tl.where(real, x.to(tl.float32), 0.0)
+            squares += tl.sum(wide * wide, 1)
+            if HAS_SCALE:
+                wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
+            x = wide.to(x.dtype)
         acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
         acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
     rstd = tl.rsqrt(squares / K + eps)[:, None]
@@ -69,47 +75,48 @@ def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, 
 
 
 @triton.jit
-def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr,
-                        rows, tokens, eps, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr,
+                        k_ptr, v_ptr, rows, tokens, eps, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                         HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                        EVEN: tl.constexpr, ALIGNED: tl.constexpr, HAS_SCALE: tl.constexpr,
-                        PDL: tl.constexpr):  # fmt: skip
-    TILES: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
+                        EVEN: tl.constexpr, ALIGNED: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr,
+                        BLOCK_T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    IN_HALF: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
     row0 = tl.program_id(0) * BLOCK_M
-    head, i0 = tl.program_id(1) // TILES, (tl.program_id(1) % TILES) * BLOCK_N
+    head, i0 = tl.program_id(1) // IN_HALF, (tl.program_id(1) % IN_HALF) * BLOCK_N
     # Rotary embeddings mix columns i and i + HALF of a head: one program owns both.
     low, high = head * (2 * HALF), head * (2 * HALF) + HALF
     i = tl.minimum(i0 + tl.arange(0, BLOCK_N), HALF - 1)
     fetch_ahead(w_ptr + (low + i) * K, K, PDL and ALIGNED)
     fetch_ahead(w_ptr + (high + i) * K, K, PDL and ALIGNED)
     wait_for_previous(PDL)
-    a, b = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, low + i0, low + HALF, high + i0, high + HALF, eps,
-                        K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE)  # fmt: skip
+    a, b = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, rows, low + i0, low + HALF, high + i0,
+                        high + HALF, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T)  # fmt: skip
     store_heads(a, b, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, head, i0, row0, rows, tokens, HEADS,
                 KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE)  # fmt: skip
 
 
 @triton.jit
-def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, out_ptr, rows, eps, K: tl.constexpr,
+def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, out_ptr, rows, eps, K: tl.constexpr,
                        HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                       EVEN: tl.constexpr, ALIGNED: tl.constexpr, HAS_SCALE: tl.constexpr, SILU: tl.constexpr,
-                       PDL: tl.constexpr):  # fmt: skip
+                       EVEN: tl.constexpr, ALIGNED: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr,
+                       BLOCK_T: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), HIDDEN - 1)
     fetch_ahead(w_ptr + n * K, K, PDL and ALIGNED)
     fetch_ahead(w_ptr + (HIDDEN + n) * K, K, PDL and ALIGNED)
     wait_for_previous(PDL)
-    g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN, eps, K,
-                        BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE)  # fmt: skip
+    g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN,
+                        eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T)  # fmt: skip
     store_geglu(g, u, shift_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, SILU)
 
 
 @triton.jit
-def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, part_ptr, count_ptr, rows, tokens,
+def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, part_ptr, count_ptr, next_scale_ptr, sums_ptr,
+                       squares_ptr, scaled_ptr, rows, tokens,
                        N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
                        RESIDUAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SKIP_FIRST: tl.constexpr,
-                       PDL: tl.constexpr):  # fmt: skip
+                       MOMENTS: tl.constexpr, NEXT_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row0, n0, split = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N, tl.program_id(2)
     row = tl.minimum(row0 + tl.arange(0, BLOCK_M), rows - 1)
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1)
@@ -123,8 +130,11 @@ def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, part_ptr
         a = row_tile(a_ptr, row, k, K, EVEN)
         acc = tl.dot(a, weight_tile(w_ptr, n, k, K, EVEN).to(a.dtype), acc)
     if SPLIT == 1:
-        store_residual(acc * wscale, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL,
-                       HAS_GATE, HAS_BIAS, SKIP_FIRST)  # fmt: skip
+        y, keep = store_residual(acc * wscale, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N,
+                                 RESIDUAL, HAS_GATE, HAS_BIAS, SKIP_FIRST)  # fmt: skip
+        if MOMENTS:
+            store_moments(y, keep, row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N), next_scale_ptr, sums_ptr,
+                          squares_ptr, scaled_ptr, tl.program_id(1), rows, N, NEXT_SCALE)  # fmt: skip
     else:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -138,9 +148,26 @@ def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, part_ptr
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for other in range(SPLIT):
                 total += tl.load(parts + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-            store_residual(total * wscale, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N,
-                           RESIDUAL, HAS_GATE, HAS_BIAS, SKIP_FIRST)  # fmt: skip
+            y, keep = store_residual(total * wscale, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M,
+                                     BLOCK_N, RESIDUAL, HAS_GATE, HAS_BIAS, SKIP_FIRST)  # fmt: skip
+            if MOMENTS:
+                store_moments(y, keep, row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N), next_scale_ptr,
+                              sums_ptr, squares_ptr, scaled_ptr, tl.program_id(1), rows, N, NEXT_SCALE)  # fmt: skip
             tl.store(count_ptr + tile, 0)
+
+
+def _rows(x: Tensor, moments: Moments | None) -> Tensor:
+    return x if moments is None or moments.scaled is None else moments.scaled
+
+
+def _squares(x: Tensor, moments: Moments | None) -> Tensor:
+    return x if moments is None else moments.squares
+
+
+def _room(a: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor, Tensor]:
+    if moments is None:
+        return a, a, a
+    return moments.sums, moments.squares, a if moments.scaled is None else moments.scaled
 
 
 def _launch(cut: Pipelined, pdl: bool) -> dict[str, int | bool]:
@@ -150,35 +177,39 @@ def _launch(cut: Pipelined, pdl: bool) -> dict[str, int | bool]:
 def qkv_rope(
     x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
     sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool, cut: Pipelined,
+    moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
     batch, tokens, heads, head_dim = q.shape
     rows, width, half = batch * tokens, x.shape[-1], head_dim // 2
     grid = (triton.cdiv(rows, cut.rows), (heads + 2 * k.shape[2]) * triton.cdiv(half, cut.columns))
     _qkv_rope_pipelined[grid](
-        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, cos, sin,
-        lengths, q, k, v, rows, tokens, eps, width, heads, k.shape[2], half, cut.rows, cut.columns, cut.block_k,
-        width % cut.block_k == 0, aligned(weight), scale is not None, pdl, **_launch(cut, pdl),
+        _rows(x, moments), weight, weight_scale, scale if scale is not None else x, _squares(x, moments),
+        shift if shift is not None else x, cos, sin, lengths, q, k, v, rows, tokens, eps, width, heads, k.shape[2],
+        half, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, aligned(weight), scale is not None,
+        *tiles_of(moments), pdl, **_launch(cut, pdl),
     )  # fmt: skip
 
 
 def gate_up_geglu(
     x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
-    eps: float, silu: bool, pdl: bool, cut: Pipelined,
+    eps: float, silu: bool, pdl: bool, cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
     rows, hidden = out.shape
     width = x.shape[-1]
     _gate_up_pipelined[(triton.cdiv(rows, cut.rows), triton.cdiv(hidden, cut.columns))](
-        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, out, rows, eps,
+        _rows(x, moments), weight, weight_scale, scale if scale is not None else x, _squares(x, moments),
+        shift if shift is not None else x, out, rows, eps,
         width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, aligned(weight),
-        scale is not None, silu, pdl, **_launch(cut, pdl),
+        scale is not None, *tiles_of(moments), silu, pdl, **_launch(cut, pdl),
     )  # fmt: skip
 
 
 def project(
     a: Tensor, weight: Tensor, weight_scale: float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
     residual: bool, tokens: int, skip_first: bool, pdl: bool, cut: Pipelined, workspace: tuple[Tensor, Tensor] | None,
+    moments: Moments | None, next_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.project`."""
     rows, k = a.shape
@@ -187,6 +218,8 @@ def project(
     grid = (triton.cdiv(rows, cut.rows), triton.cdiv(n, cut.columns), cut.split)
     _project_pipelined[grid](
         a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a, x, parts, counters,
-        rows, tokens, n, k, cut.rows, cut.columns, cut.block_k, cut.split, k % (cut.block_k * cut.split) == 0,
-        aligned(weight), residual, gate is not None, bias is not None, skip_first, pdl, **_launch(cut, pdl),
+        next_scale if next_scale is not None else a, *_room(a, moments), rows, tokens, n, k, cut.rows,
+        cut.columns, cut.block_k, cut.split, k % (cut.block_k * cut.split) == 0, aligned(weight), residual,
+        gate is not None, bias is not None, skip_first, moments is not None,
+        moments is not None and moments.scaled is not None and next_scale is not None, pdl, **_launch(cut, pdl),
     )  # fmt: skip
