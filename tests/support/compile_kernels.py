@@ -46,7 +46,7 @@ from vla_accel.ops.gpu import Gpu
 TARGETS = {"11.0": 101}
 META = torch.device("meta")
 KINDS = {
-    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8",
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8", torch.int8: "i8",
     torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 # Name: configuration, views, prompt tokens, precision. The benchmark's shapes, and a batch of eight; the demo's are

@@ -420,8 +420,9 @@ def _qkv_rope(
 
 
 def _cross_attention(
-    tokens: int, source: int, width: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int], fp8: bool
-) -> Callable:
+    tokens: int, source: int, width: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int], fp8: bool,
+    moments: int = 0,
+) -> Callable:  # fmt: skip
     def call(draw: Draw) -> Call:
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
         cos, sin = rope_tables(tokens + 3, head_dim, torch.device("cpu"))
@@ -431,6 +432,8 @@ def _cross_attention(
             "cos": cos, "sin": sin, "keys": keys, "values": values, "lengths": real,
             "out": Empty((batch * tokens, heads * head_dim), draw.dtype), "eps": EPS,
         }  # fmt: skip
+        if moments:
+            arguments["moments"] = _moments_of(arguments["x"], None, moments)
         beyond = _beyond(real, source, kv_heads, head_dim)
         return Call("cross_attention", arguments, ("out",), {"keys": beyond, "values": beyond})
 
@@ -588,6 +591,9 @@ def _smolvla_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for shape in ((21, 70, 60, 6, 2, 24, [70, 3]), (5, 9, 96, 3, 1, 64, [9]), (16, 64, 300, 2, 2, 16, [1])):
         for fp8 in (False, True):
             yield f"cross_attention {shape} fp8={fp8}", _cross_attention(*shape, fp8)
+        yield f"cross_attention {shape} moments", _cross_attention(*shape, False, 32)
+    # More keys than are fetched ahead.
+    yield "cross_attention 300 keys", _cross_attention(18, 300, 40, 2, 1, 16, [290], False, 16)
 
 
 CASES: dict[str, Callable[[Draw], Call]] = dict(_cases())

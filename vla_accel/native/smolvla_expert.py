@@ -116,7 +116,7 @@ class NativeDenoise:
         self._cut(sizes)
         crossing = sum(map(config.crosses, range(expert.depth)))
         kind = "FP8 weights" if weights.fp8 else str(dtype)
-        self.detail = f"fused ops, {kind}, {5 * expert.depth - crossing + 2} kernels a step{self.cuts.detail}"
+        self.detail = f"fused ops, {kind}, {5 * expert.depth - crossing + 3} kernels a step{self.cuts.detail}"
 
     def _cut(self, sizes: SuffixAttention) -> None:
         """Choose how the products and the attention of layers that do not cross are cut."""
@@ -147,7 +147,7 @@ class NativeDenoise:
         actions.copy_(inputs["noise"])
         self._between(inputs, actions, 0)
         for step in range(self.tables.steps):
-            if not self.config.crosses(0) and self.cuts.moments("down") is not None:
+            if self.cuts.moments("down") is not None:
                 measure(self.x, None, self.first, pdl=self.pdl)
             for index in range(len(self.weights.layers)):
                 self._layer(index, inputs)
@@ -174,7 +174,7 @@ class NativeDenoise:
         if self.config.crosses(index):
             suffix.cross_attention(
                 self.x, layer.qkv, self.cos, self.sin, keys, values, lengths, self.context, eps=self.config.expert.eps,
-                pdl=self.pdl,
+                pdl=self.pdl, moments=self._before(index),
             )  # fmt: skip
         else:
             self._qkv(index, lengths)
@@ -183,12 +183,16 @@ class NativeDenoise:
         self._gate_up(layer)
         self._down(layer)
 
-    def _qkv(self, index: int, lengths: Tensor) -> None:
+    def _before(self, index: int) -> Moments | None:
+        """The moments of what a layer reads."""
         written = self.cuts.moments("down")
+        return self.first if index == 0 and written is not None else written
+
+    def _qkv(self, index: int, lengths: Tensor) -> None:
         suffix.qkv_rope(
             self.x, self.weights.layers[index].qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v,
             eps=self.config.expert.eps, pdl=self.pdl, cut=self.cuts.alone("qkv"),
-            moments=written if index or written is None else self.first,
+            moments=self._before(index),
         )  # fmt: skip
 
     def _attend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> None:

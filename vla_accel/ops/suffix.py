@@ -174,17 +174,18 @@ def gate_up_geglu(
 
 def cross_attention(
     x: Tensor, layer: Linear, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, out: Tensor, *,
-    eps: float, pdl: bool = False,
+    eps: float, pdl: bool = False, moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, query projection and rotation of the suffix, from position 0 on, and attention to the prefix alone.
 
     x (B * T, W); `layer` of the queries (heads * d, W); keys, values (B, S, kv_heads, d), of which row b has
-    lengths[b]; out (B * T, heads * d); all contiguous.
+    lengths[b]; out (B * T, heads * d); all contiguous. `moments`: of x, where they were written beside it.
     """
     if path(x) != "reference":
         return kernels("cross").cross_attention(
-            x, layer.weight, layer.weight_scale_value, cos, sin, keys, values, lengths, out, eps=eps, pdl=pdl
-        )
+            x, layer.weight, layer.weight_scale_value, cos, sin, keys, values, lengths, out, eps=eps, pdl=pdl,
+            moments=moments,
+        )  # fmt: skip
     batch, source, _, head_dim = keys.shape
     tokens = len(x) // batch
     q = _modulated_product(x, layer, None, None, eps).view(batch, tokens, -1, head_dim)

@@ -1,7 +1,7 @@
 """Queries of a suffix and their attention to a prefix's keys in one kernel: what a layer needs that only crosses.
 
-A program owns a head and a tile of rows. It makes its queries as the skinny products do (`kernels.skinny`), rotates
-them in registers, and reads the keys once; nothing of it passes through memory.
+A program owns a head and a tile of rows. It makes its queries as the pipelined products do (`kernels.pipelined`),
+rotates them in registers, and reads the keys once; nothing of it passes through memory.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.ops.kernels.attention import LOG2E
-from vla_accel.ops.kernels.common import aligned, fetch_ahead, launch_options, power_of_two
-from vla_accel.ops.kernels.skinny import _normed_pair
+from vla_accel.ops.kernels.common import aligned, fetch_ahead, launch_options, power_of_two, wait_for_previous
+from vla_accel.ops.kernels.moments import tiles_of
+from vla_accel.ops.kernels.pipelined import normed_pair
+from vla_accel.ops.moments import Moments
 
-ROWS = 16
+ROWS = 32
 """Rows of a program: its weights are read once a tile, but tiles of one head run beside each other."""
 KEYS, MOST_KEYS = 64, 256
 """Keys of a tile; and so many at most are all fetched before the wait, and then are one tile."""
@@ -28,11 +30,11 @@ def _keys_of(ptr, at, i, mask, HALF: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _cross_attention(x_ptr, w_ptr, wscale, cos_ptr, sin_ptr, k_ptr, v_ptr, length_ptr, out_ptr, tokens, eps,
-                     scale, SOURCE: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-                     HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_S: tl.constexpr,
-                     PARTS: tl.constexpr, PIECE: tl.constexpr, AHEAD: tl.constexpr, ALIGNED: tl.constexpr,
-                     PDL: tl.constexpr):  # fmt: skip
+def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, length_ptr, out_ptr, rows,
+                     tokens, eps, scale, SOURCE: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr,
+                     KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_HALF: tl.constexpr,
+                     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+                     TILES: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     first, end = tl.program_id(1) * BLOCK_M, (batch + 1) * tokens
     row0 = batch * tokens + first
@@ -50,8 +52,9 @@ def _cross_attention(x_ptr, w_ptr, wscale, cos_ptr, sin_ptr, k_ptr, v_ptr, lengt
         at, real = cache + key * (KV_HEADS * 2 * HALF), key < length
         k_low, k_high = _keys_of(k_ptr, at, i, real[None, :] & in_half[:, None], HALF, 0)
         v_low, v_high = _keys_of(v_ptr, at, i, real[:, None] & in_half[None, :], HALF, 1)
-    a, b = _normed_pair(x_ptr, w_ptr, wscale, x_ptr, row0, end, low, low + HALF, low + HALF, low + 2 * HALF, eps, K,
-                        BLOCK_M, BLOCK_HALF, PARTS, PIECE, AHEAD, False, PDL)  # fmt: skip
+    wait_for_previous(PDL)
+    a, b = normed_pair(x_ptr, w_ptr, wscale, x_ptr, squares_ptr, row0, end, rows, low, low + HALF, low + HALF,
+                       low + 2 * HALF, eps, K, BLOCK_M, BLOCK_HALF, BLOCK_K, EVEN, False, TILES, BLOCK_T)  # fmt: skip
     place = first + tl.arange(0, BLOCK_M)[:, None]
     keep = (place < tokens) & in_half[None, :]
     cos = tl.load(cos_ptr + place * HALF + i[None, :], mask=keep, other=0.0)
@@ -91,19 +94,18 @@ def _cross_attention(x_ptr, w_ptr, wscale, cos_ptr, sin_ptr, k_ptr, v_ptr, lengt
 
 def cross_attention(
     x: Tensor, weight: Tensor, weight_scale: float, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-    lengths: Tensor, out: Tensor, *, eps: float, pdl: bool,
+    lengths: Tensor, out: Tensor, *, eps: float, pdl: bool, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.cross_attention`."""
     batch, source, kv_heads, head_dim = keys.shape
     tokens, width, half = len(x) // batch, x.shape[1], head_dim // 2
     heads = weight.shape[0] // head_dim
-    parts = max(1, min(8, power_of_two(width) // 16))
-    block_k = min(power_of_two(width), 32 * parts)
     keys_a_tile = max(16, power_of_two(source)) if source <= MOST_KEYS else KEYS
-    grid = (heads, triton.cdiv(tokens, ROWS), batch)
-    _cross_attention[grid](
-        x, weight, weight_scale, cos, sin, keys, values, lengths, out, tokens, eps, head_dim**-0.5 * LOG2E, source,
-        width, heads, kv_heads, half, ROWS, max(16, power_of_two(half)), keys_a_tile, parts, block_k // parts, 1,
-        aligned(weight), pdl,
-        num_warps=8 if parts == 8 else 4, num_stages=1, **launch_options(pdl),
+    tile = ROWS if tokens > ROWS // 2 else ROWS // 2
+    block_k = min(64, max(16, power_of_two(width)))
+    _cross_attention[(heads, triton.cdiv(tokens, tile), batch)](
+        x, weight, weight_scale, x if moments is None else moments.squares, cos, sin, keys, values, lengths, out,
+        len(x), tokens, eps, head_dim**-0.5 * LOG2E, source, width, heads, kv_heads, half, tile,
+        max(16, power_of_two(half)), keys_a_tile, block_k, width % block_k == 0, aligned(weight), *tiles_of(moments),
+        pdl, num_warps=8, num_stages=4, **launch_options(pdl),
     )  # fmt: skip

@@ -40,14 +40,14 @@ def weight_tile(w_ptr, n, k, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, rows, first, first_end, second, second_end, eps,
-                 K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, end, rows, first, first_end, second, second_end,
+                eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                  EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """Normed rows times two tiles of weight rows, from `first` and from `second`. With moments (TILES > 0) the rows
-    come scaled, and the norm is a factor of the sums."""
+    """Normed rows, of all `rows` those from `row0` to before `end`, times two tiles of weight rows, from `first` and
+    from `second`. With moments (TILES > 0) the rows come scaled, and the norm is a factor of the sums."""
     # Rows beyond the last are the last one again: they are not stored.
-    row = tl.minimum(row0 + tl.arange(0, BLOCK_M), rows - 1)
-    real = (row0 + tl.arange(0, BLOCK_M) < rows)[:, None]
+    row = tl.minimum(row0 + tl.arange(0, BLOCK_M), end - 1)
+    real = (row0 + tl.arange(0, BLOCK_M) < end)[:, None]
     n_a = tl.minimum(first + tl.arange(0, BLOCK_N), first_end - 1)
     n_b = tl.minimum(second + tl.arange(0, BLOCK_N), second_end - 1)
     acc_a = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -89,8 +89,8 @@ def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr,
     fetch_ahead(w_ptr + (low + i) * K, K, PDL and ALIGNED)
     fetch_ahead(w_ptr + (high + i) * K, K, PDL and ALIGNED)
     wait_for_previous(PDL)
-    a, b = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, rows, low + i0, low + HALF, high + i0,
-                        high + HALF, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T)  # fmt: skip
+    a, b = normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, rows, rows, low + i0, low + HALF, high + i0,
+                       high + HALF, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T)  # fmt: skip
     store_heads(a, b, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, head, i0, row0, rows, tokens, HEADS,
                 KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE)  # fmt: skip
 
@@ -105,8 +105,8 @@ def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, 
     fetch_ahead(w_ptr + n * K, K, PDL and ALIGNED)
     fetch_ahead(w_ptr + (HIDDEN + n) * K, K, PDL and ALIGNED)
     wait_for_previous(PDL)
-    g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN,
-                        eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T)  # fmt: skip
+    g, u = normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, rows, rows, n0, HIDDEN, HIDDEN + n0,
+                       2 * HIDDEN, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T)  # fmt: skip
     store_geglu(g, u, shift_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, SILU)
 
 
