@@ -224,3 +224,37 @@ def test_what_cannot_be_is_one_error_that_names_it(policy: VlaAccelPolicy, arm: 
         policy.predict_action_chunk({**batch, ARM[0]: batch[ARM[0]] * 2 - 1})
     with pytest.raises(ObservationError, match="missing task"):
         policy.predict_action_chunk({**batch, "task": [""]})
+
+
+@pytest.mark.parametrize(
+    ("device", "config"),
+    [pytest.param("cpu", "eager", marks=pytest.mark.slow), pytest.param("cuda", "native", marks=pytest.mark.gpu)],
+)
+def test_the_demo_in_lerobots_hands(device: str, config: str) -> None:
+    """Through the factories' processors, on the device and back; guided by real-time chunking on the same weights."""
+    policy = VlaAccelPolicy(VlaAccelConfig(checkpoint="demo", config=config, num_steps=3, device=device))
+    assert {entry["used"] for entry in policy.engine.metadata["engines"]} == {config}
+    names = {
+        "observation/image": "observation.images.image",
+        "observation/wrist_image": "observation.images.image2",
+        "observation/state": "observation.state",
+    }
+    row = policy.engine.processor.example()
+    rng = np.random.default_rng(0)
+    row |= {key: rng.integers(0, 256, (224, 224, 3), dtype=np.uint8) for key in list(names)[:2]}
+    row["observation/state"] = row["observation/state"].astype(np.float32)
+    noise = rng.normal(size=policy.engine.family.action_shape(policy.engine.model.config)).astype(np.float32)
+    before, after = make_pre_post_processors(policy.config)
+    batch, given = before(as_batch([row], names, "prompt")), torch.from_numpy(noise)[None]
+    assert batch["observation.images.image"].device.type == device
+    chunk = policy.predict_action_chunk(batch, noise=given)
+    assert chunk.device.type == device and after(chunk).device.type == "cpu"
+    expected = policy.engine.infer(row, noise=noise)["actions"]
+    np.testing.assert_allclose(after(chunk)[0].numpy(), expected, rtol=0, atol=1e-3)
+    assert policy.select_action(batch, noise=given).shape == (1, 7)
+    policy.config.rtc_config = RTCConfig(execution_horizon=8)
+    policy.init_rtc_processor()
+    left = chunk[0, 4:] + 0.1
+    guided = policy.predict_action_chunk(batch, noise=given, inference_delay=2, prev_chunk_left_over=left)
+    nearer = (guided[0, :2] - left[:2]).abs().mean() < (chunk[0, :2] - left[:2]).abs().mean()
+    assert nearer and torch.isfinite(guided).all()
