@@ -25,6 +25,7 @@ from lerobot_policy_vla_accel import VlaAccelConfig
 from lerobot_policy_vla_accel.__main__ import main
 from lerobot_policy_vla_accel.modeling_vla_accel import VlaAccelPolicy
 from lerobot_policy_vla_accel.observations import camera_name, observations
+from safetensors.torch import save_file
 
 from tests.plugins.folders import write_arm, write_pusht
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
@@ -117,6 +118,15 @@ def test_every_presets_cameras_have_names_and_its_state_comes_apart() -> None:
         assert [len(row[k]) for k in preset.state[1:]] == [1] * (len(preset.state) - 1)
 
 
+def test_an_image_between_whole_numbers_is_rounded() -> None:
+    preset = PRESETS["libero"]
+    image = torch.full((1, 3, 8, 8), 100.6 / 255)
+    batch = {camera_name(key): image for key in preset.images} | {"observation.state": torch.zeros(1, 8), "task": "x"}
+    (row,) = observations(batch, preset)
+    for key in preset.images:
+        assert row[key].shape == (8, 8, 3) and row[key].dtype == np.uint8 and (row[key] == 101).all()
+
+
 def test_actions_are_taken_one_by_one_and_forgotten_at_a_reset(policy: VlaAccelPolicy, arm: Path) -> None:
     few = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), num_steps=2, n_action_steps=2, device="cpu"))
     (_, first), (_, second) = arm_batch(0), arm_batch(1)
@@ -146,11 +156,11 @@ def test_real_time_chunking_as_lerobot_asks_for_it(policy: VlaAccelPolicy, arm: 
     policy = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), num_steps=4, device="cpu"))
     assert policy.supports_rtc()
     policy.config.rtc_config = RTCConfig(execution_horizon=4, max_guidance_weight=5.0)
-    weights = {p.data_ptr() for p in policy.engine.model.parameters()}
+    store = policy.engine.store
     policy.init_rtc_processor()
     rtc = policy.engine.config.rtc
     assert (rtc.schedule, rtc.execution_horizon, rtc.max_guidance_weight) == ("linear", 4, 5.0)
-    assert {p.data_ptr() for p in policy.engine.model.parameters()} == weights
+    assert policy.engine.store is store
     rows, batch = arm_batch(0)
     noise = np.random.default_rng(2).normal(size=policy.engine.family.action_shape(policy.engine.model.config))
     given = torch.from_numpy(noise)[None]
@@ -191,6 +201,34 @@ def test_a_folder_is_loaded_as_lerobots_tools_load_it(
     loaded.save_pretrained(tmp_path / "saved")
     assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == ["config.json"]
     assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_folder_names_an_adapter(tmp_path: Path) -> None:
+    config = write_tiny_checkpoint(tmp_path / "base")
+    rank, width = 3, config.expert.width
+    generator = torch.Generator().manual_seed(0)
+    name = "base_model.model.action_in_proj.lora"
+    tensors = {
+        f"{name}_A.weight": torch.randn(rank, config.action_dim, generator=generator),
+        f"{name}_B.weight": torch.randn(width, rank, generator=generator),
+    }
+    (tmp_path / "adapter").mkdir()
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    content = {"peft_type": "LORA", "r": rank, "lora_alpha": 6.0, "base_model_name_or_path": None}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(content))
+    base, adapter, folder = (str(tmp_path / n) for n in ("base", "adapter", "made"))
+    assert main([base, folder, "--lora", adapter, "--num-steps", "2"]) == 0
+    noise = np.random.default_rng(0).normal(size=(config.action_horizon, config.action_dim))
+    ours, plain, theirs = (
+        policy.infer(tiny_observation(), noise=noise)["actions"]
+        for policy in (
+            OptimizedPolicy.from_pretrained(base, num_steps=2, device="cpu", lora=adapter),
+            OptimizedPolicy.from_pretrained(base, num_steps=2, device="cpu"),
+            VlaAccelPolicy.from_pretrained(folder).engine,
+        )
+    )
+    np.testing.assert_array_equal(theirs, ours)
+    assert not np.allclose(ours, plain)
 
 
 def test_another_policys_folder_is_refused_before_its_processors_come_in(arm: Path) -> None:
