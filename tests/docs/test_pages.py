@@ -61,7 +61,7 @@ HOLE = "…"
 def messages() -> list[str]:
     """Every text of the code, with HOLE for what is put in."""
     found = []
-    for path in [*sorted((ROOT / "vla_accel").rglob("*.py")), *sorted((ROOT / "eval").rglob("*.py"))]:
+    for path in [path for part in ("vla_accel", "eval", "plugins") for path in sorted((ROOT / part).rglob("*.py"))]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(v.value) if isinstance(v, ast.Constant) else HOLE for v in node.values]
