@@ -89,7 +89,10 @@ def main(arguments: list[str]) -> int:
     systems = factory.names
     if isinstance(factory, Factory):
         others = (*factory.baselines[:1], *factory.baselines[len(family.baselines) :])
-        systems = chosen.systems or (*factory.default[1:], "eager", *others)
+        systems = chosen.systems or (*factory.default[1:], "eager")
+        # A checkout that was given takes its turns whatever else does.
+        added = others if not chosen.systems else factory.baselines[len(family.baselines) :]
+        systems = tuple(dict.fromkeys((*systems, *added)))
     unknown = [name for name in systems if name not in factory.names]
     if unknown:
         raise ConfigError(f"systems: expected some of {', '.join(factory.names)}, got {', '.join(unknown)}")

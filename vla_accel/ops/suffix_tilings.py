@@ -6,13 +6,14 @@ measured where a program is built (`vla_accel.ops.autotune`), and before that th
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
 
 from vla_accel.ops.gpu import Gpu
 
-MOST_TRIED = 8
+MOST_TRIED = 9
 """Cuts that are measured of one product: each is a kernel to compile at the first start."""
 
 
@@ -71,7 +72,7 @@ class Skinny:
 @dataclass(frozen=True)
 class Pipelined:
     """K passes through shared memory in `stages` (`kernels/pipelined.py`): rows, columns and K of a tile, programs that
-    share K (`split`), warps."""
+    share K (`split`), warps. `ahead`: weights are sent for, into the L2 cache, before the previous kernel has ended."""
 
     rows: int
     columns: int
@@ -79,10 +80,11 @@ class Pipelined:
     split: int = 1
     stages: int = 4
     warps: int = 4
+    ahead: bool = False
 
     def __str__(self) -> str:
-        shared = f", K in {self.split}" if self.split > 1 else ""
-        return f"pipelined {self.rows}x{self.columns}x{self.block_k}, {self.stages} stages, {self.warps} warps{shared}"
+        more = (f", K in {self.split}" if self.split > 1 else "") + (", ahead" if self.ahead else "")
+        return f"pipelined {self.rows}x{self.columns}x{self.block_k}, {self.stages} stages, {self.warps} warps{more}"
 
     def blocks(self, product: Product) -> int:
         """Programs."""
@@ -119,17 +121,24 @@ def why_not(gpu: Gpu | None, product: Product, tiling: Tiling) -> str | None:
 
 def candidates(gpu: Gpu | None, product: Product) -> list[Tiling]:
     """The cuts worth measuring on a GPU, all of which it can run; the one to take unmeasured comes first."""
-    return [*_skinny(gpu, product), *_pipelined(gpu, product, (1, 2, 4, 8))[:MOST_TRIED]]
+    return [*_skinny(gpu, product), *_tried(gpu, _pipelined(gpu, product, (1, 2, 4, 8)))]
 
 
 def unshared(gpu: Gpu | None, product: Product) -> list[Pipelined]:
     """As `candidates`, for kernels that know no other way than `Pipelined` and whose programs share no K."""
-    return _pipelined(gpu, product, (1,))[:MOST_TRIED]
+    return _tried(gpu, _pipelined(gpu, product, (1,)))
 
 
 def default(gpu: Gpu | None, product: Product) -> Tiling:
     """The cut for one product alone: measured by nobody, and without a workspace."""
     return [*_skinny(gpu, product), *_pipelined(gpu, product, (1,))][0]
+
+
+def _tried(gpu: Gpu | None, found: list[Pipelined]) -> list[Pipelined]:
+    """The first of them, and the first of these again with weights sent for ahead, where kernels can start early."""
+    early = gpu is not None and gpu.dependent_launch
+    ahead = [dataclasses.replace(cut, ahead=True) for cut in found[: MOST_TRIED // 3]] if early else []
+    return [*found[: MOST_TRIED - len(ahead)], *ahead]
 
 
 def _skinny(gpu: Gpu | None, product: Product) -> list[Tiling]:

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.fp8 import E4M3, INT8
+from vla_accel.ops.suffix_tilings import Pipelined
 
 FP8_MAX, INT8_MAX = tl.constexpr(E4M3.largest), tl.constexpr(INT8.largest)
 
@@ -44,16 +45,19 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def fetch_ahead(rows_ptr, elements, PDL: tl.constexpr):
-    """Rows of a weight, of so many elements each (int32, a multiple of 16 bytes, aligned to as many), on their way into
-    the L2 cache: before the wait, while the previous kernel still computes. Bulk prefetch is Hopper's and later's, as
-    dependent launches are."""
-    if PDL:
+def fetch_ahead(rows_ptr, elements, AHEAD: tl.constexpr):
+    """Rows of a weight, (N,) pointers to so many elements each (int32; a multiple of 16 bytes, aligned to as many), on
+    their way into the L2 cache: before the wait, while the previous kernel still computes. Bulk prefetch is Hopper's
+    and later's, as dependent launches are."""
+    if AHEAD:
         size = elements * (rows_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        at = rows_ptr.to(tl.int64)
+        # Every thread runs this, and rows repeat where there are more threads: one for each row is enough.
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-            [rows_ptr.to(tl.int64), tl.zeros_like(rows_ptr.to(tl.int64)).to(tl.int32) + size], dtype=tl.int32,
-            is_pure=False, pack=1,
+            "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, $3;"
+            " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+            "=r,l,r,r", [at, tl.zeros_like(at).to(tl.int32) + size, tl.zeros_like(at).to(tl.int32) + rows_ptr.shape[0]],
+            dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
@@ -69,9 +73,11 @@ def launch_options(pdl: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if pdl else {}
 
 
-def aligned(weight: Tensor) -> bool:
-    """Whether rows of a contiguous (N, K) weight begin at multiples of 16 bytes, as `fetch_ahead` needs."""
-    return weight.shape[1] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
+def ahead(weight: Tensor, cut: Pipelined | None, pdl: bool) -> bool:
+    """Whether `fetch_ahead` is for a contiguous (N, K) weight: where the cut asks for it, if there is one, and rows
+    begin at multiples of 16 bytes."""
+    even = weight.shape[1] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return pdl and even and (cut is None or cut.ahead)
 
 
 def power_of_two(n: int) -> int:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.ops.kernels.attention import LOG2E
-from vla_accel.ops.kernels.common import aligned, fetch_ahead, launch_options, power_of_two, wait_for_previous
+from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, power_of_two, wait_for_previous
 from vla_accel.ops.kernels.moments import tiles_of
 from vla_accel.ops.kernels.pipelined import normed_pair
 from vla_accel.ops.moments import Moments
@@ -33,7 +33,7 @@ def _keys_of(ptr, at, i, mask, HALF: tl.constexpr, SIDE: tl.constexpr):
 def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, length_ptr, out_ptr, rows,
                      tokens, eps, scale, SOURCE: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr,
                      KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_HALF: tl.constexpr,
-                     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+                     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
                      TILES: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     first, end = tl.program_id(1) * BLOCK_M, (batch + 1) * tokens
@@ -41,8 +41,9 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
     low = head * (2 * HALF)
     i = tl.arange(0, BLOCK_HALF)
     in_half = i < HALF
-    fetch_ahead(w_ptr + (low + tl.minimum(i, HALF - 1)) * K, K, PDL and ALIGNED)
-    fetch_ahead(w_ptr + (low + HALF + tl.minimum(i, HALF - 1)) * K, K, PDL and ALIGNED)
+    if tl.program_id(1) == 0:
+        fetch_ahead(w_ptr + (low + tl.minimum(i, HALF - 1)) * K, K, AHEAD)
+        fetch_ahead(w_ptr + (low + HALF + tl.minimum(i, HALF - 1)) * K, K, AHEAD)
     # The prefix was complete before the loop's first kernel; x is what the previous kernel wrote.
     ONE: tl.constexpr = SOURCE <= BLOCK_S
     key = tl.arange(0, BLOCK_S)
@@ -106,6 +107,6 @@ def cross_attention(
     _cross_attention[(heads, triton.cdiv(tokens, tile), batch)](
         x, weight, weight_scale, x if moments is None else moments.squares, cos, sin, keys, values, lengths, out,
         len(x), tokens, eps, head_dim**-0.5 * LOG2E, source, width, heads, kv_heads, half, tile,
-        max(16, power_of_two(half)), keys_a_tile, block_k, width % block_k == 0, aligned(weight), *tiles_of(moments),
-        pdl, num_warps=8, num_stages=4, **launch_options(pdl),
+        max(16, power_of_two(half)), keys_a_tile, block_k, width % block_k == 0, ahead(weight, None, pdl),
+        *tiles_of(moments), pdl, num_warps=8, num_stages=4, **launch_options(pdl),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vla_accel.ops.dit import Activation, NormTables
 from vla_accel.ops.kernels.common import (
-    aligned,
+    ahead,
     fetch_ahead,
     gelu_tanh,
     launch_options,
@@ -26,14 +26,15 @@ _ACTIVATIONS = {"none": 0, "gelu": 1, "relu": 2}
 @triton.jit
 def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, shift_ptr, out_ptr, rows, eps,
              N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-             EVEN: tl.constexpr, ALIGNED: tl.constexpr, NORM: tl.constexpr, HAS_SCALE: tl.constexpr,
+             EVEN: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, HAS_SCALE: tl.constexpr,
              TILES: tl.constexpr, BLOCK_T: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     # Rows of the same weights run side by side. What lies beyond the last row or column is the last one again.
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows, in_n = row < rows, n < N
     from_row, from_n = tl.minimum(row, rows - 1), tl.minimum(n, N - 1)
-    fetch_ahead(w_ptr + from_n * K, K, PDL and ALIGNED)
+    if tl.program_id(0) == 0:
+        fetch_ahead(w_ptr + from_n * K, K, AHEAD)
     wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if TILES > 0:
@@ -83,7 +84,7 @@ def product(
         x if moments is None or moments.scaled is None else moments.scaled, weight, weight_scale,
         shift if scale is None else scale, shift if norm is None else norm.sums, sums, squares, shift, out, rows,
         0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.block_k, k % cut.block_k == 0,
-        aligned(weight), norm is not None, scale is not None, *tiles_of(moments), _ACTIVATIONS[activation], pdl,
+        ahead(weight, cut, pdl), norm is not None, scale is not None, *tiles_of(moments), _ACTIVATIONS[activation], pdl,
         num_warps=cut.warps, num_stages=cut.stages, **launch_options(pdl),
     )  # fmt: skip
 

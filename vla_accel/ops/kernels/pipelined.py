@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import aligned, fetch_ahead, launch_options, wait_for_previous
+from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, wait_for_previous
 from vla_accel.ops.kernels.epilogues import store_geglu, store_heads, store_residual
 from vla_accel.ops.kernels.moments import added, store_moments, tiles_of
 from vla_accel.ops.moments import Moments
@@ -78,7 +78,7 @@ def normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, end, rows, f
 def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr,
                         k_ptr, v_ptr, rows, tokens, eps, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                         HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                        EVEN: tl.constexpr, ALIGNED: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr,
+                        EVEN: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr,
                         BLOCK_T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     IN_HALF: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
     row0 = tl.program_id(0) * BLOCK_M
@@ -86,8 +86,10 @@ def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr,
     # Rotary embeddings mix columns i and i + HALF of a head: one program owns both.
     low, high = head * (2 * HALF), head * (2 * HALF) + HALF
     i = tl.minimum(i0 + tl.arange(0, BLOCK_N), HALF - 1)
-    fetch_ahead(w_ptr + (low + i) * K, K, PDL and ALIGNED)
-    fetch_ahead(w_ptr + (high + i) * K, K, PDL and ALIGNED)
+    # Programs of the same weights run side by side: the first of them fetches.
+    if tl.program_id(0) == 0:
+        fetch_ahead(w_ptr + (low + i) * K, K, AHEAD)
+        fetch_ahead(w_ptr + (high + i) * K, K, AHEAD)
     wait_for_previous(PDL)
     a, b = normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, rows, rows, low + i0, low + HALF, high + i0,
                        high + HALF, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T)  # fmt: skip
@@ -98,12 +100,13 @@ def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr,
 @triton.jit
 def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, out_ptr, rows, eps, K: tl.constexpr,
                        HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                       EVEN: tl.constexpr, ALIGNED: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr,
+                       EVEN: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr,
                        BLOCK_T: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), HIDDEN - 1)
-    fetch_ahead(w_ptr + n * K, K, PDL and ALIGNED)
-    fetch_ahead(w_ptr + (HIDDEN + n) * K, K, PDL and ALIGNED)
+    if tl.program_id(0) == 0:
+        fetch_ahead(w_ptr + n * K, K, AHEAD)
+        fetch_ahead(w_ptr + (HIDDEN + n) * K, K, AHEAD)
     wait_for_previous(PDL)
     g, u = normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, rows, rows, n0, HIDDEN, HIDDEN + n0,
                        2 * HIDDEN, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T)  # fmt: skip
@@ -114,15 +117,15 @@ def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, 
 def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, part_ptr, count_ptr, next_scale_ptr, sums_ptr,
                        squares_ptr, scaled_ptr, rows, tokens,
                        N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                       BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+                       BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
                        RESIDUAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SKIP_FIRST: tl.constexpr,
                        MOMENTS: tl.constexpr, NEXT_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row0, n0, split = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N, tl.program_id(2)
     row = tl.minimum(row0 + tl.arange(0, BLOCK_M), rows - 1)
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1)
     SHARE: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
-    if split * SHARE < K:
-        fetch_ahead(w_ptr + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), PDL and ALIGNED)
+    if tl.program_id(0) == 0 and split * SHARE < K:
+        fetch_ahead(w_ptr + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), AHEAD)
     wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, SHARE, BLOCK_K):
@@ -186,7 +189,7 @@ def qkv_rope(
     _qkv_rope_pipelined[grid](
         _rows(x, moments), weight, weight_scale, scale if scale is not None else x, _squares(x, moments),
         shift if shift is not None else x, cos, sin, lengths, q, k, v, rows, tokens, eps, width, heads, k.shape[2],
-        half, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, aligned(weight), scale is not None,
+        half, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, ahead(weight, cut, pdl), scale is not None,
         *tiles_of(moments), pdl, **_launch(cut, pdl),
     )  # fmt: skip
 
@@ -201,7 +204,7 @@ def gate_up_geglu(
     _gate_up_pipelined[(triton.cdiv(rows, cut.rows), triton.cdiv(hidden, cut.columns))](
         _rows(x, moments), weight, weight_scale, scale if scale is not None else x, _squares(x, moments),
         shift if shift is not None else x, out, rows, eps,
-        width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, aligned(weight),
+        width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, ahead(weight, cut, pdl),
         scale is not None, *tiles_of(moments), silu, pdl, **_launch(cut, pdl),
     )  # fmt: skip
 
@@ -219,7 +222,7 @@ def project(
     _project_pipelined[grid](
         a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a, x, parts, counters,
         next_scale if next_scale is not None else a, *_room(a, moments), rows, tokens, n, k, cut.rows,
-        cut.columns, cut.block_k, cut.split, k % (cut.block_k * cut.split) == 0, aligned(weight), residual,
+        cut.columns, cut.block_k, cut.split, k % (cut.block_k * cut.split) == 0, ahead(weight, cut, pdl), residual,
         gate is not None, bias is not None, skip_first, moments is not None,
         moments is not None and moments.scaled is not None and next_scale is not None, pdl, **_launch(cut, pdl),
     )  # fmt: skip
