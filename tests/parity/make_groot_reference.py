@@ -16,7 +16,7 @@ With random weights at a small size it writes:
 
 ``--kept`` writes, besides, names and shapes of lerobot's tensors and some numbers of its answers into a JSON file: with
 the weights of `groot_weights`, what tests/models/groot_reference.json has.
-``--full`` writes the published size instead: one call, and no checkpoint but ``DIR/isaac`` (13 GB of memory).
+``--full`` writes the published size instead, and no checkpoint but ``DIR/isaac`` (16 GB of memory, 7 of disk).
 
 Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose. The chat template is written here
 from Qwen's published form: the file of the gated tokenizer is not to be had.
@@ -25,6 +25,7 @@ from Qwen's published form: the file of the gated tokenizer is not to be had.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import shutil
 from pathlib import Path
@@ -149,15 +150,16 @@ def statistics(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def write_isaac(model: Any, folder: Path, tokenizer: Any) -> None:
+    """A model in BF16, as it is published."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {k: getattr(model.config, k) for k in groot_n1_7.GR00T_N1_7_DEFAULTS}
     content = {"architectures": ["Gr00tN1d7"], "model_type": "Gr00tN1d7", **config}
     (folder / "config.json").write_text(json.dumps(content, indent=1))
-    state = {k: v.bfloat16().contiguous() for k, v in model.state_dict().items()}
+    state = model.state_dict()
     names, files = sorted(state), ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     halves = (names[: len(names) // 2], names[len(names) // 2 :])
     for file, half in zip(files, halves, strict=True):
-        save_file({n: state[n] for n in half}, str(folder / file))
+        save_file({n: state[n].clone() for n in half}, str(folder / file))  # tied ones lie in one place
     table = {n: file for file, half in zip(files, halves, strict=True) for n in half}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
     absolute = {"rep": "ABSOLUTE", "type": "NON_EEF", "format": "DEFAULT", "state_key": None}
@@ -255,6 +257,9 @@ def model_cases(model: Any, full: bool) -> dict[str, torch.Tensor]:
 
     if full:
         case("batch1", 1, 2, (21,), (8, 8))
+        case("batch3", 3, 2, (20, 20, 20), (8, 8))
+        case("missing camera", 1, 1, (17,), (8, 8))
+        case("padded", 3, 2, (21, 14, 18), (8, 8))
         return tensors
     case("batch1", 1, 2, (15,), GRID)
     case("batch3", 3, 2, (14, 14, 14), (2, 2))
@@ -329,12 +334,15 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the published size")
     parser.add_argument("--kept", type=Path, help="a JSON file of names, shapes and answers")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    if not args.full:
+        torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     model, tokenizer = build(args.full), None if args.full else small_tokenizer()
-    write_isaac(model, args.out / "isaac", tokenizer)
     cases = model_cases(model, args.full)
-    save_file(cases, str(args.out / "model.safetensors"))
+    versions = {n: importlib.metadata.version(n) for n in ("lerobot", "torch", "transformers")}
+    save_file(cases, str(args.out / "model.safetensors"), versions)
+    # In its own place: at full size there is no room for both.
+    write_isaac(model.bfloat16(), args.out / "isaac", tokenizer)
     if args.kept is not None:
         shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
         answers = {n: v[..., ::3, :4].numpy().round(7).tolist() for n, v in cases.items() if "steps" in n}

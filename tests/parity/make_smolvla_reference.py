@@ -22,6 +22,7 @@ Everything is float32 on the CPU. This file imports nothing of vla_accel on purp
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import transformers
 from make_lerobot_reference import TASKS, small_tokenizer
 from safetensors.torch import save_file
 from transformers.models.smolvlm import SmolVLMConfig
@@ -189,12 +191,13 @@ def write_variant(variant: str, out: Path, seed: int) -> None:
     views = len(cameras)
     cases = {"batch1": (1, views, (1, 10)), "batch3": (3, views, (10,)), "missing": (1, views - 1, (10,))}
     if variant == "full":
-        cases = {"batch1": (1, 2, (10,))}
+        cases = {"batch1": (1, 2, (10,)), "batch3": (3, 2, (10,)), "missing": (1, 1, (10,))}
     tensors: dict[str, torch.Tensor] = {}
     for case, (batch, seen, steps) in cases.items():
         made = model_case(policy, batch, seen, steps, generator)
         tensors |= {f"{case}.{name}": value.contiguous() for name, value in made.items()}
-    save_file(tensors, str(out / "model.safetensors"))
+    versions = {n: importlib.metadata.version(n) for n in ("lerobot", "torch")}
+    save_file(tensors, str(out / "model.safetensors"), versions | {"transformers": transformers.__version__})
     if variant != "full":
         np.savez(out / "robot.npz", **robot_cases(policy, variant, processors, rng))
     (out / "tasks.json").write_text(json.dumps(TASKS))

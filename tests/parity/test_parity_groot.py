@@ -18,18 +18,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.parity.compare_with_lerobot import ACTIONS_ATOL, ask_groot
 from tests.support.groot_folders import REFERENCE
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import OptimizedPolicy
 from vla_accel.checkpoints.loading import load
-from vla_accel.models.groot import Groot, overlap_weights
-from vla_accel.models.groot_language import Layout
+from vla_accel.models.groot import Groot
 
 pytestmark = pytest.mark.parity
 
 SCRIPT = Path(__file__).parent / "make_groot_reference.py"
-# Rounding alone is 7e-7; the least visible wrong formula moves the actions 1e-3.
-ACTIONS_ATOL = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +49,10 @@ def check(ours: Any, theirs: Any, what: str, record_property: Any) -> None:
 def test_model(reference: Path, case: str, record_property: Any) -> None:
     model = load(reference / "isaac", dtype=torch.float32).model.whole()
     assert isinstance(model, Groot)
-    tensors, guided = load_file(reference / "model.safetensors"), case == "rtc"
-    inputs = "batch1" if guided else case
-    given = {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{inputs}.")}
-    pixels, lengths = given["pixels"], given["lengths"]
-    layout = Layout(pixels.shape[1], model.config.vision.grid(*pixels.shape[3:]), given["tokens"].shape[1])
-    chunk: tuple[Any, ...] = ()
-    if guided:
-        target = torch.zeros(1, 8, 132)
-        target[:, :5] = tensors["rtc.previous"]
-        chunk = (target, overlap_weights(5, 2, 8, 6.0, None)[None])
-    with torch.no_grad():
-        cache = model.read(*model.see(pixels), given["tokens"], layout.places(pixels.device), lengths)
-        for steps in (4,) if guided else (4, 2):
-            constants = model.constants(steps)
-            ours = model.integrate(given["noise"], constants, given["state"], cache, lengths, *chunk)
-            check(ours, tensors[f"{case}.steps{steps}"], f"{case}, {steps} steps", record_property)
+    tensors = load_file(reference / "model.safetensors")
+    for steps in (4,) if case == "rtc" else (4, 2):
+        ours = ask_groot(model, tensors, case, steps)
+        check(ours, tensors[f"{case}.steps{steps}"], f"{case}, {steps} steps", record_property)
 
 
 @pytest.mark.parametrize("form", ["isaac", "lerobot"])

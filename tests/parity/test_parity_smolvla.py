@@ -12,6 +12,8 @@ robot's actions, through lerobot's saved processors.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.parity.compare_with_lerobot import ACTIONS_ATOL, ask_smolvla
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import OptimizedPolicy
 from vla_accel.models.smolvla import SmolVla
@@ -28,8 +31,6 @@ from vla_accel.models.smolvla import SmolVla
 pytestmark = pytest.mark.parity
 
 SCRIPT = Path(__file__).parent / "make_smolvla_reference.py"
-# Rounding is about 3e-6; lerobot under transformers 4.57, which shifts the tower's positions, is 0.37 off.
-ACTIONS_ATOL = 1e-4
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,10 @@ def check(ours: np.ndarray, theirs: np.ndarray, what: str, record_property: Any)
 
 
 def compare(reference: Reference, case: str, steps: int, record_property: Any) -> None:
-    given = {k.split(".", 1)[1]: v for k, v in reference.tensors.items() if k.startswith(f"{case}.")}
-    ours = reference.policy.model.sample_actions(
-        *(given[n] for n in ("images", "tokens", "token_mask", "state", "noise")), num_steps=steps
-    )
-    check(ours.numpy(), given[f"steps{steps}"].numpy(), f"{case}, {steps} steps", record_property)
+    model = reference.policy.model
+    assert isinstance(model, SmolVla)
+    ours = ask_smolvla(model, reference.tensors, case, steps)
+    check(ours.numpy(), reference.tensors[f"{case}.steps{steps}"].numpy(), f"{case}, {steps} steps", record_property)
 
 
 @pytest.mark.parametrize(("case", "steps"), [("batch1", 1), ("batch1", 10), ("batch3", 10), ("missing", 10)])
@@ -101,7 +101,11 @@ def test_whole_observations(reference: Reference, record_property: Any) -> None:
 def test_published_size(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, record_property: Any
 ) -> None:
-    """450 M parameters, random; half a minute and 4 GB on either side."""
+    """450 M parameters, random; a minute and 4 GB on either side, and the report of it."""
     python = python_of(request, "lerobot", "LEROBOT")
     folder = make_reference(python, SCRIPT, tmp_path_factory.mktemp("full"), "--variants", "full")
-    compare(read(folder / "full"), "batch1", 10, record_property)
+    output = folder / "report.json"
+    command = [sys.executable, "-m", "tests.parity.compare_with_lerobot", str(folder / "full"), "--output", str(output)]
+    assert subprocess.run(command, cwd=Path(__file__).parents[2], check=False).returncode == 0
+    (model,) = json.loads(output.read_text())["models"].values()
+    assert [(row["batch"], row["views"]) for row in model["cases"]] == [(1, 2), (3, 2), (1, 1)]

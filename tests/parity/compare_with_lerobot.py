@@ -1,0 +1,115 @@
+"""SmolVLA and GR00T N1.7 at the published size beside lerobot's own code: what its scripts wrote, answered by ours.
+
+With lerobot's interpreter, then with this package's, in float32 on the CPU (16 GB of memory, 9 of disk; some minutes)::
+
+    python tests/parity/make_smolvla_reference.py --out DIR/smolvla --variants full
+    python tests/parity/make_groot_reference.py --out DIR/groot --full
+    python -m tests.parity.compare_with_lerobot DIR/smolvla/full DIR/groot --output eval/results/lerobot_parity_cpu.json
+
+Batch 1 and 3, a camera less, padded prompts, on weights of lerobot's that ours reads from the file. Actions must agree
+to 1e-4: the exit status is 1 if they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from vla_accel.checkpoints.loading import Checkpoint, load
+from vla_accel.files import replacing
+from vla_accel.machine import hardware, software
+from vla_accel.models.groot import Groot, overlap_weights
+from vla_accel.models.groot_language import Layout
+from vla_accel.models.smolvla import SmolVla
+
+ACTIONS_ATOL = 1e-4
+"""Rounding is 1e-6; the least visible wrong formula moves the actions 1e-3."""
+TITLES = {
+    "batch1": "batch 1", "batch3": "batch 3", "missing": "a camera less", "missing camera": "a camera less",
+    "padded": "prompts of three lengths", "rtc": "a previous chunk",
+}  # fmt: skip
+
+
+def case_of(tensors: Mapping[str, Tensor], case: str) -> dict[str, Tensor]:
+    """What a case was given, by name; one with a previous chunk is the first one otherwise."""
+    name = "batch1" if case == "rtc" else case
+    return {k.removeprefix(f"{name}."): v for k, v in tensors.items() if k.startswith(f"{name}.")}
+
+
+def ask_smolvla(model: SmolVla, tensors: Mapping[str, Tensor], case: str, steps: int) -> Tensor:
+    """Actions (B, horizon, 32), normalised."""
+    given = case_of(tensors, case)
+    return model.sample_actions(
+        *(given[n] for n in ("images", "tokens", "token_mask", "state", "noise")), num_steps=steps
+    )
+
+
+@torch.no_grad()
+def ask_groot(model: Groot, tensors: Mapping[str, Tensor], case: str, steps: int) -> Tensor:
+    """Actions (B, horizon, 132), normalised."""
+    given, config = case_of(tensors, case), model.config
+    pixels, lengths = given["pixels"], given["lengths"]
+    layout = Layout(pixels.shape[1], config.vision.grid(*pixels.shape[3:]), given["tokens"].shape[1])
+    chunk: tuple[Tensor, ...] = ()
+    if case == "rtc":  # five rows of a previous chunk, of which two are decided
+        target = torch.zeros(1, config.action_horizon, config.action_dim)
+        target[:, :5] = tensors["rtc.previous"]
+        chunk = (target, overlap_weights(5, 2, config.action_horizon, 6.0, None)[None])
+    cache = model.read(*model.see(pixels), given["tokens"], layout.places(pixels.device), lengths)
+    return model.integrate(given["noise"], model.constants(steps), given["state"], cache, lengths, *chunk)
+
+
+def cases(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+    """Each case that lerobot answered, with the largest difference of ours."""
+    model = checkpoint.model.whole()
+    ask: Any = ask_smolvla if isinstance(model, SmolVla) else ask_groot
+    for key in [k for k in tensors if ".steps" in k]:
+        case, _, steps = key.partition(".steps")
+        given, theirs = case_of(tensors, case), tensors[key]
+        ours = ask(model, tensors, case, int(steps))
+        views = next(given[n].shape[1] for n in ("images", "pixels") if n in given)
+        yield {
+            "case": TITLES[case], "batch": len(theirs), "views": views, "steps": int(steps), "actions_rms": float(theirs.double().square().mean().sqrt()),
+            "float32_max": float((ours.double() - theirs).abs().max()),
+        }  # fmt: skip
+
+
+def compare(folder: Path) -> tuple[str, dict[str, Any]]:
+    """A family's name, and what a folder of lerobot's is beside ours."""
+    weights = next(p for p in (folder / "checkpoint", folder / "isaac") if p.is_dir())
+    checkpoint = load(weights, device="cpu", dtype=torch.float32)
+    with safe_open(folder / "model.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
+        versions, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+    found: dict[str, Any] = {"versions": versions, "parameters": 0, "cases": []}
+    for row in cases(checkpoint, tensors):
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        found["cases"].append(row)
+    found["parameters"] = sum(p.numel() for p in checkpoint.model.parameters())
+    return checkpoint.family.name, found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folders", type=Path, nargs="+", help="what the scripts wrote")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file")
+    args = parser.parse_args()
+    models = dict(compare(folder) for folder in args.folders)
+    report = {
+        "schema": "vla_accel.lerobot_parity/1", "hardware": hardware(torch.device("cpu")), "software": software(),
+        "models": models,
+    }  # fmt: skip
+    with replacing(args.output) as temporary:
+        temporary.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any(not row["float32_max"] <= ACTIONS_ATOL for m in models.values() for row in m["cases"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
