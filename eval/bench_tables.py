@@ -5,26 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eval.markdown import bare_command, machine, machines, rows
+from eval.markdown import bare_command, machine, rows
 
 PI0_PARTS = ("vision", "kv_cache", "denoise")
 """Components in reports that do not name their model's."""
-
-
-def overview(results: list[dict[str, Any]]) -> str:
-    """Several `vla-accel bench` reports, a row a model and step count: ms of a whole call, and over the baseline's."""
-    ours = {"native-bf16": "native, BF16", "native-fp8": "prefix in FP8", "native-fp8-vision": "vision, too"}
-    body = []
-    for result in results:
-        model, found = result["model"], {(r["system"], r["steps"]): r for r in result["rows"]}
-        case = f"{model['views']} views, {model['action_horizon']} actions"
-        name = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA"}.get(model["kind"], model["kind"])
-        for steps in dict.fromkeys(r["steps"] for r in result["rows"]):
-            cells = [_call(found.get((system, steps))) for system in ("openpi-eager", *ours)]
-            body.append([name, f"{case}, {steps} step{'s' * (steps > 1)}", cells[0].partition(",")[0], *cells[1:]])
-    where = machines((r["model"]["kind"], r) for r in results)
-    text = "Median ms of a whole call, NumPy in to NumPy out, and how many times as fast as openpi's PyTorch code"
-    return rows(["model", "case", "openpi", *ours.values()], body) + f"\n{text}. Random weights; {where}.\n"
 
 
 def bench(result: dict[str, Any]) -> str:
@@ -33,7 +17,7 @@ def bench(result: dict[str, Any]) -> str:
     steps = list(dict.fromkeys(r["steps"] for r in timed))
     found = {(r["system"], r["steps"]): r for r in timed}
     systems = list(dict.fromkeys(r["system"] for r in timed))
-    body = [[_ran(found, s, steps), *(_call(found.get((s, n))) for n in steps)] for s in systems]
+    body = [[_ran(found, s, steps), *(call(found.get((s, n))) for n in steps)] for s in systems]
     text = rows(["system", *(f"{n} step{'s' * (n > 1)}" for n in steps)], body)
     base = next((s for s in ("openpi-eager", "lerobot-eager", "eager") if s in systems), None)
     text += "\nMedian ms of a whole call, NumPy in to NumPy out" + (f"; times as fast as {base}.\n" if base else ".\n")
@@ -90,7 +74,8 @@ def fell_back(engines: list[dict[str, Any]]) -> str:
     return f" ({'; '.join(said)})" if said else ""
 
 
-def _call(row: dict[str, Any] | None) -> str:
+def call(row: dict[str, Any] | None) -> str:
+    """Median ms of a row of a report, and how many times as fast as the baseline."""
     if row is None:
         return "-"
     speedup = f", {row['speedup']:.1f}×" if row.get("speedup") else ""

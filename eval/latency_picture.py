@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from eval.markdown import MODELS
 from vla_accel.report import colours
 from vla_accel.report.colours import OTHER
 
@@ -50,7 +51,7 @@ def draw(reports: Sequence[dict[str, Any]]) -> str:
 def _groups(report: dict[str, Any]) -> list[tuple[str, dict[int, float], list[dict[str, Any]]]]:
     """Title, openpi's median ms by step count, and the rows of our systems, for each step count."""
     model = report["model"]
-    name = {"pi05": "π0.5", "pi0": "π0"}.get(model["kind"], model["kind"])
+    name = MODELS[model["kind"]]
     base = {r["steps"]: r["median_ms"] for r in report["rows"] if r["system"] == "openpi-eager"}
     found = []
     for steps in dict.fromkeys(r["steps"] for r in report["rows"]):

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7"}
+"""Families as people write them."""
+
 
 def rows(header: list[str], body: list[list[str]]) -> str:
     """A Markdown table."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.markdown import machine, rows
+from eval.markdown import MODELS, machine, rows
 from eval.script import write_png
 from vla_accel.measure.bench import SCHEMA
 from vla_accel.measure.roofline import Ceilings, add_batch_floors
@@ -15,7 +15,6 @@ from vla_accel.report import charts
 from vla_accel.report.bench import batch_lines, call_parts
 
 SHAPES, BATCHES = "bench_shapes_h200.png", "bench_batches_h200.png"
-KINDS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7"}
 OURS = ("native-", "portable-", "realtime-vla")
 """How the names of those begin that are shown; other projects' eager code has tables of its own."""
 
@@ -89,7 +88,7 @@ def _calls(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, A
 
 def _order(result: dict[str, Any]) -> tuple[int, int, int, int]:
     model = result["model"]
-    kinds = list(KINDS)
+    kinds = list(MODELS)
     place = kinds.index(model["kind"]) if model["kind"] in kinds else len(kinds)
     return place, model["action_horizon"], model["views"], result.get("prompt_tokens") or 0
 
@@ -97,7 +96,7 @@ def _order(result: dict[str, Any]) -> tuple[int, int, int, int]:
 def _shape(result: dict[str, Any]) -> str:
     model, tokens = result["model"], result.get("prompt_tokens")
     prompt = f", prompt of {tokens} tokens" if tokens else ""
-    kind = KINDS.get(model["kind"], model["kind"])
+    kind = MODELS.get(model["kind"], model["kind"])
     return f"{kind}, {model['views']} views, {model['action_horizon']} actions{prompt}"
 
 

@@ -17,12 +17,13 @@ from typing import Any
 import tyro
 
 from eval.attention_table import attention
-from eval.bench_tables import bench, fell_back, overview, whole_calls
+from eval.bench_tables import bench, fell_back, whole_calls
 from eval.harness.statistics import smallest_difference
 from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
 from eval.late_table import late
 from eval.latency_picture import draw
-from eval.markdown import bare_command, commit, machine, machines, rows
+from eval.markdown import MODELS, bare_command, commit, machine, machines, rows
+from eval.model_table import models
 from eval.paired_picture import PICTURE as STRESS_PICTURE
 from eval.server_tables import faults, server, server_gpus
 from eval.shapes_table import shapes
@@ -46,10 +47,13 @@ class Arguments:
 
 
 def load(name: str | tuple[str, ...]) -> Any:
-    """A stored result; with a * in its name, a list of all that match, and of several names, a list of theirs. Raises
-    FileNotFoundError if none matches."""
+    """A stored result; with a * in its name, a list of all that match, and of several names, a list of theirs; with a ?
+    behind it, None if it is not stored. Raises FileNotFoundError if none matches."""
     if isinstance(name, tuple):
         return [load(one) for one in name]
+    if name.endswith("?"):
+        name = name[:-1]
+        return load(name) if (RESULTS / f"{name}.json").is_file() else None
     if "*" in name:
         paths = sorted(RESULTS.glob(f"{name}.json"))
         if not paths:
@@ -192,6 +196,18 @@ def openpi_agreement(result: dict[str, Any]) -> str:
     return rows(header, body) + f"\nBF16: rms difference from FP32. {result['gpu']}; {result['software']}.\n"
 
 
+def lerobot_agreement(result: dict[str, Any]) -> str:
+    """`tests/parity/compare_with_lerobot.py` at the published size: final actions of both codes on the same weights."""
+    body = [
+        [MODELS[kind], row["case"], str(row["batch"]), str(row["views"]), str(row["steps"]),
+         f"{row['actions_rms']:.2f}", f"{row['float32_max']:.1e}"]
+        for kind, model in result["models"].items() for row in model["cases"]
+    ]  # fmt: skip
+    header = ["model", "case", "batch", "views", "steps", "rms of the actions", "FP32, largest difference"]
+    beside = {", ".join(f"{n} {v}" for n, v in m["versions"].items()) for m in result["models"].values()}
+    return rows(header, body) + f"\nBeside {'; '.join(sorted(beside))}. Ours: {machine(result)}.\n"
+
+
 def parity(results: list[dict[str, Any]]) -> str:
     """Several `vla-accel parity` reports, a row each."""
     body = []
@@ -305,7 +321,13 @@ def _where(result: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
-    "overview": (overview, ("bench_pi05_h200", "bench_pi0_h200")),
+    "models": (
+        models,
+        (
+            *("bench_pi05_h200", "bench_pi0_h200", "bench_smolvla_h200?", "bench_groot_h200?"),
+            *("openpi_parity_h200", "lerobot_parity_cpu?", "libero_paired_h200", "libero_paired_smolvla_h200?"),
+        ),
+    ),
     "quality": (quality, ("parity_*", "libero_paired_h200")),
     "success": (success, "libero_spatial_demo_h200"),
     "tasks": (tasks, "libero_spatial_demo_h200"),
@@ -317,7 +339,10 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "bench_pi05": (bench, "bench_pi05_h200"),
     "bench_pi0": (bench, "bench_pi0_h200"),
     "bench_compile": (whole_calls, "bench_compile_h200"),
+    "bench_smolvla": (bench, "bench_smolvla_h200"),
+    "bench_groot": (bench, "bench_groot_h200"),
     "openpi_agreement": (openpi_agreement, "openpi_parity_h200"),
+    "lerobot_agreement": (lerobot_agreement, "lerobot_parity_cpu"),
     "parity_demo": (parity, "parity_*"),
     "paired_libero": (paired, "libero_paired_h200"),
     "paired_stress": (stressed, "libero_stress_h200"),
@@ -340,6 +365,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
 
 NOT_YET = frozenset({
     "server_gpus", "server_faults_gpus", "throughput", "paired_stress", "late", "tune_demo", "attention",
+    "bench_smolvla", "bench_groot", "lerobot_agreement",
 })  # fmt: skip
 """Tables whose runs may be absent: their place says so."""
 

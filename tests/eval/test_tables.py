@@ -250,11 +250,52 @@ def test_a_table_says_of_which_commit_its_runs_are() -> None:
     assert machine(launched) == "NVIDIA X, torch 2.11.0, commit abcdef0+"
 
 
-def test_the_overview_has_a_row_a_model_and_step_count() -> None:
-    lines = tables.overview([bench_report(Ceilings(1e15, 2e15, 4e12))]).splitlines()
-    assert lines[2] == "| π0.5 | 2 views, 10 actions, 10 steps | 60.00 | 14.00, 4.3× | - | - |"
-    assert lines[3] == "| π0.5 | 2 views, 10 actions, 1 step | 51.00 | 5.00, 10.2× | - | - |"
-    assert lines[-1].endswith("Random weights; NVIDIA X, torch 2.11.0.")
+def test_a_model_has_a_row_of_all_that_is_stored_of_it() -> None:
+    ceilings = Ceilings(1e15, 2e15, 4e12)
+    smolvla = bench_report(ceilings, "lerobot-eager")
+    smolvla["model"] = {"kind": "smolvla", "views": 3, "action_horizon": 50}
+    smolvla["rows"][0]["memory"] = {"total": 1_100_000_000, "peak_running": 1_260_000_000}
+    agreed = {
+        "pi0": {"parameters": 3_238_046_480, "batch1": {"float32_max": 1e-6}, "batch3": {"float32_max": 2e-6}},
+        "pi05": {"parameters": 3_353_431_824, "batch1": {"float32_max": 4e-6}, "batch3": {"float32_max": 3e-6}},
+    }
+    lerobot = lerobot_report()
+    won = np.arange(20) > 1
+    played = paired.compare(libero(won), {"native": libero(np.arange(20) > 3), "native_fp8": libero(won)}, "eager")
+    played["rows"] = [r for r in played["rows"] if r["steps"] == 10]
+    reports = [bench_report(ceilings), None, smolvla, agreed, lerobot, played]
+    lines = tables.models(reports).splitlines()
+    case = "2 views, 10 actions, 10 steps | 60.00 (openpi, eager)"
+    assert lines[2] == f"| π0.5 | 3.35 B | {case} | 14.00, 4.3× | - | - | 4.0e-06 | 80.0 % of 20 |"
+    case = "3 views, 50 actions, 10 steps | 60.00 (lerobot, eager)"
+    assert lines[3] == f"| SmolVLA | 402 M | {case} | 14.00, 4.3× | - | 1.3 GB | 2.0e-06 | - |"
+    assert len(lines) == 6 and lines[-1].endswith("in BF16. NVIDIA X, torch 2.11.0.")
+    assert tables.models([smolvla]).splitlines()[2].startswith("| SmolVLA | - | "), "what no run says is not there"
+
+
+def lerobot_report() -> dict[str, Any]:
+    """What `tests/parity/compare_with_lerobot.py` stores."""
+    case = {"case": "batch 3", "batch": 3, "views": 2, "steps": 10, "actions_rms": 1.25}
+    cases = [{**case, "float32_max": 2e-6}, {**case, "case": "a camera less", "views": 1, "float32_max": 1e-6}]
+    versions = {"lerobot": "0.6.1", "torch": "2.11.0"}
+    return {**CPU, "models": {"smolvla": {"versions": versions, "parameters": 401_900_000, "cases": cases}}}
+
+
+def test_agreement_with_lerobot_has_a_row_a_case() -> None:
+    lines = tables.lerobot_agreement(lerobot_report()).splitlines()
+    assert lines[2:4] == [
+        "| SmolVLA | batch 3 | 3 | 2 | 10 | 1.25 | 2.0e-06 |",
+        "| SmolVLA | a camera less | 3 | 1 | 10 | 1.25 | 1.0e-06 |",
+    ]
+    assert lines[-1] == "Beside lerobot 0.6.1, torch 2.11.0. Ours: Some CPU, 1 thread, torch 2.13.0."
+
+
+def test_a_run_that_may_be_absent_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    (tmp_path / "there.json").write_text("[1]")
+    assert tables.load(("there?", "not_there?")) == [[1], None]
+    with pytest.raises(FileNotFoundError):
+        tables.load("not_there")
 
 
 def test_quality_has_agreement_and_success_of_a_configuration() -> None:

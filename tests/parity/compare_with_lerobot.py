@@ -77,7 +77,8 @@ def cases(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Iterator[dic
         ours = ask(model, tensors, case, int(steps))
         views = next(given[n].shape[1] for n in ("images", "pixels") if n in given)
         yield {
-            "case": TITLES[case], "batch": len(theirs), "views": views, "steps": int(steps), "actions_rms": float(theirs.double().square().mean().sqrt()),
+            "case": TITLES[case], "batch": len(theirs), "views": views, "steps": int(steps),
+            "actions_rms": float(theirs.double().square().mean().sqrt()),
             "float32_max": float((ours.double() - theirs).abs().max()),
         }  # fmt: skip
 

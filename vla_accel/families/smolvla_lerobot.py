@@ -1,4 +1,5 @@
-"""lerobot's own SmolVLA as a baseline: used where it is installed (`lerobot` 0.4.4 from the package index)."""
+"""lerobot's own SmolVLA as a baseline: used where it is installed (`lerobot` 0.4.4 or 0.6.1 from the package
+index)."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def _policy(horizon: int, device: str, compiled: bool, steps: int) -> Any:
         from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
         from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
     except ImportError as error:
-        raise DependencyError(f"lerobot is not installed: pip install lerobot==0.4.4 ({error})") from error
+        raise DependencyError(f"lerobot is not installed: pip install lerobot==0.6.1 ({error})") from error
     config = SmolVLAConfig(
         input_features={"observation.state": PolicyFeature(FeatureType.STATE, (8,))},
         output_features={"action": PolicyFeature(FeatureType.ACTION, (7,))},
