@@ -183,8 +183,7 @@ def write_isaac(model: Any, folder: Path, tokenizer: Any) -> None:
     )
     (folder / "statistics.json").write_text(json.dumps(statistics(np.random.default_rng(1)), indent=1))
     (folder / "embodiment_id.json").write_text(json.dumps({TAG: 2, "new_embodiment": 4}))
-    if tokenizer is not None:
-        tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def flat_patches(pixels: torch.Tensor) -> torch.Tensor:
@@ -337,7 +336,7 @@ def main() -> None:
     if not args.full:
         torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = build(args.full), None if args.full else small_tokenizer()
+    model, tokenizer = build(args.full), small_tokenizer()
     cases = model_cases(model, args.full)
     versions = {n: importlib.metadata.version(n) for n in ("lerobot", "torch", "transformers")}
     save_file(cases, str(args.out / "model.safetensors"), versions)
