@@ -11,7 +11,10 @@ import pytest
 
 from tests.support.groot_folders import observation, write_isaac
 from vla_accel import OptimizedPolicy, PolicyConfig, cli
+from vla_accel.config import load_config
 from vla_accel.errors import ObservationError
+from vla_accel.families.groot import GROOT
+from vla_accel.measure import systems
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_policy
 from vla_accel.models.family import family_named, sized
@@ -107,3 +110,12 @@ def test_a_random_policy_of_any_size(policy: OptimizedPolicy) -> None:
     other, _ = random_policy("groot", PolicyConfig(device="cpu", num_steps=1), model=policy.model)
     result = other.infer(family_named("groot").random_observation(other.processor, np.random.default_rng(0)))
     assert result["actions"].shape == (8, 7) and np.isfinite(result["actions"]).all()
+
+
+def test_the_shipped_fp8_is_what_bench_times() -> None:
+    shipped = load_config("native_fp8_denoise").specs(GROOT.parts)
+    timed = systems.configs(GROOT)["native-fp8"].specs(GROOT.parts)
+    assert {n: (s.engine, s.precision) for n, s in shipped.items()} == {
+        n: (s.engine, s.precision) for n, s in timed.items()
+    }
+    assert shipped["denoise"].precision == "fp8"

@@ -1,5 +1,5 @@
 """`vla-accel bench`: a checkpoint's configurations beside eager, or random weights of a published size beside openpi's
-code, in turns; a table and one JSON line."""
+or lerobot's code, in turns; a table and one JSON line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vla_accel.report.page import check_path, write
 @dataclass(frozen=True)
 class Arguments:
     """Time whole calls of a checkpoint's policy in several configurations, or with --model (pi05, if no checkpoint is
-    given) of policies of a family's published size with random weights, beside openpi's own code."""
+    given) of policies of a family's published size with random weights, beside openpi's or lerobot's own code."""
 
     checkpoint: Annotated[
         str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="")
@@ -40,11 +40,12 @@ class Arguments:
     config: Annotated[str, tyro.conf.arg(metavar="CONFIG,...")] = AUTO
     """Of a checkpoint: the configurations to time beside eager, names of shipped ones or files."""
     model: Text = None
-    """Random weights of a model family's published size: pi05 or pi0."""
+    """Random weights of a model family's published size: pi05, pi0, smolvla or groot."""
     systems: tuple[str, ...] = ()
     """Of random weights: some of eager, native-bf16, native-fp8 and -int8, each also with -vision; portable- instead of
-    native-, what a GPU without Hopper's kernels runs; openpi-eager, openpi-compile, openpi-max-autotune. If not given:
-    eager, native's but INT8, and openpi-eager. openpi's are left out, loudly, where it is not installed."""
+    native-, what a GPU without Hopper's kernels runs; openpi-eager, openpi-compile, openpi-max-autotune; for SmolVLA
+    and GR00T lerobot-eager, lerobot-compile. If not given: eager, native's but INT8, and the other project's eager
+    code, which is left out, loudly, where it is not installed."""
     realtime_vla: Folder = None
     """Of random weights: a checkout of realtime-vla, whose code takes its turns, too, at ten steps."""
     prompt_tokens: Number = None
@@ -102,7 +103,7 @@ def main(arguments: list[str]) -> int:
         made = [factory.make(name, steps) for name in names if _has_steps(factory, name, steps)]
         processor = factory.processor
         if processor is None:
-            raise ConfigError("systems: expected at least one of this package's own beside openpi's")
+            raise ConfigError("systems: expected at least one of this package's own beside the others")
         observe = observer(family, processor, chosen.prompt_tokens)
         found = run(made, observe, calls=chosen.calls, progress=_say)
         for system, row in zip(made, found, strict=True):

@@ -32,7 +32,7 @@ class Arguments(PolicySource):
     observations: File = None
     """Recorded observations (.npz); random images if not given."""
     synthetic: Text = None
-    """Instead of a checkpoint: random weights of a family's published size (pi0, pi05)."""
+    """Instead of a checkpoint: random weights of a family's published size: pi05, pi0, smolvla or groot."""
     count: int = 64
     """Observations at most."""
     draws: int = 1

@@ -1,0 +1,43 @@
+"""The command that compares with lerobot's answers, on this package's own: it says what agrees and what does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.parity import compare_with_lerobot
+from tests.support.tiny_smolvla import write_lerobot
+from vla_accel.checkpoints.loading import load
+
+
+@pytest.mark.parametrize(("moved", "status"), [(0.0, 0), (1e-3, 1)])
+def test_it_tells_whether_actions_agree(
+    moved: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    write_lerobot(tmp_path / "checkpoint")
+    model = load(tmp_path / "checkpoint", device="cpu", dtype=torch.float32).model.whole()
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    side = config.vision.image_size
+    given = {
+        "batch3.images": torch.rand(3, 2, 3, side, side, generator=generator),
+        "batch3.tokens": torch.ones(3, 4, dtype=torch.long),
+        "batch3.token_mask": torch.arange(4)[None] < torch.tensor([4, 2, 3])[:, None],
+        "batch3.state": torch.randn(3, config.state_dim, generator=generator),
+        "batch3.noise": torch.randn(3, config.action_horizon, config.action_dim, generator=generator),
+    }
+    answer = compare_with_lerobot.ask_smolvla(model, given, "batch3", 2)
+    save_file(given | {"batch3.steps2": answer + moved}, tmp_path / "model.safetensors", {"lerobot": "0.6.1"})
+    output = tmp_path / "report.json"
+    monkeypatch.setattr("sys.argv", ["compare", str(tmp_path), "--output", str(output)])
+    assert compare_with_lerobot.main() == status
+    found = json.loads(output.read_text())["models"]["smolvla"]
+    assert found["versions"] == {"lerobot": "0.6.1"}
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    (row,) = found["cases"]
+    assert (row["case"], row["batch"], row["views"], row["steps"]) == ("batch 3", 3, 2, 2)
+    assert row["float32_max"] == pytest.approx(moved, abs=1e-5)
