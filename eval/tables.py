@@ -204,7 +204,7 @@ def lerobot_agreement(result: dict[str, Any]) -> str:
         for kind, model in result["models"].items() for row in model["cases"]
     ]  # fmt: skip
     header = ["model", "case", "batch", "views", "steps", "rms of the actions", "FP32, largest difference"]
-    beside = {", ".join(f"{n} {v}" for n, v in m["versions"].items()) for m in result["models"].values()}
+    beside = {", ".join(f"{n} {v}" for n, v in sorted(m["versions"].items())) for m in result["models"].values()}
     return rows(header, body) + f"\nBeside {'; '.join(sorted(beside))}. Ours: {machine(result)}.\n"
 
 
