@@ -3,6 +3,7 @@ runs kernels on a GPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from tests.support.agreement import assert_as_near
 from tests.support.scales import scales_of_any
 from tests.support.tiny_smolvla import observation, tiny_config, tiny_model, write_lerobot
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
-from vla_accel.config import load_config
+from vla_accel.config import RtcConfig, load_config
 from vla_accel.families.prompted import PromptShape
 from vla_accel.families.smolvla import SMOLVLA
 from vla_accel.native.smolvla import SmolVlaStore
@@ -37,11 +38,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return made
 
 
-@pytest.mark.parametrize("libero", [False, True])
-def test_native_is_eager(libero: bool, folders: dict[bool, Path]) -> None:
-    """A batch of three lengths in one bucket, guided and not; a state behind each prompt."""
-    eager = OptimizedPolicy.from_pretrained(folders[libero], settings("fp32", EngineSpec("eager")))
-    native = OptimizedPolicy.from_pretrained(folders[libero], settings("fp32"))
+@pytest.mark.parametrize(("libero", "trained"), [(False, False), (True, False), (True, True)])
+def test_native_is_eager(libero: bool, trained: bool, folders: dict[bool, Path]) -> None:
+    """A batch of three lengths in one bucket, guided, or pinned where it is trained for that, and not; a state behind
+    each prompt."""
+    rtc = RtcConfig(trained=True, max_delay=2) if trained else RtcConfig()
+    eager, native = (
+        OptimizedPolicy.from_pretrained(folders[libero], replace(settings("fp32", spec), rtc=rtc))
+        for spec in (EngineSpec("eager"), NATIVE)
+    )
     given = [observation(i, libero=libero, prompt=p) for i, p in enumerate(PROMPTS)]
     noise = np.random.default_rng(2).standard_normal((3, 5, 9)).astype(np.float32)
     chunk = np.full((4, 7 if libero else 6), 0.3)
@@ -49,6 +54,8 @@ def test_native_is_eager(libero: bool, folders: dict[bool, Path]) -> None:
         ours, theirs = (policy.infer_batch(given, noise=noise, **more) for policy in (native, eager))
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(a["actions"], b["actions"], rtol=0, atol=2e-5)
+        if more and trained:
+            np.testing.assert_allclose(ours[0]["actions"][:2], chunk[:2], rtol=0, atol=1e-6)
     entries = {e["component"]: e for e in native.ledger.as_list()}
     assert {e["used"] for e in entries.values()} == {"native"}
     kernels = 3 * 4 + 3 if libero else 3 * 5 - 1 + 3

@@ -237,3 +237,10 @@ def test_a_source_that_does_not_compile_says_where(nvrtc: ctypes.CDLL, monkeypat
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
     with pytest.raises(EngineError, match=r"(?s)does not compile for sm_90a:.*kernels\.cu\(2\).*nonsense"):
         runtime.compile_source('extern "C" __global__ void f() {\n  nonsense;\n}\n', "sm_90a")
+
+
+@pytest.mark.slow
+def test_loops_that_pin_actions_compile(tmp_path: Path) -> None:
+    """Per-row constants cost registers, but none is spilled."""
+    pinned = [row for row in compiled_for("9.0", tmp_path, "--trained") if row["constants"].get("PINNED")]
+    assert {row["kernel"] for row in pinned} == {"_step", *FEW} and max(row["spilled"] for row in pinned) == 0

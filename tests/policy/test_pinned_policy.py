@@ -13,13 +13,14 @@ import torch
 
 from tests.policy.test_guided_policy import EAGER, chunk, draw, load, scaling
 from tests.support.tiny import tiny_observation, write_tiny_checkpoints
-from vla_accel import EngineSpec, OptimizedPolicy
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import RtcConfig, load_config
-from vla_accel.errors import ConfigError, EngineError, ObservationError
+from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.models.pi0 import Kind
 
 TRAINED = RtcConfig(trained=True, max_delay=3)
 PINNED = replace(EAGER, rtc=TRAINED)
+NATIVE = replace(PINNED, denoise=EngineSpec("native"))
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +55,14 @@ def by_hand(
     return x[0, :, :7].numpy() * half + centre
 
 
+@pytest.mark.parametrize("config", [PINNED, NATIVE], ids=["eager", "native"])
 @pytest.mark.parametrize("kind", ["pi0", "pi05"])
 @pytest.mark.parametrize(("steps", "delay"), [(1, 1), (4, 3)])
-def test_the_chunk_is_lerobots(folders: dict[Kind, Path], kind: Kind, steps: int, delay: int) -> None:
-    policy = load(folders[kind], replace(PINNED, num_steps=steps))
+def test_the_chunk_is_lerobots(
+    folders: dict[Kind, Path], kind: Kind, steps: int, delay: int, config: PolicyConfig
+) -> None:
+    policy = load(folders[kind], replace(config, num_steps=steps))
+    assert policy.ledger.entries["denoise"].used == config.denoise.engine
     noise, previous = draw(policy, 4, 1)[0], chunk(5, 4)
     got = policy.infer(tiny_observation(3), noise=noise, prev_chunk=previous, inference_delay=delay)["actions"]
     want = by_hand(policy, kind, noise, previous, delay, steps)
@@ -67,8 +72,11 @@ def test_the_chunk_is_lerobots(folders: dict[Kind, Path], kind: Kind, steps: int
     assert np.abs(got[delay:] - plain[delay:]).max() > 1e-2, "the others see what is pinned"
 
 
-def test_without_a_previous_chunk_or_a_delay_it_is_the_plain_call(folders: dict[Kind, Path]) -> None:
-    pinned, plain = load(folders["pi05"], PINNED), load(folders["pi05"])
+@pytest.mark.parametrize("config", [PINNED, NATIVE], ids=["eager", "native"])
+def test_without_a_previous_chunk_or_a_delay_it_is_the_plain_call(
+    folders: dict[Kind, Path], config: PolicyConfig
+) -> None:
+    pinned, plain = load(folders["pi05"], config), load(folders["pi05"])
     noise = draw(plain, 4, 1)[0]
     want = plain.infer(tiny_observation(3), noise=noise)["actions"]
     np.testing.assert_allclose(pinned.infer(tiny_observation(3), noise=noise)["actions"], want, rtol=0, atol=1e-5)
@@ -76,8 +84,9 @@ def test_without_a_previous_chunk_or_a_delay_it_is_the_plain_call(folders: dict[
     np.testing.assert_allclose(again, want, rtol=0, atol=1e-5)
 
 
-def test_a_batch_pins_each_row_by_its_own_delay(folders: dict[Kind, Path]) -> None:
-    policy = load(folders["pi05"], PINNED)
+@pytest.mark.parametrize("config", [PINNED, NATIVE], ids=["eager", "native"])
+def test_a_batch_pins_each_row_by_its_own_delay(folders: dict[Kind, Path], config: PolicyConfig) -> None:
+    policy = load(folders["pi05"], config)
     observations, noise = [tiny_observation(seed) for seed in range(3)], draw(policy, 1, 3)
     chunks, delays = [None, chunk(1, 4), chunk(2, 5)], [None, 1, 3]
     got = policy.infer_batch(observations, noise=noise, prev_chunks=chunks, inference_delays=delays)
@@ -99,11 +108,6 @@ def test_a_delay_that_was_never_trained_is_named(
     policy = load(folders["pi05"], PINNED)
     with pytest.raises(ObservationError, match=message):
         policy.infer(tiny_observation(3), prev_chunk=chunk(5, left), inference_delay=delay)
-
-
-def test_the_native_engine_says_that_it_has_no_program(folders: dict[Kind, Path]) -> None:
-    with pytest.raises(EngineError, match="denoise: the native engine has no program for this component"):
-        load(folders["pi05"], replace(PINNED, denoise=EngineSpec("native")))
 
 
 @pytest.mark.parametrize(

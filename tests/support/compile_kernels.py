@@ -1,11 +1,12 @@
 """A script: compile, without a GPU, every Triton kernel that the native programs launch, just as they launch it there.
 
-    python tests/support/compile_kernels.py [--tried] [--smolvla] [VERSION …]   # capabilities; 9.0 if none is named
+    python tests/support/compile_kernels.py [--tried] [--smolvla] [--trained] [VERSION …]
 
-The programs of the full-size models and of the demo run on tensors without data, told of a GPU of that capability; what
-they launch is recorded and then compiled; with --smolvla SmolVLA's instead, with --tried also what a build would
-measure before it chooses. Prints a JSON object a kernel: capability, name, models, options, registers, bytes spilled,
-shared memory, and what its assembly uses.
+for these capabilities, or 9.0. The programs of the full-size models and of the demo run on tensors without data, told
+of a GPU of that capability; what they launch is recorded and then compiled; with --smolvla SmolVLA's instead, with
+--trained only those of `TRIED`, with loops that pin actions, with --tried also what a build would measure before it
+chooses. Prints a JSON object a kernel: capability, name, models, options, registers, bytes spilled, shared memory, and
+what its assembly uses.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
 
 def launches_of(
-    gpu: Gpu, config: Any, batch: int, views: int, length: int, precision: Any, tried: bool
+    gpu: Gpu, config: Any, batch: int, views: int, length: int, precision: Any, tried: bool, trained: bool = False
 ) -> list[Launch]:
     """What one call of a policy launches on a GPU; `tried`: with what its build would try there, too."""
     two = {name: dataclasses.replace(getattr(config, name), depth=2) for name in ("vision", "prefix", "expert")}
@@ -82,7 +83,9 @@ def launches_of(
     with steered("triton"):
         programs = (
             store.vision(batch, views, spec), store.kv_cache(batch, images, length, spec),
-            store.denoise(batch, total, 2, EngineSpec("native") if precision == "int8" else spec),
+            store.denoise(
+                batch, total, 2, EngineSpec("native") if precision == "int8" else spec, trained=trained
+            ),
         )  # fmt: skip
     loop: Any = getattr(programs[2], "loop", programs[2])
     assert isinstance(loop, (expert._LayerLoop, smolvla_expert.NativeDenoise))
@@ -176,18 +179,19 @@ def compiled(gpu: Gpu, launch: Launch) -> tuple[Any, int, int]:
     return made, int(registers), sum(map(int, spilled))
 
 
-def compile_for(gpu: Gpu, tried: bool, smolvla: bool) -> None:
+def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool) -> None:
     """Record and compile all that is launched on a GPU, and print a line each."""
     launches: dict[tuple[Any, ...], Launch] = {}
     users: dict[tuple[Any, ...], dict[str, None]] = collections.defaultdict(dict)
     for name, shape in MODELS.items():
         if (
             ("smolvla" in name) != smolvla
+            or (trained and name not in TRIED)
             or ("fp8" in name and not gpu.fp8)
             or ("demo" in name and gpu.capability != (9, 0))
         ):
             continue
-        for launch in launches_of(gpu, *shape, tried=tried and name in TRIED):
+        for launch in launches_of(gpu, *shape, tried=tried and name in TRIED, trained=trained):
             _, key = source_of(launch)
             launches[key] = launch
             users[key][name] = None
@@ -206,7 +210,7 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool) -> None:
         print(json.dumps(row), flush=True)
 
 
-def main(versions: list[str], tried: bool, smolvla: bool) -> None:
+def main(versions: list[str], tried: bool, smolvla: bool, trained: bool) -> None:
     # The loop in Triton, on Hopper, too.
     setattr(pi0_programs, "why_not_streamed", lambda *_: "Triton's is asked for")  # noqa: B010
     knobs.nvidia.dump_ptxas_log = True
@@ -215,11 +219,11 @@ def main(versions: list[str], tried: bool, smolvla: bool) -> None:
         gpu = ARCHITECTURES[version]
         # Tensors without data lie on this GPU, too.
         setattr(Gpu, "of", classmethod(lambda cls, device, gpu=gpu: gpu))  # noqa: B010
-        compile_for(gpu, tried, smolvla)
+        compile_for(gpu, tried, smolvla, trained)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with torch.inference_mode():
         named = [v for v in sys.argv[1:] if not v.startswith("--")]
-        main(named or ["9.0"], "--tried" in sys.argv, "--smolvla" in sys.argv)
+        main(named or ["9.0"], *(option in sys.argv for option in ("--tried", "--smolvla", "--trained")))

@@ -397,23 +397,25 @@ def _qkv_rope(
     fp8: bool,
     cut: Tiling | None = None,
     moments: int = 0,
+    pinned: bool = False,
 ) -> Callable:
     """`moments`: columns of their tiles, 0 where the rows come without."""
 
     def call(draw: Draw) -> Call:
-        columns = (heads + 2 * kv_heads) * head_dim
+        columns, two = (heads + 2 * kv_heads) * head_dim, (2,) if pinned else ()
         lengths = torch.arange(7, 7 + 20 * batch, 20, dtype=torch.int32)
         cos, sin = rope_tables(int(lengths[-1]) + tokens, head_dim, torch.device("cpu"))
         arguments = {
             "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(columns, width, fp8=fp8),
-            "scale": draw.wide(width, scale=0.3) if adaptive else None,
-            "shift": draw.wide(columns) if adaptive else None, "cos": cos, "sin": sin, "lengths": lengths,
+            "scale": draw.wide(*two, width, scale=0.3) if adaptive else None,
+            "shift": draw.wide(*two, columns) if adaptive else None, "cos": cos, "sin": sin, "lengths": lengths,
             "q": Empty((batch, tokens, heads, head_dim), draw.dtype),
             "k": Empty((batch, tokens, kv_heads, head_dim), draw.dtype),
             "v": Empty((batch, tokens, kv_heads, head_dim), draw.dtype), "eps": EPS, "cut": cut,
         }  # fmt: skip
         if moments:
             arguments["moments"] = _moments_of(arguments["x"], arguments["scale"], moments)
+        arguments |= {"pinned": draw.integers(2, batch * tokens, dtype=torch.int32)} if pinned else {}
         return Call("qkv_rope", arguments, ("q", "k", "v"))
 
     return call
@@ -442,18 +444,21 @@ def _cross_attention(
 
 def _gate_up(
     rows: int, width: int, hidden: int, adaptive: bool, fp8: bool, cut: Tiling | None = None, silu: bool = False,
-    moments: int = 0,
+    moments: int = 0, pinned: bool = False,
 ) -> Callable:  # fmt: skip
+    two = (2,) if pinned else ()
+
     def call(draw: Draw) -> Call:
         arguments = {
             "x": draw(rows, width, scale=2.0), "layer": draw.linear(2 * hidden, width, fp8=fp8),
-            "scale": draw.wide(width, scale=0.3) if adaptive else None,
-            "shift": draw.wide(2 * hidden) if adaptive else None, "out": Empty((rows, hidden), draw.dtype), "eps": EPS,
-            "cut": cut,
+            "scale": draw.wide(*two, width, scale=0.3) if adaptive else None,
+            "shift": draw.wide(*two, 2 * hidden) if adaptive else None, "out": Empty((rows, hidden), draw.dtype),
+            "eps": EPS, "cut": cut,
         }  # fmt: skip
         arguments |= {"silu": True} if silu else {}
         if moments:
             arguments["moments"] = _moments_of(arguments["x"], arguments["scale"], moments)
+        arguments |= {"pinned": draw.integers(2, rows, dtype=torch.int32)} if pinned else {}
         return Call("gate_up_geglu", arguments, ("out",))
 
     return call
@@ -466,15 +471,18 @@ def _moments_of(x: Tensor, scale: Tensor | None, columns: int) -> Moments:
 
 
 def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: Tiling | None = None) -> Callable:
-    """`what`: letters of gate, bias, residual, skip the first, 8-bit; moments of what it writes, next norm's scale."""
+    """`what`: letters of gate, bias, residual, skip the first, 8-bit, pinned; moments of what it writes, next norm's
+    scale."""
+    two = (2,) if "p" in what else ()
 
     def call(draw: Draw) -> Call:
         arguments = {
             "a": draw(rows, k), "layer": draw.linear(n, k, fp8="8" in what, bias="b" in what),
-            "gate": draw.wide(n) if "g" in what else None, "x": draw(rows, n), "residual": "r" in what,
+            "gate": draw.wide(*two, n) if "g" in what else None, "x": draw(rows, n), "residual": "r" in what,
             "tokens": tokens, "skip_first": "s" in what, "cut": cut,
             "workspace": Workspace(Product(rows, k, n), cut) if isinstance(cut, Pipelined) else None,
         }  # fmt: skip
+        arguments |= {"pinned": draw.integers(2, rows, dtype=torch.int32)} if two else {}
         if "m" not in what:
             return Call("project", arguments, ("x",))
         assert isinstance(cut, Pipelined)
@@ -490,7 +498,7 @@ def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: Tiling | No
 
 
 def _step(batch: int, tokens: int, horizon: int, width: int, actions: int, what: str) -> Callable:
-    """`what`: letters of first, last, norm shift, SiLU."""
+    """`what`: letters of first, last, norm shift, SiLU, pinned, two rows of input."""
 
     def call(draw: Draw) -> Call:
         stream = draw(batch * tokens, width, scale=3.0)
@@ -500,9 +508,11 @@ def _step(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
             "x": stream, "scale": draw.wide(width, scale=0.3), "shift": draw.wide(width) if "n" in what else None,
             "w_out": draw.wide(actions, width, scale=width**-0.5), "b_out": draw.wide(actions),
             "actions": draw.wide(batch, horizon, actions), "target": draw.wide(batch, horizon, actions),
-            "weights": draw.wide(batch, horizon), "w_in": draw.wide(actions, width), "b_in": draw.wide(width),
+            "weights": draw.wide(batch, horizon), "w_in": draw.wide(actions, width),
+            "b_in": draw.wide(*((2,) if "2" in what else ()), width),
             "following": draw(batch * tokens, width), "dt": -0.1, "time": 0.7, "gain": 2.5, "eps": EPS,
             "tokens": tokens, "first": "f" in what, "last": "l" in what, "silu": "s" in what,
+            "pinned": "p" in what,
         }  # fmt: skip
         return Call("step", arguments, ("actions", "following"), {"x": hidden})
 
@@ -572,6 +582,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     ):  # fmt: skip
         yield f"step {shape}", _step(*shape)
     yield from _smolvla_cases()
+    yield from _pinned_cases()
 
 
 def _smolvla_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
@@ -594,6 +605,17 @@ def _smolvla_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"cross_attention {shape} moments", _cross_attention(*shape, False, 32)
     # More keys than are fetched ahead.
     yield "cross_attention 300 keys", _cross_attention(18, 300, 40, 2, 1, 16, [290], False, 16)
+
+
+def _pinned_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
+    """What a model trained with clean prefixes adds: a row of x takes the step's constants or those of t = 0."""
+    for rows, cut in ((9, None), (21, None), (40, Pipelined(16, 32, 64))):
+        yield f"qkv_rope {rows} pinned", _qkv_rope(1, rows, 72, 2, 1, 24, True, rows == 21, cut, pinned=True)
+        yield f"gate_up_geglu {rows} pinned", _gate_up(rows, 72, 40, True, rows == 9, cut, pinned=True)
+        yield f"project {rows} pinned", _project(rows, 40, 136, 1, "grp", cut)
+    yield "project of parts pinned", _project(33, 24, 320, 1, "gp", Pipelined(16, 16, 64, split=2))
+    for what in ("fp", "np", "lnp", "fsp2", "sp2"):
+        yield f"step pinned {what}", _step(2, 6, 5, 72, 7, what)
 
 
 CASES: dict[str, Callable[[Draw], Call]] = dict(_cases())

@@ -87,8 +87,8 @@ def denoise_component(
     store: Pi0Store | SmolVlaStore | None = None,
     rtc: RtcConfig | None = None,
 ) -> Component:
-    """The loop for a fixed number of steps and prefix tokens. One that pins a trained prefix has no native program and
-    no step of its own: their tables are of one flow time for all actions."""
+    """The loop for a fixed number of steps and prefix tokens. One that pins a trained prefix has no step of its own for
+    engines that take it one by one: its tables are of one flow time for all actions."""
     rtc = rtc or RtcConfig()
     max_weight = rtc.max_guidance_weight
     config = model.config
@@ -109,8 +109,8 @@ def denoise_component(
     if padded:
         inputs.append(TensorSpec("lengths", (batch,), torch.int32))
     native = None
-    if store is not None and padded and not rtc.trained:
-        native = partial(store.denoise, batch, prefix_tokens, num_steps, max_weight=max_weight)
+    if store is not None and padded:
+        native = partial(store.denoise, batch, prefix_tokens, num_steps, max_weight=max_weight, trained=rtc.trained)
     module = Denoise(model, num_steps, takes_state, padded, max_weight, rtc.trained)
     outputs = (TensorSpec("actions", actions, torch.float32),)
 

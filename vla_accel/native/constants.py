@@ -15,14 +15,23 @@ from vla_accel.ops.linear import Linear
 
 @torch.inference_mode()
 def step_tables(
-    model: Pi0, products: Iterable[tuple[Linear, Linear]], num_steps: int, max_weight: float | None = None
+    model: Pi0,
+    products: Iterable[tuple[Linear, Linear]],
+    num_steps: int,
+    max_weight: float | None = None,
+    trained: bool = False,
 ) -> StepTables:
     """The tables of a model for `num_steps`; `products`: each layer's q/k/v and gate/up as the programs use them;
-    `max_weight`: of the guidance, as in `RtcConfig`."""
+    `max_weight` and `trained`: as in `RtcConfig`."""
     euler = model.times(num_steps)
     times = tuple(euler.tolist())
     gains = step_gains(times, max_weight)
+    euler = torch.cat((euler, euler.new_zeros(int(trained))))
     embeddings, modulations = model.conditioning(euler.to(model.device))
+
+    def own(table: Tensor) -> Tensor:
+        return paired(table) if trained else table.contiguous()
+
     with model.present("action_in_proj"):
         action_in, bias_in = model.action_in_proj.weight.double(), model.action_in_proj.bias.double()
     if modulations is None:
@@ -32,9 +41,9 @@ def step_tables(
             mlp, bias = model.action_time_mlp_in.weight.double(), model.action_time_mlp_in.bias.double()
             final = model.expert.norm.weight.float().contiguous()  # type: ignore[union-attr]
         from_actions, from_time = mlp[:, :width], mlp[:, width:]
-        rows = (from_actions @ bias_in + bias + embeddings.double() @ from_time.T).float().contiguous()
+        rows = own((from_actions @ bias_in + bias + embeddings.double() @ from_time.T).float())
         w_in = (from_actions @ action_in).T.float().contiguous()
-        return StepTables(None, None, None, None, None, None, final, None, rows, w_in, times, gains)
+        return StepTables(None, None, None, None, None, None, final, None, rows, w_in, times, gains, trained)
     scale, shift, gate = modulations.float().chunk(3, dim=-1)  # each (steps, 2 L + 1, W)
 
     shifted: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -42,10 +51,14 @@ def step_tables(
         for which, product in enumerate(pair):
             weight = product.weight.float() * product.weight_scale_value
             shifted[which].append(shift[:, 2 * layer + which] @ weight.T)
-    of_input, of_post = (torch.stack(rows, 1).contiguous() for rows in shifted)
+    of_input, of_post = (own(torch.stack(rows, 1)) for rows in shifted)
     return StepTables(
-        scale[:, 0:-1:2].contiguous(), of_input, gate[:, 0:-1:2].contiguous(),
-        scale[:, 1:-1:2].contiguous(), of_post, gate[:, 1:-1:2].contiguous(),
+        own(scale[:, 0:-1:2]), of_input, own(gate[:, 0:-1:2]), own(scale[:, 1:-1:2]), of_post, own(gate[:, 1:-1:2]),
         scale[:, -1].contiguous(), shift[:, -1].contiguous(), bias_in.float().contiguous(),
-        action_in.T.float().contiguous(), times, gains,
+        action_in.T.float().contiguous(), times, gains, trained,
     )  # fmt: skip
+
+
+def paired(table: Tensor) -> Tensor:
+    """Rows (n + 1, …, W) of n steps and of t = 0 as (n, …, 2, W): each step's, and beside it that of t = 0."""
+    return torch.stack((table[:-1], table[-1:].expand_as(table[:-1])), -2).contiguous()

@@ -132,16 +132,16 @@ def why_not_streamed(model: Pi0, precision: str, batch: int) -> str | None:
 
 
 def steps_of(
-    model: Pi0, weights: ExpertWeights, num_steps: int, max_weight: float | None = None
-) -> StepTables:  # fmt: skip
+    model: Pi0, weights: ExpertWeights, num_steps: int, max_weight: float | None = None, trained: bool = False
+) -> StepTables:
     """What the steps add to these weights; the same for all shapes."""
-    return step_tables(model, weights.normed_products(), num_steps, max_weight)
+    return step_tables(model, weights.normed_products(), num_steps, max_weight, trained)
 
 
 class NativeDenoise:
     """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d), `lengths` (B,) int32,
-    `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call) and, for π0, `state` (B, A)
-    float32; output `actions` (B, H, A) float32."""
+    `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call), or, with trained tables, of
+    the actions that are pinned, and, for π0, `state` (B, A) float32; output `actions` (B, H, A) float32."""
 
     def __init__(
         self, weights: ExpertWeights, config: Pi0Config, tables: StepTables, batch: int, prefix_tokens: int,
@@ -174,11 +174,18 @@ class NativeDenoise:
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         state, actions = self.weights.state, outputs["actions"]
-        actions.copy_(inputs["noise"])
+        begin(self.tables, inputs, actions)
         if state is not None:
             assert state.bias is not None and self.state_token is not None
             self.state_token.copy_(torch.addmm(state.bias, inputs["state"], state.weight.t()))
         self.loop.run(inputs, self.state_token, actions)
+
+
+def begin(tables: StepTables, inputs: Mapping[str, Tensor], actions: Tensor) -> None:
+    """Where the loop begins: at the noise, but for actions that a trained model has pinned."""
+    actions.copy_(inputs["noise"])
+    if tables.trained:
+        torch.where(inputs["weights"].unsqueeze(-1) > 0, inputs["target"], actions, out=actions)
 
 
 class _LayerLoop:
@@ -208,6 +215,10 @@ class _LayerLoop:
         self.attention = SuffixAttention(
             batch, self.tokens, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
         )
+        # Which rows are of pinned actions; a state's never is.
+        self.horizon = config.action_horizon
+        pins = tables.trained and tables.adaptive
+        self.pinned = torch.zeros(rows, dtype=torch.int32, device=device) if pins else None
         self.cuts = Cuts(device)
         self.first = Moments.like(self.x, expert.width, tables.adaptive)
         self._cut()
@@ -230,7 +241,7 @@ class _LayerLoop:
         lengths = torch.zeros(len(self.q), dtype=torch.int32, device=device)
         # What writes moments comes before what reads them.
         for name in ("o", "down", "qkv", "gate_up"):
-            of = self.x if name in ("o", "down") else None
+            of = self.x if name in ("o", "down") and self.pinned is None else None
             run = functools.partial(self.every, name, lengths)
             self.cuts.products(name, self.products[name], run, of=of, scaled=self.tables.adaptive)
         cache = torch.zeros(1, sizes.batch, sizes.prefix_tokens, *self.k.shape[2:], dtype=self.k.dtype, device=device)
@@ -244,6 +255,8 @@ class _LayerLoop:
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
         """Enqueue the loop: `actions` hold the noise and are integrated in place."""
+        if self.pinned is not None:
+            self.pinned.view(-1, self.tokens)[:, self.tokens - self.horizon :].copy_(inputs["weights"] > 0)
         self._between(inputs, actions, state_token, 0)
         for step in range(self.tables.steps):
             self._moments(step)
@@ -269,7 +282,7 @@ class _LayerLoop:
             self.x, final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, actions, inputs["target"],
             inputs["weights"], tables.w_in, b_in, following, dt=-1.0 / tables.steps, time=tables.times[done],
             gain=tables.gains[done], eps=self.eps, tokens=self.tokens, first=first, last=last,
-            silu=w.mix is not None, pdl=self.pdl and not first,
+            silu=w.mix is not None, pinned=tables.trained, pdl=self.pdl and not first,
         )  # fmt: skip
         if w.mix is not None and not last:
             assert state_token is not None
@@ -290,7 +303,7 @@ class _LayerLoop:
         t, layer, written = self.tables, self.weights.layers[index], self.cuts.moments("down")
         suffix.qkv_rope(
             self.x, layer.qkv, t.of(t.input_scale, step, index), t.of(t.input_shift, step, index), self.cos, self.sin,
-            lengths, self.q, self.k, self.v, eps=self.eps, pdl=self.pdl, cut=self.cuts.alone("qkv"),
+            lengths, self.q, self.k, self.v, eps=self.eps, pinned=self.pinned, pdl=self.pdl, cut=self.cuts.alone("qkv"),
             moments=written if index or written is None else self.first,
         )  # fmt: skip
 
@@ -303,22 +316,24 @@ class _LayerLoop:
     def _o(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
         suffix.project(
-            self.context, layer.o, t.of(t.input_gate, step, index), self.x, pdl=self.pdl, **self.cuts.options("o"),
-            moments=self.cuts.moments("o"), next_scale=t.of(t.post_scale, step, index),
+            self.context, layer.o, t.of(t.input_gate, step, index), self.x, pinned=self.pinned, pdl=self.pdl,
+            **self.cuts.options("o"), moments=self.cuts.moments("o"), next_scale=t.of(t.post_scale, step, index),
         )  # fmt: skip
 
     def _gate_up(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
         suffix.gate_up_geglu(
             self.x, layer.gate_up, t.of(t.post_scale, step, index), t.of(t.post_shift, step, index), self.active,
-            eps=self.eps, pdl=self.pdl, cut=self.cuts.alone("gate_up"), moments=self.cuts.moments("o"),
+            eps=self.eps, pinned=self.pinned, pdl=self.pdl, cut=self.cuts.alone("gate_up"),
+            moments=self.cuts.moments("o"),
         )  # fmt: skip
 
     def _down(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
         last = index + 1 == len(self.weights.layers)
         suffix.project(
-            self.active, layer.down, t.of(t.post_gate, step, index), self.x, pdl=self.pdl, **self.cuts.options("down"),
+            self.active, layer.down, t.of(t.post_gate, step, index), self.x, pinned=self.pinned, pdl=self.pdl,
+            **self.cuts.options("down"),
             moments=None if last else self.cuts.moments("down"),
             next_scale=None if last else t.of(t.input_scale, step, index + 1),
         )  # fmt: skip

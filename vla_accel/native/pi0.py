@@ -25,15 +25,22 @@ class Pi0Store(FlowStore[Pi0]):
         return NativePrefix(weights, batch, image_tokens, length, spec.attention)
 
     def denoise(
-        self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None
+        self,
+        batch: int,
+        prefix_tokens: int,
+        num_steps: int,
+        spec: EngineSpec,
+        max_weight: float | None = None,
+        trained: bool = False,
     ) -> Program:
-        """The whole Euler loop of `num_steps`. `max_weight`: of the guidance, as in `RtcConfig`."""
+        """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
         precision = self.precision("denoise", spec, self.beside_bf16("fp8"), calibrated=False)
         if spec.keep:
             raise EngineError("denoise: keep: its weights are stored in one byte all or none")
-        why_not = why_not_streamed(self.model, precision, batch)
+        why_not = "they have one flow time for all actions" if trained else None
+        why_not = why_not or why_not_streamed(self.model, precision, batch)
         form = ("denoise", precision, "layers" if why_not else "streamed")
         weights = self.weights(form, lambda: ExpertWeights.of(self.model, precision, streamed=why_not is None))
-        steps = (*form, num_steps, max_weight)
-        tables = self.weights(steps, lambda: steps_of(self.model, weights, num_steps, max_weight))
+        steps = (*form, num_steps, max_weight, trained)
+        tables = self.weights(steps, lambda: steps_of(self.model, weights, num_steps, max_weight, trained))
         return NativeDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)

@@ -112,13 +112,20 @@ class SmolVlaStore(FlowStore[SmolVla]):
         return SmolVlaPrefix(weights, batch, image_tokens, length, spec.attention)
 
     def denoise(
-        self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None
+        self,
+        batch: int,
+        prefix_tokens: int,
+        num_steps: int,
+        spec: EngineSpec,
+        max_weight: float | None = None,
+        trained: bool = False,
     ) -> Program:
-        """The whole Euler loop of `num_steps`. `max_weight`: of the guidance, as in `RtcConfig`."""
+        """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
         precision = self.precision("denoise", spec, self.beside_bf16("fp8"), calibrated=False)
         if spec.keep:
             raise EngineError("denoise: keep: its weights are stored in one byte all or none")
         form = ("denoise", precision)
         weights = self.weights(form, lambda: ExpertWeights.of(self.model, precision))
-        tables = self.weights((*form, num_steps, max_weight), lambda: steps_of(self.model, num_steps, max_weight))
+        steps = (*form, num_steps, max_weight, trained)
+        tables = self.weights(steps, lambda: steps_of(self.model, num_steps, max_weight, trained))
         return NativeDenoise(weights, self.model.config, tables, batch, prefix_tokens)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from vla_accel.models.rtc import step_gains
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
+from vla_accel.native.constants import paired
 from vla_accel.native.cuts import Cuts
-from vla_accel.native.expert import ExpertLayer
+from vla_accel.native.expert import ExpertLayer, begin
 from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import compute_dtype
 from vla_accel.ops import suffix
@@ -69,10 +70,12 @@ class ExpertWeights:
 
 
 @torch.inference_mode()
-def steps_of(model: SmolVla, num_steps: int, max_weight: float | None = None) -> StepTables:
-    """What the steps add to any weights of a model; the same for all shapes. `max_weight`: as in `RtcConfig`."""
+def steps_of(model: SmolVla, num_steps: int, max_weight: float | None = None, trained: bool = False) -> StepTables:
+    """What the steps add to any weights of a model; the same for all shapes. `max_weight`, `trained`: as in
+    `RtcConfig`."""
     euler = model.times(num_steps)
     times = tuple(euler.tolist())
+    euler = torch.cat((euler, euler.new_zeros(int(trained))))
     rows, _ = model.conditioning(euler.to(model.device))
     with model.present("action_in_proj", "action_time_mlp_in", "expert.norm"):
         # Two linear maps in a row are one: actions → width → hidden layer.
@@ -81,13 +84,14 @@ def steps_of(model: SmolVla, num_steps: int, max_weight: float | None = None) ->
         w_in = (from_actions @ model.action_in_proj.weight.double()).T.float().contiguous()
         final = (model.expert.norm.factor - 1.0).float().contiguous()
     gains = step_gains(times, max_weight)
-    return StepTables(None, None, None, None, None, None, final, None, b_in, w_in, times, gains)
+    b_in = paired(b_in) if trained else b_in
+    return StepTables(None, None, None, None, None, None, final, None, b_in, w_in, times, gains, trained)
 
 
 class NativeDenoise:
     """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d) as the expert reads
-    them, `lengths` (B,) int32, `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call);
-    output `actions` (B, H, A) float32."""
+    them, `lengths` (B,) int32, `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call),
+    or, with trained tables, of the actions that are pinned; output `actions` (B, H, A) float32."""
 
     def __init__(
         self, weights: ExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int
@@ -144,7 +148,7 @@ class NativeDenoise:
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         actions = outputs["actions"]
-        actions.copy_(inputs["noise"])
+        begin(self.tables, inputs, actions)
         self._between(inputs, actions, 0)
         for step in range(self.tables.steps):
             if self.cuts.moments("down") is not None:
@@ -163,7 +167,7 @@ class NativeDenoise:
             self.x, tables.final_scale, None, w.w_out, w.b_out, actions, inputs["target"], inputs["weights"],
             tables.w_in, tables.b_in[min(step, tables.steps - 1)], self.hidden, dt=-1.0 / tables.steps,
             time=tables.times[done], gain=tables.gains[done], eps=self.config.expert.eps, tokens=self.horizon,
-            first=first, last=last, silu=True, pdl=self.pdl and not first,
+            first=first, last=last, silu=True, pinned=tables.trained, pdl=self.pdl and not first,
         )  # fmt: skip
         if not last:
             self._mix()

@@ -1,7 +1,9 @@
 """Ops of the few rows of a suffix: each does much at once, because launches cost more than arithmetic there.
 
 Conventions as in `vla_accel.ops.rows`. FP8 weights are widened in registers, activations are never quantised. `cut`:
-how a kernel is cut into programs, one of `suffix_tilings.candidates`; None takes the first.
+how a kernel is cut into programs, one of `suffix_tilings.candidates`; None takes the first. `pinned` (R,) int32, 0 or
+1: what depends on the flow's time, scale, shift or gate, has two rows then, (2, ·), each row of x takes its own, and no
+moments travel.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ ProductWorkspace = tuple[Tensor, Tensor]
 
 def qkv_rope(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool = False, cut: Tiling | None = None,
-    moments: Moments | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None = None, pdl: bool = False,
+    cut: Tiling | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, q/k/v projection and rotation of the suffix. FP8 weights are widened, the activations are not quantised.
 
@@ -41,11 +43,11 @@ def qkv_rope(
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), qkv_product(x, layer, q, k))
         return _kernels(cut).qkv_rope(
-            x, layer.weight, layer.weight_scale_value, scale, shift, cos, sin, lengths, q, k, v, eps=eps, pdl=pdl,
-            cut=cut, **_reading(cut, moments),
+            x, layer.weight, layer.weight_scale_value, scale, shift, cos, sin, lengths, q, k, v, eps=eps,
+            pinned=pinned, pdl=pdl, cut=cut, **_reading(cut, moments),
         )  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
-    y = _modulated_product(x, layer, scale, shift, eps).view(batch, tokens, -1, head_dim)
+    y = _modulated_product(x, layer, scale, shift, eps, pinned).view(batch, tokens, -1, head_dim)
     place = lengths[:, None] + torch.arange(tokens, device=x.device)
     c, s = cos[place][:, :, None].to(y.dtype), sin[place][:, :, None].to(y.dtype)
     kv_heads = k.shape[2]
@@ -125,8 +127,8 @@ def suffix_attention(
 
 def project(
     a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool = True, tokens: int = 1,
-    skip_first: bool = False, pdl: bool = False, cut: Tiling | None = None, workspace: ProductWorkspace | None = None,
-    moments: Moments | None = None, next_scale: Tensor | None = None,
+    skip_first: bool = False, pinned: Tensor | None = None, pdl: bool = False, cut: Tiling | None = None,
+    workspace: ProductWorkspace | None = None, moments: Moments | None = None, next_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """x (R, N) += gate ∘ (a Wᵀ + b), or = without `residual`. a (R, K); gate (N,) float32 or None.
 
@@ -138,7 +140,7 @@ def project(
         cut = cut or suffix_tilings.default(Gpu.of(a.device), project_product(a, layer))
         return _kernels(cut).project(
             a, layer.weight, layer.weight_scale_value, layer.bias, gate, x, residual=residual, tokens=tokens,
-            skip_first=skip_first, pdl=pdl, cut=cut, workspace=workspace,
+            skip_first=skip_first, pinned=pinned, pdl=pdl, cut=cut, workspace=workspace,
             **({} if isinstance(cut, Skinny) else {"moments": moments, "next_scale": next_scale}),
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
@@ -146,7 +148,7 @@ def project(
     if layer.bias is not None:
         y = y + layer.bias.to(wide)
     if gate is not None:
-        y = y * gate
+        y = y * _own(gate, pinned)
     if residual:
         y = y + x.to(wide)
     if skip_first:
@@ -158,17 +160,18 @@ def project(
 
 def gate_up_geglu(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, out: Tensor, *, eps: float,
-    silu: bool = False, pdl: bool = False, cut: Tiling | None = None, moments: Moments | None = None,
+    silu: bool = False, pinned: Tensor | None = None, pdl: bool = False, cut: Tiling | None = None,
+    moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, gate and up projections and GeGLU of the suffix, or SwiGLU with `silu`: x (R, W) to out (R, H). As
     `qkv_rope` otherwise."""
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), gate_up_product(x, layer))
         return _kernels(cut).gate_up_geglu(
-            x, layer.weight, layer.weight_scale_value, scale, shift, out, eps=eps, silu=silu, pdl=pdl, cut=cut,
-            **_reading(cut, moments),
+            x, layer.weight, layer.weight_scale_value, scale, shift, out, eps=eps, silu=silu, pinned=pinned, pdl=pdl,
+            cut=cut, **_reading(cut, moments),
         )  # fmt: skip
-    y = _modulated_product(x, layer, scale, shift, eps)
+    y = _modulated_product(x, layer, scale, shift, eps, pinned)
     out.copy_(reference.swiglu(y) if silu else reference.geglu(y))
 
 
@@ -199,31 +202,38 @@ def cross_attention(
 def step(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
     target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
-    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pdl: bool = False,
+    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pinned: bool = False,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
     """Between two evaluations: final norm, output projection, Euler step, and the next evaluation's input.
 
     actions (B, H, A) float32 += dt * velocity, unless `first`; following (B * T, W) gets actions · w_in + b_in (SiLU of
     it if `silu`) in its last H tokens of every T, unless `last`. w_out, w_in (A, W) float32, b_out (A,), b_in (W,);
     scale (W,): the norm multiplies by 1 + scale; shift (W,) or None. The velocity is guided towards `target` (B, H, A):
-    gain * weights ∘ (target - (actions - time * velocity)) less, weights (B, H) float32; zero changes no bit.
+    gain * weights ∘ (target - (actions - time * velocity)) less, weights (B, H) float32; zero changes no bit. `pinned`:
+    instead, actions whose weight is not zero stay what they are, bit for bit; b_in may have two rows then, (2, W), the
+    second theirs.
     """
     if path(x) != "reference":
         return kernels("skinny").step(
             x, scale, shift, w_out, b_out, actions, target, weights, w_in, b_in, following, dt=dt, time=time,
-            gain=gain, eps=eps, tokens=tokens, first=first, last=last, silu=silu, pdl=pdl,
+            gain=gain, eps=eps, tokens=tokens, first=first, last=last, silu=silu, pinned=pinned, pdl=pdl,
         )  # fmt: skip
     batch, horizon, _ = actions.shape
+    stays = weights > 0
     if not first:
         assert scale is not None
         tail = x.view(batch, tokens, -1)[:, tokens - horizon :]
         final = normed(tail, False, eps) * (1.0 + scale)
         final = final if shift is None else final + shift
         velocity = (final @ w_out.T + b_out).to(actions.dtype)
-        velocity = velocity - gain * (weights[..., None] * (target - (actions - time * velocity)))
+        if pinned:
+            velocity = velocity.masked_fill(stays[..., None], 0)
+        else:
+            velocity = velocity - gain * (weights[..., None] * (target - (actions - time * velocity)))
         actions += dt * velocity
     if not last:
-        embedded = actions.to(w_in.dtype) @ w_in + b_in
+        embedded = actions.to(w_in.dtype) @ w_in + (b_in if b_in.ndim == 1 else b_in[stays.long()])
         embedded = F.silu(embedded) if silu else embedded
         following.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(following.dtype)
 
@@ -241,9 +251,15 @@ def _product(x: Tensor, layer: Linear, columns: int, groups: int, sides: int) ->
     return Product(x.shape[0], x.shape[1], columns, groups, sides, *sizes)
 
 
-def _modulated_product(x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:
+def _own(table: Tensor, pinned: Tensor | None) -> Tensor:
+    return table if pinned is None else table[pinned.long()]
+
+
+def _modulated_product(
+    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, eps: float, pinned: Tensor | None = None
+) -> Tensor:
     wide = torch.promote_types(torch.float32, x.dtype)
     rstd = torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps)
-    scaled = x.to(wide) if scale is None else (x.to(wide) * (1.0 + scale)).to(x.dtype).to(wide)
+    scaled = x.to(wide) if scale is None else (x.to(wide) * (1.0 + _own(scale, pinned))).to(x.dtype).to(wide)
     y = scaled @ (layer.weight.to(wide) * layer.weight_scale_value).T * rstd
-    return y if shift is None else y + shift
+    return y if shift is None else y + _own(shift, pinned)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, wait_for_previous
-from vla_accel.ops.kernels.epilogues import store_geglu, store_heads, store_residual
+from vla_accel.ops.kernels.epilogues import own_row, store_geglu, store_heads, store_residual
 from vla_accel.ops.kernels.moments import added, store_moments, tiles_of
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
@@ -40,9 +40,10 @@ def weight_tile(w_ptr, n, k, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, end, rows, first, first_end, second, second_end,
-                eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                 EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+def normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, squares_ptr, row0, end, rows, first, first_end, second,
+                second_end, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
+                PINNED: tl.constexpr):  # fmt: skip
     """Normed rows, of all `rows` those from `row0` to before `end`, times two tiles of weight rows, from `first` and
     from `second`. With moments (TILES > 0) the rows come scaled, and the norm is a factor of the sums."""
     # Rows beyond the last are the last one again: they are not stored.
@@ -55,6 +56,8 @@ def normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, end, rows, f
     squares = tl.zeros((BLOCK_M,), tl.float32)
     if TILES > 0:
         squares = added(squares_ptr, row, rows, TILES, BLOCK_T)
+    if PINNED:
+        own = own_row(pinned_ptr, row, rows, K)[:, None]
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         x = row_tile(x_ptr, row, k, K, EVEN)
@@ -66,7 +69,10 @@ def normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, end, rows, f
             wide = tl.where(real, x.to(tl.float32), 0.0)
             squares += tl.sum(wide * wide, 1)
             if HAS_SCALE:
-                wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
+                if PINNED:
+                    wide *= 1.0 + tl.load(scale_ptr + own + k[None, :], mask=(k < K)[None, :], other=0.0)
+                else:
+                    wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
             x = wide.to(x.dtype)
         acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
         acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
@@ -75,11 +81,12 @@ def normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, end, rows, f
 
 
 @triton.jit
-def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr,
-                        k_ptr, v_ptr, rows, tokens, eps, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-                        HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                        EVEN: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr,
-                        BLOCK_T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, pinned_ptr, cos_ptr, sin_ptr,
+                        length_ptr, q_ptr, k_ptr, v_ptr, rows, tokens, eps, K: tl.constexpr, HEADS: tl.constexpr,
+                        KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                        BLOCK_K: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr,
+                        TILES: tl.constexpr,
+                        BLOCK_T: tl.constexpr, PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     IN_HALF: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
     row0 = tl.program_id(0) * BLOCK_M
     head, i0 = tl.program_id(1) // IN_HALF, (tl.program_id(1) % IN_HALF) * BLOCK_N
@@ -91,35 +98,40 @@ def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr,
         fetch_ahead(w_ptr + (low + i) * K, K, AHEAD)
         fetch_ahead(w_ptr + (high + i) * K, K, AHEAD)
     wait_for_previous(PDL)
-    a, b = normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, rows, rows, low + i0, low + HALF, high + i0,
-                       high + HALF, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T)  # fmt: skip
-    store_heads(a, b, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, head, i0, row0, rows, tokens, HEADS,
-                KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE)  # fmt: skip
+    a, b = normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, squares_ptr, row0, rows, rows, low + i0, low + HALF,
+                       high + i0, high + HALF, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T,
+                       PINNED)  # fmt: skip
+    store_heads(a, b, shift_ptr, pinned_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, head, i0, row0, rows,
+                tokens, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE, PINNED)  # fmt: skip
 
 
 @triton.jit
-def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, out_ptr, rows, eps, K: tl.constexpr,
-                       HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                       EVEN: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr,
-                       BLOCK_T: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, pinned_ptr, out_ptr, rows, eps,
+                       K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_K: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr,
+                       TILES: tl.constexpr,
+                       BLOCK_T: tl.constexpr, SILU: tl.constexpr, PINNED: tl.constexpr,
+                       PDL: tl.constexpr):  # fmt: skip
     row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), HIDDEN - 1)
     if tl.program_id(0) == 0:
         fetch_ahead(w_ptr + n * K, K, AHEAD)
         fetch_ahead(w_ptr + (HIDDEN + n) * K, K, AHEAD)
     wait_for_previous(PDL)
-    g, u = normed_pair(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, row0, rows, rows, n0, HIDDEN, HIDDEN + n0,
-                       2 * HIDDEN, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T)  # fmt: skip
-    store_geglu(g, u, shift_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, SILU)
+    g, u = normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, squares_ptr, row0, rows, rows, n0, HIDDEN,
+                       HIDDEN + n0, 2 * HIDDEN, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T,
+                       PINNED)  # fmt: skip
+    store_geglu(g, u, shift_ptr, pinned_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, SILU, PINNED)
 
 
 @triton.jit
-def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, part_ptr, count_ptr, next_scale_ptr, sums_ptr,
-                       squares_ptr, scaled_ptr, rows, tokens,
+def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, part_ptr, count_ptr,
+                       next_scale_ptr, sums_ptr, squares_ptr, scaled_ptr, rows, tokens,
                        N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
                        RESIDUAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SKIP_FIRST: tl.constexpr,
-                       MOMENTS: tl.constexpr, NEXT_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                       MOMENTS: tl.constexpr, NEXT_SCALE: tl.constexpr, PINNED: tl.constexpr,
+                       PDL: tl.constexpr):  # fmt: skip
     row0, n0, split = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N, tl.program_id(2)
     row = tl.minimum(row0 + tl.arange(0, BLOCK_M), rows - 1)
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1)
@@ -133,8 +145,8 @@ def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, part_ptr
         a = row_tile(a_ptr, row, k, K, EVEN)
         acc = tl.dot(a, weight_tile(w_ptr, n, k, K, EVEN).to(a.dtype), acc)
     if SPLIT == 1:
-        y, keep = store_residual(acc * wscale, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N,
-                                 RESIDUAL, HAS_GATE, HAS_BIAS, SKIP_FIRST)  # fmt: skip
+        y, keep = store_residual(acc * wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, n0, row0, rows, tokens, N,
+                                 BLOCK_M, BLOCK_N, RESIDUAL, HAS_GATE, HAS_BIAS, SKIP_FIRST, PINNED)  # fmt: skip
         if MOMENTS:
             store_moments(y, keep, row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N), next_scale_ptr, sums_ptr,
                           squares_ptr, scaled_ptr, tl.program_id(1), rows, N, NEXT_SCALE)  # fmt: skip
@@ -151,8 +163,9 @@ def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, part_ptr
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for other in range(SPLIT):
                 total += tl.load(parts + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-            y, keep = store_residual(total * wscale, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M,
-                                     BLOCK_N, RESIDUAL, HAS_GATE, HAS_BIAS, SKIP_FIRST)  # fmt: skip
+            y, keep = store_residual(total * wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, n0, row0, rows, tokens, N,
+                                     BLOCK_M, BLOCK_N, RESIDUAL, HAS_GATE, HAS_BIAS, SKIP_FIRST,
+                                     PINNED)  # fmt: skip
             if MOMENTS:
                 store_moments(y, keep, row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N), next_scale_ptr,
                               sums_ptr, squares_ptr, scaled_ptr, tl.program_id(1), rows, N, NEXT_SCALE)  # fmt: skip
@@ -179,8 +192,8 @@ def _launch(cut: Pipelined, pdl: bool) -> dict[str, int | bool]:
 
 def qkv_rope(
     x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
-    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool, cut: Pipelined,
-    moments: Moments | None,
+    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None, pdl: bool,
+    cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
     batch, tokens, heads, head_dim = q.shape
@@ -188,31 +201,31 @@ def qkv_rope(
     grid = (triton.cdiv(rows, cut.rows), (heads + 2 * k.shape[2]) * triton.cdiv(half, cut.columns))
     _qkv_rope_pipelined[grid](
         _rows(x, moments), weight, weight_scale, scale if scale is not None else x, _squares(x, moments),
-        shift if shift is not None else x, cos, sin, lengths, q, k, v, rows, tokens, eps, width, heads, k.shape[2],
-        half, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, ahead(weight, cut, pdl), scale is not None,
-        *tiles_of(moments), pdl, **_launch(cut, pdl),
+        shift if shift is not None else x, pinned if pinned is not None else x, cos, sin, lengths, q, k, v, rows,
+        tokens, eps, width, heads, k.shape[2], half, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0,
+        ahead(weight, cut, pdl), scale is not None, *tiles_of(moments), pinned is not None, pdl, **_launch(cut, pdl),
     )  # fmt: skip
 
 
 def gate_up_geglu(
     x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
-    eps: float, silu: bool, pdl: bool, cut: Pipelined, moments: Moments | None,
+    eps: float, silu: bool, pinned: Tensor | None, pdl: bool, cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
     rows, hidden = out.shape
     width = x.shape[-1]
     _gate_up_pipelined[(triton.cdiv(rows, cut.rows), triton.cdiv(hidden, cut.columns))](
         _rows(x, moments), weight, weight_scale, scale if scale is not None else x, _squares(x, moments),
-        shift if shift is not None else x, out, rows, eps,
+        shift if shift is not None else x, pinned if pinned is not None else x, out, rows, eps,
         width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, ahead(weight, cut, pdl),
-        scale is not None, *tiles_of(moments), silu, pdl, **_launch(cut, pdl),
+        scale is not None, *tiles_of(moments), silu, pinned is not None, pdl, **_launch(cut, pdl),
     )  # fmt: skip
 
 
 def project(
     a: Tensor, weight: Tensor, weight_scale: float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
-    residual: bool, tokens: int, skip_first: bool, pdl: bool, cut: Pipelined, workspace: tuple[Tensor, Tensor] | None,
-    moments: Moments | None, next_scale: Tensor | None,
+    residual: bool, tokens: int, skip_first: bool, pinned: Tensor | None, pdl: bool, cut: Pipelined,
+    workspace: tuple[Tensor, Tensor] | None, moments: Moments | None, next_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.project`."""
     rows, k = a.shape
@@ -220,9 +233,11 @@ def project(
     parts, counters = workspace if workspace is not None and cut.split > 1 else (a, a)
     grid = (triton.cdiv(rows, cut.rows), triton.cdiv(n, cut.columns), cut.split)
     _project_pipelined[grid](
-        a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a, x, parts, counters,
+        a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a,
+        pinned if pinned is not None else a, x, parts, counters,
         next_scale if next_scale is not None else a, *_room(a, moments), rows, tokens, n, k, cut.rows,
         cut.columns, cut.block_k, cut.split, k % (cut.block_k * cut.split) == 0, ahead(weight, cut, pdl), residual,
         gate is not None, bias is not None, skip_first, moments is not None,
-        moments is not None and moments.scaled is not None and next_scale is not None, pdl, **_launch(cut, pdl),
+        moments is not None and moments.scaled is not None and next_scale is not None, pinned is not None, pdl,
+        **_launch(cut, pdl),
     )  # fmt: skip

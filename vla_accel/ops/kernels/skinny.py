@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.ops.kernels.common import power_of_two, wait_for_previous
-from vla_accel.ops.kernels.epilogues import store_geglu, store_heads, store_residual
+from vla_accel.ops.kernels.epilogues import own_row, store_geglu, store_heads, store_residual
 from vla_accel.ops.suffix_tilings import Skinny
 
 
@@ -68,22 +68,24 @@ def _pick(w0, w1, w2, w3, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _modulated(x, scale_ptr, k0, K: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+def _modulated(x, scale_ptr, own, k0, K: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
                HAS_SCALE: tl.constexpr):  # fmt: skip
-    """x ∘ (1 + scale) in the dtype of x, and the sums of squares of x by row, (BLOCK_M,) float32."""
+    """x ∘ (1 + scale) in the dtype of x, and the sums of squares of x by row, (BLOCK_M,) float32. `own`: where the
+    rows' scales begin, 0 or (1, BLOCK_M, 1)."""
     wide = x.to(tl.float32)
     squares = tl.sum(tl.sum(wide * wide, 2), 0)
     if HAS_SCALE:
         part = tl.arange(0, PARTS)[:, None, None]
         k = k0 + part * PIECE + tl.arange(0, PIECE)[None, None, :]
-        wide = wide * (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))
+        wide = wide * (1.0 + tl.load(scale_ptr + (own + k), mask=k < K, other=0.0))
     return wide.to(x.dtype), squares
 
 
 @triton.jit
-def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, second, second_end, eps,
+def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, row0, rows, first, first_end, second, second_end, eps,
                  K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-                 PIECE: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                 PIECE: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, PINNED: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
     """Normed rows times two tiles of weight rows, from `first` and from `second`; waits for the previous kernel."""
     wa0, wa1, wa2, wa3 = _ahead(w_ptr, first, K, BLOCK_N, PARTS, PIECE, first_end, AHEAD)
     wb0, wb1, wb2, wb3 = _ahead(w_ptr, second, K, BLOCK_N, PARTS, PIECE, second_end, AHEAD)
@@ -91,6 +93,9 @@ def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, 
     acc_a = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
     acc_b = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
+    own = 0
+    if PINNED:
+        own = own_row(pinned_ptr, row0 + tl.arange(0, BLOCK_M)[None, :, None], rows, K)
     coming = _row_tile(x_ptr, row0, rows, 0, K, BLOCK_M, PARTS, PIECE)
     for k0 in tl.static_range(0, K, PARTS * PIECE):
         x = coming
@@ -101,7 +106,7 @@ def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, 
         else:
             wa = _weight_tile(w_ptr, first, k0, K, BLOCK_N, PARTS, PIECE, first_end)
             wb = _weight_tile(w_ptr, second, k0, K, BLOCK_N, PARTS, PIECE, second_end)
-        x, more = _modulated(x, scale_ptr, k0, K, PARTS, PIECE, HAS_SCALE)
+        x, more = _modulated(x, scale_ptr, own, k0, K, PARTS, PIECE, HAS_SCALE)
         squares += more
         acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
         acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
@@ -110,38 +115,39 @@ def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, first, first_end, 
 
 
 @triton.jit
-def _qkv_rope(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, rows,
-              tokens, eps, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
-              AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _qkv_rope(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, pinned_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr,
+              v_ptr, rows, tokens, eps, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+              HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+              PIECE: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, PINNED: tl.constexpr,
+              PDL: tl.constexpr):  # fmt: skip
     TILES: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
     head, i0 = tl.program_id(0) // TILES, (tl.program_id(0) % TILES) * BLOCK_N
     row0 = tl.program_id(1) * BLOCK_M
     # Rotary embeddings mix columns i and i + HALF of a head: one program owns both.
     low, high = head * (2 * HALF) + i0, head * (2 * HALF) + HALF + i0
     low_end, high_end = low - i0 + HALF, high - i0 + HALF
-    a, b = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, low, low_end, high, high_end, eps, K, BLOCK_M,
-                        BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PDL)  # fmt: skip
-    store_heads(a, b, shift_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, head, i0, row0, rows, tokens, HEADS,
-                KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE)  # fmt: skip
+    a, b = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, row0, rows, low, low_end, high, high_end, eps, K,
+                        BLOCK_M, BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PINNED, PDL)  # fmt: skip
+    store_heads(a, b, shift_ptr, pinned_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, head, i0, row0, rows,
+                tokens, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE, PINNED)  # fmt: skip
 
 
 @triton.jit
-def _gate_up_geglu(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, out_ptr, rows, eps, K: tl.constexpr,
+def _gate_up_geglu(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, pinned_ptr, out_ptr, rows, eps, K: tl.constexpr,
                    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
                    PIECE: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr,
-                   SILU: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   SILU: tl.constexpr, PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
-    g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN, eps, K,
-                        BLOCK_M, BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PDL)  # fmt: skip
-    store_geglu(g, u, shift_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, SILU)
+    g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN,
+                        eps, K, BLOCK_M, BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PINNED, PDL)  # fmt: skip
+    store_geglu(g, u, shift_ptr, pinned_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, SILU, PINNED)
 
 
 @triton.jit
-def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, rows, tokens, N: tl.constexpr, K: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, rows, tokens, N: tl.constexpr,
+             K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
              AHEAD: tl.constexpr, RESIDUAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-             SKIP_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+             SKIP_FIRST: tl.constexpr, PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     w0, w1, w2, w3 = _ahead(w_ptr, n0, K, BLOCK_N, PARTS, PIECE, N, AHEAD)
     wait_for_previous(PDL)
@@ -157,8 +163,8 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, x_ptr, rows, tokens, N: t
             w = _weight_tile(w_ptr, n0, k0, K, BLOCK_N, PARTS, PIECE, N)
         acc = tl.dot(a, w.to(a.dtype), acc)
     y = tl.sum(acc, 0) * wscale
-    store_residual(y, bias_ptr, gate_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL, HAS_GATE,
-                   HAS_BIAS, SKIP_FIRST)  # fmt: skip
+    store_residual(y, bias_ptr, gate_ptr, pinned_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL,
+                   HAS_GATE, HAS_BIAS, SKIP_FIRST, PINNED)  # fmt: skip
 
 
 def _launch(pdl: bool, parts: int) -> dict[str, int | bool]:
@@ -168,47 +174,51 @@ def _launch(pdl: bool, parts: int) -> dict[str, int | bool]:
 
 def qkv_rope(
     x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
-    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool, cut: Skinny,
+    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None, pdl: bool,
+    cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
     batch, tokens, heads, head_dim = q.shape
     rows, width, half = batch * tokens, x.shape[-1], head_dim // 2
     grid = ((heads + 2 * k.shape[2]) * triton.cdiv(half, cut.columns), triton.cdiv(rows, cut.rows))
     _qkv_rope[grid](
-        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, cos, sin,
-        lengths, q, k, v, rows, tokens, eps, width, heads, k.shape[2], half, cut.rows, cut.columns, cut.parts,
-        cut.block_k // cut.parts, cut.ahead, scale is not None, pdl, **_launch(pdl, cut.parts),
+        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
+        pinned if pinned is not None else x, cos, sin, lengths, q, k, v, rows, tokens, eps, width, heads,
+        k.shape[2], half, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, scale is not None,
+        pinned is not None, pdl, **_launch(pdl, cut.parts),
     )  # fmt: skip
 
 
 def gate_up_geglu(
     x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
-    eps: float, silu: bool, pdl: bool, cut: Skinny,
+    eps: float, silu: bool, pinned: Tensor | None, pdl: bool, cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
     rows, hidden = out.shape
     width = x.shape[-1]
     grid = (triton.cdiv(hidden, cut.columns), triton.cdiv(rows, cut.rows))
     _gate_up_geglu[grid](
-        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x, out, rows, eps,
-        width, hidden, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, scale is not None, silu,
-        pdl, **_launch(pdl, cut.parts),
+        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
+        pinned if pinned is not None else x, out, rows, eps, width, hidden, cut.rows, cut.columns, cut.parts,
+        cut.block_k // cut.parts, cut.ahead, scale is not None, silu, pinned is not None, pdl,
+        **_launch(pdl, cut.parts),
     )  # fmt: skip
 
 
 def project(
     a: Tensor, weight: Tensor, weight_scale: float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
-    residual: bool, tokens: int, skip_first: bool, pdl: bool, cut: Skinny, workspace: object = None,
+    residual: bool, tokens: int, skip_first: bool, pinned: Tensor | None, pdl: bool, cut: Skinny,
+    workspace: object = None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.project`."""
     rows, k = a.shape
     n = weight.shape[0]
     grid = (triton.cdiv(n, cut.columns), triton.cdiv(rows, cut.rows))
     _project[grid](
-        a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a, x, rows, tokens, n,
-        k, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, residual, gate is not None,
-        bias is not None,
-        skip_first, pdl, **_launch(pdl, cut.parts),
+        a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a,
+        pinned if pinned is not None else a, x, rows, tokens, n, k, cut.rows, cut.columns, cut.parts,
+        cut.block_k // cut.parts, cut.ahead, residual, gate is not None, bias is not None, skip_first,
+        pinned is not None, pdl, **_launch(pdl, cut.parts),
     )  # fmt: skip
 
 
@@ -216,7 +226,8 @@ def project(
 def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target_ptr, weights_ptr, w_in_ptr,
           b_in_ptr, next_ptr, dt, time, gain, eps, tokens, horizon, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
           ACTIONS: tl.constexpr, BLOCK_A: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-          HAS_SHIFT: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+          HAS_SHIFT: tl.constexpr, SILU: tl.constexpr, PINNED: tl.constexpr, TWO_INPUTS: tl.constexpr,
+          PDL: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     batch, place = row // horizon, row % horizon
     token_row = batch * tokens + (tokens - horizon) + place
@@ -228,6 +239,7 @@ def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target
     tile = action[:, None] * WIDTH + column[None, :]
     wait_for_previous(PDL)
     noisy = tl.load(actions_ptr + row * ACTIONS + action, mask=in_actions, other=0.0)
+    follow = tl.load(weights_ptr + row)
     if not FIRST:
         x = tl.load(x_ptr + token_row * WIDTH + column, mask=in_width, other=0.0).to(tl.float32)
         normed = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
@@ -240,13 +252,19 @@ def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target
             normed = normed * (1.0 + scale)
         w_out = tl.load(w_out_ptr + tile, mask=both, other=0.0)
         velocity = tl.sum(w_out * normed[None, :], 1) + tl.load(b_out_ptr + action, mask=in_actions, other=0.0)
-        target = tl.load(target_ptr + row * ACTIONS + action, mask=in_actions, other=0.0)
-        velocity -= gain * (tl.load(weights_ptr + row) * (target - (noisy - time * velocity)))
+        if PINNED:
+            velocity = tl.where(follow > 0.0, 0.0, velocity)
+        else:
+            target = tl.load(target_ptr + row * ACTIONS + action, mask=in_actions, other=0.0)
+            velocity -= gain * (follow * (target - (noisy - time * velocity)))
         noisy += dt * velocity
         tl.store(actions_ptr + row * ACTIONS + action, noisy, mask=in_actions)
     if not LAST:
         w_in = tl.load(w_in_ptr + tile, mask=both, other=0.0)
-        embedded = tl.sum(w_in * noisy[:, None], 0) + tl.load(b_in_ptr + column, mask=in_width, other=0.0)
+        own = 0
+        if TWO_INPUTS:
+            own = (follow > 0.0).to(tl.int32) * WIDTH
+        embedded = tl.sum(w_in * noisy[:, None], 0) + tl.load(b_in_ptr + own + column, mask=in_width, other=0.0)
         if SILU:
             embedded = embedded / (1.0 + tl.exp(-embedded))
         tl.store(next_ptr + token_row * WIDTH + column, embedded.to(next_ptr.dtype.element_ty), mask=in_width)
@@ -255,7 +273,7 @@ def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target
 def step(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
     target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
-    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pdl: bool,
+    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pinned: bool, pdl: bool,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.step`."""
     batch, horizon, action_dim = actions.shape
@@ -263,6 +281,7 @@ def step(
     _step[(batch * horizon,)](
         x, scale if scale is not None else x, shift if shift is not None else x, w_out, b_out, actions, target,
         weights, w_in, b_in, following, dt, time, gain, eps, tokens, horizon, width, power_of_two(width), action_dim,
-        power_of_two(action_dim), first, last, shift is not None, silu, pdl, num_warps=8, num_stages=1,
+        power_of_two(action_dim), first, last, shift is not None, silu, pinned, b_in.ndim == 2, pdl, num_warps=8,
+        num_stages=1,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

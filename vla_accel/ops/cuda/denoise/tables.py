@@ -15,7 +15,8 @@ class StepTables:
     norm's shift already multiplied by the weight that follows, (steps, L, N); `final_*` (steps, W); `b_in` (W,).
     π0: None, but `final_scale` (W,), the norm's weight, and `b_in` (steps, W), which holds the time's part. `w_in`
     (A, W): actions to suffix tokens; in π0 to the hidden layer of the time MLP. On the host: `times` t and `gains` w(t)
-    of the guidance (`vla_accel.models.rtc`).
+    of the guidance (`vla_accel.models.rtc`). `trained`: of a model that was trained with clean prefixes; every row but
+    those of `final_*` is two, (2, ·), of the step and of t = 0, where pinned actions are.
     """
 
     input_scale: Tensor | None
@@ -30,6 +31,7 @@ class StepTables:
     w_in: Tensor
     times: tuple[float, ...]
     gains: tuple[float, ...]
+    trained: bool = False
 
     @property
     def steps(self) -> int:
