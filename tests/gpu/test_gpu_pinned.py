@@ -4,6 +4,7 @@ far."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ TRAINED = RtcConfig(trained=True, max_delay=4)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
-def test_pinned_actions_are_exact_and_the_others_are_eagers(kernels: str) -> None:
+def test_pinned_actions_are_exact_and_the_others_are_eagers(kernels: Literal["auto", "portable"]) -> None:
     native = OptimizedPolicy.from_pretrained(
         "demo", replace(NATIVE, rtc=TRAINED, strict=True, native=NativeOptions(kernels=kernels))
     )
