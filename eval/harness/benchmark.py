@@ -110,6 +110,7 @@ class Benchmark:
         packages: distributions whose versions a result states.
         stresses: what the simulator itself can disturb, by name. `make_environment` finds their values among its
             settings; an environment draws what they leave open from the seed of `reset_to`.
+        settings_for: more settings, which a policy of this metadata asks for, such as the size of its images.
         idle: what the robot does in a tick for which no action has arrived, from its last action (action_dim,) or
             None: it stands still. Without it there is no latency.
     """
@@ -129,7 +130,12 @@ class Benchmark:
     expert_suites: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     stresses: Mapping[str, Kind] = field(default_factory=dict)
+    settings_for: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     idle: Callable[[np.ndarray | None], np.ndarray] | None = None
+
+    def settings_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """All settings of a run of a policy."""
+        return {**self.settings, **({} if self.settings_for is None else self.settings_for(metadata))}
 
     @property
     def disturbances(self) -> dict[str, Kind]:

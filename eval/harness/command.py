@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +95,10 @@ class Arguments:
     shard: str | None = None
     """Play a part of the run, such as "3/16" (counted from 1), for `python -m eval.merge` to put together."""
 
+    def played(self, benchmark: Benchmark) -> Benchmark:
+        """The benchmark as these arguments have it."""
+        return benchmark
+
 
 def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
     """Run a benchmark's command line; returns the exit code."""
@@ -130,6 +134,7 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
         ConfigError: an argument that cannot be used, or two that contradict each other.
         VlaAccelError: what the benchmark needs is missing.
     """
+    benchmark = arguments.played(benchmark)
     names = [name.strip() for name in arguments.suite.split(",")]
     for name in names:
         benchmark.check_suite(name)
@@ -149,16 +154,16 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
     tasks, trials = _episodes(benchmark, arguments, suites)
     limits, several = tuple(suite.max_steps for suite in suites), len(suites) > 1
 
-    def protocol(own_steps: int | None) -> Protocol:
+    def protocol(metadata: Mapping[str, Any]) -> Protocol:
         return Protocol(
             suite=",".join(suite.name for suite in suites),
             tasks=tasks,
             trials=trials,
-            steps=_steps(steps, own_steps, source),
+            steps=_steps(steps, metadata.get("num_steps"), source),
             max_steps=arguments.max_steps if arguments.max_steps is not None else limits if several else limits[0],
             seed=arguments.seed,
             replan_steps=arguments.replan,
-            settings=benchmark.settings,
+            settings=benchmark.settings_of(metadata),
             stress=stress,
         )
 
@@ -187,7 +192,7 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
         command=command,
     )
     # A bad number fails before anything is loaded; the policy's own step count is not known yet.
-    request.plan(protocol(None if source.kind == "expert" else (steps or (1,))[0]))
+    request.plan(protocol({} if source.kind == "expert" else {"num_steps": (steps or (1,))[0]}))
     return request
 
 
@@ -228,7 +233,7 @@ def _episodes(
         trials = QUICK_TRIALS if arguments.quick else benchmark.trials
     shipped = min(len(suite.tasks[i].start_states) for suite in suites for i in tasks)
     if trials > shipped:
-        raise ConfigError(f"trials: expected at most {shipped}, one for each shipped start state, got {trials}")
+        raise ConfigError(f"trials: expected at most {shipped}, one for each start state, got {trials}")
     return tasks, trials
 
 

@@ -39,7 +39,7 @@ class Request:
     Attributes:
         benchmark: what is played.
         suites: of its suites, those that are played, loaded.
-        protocol: makes the protocol from the policy's own step count (None for the expert).
+        protocol: makes the protocol from the policy's metadata (empty for the expert).
         source: where the actions come from.
         output: result JSON, or None for a name made from the run's fingerprint under `folder`.
         folder: for results without a name.
@@ -61,7 +61,7 @@ class Request:
 
     benchmark: Benchmark
     suites: tuple[Suite, ...]
-    protocol: Callable[[int | None], Protocol]
+    protocol: Callable[[Mapping[str, Any]], Protocol]
     source: PolicySource
     output: Path | None
     folder: Path
@@ -96,7 +96,7 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
     """
     start = time.perf_counter()
     with closing(_crew(request, console)) as crew:
-        protocol = request.protocol((crew.metadata or {}).get("num_steps"))
+        protocol = request.protocol(crew.metadata or {})
         if crew.metadata is not None:
             check_chunks(crew.metadata, request.source, protocol, takes_prev_chunk=crew.takes_prev_chunk)
         mark = fingerprint(protocol, crew.identity)

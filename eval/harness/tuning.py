@@ -72,7 +72,7 @@ class HarnessEpisodes:
                 steps=(candidate.config.num_steps,),
                 max_steps=self._suite.max_steps,
                 seed=seed,
-                settings=self._benchmark.settings,
+                settings=self._benchmark.settings_of(policies.policy.metadata),
             )
             setup = Setup(
                 self._benchmark, protocol, source, video_folder=self._films(candidate, seed),

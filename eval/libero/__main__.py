@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from eval.harness import command
-from eval.libero.benchmark import LIBERO
+from eval.harness.benchmark import Benchmark
+from eval.libero.benchmark import LIBERO, from_sampled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,17 @@ class Arguments(command.Arguments):
     Several with commas between them: each is reported apart, and all together."""
     policy: str = "demo"
     """A checkpoint's folder or name on the hub, "demo" for the bundled one, or ws://host:port."""
+    starts: Path | None = None
+    """A folder that has one of start states of each suite, sampled by `eval.libero.demo.states`, to begin from instead
+    of the shipped ones."""
+
+    def played(self, benchmark: Benchmark) -> Benchmark:
+        if self.starts is None:
+            return benchmark
+        suites = [name.strip() for name in self.suite.split(",")]
+        for name in suites:
+            benchmark.check_suite(name)
+        return from_sampled(benchmark, self.starts, suites)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,15 +13,33 @@ import numpy as np
 from eval.harness.benchmark import Benchmark, Task
 from eval.harness.stress import Kind
 from eval.libero.expert import Expert
-from eval.libero.observation import CAMERAS, example
+from eval.libero.observation import CAMERAS, IMAGE_SIZE, example
 from eval.libero.simulator import RESOLUTION, WAIT_ACTION, WAIT_STEPS, LiberoEnv
-from eval.libero.suites import SUITES, LiberoTask, load_suite
+from eval.libero.suites import SUITES, LiberoTask, load_sampled, load_suite, sampled_of
+
+STARTS = "start_states"
+"""The setting that says which start states were sampled."""
 
 
 def make_environment(task: Task, settings: Mapping[str, Any], render: bool) -> LiberoEnv:
     """The simulator of one task."""
     assert isinstance(task, LiberoTask)
-    return LiberoEnv(task, render=render, **settings)
+    own = {name: value for name, value in settings.items() if name != STARTS}
+    return LiberoEnv(task, render=render, **own)
+
+
+def settings_for(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Images of the size that a policy wants, as far as they are rendered: it makes larger ones itself, in the way of
+    its training. Where it does not say they have openpi's."""
+    size = min(metadata.get("image_size") or IMAGE_SIZE, RESOLUTION)
+    return {} if size == IMAGE_SIZE else {"image_size": size}
+
+
+def from_sampled(benchmark: Benchmark, folder: Path, suites: Sequence[str]) -> Benchmark:
+    """The benchmark from start states of `eval.libero.demo.states` in a folder. Raises ConfigError."""
+    starts = {name: sampled_of(name, folder) for name in suites}
+    load = functools.partial(load_sampled, folder=folder.absolute())
+    return replace(benchmark, load_suite=load, settings={**benchmark.settings, STARTS: starts})
 
 
 def idle(last: np.ndarray | None) -> np.ndarray:
@@ -38,6 +59,7 @@ LIBERO = Benchmark(
     settings={"resolution": RESOLUTION, "wait_steps": WAIT_STEPS},
     trials=50,
     limits_by="openpi",
+    settings_for=settings_for,
     make_expert=Expert,
     expert_suites=("libero_spatial", "libero_object"),
     stresses={"camera": Kind(0, 0.5, 0, "metres by which the third-person camera stands off its place")},

@@ -16,9 +16,9 @@ PROPRIO = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
 """robosuite's keys: end effector xyz, its quaternion (x, y, z, w), the two fingers."""
 
 
-def to_openpi(observation: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A LIBERO observation in openpi's form: images turned by 180 degrees and 224 x 224, state (8,) float64."""
-    seen = {key: resize_with_pad(observation[name][::-1, ::-1]) for key, name in CAMERAS.items()}
+def to_openpi(observation: dict[str, np.ndarray], size: int = IMAGE_SIZE) -> dict[str, np.ndarray]:
+    """A LIBERO observation in openpi's form: images turned by 180 degrees and `size` a side, state (8,) float64."""
+    seen = {key: resize_with_pad(observation[name][::-1, ::-1], size) for key, name in CAMERAS.items()}
     position, quaternion, fingers = (observation[name] for name in PROPRIO)
     seen["observation/state"] = np.concatenate((position, quaternion_to_axis_angle(quaternion), fingers))
     return seen

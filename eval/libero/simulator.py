@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from eval.libero.install import GL_HELP, choose_gpu, libero
-from eval.libero.observation import CAMERAS, PROPRIO, to_openpi
+from eval.libero.observation import CAMERAS, IMAGE_SIZE, PROPRIO, to_openpi
 from eval.libero.suites import LiberoTask
 from vla_accel.errors import ObservationError, SimulatorError
 
@@ -58,7 +58,8 @@ class LiberoEnv:
     """One environment of one task.
 
     Creating it takes 2 to 4 s. After `reset_to` call `step` until it reports success or the suite's `max_steps` are
-    spent. With `render=False` no image can be asked for and no rendering context is made. `camera`: metres by which the
+    spent. With `render=False` no image can be asked for and no rendering context is made. `image_size`: pixels along a
+    side of what is observed, of the `resolution` that is rendered. `camera`: metres by which the
     third-person camera stands off its place, in a direction of its own in each episode; it looks where it looked.
 
     Raises DependencyError without a working libero, SimulatorError without an OpenGL library.
@@ -69,13 +70,14 @@ class LiberoEnv:
         task: LiberoTask,
         *,
         resolution: int = RESOLUTION,
+        image_size: int = IMAGE_SIZE,
         wait_steps: int = WAIT_STEPS,
         render: bool = True,
         hard_reset: bool = False,
         camera: float = 0.0,
     ) -> None:
         self.task = task
-        self._camera = camera
+        self._camera, self._image_size = camera, image_size
         self._wait_steps = wait_steps
         self._render = render
         self._observation: dict[str, np.ndarray] | None = None
@@ -168,13 +170,14 @@ class LiberoEnv:
         self._observation = None
         if look:
             self._enable_cameras(False)
-            self._observation = to_openpi(observation)
+            self._observation = to_openpi(observation, self._image_size)
         return self._success
 
     def observation(self) -> dict[str, np.ndarray]:
         """The observation of the last step, with openpi's keys but for `prompt`.
 
-        `observation/image`, `observation/wrist_image` uint8 (224, 224, 3); `observation/state` float64 (8,).
+        `observation/image`, `observation/wrist_image` uint8 (image_size, image_size, 3); `observation/state` float64
+        (8,).
         """
         if self._observation is None:
             raise SimulatorError("observation(): the last step did not look; call step(action, look=True) before it")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from eval.harness.benchmark import Suite, Task
 from eval.libero.install import libero
 from vla_accel.errors import ConfigError, SimulatorError
+from vla_accel.files import content_hash
 
 MAX_STEPS = {
     "libero_spatial": 220,
@@ -64,6 +67,29 @@ def load_suite(name: str) -> LiberoSuite:
     names = libero().task_map[name]
     base = name if name in MAX_STEPS else name.rpartition("_")[0]
     return LiberoSuite(name, tuple(_load_task(name, i, task) for i, task in enumerate(names)), MAX_STEPS[base])
+
+
+def load_sampled(name: str, folder: Path) -> LiberoSuite:
+    """A suite whose tasks begin from start states that `eval.libero.demo.states` sampled, below `folder` in one of the
+    suite's name, instead of the shipped ones. Raises ConfigError where they are missing or another suite's."""
+    suite, place = load_suite(name), folder / name
+    sampled_of(name, folder)
+    paths = [place / f"task_{task.id:02d}.npz" for task in suite.tasks]
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise ConfigError(f"starts: {place} lacks {', '.join(missing)}")
+    tasks = [replace(t, start_states=np.load(path)["states"]) for t, path in zip(suite.tasks, paths, strict=True)]
+    return replace(suite, tasks=tuple(tasks))
+
+
+def sampled_of(name: str, folder: Path) -> dict[str, Any]:
+    """Which start states those are: the seed, and what identifies the manifest. Raises ConfigError."""
+    path = folder / name / "manifest.json"
+    if not path.is_file():
+        raise ConfigError(f"starts: expected {path}, which eval.libero.demo.states writes, found no such file")
+    content = json.loads(path.read_text())
+    if content.get("suite") != name:
+        raise ConfigError(f"starts: {path}: expected start states of {name}, got {content.get('suite')!r}")
+    return {"seed": content["seed"], "sha256": content_hash(path)}
 
 
 def _load_task(suite: str, task_id: int, name: str) -> LiberoTask:

@@ -249,7 +249,7 @@ BAD = [
     (("--steps=-3",), "steps: expected integers >= 1, got -3"),
     (("--steps", "three"), "steps: expected integers"),
     (("--trials", "0"), "trials: expected an integer >= 1, got 0"),
-    (("--trials", "51"), "trials: expected at most 50, one for each shipped start state, got 51"),
+    (("--trials", "51"), "trials: expected at most 50, one for each start state, got 51"),
     (("--max-steps", "0"), "max_steps: expected an integer >= 1, got 0"),
     (("--seed", "-1"), "seed: expected an integer >= 0, got -1"),
     (("--workers", "-1"), "workers: expected an integer >= 0, got -1"),

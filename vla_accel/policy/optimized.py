@@ -268,6 +268,8 @@ class OptimizedPolicy:
             "model": self._described(),
             "action_horizon": horizon,
             "action_dim": action_dim,
+            # Of the images that it makes of the cameras'; a family may have no such size.
+            "image_size": getattr(self.processor, "image_size", None),
             "num_steps": self.num_steps,
             "device": str(self.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),

@@ -115,8 +115,8 @@ def initialise(policy: FlowNetwork, tokenizer: SmallTokenizer, seed: int) -> Non
         features = features @ torch.randn(features.shape[1], width) / math.sqrt(width * features.shape[1] / 2)
         rows = slice(first + 256 * i, first + 256 * (i + 1))
         policy.embed.weight[rows] = 0.3 * policy.embed.weight[rows] + features
-    for module in policy.expert.modules():
+    for module in policy.get_submodule("expert").modules():
         if isinstance(module, AdaRmsNorm):
             nn.init.normal_(module.dense.weight, std=0.02)
             module.dense.bias[2 * module.dense.out_features // 3 :] = 1.0  # gate
-    nn.init.zeros_(policy.action_out_proj.weight)
+    nn.init.zeros_(policy.get_parameter("action_out_proj.weight"))
