@@ -96,10 +96,11 @@ def test_every_kernel_compiles_and_fits_elsewhere(version: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_smolvlas_kernels_compile_and_fit(tmp_path: Path) -> None:
-    """Heads of 64, fifteen of them on five, and a width that is no power of two; by one, and by four in FP8."""
-    kernels = ROWS | MANY | {"_cross_attention"}
+    """Heads of 64, fifteen of them on five, and a width that is no power of two; by one, by four in FP8; the demo's."""
+    kernels = ROWS | {"_cross_attention"}
     rows = compiled_for("9.0", tmp_path, "--smolvla")
-    for model, more in (("smolvla", set()), ("smolvla x 4 fp8", {"_gelu"})):
+    loops = {"smolvla": MANY, "smolvla x 4 fp8": MANY | {"_gelu"}, "smolvla demo fp8": FEW | {"_gelu"}}
+    for model, more in loops.items():
         found = {row["kernel"] for row in rows if model in row["models"]}
         assert found - {"_suffix_attention", "_suffix_attention_split"} == kernels | more, model
     for row in rows:

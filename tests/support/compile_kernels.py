@@ -33,7 +33,7 @@ from tests.support.gpus import ARCHITECTURES
 from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi0, pi05, pi05_demo
-from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla
+from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.native import expert, smolvla_expert
 from vla_accel.native import pi0 as pi0_programs
 from vla_accel.native.cuts import Taken
@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[Pi0Config | SmolVlaConfig, int, int, int, str]] = {
     "demo x 8": (pi05_demo(), 8, 2, 64, "auto"),
     "smolvla": (smolvla(), 1, 2, 32, "auto"),
     "smolvla x 4 fp8": (smolvla(), 4, 3, 64, "fp8"),
+    "smolvla demo fp8": (smolvla_demo(), 1, 2, 32, "fp8"),
 }
 TRIED = ("pi05", "pi0")
 
