@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from eval.libero.demo import assets, collect, publish, train
+from eval.libero.demo import assets, collect, publish, states, train
 from eval.libero.demo.average import Averaged
 from eval.libero.demo.crew import Crew, Store, tasks_of
 from eval.libero.demo.objective import Trainee, augment, initialise
 from eval.libero.demo.recipes import RECIPES
+from eval.libero.suites import LiberoTask
 from tests.support.tiny_smolvla import tiny_config, tiny_model
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import read_json
@@ -315,6 +316,36 @@ def test_publishing_refuses_a_run_that_lacks_weights(started: dict[str, Path], t
     assert not list(output.iterdir()), "nothing may be written"
     with pytest.raises(CheckpointError, match="expected a checkpoint in it, found none"):
         publish.main(publish.Arguments(tmp_path, tmp_path, output))
+
+
+def test_states_near_shipped_ones_are_refused_and_replaced(tmp_path: Path) -> None:
+    task = LiberoTask(2, "bowl", "pick up the bowl", np.zeros((50, 3)), Path("bowl.bddl"))
+    sample = states.Sample(task, 4, 500, tmp_path)
+    near = {501, 502}
+
+    def found(seeds: range) -> list[states.Sampled]:
+        return [(seed, np.full(3, float(seed)), 0.0 if seed in near else seed / 1e4) for seed in seeds]
+
+    sample.add(["bowl"], found(sample.block(4)))
+    assert not sample.done and np.load(sample.path)["seeds"].tolist() == [500, 503], "what is there can be used"
+    sample.add(["bowl"], found(sample.block(4)))
+    assert sample.done and np.load(sample.path)["states"][:, 0].tolist() == [500, 503, 504, 505]
+    entry = sample.entry()
+    assert (entry["first_seed"], entry["last_seed"], entry["refused_seeds"]) == (500, 505, [501, 502])
+    assert entry["min_distance_m"] == 0.05 and entry["objects"] == ["bowl"]
+
+
+@pytest.mark.slow
+def test_states_do_not_depend_on_how_many_processes_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "BLOCK", 1)
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        states.main(states.Arguments(folder, per_task=3, seed=700_000, tasks=(2,), workers=workers))
+    one, two = (np.load(tmp_path / name / "task_02.npz") for name in ("1", "2"))
+    assert one["seeds"].tolist() == two["seeds"].tolist() == [2_700_000, 2_700_001, 2_700_002]
+    np.testing.assert_array_equal(one["states"], two["states"])
+    manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("1", "2")]
+    assert manifests[0] == manifests[1] and manifests[0]["tasks"]["2"]["min_distance_m"] > states.TOLERANCE
 
 
 @pytest.mark.slow
