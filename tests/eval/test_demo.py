@@ -242,8 +242,12 @@ def test_the_start_for_two_suites_holds_both(started: dict[str, Path]) -> None:
         train.encoder(folder, load(folder).processor, 10)
 
 
-def test_a_start_knows_what_its_source_knew(started: dict[str, Path]) -> None:
-    demo, new = load("demo", dtype=torch.float32), load(started["pi05"])
+def test_a_start_knows_what_its_source_knew(started: dict[str, Path], tmp_path: Path) -> None:
+    assets.main(assets.Arguments(tmp_path / "table", seed=1))
+    assets.main(
+        assets.Arguments(tmp_path / "both", suites=("libero_spatial", "libero_object"), init=str(tmp_path / "table"))
+    )
+    demo, new = load(tmp_path / "table"), load(tmp_path / "both")
     assert torch.equal(demo.model.state_dict()["projector.weight"], new.model.state_dict()["projector.weight"])
     # Heights are binned over another range: where both know a height, its row is that of the old bin.
     height, first = 1.2, 2165 - 8 * 256 + 2 * 256
@@ -254,7 +258,7 @@ def test_a_start_knows_what_its_source_knew(started: dict[str, Path]) -> None:
     assert old != fresh
     distances = (tables[0][first : first + 256] - tables[1][fresh]).norm(dim=1)
     assert abs(int(distances.argmin()) - (old - first)) <= 2 and float(distances.min()) == 0
-    smolvla = load(started["smolvla"])
+    demo, smolvla = load("demo", dtype=torch.float32), load(started["smolvla"])
     assert smolvla.family.name == "smolvla" and not smolvla.processor.discrete_state
     vision = [name for name in smolvla.model.state_dict() if name.startswith("vision.")]
     assert all(torch.equal(smolvla.model.state_dict()[n], demo.model.state_dict()[n]) for n in vision)
