@@ -27,7 +27,7 @@ from eval.model_table import models
 from eval.paired_picture import PICTURE as STRESS_PICTURE
 from eval.server_tables import faults, server, server_gpus
 from eval.shapes_table import shapes
-from eval.throughput_table import throughput
+from eval.throughput_table import plan, throughput
 from eval.tune_table import tune
 from vla_accel.measure.proportion import wilson
 
@@ -360,11 +360,12 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "server_gpus": (server_gpus, "bench_server_*_h200"),
     "server_faults_gpus": (faults, "server_faults_h200"),
     "throughput": (throughput, "throughput_*"),
+    "plan": (plan, "throughput_*"),
 }
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 
 NOT_YET = frozenset({
-    "server_gpus", "server_faults_gpus", "throughput", "paired_stress", "late", "tune_demo", "attention",
+    "server_gpus", "server_faults_gpus", "plan", "throughput", "paired_stress", "late", "tune_demo", "attention",
     "bench_smolvla", "bench_groot", "lerobot_agreement",
 })  # fmt: skip
 """Tables whose runs may be absent: their place says so."""

@@ -1,4 +1,4 @@
-"""The table of episodes an hour. Knows the reports of `eval.throughput`, no other result."""
+"""Tables of episodes an hour, measured and planned. Knows the reports of `eval.throughput`, no other result."""
 
 from __future__ import annotations
 
@@ -51,3 +51,40 @@ def throughput(results: Sequence[dict[str, Any]]) -> str:
         "one thread does the work."
     )
     return rows(header, body) + f"\n{text} {where}.\n"
+
+
+NODES, SUITE = 64, 500
+"""Of the plan: machines, and episodes of one suite of LIBERO."""
+
+
+def plan(results: Sequence[dict[str, Any]]) -> str:
+    """What `NODES` machines like the measured one would do if nothing but their own parts bound them: a row a Ray case,
+    the quickest for each GPU first."""
+    cases = [row for result in results for row in result["rows"] if row["ray"] and row["gpus"] and "error" not in row]
+    cases.sort(key=lambda row: -row["per_hour"] / row["gpus"])
+    header = [
+        "a node: GPUs, simulators",
+        "an hour, measured",
+        f"{NODES} nodes, an hour",
+        "results a second",
+        f"one suite, {SUITE} episodes",
+        "start of a node",
+    ]
+    body = []
+    for row in cases:
+        every = NODES * row["per_hour"]
+        # No simulator has more than one episode of so small a run: it takes as long as one of them.
+        longest = max(3600 * SUITE / every, 3600 * row["simulators"] / row["per_hour"])
+        body.append([
+            f"{row['gpus']}, {row['simulators']}",
+            str(row["per_hour"]),
+            f"{every:,}",
+            f"{every / 3600:.0f}",
+            f"{longest:.0f} s",
+            f"{row['start_s']:.0f} s",
+        ])  # fmt: skip
+    text = (
+        "Computed from the measured rows, not run. Results a second: what the one command takes and writes, each on "
+        "disk before the next; one suite: at least as long as one episode takes; start: until the first result."
+    )
+    return rows(header, body) + f"\n{text}\n"

@@ -12,6 +12,7 @@ import pytest
 from eval import throughput
 from eval.server_tables import draw_server_gpus, server_gpus
 from eval.throughput import Case, Watch, figures
+from eval.throughput_table import plan
 from eval.throughput_table import throughput as table
 from vla_accel.errors import ConfigError
 
@@ -87,3 +88,17 @@ def test_two_gpus_stand_beside_one() -> None:
     (axes,) = draw_server_gpus(benches).axes
     assert [line.get_label() for line in axes.lines] == ["demo, 1 GPU", "demo, 2 GPUs"]
     assert list(axes.lines[1].get_ydata()) == [190, 760] and axes.lines[0].get_color() != axes.lines[1].get_color()
+
+
+def test_a_plan_is_the_measured_rate_times_its_nodes() -> None:
+    """The quickest case for each GPU comes first; workers without Ray, and what failed, are no plan."""
+    base = {"ray": True, "simulators": 15, "start_s": 20.0}
+    cases = [
+        {**base, "gpus": 2, "per_hour": 7200},
+        {**base, "gpus": 1, "per_hour": 5400},
+        {**base, "gpus": 1, "per_hour": 9000, "ray": False},
+        {**base, "gpus": 1, "error": "it fell over"},
+    ]
+    lines = plan([{"rows": cases}]).splitlines()
+    assert lines[2] == "| 1, 15 | 5400 | 345,600 | 96 | 10 s | 20 s |"
+    assert lines[3] == "| 2, 15 | 7200 | 460,800 | 128 | 8 s | 20 s |" and not lines[4]
