@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from tests.parity import compare_with_lerobot
 from tests.support.tiny_smolvla import write_lerobot
 from vla_accel.checkpoints.loading import load
+from vla_accel.models.smolvla import SmolVla
 
 
 @pytest.mark.parametrize(("moved", "status"), [(0.0, 0), (1e-3, 1)])
@@ -21,6 +22,7 @@ def test_it_tells_whether_actions_agree(
     (tmp_path / "checkpoint").mkdir()
     write_lerobot(tmp_path / "checkpoint")
     model = load(tmp_path / "checkpoint", device="cpu", dtype=torch.float32).model.whole()
+    assert isinstance(model, SmolVla)
     config, generator = model.config, torch.Generator().manual_seed(0)
     side = config.vision.image_size
     given = {
