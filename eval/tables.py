@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import tyro
 
 from eval.attention_table import attention
 from eval.bench_tables import bench, fell_back, whole_calls
+from eval.gpu_table import gpus, memory
 from eval.harness.statistics import smallest_difference
 from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
 from eval.late_table import late
@@ -350,6 +352,9 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "tune_demo": (tune, "tune_demo_h200"),
     "shapes": (shapes, "bench_*_h200"),
     "attention": (attention, "attention_h200"),
+    "gpus": (gpus, ("memory_counted", "*")),
+    "memory": (memory, "memory_counted"),
+    "memory_pi05": (partial(memory, models=("pi05",)), "memory_counted"),
     "qwen_vae": (autoencoders, "qwen_vae_h200"),
     "qwen_vae_sizes": (autoencoder_sizes, "qwen_vae_sizes_h200"),
     "sd_unet": (unets, "sd_unet_h200"),

@@ -15,13 +15,14 @@ A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * KB, 164 * KB, 40 * MB, 80
 ORIN = Gpu("Orin", (8, 7), 16, 163 * KB, 164 * KB, 4 * MB, 64 * GB)
 RTX_3090 = Gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 99 * KB, 100 * KB, 6 * MB, 24 * GB)
 RTX_4090 = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 99 * KB, 100 * KB, 72 * MB, 24 * GB)
+L40S = Gpu("NVIDIA L40S", (8, 9), 142, 99 * KB, 100 * KB, 96 * MB, 48 * GB)
 RTX_5090 = Gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 99 * KB, 100 * KB, 96 * MB, 32 * GB)
 B200 = Gpu("NVIDIA B200", (10, 0), 148, 227 * KB, 228 * KB, 126 * MB, 180 * GB)
 THOR = Gpu("NVIDIA Thor", (11, 0), 20, 227 * KB, 228 * KB, 32 * MB, 128 * GB)
 
 GPUS = {
     "H100": H100, "H200": H200, "H20": H20, "MIG slice": MIG_SLICE, "MIG of two": MIG_TWO, "A100": A100, "Orin": ORIN,
-    "RTX 3090": RTX_3090, "RTX 4090": RTX_4090, "RTX 5090": RTX_5090, "B200": B200, "Thor": THOR,
+    "RTX 3090": RTX_3090, "RTX 4090": RTX_4090, "L40S": L40S, "RTX 5090": RTX_5090, "B200": B200, "Thor": THOR,
 }  # fmt: skip
 
 ARCHITECTURES = {gpu.version: gpu for gpu in (A100, RTX_3090, ORIN, RTX_4090, H200, B200, THOR, RTX_5090)}

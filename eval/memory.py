@@ -1,0 +1,46 @@
+"""Count the weights of the published models on a GPU: `python -m eval.memory --output memory_counted.json`.
+
+Nothing is measured, and no GPU is needed: the engines are built on tensors that have sizes and no values.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from eval.script import run_script, write_text
+from vla_accel.measure.memory import counted
+from vla_accel.models.family import family_named
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Count bytes of weights by component and configuration."""
+
+    output: Path
+    """JSON report."""
+    families: tuple[str, ...] = ("pi05", "pi0", "smolvla", "groot")
+    """Of which published sizes."""
+
+
+def run(arguments: Arguments) -> None:
+    """Raises ConfigError for a family that is not there."""
+    families = {name: counted(family_named(name)) for name in arguments.families}
+    found = {name: {system: asdict(one) for system, one in counts.items()} for name, counts in families.items()}
+    # The files' names, not where they lie on this machine.
+    command = ["python", "-m", "eval.memory", *(Path(w).name if "/" in w else w for w in sys.argv[1:])]
+    report = {"schema": "vla_accel.memory/1", "command": command, "families": found}
+    write_text(arguments.output, json.dumps(report, indent=1) + "\n")
+    print(json.dumps({"stored": arguments.output.name, "families": list(found)}))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0 counted, 1 a family is not there."""
+    return run_script("eval.memory", Arguments, run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""How many bytes a published model's weights take on a GPU, by configuration: counted from sizes, without a GPU and
+without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions
+from vla_accel.fp8 import Scales
+from vla_accel.models.family import Family
+from vla_accel.policy.footprint import weight_bytes
+
+SMALLEST = "smallest"
+"""All that may be in FP8 or INT8, and the embeddings in host memory."""
+
+
+def stand_in_scales(value: float = 1.0) -> Scales:
+    """The same scale for every product that is asked for, where only sizes matter."""
+    return Scales(_Same(value), 1, "stand-in", "none", "none")
+
+
+class _Same(dict[str, float]):
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+    def __missing__(self, _: str) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Count:
+    """`bytes` by component; `low`: the precisions of those that are not in BF16; `on_host`: the embeddings are in host
+    memory, which does not count."""
+
+    low: Mapping[str, EnginePrecision]
+    on_host: bool
+    bytes: Mapping[str, int]
+
+
+def counted(family: Family) -> dict[str, Count]:
+    """By what `bench` calls the system, and `SMALLEST` where that is smaller.
+
+    Of the native engine, for an ordinary observation of the published size; the module is made on the meta device.
+    """
+    config = family.published(None)
+    processor: Any = family.stand_in(config, family.views)
+    model = family.random(config, seed=0, device="meta", dtype=torch.bfloat16)
+    inputs = [processor.prepare(processor.example())]
+    scales = stand_in_scales()
+
+    def count(low: dict[str, EnginePrecision], on_host: bool = False) -> Count:
+        base = EngineSpec("native", native=NativeOptions(embeddings="host" if on_host else "gpu"))
+        specs = {part: replace(base, precision=low.get(part, "auto")) for part in family.parts}
+        shape = family.shape(config, inputs, family.sweep[0], specs)
+        return Count(low, on_host, weight_bytes(model, family, shape, specs, scales))
+
+    found = {"native-bf16": count({})}
+    for precision, systems in (("fp8", family.fp8_systems), ("int8", family.int8_systems)):
+        found |= {name: count(dict.fromkeys(parts, precision)) for name, parts in systems.items()}
+    most = max(family.fp8_systems.values(), key=len, default=())
+    # The last part's weights alone are in FP8, which needs no calibration.
+    smallest = count(dict.fromkeys((*most, family.parts[-1]), "fp8"), on_host=True)
+    if all(sum(smallest.bytes.values()) < sum(one.bytes.values()) for one in found.values()):
+        found[SMALLEST] = smallest
+    return found
