@@ -71,6 +71,11 @@ def chain(given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], results: 
         source = result.view(q.shape)
 
 
+def flash_only() -> None:
+    if importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("NOT RUN: needs flash-attn: pip install 'vla_accel[flash]'")
+
+
 @pytest.mark.parametrize("sizes", [TOWER, replace(TOWER, batch=3), *PREFIXES])
 def test_dependent_launches_wait_for_what_they_read(sizes: Sizes) -> None:
     with torch.inference_mode():
@@ -113,8 +118,8 @@ def test_lengths_are_read_when_the_kernel_runs(sizes: Sizes) -> None:
     "shape", [TOWER, PREFIX, replace(PREFIX, batch=2), replace(TOWER, head_dim=64, heads=4, kv_heads=4)]
 )
 def test_a_library_agrees(way: str, quantised: bool, shape: Sizes) -> None:
-    if way == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        pytest.skip("NOT RUN: needs flash-attn: pip install 'vla_accel[flash]'")
+    if way == "flash_attn":
+        flash_only()
     sizes = replace(shape, quantised=quantised)
     q, k, v, out, lengths = attending._tensors(sizes, GPU)
     if lengths is not None:
@@ -145,8 +150,11 @@ def test_a_shape_that_a_library_cannot_do_is_refused() -> None:
         choose("sdpa", replace(TOWER, dtype=torch.float64), GPU)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "fastest"])
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attn", "fastest"])
 def test_a_policy_attends_as_it_is_told(attention: Attention) -> None:
+    if attention == "flash_attn":
+        flash_only()
+
     def policy(way: Attention) -> OptimizedPolicy:
         spec = EngineSpec("native", attention=way)
         config = PolicyConfig(num_steps=3, device="cuda", vision=spec, kv_cache=spec, denoise=EngineSpec("native"))
@@ -161,5 +169,5 @@ def test_a_policy_attends_as_it_is_told(attention: Attention) -> None:
     assert float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)) > 0.9995
     details = {e["component"]: e["detail"] for e in result["engines"]}
     for part in ("vision", "kv_cache"):
-        assert ("attention sdpa" if attention == "sdpa" else ", the fastest (own ") in details[part]
+        assert (", the fastest (own " if attention == "fastest" else f"attention {attention}") in details[part]
     assert result["engines"] and "graph" in str(result["engines"])
