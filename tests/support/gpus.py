@@ -22,7 +22,7 @@ THOR = Gpu("NVIDIA Thor", (11, 0), 20, 227 * KB, 228 * KB, 32 * MB, 128 * GB)
 
 GPUS = {
     "H100": H100, "H200": H200, "H20": H20, "MIG slice": MIG_SLICE, "MIG of two": MIG_TWO, "A100": A100, "Orin": ORIN,
-    "RTX 3090": RTX_3090, "RTX 4090": RTX_4090, "L40S": L40S, "RTX 5090": RTX_5090, "B200": B200, "Thor": THOR,
+    "RTX 3090": RTX_3090, "RTX 4090": RTX_4090, "RTX 5090": RTX_5090, "B200": B200, "Thor": THOR,
 }  # fmt: skip
 
 ARCHITECTURES = {gpu.version: gpu for gpu in (A100, RTX_3090, ORIN, RTX_4090, H200, B200, THOR, RTX_5090)}
