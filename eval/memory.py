@@ -13,7 +13,6 @@ from pathlib import Path
 
 from eval.script import run_script, write_text
 from vla_accel.measure.memory import counted
-from vla_accel.models.family import family_named
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     """Raises ConfigError for a family that is not there."""
-    families = {name: counted(family_named(name)) for name in arguments.families}
+    families = {name: counted(name) for name in arguments.families}
     found = {name: {system: asdict(one) for system, one in counts.items()} for name, counts in families.items()}
     # The files' names, not where they lie on this machine.
     command = ["python", "-m", "eval.memory", *(Path(w).name if "/" in w else w for w in sys.argv[1:])]

@@ -7,12 +7,11 @@ import pytest
 from eval.gpu_table import RECIPES, gpus, memory
 from tests.support.gpus import A100, L40S, ORIN, RTX_4090, RTX_5090, THOR
 from vla_accel.measure.memory import SMALLEST, counted
-from vla_accel.models.family import family_named
 
 
 @pytest.mark.slow
 def test_a_lower_precision_takes_less_and_host_memory_is_not_counted() -> None:
-    found = counted(family_named("smolvla"))
+    found = counted("smolvla")
     total = {name: sum(one.bytes.values()) for name, one in found.items()}
     assert total["native-bf16"] > total["native-fp8"] > total["native-fp8-vision"] > total[SMALLEST] > 0
     assert found["native-fp8"].bytes["vision"] == found["native-bf16"].bytes["vision"], "only the prefix is in FP8"

@@ -11,7 +11,7 @@ import torch
 
 from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions
 from vla_accel.fp8 import Scales
-from vla_accel.models.family import Family
+from vla_accel.models.family import family_named
 from vla_accel.policy.footprint import weight_bytes
 
 SMALLEST = "smallest"
@@ -44,11 +44,13 @@ class Count:
     bytes: Mapping[str, int]
 
 
-def counted(family: Family) -> dict[str, Count]:
+def counted(name: str) -> dict[str, Count]:
     """By what `bench` calls the system, and `SMALLEST` where that is smaller.
 
-    Of the native engine, for an ordinary observation of the published size; the module is made on the meta device.
+    Of the native engine, for an ordinary observation of a family's published size; the module is made on the meta
+    device. Raises ConfigError for a family that is not there.
     """
+    family = family_named(name)
     config = family.published(None)
     processor: Any = family.stand_in(config, family.views)
     model = family.random(config, seed=0, device="meta", dtype=torch.bfloat16)
