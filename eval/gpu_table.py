@@ -9,7 +9,6 @@ from typing import Any
 from eval.markdown import rows
 
 MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7"}
-WORDS = {"kv_cache": "prefix"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def _said(one: dict[str, Any]) -> str:
     """Which parts are not in BF16."""
     by_precision: dict[str, list[str]] = {}
     for part, precision in one["low"].items():
-        by_precision.setdefault(precision.upper(), []).append(WORDS.get(part, part.replace("_", " ")))
+        by_precision.setdefault(precision.upper(), []).append("prefix" if part == "kv_cache" else part)
     said = [f"{', '.join(parts)} in {precision}" for precision, parts in by_precision.items()] or ["BF16"]
     return ", ".join([*said, *(["embeddings on the host"] if one["on_host"] else [])])
 
