@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.markdown import rows
-
-MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7"}
+from eval.markdown import MODELS, rows
 
 
 @dataclass(frozen=True)
