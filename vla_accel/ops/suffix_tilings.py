@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from vla_accel.ops.gpu import Gpu
 
-MOST_TRIED = 9
+MOST_TRIED = 12
 """Cuts that are measured of one product: each is a kernel to compile at the first start."""
 
 
@@ -135,10 +135,19 @@ def default(gpu: Gpu | None, product: Product) -> Tiling:
 
 
 def _tried(gpu: Gpu | None, found: list[Pipelined]) -> list[Pipelined]:
-    """The first of them, and the first of these again with weights sent for ahead, where kernels can start early."""
+    """Of what was found, best guess first: tiles of different shapes, then the first shapes with other stages, and with
+    weights sent for ahead where kernels can start early."""
+    shapes: dict[tuple[int, int, int], Pipelined] = {}
+    for cut in found:
+        shapes.setdefault((cut.rows, cut.columns, cut.split), cut)
+    different = list(shapes.values())[: MOST_TRIED // 2]
+    others = [cut for cut in found if cut not in different][: MOST_TRIED // 4]
     early = gpu is not None and gpu.dependent_launch
-    ahead = [dataclasses.replace(cut, ahead=True) for cut in found[: MOST_TRIED // 3]] if early else []
-    return [*found[: MOST_TRIED - len(ahead)], *ahead]
+    return [
+        *different,
+        *others,
+        *(dataclasses.replace(cut, ahead=True) for cut in different[: MOST_TRIED // 4] if early),
+    ]
 
 
 def _skinny(gpu: Gpu | None, product: Product) -> list[Tiling]:
@@ -231,7 +240,8 @@ def key_splits(gpu: Gpu | None, sizes: SuffixAttention) -> list[KeySplit]:
             found.append(KeySplit(rows, keys, tiles, stages[0], 4 if rows <= 32 else 8))
     found.sort(key=lambda cut: (abs(math.log2(cut.blocks(sizes) / chips)), cut.splits(sizes), -cut.keys))
     fits = [first] if first.shared(sizes) <= limit else []
-    return [*fits, *found[:MOST_TRIED]] if sizes.rows <= 128 else [*found[:MOST_TRIED], *fits]
+    few = found[: MOST_TRIED // 2]
+    return [*fits, *few] if sizes.rows <= 128 else [*few, *fits]
 
 
 def _stages(gpu: Gpu | None, product: Product, rows: int, columns: int, block_k: int, split: int) -> list[Pipelined]:
