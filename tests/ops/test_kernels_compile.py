@@ -28,17 +28,18 @@ ROOT = Path(__file__).parents[2]
 ROWS = {"_patchify", "_add_norm", "_embed_norm", "_geglu", "_rope_cache", "_attention", "_step"}
 # What takes the denoise loop's products and attention: of up to 16 rows, and of more.
 FEW = {"_qkv_rope", "_gate_up_geglu", "_project"}
-MANY = {"_qkv_rope_pipelined", "_gate_up_pipelined", "_project_pipelined"}
+MANY = {"_measure", "_qkv_rope_pipelined", "_gate_up_pipelined", "_project_pipelined"}
 BY_MODEL = {
     "pi05": ROWS | FEW | {"_suffix_attention"},
     "pi05 fp8": ROWS | FEW | {"_suffix_attention", "_gelu"},  # BF16 vision has its GELU in cuBLAS
+    "pi05 int8": ROWS | FEW | {"_suffix_attention", "_gelu", "_int8_linear"},
     "pi0": ROWS | MANY | {"_suffix_attention_split"},
     "demo": ROWS | FEW | {"_suffix_attention"},
     "demo x 8": ROWS | MANY | {"_suffix_attention"},
 }
-PRODUCTS = {"_attention", "_suffix_attention", "_suffix_attention_split"} | FEW | MANY
+PRODUCTS = {"_attention", "_suffix_attention", "_suffix_attention_split", "_int8_linear"} | FEW | MANY - {"_measure"}
 # All but the first of each program's chain.
-CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm"}
+CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm", "_int8_linear"}
 SPILLED = 256
 """Bytes a thread may keep in local memory: some around a loop, of sums that fill all 255 registers."""
 
@@ -75,6 +76,8 @@ def test_every_kernel_compiles_and_fits(compiled: list[dict[str, Any]]) -> None:
     for row in compiled:
         check_it_fits(row)
     for model, kernels in BY_MODEL.items():
+        if "int8" in model:
+            continue
         assert {row["kernel"] for row in compiled if model in row["models"]} == kernels, model
 
 
@@ -90,7 +93,7 @@ def test_every_kernel_compiles_and_fits_elsewhere(version: str, tmp_path: Path) 
         assert (row["waits"] > 0) == bool(row["constants"].get("PDL"))
         assert not row["constants"].get("PDL") or gpu.dependent_launch
         assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
-    for model in ("pi05", "pi0", "pi05 fp8") if gpu.fp8 else ("pi05", "pi0"):
+    for model in ("pi05", "pi05 int8", "pi0", "pi05 fp8") if gpu.fp8 else ("pi05", "pi05 int8", "pi0"):
         assert {row["kernel"] for row in rows if model in row["models"]} >= BY_MODEL[model], model
 
 

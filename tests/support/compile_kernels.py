@@ -51,7 +51,7 @@ KINDS = {
     torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 # Name: configuration, views, prompt tokens, precision. The benchmark's shapes, and a batch of eight; the demo's are
-# compiled for Hopper alone.
+# compiled for Hopper alone, and those in INT8 for all others.
 MODELS: dict[str, tuple[Pi0Config | SmolVlaConfig, int, int, int, str]] = {
     "pi05": (pi05(action_horizon=10), 1, 2, 32, "auto"),
     "pi05 fp8": (pi05(action_horizon=10), 1, 2, 32, "fp8"),
@@ -184,12 +184,14 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool) -> None:
     """Record and compile all that is launched on a GPU, and print a line each."""
     launches: dict[tuple[Any, ...], Launch] = {}
     users: dict[tuple[Any, ...], dict[str, None]] = collections.defaultdict(dict)
+    hopper = gpu.capability == (9, 0)
     for name, shape in MODELS.items():
         if (
             ("smolvla" in name) != smolvla
             or (trained and name not in TRIED)
             or ("fp8" in name and not gpu.fp8)
-            or ("demo" in name and gpu.capability != (9, 0))
+            or ("demo" in name and not hopper)
+            or ("int8" in name and hopper)
         ):
             continue
         for launch in launches_of(gpu, *shape, tried=tried and name in TRIED, trained=trained):
