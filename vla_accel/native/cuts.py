@@ -61,8 +61,9 @@ class Cuts:
         gpu = Gpu.of(self.device)
         ways = []
         for cut in suffix_tilings.candidates(gpu, product) if shared else suffix_tilings.unshared(gpu, product):
-            written = of is not None and isinstance(cut, Pipelined)
-            moments = Moments.like(of, cut.columns, scaled) if written else None
+            moments = None
+            if of is not None and isinstance(cut, Pipelined):
+                moments = Moments.like(of, cut.columns, scaled)
             ways.append(Taken(cut, suffix.product_workspace(product, self.device, cut), moments))
         self._choose(kind, product, ways, run, 1)
 
