@@ -3,6 +3,7 @@ projects' code from a checkout."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from tests.support.tiny import write_tiny_checkpoint
 from vla_accel import OptimizedPolicy, PolicyConfig
+from vla_accel.cli import bench as command
 from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.families.pi0 import PI0, PI05
 from vla_accel.measure import bench, paced, start
@@ -217,3 +219,31 @@ def test_realtime_vla_is_fed_as_its_own_benchmark_does(
     if family is PI05:
         with pytest.raises(DependencyError, match="transformers_that_are_not_there"):
             family.from_checkout("realtime-vla-autotune", tmp_path, **given)
+
+
+def test_a_run_that_is_cut_off_leaves_its_rows(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(systems: list[System], *arguments: Any, **options: Any) -> list[dict[str, Any]]:
+        if systems[0].steps == 1:
+            raise KeyboardInterrupt
+        return bench.run(systems, *arguments, **options)
+
+    monkeypatch.setattr(command, "run", cut_off)
+    output = tmp_path / "bench.json"
+    with pytest.raises(KeyboardInterrupt):
+        command.main(
+            [
+                str(folder),
+                "--config",
+                "eager",
+                "--steps",
+                "2,1",
+                "--calls",
+                "2",
+                "--prompt-tokens",
+                "19",
+                "--output",
+                str(output),
+            ]
+        )
+    report = json.loads(output.read_text())
+    assert [row["steps"] for row in report["rows"]] == [2] and report["model"] and report["throughput"] == []

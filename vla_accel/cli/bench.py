@@ -98,12 +98,27 @@ def main(arguments: list[str]) -> int:
     if unknown:
         raise ConfigError(f"systems: expected some of {', '.join(factory.names)}, got {', '.join(unknown)}")
     names, left_out = _available(factory, list(systems), sweep[0])
-    rows: list[dict[str, Any]] = []
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        # Names of files, not where one machine keeps them.
+        "command": "vla-accel bench " + " ".join(Path(a).name if "/" in a else a for a in arguments),
+        "hardware": hardware(device),
+        "software": software(),
+        "model": {},
+        "ceilings": None if ceilings is None else ceilings.__dict__,
+        "prompt_tokens": chosen.prompt_tokens,
+        "left_out": left_out,
+        "parts": family.parts,
+        "rows": [],
+        "throughput": [],
+    }
+    rows: list[dict[str, Any]] = report["rows"]
     for steps in sweep:
         made = [factory.make(name, steps) for name in names if _has_steps(factory, name, steps)]
         processor = factory.processor
         if processor is None:
             raise ConfigError("systems: expected at least one of this package's own beside the others")
+        report["model"] = factory.about()
         observe = observer(family, processor, chosen.prompt_tokens)
         found = run(made, observe, calls=chosen.calls, progress=_say)
         for system, row in zip(made, found, strict=True):
@@ -118,35 +133,28 @@ def main(arguments: list[str]) -> int:
                 row |= rates(row["parts_ms"], {n: Work(**w) for n, w in row["work"].items()})
         rows += found
         free()
-    add_speedups(rows, next((n for n in names if n in family.baselines), "eager"))
-    throughput = _throughput(factory, [n for n in names if n in factory.configs], sweep[0], batches, chosen.calls,
-                             chosen.prompt_tokens)  # fmt: skip
+        add_speedups(rows, next((n for n in names if n in family.baselines), "eager"))
+        _save(report, chosen.output)
+    ours = [n for n in names if n in factory.configs]
+    report["throughput"] = _throughput(factory, ours, sweep[0], batches, chosen.calls, chosen.prompt_tokens)
     if ceilings is not None:
-        add_batch_floors(throughput, rows, ceilings)
-    report: dict[str, Any] = {
-        "schema": SCHEMA,
-        # Names of files, not where one machine keeps them.
-        "command": "vla-accel bench " + " ".join(Path(a).name if "/" in a else a for a in arguments),
-        "hardware": hardware(device),
-        "software": software(),
-        "model": factory.about(),
-        "ceilings": None if ceilings is None else ceilings.__dict__,
-        "prompt_tokens": chosen.prompt_tokens,
-        "left_out": left_out,
-        "parts": family.parts,
-        "rows": rows,
-        "throughput": throughput,
-    }
+        add_batch_floors(report["throughput"], rows, ceilings)
     if chosen.profile:
-        report["profile"] = {n: profile(factory, n, sweep[0]) for n in names if n in factory.configs}
+        _save(report, chosen.output)
+        report["profile"] = {n: profile(factory, n, sweep[0]) for n in ours}
     _print(report)
-    if chosen.output is not None:
-        with replacing(chosen.output) as temporary:
-            temporary.write_text(json.dumps(report, indent=1) + "\n")
+    _save(report, chosen.output)
     if chosen.report is not None:
         print(f"report: {write(page(report), chosen.report)}", file=sys.stderr)
     print(json.dumps(report))
     return 0
+
+
+def _save(report: dict[str, Any], path: Path | None) -> None:
+    """What is known so far: a run that is cut off leaves the rows that it had."""
+    if path is not None:
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _factory(chosen: Arguments, device: str, ceilings: Ceilings | None) -> Factory | CheckpointFactory:
