@@ -17,6 +17,7 @@ from vla_accel.ops.suffix_tilings import (
     candidates,
     default,
     key_splits,
+    variants,
     why_not,
 )
 
@@ -89,3 +90,23 @@ def test_few_are_tried() -> None:
     for gpu in ARCHITECTURES.values():
         for product in products(320).values():
             assert len(candidates(gpu, product)) <= suffix_tilings.MOST_TRIED + 1
+
+
+@pytest.mark.parametrize("rows", [10, 41, 50, 320])
+@pytest.mark.parametrize("name", GPUS)
+def test_variants_of_a_cut_fit_beside_the_next_kernel_too(name: str, rows: int) -> None:
+    for gpu in (GPUS[name], GPUS[name].portable):
+        for product in products(rows).values():
+            for cut in candidates(gpu, product):
+                found = variants(gpu, product, cut)
+                assert found[0] == cut and len(found) == len({str(other) for other in found})
+                assert all(why_not(gpu, product, other) is None for other in found)
+                if isinstance(cut, Skinny):
+                    assert found == [cut]
+                    continue
+                tiles = {(other.rows, other.columns, other.split) for other in found if isinstance(other, Pipelined)}
+                assert tiles == {(cut.rows, cut.columns, cut.split)}
+                assert gpu.dependent_launch == any(getattr(other, "ahead", False) for other in found)
+                half = gpu.shared_per_multiprocessor // 2 - 1024
+                if dataclasses.replace(cut, stages=2).shared(product) <= half:
+                    assert any(other.shared(product) <= half for other in found)

@@ -102,7 +102,7 @@ def test_parity_of_bf16(folder: Path) -> None:
 def test_a_baseline_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lerobot", None)
     assert SMOLVLA.baselines == ("lerobot-eager", "lerobot-compile")
-    with pytest.raises(DependencyError, match=r"lerobot is not installed: pip install lerobot==0\.4\.4"):
+    with pytest.raises(DependencyError, match=r"lerobot is not installed: pip install lerobot==0\.6\.1"):
         SMOLVLA.baseline("lerobot-eager", horizon=50, steps=10, device="cpu")
 
 

@@ -136,7 +136,8 @@ def recorded(call: Callable[[], None]) -> list[Launch]:
 def try_cuts(gpu: Gpu, loop: expert._LayerLoop, tensors: dict[str, Tensor]) -> None:
     """Launch every product and attention of a layer in every cut that is worth measuring."""
     for name, product in loop.products.items():
-        for cut in suffix_tilings.candidates(gpu, product):
+        first, *others = suffix_tilings.candidates(gpu, product)
+        for cut in (*suffix_tilings.variants(gpu, product, first), *others):
             loop.cuts.taken[name] = Taken(cut, suffix.product_workspace(product, META, cut))
             loop.every(name, tensors["lengths"])
     for cut in suffix_tilings.key_splits(gpu, loop.attention):

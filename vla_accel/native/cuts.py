@@ -32,12 +32,17 @@ class Taken:
 
 
 class Cuts:
-    """The cuts of one loop by kind of op. `detail`: what was measured, for the ledger; empty where nothing was."""
+    """The cuts of one loop by kind of op."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.taken: dict[str, Taken] = {}
-        self.detail = ""
+        self.told: dict[str, str] = {}
+
+    @property
+    def detail(self) -> str:
+        """What was measured, for the ledger; empty where nothing was."""
+        return "".join(f"; {kind} {way}" for kind, way in self.told.items())
 
     def options(self, kind: str) -> dict[str, Any]:
         """Arguments `cut` and `workspace` for an op of this kind, as `project` and attention take them."""
@@ -59,20 +64,30 @@ class Cuts:
         """Choose for a product. `run`: it in all layers, with what `options`, `alone` and `moments` say at that time.
         Not `shared`: its programs share no K. `of`: rows whose moments it writes, `scaled` or not."""
         gpu = Gpu.of(self.device)
-        ways = []
-        for cut in suffix_tilings.candidates(gpu, product) if shared else suffix_tilings.unshared(gpu, product):
-            moments = None
-            if of is not None and isinstance(cut, Pipelined):
-                moments = Moments.like(of, cut.columns, scaled)
-            ways.append(Taken(cut, suffix.product_workspace(product, self.device, cut), moments))
-        self._choose(kind, product, ways, run, 1)
+
+        def among(what: str, cuts: Sequence[Tiling]) -> Tiling:
+            ways = []
+            for cut in cuts:
+                moments = None
+                if of is not None and isinstance(cut, Pipelined):
+                    moments = Moments.like(of, cut.columns, scaled)
+                ways.append(Taken(cut, suffix.product_workspace(product, self.device, cut), moments))
+            self._choose(kind, what, ways, run, 1)
+            return self.alone(kind)
+
+        best = among(
+            str(product), suffix_tilings.candidates(gpu, product) if shared else suffix_tilings.unshared(gpu, product)
+        )
+        among(f"{product}, {best}", suffix_tilings.variants(gpu, product, best))
 
     def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
         """Choose for `suffix_attention`; as `products`."""
         cuts = suffix_tilings.key_splits(Gpu.of(self.device), sizes)
-        self._choose(kind, sizes, [Taken(c, suffix.suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20)
+        self._choose(
+            kind, str(sizes), [Taken(c, suffix.suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20
+        )
 
-    def _choose(self, kind: str, sizes: object, ways: Sequence[Taken], run: Callable[[], object], repeats: int) -> None:
+    def _choose(self, kind: str, what: str, ways: Sequence[Taken], run: Callable[[], object], repeats: int) -> None:
         by_name = {str(way.cut): way for way in ways}
 
         def measured(way: Taken) -> Callable[[], None]:
@@ -82,7 +97,7 @@ class Cuts:
 
             return call
 
-        found = remembered(f"{kind} of {sizes}", {n: measured(w) for n, w in by_name.items()}, self.device, repeats)
+        found = remembered(f"{kind} of {what}", {n: measured(w) for n, w in by_name.items()}, self.device, repeats)
         self.taken[kind] = by_name[found.way]
         if found.times:
-            self.detail += f"; {kind} {found.way}"
+            self.told[kind] = found.way

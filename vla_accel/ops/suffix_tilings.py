@@ -6,15 +6,15 @@ measured where a program is built (`vla_accel.ops.autotune`), and before that th
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vla_accel.ops.gpu import Gpu
 
-MOST_TRIED = 12
-"""Cuts that are measured of one product: each is a kernel to compile at the first start."""
+MOST_TRIED = 6
+"""Cuts that are measured of one product before the best one's variants: each is a kernel to compile at the first
+start."""
 
 
 @dataclass(frozen=True)
@@ -121,33 +121,34 @@ def why_not(gpu: Gpu | None, product: Product, tiling: Tiling) -> str | None:
 
 def candidates(gpu: Gpu | None, product: Product) -> list[Tiling]:
     """The cuts worth measuring on a GPU, all of which it can run; the one to take unmeasured comes first."""
-    return [*_skinny(gpu, product), *_tried(gpu, _pipelined(gpu, product, (1, 2, 4, 8)))]
+    return [*_skinny(gpu, product), *_pipelined(gpu, product, (1, 2, 4, 8))[:MOST_TRIED]]
+
+
+def variants(gpu: Gpu | None, product: Product, cut: Tiling) -> list[Tiling]:
+    """The cut, and others of its tile: with so few stages that the next kernel's programs find room beside its own,
+    with less of K a stage, and with weights sent for ahead where kernels can start early."""
+    if isinstance(cut, Skinny):
+        return [cut]
+    found = [cut]
+    half = 1 << 30 if gpu is None else gpu.shared_per_multiprocessor // 2 - 1024
+    if cut.shared(product) > half:
+        fewer = (replace(cut, stages=stages) for stages in range(cut.stages - 1, 1, -1))
+        found += [other for other in fewer if other.shared(product) <= half][:1]
+    if cut.block_k > 64:
+        less = _deepest(gpu, product, cut.rows, cut.columns, 64, cut.split)
+        found += [] if less is None else [less]
+    early = gpu is not None and gpu.dependent_launch
+    return [*found, *(replace(other, ahead=True) for other in found[:2] if early)]
 
 
 def unshared(gpu: Gpu | None, product: Product) -> list[Pipelined]:
     """As `candidates`, for kernels that know no other way than `Pipelined` and whose programs share no K."""
-    return _tried(gpu, _pipelined(gpu, product, (1,)))
+    return _pipelined(gpu, product, (1,))[:MOST_TRIED]
 
 
 def default(gpu: Gpu | None, product: Product) -> Tiling:
     """The cut for one product alone: measured by nobody, and without a workspace."""
     return [*_skinny(gpu, product), *_pipelined(gpu, product, (1,))][0]
-
-
-def _tried(gpu: Gpu | None, found: list[Pipelined]) -> list[Pipelined]:
-    """Of what was found, best guess first: tiles of different shapes, then the first shapes with other stages, and with
-    weights sent for ahead where kernels can start early."""
-    shapes: dict[tuple[int, int, int], Pipelined] = {}
-    for cut in found:
-        shapes.setdefault((cut.rows, cut.columns, cut.split), cut)
-    different = list(shapes.values())[: MOST_TRIED // 2]
-    others = [cut for cut in found if cut not in different][: MOST_TRIED // 4]
-    early = gpu is not None and gpu.dependent_launch
-    return [
-        *different,
-        *others,
-        *(dataclasses.replace(cut, ahead=True) for cut in different[: MOST_TRIED // 4] if early),
-    ]
 
 
 def _skinny(gpu: Gpu | None, product: Product) -> list[Tiling]:
@@ -158,11 +159,16 @@ def _skinny(gpu: Gpu | None, product: Product) -> list[Tiling]:
 def _pipelined(gpu: Gpu | None, product: Product, splits: tuple[int, ...]) -> list[Pipelined]:
     chips = 128 if gpu is None else gpu.multiprocessors
     tall = (16,) if product.rows <= 16 else (32, 16) if product.rows <= 32 else (64, 32) if product.rows <= 64 else ()
-    sizes = itertools.product(tall or (64, 128), (16, 32, 64, 128), (64, 128), splits)
-    found = [cut for size in sizes for cut in _stages(gpu, product, *size)]
+    sizes = itertools.product(tall or (64, 128), (16, 32, 64, 128), (128, 64), splits)
+    found: dict[tuple[int, int, int], Pipelined] = {}
+    for rows, columns, block_k, split in sizes:
+        cut = _deepest(gpu, product, rows, columns, block_k, split)
+        if cut is not None:
+            found.setdefault((rows, columns, split), cut)
     # Weights are read once, by as many programs as the GPU runs at a time; then the larger tile.
-    found.sort(key=lambda cut: (abs(math.log2(cut.blocks(product) / chips)), -cut.rows, -cut.block_k, -cut.columns))
-    return found
+    return sorted(
+        found.values(), key=lambda cut: (abs(math.log2(cut.blocks(product) / chips)), -cut.rows, -cut.columns)
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -240,24 +246,21 @@ def key_splits(gpu: Gpu | None, sizes: SuffixAttention) -> list[KeySplit]:
             found.append(KeySplit(rows, keys, tiles, stages[0], 4 if rows <= 32 else 8))
     found.sort(key=lambda cut: (abs(math.log2(cut.blocks(sizes) / chips)), cut.splits(sizes), -cut.keys))
     fits = [first] if first.shared(sizes) <= limit else []
-    few = found[: MOST_TRIED // 2]
-    return [*fits, *few] if sizes.rows <= 128 else [*few, *fits]
+    return [*fits, *found[:MOST_TRIED]] if sizes.rows <= 128 else [*found[:MOST_TRIED], *fits]
 
 
-def _stages(gpu: Gpu | None, product: Product, rows: int, columns: int, block_k: int, split: int) -> list[Pipelined]:
-    """With as many stages as there is room for, and with so few that the next kernel's programs find room beside them;
-    none where the tile is larger than the product, or has no room."""
+def _deepest(
+    gpu: Gpu | None, product: Product, rows: int, columns: int, block_k: int, split: int
+) -> Pipelined | None:  # fmt: skip
+    """With as many stages as there is room for; None where the tile is larger than the product, or has no room."""
     if columns > max(16, _power_of_two(product.columns)) or split * block_k > max(64, _power_of_two(product.k)):
-        return []
+        return None
     warps = 4 if rows * columns * product.sides <= 64 * 64 else 8
-    fitting = [
-        cut
-        for stages in (5, 4, 3, 2)
-        if why_not(gpu, product, cut := Pipelined(rows, columns, block_k, split, stages, warps)) is None
-    ]
-    half = 1 << 30 if gpu is None else gpu.shared_per_multiprocessor // 2 - 1024
-    beside = [cut for cut in fitting[1:] if fitting[0].shared(product) > half >= cut.shared(product)]
-    return fitting[:1] + beside[:1]
+    for stages in (5, 4, 3, 2):
+        cut = Pipelined(rows, columns, block_k, split, stages, warps)
+        if why_not(gpu, product, cut) is None:
+            return cut
+    return None
 
 
 def _power_of_two(n: int) -> int:
