@@ -20,7 +20,7 @@ from vla_accel.errors import ConfigError
 Precision = Literal["auto", "fp32", "bf16"]
 EngineName = Literal["auto", "eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
 EnginePrecision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8"]
-Attention = Literal["own", "sdpa", "flash_attn", "fastest"]
+Attention = Literal["auto", "own", "sdpa", "flash_attn", "fastest"]
 Schedule = Literal["zeros", "ones", "linear", "exp"]
 T = typing.TypeVar("T")
 AUTO = "auto"
@@ -86,14 +86,16 @@ class EngineSpec:
     steps down by itself. `precision`: of the large products inside the engine; "auto" is the policy's.
     `keep`: products, by their names in a layer, that stay as they are where `precision` is FP8 (native engine only).
     `attention`: of the native engine's vision and kv_cache: its own kernels, torch's SDPA, flash-attn, or the one that
-    is measured to be the fastest when the engine is built. `native`, `tensorrt`: options of these engines.
+    is measured to be the fastest when the engine is built; "auto" takes its own where they were written for the shape
+    (CUDA C++), elsewhere the fastest, which it remembers. With "own" results repeat bit for bit.
+    `native`, `tensorrt`: options of these engines.
     """
 
     engine: EngineName = "auto"
     fallback: tuple[EngineName, ...] = ()
     precision: EnginePrecision = "auto"
     keep: tuple[str, ...] = ()
-    attention: Attention = "own"
+    attention: Attention = "auto"
     native: NativeOptions = field(default_factory=NativeOptions)
     tensorrt: TensorrtOptions = field(default_factory=TensorrtOptions)
 
@@ -103,7 +105,7 @@ class EngineSpec:
         if self.keep and (self.precision in ("auto", "fp32", "bf16", "fp16") or self.engine != "native"):
             what = f"{', '.join(self.keep)} for {self.precision} in engine {self.engine}"
             raise ConfigError(f"keep: expected products of the native engine in FP8, got {what}")
-        if self.attention != "own" and not {"auto", "native"} & {self.engine, *self.fallback}:
+        if self.attention not in ("auto", "own") and not {"auto", "native"} & {self.engine, *self.fallback}:
             raise ConfigError(f"attention: only the native engine has a choice, got {self.attention} for {self.engine}")
 
 

@@ -1,4 +1,5 @@
-"""What tests on a GPU share: the loop's cuts are not measured, which would compile some thirty kernels a model."""
+"""What tests on a GPU share: neither cuts nor ways of attention are measured, which would compile some thirty kernels a
+model, and let two policies that are compared bit for bit choose differently."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from vla_accel.native import cuts
+from vla_accel.ops import attending
 from vla_accel.ops.autotune import Fastest
 
 
@@ -20,4 +22,5 @@ def untuned() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuts, "remembered", first)
+        patch.setattr(attending, "remembered", first)
         yield

@@ -124,7 +124,7 @@ def test_a_way_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_unknown_way_is_named() -> None:
-    with pytest.raises(EngineError, match="expected own, sdpa, flash_attn or fastest, got 'fast'"):
+    with pytest.raises(EngineError, match="expected auto, own, sdpa, flash_attn or fastest, got 'fast'"):
         choose("fast", SIZES, CPU)
 
 
@@ -146,6 +146,17 @@ def test_the_fastest_is_the_one_that_took_least(
         f"attention {way}, the fastest (own {own:.1f} µs; sdpa {sdpa:.1f} µs; flash_attn out: not installed; "
         "some out: no kernel)"
     )
+
+
+@pytest.mark.parametrize(("kernel", "way"), [("CUDA C++", "own"), ("reference", "own"), ("Triton", "sdpa")])
+def test_auto_measures_where_the_own_kernel_is_tritons(kernel: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(what: str, ways: Any, device: torch.device, repeats: int) -> Fastest:
+        assert str(SIZES) in what and list(ways)[:2] == ["own", "sdpa"]
+        return Fastest("sdpa", {"own": 2e-3, "sdpa": 1e-3})
+
+    monkeypatch.setattr(attending, "remembered", measured)
+    monkeypatch.setattr(attending, "kernel_name", lambda *_: kernel)
+    assert choose("auto", SIZES, CPU).way == way
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -200,9 +211,9 @@ def test_the_loop_has_no_choice(folder: Path) -> None:
 
 def test_configurations_name_the_attention() -> None:
     config = load_config({"kv_cache": {"engine": "native", "attention": "fastest"}})
-    assert config.kv_cache == EngineSpec("native", attention="fastest") and config.vision.attention == "own"
+    assert config.kv_cache == EngineSpec("native", attention="fastest") and config.vision.attention == "auto"
     EngineSpec("tensorrt", fallback=("native",), attention="sdpa")
     with pytest.raises(ConfigError, match="attention: only the native engine has a choice, got sdpa for eager"):
         load_config({"vision": {"engine": "eager", "attention": "sdpa"}})
-    with pytest.raises(ConfigError, match=r"vision\.attention: expected one of own, sdpa, flash_attn, fastest"):
+    with pytest.raises(ConfigError, match=r"vision\.attention: expected one of auto, own, sdpa, flash_attn, fastest"):
         load_config({"vision": {"engine": "native", "attention": "flash"}})

@@ -62,7 +62,7 @@ class NativeEngine(Engine):
         self._gpu = None if gpu is None or spec.native.kernels == "auto" else gpu.portable
         with assumed(self._gpu):
             self.program = component.native(spec)
-        if spec.attention != "own" and not isinstance(getattr(self.program, "attention", None), Choice):
+        if spec.attention not in ("auto", "own") and not isinstance(getattr(self.program, "attention", None), Choice):
             raise EngineError(f"{component.name}: its attention has own kernels only, got {spec.attention}")
         self.capturable = device.type == "cuda"
         self.detail = self.program.detail if self.capturable else f"{self.program.detail}, torch reference ops (no GPU)"

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from vla_accel.errors import DependencyError, EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.ops import reference
-from vla_accel.ops.autotune import fastest
+from vla_accel.ops.autotune import fastest, remembered
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.rows import store
@@ -103,18 +103,19 @@ def attend(
 
 
 def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
-    """The way that a program takes: `asked`, or for "fastest" the one that takes the least time on `device`.
+    """The way that a program takes: `asked`, or for "fastest" the one that takes the least time on `device`; "auto" is
+    the same where the own kernel is Triton's, and remembers it, and "own" elsewhere.
 
     Raises DependencyError where flash-attn is asked for and missing, EngineError where a way cannot run these sizes:
     each but the own kernels is tried once.
     """
-    if asked == "own":
+    if asked == "own" or (asked == "auto" and kernel_name(sizes, device) != "Triton"):
         return Choice("own", f"attention own ({kernel_name(sizes, device)})")
     if asked in WAYS:
         _trial(asked, sizes, device)()
         return Choice(asked, f"attention {asked}")
-    if asked != "fastest":
-        raise EngineError(f"attention: expected {', '.join(WAYS)} or fastest, got {asked!r}")
+    if asked not in ("auto", "fastest"):
+        raise EngineError(f"attention: expected auto, {', '.join(WAYS)} or fastest, got {asked!r}")
     ways: dict[str, Callable[[], None]] = {}
     out: dict[str, str] = {}
     for way in WAYS:
@@ -126,7 +127,10 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
         except (DependencyError, EngineError) as error:
             # A candidate that cannot run is out of the race, and the ledger says why.
             out[way] = str(error)
-    found = fastest(ways, device, repeats=CALLS)
+    if asked == "auto":
+        found = remembered(f"attention of {sizes}", ways, device, repeats=CALLS)
+    else:
+        found = fastest(ways, device, repeats=CALLS)
     said = [f"{way} {ms * 1e3:.1f} µs" for way, ms in found.times.items()] or ["nothing is measured on a CPU"]
     said += [f"{way} out: {reason}" for way, reason in {**out, **found.out}.items()]
     return Choice(found.way, f"attention {found.way}, the fastest ({'; '.join(said)})")
