@@ -61,7 +61,6 @@ LOOKED_UP: dict[str, str] = {
     "python -m eval.libero.tune ": f"{MINUTES}; tests/tune and tests/eval/test_tuning.py run its parts",
     "python -m eval.libero.late --": f"{MINUTES}; tests/eval/test_stress.py plays a grid",
     "python -m eval.throughput --": f"{MINUTES}; tests/eval/test_throughput.py plays a case",
-    "python -m eval.memory": f"{MINUTES}: models of the published size; tests/measure/test_memory.py counts one",
     "python -m eval.pictures": "it writes into this repository; tests/eval/test_evidence_tables.py draws them",
     "python -m eval.libero.demo.states ": f"{MINUTES}; tests/eval/test_demo.py samples a few",
     "python -m eval.store": "it writes into this repository; tests/eval/test_tables.py runs its parts",

@@ -148,15 +148,26 @@ def test_the_fastest_is_the_one_that_took_least(
     )
 
 
-@pytest.mark.parametrize(("kernel", "way"), [("CUDA C++", "own"), ("reference", "own"), ("Triton", "sdpa")])
-def test_auto_measures_where_the_own_kernel_is_tritons(kernel: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("where", "kernel", "way"),
+    [
+        ("cuda:0", "CUDA C++", "own"),
+        ("cuda:0", "Triton", "sdpa"),
+        ("cpu", "Triton", "own"),
+        ("cpu", "reference", "own"),
+    ],
+)
+def test_auto_measures_where_the_own_kernel_is_tritons(
+    where: str, kernel: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def measured(what: str, ways: Any, device: torch.device, repeats: int) -> Fastest:
-        assert str(SIZES) in what and list(ways)[:2] == ["own", "sdpa"]
+        assert str(SIZES) in what and list(ways)[:2] == ["own", "sdpa"] and str(device) == where
         return Fastest("sdpa", {"own": 2e-3, "sdpa": 1e-3})
 
     monkeypatch.setattr(attending, "remembered", measured)
     monkeypatch.setattr(attending, "kernel_name", lambda *_: kernel)
-    assert choose("auto", SIZES, CPU).way == way
+    monkeypatch.setattr(attending, "_trial", lambda *_: lambda: None)
+    assert choose("auto", SIZES, torch.device(where)).way == way
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -306,6 +306,7 @@ def test_metadata_and_latency_report(folders: dict[Kind, Path], policy: Optimize
         "policy": str(folders["pi05"]),
         "action_horizon": 5,
         "action_dim": 8,
+        "image_size": 28,
         "num_steps": 3,
         "device": "cpu",
         "dtype": "float32",

@@ -109,7 +109,7 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
     Raises DependencyError where flash-attn is asked for and missing, EngineError where a way cannot run these sizes:
     each but the own kernels is tried once.
     """
-    if asked == "own" or (asked == "auto" and kernel_name(sizes, device) != "Triton"):
+    if asked == "own" or (asked == "auto" and (device.type != "cuda" or kernel_name(sizes, device) != "Triton")):
         return Choice("own", f"attention own ({kernel_name(sizes, device)})")
     if asked in WAYS:
         _trial(asked, sizes, device)()
