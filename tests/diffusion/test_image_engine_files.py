@@ -1,7 +1,7 @@
 """TensorRT engine files of image models, built with TensorRT-RTX without a GPU: tiny ones quickly, and the real sizes.
 
 The full-size Qwen-Image autoencoder with all nine profiles, one static size, and the full-size Stable Diffusion UNet
-take some minutes on two cores; they are marked slow: the tiny ones go the same way.
+take some minutes on two cores; the tiny ones go the same way.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def encoder_component(dtype: torch.dtype = FP16, name: str = "tiny-qwen-vae", se
 # -- multi-profile ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_file_has_nine_profiles_over_the_whole_range(multi: Path) -> None:
     names = {p.name for p in multi.iterdir()}
     assert names == {f"vae_{s}_multi_profile.{e}" for s in ("encoder", "decoder") for e in ("trt", "json")} | {
@@ -82,6 +83,7 @@ def test_one_file_has_nine_profiles_over_the_whole_range(multi: Path) -> None:
         assert about["similarity"] > 0.9999
 
 
+@pytest.mark.slow
 def test_the_config_beside_them_is_the_guides(multi: Path) -> None:
     content = json.loads((multi / "vae_config.json").read_text())
     assert content == {
@@ -91,6 +93,7 @@ def test_the_config_beside_them_is_the_guides(multi: Path) -> None:
     assert load_vae_config(multi / "vae_config.json").trt_vae_config.multi_profile
 
 
+@pytest.mark.slow
 def test_every_size_finds_its_profile(multi: Path) -> None:
     found = found_file(encoder_component(), multi / "vae_encoder_multi_profile.trt", "tensorrt_rtx")
     assert found is not None
@@ -103,6 +106,7 @@ def test_every_size_finds_its_profile(multi: Path) -> None:
         pick_profile(profiles, {"image": (1, 3, 1, 1936, 64)}, "vae")
 
 
+@pytest.mark.slow
 def test_what_is_there_is_used(multi: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (multi / "vae_encoder_multi_profile.trt").stat().st_mtime
     words = ["build-vae", "--vae", "tiny-qwen-vae", "--output-dir", str(multi), "--targets", "sm89"]
@@ -111,6 +115,7 @@ def test_what_is_there_is_used(multi: Path, capsys: pytest.CaptureFixture[str]) 
     assert (multi / "vae_encoder_multi_profile.trt").stat().st_mtime == before
 
 
+@pytest.mark.slow
 def test_an_engine_of_another_model_dtype_or_library_is_refused(multi: Path) -> None:
     path = multi / "vae_encoder_multi_profile.trt"
     for other in (encoder_component(seed=1), encoder_component(torch.float32)):
@@ -123,6 +128,7 @@ def test_an_engine_of_another_model_dtype_or_library_is_refused(multi: Path) -> 
         found_file(vae_component(decoder, "decoder", (64, 64)), path, "tensorrt_rtx")
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_named(multi: Path, tmp_path: Path) -> None:
     for suffix in ("trt", "json"):
         (tmp_path / f"a.{suffix}").write_bytes((multi / f"vae_encoder_multi_profile.{suffix}").read_bytes())
@@ -142,6 +148,7 @@ def test_a_damaged_file_is_named(multi: Path, tmp_path: Path) -> None:
     assert found_file(component, tmp_path / "b.trt", "tensorrt_rtx") is None
 
 
+@pytest.mark.slow
 def test_without_a_gpu_that_is_what_is_said(multi: Path) -> None:
     vae = random_model("tiny-qwen-vae", dtype=FP16, device=CPU)
     accelerated = AcceleratedVae(vae, multi / "vae_config.json")

@@ -56,6 +56,7 @@ class Witness(FakePolicy):
         return super().infer(obs, noise=noise)
 
 
+@pytest.mark.slow
 def test_an_episode_does_not_depend_on_those_before_it() -> None:
     protocol = Protocol("libero_spatial", tasks=(0,), trials=2, steps=(3,), max_steps=6, settings=LIBERO.settings)
     setup = Setup(LIBERO, protocol, PolicySource("local", "unused"))

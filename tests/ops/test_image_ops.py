@@ -120,6 +120,7 @@ def test_kernels_compute_what_the_references_do() -> None:
 
 
 @HAS_TRITON
+@pytest.mark.slow
 def test_whole_models_run_on_the_kernels() -> None:
     pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
     found = {name: float(value) for value, name in interpreted("interpret_image_models.py")}

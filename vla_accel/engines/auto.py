@@ -51,7 +51,7 @@ def _choice(name: str, spec: EngineSpec, device: torch.device, dtype: torch.dtyp
     gpu = Gpu.of(device)
     reason = _why_not_native(device, gpu, dtype, spec.precision)
     if reason is not None or gpu is None:
-        return Choice(replace(spec, engine="eager", precision="auto", attention="own"), reason or "there is no GPU")
+        return Choice(replace(spec, engine="eager", precision="auto", attention="auto"), reason or "there is no GPU")
     why = f"{gpu.name} has compute capability {gpu.version}"
     lower = None if shown is None else shown.precisions.get(name)
     if shown is not None and lower not in (None, "auto", "bf16") and why_not(gpu, lower) is None:
