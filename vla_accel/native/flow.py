@@ -1,18 +1,21 @@
-"""The native programs that flow networks share: their vision."""
+"""What the native programs of flow networks share: vision, and how the other two come to weights and precisions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
+from vla_accel.errors import EngineError
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.native.store import NativeStore
 from vla_accel.native.vision import NativeVision, VisionWeights
 
 N = TypeVar("N", bound=FlowNetwork)
+W = TypeVar("W")
 
 
 class FlowStore(NativeStore[N]):
@@ -26,6 +29,21 @@ class FlowStore(NativeStore[N]):
             lambda: VisionWeights.of(self.model, precision, self.scales, spec.keep),
         )
         return NativeVision(weights, batch, views, spec.attention)
+
+    def prefix_weights(self, spec: EngineSpec, of: Callable[..., W]) -> W:
+        """The prefix's weights, prepared by `of` as `PrefixWeights.of` is called."""
+        precision = self.precision("kv_cache", spec, self.beside_bf16("fp8", "int8"))
+        where = spec.native.embeddings
+        return self.weights(
+            ("kv_cache", precision, where, spec.keep), lambda: of(self.model, precision, self.scales, where, spec.keep)
+        )
+
+    def denoise_precision(self, spec: EngineSpec) -> str:
+        """Of the expert's weights. Raises EngineError where products of it are to be kept."""
+        precision = self.precision("denoise", spec, self.beside_bf16("fp8"), calibrated=False)
+        if spec.keep:
+            raise EngineError("denoise: keep: its weights are stored in one byte all or none")
+        return precision
 
     def beside_bf16(self, *precisions: str) -> tuple[str, ...]:
         """Precisions of the two that share keys and values: their programs keep those in BF16, as only a BF16 policy

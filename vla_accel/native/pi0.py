@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
-from vla_accel.errors import EngineError
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.expert import ExpertWeights, NativeDenoise, steps_of, why_not_streamed
 from vla_accel.native.flow import FlowStore
@@ -16,12 +15,7 @@ class Pi0Store(FlowStore[Pi0]):
 
     def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
         """The prefix program of `image_tokens` image tokens and `length` prompt tokens a row."""
-        precision = self.precision("kv_cache", spec, self.beside_bf16("fp8", "int8"))
-        where = spec.native.embeddings
-        weights = self.weights(
-            ("kv_cache", precision, where, spec.keep),
-            lambda: PrefixWeights.of(self.model, precision, self.scales, where, spec.keep),
-        )
+        weights = self.prefix_weights(spec, PrefixWeights.of)
         return NativePrefix(weights, batch, image_tokens, length, spec.attention)
 
     def denoise(
@@ -34,9 +28,7 @@ class Pi0Store(FlowStore[Pi0]):
         trained: bool = False,
     ) -> Program:
         """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
-        precision = self.precision("denoise", spec, self.beside_bf16("fp8"), calibrated=False)
-        if spec.keep:
-            raise EngineError("denoise: keep: its weights are stored in one byte all or none")
+        precision = self.denoise_precision(spec)
         why_not = "they have one flow time for all actions" if trained else None
         why_not = why_not or why_not_streamed(self.model, precision, batch)
         form = ("denoise", precision, "layers" if why_not else "streamed")

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
-from vla_accel.errors import EngineError
 from vla_accel.fp8 import Scales
 from vla_accel.models.smolvla import CrossLayer, SmolVla
 from vla_accel.native.flow import FlowStore
@@ -103,12 +102,7 @@ class SmolVlaStore(FlowStore[SmolVla]):
 
     def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
         """The prefix program of `image_tokens` image tokens and `length` prompt tokens a row."""
-        precision = self.precision("kv_cache", spec, self.beside_bf16("fp8", "int8"))
-        where = spec.native.embeddings
-        weights = self.weights(
-            ("kv_cache", precision, where, spec.keep),
-            lambda: SmolVlaPrefixWeights.of(self.model, precision, self.scales, where, spec.keep),
-        )
+        weights = self.prefix_weights(spec, SmolVlaPrefixWeights.of)
         return SmolVlaPrefix(weights, batch, image_tokens, length, spec.attention)
 
     def denoise(
@@ -121,9 +115,7 @@ class SmolVlaStore(FlowStore[SmolVla]):
         trained: bool = False,
     ) -> Program:
         """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
-        precision = self.precision("denoise", spec, self.beside_bf16("fp8"), calibrated=False)
-        if spec.keep:
-            raise EngineError("denoise: keep: its weights are stored in one byte all or none")
+        precision = self.denoise_precision(spec)
         form = ("denoise", precision)
         weights = self.weights(form, lambda: ExpertWeights.of(self.model, precision))
         steps = (*form, num_steps, max_weight, trained)
