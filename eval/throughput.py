@@ -67,7 +67,7 @@ class Arguments:
     steps: int = 10
     """Denoising steps."""
     options: str = ""
-    """More words for the benchmark's command, with spaces between them."""
+    """More words for the benchmark's command, with spaces between them, such as --options="--config native_fp8"."""
     limit_s: float = 300.0
     """Longest that a case may take."""
 
@@ -80,7 +80,7 @@ def run(arguments: Arguments) -> None:
     runs.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        "command": _told(arguments),
+        "command": told(arguments),
         "steps": arguments.steps,
         "cores": len(os.sched_getaffinity(0)),
         "rows": [],
@@ -244,8 +244,10 @@ def _policies_s(pid: int) -> dict[int, float]:
     return found
 
 
-def _told(arguments: Arguments) -> str:
-    options = f' --options "{arguments.options}"' if arguments.options else ""
+def told(arguments: Arguments) -> str:
+    """The command line as it can be typed again, but for where its files go."""
+    # Joined by "=": a value that begins with "--" would be taken for another option.
+    options = f' --options="{arguments.options}"' if arguments.options else ""
     return f"python -m eval.throughput --steps {arguments.steps} --case {' '.join(arguments.case)}{options}"
 
 

@@ -4,14 +4,16 @@ is in its row."""
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 
 from eval import throughput
 from eval.server_tables import draw_server_gpus, server_gpus
-from eval.throughput import Case, Watch, figures
+from eval.throughput import Arguments, Case, Watch, figures, told
 from eval.throughput_table import plan
 from eval.throughput_table import throughput as table
 from vla_accel.errors import ConfigError
@@ -51,6 +53,14 @@ def test_a_case_says_how_much_of_the_machine_it_takes() -> None:
     for wrong in ("ray", "ray:1:2", "here:1:2:3", "plain:1:x:3", "plain:1:2:3:4:5"):
         with pytest.raises(ConfigError, match=f"case: expected ray or plain:GPUS:SIMULATORS:TRIALS.*got '{wrong}'"):
             Case.parse(wrong)
+
+
+@pytest.mark.parametrize("options", ["", "--config native_fp8 --tasks 0"])
+def test_the_command_on_record_can_be_typed_again(options: str) -> None:
+    asked = Arguments(Path("x.json"), case=("plain:0:2:1", "ray:0:2:1"), steps=3, options=options)
+    python, how, module, *words = shlex.split(told(asked))
+    assert (python, how, module) == ("python", "-m", "eval.throughput")
+    assert tyro.cli(Arguments, args=["--output", "x.json", *words]) == asked
 
 
 @pytest.mark.slow
