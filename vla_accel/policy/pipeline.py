@@ -282,7 +282,9 @@ class Pipelines:
             self._kept.move_to_end(shape)
             return known[0]
         before = self._allocated() - self.plan.weight_bytes()
-        pipeline = Pipeline(self.plan, shape)
+        # What is tried while it is built is launched on the current device.
+        with on(self.plan.device):
+            pipeline = Pipeline(self.plan, shape)
         # Weights are shared by all shapes and stay.
         self._kept[shape] = (pipeline, max(0, self._allocated() - self.plan.weight_bytes() - before))
         while len(self._kept) > 1 and (len(self._kept) > self.limit or self.bytes > self.budget):
