@@ -9,12 +9,14 @@ import pytest
 from tests.support.gpus import A100, ARCHITECTURES, GPUS, H200, ORIN, RTX_4090
 from vla_accel.ops import suffix_tilings
 from vla_accel.ops.suffix_tilings import (
+    Crossing,
     KeySplit,
     Pipelined,
     Product,
     Skinny,
     SuffixAttention,
     candidates,
+    crossings,
     default,
     key_splits,
     variants,
@@ -45,6 +47,20 @@ def test_every_gpu_has_cuts_that_fit(name: str, rows: int) -> None:
         found = key_splits(gpu, sizes)
         assert found and all(cut.shared(sizes) <= gpu.shared_per_block for cut in found)
         assert len(found) == len({str(cut) for cut in found})
+
+
+@pytest.mark.parametrize(
+    "sizes", [Crossing(1, 50, 720, 193, 15, 64), Crossing(2, 10, 48, 20, 3, 16), Crossing(1, 50, 720, 900, 15, 64)]
+)
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_has_cuts_for_layers_that_cross(name: str, sizes: Crossing) -> None:
+    for gpu in (GPUS[name], GPUS[name].portable):
+        found = crossings(gpu, sizes)
+        assert found and len(found) == len({str(cut) for cut in found}) <= suffix_tilings.MOST_TRIED
+        assert all(cut.shared(sizes) <= gpu.shared_per_block for cut in found)
+        assert all(cut.rows < 2 * max(sizes.tokens, 16) and cut.block_k < 2 * max(sizes.k, 64) for cut in found)
+    # Where there is room, all keys are fetched before the wait, unless they are many.
+    assert crossings(H200, sizes)[0].keys == {193: 256, 20: 32, 900: 64}[sizes.prefix_tokens]
 
 
 def test_fewer_weights_are_fetched_ahead_where_shared_memory_is_small() -> None:

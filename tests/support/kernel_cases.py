@@ -26,7 +26,7 @@ from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import rope_tables
-from vla_accel.ops.suffix_tilings import KeySplit, Pipelined, Product, SuffixAttention, Tiling, key_splits
+from vla_accel.ops.suffix_tilings import CrossTile, KeySplit, Pipelined, Product, SuffixAttention, Tiling, key_splits
 
 MARGIN = 1024  # elements; keeps the alignment that compilers count on
 FP8 = E4M3.dtype
@@ -423,7 +423,7 @@ def _qkv_rope(
 
 def _cross_attention(
     tokens: int, source: int, width: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int], fp8: bool,
-    moments: int = 0,
+    moments: int = 0, cut: CrossTile | None = None,
 ) -> Callable:  # fmt: skip
     def call(draw: Draw) -> Call:
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
@@ -433,7 +433,7 @@ def _cross_attention(
             "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(heads * head_dim, width, fp8=fp8),
             "cos": cos, "sin": sin, "keys": keys, "values": values, "lengths": real,
             "out": Empty((batch * tokens, heads * head_dim), draw.dtype), "eps": EPS,
-        }  # fmt: skip
+        } | ({} if cut is None else {"cut": cut})  # fmt: skip
         if moments:
             arguments["moments"] = _moments_of(arguments["x"], None, moments)
         beyond = _beyond(real, source, kv_heads, head_dim)
@@ -605,6 +605,8 @@ def _smolvla_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"cross_attention {shape} moments", _cross_attention(*shape, False, 32)
     # More keys than are fetched ahead.
     yield "cross_attention 300 keys", _cross_attention(18, 300, 40, 2, 1, 16, [290], False, 16)
+    for cut in (CrossTile(16, 128, 2, 16), CrossTile(32, 16, 3, 64)):
+        yield f"cross_attention {cut}", _cross_attention(40, 50, 136, 3, 1, 16, [50, 17], False, 8, cut)
 
 
 def _pinned_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:

@@ -17,9 +17,9 @@ from vla_accel.ops import suffix, suffix_tilings
 from vla_accel.ops.autotune import remembered
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
-from vla_accel.ops.suffix_tilings import KeySplit, Pipelined, Product, SuffixAttention, Tiling
+from vla_accel.ops.suffix_tilings import Crossing, CrossTile, KeySplit, Pipelined, Product, SuffixAttention, Tiling
 
-Cut = Tiling | KeySplit
+Cut = Tiling | KeySplit | CrossTile
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,11 @@ class Cuts:
         self._choose(
             kind, str(sizes), [Taken(c, suffix.suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20
         )
+
+    def crossing(self, kind: str, sizes: Crossing, run: Callable[[], object]) -> None:
+        """Choose for `cross_attention`; as `products`."""
+        cuts = suffix_tilings.crossings(Gpu.of(self.device), sizes)
+        self._choose(kind, str(sizes), [Taken(cut, None) for cut in cuts], run, 1)
 
     def _choose(self, kind: str, what: str, ways: Sequence[Taken], run: Callable[[], object], repeats: int) -> None:
         by_name = {str(way.cut): way for way in ways}

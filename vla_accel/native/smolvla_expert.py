@@ -123,11 +123,14 @@ class NativeDenoise:
         self.detail = f"fused ops, {kind}, {5 * expert.depth - crossing + 3} kernels a step{self.cuts.detail}"
 
     def _cut(self, sizes: SuffixAttention) -> None:
-        """Choose how the products and the attention of layers that do not cross are cut."""
+        """Choose how products and attention are cut."""
         device, layers = self.x.device, self.weights.layers
         lengths = torch.zeros(sizes.batch, dtype=torch.int32, device=device)
-        whole = [i for i in range(len(layers)) if not self.config.crosses(i)]
+        crossing = [i for i in range(len(layers)) if self.config.crosses(i)]
+        whole = [i for i in range(len(layers)) if i not in crossing]
         o, gate_up, down = layers[0].o, layers[0].gate_up, layers[0].down
+        cache = torch.zeros(sizes.batch, sizes.prefix_tokens, *self.k.shape[2:], dtype=self.k.dtype, device=device)
+        full = lengths + sizes.prefix_tokens
 
         def every(op: Callable[[ExpertLayer], None]) -> None:
             for layer in layers:
@@ -140,9 +143,10 @@ class NativeDenoise:
         if whole:
             product = suffix.qkv_product(self.x, layers[whole[0]].qkv, self.q, self.k)
             self.cuts.products("qkv", product, lambda: [self._qkv(i, lengths) for i in whole])
-            cache = torch.zeros(sizes.batch, sizes.prefix_tokens, *self.k.shape[2:], dtype=self.k.dtype, device=device)
-            full = lengths + sizes.prefix_tokens
             self.cuts.attention("attention", sizes, lambda: self._attend(cache, cache, full))
+        if crossing:
+            sizes_of = suffix.crossing(self.x, layers[crossing[0]].qkv, cache)
+            self.cuts.crossing("cross", sizes_of, lambda: [self._cross(i, cache, cache, full) for i in crossing])
         mix = suffix.project_product(self.hidden, self.weights.mix)
         self.cuts.products("mix", mix, self._mix)
 
@@ -176,10 +180,7 @@ class NativeDenoise:
         layer, lengths = self.weights.layers[index], inputs["lengths"]
         keys, values = inputs["keys"][index], inputs["values"][index]
         if self.config.crosses(index):
-            suffix.cross_attention(
-                self.x, layer.qkv, self.cos, self.sin, keys, values, lengths, self.context, eps=self.config.expert.eps,
-                pdl=self.pdl, moments=self._before(index),
-            )  # fmt: skip
+            self._cross(index, keys, values, lengths)
         else:
             self._qkv(index, lengths)
             self._attend(keys, values, lengths)
@@ -203,6 +204,12 @@ class NativeDenoise:
         suffix.suffix_attention(
             self.q, keys, values, self.k, self.v, lengths, self.context, state_first=False, causal=True, pdl=self.pdl,
             **self.cuts.options("attention"),
+        )  # fmt: skip
+
+    def _cross(self, index: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
+        suffix.cross_attention(
+            self.x, self.weights.layers[index].qkv, self.cos, self.sin, keys, values, lengths, self.context,
+            eps=self.config.expert.eps, pdl=self.pdl, cut=self.cuts.alone("cross"), moments=self._before(index),
         )  # fmt: skip
 
     def _o(self, layer: ExpertLayer) -> None:

@@ -21,7 +21,7 @@ from vla_accel.ops.linear import Linear
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import normed
-from vla_accel.ops.suffix_tilings import KeySplit, Product, Skinny, SuffixAttention, Tiling
+from vla_accel.ops.suffix_tilings import Crossing, CrossTile, KeySplit, Product, Skinny, SuffixAttention, Tiling
 
 AttentionWorkspace = tuple[Tensor, Tensor, Tensor]
 """Parts and statistics of programs that share keys, and the counters of those that have arrived."""
@@ -90,6 +90,15 @@ def gate_up_product(x: Tensor, layer: Linear) -> Product:
 def project_product(a: Tensor, layer: Linear) -> Product:
     """The product that `project` makes of these."""
     return _product(a, layer, layer.weight.shape[0], 1, 1)
+
+
+def crossing(x: Tensor, layer: Linear, keys: Tensor) -> Crossing:
+    """What `cross_attention` makes of these."""
+    batch, source, _, head_dim = keys.shape
+    return Crossing(
+        batch, len(x) // batch, x.shape[1], source, layer.weight.shape[0] // head_dim, head_dim,
+        layer.weight.element_size(), x.element_size(),
+    )  # fmt: skip
 
 
 def suffix_attention(
@@ -177,17 +186,20 @@ def gate_up_geglu(
 
 def cross_attention(
     x: Tensor, layer: Linear, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, out: Tensor, *,
-    eps: float, pdl: bool = False, moments: Moments | None = None,
+    eps: float, pdl: bool = False, cut: CrossTile | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, query projection and rotation of the suffix, from position 0 on, and attention to the prefix alone.
 
     x (B * T, W); `layer` of the queries (heads * d, W); keys, values (B, S, kv_heads, d), of which row b has
-    lengths[b]; out (B * T, heads * d); all contiguous. `moments`: of x, where they were written beside it.
+    lengths[b]; out (B * T, heads * d); all contiguous. `cut`: how programs share the work (`suffix_tilings.crossings`);
+    `moments`: of x, where they were written beside it.
     """
     if path(x) != "reference":
+        if cut is None:
+            cut = suffix_tilings.crossings(Gpu.of(x.device), crossing(x, layer, keys))[0]
         return kernels("cross").cross_attention(
             x, layer.weight, layer.weight_scale_value, cos, sin, keys, values, lengths, out, eps=eps, pdl=pdl,
-            moments=moments,
+            cut=cut, moments=moments,
         )  # fmt: skip
     batch, source, _, head_dim = keys.shape
     tokens = len(x) // batch

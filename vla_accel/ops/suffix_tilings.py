@@ -249,6 +249,55 @@ def key_splits(gpu: Gpu | None, sizes: SuffixAttention) -> list[KeySplit]:
     return [*fits, *found[:MOST_TRIED]] if sizes.rows <= 128 else [*found[:MOST_TRIED], *fits]
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """Sizes of queries and their attention to a prefix alone: (batch * tokens, k) rows, `heads` * `head_dim` weight
+    rows. `weight`, `activation`: bytes of an element."""
+
+    batch: int
+    tokens: int
+    k: int
+    prefix_tokens: int
+    heads: int
+    head_dim: int
+    weight: int = 2
+    activation: int = 2
+
+
+@dataclass(frozen=True)
+class CrossTile:
+    """How such queries are cut (`kernels/cross.py`), a head a program: rows, K of a tile and tiles of it on their way,
+    keys of a tile."""
+
+    rows: int
+    block_k: int
+    stages: int
+    keys: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows, K by {self.block_k}, {self.stages} stages, {self.keys} keys"
+
+    def shared(self, sizes: Crossing) -> int:
+        """Bytes of shared memory, at most."""
+        head = max(32, _power_of_two(sizes.head_dim))
+        stage = self.block_k * (self.rows * sizes.activation + head * sizes.weight)
+        return self.stages * stage + 2 * self.keys * head * sizes.activation
+
+
+def crossings(gpu: Gpu | None, sizes: Crossing) -> list[CrossTile]:
+    """The cuts worth measuring on a GPU, all of which it has room for; the one to take unmeasured comes first."""
+    limit = 1 << 30 if gpu is None else gpu.shared_per_block
+    whole = max(16, _power_of_two(sizes.prefix_tokens))
+    # Up to 256 keys are all fetched before the wait, and then are one tile.
+    keys = (whole, 64) if 64 < whole <= 256 else (min(whole, 64),)
+    deep = (64, 128) if sizes.k > 64 else (max(16, _power_of_two(sizes.k)),)
+    found = []
+    for of_keys, block_k, rows in itertools.product(keys, deep, (32, 16) if sizes.tokens > 16 else (16,)):
+        made = (CrossTile(rows, block_k, stages, of_keys) for stages in (4, 3, 2))
+        found += [cut for cut in made if cut.shared(sizes) <= limit][:1]
+    return found[:MOST_TRIED]
+
+
 def _deepest(
     gpu: Gpu | None, product: Product, rows: int, columns: int, block_k: int, split: int
 ) -> Pipelined | None:  # fmt: skip

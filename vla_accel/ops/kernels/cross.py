@@ -15,11 +15,7 @@ from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, pow
 from vla_accel.ops.kernels.moments import tiles_of
 from vla_accel.ops.kernels.pipelined import normed_pair
 from vla_accel.ops.moments import Moments
-
-ROWS = 32
-"""Rows of a program: its weights are read once a tile, but tiles of one head run beside each other."""
-KEYS, MOST_KEYS = 64, 256
-"""Keys of a tile; and so many at most are all fetched before the wait, and then are one tile."""
+from vla_accel.ops.suffix_tilings import CrossTile
 
 
 @triton.jit
@@ -45,6 +41,10 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
         fetch_ahead(w_ptr + (low + tl.minimum(i, HALF - 1)) * K, K, AHEAD)
         fetch_ahead(w_ptr + (low + HALF + tl.minimum(i, HALF - 1)) * K, K, AHEAD)
     # The prefix was complete before the loop's first kernel; x is what the previous kernel wrote.
+    place = first + tl.arange(0, BLOCK_M)[:, None]
+    keep = (place < tokens) & in_half[None, :]
+    cos = tl.load(cos_ptr + place * HALF + i[None, :], mask=keep, other=0.0)
+    sin = tl.load(sin_ptr + place * HALF + i[None, :], mask=keep, other=0.0)
     ONE: tl.constexpr = SOURCE <= BLOCK_S
     key = tl.arange(0, BLOCK_S)
     length = tl.load(length_ptr + batch)
@@ -57,10 +57,6 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
     a, b = normed_pair(x_ptr, w_ptr, wscale, x_ptr, x_ptr, squares_ptr, row0, end, rows, low, low + HALF, low + HALF,
                        low + 2 * HALF, eps, K, BLOCK_M, BLOCK_HALF, BLOCK_K, EVEN, False, TILES, BLOCK_T,
                        False)  # fmt: skip
-    place = first + tl.arange(0, BLOCK_M)[:, None]
-    keep = (place < tokens) & in_half[None, :]
-    cos = tl.load(cos_ptr + place * HALF + i[None, :], mask=keep, other=0.0)
-    sin = tl.load(sin_ptr + place * HALF + i[None, :], mask=keep, other=0.0)
     kind = k_ptr.dtype.element_ty
     q_low = tl.where(keep, a * cos - b * sin, 0.0).to(kind)
     q_high = tl.where(keep, b * cos + a * sin, 0.0).to(kind)
@@ -96,18 +92,15 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
 
 def cross_attention(
     x: Tensor, weight: Tensor, weight_scale: float, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-    lengths: Tensor, out: Tensor, *, eps: float, pdl: bool, moments: Moments | None,
+    lengths: Tensor, out: Tensor, *, eps: float, pdl: bool, cut: CrossTile, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.cross_attention`."""
     batch, source, kv_heads, head_dim = keys.shape
     tokens, width, half = len(x) // batch, x.shape[1], head_dim // 2
     heads = weight.shape[0] // head_dim
-    keys_a_tile = max(16, power_of_two(source)) if source <= MOST_KEYS else KEYS
-    tile = ROWS if tokens > ROWS // 2 else ROWS // 2
-    block_k = min(64, max(16, power_of_two(width)))
-    _cross_attention[(heads, triton.cdiv(tokens, tile), batch)](
+    _cross_attention[(heads, triton.cdiv(tokens, cut.rows), batch)](
         x, weight, weight_scale, x if moments is None else moments.squares, cos, sin, keys, values, lengths, out,
-        len(x), tokens, eps, head_dim**-0.5 * LOG2E, source, width, heads, kv_heads, half, tile,
-        max(16, power_of_two(half)), keys_a_tile, block_k, width % block_k == 0, ahead(weight, None, pdl),
-        *tiles_of(moments), pdl, num_warps=8, num_stages=4, **launch_options(pdl),
+        len(x), tokens, eps, head_dim**-0.5 * LOG2E, source, width, heads, kv_heads, half, cut.rows,
+        max(16, power_of_two(half)), cut.keys, cut.block_k, width % cut.block_k == 0, ahead(weight, None, pdl),
+        *tiles_of(moments), pdl, num_warps=8, num_stages=cut.stages, **launch_options(pdl),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from vla_accel.ops.kernels.common import (
     power_of_two,
     wait_for_previous,
 )
-from vla_accel.ops.kernels.moments import added, tiles_of
+from vla_accel.ops.kernels.moments import of_tiles, tiles_of
 from vla_accel.ops.kernels.pipelined import row_tile, weight_tile
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
@@ -37,12 +37,11 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, 
         fetch_ahead(w_ptr + from_n * K, K, AHEAD)
     wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
     if TILES > 0:
-        total = added(total_ptr, from_row, rows, TILES, BLOCK_T)
-        squares = added(squares_ptr, from_row, rows, TILES, BLOCK_T)
-    else:
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        squares = tl.zeros((BLOCK_M,), tl.float32)
+        totals = of_tiles(total_ptr, from_row, rows, TILES, BLOCK_T)
+        all_squares = of_tiles(squares_ptr, from_row, rows, TILES, BLOCK_T)
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         x = row_tile(x_ptr, from_row, k, K, EVEN)
@@ -58,6 +57,8 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, 
         acc = tl.dot(x, w.to(x.dtype), acc)
     y = acc * wscale
     if NORM:
+        if TILES > 0:
+            total, squares = tl.sum(totals, 0), tl.sum(all_squares, 0)
         mean = total / K
         rstd = tl.rsqrt(squares / K - mean * mean + eps)
         y = (y - mean[:, None] * tl.load(sums_ptr + n, mask=in_n, other=0.0)[None, :]) * rstd[:, None]

@@ -24,10 +24,11 @@ def store_moments(y, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr,
 
 
 @triton.jit
-def added(moment_ptr, row, rows, TILES: tl.constexpr, BLOCK_T: tl.constexpr):
-    """(BLOCK_M,) of rows that are all in the tensor: a moment over all tiles."""
+def of_tiles(moment_ptr, row, rows, TILES: tl.constexpr, BLOCK_T: tl.constexpr):
+    """(BLOCK_T, BLOCK_M) of rows that are all in the tensor: a moment of every tile. Fetched before a product and added
+    up behind it, they come while the product waits for its own operands."""
     tile = tl.arange(0, BLOCK_T)[:, None]
-    return tl.sum(tl.load(moment_ptr + tile * rows + row[None, :], mask=tile < TILES, other=0.0), 0)
+    return tl.load(moment_ptr + tile * rows + row[None, :], mask=tile < TILES, other=0.0)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, wait_for_previous
 from vla_accel.ops.kernels.epilogues import own_row, store_geglu, store_heads, store_residual
-from vla_accel.ops.kernels.moments import added, store_moments, tiles_of
+from vla_accel.ops.kernels.moments import of_tiles, store_moments, tiles_of
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
 
@@ -55,7 +55,7 @@ def normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, squares_ptr, row0, 
     acc_b = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     if TILES > 0:
-        squares = added(squares_ptr, row, rows, TILES, BLOCK_T)
+        parts = of_tiles(squares_ptr, row, rows, TILES, BLOCK_T)
     if PINNED:
         own = own_row(pinned_ptr, row, rows, K)[:, None]
     for k0 in range(0, K, BLOCK_K):
@@ -76,6 +76,8 @@ def normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, squares_ptr, row0, 
             x = wide.to(x.dtype)
         acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
         acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
+    if TILES > 0:
+        squares = tl.sum(parts, 0)
     rstd = tl.rsqrt(squares / K + eps)[:, None]
     return acc_a * wscale * rstd, acc_b * wscale * rstd
 
