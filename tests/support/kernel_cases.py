@@ -429,11 +429,13 @@ def _cross_attention(
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
         cos, sin = rope_tables(tokens + 3, head_dim, torch.device("cpu"))
         keys, values = (draw(batch, source, kv_heads, head_dim) for _ in range(2))
-        arguments = {
+        arguments: dict[str, Any] = {
             "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(heads * head_dim, width, fp8=fp8),
             "cos": cos, "sin": sin, "keys": keys, "values": values, "lengths": real,
             "out": Empty((batch * tokens, heads * head_dim), draw.dtype), "eps": EPS,
-        } | ({} if cut is None else {"cut": cut})  # fmt: skip
+        }  # fmt: skip
+        if cut is not None:
+            arguments["cut"] = cut
         if moments:
             arguments["moments"] = _moments_of(arguments["x"], None, moments)
         beyond = _beyond(real, source, kv_heads, head_dim)
