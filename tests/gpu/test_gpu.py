@@ -29,7 +29,7 @@ from tests.support.streamed_support import LOOPS, LoopCase, streamable
 from tests.support.tiny import TOKENIZER, statistics, tiny_config, tiny_observation
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.checkpoint import save_checkpoint
-from vla_accel.config import RtcConfig
+from vla_accel.config import EnginePrecision, RtcConfig
 from vla_accel.engines.auto import choose
 from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import EngineError
@@ -541,17 +541,25 @@ def test_fp8_weights_take_half_the_memory() -> None:
     assert narrow.bytes < 0.56 * wide.bytes
 
 
-@pytest.mark.parametrize("components", [("kv_cache",), ("denoise",), ("vision", "kv_cache", "denoise")])
-def test_fp8_policies_stay_close(components: tuple[str, ...], folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("precision", "components"),
+    [
+        ("fp8", ("kv_cache",)), ("fp8", ("denoise",)), ("fp8", ("vision", "kv_cache", "denoise")),
+        ("int8", ("denoise",)),  # the others would need calibrated ranges
+    ],
+)  # fmt: skip
+def test_policies_of_one_byte_stay_close(
+    precision: EnginePrecision, components: tuple[str, ...], folders: dict[str, Path]
+) -> None:
     eager = load(folders["pi05"], EAGER)
     source = load(folders["pi05"], replace(EAGER, precision="bf16"))
-    config = replace(NATIVE, **{c: EngineSpec("native", precision="fp8") for c in components})
+    config = replace(NATIVE, **{c: EngineSpec("native", precision=precision) for c in components})
     narrow = OptimizedPolicy(replace(source.checkpoint, calibrated=scales_of_any()), config)
     observations, noise = [tiny_observation(i, PROMPTS[i % 3]) for i in range(4)], noise_for(eager, 4)
     found = cosines(actions_of(narrow, observations, noise), actions_of(eager, observations, noise))
     assert found.min() >= 0.99, found
     details = {c: narrow.ledger.entries[c].detail for c in ("vision", "kv_cache", "denoise")}
-    assert {c for c, detail in details.items() if "FP8" in detail} == set(components)
+    assert {c for c, detail in details.items() if precision.upper() in detail} == set(components)
 
 
 # -- capture and threads ----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from tests.support.agreement import assert_as_near
 from tests.support.groot_folders import observation, write_isaac
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.config import EnginePrecision
 from vla_accel.transforms import groot_images
 
 pytestmark = pytest.mark.gpu
@@ -40,10 +41,10 @@ def noise(count: int) -> np.ndarray:
     return np.random.default_rng(count).standard_normal((count, 8, 132)).astype(np.float32)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("denoise", ["auto", "fp8", "int8"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_native_is_as_near_as_eager(folder: Path, batch: int, fp8: bool) -> None:
-    narrow = {"denoise": EngineSpec("native", precision="fp8")} if fp8 else {}
+def test_native_is_as_near_as_eager(folder: Path, batch: int, denoise: EnginePrecision) -> None:
+    narrow = {} if denoise == "auto" else {"denoise": EngineSpec("native", precision=denoise)}
     policies = (
         policy_of(folder, "native", "bf16", **narrow), policy_of(folder, "eager", "bf16"),
         policy_of(folder, "eager", "fp32"),
@@ -54,7 +55,7 @@ def test_native_is_as_near_as_eager(folder: Path, batch: int, fp8: bool) -> None
     for policy in policies:
         policy.infer_batch(given, noise=noise(batch))
         rows.append(policy.pipelines.newest.outputs["actions"].cpu().clone())
-    assert_as_near(*rows, ratio=20.0 if fp8 else 2.0)
+    assert_as_near(*rows, ratio=20.0 if narrow else 2.0)
 
 
 def test_guided_and_plain_calls_share_a_graph(folder: Path) -> None:

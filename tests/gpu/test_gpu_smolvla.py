@@ -55,16 +55,18 @@ def test_fp32_native_is_eager(tmp_path: Path) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-3)
 
 
-@pytest.mark.parametrize("fp8", [(), ("kv_cache",), ("vision", "kv_cache")])
-def test_published_size(fp8: tuple[str, ...]) -> None:
-    """Random weights: native against FP32 eager, as near as eager BF16 is; FP8 by its own threshold."""
-    low = settings("bf16", "native", **dict.fromkeys(fp8, "fp8"))
-    policy, exact = random_policy(SMOLVLA, low, with_reference=True)
+@pytest.mark.parametrize(
+    "low", [{}, {"kv_cache": "fp8"}, {"vision": "fp8", "kv_cache": "fp8"}, {"denoise": "int8"}], ids=str
+)
+def test_published_size(low: dict[str, str]) -> None:
+    """Random weights: native against FP32 eager, as near as eager BF16 is; FP8 and INT8 by their own threshold."""
+    config = settings("bf16", "native", **low)
+    policy, exact = random_policy(SMOLVLA, config, with_reference=True)
     assert exact is not None
     given = random_observations(policy, 4)
     report = compare(policy, exact, given, name="native")
     assert {e["used"] for e in policy.ledger.as_list()} == {"native", "cuda_graph"}
-    if fp8:
+    if low:
         assert report.actions.cosine > 0.9
         return
     plain, _ = random_policy(SMOLVLA, settings("bf16", "eager"))

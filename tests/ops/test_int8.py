@@ -34,6 +34,7 @@ PARTS = ("vision", "kv_cache", "denoise")
 BF16 = PolicyConfig(num_steps=2, precision="bf16", device="cpu").with_specs(dict.fromkeys(PARTS, EngineSpec("native")))
 INT8_PREFIX = replace(BF16, kv_cache=EngineSpec("native", precision="int8"))
 INT8_VISION = replace(INT8_PREFIX, vision=EngineSpec("native", precision="int8"))
+INT8_EXPERT = replace(BF16, denoise=EngineSpec("native", precision="int8"))
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="NOT RUN: needs triton")
 
 
@@ -189,9 +190,6 @@ def test_what_cannot_be_is_one_error_each(folder: Path, tmp_path: Path) -> None:
     scales.save(tmp_path)
     with pytest.raises(CheckpointError, match="they were measured on other weights"):
         OptimizedPolicy.from_pretrained(tmp_path, INT8_PREFIX)
-    wrong = replace(INT8_PREFIX, denoise=EngineSpec("native", precision="int8"))
-    with pytest.raises(EngineError, match="denoise: the native engine of a bf16 policy has bf16, fp8, got int8"):
-        policy_of(folder, wrong)
     with pytest.raises(EngineError, match=r"kv_cache: no engine could be built \(tensorrt: INT8 is the native engine"):
         policy_of(folder, replace(BF16, kv_cache=EngineSpec("tensorrt", precision="int8")))
     with pytest.raises(EngineError, match="kv_cache: the native engine of a fp32 policy has fp32, got int8"):
@@ -210,7 +208,9 @@ def test_the_shipped_configuration() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [INT8_PREFIX, INT8_VISION], ids=["prefix", "prefix and vision"])
+@pytest.mark.parametrize(
+    "config", [INT8_EXPERT, INT8_PREFIX, INT8_VISION], ids=["expert's weights", "prefix", "prefix and vision"]
+)
 def test_the_demo_agrees_in_integers(config: PolicyConfig) -> None:
     """The reference ops on the CPU compute what the kernels do; the bundled scales are the ones of FP8."""
     policy = OptimizedPolicy.from_pretrained("demo", replace(config, num_steps=3, strict=True))

@@ -34,12 +34,13 @@ BY_MODEL = {
     "pi05 fp8": ROWS | FEW | {"_suffix_attention", "_gelu"},  # BF16 vision has its GELU in cuBLAS
     "pi05 int8": ROWS | FEW | {"_suffix_attention", "_gelu", "_int8_linear"},
     "pi0": ROWS | MANY | {"_suffix_attention_split"},
+    "pi0 int8": ROWS | MANY | {"_suffix_attention_split", "_gelu", "_int8_linear"},
     "demo": ROWS | FEW | {"_suffix_attention"},
     "demo x 8": ROWS | MANY | {"_suffix_attention"},
 }
 PRODUCTS = {"_attention", "_suffix_attention", "_suffix_attention_split", "_int8_linear"} | FEW | MANY - {"_measure"}
 # All but the first of each program's chain.
-CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm", "_int8_linear"}
+CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm"}
 SPILLED = 256
 """Bytes a thread may keep in local memory: some around a loop, of sums that fill all 255 registers."""
 
@@ -76,8 +77,6 @@ def test_every_kernel_compiles_and_fits(compiled: list[dict[str, Any]]) -> None:
     for row in compiled:
         check_it_fits(row)
     for model, kernels in BY_MODEL.items():
-        if "int8" in model:
-            continue
         assert {row["kernel"] for row in compiled if model in row["models"]} == kernels, model
 
 
@@ -93,16 +92,17 @@ def test_every_kernel_compiles_and_fits_elsewhere(version: str, tmp_path: Path) 
         assert (row["waits"] > 0) == bool(row["constants"].get("PDL"))
         assert not row["constants"].get("PDL") or gpu.dependent_launch
         assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
-    for model in ("pi05", "pi05 int8", "pi0", "pi05 fp8") if gpu.fp8 else ("pi05", "pi05 int8", "pi0"):
+    for model in ("pi05", "pi05 int8", "pi0", "pi0 int8", *(["pi05 fp8"] if gpu.fp8 else [])):
         assert {row["kernel"] for row in rows if model in row["models"]} >= BY_MODEL[model], model
 
 
 @pytest.mark.slow
 def test_smolvlas_kernels_compile_and_fit(tmp_path: Path) -> None:
-    """Heads of 64, fifteen of them on five, and a width that is no power of two; by one, by four in FP8; the demo's."""
+    """Heads of 64, fifteen of them on five, a width that is no power of two; in INT8, by four in FP8; the demo's."""
     kernels = ROWS | {"_cross_attention"}
     rows = compiled_for("9.0", tmp_path, "--smolvla")
     loops = {"smolvla": MANY, "smolvla x 4 fp8": MANY | {"_gelu"}, "smolvla demo fp8": FEW | {"_gelu"}}
+    loops["smolvla int8"] = MANY | {"_gelu", "_int8_linear"}
     for model, more in loops.items():
         found = {row["kernel"] for row in rows if model in row["models"]}
         assert found - {"_suffix_attention", "_suffix_attention_split"} == kernels | more, model
@@ -138,6 +138,13 @@ def test_fp8_models_convert_to_fp8_and_others_do_not(compiled: list[dict[str, An
             assert not row["fp8"], row
     narrow = {row["kernel"] for row in compiled if row["fp8"]}
     assert {"_qkv_rope", "_gate_up_geglu", "_project", "_add_norm", "_geglu", "_gelu", "_attention"} <= narrow
+
+
+def test_int8_weights_reach_every_product_of_the_loop(compiled: list[dict[str, Any]]) -> None:
+    for model, products in (("pi05 int8", FEW), ("pi0 int8", MANY - {"_measure"})):
+        own = [row for row in compiled if row["models"] == [model] and row["kernel"] in products]
+        assert {row["kernel"] for row in own} == products and all(row["int8"] for row in own)
+    assert not any(row["int8"] for row in compiled if not any("int8" in model for model in row["models"]))
 
 
 # -- CUDA C++ ---------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def main(words: list[str]) -> None:
         print(json.dumps({name: len(found) for name, found in launches_of(gpu, "auto", 1).items()}))
         return
     seen = set()
-    for precision, batch in (("auto", 1), ("fp8", 1), ("auto", 3)):
+    for precision, batch in (("auto", 1), ("fp8", 1), ("int8", 1), ("auto", 3)):
         if precision == "fp8" and not gpu.fp8:
             continue
         for launch in (one for found in launches_of(gpu, precision, batch).values() for one in found):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.fp8 import E4M3
+from vla_accel.fp8 import E4M3, FORMATS
 from vla_accel.ops import attending, dit, linear, sequence, suffix
 from vla_accel.ops import moments as moment_ops
 from vla_accel.ops import rows as row_ops
@@ -106,10 +106,18 @@ class Draw:
     def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.randint(0, high, shape, generator=self.generator).to(dtype)
 
-    def linear(self, n: int, k: int, *, fp8: bool = False, bias: bool = False) -> Linear:
-        """Of unit gain. `fp8`: as the expert has it, one byte a weight."""
-        weight = self.wide(n, k, scale=k**-0.5)
-        return make_linear(weight, self(n) if bias else None, self.dtype, 448.0 if fp8 else None)
+    def linear(self, n: int, k: int, *, weights: str = "", bias: bool = False) -> Linear:
+        """Of unit gain. `weights`: as the expert has them, of one byte, fp8 or int8."""
+        weight, form = self.wide(n, k, scale=k**-0.5), FORMATS.get(weights)
+        added = self(n) if bias else None
+        if form is None:
+            return make_linear(weight, added, self.dtype)
+        return make_linear(weight, added, self.dtype, form.largest, form=form)
+
+
+def eight_bit(what: str) -> str:
+    """The weights that a case's letters ask for."""
+    return "fp8" if "8" in what else "int8" if "i" in what else ""
 
 
 def outputs_of(call: Call, device: torch.device, *, kernel: bool, pdl: bool = False, repeat: int = 1) -> list[Tensor]:
@@ -218,7 +226,7 @@ def _fill_nan(buffer: Tensor) -> Tensor:
     elif buffer.dtype == torch.float32:
         buffer.view(torch.int32).fill_(0x7FD5A5A5)
     else:
-        buffer.fill_(255 if buffer.dtype == torch.uint8 else 1_000_000)
+        buffer.fill_({torch.uint8: 255, torch.int8: 127}.get(buffer.dtype, 1_000_000))
     return buffer
 
 
@@ -394,7 +402,7 @@ def _qkv_rope(
     kv_heads: int,
     head_dim: int,
     adaptive: bool,
-    fp8: bool,
+    weights: str = "",
     cut: Tiling | None = None,
     moments: int = 0,
     pinned: bool = False,
@@ -406,7 +414,7 @@ def _qkv_rope(
         lengths = torch.arange(7, 7 + 20 * batch, 20, dtype=torch.int32)
         cos, sin = rope_tables(int(lengths[-1]) + tokens, head_dim, torch.device("cpu"))
         arguments = {
-            "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(columns, width, fp8=fp8),
+            "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(columns, width, weights=weights),
             "scale": draw.wide(*two, width, scale=0.3) if adaptive else None,
             "shift": draw.wide(*two, columns) if adaptive else None, "cos": cos, "sin": sin, "lengths": lengths,
             "q": Empty((batch, tokens, heads, head_dim), draw.dtype),
@@ -422,15 +430,15 @@ def _qkv_rope(
 
 
 def _cross_attention(
-    tokens: int, source: int, width: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int], fp8: bool,
-    moments: int = 0, cut: CrossTile | None = None,
+    tokens: int, source: int, width: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int],
+    weights: str = "", moments: int = 0, cut: CrossTile | None = None,
 ) -> Callable:  # fmt: skip
     def call(draw: Draw) -> Call:
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
         cos, sin = rope_tables(tokens + 3, head_dim, torch.device("cpu"))
         keys, values = (draw(batch, source, kv_heads, head_dim) for _ in range(2))
         arguments: dict[str, Any] = {
-            "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(heads * head_dim, width, fp8=fp8),
+            "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(heads * head_dim, width, weights=weights),
             "cos": cos, "sin": sin, "keys": keys, "values": values, "lengths": real,
             "out": Empty((batch * tokens, heads * head_dim), draw.dtype), "eps": EPS,
         }  # fmt: skip
@@ -445,14 +453,14 @@ def _cross_attention(
 
 
 def _gate_up(
-    rows: int, width: int, hidden: int, adaptive: bool, fp8: bool, cut: Tiling | None = None, silu: bool = False,
-    moments: int = 0, pinned: bool = False,
+    rows: int, width: int, hidden: int, adaptive: bool, weights: str = "", cut: Tiling | None = None,
+    silu: bool = False, moments: int = 0, pinned: bool = False,
 ) -> Callable:  # fmt: skip
     two = (2,) if pinned else ()
 
     def call(draw: Draw) -> Call:
         arguments = {
-            "x": draw(rows, width, scale=2.0), "layer": draw.linear(2 * hidden, width, fp8=fp8),
+            "x": draw(rows, width, scale=2.0), "layer": draw.linear(2 * hidden, width, weights=weights),
             "scale": draw.wide(*two, width, scale=0.3) if adaptive else None,
             "shift": draw.wide(*two, 2 * hidden) if adaptive else None, "out": Empty((rows, hidden), draw.dtype),
             "eps": EPS, "cut": cut,
@@ -473,13 +481,13 @@ def _moments_of(x: Tensor, scale: Tensor | None, columns: int) -> Moments:
 
 
 def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: Tiling | None = None) -> Callable:
-    """`what`: letters of gate, bias, residual, skip the first, 8-bit, pinned; moments of what it writes, next norm's
-    scale."""
+    """`what`: letters of gate, bias, residual, skip the first, 8-bit (FP8) or integers, pinned; moments of what it
+    writes, next norm's scale."""
     two = (2,) if "p" in what else ()
 
     def call(draw: Draw) -> Call:
         arguments = {
-            "a": draw(rows, k), "layer": draw.linear(n, k, fp8="8" in what, bias="b" in what),
+            "a": draw(rows, k), "layer": draw.linear(n, k, weights=eight_bit(what), bias="b" in what),
             "gate": draw.wide(*two, n) if "g" in what else None, "x": draw(rows, n), "residual": "r" in what,
             "tokens": tokens, "skip_first": "s" in what, "cut": cut,
             "workspace": Workspace(Product(rows, k, n), cut) if isinstance(cut, Pipelined) else None,
@@ -564,18 +572,19 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         (1, 1, 1152, 2, 1, 64), (1, 3, 128, 2, 1, 256), (2, 5, 64, 4, 2, 64), (1, 16, 72, 3, 3, 72),
         (1, 17, 320, 1, 1, 72), (1, 51, 256, 2, 1, 64), (1, 64, 1152, 1, 1, 64), (2, 50, 96, 1, 1, 256),
     ):  # fmt: skip
-        for adaptive, fp8 in ((True, False), (False, True)):
-            yield f"qkv_rope {shape} adaptive={adaptive} fp8={fp8}", _qkv_rope(*shape, adaptive, fp8)
+        for adaptive, weights in ((True, ""), (False, "fp8"), (True, "int8")):
+            yield f"qkv_rope {shape} adaptive={adaptive} {weights or 'plain'}", _qkv_rope(*shape, adaptive, weights)
     for shape in (
         (1, 1152, 96), (3, 128, 4304), (10, 1024, 128), (16, 72, 20), (17, 1152, 72), (51, 256, 320), (64, 4304, 40),
         (100, 64, 1152),
     ):  # fmt: skip
-        for adaptive, fp8 in ((True, True), (False, False)):
-            yield f"gate_up_geglu {shape} adaptive={adaptive} fp8={fp8}", _gate_up(*shape, adaptive, fp8)
+        for adaptive, weights in ((True, "fp8"), (False, ""), (False, "int8")):
+            yield f"gate_up_geglu {shape} adaptive={adaptive} {weights or 'plain'}", _gate_up(*shape, adaptive, weights)
     for shape in (
         (1, 64, 4304, 1, "gr"), (3, 1152, 128, 3, "gr8"), (10, 128, 2048, 5, "gr"), (10, 20, 4096, 10, "r"),
         (16, 72, 72, 4, "bs"), (17, 40, 1152, 17, "rb"), (51, 1152, 256, 51, "bs"), (64, 24, 4304, 32, "gr8"),
         (100, 100, 320, 50, "gbrs"), (102, 64, 64, 51, "bs8"),
+        (3, 1152, 128, 3, "gri"), (10, 20, 4096, 10, "ri"), (51, 1152, 256, 51, "bsi"), (64, 24, 4304, 32, "gri"),
     ):  # fmt: skip
         yield f"project {shape}", _project(*shape)
     for shape in (
@@ -598,24 +607,30 @@ def _smolvla_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     yield "attention last fp8", _attention(20, 20, 3, 1, 16, [18], 200.0, last=True)
     for tokens in (5, 21):
         yield f"suffix_attention {tokens} causal", _suffix_attention(tokens, 40, 6, 2, 24, [40, 3], False, causal=True)
-    yield "qkv_rope (1, 18, 60, 6, 2, 24)", _qkv_rope(1, 18, 60, 6, 2, 24, False, False)
+    yield "qkv_rope (1, 18, 60, 6, 2, 24)", _qkv_rope(1, 18, 60, 6, 2, 24, False)
     for rows in (9, 17):
-        yield f"gate_up_geglu {rows} silu", _gate_up(rows, 60, 72, False, False, silu=True)
+        yield f"gate_up_geglu {rows} silu", _gate_up(rows, 60, 72, False, silu=True)
     for shape in ((21, 70, 60, 6, 2, 24, [70, 3]), (5, 9, 96, 3, 1, 64, [9]), (16, 64, 300, 2, 2, 16, [1])):
-        for fp8 in (False, True):
-            yield f"cross_attention {shape} fp8={fp8}", _cross_attention(*shape, fp8)
-        yield f"cross_attention {shape} moments", _cross_attention(*shape, False, 32)
+        for weights in ("", "fp8", "int8"):
+            yield f"cross_attention {shape} {weights or 'plain'}", _cross_attention(*shape, weights)
+        yield f"cross_attention {shape} moments", _cross_attention(*shape, moments=32)
     # More keys than are fetched ahead.
-    yield "cross_attention 300 keys", _cross_attention(18, 300, 40, 2, 1, 16, [290], False, 16)
-    for cut in (CrossTile(16, 128, 2, 16), CrossTile(32, 16, 3, 64)):
-        yield f"cross_attention {cut}", _cross_attention(40, 50, 136, 3, 1, 16, [50, 17], False, 8, cut)
+    yield "cross_attention 300 keys", _cross_attention(18, 300, 40, 2, 1, 16, [290], moments=16)
+    for cut, weights in ((CrossTile(16, 128, 2, 16), ""), (CrossTile(32, 16, 3, 64), "int8")):
+        yield f"cross_attention {cut}", _cross_attention(40, 50, 136, 3, 1, 16, [50, 17], weights, 8, cut)
 
 
 def _pinned_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     """What a model trained with clean prefixes adds: a row of x takes the step's constants or those of t = 0."""
     for rows, cut in ((9, None), (21, None), (40, Pipelined(16, 32, 64))):
-        yield f"qkv_rope {rows} pinned", _qkv_rope(1, rows, 72, 2, 1, 24, True, rows == 21, cut, pinned=True)
-        yield f"gate_up_geglu {rows} pinned", _gate_up(rows, 72, 40, True, rows == 9, cut, pinned=True)
+        yield (
+            f"qkv_rope {rows} pinned",
+            _qkv_rope(1, rows, 72, 2, 1, 24, True, "fp8" if rows == 21 else "", cut, pinned=True),
+        )
+        yield (
+            f"gate_up_geglu {rows} pinned",
+            _gate_up(rows, 72, 40, True, "int8" if rows == 9 else "", cut, pinned=True),
+        )
         yield f"project {rows} pinned", _project(rows, 40, 136, 1, "grp", cut)
     yield "project of parts pinned", _project(33, 24, 320, 1, "gp", Pipelined(16, 16, 64, split=2))
     for what in ("fp", "np", "lnp", "fsp2", "sp2"):

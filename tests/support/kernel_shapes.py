@@ -55,8 +55,8 @@ def _tall() -> Cases:
     yield "self-attention (1, 256, 2, 72)", _self_attention(1, 256, 2, 72)
     yield "suffix_attention (129, 65, 2, 1, 6)", _suffix_attention(129, 65, 2, 1, 6, [65, 3], True)
     for rows in (128, 129, 513):
-        yield f"qkv_rope {rows}x32", _qkv_rope(1, rows, 32, 1, 1, 16, True, False)
-        yield f"gate_up_geglu {rows}x40", _gate_up(rows, 40, 24, True, False)
+        yield f"qkv_rope {rows}x32", _qkv_rope(1, rows, 32, 1, 1, 16, True)
+        yield f"gate_up_geglu {rows}x40", _gate_up(rows, 40, 24, True)
         yield f"project {rows}x24", _project(rows, 24, 72, 1, "gr")
     yield "step (4, 128, 127)", _step(4, 128, 127, 20, 7, "n")
 
@@ -65,22 +65,27 @@ def _cuts() -> Cases:
     """Every kind of cut where another one is taken by default: tiles that end early, K in parts of which some are
     empty, keys in several tiles, lengths that end in the first of them."""
     for cut in (Pipelined(16, 16, 64), Pipelined(32, 64, 32, stages=2), Pipelined(64, 32, 128, warps=8)):
-        for adaptive, fp8 in ((True, False), (False, True)):
-            name = f"{cut} adaptive={adaptive} fp8={fp8}"
-            yield f"qkv_rope 2x9x72 {name}", _qkv_rope(2, 9, 72, 2, 1, 72, adaptive, fp8, cut)
-            yield f"qkv_rope 1x50x128 {name}", _qkv_rope(1, 50, 128, 1, 1, 64, adaptive, fp8, cut)
-            yield f"gate_up_geglu 10x128 {name}", _gate_up(10, 128, 100, adaptive, fp8, cut)
-            yield f"gate_up_geglu 51x72 {name}", _gate_up(51, 72, 40, adaptive, fp8, cut)
+        for adaptive, weights in ((True, ""), (False, "fp8"), (True, "int8")):
+            name = f"{cut} adaptive={adaptive} {weights or 'plain'}"
+            yield f"qkv_rope 2x9x72 {name}", _qkv_rope(2, 9, 72, 2, 1, 72, adaptive, weights, cut)
+            yield f"qkv_rope 1x50x128 {name}", _qkv_rope(1, 50, 128, 1, 1, 64, adaptive, weights, cut)
+            yield f"gate_up_geglu 10x128 {name}", _gate_up(10, 128, 100, adaptive, weights, cut)
+            yield f"gate_up_geglu 51x72 {name}", _gate_up(51, 72, 40, adaptive, weights, cut)
         for adaptive in (True, False):
             name = f"{cut} adaptive={adaptive}, moments"
-            yield f"qkv_rope 50x128 {name}", _qkv_rope(1, 50, 128, 1, 1, 64, adaptive, False, cut, 32)
-            yield f"gate_up_geglu 51x72 {name}", _gate_up(51, 72, 40, adaptive, False, cut, moments=16)
+            yield f"qkv_rope 50x128 {name}", _qkv_rope(1, 50, 128, 1, 1, 64, adaptive, "", cut, 32)
+            yield f"gate_up_geglu 51x72 {name}", _gate_up(51, 72, 40, adaptive, "int8", cut, moments=16)
         for split, what in ((1, "grm"), (2, "brmn"), (8, "grmn")):
             shared = dataclasses.replace(cut, split=split)
             yield f"project {what} {shared}", _project(51, 100, 520, 51, what, shared)
         for split in (1, 2, 8):
             shared = dataclasses.replace(cut, split=split)
-            for shape in ((10, 40, 320, 1, "gr"), (51, 100, 72, 51, "gbrs"), (100, 24, 520, 50, "bs8")):
+            for shape in (
+                (10, 40, 320, 1, "gr"),
+                (51, 100, 72, 51, "gbrs"),
+                (100, 24, 520, 50, "bs8"),
+                (51, 100, 520, 51, "gri"),
+            ):
                 yield f"project {shape} {shared}", _project(*shape, shared)
     for sizes in ((16, 32, 2, 2, 4), (64, 16, 4, 1, 8), (32, 16, 8, 3, 4), (16, 64, 1, 1, 4)):
         cut = KeySplit(*sizes)
@@ -105,15 +110,15 @@ def _wide() -> Cases:
         yield f"self-attention {rows}", _self_attention(1, rows, 3, 72, 200.0 if rows % 2 else None)
         yield f"suffix_attention {rows}", _suffix_attention(rows, 544, 8, 1, 256, [532], bool(rows % 2))
         yield f"suffix_attention {rows} of 72", _suffix_attention(rows, 65, 6, 3, 72, [65, 1], bool(rows % 2))
-        fp8 = bool(rows % 2)
-        yield f"qkv_rope {rows}", _qkv_rope(1, rows, 1024, 8, 1, 256, True, fp8)
-        yield f"qkv_rope {rows} of 72", _qkv_rope(1, rows, 1152, 3, 3, 72, False, fp8)
-        yield f"gate_up_geglu {rows}", _gate_up(rows, 1024, 4096, True, fp8)
-        yield f"gate_up_geglu {rows}x4304", _gate_up(rows, 1152, 4304, False, fp8)
-        yield f"gate_up_geglu {rows} of 4304", _gate_up(rows, 4304, 40, True, not fp8)
-        yield f"project {rows}", _project(rows, 1024, 4096, 1, "gr8" if fp8 else "gr")
+        one, other = ("fp8", "int8") if rows % 2 else ("int8", "")
+        yield f"qkv_rope {rows}", _qkv_rope(1, rows, 1024, 8, 1, 256, True, one)
+        yield f"qkv_rope {rows} of 72", _qkv_rope(1, rows, 1152, 3, 3, 72, False, other)
+        yield f"gate_up_geglu {rows}", _gate_up(rows, 1024, 4096, True, one)
+        yield f"gate_up_geglu {rows}x4304", _gate_up(rows, 1152, 4304, False, other)
+        yield f"gate_up_geglu {rows} of 4304", _gate_up(rows, 4304, 40, True, "" if rows % 2 else "fp8")
+        yield f"project {rows}", _project(rows, 1024, 4096, 1, "gr8" if rows % 2 else "gri")
         yield f"project {rows} of 4304", _project(rows, 1152, 4304, rows, "bs")
-        yield f"step {rows}", _step(1, rows, rows, 1024, 32, "ns" if fp8 else "l")
+        yield f"step {rows}", _step(1, rows, rows, 1024, 32, "ns" if rows % 2 else "l")
     for shape in ((1, 512, 32, 2048), (1, 768, 32, 2048), (4, 200, 56, 4304), (16, 60, 4, 72)):
         yield f"embed_norm {shape}", _embed_norm(*shape, 30.0 if shape[0] > 1 else None)
     for images in (1, 2, 3, 4):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.support.kernel_cases import EPS, Call, Draw, Empty, Part, _moments_of
+from tests.support.kernel_cases import EPS, Call, Draw, Empty, Part, _moments_of, eight_bit
 from vla_accel.ops.dit import NormTables
 from vla_accel.ops.moments import Moments
 
@@ -74,11 +74,11 @@ def _gelu(rows: int, width: int) -> Callable:
 
 
 def _product(rows: int, n: int, k: int, what: str) -> Callable:
-    """`what`: letters of norm, scale, gelu, relu, 8-bit; moments that come with the rows."""
+    """`what`: letters of norm, scale, gelu, relu, 8-bit (FP8) or integers; moments that come with the rows."""
 
     def call(draw: Draw) -> Call:
-        layer, scale = draw.linear(n, k, fp8="8" in what), draw.wide(k, scale=0.3) if "s" in what else None
-        stored = layer.weight.float() * layer.weight_scale_value
+        layer, scale = draw.linear(n, k, weights=eight_bit(what)), draw.wide(k, scale=0.3) if "s" in what else None
+        stored = layer.true_weight(torch.float32)
         sums = (stored if scale is None else stored * (1.0 + scale)).sum(1)
         arguments = {
             "x": draw(rows, k) + 0.5, "layer": layer, "shift": draw.wide(n), "out": Empty((rows, n), draw.dtype),
@@ -134,7 +134,8 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"exact_gelu {shape}", _gelu(*shape)
     for rows, n, k, what in (
         (41, 40, 48, "nsg"), (41, 40, 48, "nsgm"), (3, 20, 33, "nm"),
-        (41, 24, 72, "ns8"), (3, 20, 33, "n"), (82, 132, 40, "r"), (17, 16, 24, "")
+        (41, 24, 72, "ns8"), (41, 24, 72, "nsi"), (17, 132, 40, "nmi"), (3, 20, 33, "n"), (82, 132, 40, "r"),
+        (17, 16, 24, ""),
     ):  # fmt: skip
         yield f"product {rows}x{k}x{n} {what}", _product(rows, n, k, what)
     for rows, width, scaled in ((5, 33, False), (41, 48, True)):

@@ -49,7 +49,7 @@ def step_tables(
     shifted: tuple[list[Tensor], list[Tensor]] = ([], [])
     for layer, pair in enumerate(products):
         for which, product in enumerate(pair):
-            weight = product.weight.float() * product.weight_scale_value
+            weight = product.true_weight(torch.float32)
             shifted[which].append(shift[:, 2 * layer + which] @ weight.T)
     of_input, of_post = (own(torch.stack(rows, 1)) for rows in shifted)
     return StepTables(

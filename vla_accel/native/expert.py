@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vla_accel.fp8 import FORMATS
 from vla_accel.models.gemma import GemmaLayer
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.native.constants import step_tables
 from vla_accel.native.cuts import Cuts
 from vla_accel.native.fold import fold_norm, plain
-from vla_accel.native.store import compute_dtype
+from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.dispatch import dependent_launches
@@ -44,7 +45,7 @@ class ExpertLayer:
 @dataclass(frozen=True)
 class ExpertWeights:
     """The expert's weights. `state` (W, A) and `mix` (W, W): π0's state projection and the second layer of its time
-    MLP, else None. `w_out` (A, W) float32. `fp8`: the layers' weights are of one byte.
+    MLP, else None. `w_out` (A, W) float32. `precision`: of the layers' weights.
 
     The layers' weights are there once: as `layers`, or, for the streamed kernels, as `packed`."""
 
@@ -55,7 +56,7 @@ class ExpertWeights:
     state: Linear | None
     mix: Linear | None
     dtype: torch.dtype
-    fp8: bool
+    precision: str
     head_dim: int
 
     def normed_products(self) -> Iterator[tuple[Linear, Linear]]:
@@ -73,11 +74,9 @@ class ExpertWeights:
 
     @classmethod
     def of(cls, model: Pi0, precision: str, *, streamed: bool = False) -> ExpertWeights:
-        """Prepare from a model; `precision` fp32, bf16 or fp8: weights of one byte, widened in registers. `streamed`:
-        for the streamed kernels."""
+        """Prepare from a model; `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`). `streamed`: for the
+        streamed kernels."""
         dtype, adaptive = compute_dtype(precision), model.config.kind == "pi05"
-        # Weight-only: the activations are never quantised, so no calibration is needed and the input scale is unused.
-        amax = 448.0 if precision == "fp8" else None
         names = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
         # Adaptive norms have a dense layer of the time instead of weights to fold (`native.constants`).
         names += [] if adaptive else ["input_layernorm", "post_attention_layernorm"]
@@ -92,10 +91,10 @@ class ExpertWeights:
                     (layer.gate_up_proj.weight, None) if adaptive else fold_norm(layer.gate_up_proj, plain(second))
                 )
                 return ExpertLayer(
-                    make_linear(*qkv, dtype, amax),
-                    make_linear(layer.o_proj.weight, None, dtype, amax),
-                    make_linear(*gate_up, dtype, amax),
-                    make_linear(layer.down_proj.weight, None, dtype, amax),
+                    plain_input(precision, *qkv),
+                    plain_input(precision, layer.o_proj.weight),
+                    plain_input(precision, *gate_up),
+                    plain_input(precision, layer.down_proj.weight),
                 )
 
         state = mix = None
@@ -113,7 +112,7 @@ class ExpertWeights:
             packed = Packed.of(weights, None if mix is None else mix.weight, head_dim, depth)
         else:
             layers = tuple(every)
-        return cls(layers, packed, w_out, b_out, state, mix, dtype, amax is not None, head_dim)
+        return cls(layers, packed, w_out, b_out, state, mix, dtype, precision, head_dim)
 
 
 def sizes_of(config: Pi0Config) -> Sizes:
@@ -128,7 +127,7 @@ def sizes_of(config: Pi0Config) -> Sizes:
 def why_not_streamed(model: Pi0, precision: str, batch: int) -> str | None:
     """Why the streamed kernels cannot run a model where its weights are; None where they can."""
     gpu = Gpu.of(model.device)
-    return why_not(gpu, sizes_of(model.config), batch, compute_dtype(precision), precision == "fp8")
+    return why_not(gpu, sizes_of(model.config), batch, compute_dtype(precision), precision in FORMATS)
 
 
 def steps_of(
@@ -154,7 +153,7 @@ class NativeDenoise:
         if weights.state is not None:
             self.state_token = torch.zeros(batch, config.expert.width, device=device)
         gpu = Gpu.of(device)
-        kind = "FP8 weights" if weights.fp8 else str(weights.dtype)
+        kind = weights_in(weights.precision)
         if gpu is not None and weights.packed is not None:
             mix_bias = None if weights.mix is None else weights.mix_bias
             loop = StreamedLoop(

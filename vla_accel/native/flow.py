@@ -40,7 +40,7 @@ class FlowStore(NativeStore[N]):
 
     def denoise_precision(self, spec: EngineSpec) -> str:
         """Of the expert's weights. Raises EngineError where products of it are to be kept."""
-        precision = self.precision("denoise", spec, self.beside_bf16("fp8"), calibrated=False)
+        precision = self.precision("denoise", spec, self.beside_bf16("fp8", "int8"), calibrated=False)
         if spec.keep:
             raise EngineError("denoise: keep: its weights are stored in one byte all or none")
         return precision

@@ -30,9 +30,9 @@ class GrootStore(NativeStore[Groot]):
         return NativeReader(weights, self.model, batch, layout, spec.attention)
 
     def denoise(self, batch: int, layout: Layout, steps: int, spec: EngineSpec) -> Program:
-        """The whole Euler loop of `steps`. Its FP8 is of weights alone and needs no scales."""
+        """The whole Euler loop of `steps`. Its FP8 and INT8 are of weights alone and need no scales."""
         del layout
-        extra = ("fp8",) if self.model.dtype == torch.bfloat16 else ()
+        extra = ("fp8", "int8") if self.model.dtype == torch.bfloat16 else ()
         precision = self.precision("denoise", spec, extra, calibrated=False)
         form = ("denoise", precision)
         weights = self.weights(form, lambda: TransformerWeights.of(self.model, precision))

@@ -17,7 +17,7 @@ from torch import Tensor
 from vla_accel.models.groot import Groot, GrootConfig
 from vla_accel.models.groot_head import DitLayer, Source, StepConstants
 from vla_accel.native.cuts import Cuts
-from vla_accel.native.store import compute_dtype
+from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
 from vla_accel.ops.attending import attention
 from vla_accel.ops.dispatch import dependent_launches
@@ -42,7 +42,8 @@ class BlockWeights:
 @dataclass(frozen=True)
 class TransformerWeights:
     """`ends`: the transformer's output product and the two that decode it, each with its bias in float32; `w_in` (A, W)
-    float32: from actions to the second action product; `action_out`; `state`: two products; `positions` (H, W)."""
+    float32: from actions to the second action product; `action_out`; `state`: two products; `positions` (H, W).
+    `precision`: of the blocks' weights."""
 
     blocks: tuple[BlockWeights, ...]
     ends: tuple[tuple[Linear, Tensor], ...]
@@ -52,14 +53,12 @@ class TransformerWeights:
     state: tuple[tuple[Tensor, Tensor], ...]
     positions: Tensor
     dtype: torch.dtype
-    fp8: bool
+    precision: str
 
     @classmethod
     def of(cls, model: Groot, precision: str) -> TransformerWeights:
-        """Prepare from a model; `precision` fp32, bf16 or fp8: blocks' weights of one byte, widened in registers."""
+        """Prepare from a model; `precision`: fp32, bf16, or, of the blocks, fp8 or int8 (`store.plain_input`)."""
         dtype, head, blocks = compute_dtype(precision), model.head, []
-        # Weight-only: activations are never quantised, the input's scale is not used.
-        amax = 448.0 if precision == "fp8" else None
         for index, layer in enumerate(head.layers):
             assert isinstance(layer, DitLayer)
             first = "qkv_proj" if layer.source == "self" else "q_proj"
@@ -67,9 +66,9 @@ class TransformerWeights:
             with model.present(*(f"head.layers.{index}.{n}" for n in names)):
                 one, out, fc1, fc2 = (getattr(layer, n) for n in names)
                 block = BlockWeights(
-                    make_linear(one.weight, None, dtype, amax), one.bias.float().clone(),
-                    make_linear(out.weight, out.bias, dtype, amax), make_linear(fc1.weight, None, dtype, amax),
-                    fc1.bias.float().clone(), make_linear(fc2.weight, fc2.bias, dtype, amax), layer.source,
+                    plain_input(precision, one.weight), one.bias.float().clone(),
+                    plain_input(precision, out.weight, out.bias), plain_input(precision, fc1.weight),
+                    fc1.bias.float().clone(), plain_input(precision, fc2.weight, fc2.bias), layer.source,
                 )  # fmt: skip
             blocks.append(block)
         small = [f"head.{n}" for n in ("out_proj", "decode_in", "decode_out", "action_in", "action_mix", "action_out",
@@ -85,7 +84,7 @@ class TransformerWeights:
                 (mix @ head.action_in.bias.double()).float(),
                 make_linear(head.action_out.weight, head.action_out.bias, dtype),
                 tuple((p.weight.float().clone(), p.bias.float().clone()) for p in (head.state_in, head.state_out)),
-                head.action_positions[: model.config.action_horizon].float().clone(), dtype, amax is not None,
+                head.action_positions[: model.config.action_horizon].float().clone(), dtype, precision,
             )  # fmt: skip
 
 
@@ -113,15 +112,13 @@ def step_tables(model: Groot, weights: TransformerWeights, steps: int) -> Transf
     scales, shifts = constants.scales.float(), constants.shifts.float()
     by_block = []
     for index, block in enumerate(weights.blocks):
-        stored = block.first.weight.float() * block.first.weight_scale_value
+        stored = block.first.true_weight(torch.float32)
         sums = (1.0 + scales[:, index]) @ stored.T
         moved = shifts[:, index] @ stored.T + block.first_bias
         by_block.append(
             [(NormTables(scales[s, index].contiguous(), sums[s], head.eps), moved[s]) for s in range(steps)]
         )
-    plain = tuple(
-        NormTables(None, b.fc1.weight.float().sum(1) * b.fc1.weight_scale_value, head.eps) for b in weights.blocks
-    )
+    plain = tuple(NormTables(None, b.fc1.weight.float().sum(1) * b.fc1.sums_scale, head.eps) for b in weights.blocks)
     return TransformerTables(tuple(_row(constants, weights, by_block, s, head.final_eps) for s in range(steps)), plain)
 
 
@@ -146,7 +143,7 @@ class NativeTransformer:
         self.tokens, horizon = config.action_horizon + 1, config.action_horizon
         self.pdl = dependent_launches(device)
         rows = batch * self.tokens
-        kind = "FP8 weights" if weights.fp8 else str(dtype)
+        kind = weights_in(weights.precision)
         launches = 4 + 5 * head.depth + 3
 
         def buffer(*shape: int, kind: torch.dtype = dtype) -> Tensor:

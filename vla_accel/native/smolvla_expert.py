@@ -20,7 +20,7 @@ from vla_accel.native.constants import paired
 from vla_accel.native.cuts import Cuts
 from vla_accel.native.expert import ExpertLayer, begin
 from vla_accel.native.fold import fold_norm, plain
-from vla_accel.native.store import compute_dtype
+from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import StepTables
 from vla_accel.ops.dispatch import dependent_launches
@@ -33,21 +33,19 @@ from vla_accel.ops.suffix_tilings import SuffixAttention
 @dataclass(frozen=True)
 class ExpertWeights:
     """The expert's weights. Of a layer that crosses, `qkv` is its queries' alone; `mix` (W, W): the second layer of the
-    time MLP; `w_out` (A, W) float32; `fp8`: the layers' weights are of one byte."""
+    time MLP; `w_out` (A, W) float32; `precision`: of the layers' weights."""
 
     layers: tuple[ExpertLayer, ...]
     mix: Linear
     w_out: Tensor
     b_out: Tensor
     dtype: torch.dtype
-    fp8: bool
+    precision: str
 
     @classmethod
     def of(cls, model: SmolVla, precision: str) -> ExpertWeights:
-        """Prepare from a model; `precision` fp32, bf16 or fp8: weights of one byte, widened in registers."""
+        """Prepare from a model; `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`)."""
         dtype = compute_dtype(precision)
-        # Weight-only: the activations are never quantised, so no calibration is needed and the input scale is unused.
-        amax = 448.0 if precision == "fp8" else None
         layers = []
         for index, layer in enumerate(model.expert.layers):
             first = "q_proj" if model.config.crosses(index) else "qkv_proj"
@@ -57,16 +55,16 @@ class ExpertWeights:
                 before, after = (plain(layer.get_submodule(n)) for n in parts[4:])
                 layers.append(
                     ExpertLayer(
-                        make_linear(*fold_norm(product[first], before), dtype, amax),
-                        make_linear(product["o_proj"].weight, None, dtype, amax),
-                        make_linear(*fold_norm(product["gate_up_proj"], after), dtype, amax),
-                        make_linear(product["down_proj"].weight, None, dtype, amax),
+                        plain_input(precision, *fold_norm(product[first], before)),
+                        plain_input(precision, product["o_proj"].weight),
+                        plain_input(precision, *fold_norm(product["gate_up_proj"], after)),
+                        plain_input(precision, product["down_proj"].weight),
                     )
                 )
         with model.present("action_time_mlp_out", "action_out_proj"):
             mix = make_linear(model.action_time_mlp_out.weight, model.action_time_mlp_out.bias, dtype)
             w_out, b_out = model.action_out_proj.weight.float().contiguous(), model.action_out_proj.bias.float()
-        return cls(tuple(layers), mix, w_out, b_out, dtype, amax is not None)
+        return cls(tuple(layers), mix, w_out, b_out, dtype, precision)
 
 
 @torch.inference_mode()
@@ -119,7 +117,7 @@ class NativeDenoise:
         self.first = Moments.like(self.x, expert.width, False)
         self._cut(sizes)
         crossing = sum(map(config.crosses, range(expert.depth)))
-        kind = "FP8 weights" if weights.fp8 else str(dtype)
+        kind = weights_in(weights.precision)
         self.detail = f"fused ops, {kind}, {5 * expert.depth - crossing + 3} kernels a step{self.cuts.detail}"
 
     def _cut(self, sizes: SuffixAttention) -> None:

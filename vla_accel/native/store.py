@@ -14,6 +14,7 @@ from vla_accel.fp8 import E4M3, FORMATS, Format, Products, Scales, no_scales
 from vla_accel.models.memory import tensors_in
 from vla_accel.models.network import Network
 from vla_accel.numeric import DTYPES
+from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.phases import phase
 
 N = TypeVar("N", bound=Network)
@@ -66,6 +67,20 @@ def compute_dtype(precision: str) -> torch.dtype:
 def format_of(precision: str) -> Format:
     """What the quantised products of a precision are stored in."""
     return FORMATS.get(precision, E4M3)
+
+
+def plain_input(precision: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """A product that takes its input as it is. In FP8 and INT8 its weight alone is of one byte, widened in registers:
+    nothing is calibrated, and the input's scale is one."""
+    form = FORMATS.get(precision)
+    if form is None:
+        return make_linear(weight, bias, compute_dtype(precision))
+    return make_linear(weight, bias, compute_dtype(precision), form.largest, form=form)
+
+
+def weights_in(precision: str) -> str:
+    """Of what products with a plain input are, for the ledger."""
+    return f"{precision.upper()} weights" if precision in FORMATS else str(compute_dtype(precision))
 
 
 def amax_of(scales: Scales | None, precision: str, layer: str, products: Products) -> Callable[[str], float | None]:

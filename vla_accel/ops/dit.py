@@ -1,7 +1,7 @@
 """Ops of a diffusion transformer's few rows: products with a LayerNorm inside, and the flow's step.
 
-Conventions as in `vla_accel.ops.rows`. FP8 weights are widened in registers, activations are never quantised. `cut`: as
-in `vla_accel.ops.suffix`, one of `suffix_tilings.unshared`.
+Conventions as in `vla_accel.ops.rows`. FP8 and INT8 weights are widened in registers, activations are never quantised.
+`cut`: as in `vla_accel.ops.suffix`, one of `suffix_tilings.unshared`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def product(
     if path(x) != "reference":
         cut = cut or suffix_tilings.unshared(Gpu.of(x.device), suffix.project_product(x, layer))[0]
         return kernels("dit").product(
-            x, layer.weight, layer.weight_scale_value, shift, out, norm=norm, activation=activation, pdl=pdl, cut=cut,
+            x, layer.weight, layer.sums_scale, shift, out, norm=norm, activation=activation, pdl=pdl, cut=cut,
             moments=moments,
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
-    rows, weight = x.to(wide), layer.weight.to(wide) * layer.weight_scale_value
+    rows, weight = x.to(wide), layer.true_weight(wide)
     if norm is None:
         y = rows @ weight.T + shift
     else:

@@ -49,6 +49,17 @@ class Linear:
         return None if self.input_scale is None else 1.0 / self.input_scale_value
 
     @property
+    def sums_scale(self) -> Tensor | float:
+        """What sums of stored weights must be multiplied by: (N,) float32 where each output has a scale of its own."""
+        by_channel = self.weight_scale is not None and self.weight_scale.ndim == 1
+        return self.weight_scale if by_channel else self.weight_scale_value  # type: ignore[return-value]
+
+    def true_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weight (N, K) that is computed with, in a wide dtype."""
+        scale = self.sums_scale
+        return self.weight.to(dtype) * (scale.to(dtype)[:, None] if isinstance(scale, Tensor) else scale)
+
+    @property
     def bytes(self) -> int:
         """Bytes that one product reads of it."""
         return self.weight.numel() * self.weight.element_size()
@@ -221,7 +232,7 @@ def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bo
         library_product(x, layer, out, gelu=gelu)
         return
     wide = torch.promote_types(torch.float32, out.dtype)
-    y = (x.to(wide) * layer.input_scale_value) @ (layer.weight.to(wide) * layer.weight_scale_value).T
+    y = (x.to(wide) * layer.input_scale_value) @ layer.true_weight(wide).T
     if layer.bias is not None:
         y = y + layer.bias.to(wide)
     out.copy_(F.gelu(y, approximate="tanh") if gelu else y)

@@ -1,9 +1,9 @@
 """Ops of the few rows of a suffix: each does much at once, because launches cost more than arithmetic there.
 
-Conventions as in `vla_accel.ops.rows`. FP8 weights are widened in registers, activations are never quantised. `cut`:
-how a kernel is cut into programs, one of `suffix_tilings.candidates`; None takes the first. `pinned` (R,) int32, 0 or
-1: what depends on the flow's time, scale, shift or gate, has two rows then, (2, ·), each row of x takes its own, and no
-moments travel.
+Conventions as in `vla_accel.ops.rows`. FP8 and INT8 weights are widened in registers, activations are never quantised.
+`cut`: how a kernel is cut into programs, one of `suffix_tilings.candidates`; None takes the first. `pinned` (R,) int32,
+0 or 1: what depends on the flow's time, scale, shift or gate, has two rows then, (2, ·), each row of x takes its own,
+and no moments travel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def qkv_rope(
     q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None = None, pdl: bool = False,
     cut: Tiling | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
-    """Norm, q/k/v projection and rotation of the suffix. FP8 weights are widened, the activations are not quantised.
+    """Norm, q/k/v projection and rotation of the suffix. FP8 and INT8 weights are widened, the activations are not
+    quantised.
 
     x (B * T, W); `scale` (W,) float32 of the norm (1 + scale) or None; `shift` (N,) float32: the norm's shift times
     the weight; positions start at lengths[b]; q (B, T, heads, d), k, v (B, T, kv_heads, d), contiguous.
@@ -43,7 +44,7 @@ def qkv_rope(
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), qkv_product(x, layer, q, k))
         return _kernels(cut).qkv_rope(
-            x, layer.weight, layer.weight_scale_value, scale, shift, cos, sin, lengths, q, k, v, eps=eps,
+            x, layer.weight, layer.sums_scale, scale, shift, cos, sin, lengths, q, k, v, eps=eps,
             pinned=pinned, pdl=pdl, cut=cut, **_reading(cut, moments),
         )  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
@@ -97,7 +98,7 @@ def crossing(x: Tensor, layer: Linear, keys: Tensor) -> Crossing:
     batch, source, _, head_dim = keys.shape
     return Crossing(
         batch, len(x) // batch, x.shape[1], source, layer.weight.shape[0] // head_dim, head_dim,
-        layer.weight.element_size(), x.element_size(),
+        layer.weight.element_size(), x.element_size(), layer.weight.dtype == torch.int8,
     )  # fmt: skip
 
 
@@ -148,12 +149,12 @@ def project(
     if path(a) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(a.device), project_product(a, layer))
         return _kernels(cut).project(
-            a, layer.weight, layer.weight_scale_value, layer.bias, gate, x, residual=residual, tokens=tokens,
+            a, layer.weight, layer.sums_scale, layer.bias, gate, x, residual=residual, tokens=tokens,
             skip_first=skip_first, pinned=pinned, pdl=pdl, cut=cut, workspace=workspace,
             **({} if isinstance(cut, Skinny) else {"moments": moments, "next_scale": next_scale}),
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
-    y = a.to(wide) @ (layer.weight.to(wide) * layer.weight_scale_value).T
+    y = a.to(wide) @ layer.true_weight(wide).T
     if layer.bias is not None:
         y = y + layer.bias.to(wide)
     if gate is not None:
@@ -177,7 +178,7 @@ def gate_up_geglu(
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), gate_up_product(x, layer))
         return _kernels(cut).gate_up_geglu(
-            x, layer.weight, layer.weight_scale_value, scale, shift, out, eps=eps, silu=silu, pinned=pinned, pdl=pdl,
+            x, layer.weight, layer.sums_scale, scale, shift, out, eps=eps, silu=silu, pinned=pinned, pdl=pdl,
             cut=cut, **_reading(cut, moments),
         )  # fmt: skip
     y = _modulated_product(x, layer, scale, shift, eps, pinned)
@@ -198,7 +199,7 @@ def cross_attention(
         if cut is None:
             cut = suffix_tilings.crossings(Gpu.of(x.device), crossing(x, layer, keys))[0]
         return kernels("cross").cross_attention(
-            x, layer.weight, layer.weight_scale_value, cos, sin, keys, values, lengths, out, eps=eps, pdl=pdl,
+            x, layer.weight, layer.sums_scale, cos, sin, keys, values, lengths, out, eps=eps, pdl=pdl,
             cut=cut, moments=moments,
         )  # fmt: skip
     batch, source, _, head_dim = keys.shape
@@ -260,7 +261,7 @@ def _kernels(cut: Tiling) -> Any:
 
 def _product(x: Tensor, layer: Linear, columns: int, groups: int, sides: int) -> Product:
     sizes = layer.weight.element_size(), x.element_size()
-    return Product(x.shape[0], x.shape[1], columns, groups, sides, *sizes)
+    return Product(x.shape[0], x.shape[1], columns, groups, sides, *sizes, layer.weight.dtype == torch.int8)
 
 
 def _own(table: Tensor, pinned: Tensor | None) -> Tensor:
@@ -273,5 +274,5 @@ def _modulated_product(
     wide = torch.promote_types(torch.float32, x.dtype)
     rstd = torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps)
     scaled = x.to(wide) if scale is None else (x.to(wide) * (1.0 + _own(scale, pinned))).to(x.dtype).to(wide)
-    y = scaled @ (layer.weight.to(wide) * layer.weight_scale_value).T * rstd
+    y = scaled @ layer.true_weight(wide).T * rstd
     return y if shift is None else y + _own(shift, pinned)

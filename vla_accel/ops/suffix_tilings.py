@@ -20,7 +20,8 @@ start."""
 @dataclass(frozen=True)
 class Product:
     """(rows, k) times `groups` * `sides` * `columns` weight rows: the heads of q/k/v in halves, gate and up, or a plain
-    product. `weight`, `activation`: bytes of an element."""
+    product. `weight`, `activation`: bytes of an element. `integers`: the weights are INT8, which other instructions
+    widen than FP8: what is measured of the one says nothing about the other."""
 
     rows: int
     k: int
@@ -29,6 +30,7 @@ class Product:
     sides: int = 1
     weight: int = 2
     activation: int = 2
+    integers: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,7 @@ def key_splits(gpu: Gpu | None, sizes: SuffixAttention) -> list[KeySplit]:
 @dataclass(frozen=True)
 class Crossing:
     """Sizes of queries and their attention to a prefix alone: (batch * tokens, k) rows, `heads` * `head_dim` weight
-    rows. `weight`, `activation`: bytes of an element."""
+    rows. `weight`, `activation`, `integers`: as of a `Product`."""
 
     batch: int
     tokens: int
@@ -262,6 +264,7 @@ class Crossing:
     head_dim: int
     weight: int = 2
     activation: int = 2
+    integers: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,16 @@ def quantised(x, inverse_scale, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def scale_of_sums(w_ptr, wscale, n):
+    """What sums of a weight's rows n, (BLOCK_N,), are multiplied by: of INT8 each row's own, (1, BLOCK_N), else the one
+    of all. Constant: it may be read before the wait."""
+    if w_ptr.dtype.element_ty == tl.int8:
+        return tl.load(wscale + n)[None, :]
+    else:
+        return wscale
+
+
+@triton.jit
 def gelu_tanh(x):
     """tanh GELU, by exp2 alone: 0.5 x (1 + tanh u) = x sigmoid(2 u)."""
     u = 0.7978845608028654 * (x + 0.044715 * x * x * x)

@@ -11,7 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.ops.kernels.attention import LOG2E
-from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, power_of_two, wait_for_previous
+from vla_accel.ops.kernels.common import (
+    ahead,
+    fetch_ahead,
+    launch_options,
+    power_of_two,
+    scale_of_sums,
+    wait_for_previous,
+)
 from vla_accel.ops.kernels.moments import tiles_of
 from vla_accel.ops.kernels.pipelined import normed_pair
 from vla_accel.ops.moments import Moments
@@ -37,9 +44,11 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
     low = head * (2 * HALF)
     i = tl.arange(0, BLOCK_HALF)
     in_half = i < HALF
+    row = low + tl.minimum(i, HALF - 1)
     if tl.program_id(1) == 0:
-        fetch_ahead(w_ptr + (low + tl.minimum(i, HALF - 1)) * K, K, AHEAD)
-        fetch_ahead(w_ptr + (low + HALF + tl.minimum(i, HALF - 1)) * K, K, AHEAD)
+        fetch_ahead(w_ptr + row * K, K, AHEAD)
+        fetch_ahead(w_ptr + (row + HALF) * K, K, AHEAD)
+    scale_a, scale_b = scale_of_sums(w_ptr, wscale, row), scale_of_sums(w_ptr, wscale, row + HALF)
     # The prefix was complete before the loop's first kernel; x is what the previous kernel wrote.
     place = first + tl.arange(0, BLOCK_M)[:, None]
     keep = (place < tokens) & in_half[None, :]
@@ -54,8 +63,8 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
         k_low, k_high = _keys_of(k_ptr, at, i, real[None, :] & in_half[:, None], HALF, 0)
         v_low, v_high = _keys_of(v_ptr, at, i, real[:, None] & in_half[None, :], HALF, 1)
     wait_for_previous(PDL)
-    a, b = normed_pair(x_ptr, w_ptr, wscale, x_ptr, x_ptr, squares_ptr, row0, end, rows, low, low + HALF, low + HALF,
-                       low + 2 * HALF, eps, K, BLOCK_M, BLOCK_HALF, BLOCK_K, EVEN, False, TILES, BLOCK_T,
+    a, b = normed_pair(x_ptr, w_ptr, scale_a, scale_b, x_ptr, x_ptr, squares_ptr, row0, end, rows, low, low + HALF,
+                       low + HALF, low + 2 * HALF, eps, K, BLOCK_M, BLOCK_HALF, BLOCK_K, EVEN, False, TILES, BLOCK_T,
                        False)  # fmt: skip
     kind = k_ptr.dtype.element_ty
     q_low = tl.where(keep, a * cos - b * sin, 0.0).to(kind)
@@ -91,7 +100,7 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
 
 
 def cross_attention(
-    x: Tensor, weight: Tensor, weight_scale: float, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+    x: Tensor, weight: Tensor, weight_scale: Tensor | float, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
     lengths: Tensor, out: Tensor, *, eps: float, pdl: bool, cut: CrossTile, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.cross_attention`."""

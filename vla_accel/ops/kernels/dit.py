@@ -13,6 +13,7 @@ from vla_accel.ops.kernels.common import (
     gelu_tanh,
     launch_options,
     power_of_two,
+    scale_of_sums,
     wait_for_previous,
 )
 from vla_accel.ops.kernels.moments import of_tiles, tiles_of
@@ -35,6 +36,7 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, 
     from_row, from_n = tl.minimum(row, rows - 1), tl.minimum(n, N - 1)
     if tl.program_id(0) == 0:
         fetch_ahead(w_ptr + from_n * K, K, AHEAD)
+    scale = scale_of_sums(w_ptr, wscale, from_n)
     wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -55,7 +57,7 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, 
                 wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
             x = wide.to(x.dtype)
         acc = tl.dot(x, w.to(x.dtype), acc)
-    y = acc * wscale
+    y = acc * scale
     if NORM:
         if TILES > 0:
             total, squares = tl.sum(totals, 0), tl.sum(all_squares, 0)
@@ -72,7 +74,7 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, 
 
 
 def product(
-    x: Tensor, weight: Tensor, weight_scale: float, shift: Tensor, out: Tensor, *, norm: NormTables | None,
+    x: Tensor, weight: Tensor, weight_scale: Tensor | float, shift: Tensor, out: Tensor, *, norm: NormTables | None,
     activation: Activation, pdl: bool, cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.dit.product`."""

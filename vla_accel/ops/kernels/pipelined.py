@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, wait_for_previous
+from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.epilogues import own_row, store_geglu, store_heads, store_residual
 from vla_accel.ops.kernels.moments import of_tiles, store_moments, tiles_of
 from vla_accel.ops.moments import Moments
@@ -40,12 +40,13 @@ def weight_tile(w_ptr, n, k, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, squares_ptr, row0, end, rows, first, first_end, second,
-                second_end, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
-                PINNED: tl.constexpr):  # fmt: skip
+def normed_pair(x_ptr, w_ptr, scale_a, scale_b, scale_ptr, pinned_ptr, squares_ptr, row0, end, rows, first, first_end,
+                second, second_end, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                BLOCK_K: tl.constexpr, EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr,
+                BLOCK_T: tl.constexpr, PINNED: tl.constexpr):  # fmt: skip
     """Normed rows, of all `rows` those from `row0` to before `end`, times two tiles of weight rows, from `first` and
-    from `second`. With moments (TILES > 0) the rows come scaled, and the norm is a factor of the sums."""
+    from `second`, whose sums are multiplied by `scale_a` and `scale_b`. With moments (TILES > 0) the rows come scaled,
+    and the norm is a factor of the sums."""
     # Rows beyond the last are the last one again: they are not stored.
     row = tl.minimum(row0 + tl.arange(0, BLOCK_M), end - 1)
     real = (row0 + tl.arange(0, BLOCK_M) < end)[:, None]
@@ -79,7 +80,7 @@ def normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, squares_ptr, row0, 
     if TILES > 0:
         squares = tl.sum(parts, 0)
     rstd = tl.rsqrt(squares / K + eps)[:, None]
-    return acc_a * wscale * rstd, acc_b * wscale * rstd
+    return acc_a * scale_a * rstd, acc_b * scale_b * rstd
 
 
 @triton.jit
@@ -99,10 +100,11 @@ def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr,
     if tl.program_id(0) == 0:
         fetch_ahead(w_ptr + (low + i) * K, K, AHEAD)
         fetch_ahead(w_ptr + (high + i) * K, K, AHEAD)
+    scale_a, scale_b = scale_of_sums(w_ptr, wscale, low + i), scale_of_sums(w_ptr, wscale, high + i)
     wait_for_previous(PDL)
-    a, b = normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, squares_ptr, row0, rows, rows, low + i0, low + HALF,
-                       high + i0, high + HALF, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T,
-                       PINNED)  # fmt: skip
+    a, b = normed_pair(x_ptr, w_ptr, scale_a, scale_b, scale_ptr, pinned_ptr, squares_ptr, row0, rows, rows, low + i0,
+                       low + HALF, high + i0, high + HALF, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES,
+                       BLOCK_T, PINNED)  # fmt: skip
     store_heads(a, b, shift_ptr, pinned_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, head, i0, row0, rows,
                 tokens, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE, PINNED)  # fmt: skip
 
@@ -119,8 +121,9 @@ def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, 
     if tl.program_id(0) == 0:
         fetch_ahead(w_ptr + n * K, K, AHEAD)
         fetch_ahead(w_ptr + (HIDDEN + n) * K, K, AHEAD)
+    scale_g, scale_u = scale_of_sums(w_ptr, wscale, n), scale_of_sums(w_ptr, wscale, HIDDEN + n)
     wait_for_previous(PDL)
-    g, u = normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, squares_ptr, row0, rows, rows, n0, HIDDEN,
+    g, u = normed_pair(x_ptr, w_ptr, scale_g, scale_u, scale_ptr, pinned_ptr, squares_ptr, row0, rows, rows, n0, HIDDEN,
                        HIDDEN + n0, 2 * HIDDEN, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T,
                        PINNED)  # fmt: skip
     store_geglu(g, u, shift_ptr, pinned_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, SILU, PINNED)
@@ -140,6 +143,7 @@ def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_p
     SHARE: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
     if tl.program_id(0) == 0 and split * SHARE < K:
         fetch_ahead(w_ptr + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), AHEAD)
+    scale = scale_of_sums(w_ptr, wscale, n)
     wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, SHARE, BLOCK_K):
@@ -147,7 +151,7 @@ def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_p
         a = row_tile(a_ptr, row, k, K, EVEN)
         acc = tl.dot(a, weight_tile(w_ptr, n, k, K, EVEN).to(a.dtype), acc)
     if SPLIT == 1:
-        y, keep = store_residual(acc * wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, n0, row0, rows, tokens, N,
+        y, keep = store_residual(acc * scale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, n0, row0, rows, tokens, N,
                                  BLOCK_M, BLOCK_N, RESIDUAL, HAS_GATE, HAS_BIAS, SKIP_FIRST, PINNED)  # fmt: skip
         if MOMENTS:
             store_moments(y, keep, row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N), next_scale_ptr, sums_ptr,
@@ -165,7 +169,7 @@ def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_p
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for other in range(SPLIT):
                 total += tl.load(parts + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-            y, keep = store_residual(total * wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, n0, row0, rows, tokens, N,
+            y, keep = store_residual(total * scale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, n0, row0, rows, tokens, N,
                                      BLOCK_M, BLOCK_N, RESIDUAL, HAS_GATE, HAS_BIAS, SKIP_FIRST,
                                      PINNED)  # fmt: skip
             if MOMENTS:
@@ -193,7 +197,7 @@ def _launch(cut: Pipelined, pdl: bool) -> dict[str, int | bool]:
 
 
 def qkv_rope(
-    x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
+    x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
     sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None, pdl: bool,
     cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
@@ -210,7 +214,7 @@ def qkv_rope(
 
 
 def gate_up_geglu(
-    x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
+    x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
     eps: float, silu: bool, pinned: Tensor | None, pdl: bool, cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
@@ -225,7 +229,7 @@ def gate_up_geglu(
 
 
 def project(
-    a: Tensor, weight: Tensor, weight_scale: float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
+    a: Tensor, weight: Tensor, weight_scale: Tensor | float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
     residual: bool, tokens: int, skip_first: bool, pinned: Tensor | None, pdl: bool, cut: Pipelined,
     workspace: tuple[Tensor, Tensor] | None, moments: Moments | None, next_scale: Tensor | None,
 ) -> None:  # fmt: skip

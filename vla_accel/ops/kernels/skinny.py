@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import power_of_two, wait_for_previous
+from vla_accel.ops.kernels.common import power_of_two, scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.epilogues import own_row, store_geglu, store_heads, store_residual
 from vla_accel.ops.suffix_tilings import Skinny
 
@@ -89,6 +89,8 @@ def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, row0, rows, first,
     """Normed rows times two tiles of weight rows, from `first` and from `second`; waits for the previous kernel."""
     wa0, wa1, wa2, wa3 = _ahead(w_ptr, first, K, BLOCK_N, PARTS, PIECE, first_end, AHEAD)
     wb0, wb1, wb2, wb3 = _ahead(w_ptr, second, K, BLOCK_N, PARTS, PIECE, second_end, AHEAD)
+    scale_a = scale_of_sums(w_ptr, wscale, tl.minimum(first + tl.arange(0, BLOCK_N), first_end - 1))
+    scale_b = scale_of_sums(w_ptr, wscale, tl.minimum(second + tl.arange(0, BLOCK_N), second_end - 1))
     wait_for_previous(PDL)
     acc_a = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
     acc_b = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
@@ -111,7 +113,7 @@ def _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, row0, rows, first,
         acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
         acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
     rstd = tl.rsqrt(squares / K + eps)[:, None]
-    return tl.sum(acc_a, 0) * wscale * rstd, tl.sum(acc_b, 0) * wscale * rstd
+    return tl.sum(acc_a, 0) * scale_a * rstd, tl.sum(acc_b, 0) * scale_b * rstd
 
 
 @triton.jit
@@ -150,6 +152,7 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, rows, 
              SKIP_FIRST: tl.constexpr, PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     w0, w1, w2, w3 = _ahead(w_ptr, n0, K, BLOCK_N, PARTS, PIECE, N, AHEAD)
+    scale = scale_of_sums(w_ptr, wscale, tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1))
     wait_for_previous(PDL)
     acc = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
     coming = _row_tile(a_ptr, row0, rows, 0, K, BLOCK_M, PARTS, PIECE)
@@ -162,7 +165,7 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, rows, 
         else:
             w = _weight_tile(w_ptr, n0, k0, K, BLOCK_N, PARTS, PIECE, N)
         acc = tl.dot(a, w.to(a.dtype), acc)
-    y = tl.sum(acc, 0) * wscale
+    y = tl.sum(acc, 0) * scale
     store_residual(y, bias_ptr, gate_ptr, pinned_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL,
                    HAS_GATE, HAS_BIAS, SKIP_FIRST, PINNED)  # fmt: skip
 
@@ -173,7 +176,7 @@ def _launch(pdl: bool, parts: int) -> dict[str, int | bool]:
 
 
 def qkv_rope(
-    x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
+    x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
     sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None, pdl: bool,
     cut: Skinny,
 ) -> None:  # fmt: skip
@@ -190,7 +193,7 @@ def qkv_rope(
 
 
 def gate_up_geglu(
-    x: Tensor, weight: Tensor, weight_scale: float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
+    x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
     eps: float, silu: bool, pinned: Tensor | None, pdl: bool, cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
@@ -206,7 +209,7 @@ def gate_up_geglu(
 
 
 def project(
-    a: Tensor, weight: Tensor, weight_scale: float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
+    a: Tensor, weight: Tensor, weight_scale: Tensor | float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
     residual: bool, tokens: int, skip_first: bool, pinned: Tensor | None, pdl: bool, cut: Skinny,
     workspace: object = None,
 ) -> None:  # fmt: skip

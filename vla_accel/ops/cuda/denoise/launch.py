@@ -26,14 +26,14 @@ ARCHITECTURE = "sm_90a"
 MAX_ROWS = 64
 
 
-def why_not(gpu: Gpu | None, sizes: Sizes, batch: int, dtype: torch.dtype, fp8: bool) -> str | None:
-    """Why the kernels cannot run this on a GPU; None where they can. `fp8`: weights of one byte."""
+def why_not(gpu: Gpu | None, sizes: Sizes, batch: int, dtype: torch.dtype, one_byte: bool) -> str | None:
+    """Why the kernels cannot run this on a GPU; None where they can. `one_byte`: of FP8 or INT8 weights."""
     attended = sizes.heads * sizes.head_dim
     if gpu is None:
         return "there is no GPU"
     if gpu.architecture != ARCHITECTURE:
         return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
-    if dtype != torch.bfloat16 or fp8:
+    if dtype != torch.bfloat16 or one_byte:
         return "it takes BF16 weights"
     if batch * sizes.tokens > MAX_ROWS:
         return f"{batch} x {sizes.tokens} suffix rows are more than {MAX_ROWS}"
