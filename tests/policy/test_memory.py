@@ -250,8 +250,11 @@ def test_smaller_configurations_are_those_that_the_gpu_has(monkeypatch: pytest.M
     assert texts == [host, prefix, f"{prefix}, {host}", vision, f"{vision}, {host}"]
     assert [text for text, _ in footprint.smaller(PI05, engines(), cuda, False)] == [host]
     monkeypatch.setattr(Gpu, "of", lambda _: replace(H200, capability=(8, 6)))
+    expert = "denoise: {engine: native, precision: int8}"
     texts = [text for text, _ in footprint.smaller(PI05, engines(), cuda, True)]
-    assert texts[:2] == [host, prefix.replace("fp8", "int8")] and len(texts) == 5
+    assert texts[:4] == [host, expert, f"{expert}, {host}", prefix.replace("fp8", "int8")] and len(texts) == 7
+    texts = [text for text, _ in footprint.smaller(PI05, engines(), cuda, False)]
+    assert texts == [host, expert, f"{expert}, {host}"], "weights alone need no scales"
 
 
 def test_tensors_are_found_wherever_they_are() -> None:

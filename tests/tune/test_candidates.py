@@ -48,12 +48,10 @@ def test_low_precisions_are_tried_in_every_set_of_components_of_the_fastest_engi
     lower = {**LOWER, "denoise": {"native": Products(("o_proj",), activations=False)}}
     found = candidates.precisions(lambda: lower)(FOUND)
     sets = [{n: s.precision for n, s in c.config.specs(PARTS).items() if s.precision != "auto"} for c in found]
-    assert sets[:3] == [{"vision": "fp8"}, {"kv_cache": "fp8"}, {"denoise": "fp8"}] and len(sets) == 7 + 3
-    assert sets[7:] == [
-        {"vision": "int8"}, {"kv_cache": "int8"}, {"vision": "int8", "kv_cache": "int8"},
-    ], "INT8 needs quantised inputs"  # fmt: skip
+    assert sets[:3] == [{"vision": "fp8"}, {"kv_cache": "fp8"}, {"denoise": "fp8"}] and len(sets) == 7 + 7
+    assert sets[7:] == [dict.fromkeys(chosen, "int8") for chosen in sets[:7]]
     assert {s.engine for c in found for s in c.config.specs(PARTS).values()} == {"native"}
-    assert [c.name for c in found][-1] == "native int8 vision kv_cache"
+    assert [c.name for c in found][-1] == "native int8 vision kv_cache denoise"
     assert candidates.precisions(lambda: LOWER)(FOUND[:1]) == []
     tensorrt = [FOUND[0], tried("tensorrt", "tensorrt", 2.0)]
     assert [c.name for c in candidates.precisions(lambda: LOWER)(tensorrt)] == ["tensorrt fp8 kv_cache"]

@@ -42,10 +42,10 @@ class Arguments:
     model: Text = None
     """Random weights of a model family's published size: pi05, pi0, smolvla or groot."""
     systems: tuple[str, ...] = ()
-    """Of random weights: some of eager, native-bf16, native-fp8 and -int8, each also with -vision; portable- instead of
-    native-, what a GPU without Hopper's kernels runs; openpi-eager, openpi-compile, openpi-max-autotune; for SmolVLA
-    and GR00T lerobot-eager, lerobot-compile. If not given: eager, native's but INT8, and the other project's eager
-    code, which is left out, loudly, where it is not installed."""
+    """Of random weights: some of eager, native-bf16, native-fp8 and -int8, each also with -vision, native-int8-denoise;
+    portable- instead of native-, what a GPU without Hopper's kernels runs; openpi-eager, openpi-compile,
+    openpi-max-autotune; for SmolVLA and GR00T lerobot-eager, lerobot-compile. If not given: eager, native's but INT8,
+    and the other project's eager code, which is left out, loudly, where it is not installed."""
     realtime_vla: Folder = None
     """Of random weights: a checkout of realtime-vla, whose code takes its turns, too, at ten steps."""
     prompt_tokens: Number = None

@@ -20,7 +20,7 @@ from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.families import groot_lerobot, groot_stand_in
 from vla_accel.families.groot_folder import load_folder
-from vla_accel.fp8 import Scales
+from vla_accel.fp8 import FORMATS, Scales
 from vla_accel.models.family import Family, Rows, Shape, Work
 from vla_accel.models.groot import Groot, GrootConfig, groot_n17, overlap_weights
 from vla_accel.models.groot_language import Layout
@@ -61,6 +61,7 @@ class GrootFamily(Family):
     sizes = {"groot_n17": groot_n17}  # noqa: RUF012
     guidance = ("target", "weights")
     fp8_systems = {"native-fp8": ("denoise",)}  # noqa: RUF012
+    int8_systems = {"native-int8-denoise": ("denoise",)}  # noqa: RUF012
     sweep = (4, 2, 1)
     baselines = tuple(groot_lerobot.MODES)
 
@@ -185,7 +186,7 @@ class GrootFamily(Family):
         suffix = config.action_horizon + 1
         keys = 2 * h.width * (len(h.blocks("text")) * text + len(h.blocks("image")) * tokens)
         attention = 4 * suffix * h.width * (keys / (2 * h.width) + looking * suffix)
-        weight_bytes = 1 if specs["denoise"].precision == "fp8" else 2
+        weight_bytes = 1 if specs["denoise"].precision in FORMATS else 2
         return {
             "vision": Work(float(vision)),
             "kv_cache": Work(float(prefix)),

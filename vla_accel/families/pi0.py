@@ -16,7 +16,7 @@ from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.families import pi0_openpi, pi0_realtime_vla
 from vla_accel.families.pi0_folders import load_folder
 from vla_accel.families.prompted import PromptedFamily, PromptShape
-from vla_accel.fp8 import Scales
+from vla_accel.fp8 import FORMATS, Scales
 from vla_accel.models.family import Work
 from vla_accel.models.pi0 import Kind, Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.models.random_weights import drawn_model
@@ -78,7 +78,7 @@ class Pi0Family(PromptedFamily):
         cache = 2 * e.depth * tokens * e.kv_heads * e.head_dim * 2
         suffix = config.suffix_tokens
         attention = e.depth * 4 * suffix * (tokens + suffix) * e.heads * e.head_dim
-        weight_bytes = 1 if specs["denoise"].precision == "fp8" else 2
+        weight_bytes = 1 if specs["denoise"].precision in FORMATS else 2
 
         def products(name: str) -> Literal["bf16", "fp8", "int8"]:
             precision = specs[name].precision

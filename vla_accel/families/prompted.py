@@ -42,7 +42,9 @@ class PromptedFamily(Family):
 
     parts = ("vision", "kv_cache", "denoise")
     guidance = ("target", "weights")
-    int8_systems: ClassVar = {"native-int8": ("kv_cache",), "native-int8-vision": ("vision", "kv_cache")}
+    int8_systems: ClassVar = {
+        "native-int8-denoise": ("denoise",), "native-int8": ("kv_cache",), "native-int8-vision": ("vision", "kv_cache"),
+    }  # fmt: skip
     fp8_systems: ClassVar = {"native-fp8": ("kv_cache",), "native-fp8-vision": ("vision", "kv_cache")}
 
     def action_shape(self, config: Any) -> tuple[int, int]:

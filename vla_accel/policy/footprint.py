@@ -66,18 +66,19 @@ def smaller(
     family: Family, specs: Mapping[str, EngineSpec], device: torch.device, has_scales: bool
 ) -> Iterator[tuple[str, dict[str, EngineSpec]]]:
     """Configurations that need less, the mildest first, each with what to write. Those that only move memory lose
-    nothing; FP8, and INT8 where there is none, need scales."""
+    nothing; FP8, and INT8 where there is none, need scales, but of weights alone."""
     gpu = Gpu.of(device)
     on_host = {n: replace(s, native=replace(s.native, embeddings="host")) for n, s in specs.items()}
     yield "native: {embeddings: host}", on_host
-    if gpu is None or not (gpu.fp8 or gpu.int8) or not has_scales:
+    if gpu is None or not (gpu.fp8 or gpu.int8):
         return
     precision: EnginePrecision = "fp8" if gpu.fp8 else "int8"
     for parts in (family.fp8_systems if gpu.fp8 else family.int8_systems).values():
         for base, word in ((specs, ""), (on_host, ", native: {embeddings: host}")):
             text = ", ".join(f"{part}: {{engine: native, precision: {precision}}}" for part in parts)
             chosen = {n: replace(s, engine="native", precision=precision) if n in parts else s for n, s in base.items()}
-            yield text + word, chosen
+            if has_scales or not family.needs_scales(chosen):
+                yield text + word, chosen
 
 
 @contextlib.contextmanager

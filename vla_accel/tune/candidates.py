@@ -19,8 +19,7 @@ from vla_accel.ops.gpu import Gpu
 from vla_accel.tune.search import REFERENCE, Candidate, Stage, Tried
 
 Lower = Mapping[str, Mapping[str, Products]]
-"""By component, then engine: the products that it can compute in FP8; the native engine those with quantised inputs in
-INT8, too."""
+"""By component, then engine: the products that it can compute in FP8, and the native engine in INT8."""
 LOWER_PRECISIONS: tuple[EnginePrecision, ...] = ("fp8", "int8")
 WITH_ATTENTION = ("vision", "kv_cache")
 """Components whose native programs can take a library's attention (`EngineSpec.attention`)."""
@@ -82,8 +81,8 @@ def precisions(lower_of: Callable[[], Lower]) -> Stage:
 
 
 def _can(lower: Mapping[str, Products], engine: str, precision: str) -> bool:
-    """INT8 is the native engine's alone, for products whose inputs are quantised, too."""
-    return engine in lower and (precision == "fp8" or (engine == "native" and lower[engine].activations))
+    """INT8 is the native engine's alone."""
+    return engine in lower and (precision == "fp8" or engine == "native")
 
 
 def products(lower_of: Callable[[], Lower], count: int) -> Stage:
