@@ -15,10 +15,14 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
+import websockets.frames
+from websockets.streams import StreamReader
+
 from tests.support.openpi_wire import openpi_pack, serving
 from tests.support.server_support import EchoPolicy, observation
 from vla_accel.client import PolicyClient, Reconnect
 from vla_accel.client import client as client_module
+from vla_accel.client.connection import Frame
 from vla_accel.errors import ConfigError, ServerError, WireError
 from vla_accel.server import ServerConfig, background
 
@@ -133,6 +137,22 @@ def test_a_request_that_is_too_large_is_one_clear_error() -> None:
 def test_a_reconnect_policy_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="reconnect: expected"):
         Reconnect(**changes)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 125, 126, 65_535, 65_536, 301_394])
+def test_a_frame_is_what_websockets_reads(size: int) -> None:
+    frame, reader = Frame(), StreamReader()
+    messages = [np.random.default_rng(seed).bytes(length) for seed, length in enumerate((size, size // 2, size))]
+    keys = set()
+    for message in messages:
+        sent = bytes(frame.of(message))
+        keys.add(sent[len(sent) - len(message) - 4 :][:4])
+        reader.feed_data(sent)
+        with pytest.raises(StopIteration) as done:
+            next(websockets.frames.Frame.parse(reader.read_exact, mask=True))
+        read = done.value.value
+        assert (bytes(read.data), read.opcode, read.fin, len(reader.buffer)) == (message, 2, True, 0)
+    assert len(keys) > 1, "a key that others can foretell"
 
 
 def test_no_thread_is_left_behind() -> None:

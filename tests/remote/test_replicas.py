@@ -106,6 +106,32 @@ def test_what_kills_two_replicas_is_answered_with_an_error(server: PolicyServer)
         assert client.infer(observation(3))["actions"][0, 0] == 3, "it waits for the first that is back"
 
 
+def shared_memory() -> int:
+    """Replicas whose memory this process sees."""
+    return Path("/proc/self/maps").read_text().count("memfd:replica")
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is on disk here")
+def test_a_dead_replicas_memory_goes_with_it(server: PolicyServer) -> None:
+    assert shared_memory() == 2
+    for _ in range(2):
+        os.kill(pids(server)[0], signal.SIGKILL)
+        eventually(lambda: metric(server.address, "vla_accel_replicas") == 1)
+        eventually(lambda: metric(server.address, "vla_accel_replicas") == 2, within_s=30)
+    assert shared_memory() == 2
+
+
+def test_frames_that_have_no_room_in_the_memory_arrive_as_well(
+    server: PolicyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for replica in server.dispatcher.replicas:
+        monkeypatch.setattr(replica, "_frames", bytearray(1000))
+    with PolicyClient(server.address) as client:
+        for index in range(4):
+            large = {**observation(index), "more": np.zeros(100_000, np.uint8)}
+            np.testing.assert_array_equal(client.infer(large)["actions"], expected_actions(large["observation/state"]))
+
+
 @pytest.mark.slow
 def test_32_clients_and_a_replica_killed_again_and_again(server: PolicyServer) -> None:
     end = time.monotonic() + 5

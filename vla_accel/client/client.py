@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from vla_accel.errors import ConfigError, DependencyError, ServerError, WireError
+from vla_accel.client.connection import connection_class, websockets_client
+from vla_accel.errors import ConfigError, ServerError, WireError
 from vla_accel.remote import wire
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ class PolicyClient:
         self._timeout_s, self._connect_timeout_s = timeout_s, connect_timeout_s
         self._reconnect = reconnect or Reconnect()
         self._lock = threading.RLock()
+        self._packer = wire.Packer()
         self._connection: Any = None
         self._stack = ExitStack()
         self._connect()
@@ -124,8 +126,7 @@ class PolicyClient:
         """Send a request; its answer, read."""
         if self._policy is not None:
             content = {**content, wire.POLICY: self._policy}
-        request = wire.pack(content)
-        with self._lock:
+        with self._lock, self._packer.packed(content) as request:
             try:
                 answer = self._exchange(request)
             except _LostConnection as lost:
@@ -165,10 +166,10 @@ class PolicyClient:
             raise ConfigError(f"policy server {self.address} does not support real-time chunking")
         return {**request, wire.PREV_CHUNK: np.asarray(prev_chunk), wire.INFERENCE_DELAY: inference_delay}
 
-    def _exchange(self, request: bytes) -> bytes | str:
+    def _exchange(self, request: memoryview) -> bytes | str:
         connection = self._connection or self._connect()
         try:
-            connection.send(request)
+            connection.send_binary(request)
             return connection.recv(timeout=self._timeout_s)
         except TimeoutError as error:
             self.close()  # a late answer must not meet the next request
@@ -194,12 +195,13 @@ class PolicyClient:
             time.sleep(self._reconnect.wait_s)
 
     def _connect_once(self) -> Any:
-        client = _websockets_client()
+        client = websockets_client()
         stack = ExitStack()  # holds the connection open beyond this call
         try:
             connection = stack.enter_context(
                 client.connect(
                     self.address,
+                    create_connection=connection_class(),
                     compression=None,
                     max_size=None,
                     open_timeout=self._connect_timeout_s,
@@ -269,11 +271,3 @@ def check_address(address: str) -> None:
         good = False
     if not good:
         raise ConfigError(f"policy: expected ws://host:port, got {address!r}")
-
-
-def _websockets_client() -> Any:
-    try:
-        import websockets.sync.client
-    except ImportError as error:
-        raise DependencyError(f"a remote policy needs websockets: pip install 'vla_accel[serve]' ({error})") from error
-    return websockets.sync.client

@@ -11,9 +11,11 @@ needs NumPy and msgpack only.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ REAL_TIME_CHUNKING = "real_time_chunking"
 
 # What NumPy itself writes for plain numbers, text and dates. An open-ended dtype parser is no place for strangers.
 _DTYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|[SU]\d{1,9}|[mM]8(\[\d{0,9}[a-zA-Z]{1,2}\])?)")
+_LONGEST_DTYPE = 20
 _PLAIN_KINDS = "biufSUmM"
 _LAST_CHARACTER = 0x10FFFF
 _SCALARS: dict[str, tuple[type, ...]] = {
@@ -61,15 +64,31 @@ def pack(value: Any) -> bytes:
 
     Raises WireError for anything else, object, void and complex arrays included.
     """
-    try:
-        return _msgpack().packb(value, default=_encode)
-    except WireError:
-        raise
-    except Exception as error:  # msgpack: too deep, an integer of more than 64 bits, lone surrogates
-        raise WireError(f"wire format: cannot send this ({type(error).__name__}: {error})") from error
+    with Packer().packed(value) as data:
+        return bytes(data)
 
 
-def unpack(data: bytes, *, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> Any:
+class Packer:
+    """Packs one value after another into the same memory."""
+
+    def __init__(self) -> None:
+        self._packer = _msgpack().Packer(default=_encode, autoreset=False)
+
+    @contextlib.contextmanager
+    def packed(self, value: Any) -> Iterator[memoryview]:
+        """What `pack` returns, for as long as the block lasts. Raises as `pack`."""
+        self._packer.reset()
+        try:
+            self._packer.pack(value)
+        except WireError:
+            raise
+        except Exception as error:  # msgpack: too deep, an integer of more than 64 bits, lone surrogates
+            raise WireError(f"wire format: cannot send this ({type(error).__name__}: {error})") from error
+        with self._packer.getbuffer() as data:
+            yield data
+
+
+def unpack(data: bytes | memoryview, *, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> Any:
     """The inverse of `pack`; arrays come back read-only. Costs time and memory in proportion to `data`, no more.
 
     Raises WireError for whatever is not exactly one well-formed message within the limits.
@@ -86,7 +105,7 @@ def unpack(data: bytes, *, max_values: int = MAX_VALUES, max_depth: int = MAX_DE
 
 def unpack_map(data: Any) -> dict[str, Any]:
     """`unpack`, for a frame that must hold a map with text keys: an observation, metadata, an answer."""
-    if not isinstance(data, bytes):
+    if not isinstance(data, (bytes, memoryview)):
         raise WireError(f"wire format: expected a binary frame, got {'text' if isinstance(data, str) else _kind(data)}")
     value = unpack(data)
     if not isinstance(value, dict):
@@ -97,71 +116,74 @@ def unpack_map(data: Any) -> dict[str, Any]:
     return value
 
 
-def survey(data: bytes, *, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> int:
+def survey(data: bytes | memoryview, *, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> int:
     """Walk the headers of one message without decoding it; the number of values in it.
 
     Raises WireError: truncated, bytes left over, an extension type, more than `max_values`, deeper than `max_depth`.
     """
-    size, position, values = len(data), 0, 0
-    open_levels = [1]  # at each level, values still to come
-    while open_levels:
-        if not open_levels[-1]:
-            open_levels.pop()
-            continue
-        open_levels[-1] -= 1
-        values += 1
-        if position >= size:
-            raise WireError(f"wire format: truncated after {size} bytes")
-        code = data[position]
-        position += 1
-        width, is_length, items_each = _HEADERS[code]
-        if width < 0:
-            raise WireError(f"wire format: expected a plain value, got byte 0x{code:02x} (an extension, or unused)")
-        if not is_length:
-            inner, position = 0, position + width
-        else:
-            length = _INLINE[code] if width == 0 else int.from_bytes(data[position : position + width], "big")
-            position += width
-            inner = length * items_each
-            position += 0 if items_each else length
-            # Nothing is shorter than one byte.
-            if position + inner > size:
-                what = "items" if items_each else "bytes"
-                raise WireError(f"wire format: truncated: {length} {what} announced, the message has {size} bytes")
-        if values + inner > max_values:
+    values = 0
+
+    def end_of(position: int, items: int, depth: int) -> int:
+        """Where the `items` values at `position` end. IndexError where one should begin and the data has ended."""
+        nonlocal values
+        values += items  # which nobody has seen yet
+        if values > max_values:
             raise WireError(f"wire format: expected at most {max_values} values, got more")
-        if inner:
-            if len(open_levels) > max_depth:
-                raise WireError(f"wire format: expected at most {max_depth} levels, got more")
-            open_levels.append(inner)
-    if position > size:
-        raise WireError(f"wire format: truncated after {size} bytes")
-    if position < size:
-        raise WireError(f"wire format: {size - position} bytes left over after the message")
+        if depth > max_depth:
+            raise WireError(f"wire format: expected at most {max_depth} levels, got more")
+        for _ in range(items):
+            code = data[position]
+            position += _SIZES[code]
+            kind = _KINDS[code]
+            if kind:  # a length stands before `position`
+                width, items_each = kind
+                if width == 1:
+                    length = data[position - 1]
+                elif width:
+                    length = int.from_bytes(data[position - width : position], "big")
+                else:
+                    length = code & 0x0F
+                if not items_each:
+                    position += length
+                elif length:
+                    position = end_of(position, length * items_each, depth + 1)
+        return position
+
+    try:
+        end = end_of(0, 1, 0)
+    except IndexError:
+        end = len(data) + 1
+    except KeyError as error:
+        text = f"wire format: expected a plain value, got byte 0x{error.args[0]:02x} (an extension, or unused)"
+        raise WireError(text) from None
+    if end > len(data):
+        raise WireError(f"wire format: truncated after {len(data)} bytes")
+    if end < len(data):
+        raise WireError(f"wire format: {len(data) - end} bytes left over after the message")
     return values
 
 
-def _header(code: int) -> tuple[int, bool, int]:
-    """(bytes that follow the first, whether they are a length, items for each unit of length; 0 means bytes)."""
-    if code <= 0x7F or code >= 0xE0:
-        return 0, False, 0
-    if code <= 0x9F:
-        return 0, True, 2 if code <= 0x8F else 1
+def _size(code: int) -> int | None:
+    """Bytes of a value as far as its first byte tells: all of a number or a short text, else the first and a length's.
+    None for what does not travel."""
+    if code <= 0x9F or code >= 0xE0 or code in (0xC0, 0xC2, 0xC3):
+        return 1
     if code <= 0xBF:
-        return 0, True, 0
-    fixed = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8}
-    fixed |= {0xCC + i: 2**i for i in range(4)} | {0xD0 + i: 2**i for i in range(4)}
-    if code in fixed:
-        return fixed[code], False, 0
-    lengths = {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}
-    lengths |= {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-    if code in lengths:
-        return lengths[code][0], True, lengths[code][1]
-    return -1, False, 0
+        return 1 + (code & 0x1F)
+    if code in (0xCA, 0xCB):
+        return 5 if code == 0xCA else 9
+    if 0xCC <= code <= 0xD3:
+        return 1 + 2 ** (code & 3)
+    return 1 + _LENGTHS[code][0] if code in _LENGTHS else None
 
 
-_HEADERS = [_header(code) for code in range(256)]
-_INLINE = [code & (0x1F if 0xA0 <= code <= 0xBF else 0x0F) for code in range(256)]
+_LENGTHS = {code: (0, 2 if code <= 0x8F else 1) for code in range(0x80, 0xA0)}
+"""By the first byte: (bytes of the length that follows, 0 where it is in the first; values for each unit of the length,
+0 where it counts bytes)."""
+_LENGTHS |= {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}
+_LENGTHS |= {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+_KINDS = [_LENGTHS.get(code) for code in range(256)]
+_SIZES = {code: size for code in range(256) if (size := _size(code)) is not None}
 
 
 def _encode(value: Any) -> dict[bytes, Any]:
@@ -169,9 +191,14 @@ def _encode(value: Any) -> dict[bytes, Any]:
         if value.dtype.kind not in _PLAIN_KINDS or not _DTYPE.fullmatch(value.dtype.str):
             raise WireError(f"wire format: expected numbers or text, got dtype {value.dtype}")
         if isinstance(value, np.ndarray):
-            return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+            return {b"__ndarray__": True, b"data": _bytes_of(value), b"dtype": value.dtype.str, b"shape": value.shape}
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
     raise WireError(f"wire format: cannot send a {type(value).__name__}")
+
+
+def _bytes_of(array: np.ndarray) -> bytes | memoryview:
+    """Its elements in C order, without a copy where they lie so; dates have no memoryview."""
+    return array.data if array.flags.c_contiguous and array.dtype.kind in "biuf" else array.tobytes()
 
 
 def _decode(value: dict[Any, Any]) -> Any:
@@ -219,7 +246,14 @@ def _scalar(value: dict[Any, Any]) -> np.generic:
 
 
 def _dtype(name: Any) -> np.dtype:
-    if not isinstance(name, str) or not _DTYPE.fullmatch(name):
+    if not isinstance(name, str) or len(name) > _LONGEST_DTYPE:
+        raise WireError(f"wire format: expected the dtype of plain numbers or text, got {name!r:.60}")
+    return _dtype_named(name)
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype_named(name: str) -> np.dtype:
+    if not _DTYPE.fullmatch(name):
         raise WireError(f"wire format: expected the dtype of plain numbers or text, got {name!r:.60}")
     try:
         return np.dtype(name)

@@ -224,8 +224,10 @@ class PolicyServer:
                 job = self.dispatcher.submit(Call(frame, name, timing), _host(client))
                 client.on_gone = functools.partial(self.dispatcher.give_up, job)
                 answer = await job.outcome
-                self._count(client, job, answer)
-                await self._send(client, answer.message)
+                try:
+                    await self._send(client, answer.message)
+                finally:
+                    self._count(client, job, answer)
                 took = time.monotonic() - began
                 self.metrics.request(took)
                 # Told with the next answer: it includes sending this one.

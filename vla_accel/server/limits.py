@@ -14,7 +14,8 @@ class ServerConfig:
     """Address, limits and batching of a policy server.
 
     Memory is bounded by `max_clients` times about three times `max_payload`: a frame being received, its message and
-    its arrays. One client has one request at a time under way; further frames wait in its own socket.
+    its arrays; and 16 MiB for each replica that has a process of its own. One client has one request at a time under
+    way; further frames wait in its own socket.
     """
 
     host: str = "127.0.0.1"

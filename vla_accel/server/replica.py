@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import mmap
 import multiprocessing
+import os
 import pickle
 import queue
 import signal
 import socket
 import struct
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import IO, Any, Protocol
 
 from vla_accel import errors
 from vla_accel.errors import EngineError, VlaAccelError
@@ -29,6 +33,8 @@ from vla_accel.server.shelf import Shelf
 logger = logging.getLogger("vla_accel.server")
 
 _LENGTH = struct.Struct(">Q")
+_SHARED_BYTES = 2**24
+"""For the frames of one turn; what has no room goes through the socket. Only what is used takes memory."""
 _END_S = 5.0
 """How long a process may take to end before it is killed."""
 
@@ -95,7 +101,8 @@ class ThreadReplica:
 
 
 class ProcessReplica:
-    """A policy in a process of its own. What it is sent and what it answers are pickles over a pair of sockets."""
+    """A policy in a process of its own. What it is sent and what it answers are pickles over a pair of sockets; frames
+    stand in memory that both processes see."""
 
     def __init__(self, name: str, load: Callable[[str], Any], device: str, max_batch: int) -> None:
         self.name, self._load, self._device, self._max_batch = name, load, device, max_batch
@@ -103,12 +110,16 @@ class ProcessReplica:
         self.pid = 0
         self._process: Any = None
         self._pipe: _Pipe | None = None
+        self._frames: mmap.mmap | None = None
         self._deliver: Deliver | None = None
 
     async def start(self, on_death: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, _nameless(f"replica {self.name}") as file:
+            file.truncate(_SHARED_BYTES)
+            self._frames = mmap.mmap(file.fileno(), _SHARED_BYTES)
+            socket.send_fds(ours, [b"m"], [file.fileno()])
             # Not forked: a process that has used CUDA or threads cannot be.
             words = theirs, self._load, self._device, self.name, self._max_batch
             process = multiprocessing.get_context("spawn").Process(
@@ -138,13 +149,30 @@ class ProcessReplica:
         self.hellos, self.batches = told
 
     def run(self, calls: Sequence[Call], deliver: Deliver) -> None:
-        assert self._pipe is not None
+        assert self._pipe is not None and self._frames is not None
+        frames, taken = self._frames, 0
+        sizes: list[int] = []
         self._deliver = deliver
-        self._pipe.send(calls)
+
+        def left(buffer: pickle.PickleBuffer) -> bool:
+            """Copy a frame to the memory; True, which leaves it to the pickle, where there is no room."""
+            nonlocal taken
+            raw = buffer.raw()
+            if taken + len(raw) > len(frames):
+                return True
+            frames[taken : taken + len(raw)] = raw
+            taken += len(raw)
+            sizes.append(len(raw))
+            return False
+
+        # The replica has read the frames of its last turn, or there would not be another.
+        shared = [replace(c, frame=pickle.PickleBuffer(c.frame)) if isinstance(c.frame, bytes) else c for c in calls]
+        self._pipe.send((sizes, pickle.dumps(shared, protocol=5, buffer_callback=left)))
 
     async def close(self) -> None:
         if self._pipe is not None:
             self._pipe.close()
+        self._frames = None
         process, self._process = self._process, None
         if process is not None:
             await asyncio.get_running_loop().run_in_executor(None, _end, process)
@@ -187,6 +215,12 @@ class _Pipe(asyncio.Protocol):
             self._transport.abort()
 
 
+def _nameless(title: str) -> IO[bytes]:
+    """A file in memory, or on disk where the system has no such, that is gone once nobody has it open: whoever dies,
+    nothing of it stays."""
+    return open(os.memfd_create(title), "r+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+
+
 def _end(process: Any) -> None:
     """A process whose socket is closed ends by itself, unless it is in a call that does not."""
     process.join(_END_S)
@@ -206,6 +240,9 @@ def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, 
     tune_process()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s [{name}]: %(message)s")
     with pipe, contextlib.suppress(ConnectionError):  # the server has closed its end
+        _, (memory, *_), _, _ = socket.recv_fds(pipe, 1, 1)
+        frames = memoryview(mmap.mmap(memory, _SHARED_BYTES))
+        os.close(memory)
         try:
             shelf = Shelf.of(load(device))
             shelf.start()
@@ -219,7 +256,14 @@ def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, 
         runner = Runner(shelf, max_batch)
         _send(pipe, (shelf.hellos, shelf.batches))
         while True:
-            runner.run(_receive(pipe), lambda answers: _send(pipe, answers))
+            runner.run(_calls(_receive(pipe), frames), lambda answers: _send(pipe, answers))
+
+
+def _calls(sent: tuple[list[int], bytes], frames: memoryview) -> list[Call]:
+    """What `ProcessReplica.run` was given; the frames are views of the shared memory."""
+    sizes, data = sent
+    ends = list(itertools.accumulate(sizes))
+    return pickle.loads(data, buffers=[frames[end - size : end] for size, end in zip(sizes, ends, strict=True)])
 
 
 def _send(pipe: socket.socket, message: Any) -> None:

@@ -29,7 +29,7 @@ class Call:
     known so far of the answer's `server_timing`, milliseconds; `sent_s`: when it was given to a replica
     (`time.monotonic`, which a machine's processes share)."""
 
-    frame: bytes | str
+    frame: bytes | memoryview | str
     policy: str = ""
     timing: dict[str, float] = field(default_factory=dict)
     sent_s: float = 0.0

@@ -1,0 +1,74 @@
+"""websockets' client connection, which sends a message of hundreds of kilobytes without allocating anything for it.
+
+Fresh memory of that size costs a page fault for every 4 KiB, far more than the copies themselves. Knows nothing about
+what a message says.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import sys
+from typing import Any
+
+import numpy as np
+
+from vla_accel.errors import DependencyError
+
+_ROOM = 16
+"""Bytes before the payload: a header has at most 14, and the payload is aligned."""
+_BINARY, _MASKED = 0x82, 0x80
+
+
+def websockets_client() -> Any:
+    """The module `websockets.sync.client`, or DependencyError."""
+    try:
+        import websockets.sync.client
+    except ImportError as error:
+        raise DependencyError(f"a remote policy needs websockets: pip install 'vla_accel[serve]' ({error})") from error
+    return websockets.sync.client
+
+
+def connection_class() -> type:
+    """A subclass of websockets' `ClientConnection` with `send_binary`, which sends one binary message."""
+
+    class Connection(websockets_client().ClientConnection):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._frame = Frame()
+
+        def send_binary(self, message: memoryview) -> None:
+            """As `send`. Raises what it raises."""
+            with self.send_context():
+                self.protocol.writes.append(self._frame.of(message))
+
+    return Connection
+
+
+class Frame:
+    """A client's frames, each written where the one before it stood."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
+
+    def of(self, message: bytes | memoryview) -> memoryview:
+        """`message` as one masked binary frame (RFC 6455, 5.2), which holds until the next call."""
+        payload = np.frombuffer(message, np.uint8)
+        size = len(payload)
+        if len(self._buffer) < _ROOM + size:
+            self._buffer = np.empty(_ROOM + size, np.uint8)
+        key = secrets.token_bytes(4)
+        if size < 126:
+            header = struct.pack("!BB", _BINARY, _MASKED | size)
+        elif size < 2**16:
+            header = struct.pack("!BBH", _BINARY, _MASKED | 126, size)
+        else:
+            header = struct.pack("!BBQ", _BINARY, _MASKED | 127, size)
+        header += key
+        begin, end, even = _ROOM - len(header), _ROOM + size, size // 8 * 8
+        self._buffer[begin:_ROOM] = np.frombuffer(header, np.uint8)
+        words = self._buffer[_ROOM : _ROOM + even].view(np.uint64)
+        np.bitwise_xor(payload[:even].view(np.uint64), np.uint64(int.from_bytes(2 * key, sys.byteorder)), out=words)
+        rest = np.frombuffer(2 * key, np.uint8)[: size - even]
+        np.bitwise_xor(payload[even:], rest, out=self._buffer[_ROOM + even : end])
+        return self._buffer.data[begin:end]
