@@ -1,5 +1,4 @@
-"""Trained real-time chunking in the native engine: pinned actions are exact, the others are eager's. Built, not run so
-far."""
+"""Trained real-time chunking in the native engine: pinned actions are exact, the others are eager's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A policy on the second GPU computes what it does on the first: whatever is left to the current device, a launch, an
-allocation, a graph, would show here. Built, not run so far."""
+allocation, a graph, would show here."""
 
 from __future__ import annotations
 

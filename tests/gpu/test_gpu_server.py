@@ -1,5 +1,5 @@
 """The server on GPUs: replicas answer as the policy in this process does, a GPU may stand twice in the list, and one
-that dies comes back on its own device. Built, not run so far."""
+that dies comes back on its own device."""
 
 from __future__ import annotations
 
