@@ -57,6 +57,12 @@ class Cuts:
         """What a product of this kind writes for the norm behind it, if it does."""
         return self.taken[kind].moments
 
+    def read_by(self, layer: int, first: Moments) -> Moments | None:
+        """The moments of the rows that a layer reads: those that the layer before wrote with its "down", or `first` of
+        the first one, if that kind writes any."""
+        written = self.moments("down")
+        return first if layer == 0 and written is not None else written
+
     def products(
         self, kind: str, product: Product, run: Callable[[], object], *, shared: bool = True, of: Tensor | None = None,
         scaled: bool = False,

@@ -299,11 +299,11 @@ class _LayerLoop:
         self._down(step, index, lengths)
 
     def _qkv(self, step: int, index: int, lengths: Tensor) -> None:
-        t, layer, written = self.tables, self.weights.layers[index], self.cuts.moments("down")
+        t, layer = self.tables, self.weights.layers[index]
         suffix.qkv_rope(
             self.x, layer.qkv, t.of(t.input_scale, step, index), t.of(t.input_shift, step, index), self.cos, self.sin,
             lengths, self.q, self.k, self.v, eps=self.eps, pinned=self.pinned, pdl=self.pdl, cut=self.cuts.alone("qkv"),
-            moments=written if index or written is None else self.first,
+            moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
     def _attend(self, index: int, inputs: Mapping[str, Tensor]) -> None:

@@ -186,16 +186,11 @@ class NativeDenoise:
         self._gate_up(layer)
         self._down(layer)
 
-    def _before(self, index: int) -> Moments | None:
-        """The moments of what a layer reads."""
-        written = self.cuts.moments("down")
-        return self.first if index == 0 and written is not None else written
-
     def _qkv(self, index: int, lengths: Tensor) -> None:
         suffix.qkv_rope(
             self.x, self.weights.layers[index].qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v,
             eps=self.config.expert.eps, pdl=self.pdl, cut=self.cuts.alone("qkv"),
-            moments=self._before(index),
+            moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
     def _attend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
@@ -207,7 +202,8 @@ class NativeDenoise:
     def _cross(self, index: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
         suffix.cross_attention(
             self.x, self.weights.layers[index].qkv, self.cos, self.sin, keys, values, lengths, self.context,
-            eps=self.config.expert.eps, pdl=self.pdl, cut=self.cuts.alone("cross"), moments=self._before(index),
+            eps=self.config.expert.eps, pdl=self.pdl, cut=self.cuts.alone("cross"),
+            moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
     def _o(self, layer: ExpertLayer) -> None:

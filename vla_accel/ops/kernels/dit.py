@@ -37,6 +37,9 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, 
     if tl.program_id(0) == 0:
         fetch_ahead(w_ptr + from_n * K, K, AHEAD)
     scale = scale_of_sums(w_ptr, wscale, from_n)
+    shift = tl.load(shift_ptr + n, mask=in_n, other=0.0)[None, :]
+    if NORM:
+        of_weight = tl.load(sums_ptr + n, mask=in_n, other=0.0)[None, :]
     wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -63,8 +66,8 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, 
             total, squares = tl.sum(totals, 0), tl.sum(all_squares, 0)
         mean = total / K
         rstd = tl.rsqrt(squares / K - mean * mean + eps)
-        y = (y - mean[:, None] * tl.load(sums_ptr + n, mask=in_n, other=0.0)[None, :]) * rstd[:, None]
-    y += tl.load(shift_ptr + n, mask=in_n, other=0.0)[None, :]
+        y = (y - mean[:, None] * of_weight) * rstd[:, None]
+    y += shift
     if ACTIVATION == 1:
         y = gelu_tanh(y)
     elif ACTIVATION == 2:

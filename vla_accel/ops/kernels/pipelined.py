@@ -13,7 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, scale_of_sums, wait_for_previous
-from vla_accel.ops.kernels.epilogues import own_row, store_geglu, store_heads, store_residual
+from vla_accel.ops.kernels.epilogues import (
+    for_geglu,
+    for_heads,
+    for_residual,
+    own_row,
+    residual,
+    store_geglu,
+    store_heads,
+    store_residual,
+)
 from vla_accel.ops.kernels.moments import of_tiles, store_moments, tiles_of
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
@@ -101,12 +110,15 @@ def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr,
         fetch_ahead(w_ptr + (low + i) * K, K, AHEAD)
         fetch_ahead(w_ptr + (high + i) * K, K, AHEAD)
     scale_a, scale_b = scale_of_sums(w_ptr, wscale, low + i), scale_of_sums(w_ptr, wscale, high + i)
+    of_low, of_high, cos, sin = for_heads(shift_ptr, pinned_ptr, cos_ptr, sin_ptr, length_ptr, head, i0, row0, rows,
+                                          tokens, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE,
+                                          PINNED)  # fmt: skip
     wait_for_previous(PDL)
     a, b = normed_pair(x_ptr, w_ptr, scale_a, scale_b, scale_ptr, pinned_ptr, squares_ptr, row0, rows, rows, low + i0,
                        low + HALF, high + i0, high + HALF, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES,
                        BLOCK_T, PINNED)  # fmt: skip
-    store_heads(a, b, shift_ptr, pinned_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, head, i0, row0, rows,
-                tokens, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE, PINNED)  # fmt: skip
+    store_heads(a, b, of_low, of_high, cos, sin, q_ptr, k_ptr, v_ptr, head, i0, row0, rows, HEADS, KV_HEADS, HALF,
+                BLOCK_M, BLOCK_N)  # fmt: skip
 
 
 @triton.jit
@@ -122,11 +134,12 @@ def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, 
         fetch_ahead(w_ptr + n * K, K, AHEAD)
         fetch_ahead(w_ptr + (HIDDEN + n) * K, K, AHEAD)
     scale_g, scale_u = scale_of_sums(w_ptr, wscale, n), scale_of_sums(w_ptr, wscale, HIDDEN + n)
+    gate, up = for_geglu(shift_ptr, pinned_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, PINNED)
     wait_for_previous(PDL)
     g, u = normed_pair(x_ptr, w_ptr, scale_g, scale_u, scale_ptr, pinned_ptr, squares_ptr, row0, rows, rows, n0, HIDDEN,
                        HIDDEN + n0, 2 * HIDDEN, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T,
                        PINNED)  # fmt: skip
-    store_geglu(g, u, shift_ptr, pinned_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, SILU, PINNED)
+    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, SILU)
 
 
 @triton.jit
@@ -144,15 +157,17 @@ def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_p
     if tl.program_id(0) == 0 and split * SHARE < K:
         fetch_ahead(w_ptr + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), AHEAD)
     scale = scale_of_sums(w_ptr, wscale, n)
+    bias, gate = for_residual(bias_ptr, gate_ptr, pinned_ptr, n0, row0, rows, N, BLOCK_M, BLOCK_N, HAS_GATE, HAS_BIAS,
+                              PINNED)  # fmt: skip
     wait_for_previous(PDL)
+    before, keep = residual(x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL, SKIP_FIRST)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, SHARE, BLOCK_K):
         k = split * SHARE + k0 + tl.arange(0, BLOCK_K)
         a = row_tile(a_ptr, row, k, K, EVEN)
         acc = tl.dot(a, weight_tile(w_ptr, n, k, K, EVEN).to(a.dtype), acc)
     if SPLIT == 1:
-        y, keep = store_residual(acc * scale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, n0, row0, rows, tokens, N,
-                                 BLOCK_M, BLOCK_N, RESIDUAL, HAS_GATE, HAS_BIAS, SKIP_FIRST, PINNED)  # fmt: skip
+        y = store_residual(acc * scale, bias, gate, before, keep, x_ptr, n0, row0, N, BLOCK_M, BLOCK_N)
         if MOMENTS:
             store_moments(y, keep, row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N), next_scale_ptr, sums_ptr,
                           squares_ptr, scaled_ptr, tl.program_id(1), rows, N, NEXT_SCALE)  # fmt: skip
@@ -169,9 +184,7 @@ def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_p
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for other in range(SPLIT):
                 total += tl.load(parts + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-            y, keep = store_residual(total * scale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, n0, row0, rows, tokens, N,
-                                     BLOCK_M, BLOCK_N, RESIDUAL, HAS_GATE, HAS_BIAS, SKIP_FIRST,
-                                     PINNED)  # fmt: skip
+            y = store_residual(total * scale, bias, gate, before, keep, x_ptr, n0, row0, N, BLOCK_M, BLOCK_N)
             if MOMENTS:
                 store_moments(y, keep, row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N), next_scale_ptr,
                               sums_ptr, squares_ptr, scaled_ptr, tl.program_id(1), rows, N, NEXT_SCALE)  # fmt: skip

@@ -14,7 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.ops.kernels.common import power_of_two, scale_of_sums, wait_for_previous
-from vla_accel.ops.kernels.epilogues import own_row, store_geglu, store_heads, store_residual
+from vla_accel.ops.kernels.epilogues import (
+    for_geglu,
+    for_heads,
+    for_residual,
+    own_row,
+    residual,
+    store_geglu,
+    store_heads,
+    store_residual,
+)
 from vla_accel.ops.suffix_tilings import Skinny
 
 
@@ -128,10 +137,13 @@ def _qkv_rope(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, pinned_ptr, cos_ptr, s
     # Rotary embeddings mix columns i and i + HALF of a head: one program owns both.
     low, high = head * (2 * HALF) + i0, head * (2 * HALF) + HALF + i0
     low_end, high_end = low - i0 + HALF, high - i0 + HALF
+    of_low, of_high, cos, sin = for_heads(shift_ptr, pinned_ptr, cos_ptr, sin_ptr, length_ptr, head, i0, row0, rows,
+                                          tokens, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE,
+                                          PINNED)  # fmt: skip
     a, b = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, row0, rows, low, low_end, high, high_end, eps, K,
                         BLOCK_M, BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PINNED, PDL)  # fmt: skip
-    store_heads(a, b, shift_ptr, pinned_ptr, cos_ptr, sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, head, i0, row0, rows,
-                tokens, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE, PINNED)  # fmt: skip
+    store_heads(a, b, of_low, of_high, cos, sin, q_ptr, k_ptr, v_ptr, head, i0, row0, rows, HEADS, KV_HEADS, HALF,
+                BLOCK_M, BLOCK_N)  # fmt: skip
 
 
 @triton.jit
@@ -140,9 +152,10 @@ def _gate_up_geglu(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, pinned_ptr, out_p
                    PIECE: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr,
                    SILU: tl.constexpr, PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
+    gate, up = for_geglu(shift_ptr, pinned_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, PINNED)
     g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN,
                         eps, K, BLOCK_M, BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PINNED, PDL)  # fmt: skip
-    store_geglu(g, u, shift_ptr, pinned_ptr, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, SILU, PINNED)
+    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, SILU)
 
 
 @triton.jit
@@ -153,7 +166,10 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, rows, 
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     w0, w1, w2, w3 = _ahead(w_ptr, n0, K, BLOCK_N, PARTS, PIECE, N, AHEAD)
     scale = scale_of_sums(w_ptr, wscale, tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1))
+    bias, gate = for_residual(bias_ptr, gate_ptr, pinned_ptr, n0, row0, rows, N, BLOCK_M, BLOCK_N, HAS_GATE, HAS_BIAS,
+                              PINNED)  # fmt: skip
     wait_for_previous(PDL)
+    before, keep = residual(x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL, SKIP_FIRST)
     acc = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
     coming = _row_tile(a_ptr, row0, rows, 0, K, BLOCK_M, PARTS, PIECE)
     for k0 in tl.static_range(0, K, PARTS * PIECE):
@@ -166,8 +182,7 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, rows, 
             w = _weight_tile(w_ptr, n0, k0, K, BLOCK_N, PARTS, PIECE, N)
         acc = tl.dot(a, w.to(a.dtype), acc)
     y = tl.sum(acc, 0) * scale
-    store_residual(y, bias_ptr, gate_ptr, pinned_ptr, x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL,
-                   HAS_GATE, HAS_BIAS, SKIP_FIRST, PINNED)  # fmt: skip
+    store_residual(y, bias, gate, before, keep, x_ptr, n0, row0, N, BLOCK_M, BLOCK_N)
 
 
 def _launch(pdl: bool, parts: int) -> dict[str, int | bool]:
