@@ -30,6 +30,8 @@ class Arguments:
     name: str
     note: str = ""
     """What a reader must know beside the figures."""
+    folder: Path = RESULTS
+    """Where NAME.json goes."""
 
 
 def slim(result: dict[str, Any], note: str = "") -> dict[str, Any]:
@@ -48,7 +50,7 @@ def _without_paths(command: list[str]) -> list[str]:
 def run(arguments: Arguments) -> None:
     """Write the slim copy, whole or not at all. Raises ConfigError for what is no result."""
     result, _ = read_result(arguments.result)
-    target = RESULTS / f"{arguments.name}.json"
+    target = arguments.folder / f"{arguments.name}.json"
     head = slim(result, arguments.note)
     episodes = head.pop("episodes")
     # One episode a line: a diff shows which episodes changed.
@@ -56,7 +58,7 @@ def run(arguments: Arguments) -> None:
     text = json.dumps(head, indent=1)[:-2] + ',\n "episodes": [\n' + lines + "\n ]\n}\n"
     json.loads(text)
     write_text(target, text)
-    print(json.dumps({"stored": f"eval/results/{target.name}", "bytes": target.stat().st_size}))
+    print(json.dumps({"stored": target.name, "bytes": target.stat().st_size}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -53,17 +53,15 @@ LOOKED_UP: dict[str, str] = {
     "vla-accel inspect": f"{FILES}; tests/engines runs it",
     "vla-accel parity path/to/checkpoint --lora": f"{FILES}; tests/checkpoints/test_lora.py folds adapters",
     "vla-accel bench --model": f"{MINUTES}: models of the published size",
-    "vla-accel parity --synthetic": f"{MINUTES}: models of the published size",
-    "vla-accel bench --output": f"{MINUTES}: models of the published size",
     "vla-accel build-vae": f"{FILES}; tests/diffusion runs it",
     "vla-accel build-unet": f"{FILES}; tests/diffusion runs it",
     "python -m eval.libero --": f"{MINUTES}; tests/eval plays episodes",
     "python -m eval.libero.tune ": f"{MINUTES}; tests/tune and tests/eval/test_tuning.py run its parts",
     "python -m eval.libero.late --": f"{MINUTES}; tests/eval/test_stress.py plays a grid",
     "python -m eval.throughput --": f"{MINUTES}; tests/eval/test_throughput.py plays a case",
+    "python -m eval.measure ": f"{MINUTES}; tests/eval/test_measure.py runs jobs of its own and parses these",
     "python -m eval.pictures": "it writes into this repository; tests/eval/test_evidence_tables.py draws them",
     "python -m eval.libero.demo.states ": f"{MINUTES}; tests/eval/test_demo.py samples a few",
-    "python -m eval.store": "it writes into this repository; tests/eval/test_tables.py runs its parts",
 }
 """Beginnings of commands that are not run, and why."""
 

@@ -1,0 +1,188 @@
+"""Which command makes which stored run of eval/results: the table that `python -m eval.measure` works through."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Room = Literal["shared", "alone", "machine"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command and the one JSON that it writes, a stored run. A job whose name has a folder is a step towards
+    others, and its JSON is kept among the runs alone.
+
+    `command`, as it is typed, has places for what differs by machine and call: {json}, the file to write, or {folder},
+    a folder to write to; {work}/NAME.json, what the job NAME made, after which this one comes; {workers}, simulators
+    for its cores; {observations}, {realtime_vla}, {stress}, what was given.
+
+    `room`: "alone" on its GPUs and their cores, because it takes times; "shared", half a GPU and half its cores;
+    "machine", nothing beside it. `gpus`: how many at least. `needs`: packages to import, options that must be
+    given. `file`: what it writes within {folder}.
+    """
+
+    name: str
+    command: str
+    gpus: int = 1
+    room: Room = "alone"
+    needs: tuple[str, ...] = ()
+    file: str = ""
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """Names of the jobs whose JSON it reads."""
+        return tuple(re.findall(r"\{work\}/(\S+?)\.json", self.command))
+
+    @property
+    def stored(self) -> bool:
+        """Whether its JSON belongs in eval/results."""
+        return "/" not in self.name
+
+
+def bench(name: str, options: str, *needs: str) -> Job:
+    """Whole calls of a published size with random weights."""
+    return Job(f"bench_{name}_h200", f"vla-accel bench {options} --output {{json}}", needs=needs)
+
+
+def parity(config: str) -> Job:
+    """A configuration of the bundled checkpoint on recorded observations."""
+    name = config.rpartition("/")[2].removesuffix(".yaml")
+    command = f"vla-accel parity demo --config {config} --observations {{observations}} --count 120 --draws 8"
+    return Job(f"parity_{name}", f"{command} --output {{json}}", room="shared", needs=("observations",))
+
+
+def synthetic(family: str, config: str) -> Job:
+    """A configuration of random weights of a published size."""
+    command = f"vla-accel parity --synthetic {family} --config {config} --count 16 --output {{json}}"
+    return Job(f"parity_{family}_{config}", command, room="shared")
+
+
+def serving(name: str, policy: str, devices: str) -> Job:
+    """Calls over a server, by one replica or two."""
+    options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
+    command = f"vla-accel bench-server {options} --output {{json}}"
+    return Job(f"bench_server_{name}_h200", command, gpus=len(devices.split(",")), room="machine")
+
+
+def played(folder: str, config: str, options: str = "--trials 50", *needs: str) -> Job:
+    """Episodes of one configuration, for `paired`."""
+    name = config.rpartition("/")[2].removesuffix(".yaml")
+    command = f"python -m eval.libero --config {config} --steps 10 {options} --workers {{workers}} --device cuda"
+    return Job(
+        f"{folder}/{name}", f"{command} --retry-errors --output {{json}}", room="shared", needs=("libero", *needs)
+    )
+
+
+def paired(name: str, runs: str) -> Job:
+    """A comparison of runs, FOLDER/CONFIGURATION, with the first of them."""
+    files = " ".join(f"{{work}}/{run}.json" for run in runs.split())
+    note = (
+        "Several runs shared a machine, each with simulators that shared one policy and the GPU, which also rendered."
+    )
+    return Job(name, f'python -m eval.paired {files} --note "{note}" --output {{json}}', gpus=0, room="shared")
+
+
+def stored(name: str, options: str, gpus: int) -> tuple[Job, Job]:
+    """A run of the bundled checkpoint by steps, whose latencies count, and what of it is kept."""
+    play = f"python -m eval.libero {options} --output {{json}}"
+    keep = f"python -m eval.store {{work}}/steps/{name}.json --name {name} --folder {{folder}}"
+    return (
+        Job(f"steps/{name}", play, gpus=gpus, needs=("libero",)),
+        Job(name, keep, gpus=0, room="shared", file=f"{name}.json"),
+    )
+
+
+def late(chunking: str) -> Job:
+    """Success against latency, with one kind of chunks."""
+    command = f"python -m eval.libero.late --config native --trials 30 --steps 10 --chunkings {chunking}"
+    options = "--workers {workers} --device cuda --output {json}"
+    return Job(f"libero_late_{chunking}_h200", f"{command} {options}", room="shared", needs=("libero",))
+
+
+def throughput(name: str, cases: str, gpus: int, *needs: str) -> Job:
+    """Episodes an hour; the cores of the whole machine are watched."""
+    command = f'python -m eval.throughput --case {cases} --options="--config native_fp8" --output {{json}}'
+    return Job(f"throughput_{name}_h200", command, gpus=gpus, room="machine", needs=("libero", *needs))
+
+
+OURS = "native-bf16 native-fp8 native-fp8-vision"
+SHAPE = "--views 3 --horizon 50 --steps 10 --calls 60"
+PORTABLE = f"--systems native-bf16 native-fp8 portable-bf16 portable-fp8 portable-int8 {SHAPE} {{realtime_vla}}"
+UNDER_STRESS = "--suite libero_spatial,libero_spatial_object --stress {stress} --trials 50"
+
+JOBS: tuple[Job, ...] = (
+    # Times of whole calls.
+    bench("pi05", f"--model pi05 --systems {OURS} eager openpi-eager --steps 10,3,1 --batch 1,4,8,16,32 --calls 60 "
+          "--hz 20 --profile", "openpi"),
+    bench("pi0", f"--model pi0 --systems {OURS} eager openpi-eager {SHAPE} --profile", "openpi"),
+    bench("smolvla", f"--model smolvla --systems {OURS} lerobot-eager --steps 10 --batch 1,2,4 --calls 40 --profile",
+          "lerobot"),
+    bench("groot", "--model groot --systems native-bf16 native-fp8 eager lerobot-eager --views 2 --steps 4 --calls 50 "
+          "--profile", "lerobot"),
+    bench("portable_pi05", f"--model pi05 {PORTABLE}"),
+    bench("portable_pi0", f"--model pi0 {PORTABLE}"),
+    bench("pi05_prompt60", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 60 --calls 60"),
+    bench("pi05_prompt180", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 180 --calls 60"),
+    bench("pi05_batches", f"--model pi05 --systems {OURS} --steps 10,3,1 --batch 1,2,4 --calls 100"),
+    bench("compile", f"--systems {OURS} openpi-eager openpi-compile openpi-max-autotune --steps 10 --batch 1 "
+          "--calls 50", "openpi"),
+    Job("attention_h200", "python -m tests.gpu.time_attention --output {json}"),
+    Job("sd_unet_h200", "vla-accel bench-unet --size 512 --steps 50 --rounds 3 --output {json}", needs=("diffusers",)),
+    Job("qwen_image_h200", "vla-accel bench-qwen --steps 4 --rounds 3 --transformer native --output {json}",
+        needs=("diffusers",)),
+    Job("qwen_vae_h200", "vla-accel bench-vae --systems eager compile native native-fp16 --rounds 10 --picture "
+        "{folder}/picture.png --output {json}", needs=("diffusers",)),
+    Job("qwen_vae_sizes_h200", "vla-accel bench-vae --sizes static 512x512 848x480 1280x720 1920x1088 1184x880 "
+        "--systems eager native native-fp16 --rounds 5 --output {json}", needs=("diffusers",)),
+    *(Job(f"precision_{model.replace('-', '_')}_h200", f"vla-accel precision {model} --output {{json}}",
+          needs=("diffusers",)) for model in ("sd-unet", "qwen-vae", "qwen-text-encoder")),
+    # Agreement with FP32 eager.
+    *(parity(config) for config in (
+        "native", "native_fp8", "native_fp8_vision", "native_int8", "native_int8_denoise",
+        "eval/configs/native_portable.yaml", "eval/configs/native_portable_fp8.yaml",
+    )),
+    *(synthetic("pi05", config) for config in ("native", "native_fp8")),
+    *(synthetic(family, "native") for family in ("smolvla", "groot")),
+    # Success. The first names are the reference's.
+    *(played("paired", config) for config in (
+        "eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8", "eval/configs/native_portable.yaml",
+    )),
+    paired("libero_paired_h200", "paired/eager_fp32 paired/native paired/native_fp8 paired/native_fp8_vision"),
+    paired("libero_paired_portable_h200", "paired/eager_fp32 paired/native_portable paired/native_int8"),
+    *(played("stress", config, UNDER_STRESS, "stress")
+      for config in ("eager_fp32", "native", "native_fp8", "native_fp8_vision")),
+    paired("libero_stress_h200", "stress/eager_fp32 stress/native stress/native_fp8 stress/native_fp8_vision"),
+    late("plain"),
+    late("rtc"),
+    *stored("libero_spatial_demo_h200", "--steps 10,3,1,5,2 --trials 50 --workers {workers} --device cuda", 1),
+    *stored("libero_spatial_quick_cpu", "--steps 1,2,3,5,10 --quick --device cpu", 0),
+    Job("tune_demo_h200", "python -m eval.libero.tune demo --observations {observations} --suite libero_spatial "
+        "--workers {workers} --no-films --device cuda --output {folder}", needs=("libero", "observations"),
+        file="tune.json"),
+    # Many at once: simulators, and clients of a server.
+    throughput("simulators", "plain:1:4:6:16 plain:1:8:6:16 plain:1:14:12:16", 1),
+    throughput("gpus", "ray:1:14:30:16 ray:2:28:30:32", 2, "ray"),
+    serving("demo_1", "demo", "cuda:0"),
+    serving("demo_2", "demo", "cuda:0,cuda:1"),
+    serving("pi05_1", "--model pi05", "cuda:0"),
+    serving("pi05_2", "--model pi05", "cuda:0,cuda:1"),
+    Job("server_faults_h200", "python -m tests.remote.load_server --checkpoint demo --config native --devices "
+        "cuda:0,cuda:1 --seconds 60 --output {json}", gpus=2, room="machine"),
+    # Without a GPU.
+    Job("bench_server_cpu", "vla-accel bench-server --seconds 5 --device cpu --output {json}", gpus=0, room="machine"),
+    Job("server_faults_cpu", "python -m tests.remote.load_server --output {json}", gpus=0, room="machine"),
+    Job("memory_counted", "python -m eval.memory --output {json}", gpus=0, room="shared"),
+    Job("tensorrt_rtx_demo_cpu", "vla-accel build demo --config tensorrt_rtx --target sm89,sm120 --manifest {json}",
+        gpus=0, needs=("tensorrt_rtx", "onnx")),
+)  # fmt: skip
+"""In the order in which they are begun."""
+
+EXCEPTIONS = {
+    "lerobot_parity_cpu": "it needs lerobot's interpreter besides; tests/parity/compare_with_lerobot.py says how",
+    "openpi_parity_h200": "it needs openpi's packages; tests/parity/compare_with_openpi.py says how",
+    "tensorrt_rtx_full_width_cpu": "engines of random weights, built once; no command makes such a checkpoint",
+    "torch_tensorrt_h200": "engines of random weights, built once; no command makes such a checkpoint",
+}
+"""Stored runs that have no job, and why."""
