@@ -129,7 +129,7 @@ JOBS: tuple[Job, ...] = (
     bench("compile", f"--systems {OURS} openpi-eager openpi-compile openpi-max-autotune --steps 10 --batch 1 "
           "--calls 50", "openpi"),
     Job("attention_h200", "python -m tests.gpu.time_attention --output {json}"),
-    Job("sd_unet_h200", "vla-accel bench-unet --size 512 --steps 50 --rounds 3 --output {json}", needs=("diffusers",)),
+    Job("sd_unet_h200", "vla-accel bench-unet --img2img --rounds 3 --output {json}", needs=("diffusers",)),
     Job("qwen_image_h200", "vla-accel bench-qwen --steps 4 --rounds 3 --transformer native --output {json}",
         needs=("diffusers",)),
     Job("qwen_vae_h200", "vla-accel bench-vae --systems eager compile native native-fp16 --rounds 10 --picture "
