@@ -126,13 +126,10 @@ def test_a_served_policy_is_timed_and_two_of_them_are_paired(tmp_path: Path, cap
     assert [(d["task_id"], d["won_by"]) for d in pairs["discordant"]] == [(1, "reference")] * 2
 
 
-def test_any_benchmarks_result_is_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_any_benchmarks_result_is_stored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "run.json"
     assert main(["--expert", "--output", str(output)]) == 0
-    monkeypatch.setattr(store, "RESULTS", tmp_path / "results")
-    assert store.main([str(output), "--name", "toy", "--note", "why"]) == 0
+    assert store.main([str(output), "--name", "toy", "--note", "why", "--folder", str(tmp_path / "results")]) == 0
     kept, whole = played(tmp_path / "results" / "toy.json"), played(output)
     assert kept["note"] == "why" and kept["summary"] == whole["summary"] and outcomes(kept) == outcomes(whole)
     assert str(tmp_path) not in json.dumps(kept)

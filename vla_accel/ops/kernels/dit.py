@@ -45,8 +45,9 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, 
     total = tl.zeros((BLOCK_M,), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     if TILES > 0:
-        totals = of_tiles(total_ptr, from_row, rows, TILES, BLOCK_T)
-        all_squares = of_tiles(squares_ptr, from_row, rows, TILES, BLOCK_T)
+        # Added up here: both moments of all tiles would not fit in the registers beside the sums.
+        total = tl.sum(of_tiles(total_ptr, from_row, rows, TILES, BLOCK_T), 0)
+        squares = tl.sum(of_tiles(squares_ptr, from_row, rows, TILES, BLOCK_T), 0)
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         x = row_tile(x_ptr, from_row, k, K, EVEN)
@@ -62,8 +63,6 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, 
         acc = tl.dot(x, w.to(x.dtype), acc)
     y = acc * scale
     if NORM:
-        if TILES > 0:
-            total, squares = tl.sum(totals, 0), tl.sum(all_squares, 0)
         mean = total / K
         rstd = tl.rsqrt(squares / K - mean * mean + eps)
         y = (y - mean[:, None] * of_weight) * rstd[:, None]
