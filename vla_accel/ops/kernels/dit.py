@@ -25,6 +25,16 @@ _ACTIVATIONS = {"none": 0, "gelu": 1, "relu": 2}
 
 
 @triton.jit
+def _constants(w_ptr, wscale, shift_ptr, sums_ptr, n, N: tl.constexpr, NORM: tl.constexpr):
+    """Of columns n, (1, BLOCK_N) or one of all: the scale of their sums, their shift, sums of the weight's own rows."""
+    shift = tl.load(shift_ptr + n, mask=n < N, other=0.0)[None, :]
+    of_weight = shift
+    if NORM:
+        of_weight = tl.load(sums_ptr + n, mask=n < N, other=0.0)[None, :]
+    return scale_of_sums(w_ptr, wscale, tl.minimum(n, N - 1)), shift, of_weight
+
+
+@triton.jit
 def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, shift_ptr, out_ptr, rows, eps,
              N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
              EVEN: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -36,10 +46,9 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, 
     from_row, from_n = tl.minimum(row, rows - 1), tl.minimum(n, N - 1)
     if tl.program_id(0) == 0:
         fetch_ahead(w_ptr + from_n * K, K, AHEAD)
-    scale = scale_of_sums(w_ptr, wscale, from_n)
-    shift = tl.load(shift_ptr + n, mask=in_n, other=0.0)[None, :]
-    if NORM:
-        of_weight = tl.load(sums_ptr + n, mask=in_n, other=0.0)[None, :]
+    # Before the wait, but in tiles of many rows, which need the registers.
+    if BLOCK_M <= 64:
+        scale, shift, of_weight = _constants(w_ptr, wscale, shift_ptr, sums_ptr, n, N, NORM)
     wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -61,6 +70,8 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, 
                 wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
             x = wide.to(x.dtype)
         acc = tl.dot(x, w.to(x.dtype), acc)
+    if BLOCK_M > 64:
+        scale, shift, of_weight = _constants(w_ptr, wscale, shift_ptr, sums_ptr, n, N, NORM)
     y = acc * scale
     if NORM:
         mean = total / K
