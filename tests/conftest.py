@@ -1,13 +1,31 @@
-"""Options, and markers that skip loudly what this machine cannot run."""
+"""Options, markers that skip loudly what this machine cannot run, and what tests of several folders start from."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support import groot_folders
 from tests.support.rounding import round_otherwise
+from vla_accel.transforms import groot_images
+
+
+@pytest.fixture(scope="module")
+def small_images() -> Iterator[None]:
+    """Qwen enlarges images below 256 x 256; four tokens a view are enough here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groot_images, "LEAST_PIXELS", 0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def groot_folder(small_images: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small GR00T checkpoint, whose images are small, too."""
+    return groot_folders.write_isaac(tmp_path_factory.mktemp("groot"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

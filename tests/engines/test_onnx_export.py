@@ -28,7 +28,6 @@ from vla_accel.errors import DependencyError, EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.models.family import family_named
 from vla_accel.models.pi0 import Pi0
-from vla_accel.transforms import groot_images
 
 pytestmark = pytest.mark.tensorrt
 
@@ -203,10 +202,9 @@ def test_a_smolvla_exports(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_groot_exports_without_scattering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_groot_exports_without_scattering(groot_folder: Path, tmp_path: Path) -> None:
     """TensorRT-RTX has no ScatterND."""
-    monkeypatch.setattr(groot_images, "LEAST_PIXELS", 0)
-    policy = OptimizedPolicy.from_pretrained(groot_folders.write_isaac(tmp_path / "groot"), device="cpu")
+    policy = OptimizedPolicy.from_pretrained(groot_folder, device="cpu")
     found = exported("groot", policy.model.whole(), groot_folders.observation(), policy, tmp_path)
     assert not any("Scatter" in name for name in found)
 

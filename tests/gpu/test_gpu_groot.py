@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.agreement import assert_as_near
-from tests.support.groot_folders import observation, write_isaac
+from tests.support.groot_folders import observation
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import EnginePrecision
-from vla_accel.transforms import groot_images
 
 pytestmark = pytest.mark.gpu
 PARTS = ("vision", "kv_cache", "denoise")
 PROMPTS = ("open it", "pick up the black bowl", "put it on the task " * 6)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_images() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groot_images, "LEAST_PIXELS", 0)
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_isaac(tmp_path_factory.mktemp("groot"))
 
 
 def policy_of(folder: Path, engine: str, precision: str, **changes: EngineSpec) -> OptimizedPolicy:
@@ -43,11 +29,11 @@ def noise(count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("denoise", ["auto", "fp8", "int8"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_native_is_as_near_as_eager(folder: Path, batch: int, denoise: EnginePrecision) -> None:
+def test_native_is_as_near_as_eager(groot_folder: Path, batch: int, denoise: EnginePrecision) -> None:
     narrow = {} if denoise == "auto" else {"denoise": EngineSpec("native", precision=denoise)}
     policies = (
-        policy_of(folder, "native", "bf16", **narrow), policy_of(folder, "eager", "bf16"),
-        policy_of(folder, "eager", "fp32"),
+        policy_of(groot_folder, "native", "bf16", **narrow), policy_of(groot_folder, "eager", "bf16"),
+        policy_of(groot_folder, "eager", "fp32"),
     )  # fmt: skip
     assert policies[0].pipelines.newest.captured is not None, "one graph for a whole call"
     given = [observation(i, PROMPTS[i]) for i in range(batch)]
@@ -58,8 +44,8 @@ def test_native_is_as_near_as_eager(folder: Path, batch: int, denoise: EnginePre
     assert_as_near(*rows, ratio=20.0 if narrow else 2.0)
 
 
-def test_guided_and_plain_calls_share_a_graph(folder: Path) -> None:
-    native, eager = (policy_of(folder, engine, "bf16") for engine in ("native", "eager"))
+def test_guided_and_plain_calls_share_a_graph(groot_folder: Path) -> None:
+    native, eager = (policy_of(groot_folder, engine, "bf16") for engine in ("native", "eager"))
     plain = native.infer(observation(), noise=noise(1)[0])["actions"]
     chunk = plain[2:]
     guided = [p.infer(observation(1), noise=noise(1)[0], prev_chunk=chunk, inference_delay=2) for p in (native, eager)]

@@ -7,33 +7,18 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.groot_folders import observation, write_isaac
+from tests.support.groot_folders import observation
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.components.groot import CACHE
 from vla_accel.errors import EngineError
-from vla_accel.transforms import groot_images
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("vision", "kv_cache", "denoise")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_images() -> Iterator[None]:
-    """Qwen enlarges images below 256 x 256; four tokens a view are enough here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groot_images, "LEAST_PIXELS", 0)
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_isaac(tmp_path_factory.mktemp("groot"))
 
 
 def policy_of(folder: Path, precision: str = "fp32", **engines: EngineSpec) -> OptimizedPolicy:
@@ -46,13 +31,13 @@ NATIVE = dict.fromkeys(PARTS, EngineSpec("native"))
 
 
 @pytest.fixture(scope="module")
-def eager(folder: Path) -> OptimizedPolicy:
-    return policy_of(folder)
+def eager(groot_folder: Path) -> OptimizedPolicy:
+    return policy_of(groot_folder)
 
 
 @pytest.fixture(scope="module")
-def native(folder: Path) -> OptimizedPolicy:
-    return policy_of(folder, **NATIVE)
+def native(groot_folder: Path) -> OptimizedPolicy:
+    return policy_of(groot_folder, **NATIVE)
 
 
 def noise(seed: int = 0) -> np.ndarray:
@@ -69,8 +54,8 @@ def test_every_part_is_what_eager_computes(eager: OptimizedPolicy, native: Optim
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_may_be_mixed(folder: Path, eager: OptimizedPolicy, part: str) -> None:
-    mixed = policy_of(folder, "fp32", **{part: EngineSpec("native")})
+def test_parts_may_be_mixed(groot_folder: Path, eager: OptimizedPolicy, part: str) -> None:
+    mixed = policy_of(groot_folder, "fp32", **{part: EngineSpec("native")})
     want, got = (p.infer(observation(1), noise=noise(1))["actions"] for p in (eager, mixed))
     np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -88,25 +73,25 @@ def test_batches_and_chunks(eager: OptimizedPolicy, native: OptimizedPolicy) -> 
     np.testing.assert_allclose(plain, want[0]["actions"], atol=1e-5)
 
 
-def test_lower_precisions_are_as_near_as_eagers(folder: Path, eager: OptimizedPolicy) -> None:
+def test_lower_precisions_are_as_near_as_eagers(groot_folder: Path, eager: OptimizedPolicy) -> None:
     def error(policy: OptimizedPolicy) -> float:
         found = [p.infer_with_internals(observation(), noise=noise())[1]["actions"] for p in (eager, policy)]
         return float(np.abs(found[0] - found[1]).mean())
 
-    plain = error(policy_of(folder, "bf16"))
-    fused = policy_of(folder, "bf16", **NATIVE)
+    plain = error(policy_of(groot_folder, "bf16"))
+    fused = policy_of(groot_folder, "bf16", **NATIVE)
     assert 0 < error(fused) < 2 * plain
-    narrow = policy_of(folder, "bf16", **{**NATIVE, "denoise": EngineSpec("native", precision="fp8")})
+    narrow = policy_of(groot_folder, "bf16", **{**NATIVE, "denoise": EngineSpec("native", precision="fp8")})
     (entry,) = [e for e in narrow.ledger.as_list() if e["component"] == "denoise"]
     assert "FP8 weights" in str(entry["detail"]) and plain < error(narrow) < 20 * plain
 
 
-def test_fp8_where_there_is_none(folder: Path) -> None:
+def test_fp8_where_there_is_none(groot_folder: Path) -> None:
     fp8 = EngineSpec("native", precision="fp8")
     with pytest.raises(EngineError, match="vision: the native engine of a bf16 policy has bf16, got fp8"):
-        policy_of(folder, "bf16", vision=fp8)
+        policy_of(groot_folder, "bf16", vision=fp8)
     with pytest.raises(EngineError, match="denoise: the native engine of a fp32 policy has fp32, got fp8"):
-        policy_of(folder, denoise=fp8)
+        policy_of(groot_folder, denoise=fp8)
 
 
 def compiled(*words: str) -> list[dict[str, int]]:

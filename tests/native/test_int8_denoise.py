@@ -4,7 +4,6 @@ computed, what the ledger says, what is refused. The kernels are in test_kernels
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.support import tiny_smolvla
 from tests.support.agreement import assert_as_near
 from tests.support.gpus import A100, H200, ORIN
 from tests.support.groot_folders import observation as groot_observation
-from tests.support.groot_folders import write_isaac
 from tests.support.tiny import random_state, tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.checkpoint import save_checkpoint
@@ -29,7 +27,6 @@ from vla_accel.native.store import plain_input
 from vla_accel.ops import suffix
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear
-from vla_accel.transforms import groot_images
 
 PARTS = ("vision", "kv_cache", "denoise")
 PRODUCTS = {"pi0": 4 * 3, "pi05": 4 * 3, "smolvla": 4 * 3, "groot": 4 * 8}
@@ -37,22 +34,13 @@ PRODUCTS = {"pi0": 4 * 3, "pi05": 4 * 3, "smolvla": 4 * 3, "groot": 4 * 8}
 OBSERVATIONS: dict[str, Any] = {"smolvla": tiny_smolvla.observation, "groot": groot_observation}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_images() -> Iterator[None]:
-    """Qwen enlarges images below 256 x 256; four tokens a view are enough here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groot_images, "LEAST_PIXELS", 0)
-        yield
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in PRODUCTS}
+def folders(groot_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in ("pi0", "pi05", "smolvla")}
     write_tiny_checkpoint(made["pi0"], "pi0")
     write_tiny_checkpoint(made["pi05"], "pi05")
     tiny_smolvla.write_lerobot(made["smolvla"], libero=False)
-    write_isaac(made["groot"])
-    return made
+    return {**made, "groot": groot_folder}
 
 
 def policy_of(

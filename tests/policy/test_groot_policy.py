@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.groot_folders import observation, write_isaac
+from tests.support.groot_folders import observation
 from vla_accel import OptimizedPolicy, PolicyConfig, cli
 from vla_accel.config import load_config
 from vla_accel.errors import ObservationError
@@ -19,25 +18,11 @@ from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_policy
 from vla_accel.models.family import family_named, sized
 from vla_accel.models.groot import groot_n17
-from vla_accel.transforms import groot_images
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_images() -> Iterator[None]:
-    """Qwen enlarges images below 256 x 256; four tokens a view are enough here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groot_images, "LEAST_PIXELS", 0)
-        yield
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_isaac(tmp_path_factory.mktemp("groot"))
-
-
-@pytest.fixture(scope="module")
-def policy(folder: Path) -> OptimizedPolicy:
-    return OptimizedPolicy.from_pretrained(folder, device="cpu")
+def policy(groot_folder: Path) -> OptimizedPolicy:
+    return OptimizedPolicy.from_pretrained(groot_folder, device="cpu")
 
 
 def noise(seed: int = 0) -> np.ndarray:
@@ -73,9 +58,9 @@ def test_a_chunk_begins_as_the_last_one_goes_on(policy: OptimizedPolicy) -> None
         policy.infer(observation(), prev_chunk=np.zeros((7, 7)), inference_delay=1)
 
 
-def test_parity_with_itself(folder: Path, policy: OptimizedPolicy) -> None:
+def test_parity_with_itself(groot_folder: Path, policy: OptimizedPolicy) -> None:
     config = PolicyConfig(precision="bf16", device="cpu")
-    low = OptimizedPolicy.from_pretrained(folder, config)
+    low = OptimizedPolicy.from_pretrained(groot_folder, config)
     report = compare(low, policy, [observation(i) for i in range(2)], name="groot")
     assert report.num_steps == 4 and 0.99 < report.actions.cosine < 1
     names = ["image_tokens", "deepstack", "text_keys", "text_values", "image_keys", "image_values"]
@@ -84,8 +69,8 @@ def test_parity_with_itself(folder: Path, policy: OptimizedPolicy) -> None:
 
 
 @pytest.mark.slow
-def test_bench_times_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", str(folder), "--config", "eager", "--calls", "1", "--device", "cpu", "--steps", "1"]
+def test_bench_times_it(groot_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", str(groot_folder), "--config", "eager", "--calls", "1", "--device", "cpu", "--steps", "1"]
     assert cli.main(words) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = report["rows"]

@@ -20,8 +20,8 @@ from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.families import groot_lerobot, groot_stand_in
 from vla_accel.families.groot_folder import load_folder
-from vla_accel.fp8 import FORMATS, Scales
-from vla_accel.models.family import Family, Rows, Shape, Work
+from vla_accel.fp8 import Scales
+from vla_accel.models.family import Family, Rows, Shape, Work, weight_bytes
 from vla_accel.models.groot import Groot, GrootConfig, groot_n17, overlap_weights
 from vla_accel.models.groot_language import Layout
 from vla_accel.models.groot_random import drawn_groot
@@ -186,13 +186,12 @@ class GrootFamily(Family):
         suffix = config.action_horizon + 1
         keys = 2 * h.width * (len(h.blocks("text")) * text + len(h.blocks("image")) * tokens)
         attention = 4 * suffix * h.width * (keys / (2 * h.width) + looking * suffix)
-        weight_bytes = 1 if specs["denoise"].precision in FORMATS else 2
         return {
             "vision": Work(float(vision)),
             "kv_cache": Work(float(prefix)),
             "denoise": Work(
                 float(steps * (2 * suffix * (weights + ends) + attention)),
-                float(steps * (weights * weight_bytes + 2 * ends + 2 * keys)),
+                float(steps * (weights * weight_bytes(specs["denoise"]) + 2 * ends + 2 * keys)),
             ),
         }
 

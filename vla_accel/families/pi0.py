@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,8 +16,8 @@ from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.families import pi0_openpi, pi0_realtime_vla
 from vla_accel.families.pi0_folders import load_folder
 from vla_accel.families.prompted import PromptedFamily, PromptShape
-from vla_accel.fp8 import FORMATS, Scales
-from vla_accel.models.family import Work
+from vla_accel.fp8 import Scales
+from vla_accel.models.family import Work, products_of, weight_bytes
 from vla_accel.models.pi0 import Kind, Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.models.random_weights import drawn_model
 from vla_accel.native.pi0 import Pi0Store
@@ -78,17 +78,13 @@ class Pi0Family(PromptedFamily):
         cache = 2 * e.depth * tokens * e.kv_heads * e.head_dim * 2
         suffix = config.suffix_tokens
         attention = e.depth * 4 * suffix * (tokens + suffix) * e.heads * e.head_dim
-        weight_bytes = 1 if specs["denoise"].precision in FORMATS else 2
-
-        def products(name: str) -> Literal["bf16", "fp8", "int8"]:
-            precision = specs[name].precision
-            return precision if precision in ("fp8", "int8") else "bf16"
 
         return {
-            "vision": Work(float(vision), precision=products("vision")),
-            "kv_cache": Work(float(prefix), precision=products("kv_cache")),
+            "vision": Work(float(vision), precision=products_of(specs["vision"])),
+            "kv_cache": Work(float(prefix), precision=products_of(specs["kv_cache"])),
             "denoise": Work(
-                float(steps * (2 * suffix * expert + attention)), float(steps * (expert * weight_bytes + cache))
+                float(steps * (2 * suffix * expert + attention)),
+                float(steps * (expert * weight_bytes(specs["denoise"]) + cache)),
             ),
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,8 +17,8 @@ from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.families import smolvla_lerobot, stand_in
 from vla_accel.families.prompted import PromptedFamily, PromptShape
 from vla_accel.families.smolvla_folder import load_folder
-from vla_accel.fp8 import FORMATS, Scales
-from vla_accel.models.family import Work
+from vla_accel.fp8 import Scales
+from vla_accel.models.family import Work, products_of, weight_bytes
 from vla_accel.models.random_weights import drawn_model
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.native.smolvla import SmolVlaStore
@@ -79,15 +79,11 @@ class SmolVlaFamily(PromptedFamily):
         expert = e.depth * e.width * (2 * attended + 3 * e.mlp_dim) + (e.depth - crossing) * e.width * 2 * kv
         suffix = config.action_horizon
         attention = 4 * suffix * attended * (e.depth * tokens + (e.depth - crossing) * suffix)
-        read = expert * (1 if specs["denoise"].precision in FORMATS else 2) + 2 * e.depth * tokens * kv * 2
-
-        def products(name: str) -> Literal["bf16", "fp8", "int8"]:
-            precision = specs[name].precision
-            return precision if precision in ("fp8", "int8") else "bf16"
+        read = expert * weight_bytes(specs["denoise"]) + 2 * e.depth * tokens * kv * 2
 
         return {
-            "vision": Work(float(vision), precision=products("vision")),
-            "kv_cache": Work(float(prefix), float(p.depth * layer * 2), precision=products("kv_cache")),
+            "vision": Work(float(vision), precision=products_of(specs["vision"])),
+            "kv_cache": Work(float(prefix), float(p.depth * layer * 2), precision=products_of(specs["kv_cache"])),
             "denoise": Work(float(steps * (2 * suffix * expert + attention)), float(steps * read)),
         }
 

@@ -97,6 +97,16 @@ class Work:
     precision: Literal["bf16", "fp8", "int8"] = "bf16"
 
 
+def products_of(spec: EngineSpec) -> Literal["bf16", "fp8", "int8"]:
+    """What the products of a component are computed in, for its `Work`."""
+    return spec.precision if spec.precision in ("fp8", "int8") else "bf16"
+
+
+def weight_bytes(spec: EngineSpec) -> int:
+    """Of one weight of a component's products."""
+    return 2 if products_of(spec) == "bf16" else 1
+
+
 class Family(ABC):
     """A kind of policy. Everything that a method gets named `config` is the family's own dataclass of sizes."""
 

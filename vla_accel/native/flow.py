@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
@@ -44,8 +42,3 @@ class FlowStore(NativeStore[N]):
         if spec.keep:
             raise EngineError("denoise: keep: its weights are stored in one byte all or none")
         return precision
-
-    def beside_bf16(self, *precisions: str) -> tuple[str, ...]:
-        """Precisions of the two that share keys and values: their programs keep those in BF16, as only a BF16 policy
-        does."""
-        return precisions if self.model.dtype == torch.bfloat16 else ()

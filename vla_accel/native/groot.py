@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.models.groot import Groot
@@ -32,8 +30,7 @@ class GrootStore(NativeStore[Groot]):
     def denoise(self, batch: int, layout: Layout, steps: int, spec: EngineSpec) -> Program:
         """The whole Euler loop of `steps`. Its FP8 and INT8 are of weights alone and need no scales."""
         del layout
-        extra = ("fp8", "int8") if self.model.dtype == torch.bfloat16 else ()
-        precision = self.precision("denoise", spec, extra, calibrated=False)
+        precision = self.precision("denoise", spec, self.beside_bf16("fp8", "int8"), calibrated=False)
         form = ("denoise", precision)
         weights = self.weights(form, lambda: TransformerWeights.of(self.model, precision))
         tables = self.weights((*form, steps), lambda: step_tables(self.model, weights, steps))

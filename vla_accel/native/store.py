@@ -58,6 +58,11 @@ class NativeStore(Generic[N]):
             raise EngineError(f"{component}: {no_scales(asked)}")
         return asked
 
+    def beside_bf16(self, *precisions: str) -> tuple[str, ...]:
+        """Precisions of what works beside BF16 tensors, the cache of keys and values or activations: `precisions` for a
+        BF16 policy, none for another."""
+        return precisions if self.model.dtype == torch.bfloat16 else ()
+
 
 def compute_dtype(precision: str) -> torch.dtype:
     """What everything but the FP8 or INT8 products themselves is stored in."""
@@ -72,10 +77,9 @@ def format_of(precision: str) -> Format:
 def plain_input(precision: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
     """A product that takes its input as it is. In FP8 and INT8 its weight alone is of one byte, widened in registers:
     nothing is calibrated, and the input's scale is one."""
-    form = FORMATS.get(precision)
-    if form is None:
-        return make_linear(weight, bias, compute_dtype(precision))
-    return make_linear(weight, bias, compute_dtype(precision), form.largest, form=form)
+    form = format_of(precision)
+    amax = form.largest if precision in FORMATS else None
+    return make_linear(weight, bias, compute_dtype(precision), amax, form=form)
 
 
 def weights_in(precision: str) -> str:

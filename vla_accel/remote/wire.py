@@ -44,7 +44,6 @@ REAL_TIME_CHUNKING = "real_time_chunking"
 
 # What NumPy itself writes for plain numbers, text and dates. An open-ended dtype parser is no place for strangers.
 _DTYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|[SU]\d{1,9}|[mM]8(\[\d{0,9}[a-zA-Z]{1,2}\])?)")
-_LONGEST_DTYPE = 20
 _PLAIN_KINDS = "biufSUmM"
 _LAST_CHARACTER = 0x10FFFF
 _SCALARS: dict[str, tuple[type, ...]] = {
@@ -246,15 +245,16 @@ def _scalar(value: dict[Any, Any]) -> np.generic:
 
 
 def _dtype(name: Any) -> np.dtype:
-    if not isinstance(name, str) or len(name) > _LONGEST_DTYPE:
+    found = _dtype_named(name) if isinstance(name, str) else None
+    if found is None:
         raise WireError(f"wire format: expected the dtype of plain numbers or text, got {name!r:.60}")
-    return _dtype_named(name)
+    return found
 
 
 @functools.lru_cache(maxsize=256)
-def _dtype_named(name: str) -> np.dtype:
+def _dtype_named(name: str) -> np.dtype | None:
     if not _DTYPE.fullmatch(name):
-        raise WireError(f"wire format: expected the dtype of plain numbers or text, got {name!r:.60}")
+        return None
     try:
         return np.dtype(name)
     except (TypeError, ValueError) as error:  # a date unit that does not exist, text longer than NumPy's
