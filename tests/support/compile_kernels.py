@@ -66,27 +66,32 @@ MODELS: dict[str, tuple[Pi0Config | SmolVlaConfig, int, int, int, str]] = {
     "smolvla demo fp8": (smolvla_demo(), 1, 2, 32, "fp8"),
 }
 TRIED = ("pi05", "pi0")
+INT8_LOOPS = ("8.7", "9.0")
+"""Where loops are compiled with INT8 weights: a GPU without FP8, and the one with most. Elsewhere a model in INT8 has
+them in BF16, which other models compile already."""
 
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
 
 def launches_of(
-    gpu: Gpu, config: Any, batch: int, views: int, length: int, precision: Any, tried: bool, trained: bool = False
-) -> list[Launch]:
-    """What one call of a policy launches on a GPU; `tried`: with what its build would try there, too."""
+    gpu: Gpu, config: Any, batch: int, views: int, length: int, precision: Any, *, loop_precision: Any = "auto",
+    tried: bool = False, trained: bool = False,
+) -> list[Launch]:  # fmt: skip
+    """What one call of a policy launches on a GPU; `precision`: of vision and prefix; `tried`: with what its build
+    would try there, too."""
     two = {name: dataclasses.replace(getattr(config, name), depth=2) for name in ("vision", "prefix", "expert")}
     config = dataclasses.replace(config, **two)
     with META:
         model: Any = SmolVla(config) if isinstance(config, SmolVlaConfig) else Pi0(config)
     model = model.to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
     store: Any = (SmolVlaStore if isinstance(config, SmolVlaConfig) else Pi0Store)(model, scales_of_any(1.0))
-    spec = EngineSpec("native", precision=precision)
+    spec, of_loop = EngineSpec("native", precision=precision), EngineSpec("native", precision=loop_precision)
     images, total = views * config.image_tokens, config.prefix_tokens(views, length)
     with steered("triton"):
         programs = (
             store.vision(batch, views, spec), store.kv_cache(batch, images, length, spec),
-            store.denoise(batch, total, 2, spec, trained=trained),
+            store.denoise(batch, total, 2, of_loop, trained=trained),
         )  # fmt: skip
     loop: Any = getattr(programs[2], "loop", programs[2])
     assert isinstance(loop, (expert._LayerLoop, smolvla_expert.NativeDenoise))
@@ -194,7 +199,9 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool) -> None:
             or ("demo" in name and not hopper)
         ):
             continue
-        for launch in launches_of(gpu, *shape, tried=tried and name.removesuffix(" int8") in TRIED, trained=trained):
+        loop = shape[-1] if shape[-1] == "fp8" or gpu.version in INT8_LOOPS else "auto"
+        found = launches_of(gpu, *shape, loop_precision=loop, tried=tried and name in TRIED, trained=trained)
+        for launch in found:
             _, key = source_of(launch)
             launches[key] = launch
             users[key][name] = None
