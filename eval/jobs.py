@@ -109,7 +109,9 @@ def throughput(name: str, cases: str, gpus: int, *needs: str) -> Job:
 
 OURS = "native-bf16 native-fp8 native-fp8-vision"
 SHAPE = "--views 3 --horizon 50 --steps 10 --calls 60"
-PORTABLE = f"--systems native-bf16 native-fp8 portable-bf16 portable-fp8 portable-int8 {SHAPE} {{realtime_vla}}"
+PORTABLE = (
+    f"--systems native-bf16 native-fp8 portable-bf16 portable-fp8 portable-int8 {SHAPE} --realtime-vla {{realtime_vla}}"
+)
 UNDER_STRESS = "--suite libero_spatial,libero_spatial_object --stress {stress} --trials 50"
 
 JOBS: tuple[Job, ...] = (
@@ -121,8 +123,8 @@ JOBS: tuple[Job, ...] = (
           "lerobot"),
     bench("groot", "--model groot --systems native-bf16 native-fp8 eager lerobot-eager --views 2 --steps 4 --calls 50 "
           "--profile", "lerobot"),
-    bench("portable_pi05", f"--model pi05 {PORTABLE}"),
-    bench("portable_pi0", f"--model pi0 {PORTABLE}"),
+    bench("portable_pi05", f"--model pi05 {PORTABLE}", "realtime_vla"),
+    bench("portable_pi0", f"--model pi0 {PORTABLE}", "realtime_vla"),
     bench("pi05_prompt60", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 60 --calls 60"),
     bench("pi05_prompt180", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 180 --calls 60"),
     bench("pi05_batches", f"--model pi05 --systems {OURS} --steps 10,3,1 --batch 1,2,4 --calls 100"),

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -55,7 +55,7 @@ class Arguments:
     observations: Path | None = None
     """Recorded observations (.npz), for agreement and tuning."""
     realtime_vla: Path | None = None
-    """A checkout of realtime-vla, whose code is timed beside the portable kernels; without it they stand alone."""
+    """A checkout of realtime-vla, whose code is timed beside the portable kernels."""
     stress: str | None = None
     """Such as noise=0.2, at which eager_fp32 wins 40 to 80 %. Default: as in the stored run."""
     list: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -100,19 +100,15 @@ class Measuring:
         for need in job.needs:
             if need in self.given:
                 if self.given[need] is None:
-                    return f"it needs --{need}"
+                    return f"it needs --{need.replace('_', '-')}"
             elif importlib.util.find_spec(need) is None:
                 return f"it needs the package {need}, which is not installed"
         return None
 
     def words(self, job: Job, cores: int) -> list[str]:
         """Its command line."""
-        realtime_vla = self.given.get("realtime_vla")
         words: list[str] = []
         for word in shlex.split(job.command):
-            if word == "{realtime_vla}":
-                words += ["--realtime-vla", realtime_vla] if realtime_vla else []
-                continue
             filled = {"work": self.work, "json": self.partial(job, ".json"), "folder": self.partial(job),
                       "workers": max(1, cores - 1), **self.given}  # fmt: skip
             for name, value in filled.items():
@@ -134,7 +130,8 @@ class Measuring:
         except KeyboardInterrupt:
             _say("interrupted")
         finally:
-            self._interrupt(grace_s)
+            with _unhindered():
+                self._interrupt(grace_s)
             for job in self.jobs:
                 self.outcomes.setdefault(job.name, Outcome(CONTINUED, "not begun"))
 
@@ -226,6 +223,17 @@ class Measuring:
         _say(f"{job.name}: {outcome.kind}{outcome.why and ', '}{outcome.why}")
 
 
+@contextlib.contextmanager
+def _unhindered() -> Iterator[None]:
+    """A second Ctrl-C, which would leave jobs behind, does nothing in this block."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """The command and every process that it started."""
     with contextlib.suppress(ProcessLookupError):
@@ -315,8 +323,6 @@ def run(arguments: Arguments) -> None:
         return
     # Ended by `timeout` or a scheduler, it ends its jobs, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if arguments.realtime_vla is None and any("{realtime_vla}" in job.command for job in jobs):
-        _say("realtime-vla's code is not timed: --realtime-vla was not given")
     measuring.run(began + 60 * arguments.minutes - GRACE_S)
     report(measuring.outcomes)
 

@@ -8,6 +8,7 @@ import json
 import os
 import runpy
 import shlex
+import signal
 import sys
 import time
 import warnings
@@ -138,8 +139,9 @@ class Until:
 
 
 def test_interrupted_by_hand_or_ended_by_another_it_ends_its_jobs(tmp_path: Path) -> None:
-    """Also one that heeds no interrupt."""
-    deaf = "import signal, time, pathlib, sys; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+    """Also one that heeds no interrupt, and has another Ctrl-C sent meanwhile."""
+    deaf = "import os, signal, time, pathlib, sys;"
+    deaf += "signal.signal(signal.SIGINT, lambda *_: os.kill(os.getppid(), signal.SIGINT));"
     deaf += "pathlib.Path(sys.argv[1]).write_text('{}'); time.sleep(60)"
     found = measuring(tmp_path, [Job("deaf", f"python -c {shlex.quote(deaf)} {{json}}")])
     original = found._end_some
@@ -154,6 +156,7 @@ def test_interrupted_by_hand_or_ended_by_another_it_ends_its_jobs(tmp_path: Path
     found._end_some = end_some
     found.run(time.monotonic() + SOON, grace_s=0.1)
     assert found.outcomes == {"deaf": Outcome(CONTINUED, "interrupted")}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
 
@@ -350,7 +353,7 @@ def test_a_jobs_words_are_its_commands(job: Job, tmp_path: Path, monkeypatch: py
     assert "{" not in "".join(words) and words[:2] == [sys.executable, "-m"]
     assert all(need in given or need.isidentifier() for need in job.needs)
     for option in given:
-        assert (f"{{{option}}}" in job.command) == (option in job.needs) or option == "realtime_vla"
+        assert (f"{{{option}}}" in job.command) == (option in job.needs)
     monkeypatch.setattr(tyro, "cli", parsed)
     monkeypatch.setattr(sys, "argv", words[2:])
     if "time_attention" in words[2]:
