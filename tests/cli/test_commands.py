@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,35 @@ def test_parity(checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[st
     report = last_line(capsys)
     assert (report["name"], report["weights"], report["num_steps"]) == ("native", checkpoint, 2)
     assert report["observations"] == 3 and {e["used"] for e in report["engines"]} == {"native"}
+
+
+def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
+    checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", "native_fp8", "--observations", recorded, "--device", "cpu", "--num-steps", "1", "--keep"]
+    assert main(["parity", checkpoint, *words]) == 0
+    out, err = capsys.readouterr()
+    assert "that is not native_fp8: kv_cache ran in eager, not in native" in out
+    kept = Path(checkpoint) / "parity_native_fp8.json"
+    assert "3/3 calls of each" in err and f"kept: {kept}" in err
+    kept.unlink()
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "message"),
+    [
+        ("matplotlib.figure", "parity no/such/folder --report report.html", "pictures need matplotlib"),
+        ("matplotlib.figure", "bench no/such/folder --report report.html", "pictures need matplotlib"),
+        ("matplotlib.figure", "tune no/such/folder --quick", "pictures need matplotlib"),
+        ("websockets.asyncio.server", "serve no/such/folder", "the server needs websockets"),
+    ],
+)
+def test_what_is_not_installed_is_said_before_the_work(
+    module: str, words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(words.split()) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_parity_of_the_default_configuration(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import yaml
 
 from tests.support.pages import PAGES, ROOT, text_of
 
-_LINK = re.compile(r"!?\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)#\s]*)(?:#([^)]*))?\)")
 
 
 def name(page: Path) -> str:
@@ -23,8 +23,24 @@ def name(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_to_files(page: Path) -> None:
-    for target in _LINK.findall(text_of(page)):
-        assert "://" in target or (page.parent / target).exists(), target
+    for target, anchor in _LINK.findall(text_of(page)):
+        if "://" not in target:
+            file = page.parent / target if target else page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a page's headings are called in a link."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_extra_is_described() -> None:
+    settings = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    extras = re.findall(r"^([\w-]+) = \[", settings.partition("\n[")[0], re.MULTILINE)
+    rows = re.findall(r"^\| (`.+?`) \|", (ROOT / "docs/getting_started.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`([\w-]+)`", " ".join(rows))) == set(extras)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -4,7 +4,6 @@ or lerobot's code, in turns; a table and one JSON line."""
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from vla_accel.cli.common import File, Folder, Number, Text, parse, print_table
+from vla_accel.cli.common import File, Folder, Number, Text, parse, print_table, say
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import replacing
@@ -120,13 +119,13 @@ def main(arguments: list[str]) -> int:
             raise ConfigError("systems: expected at least one of this package's own beside the others")
         report["model"] = factory.about()
         observe = observer(family, processor, chosen.prompt_tokens)
-        found = run(made, observe, calls=chosen.calls, progress=_say)
+        found = run(made, observe, calls=chosen.calls, progress=say)
         for system, row in zip(made, found, strict=True):
             if chosen.hz:
                 rng = np.random.default_rng(0)
                 row["paced"] = paced(system, partial(observe, rng), chosen.hz, chosen.calls, device)
             if chosen.starts and system.name in factory.configs and steps == sweep[0]:
-                _say(f"two starts of {system.name}")
+                say(f"two starts of {system.name}")
                 settings = replace(factory.configs[system.name], num_steps=steps, device=str(device))
                 row["start"] = starts(settings, factory.source())
             if "work" in row:
@@ -145,7 +144,7 @@ def main(arguments: list[str]) -> int:
     _print(report)
     _save(report, chosen.output)
     if chosen.report is not None:
-        print(f"report: {write(page(report), chosen.report)}", file=sys.stderr)
+        say(f"report: {write(page(report), chosen.report)}")
     print(json.dumps(report))
     return 0
 
@@ -189,7 +188,7 @@ def _available(factory: Factory | CheckpointFactory, names: list[str], steps: in
             factory.make(name, steps)
         except DependencyError as error:
             left_out[name] = str(error)
-            print(f"left out: {name}: {error}", file=sys.stderr)
+            say(f"left out: {name}: {error}")
     return [n for n in names if n not in left_out], left_out
 
 
@@ -240,10 +239,6 @@ def _numbers(text: str, name: str) -> list[int]:
     if not values or min(values) < 1:
         raise ConfigError(f"{name}: expected numbers of at least 1, got {text!r}")
     return values
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _print(report: dict[str, Any]) -> None:

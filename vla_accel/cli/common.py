@@ -126,6 +126,11 @@ def parity_cells(parity: Mapping[str, float | None]) -> list[str]:
     return ["-" if parity[k] is None else format(parity[k], f) for k, f in formats.items()]
 
 
+def say(text: str) -> None:
+    """A line for people: how far it is, where something was written."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def write_json(path: Path | None, content: Any) -> None:
     """Write a JSON file whole, if a path is given."""
     if path is not None:

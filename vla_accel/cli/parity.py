@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ import torch
 import tyro
 
 from vla_accel.checkpoints.loading import load
-from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source, print_table
+from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source, print_table, say
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
@@ -91,6 +90,7 @@ def main(arguments: list[str]) -> int:
         seed=chosen.seed,
         threshold=chosen.threshold,
         draws=chosen.draws,
+        progress=say,
     )
     rows = [[n, *_cells(a)] for n, a in report.components.items()]
     for label, a in (("actions (normalised)", report.actions), ("actions (robot)", report.robot_actions)):
@@ -109,6 +109,9 @@ def main(arguments: list[str]) -> int:
         print(f"another observation changes the actions by {100 * report.sensitivity:.1f} % of their norm{error}")
     passed = f"agrees: cosine {report.actions.cosine:.6f}, at least {report.threshold} wanted"
     print(passed if report.passed else f"does NOT agree: {'; '.join(report.reasons)}")
+    for entry in policy.ledger.entries.values():
+        if entry.fell_back:
+            print(f"that is not {name}: {entry.component} ran in {entry.used}, not in {entry.requested}")
     content = {
         **report.as_dict(), "model": policy.metadata["model"], "weights": chosen.synthetic or checkpoint,
         "recorded": chosen.observations.name if chosen.observations else None,
@@ -118,11 +121,10 @@ def main(arguments: list[str]) -> int:
         with replacing(chosen.output) as temporary:
             temporary.write_text(json.dumps(content, indent=1) + "\n")
     if chosen.report is not None:
-        path = write(page(content, ["vla-accel", "parity", *arguments]), chosen.report)
-        print(f"report: {path}", file=sys.stderr)
+        say(f"report: {write(page(content, ['vla-accel', 'parity', *arguments]), chosen.report)}")
     folder = policy.checkpoint.kept
     if chosen.keep and folder is not None:
-        agreement.keep(content, folder, policy.model, policy.specs, name)
+        say(f"kept: {agreement.keep(content, folder, policy.model, policy.specs, name)}")
     print(json.dumps(content))
     return 0 if report.passed else 1
 

@@ -15,6 +15,7 @@ from vla_accel import machine
 from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source
 from vla_accel.errors import ConfigError
 from vla_accel.server import RayReplicas, Replicas, ServerConfig, Shelf, serve
+from vla_accel.server.connection import websockets_server
 from vla_accel.server.keys import Keys
 
 LIMITS = ServerConfig()
@@ -90,7 +91,8 @@ class Arguments(PolicySource):
             max_batch=self.max_batch,
             max_wait_s=self.max_wait_ms / 1e3,
         )
-        # Before the policy is loaded: files of no use are an error at once.
+        # Before the policy is loaded: a missing package and files of no use are an error at once.
+        websockets_server()
         Keys(file=self.api_key_file)
         config.tls()
         return config

@@ -8,7 +8,7 @@ commands, such as a gripper's, do not fall the other way more often than a rate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -131,18 +131,22 @@ def compare(
     seed: int = 0,
     threshold: float | None = None,
     draws: int = 1,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Run both on every observation, with the same noise, one at a time; `draws` noises each. `threshold`: a cosine
-    instead of the usual one."""
+    instead of the usual one. `progress` is told about ten times how far it is."""
     shape = policy.family.action_shape(policy.model.config)
     rng = np.random.default_rng(seed)
     got, want, noises = _Kept(), _Kept(), []
-    for observation, draw in ((o, d) for o in observations for d in range(draws)):
+    todo = len(observations) * draws
+    for done, (observation, draw) in enumerate(((o, d) for o in observations for d in range(draws)), 1):
         noise = rng.standard_normal(shape).astype(np.float32)
         noises.append(noise)
         # The prefix does not see the noise: once is enough.
         got.add(policy, observation, noise, components=draw == 0)
         want.add(reference, observation, noise, components=draw == 0)
+        if 10 * done // todo > 10 * (done - 1) // todo:
+            progress(f"{done}/{todo} calls of each")
     normalised, exact = got.stacked("actions"), want.stacked("actions")
     actions = Agreement.of(normalised, exact)
     kept = np.abs(normalised - exact).reshape(len(exact), -1).max(axis=1) < FLIPPED

@@ -170,12 +170,17 @@ def svg(figure: Any) -> str:
     return text.getvalue()
 
 
-def _axes(narrow: bool, height: float) -> tuple[Any, Any]:
+def figure_class() -> Any:
+    """matplotlib's `Figure`. Raises DependencyError without it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DependencyError(f"pictures need matplotlib ({error}); pip install 'vla_accel[report]'") from error
-    figure = Figure(figsize=(NARROW if narrow else WIDE, height), layout="constrained")
+    return Figure
+
+
+def _axes(narrow: bool, height: float) -> tuple[Any, Any]:
+    figure = figure_class()(figsize=(NARROW if narrow else WIDE, height), layout="constrained")
     axes = figure.add_subplot()
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

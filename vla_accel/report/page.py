@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
-from vla_accel.report.charts import svg
+from vla_accel.report.charts import figure_class, svg
 
 FILMS = {".mp4": "video/mp4", ".gif": "image/gif"}
 MOST_FILMS = 6
@@ -102,9 +102,10 @@ def write(page: Page, path: Path) -> Path:
 
 
 def check_path(path: Path) -> None:
-    """Raise ConfigError unless a report can have this name; for before a long run."""
+    """Raise ConfigError for a name without .html, DependencyError without matplotlib: for before a long run."""
     if path.suffix not in (".html", ".htm"):
         raise ConfigError(f"report: expected a file name ending in .html, got {str(path)!r}")
+    figure_class()
 
 
 def render(page: Page) -> str:
