@@ -1,15 +1,12 @@
-"""README's picture: the components of a call as stacked bars, from `vla-accel bench` reports. Plain SVG, no library.
-
-The same reports give the same bytes, so that a test can say whether the picture is stale.
-"""
+"""A picture of docs/results.md: the components of a call as stacked bars, from `vla-accel bench` reports."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 from eval.markdown import MODELS
+from eval.svg import INK, bar, document, text
 from vla_accel.report import colours
 from vla_accel.report.colours import OTHER
 
@@ -29,23 +26,18 @@ def draw(reports: Sequence[dict[str, Any]]) -> str:
     scale, y, body = _WIDTH / longest, _TOP, []
     x = _LEFT
     for name, colour in PARTS.items():
-        body.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{colour}"/>')
-        body.append(_text(x + 17, 20, name.replace("kv_cache", "KV cache")))
+        body.append(bar(x, 10, 12, 12, colour))
+        body.append(text(x + 17, 20, name.replace("kv_cache", "KV cache")))
         x += 95
-    body.append(f'<path d="M{x + 6} 8v16" stroke="#1a202c" stroke-width="2"/>' + _text(x + 14, 20, "floor"))
+    body.append(f'<path d="M{x + 6} 8v16" stroke="{INK}" stroke-width="2"/>' + text(x + 14, 20, "floor"))
     for title, base, rows in groups:
         y += 18
-        body.append(_text(8, y - 4, title, weight="bold"))
+        body.append(text(8, y - 4, title, weight="bold"))
         for row in rows:
-            body += _bar(row, base, y, scale)
+            body += _bars(row, base, y, scale)
             y += _ROW
         y += _GAP - 18
-    height, width = y, _LEFT + _WIDTH + _RIGHT
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="system-ui, sans-serif" font-size="13" fill="#1a202c">'
-    )
-    return "\n".join([head, f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *body, "</svg>\n"])
+    return document(_LEFT + _WIDTH + _RIGHT, y, body)
 
 
 def _groups(report: dict[str, Any]) -> list[tuple[str, dict[int, float], list[dict[str, Any]]]]:
@@ -62,23 +54,16 @@ def _groups(report: dict[str, Any]) -> list[tuple[str, dict[int, float], list[di
     return found
 
 
-def _bar(row: dict[str, Any], base: dict[int, float], y: int, scale: float) -> list[str]:
+def _bars(row: dict[str, Any], base: dict[int, float], y: int, scale: float) -> list[str]:
     whole, parts = row["median_ms"], row["parts_ms"]
     lengths = {name: parts.get(name, 0.0) for name in ("vision", "kv_cache", "denoise")}
     lengths["the rest"] = max(whole - sum(lengths.values()), 0.0)
-    shapes, x = [_text(_LEFT - 8, y + 13, SYSTEMS[row["system"]], anchor="end")], float(_LEFT)
+    shapes, x = [text(_LEFT - 8, y + 13, SYSTEMS[row["system"]], anchor="end")], float(_LEFT)
     for name, ms in lengths.items():
-        shapes.append(
-            f'<rect x="{x:.1f}" y="{y}" width="{ms * scale:.1f}" height="{_ROW - 5}" fill="{PARTS[name]}">'
-            f"<title>{escape(name)}: {ms:.2f} ms</title></rect>"
-        )
+        shapes.append(bar(x, y, ms * scale, _ROW - 5, PARTS[name], f"{name}: {ms:.2f} ms"))
         x += ms * scale
     floor = row["floors_ms"].get("total")
     if floor:
-        shapes.append(f'<path d="M{_LEFT + floor * scale:.1f} {y - 2}v{_ROW - 1}" stroke="#1a202c" stroke-width="2"/>')
+        shapes.append(f'<path d="M{_LEFT + floor * scale:.1f} {y - 2}v{_ROW - 1}" stroke="{INK}" stroke-width="2"/>')
     faster = f", {base[row['steps']] / whole:.1f}× openpi" if row["steps"] in base else ""
-    return [*shapes, _text(x + 8, y + 13, f"{whole:.2f} ms, {1e3 / whole:.0f} Hz{faster}")]
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
+    return [*shapes, text(x + 8, y + 13, f"{whole:.2f} ms, {1e3 / whole:.0f} Hz{faster}")]

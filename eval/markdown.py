@@ -16,6 +16,11 @@ def rows(header: list[str], body: list[list[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
+def percent(share: float | None) -> str:
+    """A share as people write it; a dash where there is none."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
 def machine(result: Mapping[str, Any]) -> str:
     """Hardware, torch and commit of a report; of a run in several launches, those of the last."""
     hardware = result["hardware"]

@@ -13,8 +13,8 @@ from eval import pictures, tables
 from eval.attention_table import attention
 from eval.harness.late import _kind
 from eval.late_table import late
+from eval.libero_tables import stressed
 from eval.shapes_table import shapes
-from eval.tables import stressed
 from eval.tune_table import tune
 from vla_accel.measure.roofline import Ceilings, add_batch_floors
 from vla_accel.report.bench import batch_lines

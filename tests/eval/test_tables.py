@@ -1,4 +1,4 @@
-"""The tables of README and docs/, and README's picture, are what the stored results say."""
+"""The tables of README and docs/, and their pictures in SVG, are what the stored results say."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from eval import paired, store, tables
 from eval.harness.statistics import smallest_difference
 from eval.latency_picture import draw
 from eval.markdown import machine
+from eval.models_picture import PUBLISHED, draw_models, sources
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
 from vla_accel.measure.parity import Agreement, Report
@@ -27,8 +28,9 @@ def test_a_page_is_up_to_date(page: Path) -> None:
     assert tables.render(text) == text, f"{page.name} differs from eval/results: run `make tables`"
 
 
-def test_the_picture_is_up_to_date() -> None:
-    assert tables.PICTURE.read_text() == tables.picture(), "run `make tables`"
+def test_the_pictures_are_up_to_date() -> None:
+    for path, drawn in tables.drawings().items():
+        assert path.read_text() == drawn, "run `make tables`"
 
 
 def test_every_table_stands_on_a_page() -> None:
@@ -323,6 +325,21 @@ def test_the_picture_shows_what_the_report_says() -> None:
     assert before == draw([report]), "the same bytes each time"
     report["rows"][0]["parts_ms"]["kv_cache"] = 3.5
     assert "<title>kv_cache: 3.50 ms</title>" in draw([report])
+
+
+def test_the_models_picture_has_the_fastest_of_ours_and_of_others() -> None:
+    report = bench_report(Ceilings(1e15, 2e15, 4e12))
+    report["hardware"] = {"gpu": "NVIDIA X"}
+    (row,) = (r for r in report["rows"] if r["system"] == "native-bf16" and r["steps"] == 10)
+    report["rows"].append({**row, "system": "native-fp8", "median_ms": 10.0})
+    told = draw_models([report, None])
+    theirs = PUBLISHED["pi05"]
+    assert ">14.00 ms, X, 4.3× openpi<" in told and ">10.00 ms, X, 6.0× openpi<" in told
+    assert f">{theirs.ms:.2f} ms, {theirs.how}<" in told and theirs.page in sources([report, None])
+    report["rows"][-1]["median_ms"] = 15.0
+    assert "15.00 ms" not in draw_models([report]), "what is slower than BF16 is left out"
+    report["model"]["views"] = 3
+    assert theirs.how not in draw_models([report]), "theirs is of two views"
 
 
 def test_several_stored_results_make_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,96 @@
+"""Tables of agreement: with FP32 eager, and with openpi's and lerobot's own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eval.bench_tables import fell_back
+from eval.libero_tables import with_interval
+from eval.markdown import MODELS, machine, machines, percent, rows
+from vla_accel.measure.proportion import wilson
+
+
+def quality(results: list[Any]) -> str:
+    """What each configuration keeps of the bundled checkpoint: agreement of its actions, and success on equal episodes.
+
+    `results`: the `vla-accel parity` reports, and one `python -m eval.paired` of the same configurations' names.
+    """
+    reports, pairs = results
+    demo = {r["name"]: r for r in reports if r["weights"] == "demo"}
+    played = {r["name"]: r for r in pairs["rows"]}
+    reference = pairs["reference"]
+    body = [[f"`{reference}`", "1", with_interval(next(iter(played.values()))["reference"]), "-"]]
+    for name, report in demo.items():
+        agrees = "" if report["passed"] else ", **too little**"
+        row = played.get(name)
+        episodes = "-" if row is None else f"{row['lost']} / {row['gained']} of {row['pairs']}"
+        cosine = f"{report['actions']['cosine']:.4f}, {report['threshold']:g} needed{agrees}"
+        body.append([f"`{name}`", cosine, "-" if row is None else with_interval(row["other"]), episodes])
+    header = ["configuration", "cosine of the final actions", "success (95 %)", "lost / gained"]
+    text = f"The bundled checkpoint, beside {reference}; success on the same episodes of {pairs['protocol']['suite']}"
+    return rows(header, body) + f"\n{text}. [Results](docs/results.md) has the runs.\n"
+
+
+def openpi_agreement(result: dict[str, Any]) -> str:
+    """`tests/parity/compare_with_openpi.py` at full size: final actions of both codes on the same weights."""
+    body = []
+    for kind in ("pi0", "pi05"):
+        for name in ("batch1", "batch3"):
+            one, batch = result[kind][name], name.removeprefix("batch")
+            errors = ("float32_max", "bfloat16_rms_to_float32", "openpi_bfloat16_rms_to_float32")
+            body.append([kind, batch, f"{one['actions_rms']:.2f}", *(f"{one[e]:.1e}" for e in errors)])
+    header = ["model", "batch", "rms of the actions", "FP32, largest difference", "our BF16", "openpi's BF16"]
+    return rows(header, body) + f"\nBF16: rms difference from FP32. {result['gpu']}; {result['software']}.\n"
+
+
+def lerobot_agreement(result: dict[str, Any]) -> str:
+    """`tests/parity/compare_with_lerobot.py` at the published size: final actions of both codes on the same weights."""
+    body = [
+        [MODELS[kind], row["case"], str(row["batch"]), str(row["views"]), str(row["steps"]),
+         f"{row['actions_rms']:.2f}", f"{row['float32_max']:.1e}"]
+        for kind, model in result["models"].items() for row in model["cases"]
+    ]  # fmt: skip
+    header = ["model", "case", "batch", "views", "steps", "rms of the actions", "FP32, largest difference"]
+    beside = {", ".join(f"{n} {v}" for n, v in sorted(m["versions"].items())) for m in result["models"].values()}
+    return rows(header, body) + f"\nBeside {'; '.join(sorted(beside))}. Ours: {machine(result)}.\n"
+
+
+def parity(results: list[dict[str, Any]]) -> str:
+    """Several `vla-accel parity` reports, a row each."""
+    body = []
+    for r in sorted(results, key=lambda r: (r["weights"], r["name"], -r["num_steps"])):
+        body.append([
+            r["name"] + fell_back(r["engines"]),
+            r["weights"],
+            f"{r['observations']} {'recorded' if r['recorded'] else 'random'}"
+            + (f" × {r['draws']}" if r.get("draws", 1) > 1 else ""),
+            str(r["num_steps"]),
+            f"{r['actions']['cosine']:.6f}",
+            f"{r['threshold']:g}",
+            f"{r['actions']['median_cosine']:.6f}",
+            f"{r['actions']['worst_cosine']:.6f}",
+            f"{r['robot_actions']['max_error']:.1e}",
+            *(percent(r.get(key)) for key in ("sensitivity", "relative_error")),
+            *(("-", "-") if "flipped" not in r else (_flips(r), _rest(r))),
+            "yes" if r["passed"] else "**no**",
+        ])  # fmt: skip
+    cosines = ["cosine", "needed", "median", "worst"]
+    more = ["another observation", "error beside that", "flipped", "cosine of the rest"]
+    header = ["configuration", "weights", "observations", "steps", *cosines, "max error", *more, "agrees"]
+    where = machines((f"{r['name']} ({r['weights']})", r) for r in results)
+    text = (
+        "Cosine of the final actions with FP32 eager, over all observations, of the median one and of the worst; "
+        "largest error in the robot's units; another observation: how much it changes the reference's actions, as a "
+        "share of their norm; flipped: chunks in which a command (the gripper's) fell the other way, with the 95 % "
+        "interval of their share."
+    )
+    return rows(header, body) + f"\n{text} {where}.\n"
+
+
+def _flips(report: dict[str, Any]) -> str:
+    low, high = wilson(report["flipped"], report["observations"] * report.get("draws", 1))
+    return f"{report['flipped']} ({100 * low:.1f} to {100 * high:.1f} %)"
+
+
+def _rest(report: dict[str, Any]) -> str:
+    return "-" if report["rest_cosine"] is None else f"{report['rest_cosine']:.6f}"

@@ -1,0 +1,150 @@
+"""Tables of success in LIBERO: a run of the bundled checkpoint, its training, and policies on the same episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eval.bench_tables import fell_back
+from eval.harness.statistics import smallest_difference
+from eval.markdown import bare_command, machine, machines, percent, rows
+from eval.paired_picture import PICTURE as STRESS_PICTURE
+
+
+def success(result: dict[str, Any]) -> str:
+    """Success over denoising steps."""
+    body = []
+    for row in sorted(result["summary"]["rows"], key=lambda r: r["steps"]):
+        s = row["success"]
+        interval = f"{100 * s['wilson_95_low']:.1f} to {100 * s['wilson_95_high']:.1f} %"
+        count = f"{s['successes']}/{s['episodes']}"
+        body.append([str(row["steps"]), f"**{100 * s['rate']:.1f} %**", count, interval, str(s["errors"])])
+        body += [[f"{row['steps']}, {s['suite']}", *_suite(s)] for s in row.get("suites", ())]
+    return rows(["steps", "success", "episodes", "Wilson 95 %", "errors"], body) + "\n" + _where(result)
+
+
+def _suite(rate: dict[str, Any]) -> list[str]:
+    interval = f"{100 * rate['wilson_95_low']:.1f} to {100 * rate['wilson_95_high']:.1f} %"
+    share = "-" if rate["rate"] is None else f"{100 * rate['rate']:.1f} %"
+    return [share, f"{rate['successes']}/{rate['episodes']}", interval, str(rate["errors"])]
+
+
+def tasks(result: dict[str, Any]) -> str:
+    """Success per task, a column a step count."""
+    ordered = sorted(result["summary"]["rows"], key=lambda r: r["steps"])
+    header = ["task", *(f"{r['steps']} step{'s' * (r['steps'] > 1)}" for r in ordered)]
+    body = [
+        [
+            " ".join(filter(None, (t.get("suite"), t["task"]))),
+            *(f"{r['tasks'][i]['successes']}/{r['tasks'][i]['episodes']}" for r in ordered),
+        ]
+        for i, t in enumerate(ordered[0]["tasks"])
+    ]
+    return rows(header, body)
+
+
+def latency(result: dict[str, Any]) -> str:
+    """Components of a call over denoising steps."""
+    body = []
+    for row in sorted(result["summary"]["rows"], key=lambda r: r["steps"]):
+        parts = row["breakdown"]["components"]
+        cells = [
+            f"{parts[n]['mean_ms']:.1f} ({100 * parts[n]['share']:.0f} %)" for n in ("vision", "kv_cache", "denoise")
+        ]
+        total = parts["total"]
+        hz = f"{1e3 / total['mean_ms']:.1f}"
+        body.append([str(row["steps"]), f"{total['mean_ms']:.1f}", f"{total['p50_ms']:.1f}", hz, *cells])
+    header = ["steps", "mean ms", "median ms", "Hz", "vision ms", "KV cache ms", "denoise ms"]
+    return rows(header, body) + "\n" + _where(result)
+
+
+def training(record: dict[str, Any]) -> str:
+    """How the demo checkpoint was trained, and how far its start states are from the evaluation's."""
+    settings, states = record["settings"], record["start_states"]
+    last = record["history"][-10:]
+    won, played = (sum(line["episodes"]["policy"][i] for line in last) for i in (0, 1))
+    manifests = [states] if "tasks" in states else list(states.values())
+    started = [task for manifest in manifests for task in manifest["tasks"].values()]
+    nearest = min(t["min_distance_m"] for t in started)
+    body = [
+        [
+            "GPUs, wall clock",
+            f"{record['gpus']} NVIDIA H200, {record['seconds'] / 60:.1f} minutes, one run from scratch",
+        ],
+        [
+            "steps, batch",
+            f"{record['steps']}, {record['gpus'] * settings['batch']} observations x {settings['samples']} draws",
+        ],
+        ["observations collected", f"about {record['gpus'] * record['history'][-1]['store']}"],
+        ["start states", f"{sum(t['count'] for t in started)}, seeds from {min(m['seed'] for m in manifests)}"],
+        ["nearest shipped evaluation state", f"{nearest * 1e3:.1f} mm (the object that moved most)"],
+        ["success while collecting, at the end", f"{won}/{played} (training start states, with bursts of noise)"],
+    ]
+    return rows(["demo checkpoint", ""], body)
+
+
+def paired(result: dict[str, Any]) -> str:
+    """One `python -m eval.paired`: success of several policies on the same episodes."""
+    body = []
+    for row in sorted(result["rows"], key=lambda r: r["steps"] or 0):
+        steps, name = str(row["steps"] or "-"), row["name"]
+        first, second = row["reference"], row["other"]
+        body.append([
+            name + fell_back(result["policies"][name]["engines"]),
+            steps,
+            with_interval(second),
+            with_interval(first),
+            str(row["pairs"]),
+            f"{row['lost']} / {row['gained']}",
+            f"{p:.3f}" if (p := row["mcnemar_exact_p"]) >= 0.001 else "< 0.001",
+            percent(smallest_difference(row["pairs"], row["lost"] + row["gained"])),
+            f"{second['errors']}, {first['errors']}",
+        ])  # fmt: skip
+    reference = result["reference"]
+    header = [
+        "run",
+        "steps",
+        "success (95 %)",
+        f"{reference} (95 %)",
+        "pairs",
+        "lost / gained",
+        "p",
+        "could see",
+        "errors",
+    ]
+    where = machines(result["policies"].items())
+    note = f" {result['note']}" if result.get("note") else ""
+    text = (
+        f"Same tasks, initial states and seeds. Lost: pairs that only {reference} won; gained: pairs that only the run "
+        "did; p: McNemar's exact test, two-sided; could see: the smallest true difference that such a run finds at 5 % "
+        "in four of five cases; intervals: Wilson. A pair with a crash is an error, not compared."
+    )
+    return rows(header, body) + f"\n{text} {where}; `{bare_command(result['command'])}`.{note}\n"
+
+
+def stressed(result: dict[str, Any]) -> str:
+    """`paired` under stress, which it names, and its picture."""
+    stress = ", ".join(f"{name} {value:g}" for name, value in result["protocol"].get("stress", {}).items())
+    suites = result["protocol"]["suite"].replace(",", " and ")
+    return (
+        f"{paired(result)}\nStress: {stress or 'none'}, on {suites}.\n\n"
+        f"![Success of each policy under stress, with intervals](../eval/results/{STRESS_PICTURE})\n"
+    )
+
+
+def _where(result: dict[str, Any]) -> str:
+    note = f" {result['note']}" if result.get("note") else ""
+    limit = result["protocol"]["max_steps"]
+    limit = limit if isinstance(limit, int) else " and ".join(map(str, limit))
+    return (
+        f"{machine(result['launches'][-1])}; {result['episodes_s'] / 60:.0f} minutes of episodes, "
+        f"{limit} actions at most; "
+        f"`{' '.join(result['command'])}`.{note}\n"
+    )
+
+
+def with_interval(rate: dict[str, Any]) -> str:
+    """A rate of success and its Wilson interval."""
+    if rate["rate"] is None:
+        return "-"
+    low, high = 100 * rate["wilson_95_low"], 100 * rate["wilson_95_high"]
+    return f"{100 * rate['rate']:.1f} % ({low:.1f} to {high:.1f})"
