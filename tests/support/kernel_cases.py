@@ -9,6 +9,7 @@ interpreter, `test_gpu.py` on a GPU.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -568,18 +569,19 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         (17, 40, 8, 1, 64, [7], True), (64, 17, 2, 1, 64, [17, 0], True), (100, 64, 1, 1, 64, [63], False),
     ):  # fmt: skip
         yield f"suffix_attention {shape}", _suffix_attention(*shape)
-    for shape in (
+    # Weights of one byte are widened alike at every shape: FP8 and INT8 take turns.
+    for shape, weights in zip((
         (1, 1, 1152, 2, 1, 64), (1, 3, 128, 2, 1, 256), (2, 5, 64, 4, 2, 64), (1, 16, 72, 3, 3, 72),
         (1, 17, 320, 1, 1, 72), (1, 51, 256, 2, 1, 64), (1, 64, 1152, 1, 1, 64), (2, 50, 96, 1, 1, 256),
-    ):  # fmt: skip
-        for adaptive, weights in ((True, ""), (False, "fp8"), (True, "int8")):
-            yield f"qkv_rope {shape} adaptive={adaptive} {weights or 'plain'}", _qkv_rope(*shape, adaptive, weights)
-    for shape in (
-        (1, 1152, 96), (3, 128, 4304), (10, 1024, 128), (16, 72, 20), (17, 1152, 72), (51, 256, 320), (64, 4304, 40),
+    ), itertools.cycle(("fp8", "int8")), strict=False):  # fmt: skip
+        yield f"qkv_rope {shape} adaptive=True plain", _qkv_rope(*shape, True)
+        yield f"qkv_rope {shape} adaptive=False {weights}", _qkv_rope(*shape, False, weights)
+    for shape, weights in zip((
+        (1, 1152, 96), (3, 128, 1072), (10, 1024, 128), (16, 72, 20), (17, 1152, 72), (51, 256, 320), (64, 4304, 40),
         (100, 64, 1152),
-    ):  # fmt: skip
-        for adaptive, weights in ((True, "fp8"), (False, ""), (False, "int8")):
-            yield f"gate_up_geglu {shape} adaptive={adaptive} {weights or 'plain'}", _gate_up(*shape, adaptive, weights)
+    ), itertools.cycle(("int8", "fp8")), strict=False):  # fmt: skip
+        yield f"gate_up_geglu {shape} adaptive=True {weights}", _gate_up(*shape, True, weights)
+        yield f"gate_up_geglu {shape} adaptive=False plain", _gate_up(*shape, False)
     for shape in (
         (1, 64, 4304, 1, "gr"), (3, 1152, 128, 3, "gr8"), (10, 128, 2048, 5, "gr"), (10, 20, 4096, 10, "r"),
         (16, 72, 72, 4, "bs"), (17, 40, 1152, 17, "rb"), (51, 1152, 256, 51, "bs"), (64, 24, 4304, 32, "gr8"),
