@@ -35,9 +35,8 @@ def test_the_whole_report_on_this_machine(capsys: pytest.CaptureFixture[str]) ->
     assert {e["component"] for e in report["self_test"]["engines"]} >= {"vision", "denoise"}
     assert report["self_test"]["cosine"] > 0.999 and report["self_test"]["seconds"] > 0
     text = "\n".join(doctor.summary(report))
-    assert (
-        "self-test passed: " in text and "eager           yes" in text and "native          no   it needs a GPU" in text
-    )
+    assert "eager           yes" in text and "native          no   it needs a GPU" in text
+    assert doctor.verdict(report["self_test"]).startswith("  passed: ")
 
 
 class Policy:
@@ -66,23 +65,27 @@ def test_a_policy_that_does_not_agree_fails(
     monkeypatch.setattr(OptimizedPolicy, "from_pretrained", made)
     answer = [1.0, 2.0, 3.001]
     assert main(["doctor"]) == 0
-    assert asked == [None, "eager_fp32"] and "self-test passed: native" in capsys.readouterr().out
+    assert asked == [None, "eager_fp32"] and "self-test\n  passed: native" in capsys.readouterr().out
     answer = [3.0, 2.0, 1.0]
     assert main(["doctor"]) == 1
-    assert "self-test FAILED: native on cpu and FP32 eager agree to a cosine of 0.714" in capsys.readouterr().out
+    assert "self-test\n  FAILED: native on cpu and FP32 eager agree to a cosine of 0.714" in capsys.readouterr().out
     answer = [np.nan] * 3
     assert main(["doctor"]) == 1
 
 
 def test_an_error_is_the_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+
     def broken(*_: Any, **__: Any) -> Any:
+        said.append(capsys.readouterr().out)
         raise EngineError("the driver is too old")
 
     monkeypatch.setattr(OptimizedPolicy, "from_pretrained", broken)
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["self_test"]["error"] == "EngineError: the driver is too old"
     assert main(["doctor"]) == 1
-    assert capsys.readouterr().out.strip().endswith("self-test FAILED: EngineError: the driver is too old")
+    assert said[-1].endswith("self-test\n"), "all else is told before the test, which may take long"
+    assert capsys.readouterr().out == "  FAILED: EngineError: the driver is too old\n"
 
 
 def test_a_device_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:

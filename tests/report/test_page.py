@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from tests.support.reports import ROOT, figures_in
 from vla_accel.errors import ConfigError
 from vla_accel.report import bench, parity
+from vla_accel.report.charts import Bar, stacked
 from vla_accel.report.page import Films, Number, Page, Section, Table, Text, render, write
 
 
@@ -70,3 +72,11 @@ def test_a_report_is_an_html_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"report: expected a file name ending in \.html, got 'x\.pdf'"):
         write(Page("t", "s", []), Path("x.pdf"))
     assert write(Page("t", "s", []), tmp_path / "x.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_bars_of_no_length_are_drawn(narrow: bool) -> None:
+    """As where a policy is compared with itself: no error has a length."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stacked([Bar("eager", {"error": 0.0})], unit="%", narrow=narrow)

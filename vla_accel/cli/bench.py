@@ -96,6 +96,7 @@ def main(arguments: list[str]) -> int:
     unknown = [name for name in systems if name not in factory.names]
     if unknown:
         raise ConfigError(f"systems: expected some of {', '.join(factory.names)}, got {', '.join(unknown)}")
+    say(f"loading {', '.join(systems)}")
     names, left_out = _available(factory, list(systems), sweep[0])
     report: dict[str, Any] = {
         "schema": SCHEMA,
@@ -206,6 +207,7 @@ def _throughput(
             observations = [observe(rng) for _ in range(batch)]
             system = System(name, lambda _, p=policy, o=observations: p.infer_batch(o)[0], steps)
             row = run([system], lambda _: {}, calls=max(10, calls // 4))[0]
+            say(f"{name}: batches of {batch}")
             rows.append({"system": name, "steps": steps, "batch": batch, "median_ms": row["median_ms"],
                          "per_second": 1e3 * batch / row["median_ms"]})  # fmt: skip
     return rows

@@ -47,26 +47,24 @@ class Arguments:
 def main(arguments: list[str]) -> int:
     """Look, test and report; 0 if the self-test passed."""
     chosen = parse(Arguments, arguments, "vla-accel doctor")
-    report = examine(chosen.device)
-    if chosen.json:
-        print(json.dumps(report, indent=1))
-    else:
-        print("\n".join(summary(report)))
-    return 0 if report["passed"] else 1
-
-
-def examine(device_name: str) -> dict[str, Any]:
-    """Everything, as plain data (schema `vla_accel.doctor/1`). Raises ConfigError for a device that is not there."""
-    device = resolve_device(device_name)
+    device = resolve_device(chosen.device)
+    found = examine(device)
+    if not chosen.json:
+        # Before the test, which may take long: it loads policies and, on a GPU, compiles kernels.
+        print("\n".join([*summary(found), "self-test"]), flush=True)
     test = self_test(device)
+    print(json.dumps(found | {"self_test": test, "passed": test["passed"]}, indent=1) if chosen.json else verdict(test))
+    return 0 if test["passed"] else 1
+
+
+def examine(device: torch.device) -> dict[str, Any]:
+    """Everything but the self-test, as plain data (schema `vla_accel.doctor/1`)."""
     return {
         "schema": SCHEMA,
         "machine": {"system": platform.platform(), **hardware(device), "no_gpu": why_no_gpu()},
         "software": software() | libraries(),
         "engines": {name: {"why_not": why_not(name, device)} for name in ENGINES},
         "extras": extras(),
-        "self_test": test,
-        "passed": test["passed"],
     }
 
 
@@ -175,8 +173,8 @@ def _since(began: float) -> float:
 
 
 def summary(report: dict[str, Any]) -> list[str]:
-    """The report as lines."""
-    about, test = report["machine"], report["self_test"]
+    """What was found as lines."""
+    about = report["machine"]
     lines = ["machine", f"  {about['system']}", f"  {about['cpu']}, {about['threads']} threads"]
     if about["no_gpu"] is None and "gpu" in about:
         memory, version = about["memory_gib"], about["compute_capability"]
@@ -189,19 +187,22 @@ def summary(report: dict[str, Any]) -> list[str]:
         name: f"missing {', '.join(one['missing'])}: {one['install']}" if one["missing"] else None
         for name, one in report["extras"].items()
     }
-    lines += [
+    return [
+        *lines,
         "extras",
         *(_list(reasons) or [f"  unknown: {PACKAGE} is not installed (pip install -e . in a checkout)"]),
     ]
+
+
+def verdict(test: dict[str, Any]) -> str:
+    """The self-test as a line."""
     if "error" in test:
-        return [*lines, f"self-test FAILED: {test['error']}"]
+        return f"  FAILED: {test['error']}"
     used = ", ".join(dict.fromkeys(str(engine["used"]) for engine in test["engines"]))
-    verdict = "passed" if test["passed"] else "FAILED"
-    return [
-        *lines,
-        f"self-test {verdict}: {used} on {test['device']} and FP32 eager agree to a cosine of {test['cosine']:.6f} "
-        f"(at least {test['least_cosine']} wanted), {test['seconds']} s",
-    ]
+    return (
+        f"  {'passed' if test['passed'] else 'FAILED'}: {used} on {test['device']} and FP32 eager agree to a cosine of "
+        f"{test['cosine']:.6f} (at least {test['least_cosine']} wanted), {test['seconds']} s"
+    )
 
 
 def _list(reasons: dict[str, str | None]) -> list[str]:

@@ -52,7 +52,7 @@ class Rates:
 
 def stacked(bars: Sequence[Bar], *, unit: str, narrow: bool, limit: tuple[float, str] | None = None) -> Any:
     """A horizontal bar a row, its parts one behind the other; `limit`: a line across all, and its name."""
-    longest = max((sum(bar.parts.values()) for bar in bars), default=1.0)
+    longest = max((sum(bar.parts.values()) for bar in bars), default=0.0) or 1.0
     colours = colours_of(name for bar in bars for name in bar.parts)
     figure, axes = _axes(narrow, 0.5 * len(bars) + 1.7)
     for row, bar in enumerate(bars):
