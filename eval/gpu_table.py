@@ -48,11 +48,11 @@ def gpus(results: Sequence[Any]) -> str:
     return f"{rows(header, body)}\nIn brackets: the weights of π0.5, counted; buffers take some hundred MB more.\n"
 
 
-def memory(result: dict[str, Any], models: Sequence[str] = tuple(MODELS)) -> str:
+def memory(result: dict[str, Any]) -> str:
     """What `eval.memory` counted: GB of weights by component, a row for each model and configuration."""
     body = [
-        [MODELS[model], _said(one), *(_gb(size) for size in _parts(one["bytes"])), _gb(_total(one))]
-        for model in models for one in result["families"][model].values()
+        [label, _said(one), *(_gb(size) for size in _parts(one["bytes"])), _gb(_total(one))]
+        for model, label in MODELS.items() for one in result["families"][model].values()
     ]  # fmt: skip
     return rows(["weights, GB", "", "vision", "prefix", "denoise", "together"], body)
 

@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,6 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "attention": (attention, "attention_h200"),
     "gpus": (gpus, ("memory_counted", "*")),
     "memory": (memory, "memory_counted"),
-    "memory_pi05": (partial(memory, models=("pi05",)), "memory_counted"),
     "qwen_vae": (autoencoders, "qwen_vae_h200"),
     "qwen_vae_sizes": (autoencoder_sizes, "qwen_vae_sizes_h200"),
     "sd_unet": (unets, "sd_unet_h200"),
