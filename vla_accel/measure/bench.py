@@ -58,7 +58,8 @@ def run(
         with peak() as running:
             system.infer(observe(rng))
             system.first_call_s = system.first_call_s or time.perf_counter() - start
-            progress(f"{system.name}, {system.steps} steps: the first call took {time.perf_counter() - start:.1f} s")
+            said = f"{system.name}, {system.steps} step{'s' if system.steps > 1 else ''}"
+            progress(f"{said}: the first call took {time.perf_counter() - start:.1f} s")
             for _ in range(warmup - 1):
                 system.infer(observe(rng))
         if running and system.memory is not None:
