@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 
 WINDOW_S = 300.0
 _SLOT_S = 10.0
@@ -20,14 +20,14 @@ class Recent:
     """
 
     def __init__(self) -> None:
-        self._slots: deque[tuple[int, dict[str, Counter[int]]]] = deque()
-        self._whole: dict[str, Counter[int]] = {}
+        self._slots: deque[tuple[int, defaultdict[str, Counter[int]]]] = deque()
+        self._whole: defaultdict[str, Counter[int]] = defaultdict(Counter)
 
     def add(self, name: str, seconds: float) -> None:
         """Take in a duration."""
         bucket = round(math.log(max(seconds, _FINEST_S) / _FINEST_S, _GROWTH))
         for counts in (self._now(), self._whole):
-            counts.setdefault(name, Counter())[bucket] += 1
+            counts[name][bucket] += 1
 
     def names(self) -> list[str]:
         """What was added in the window."""
@@ -53,7 +53,7 @@ class Recent:
         count = sum(slot[name].total() for number, slot in self._slots if number >= first and name in slot)
         return count / (now - first * _SLOT_S)
 
-    def _now(self) -> dict[str, Counter[int]]:
+    def _now(self) -> defaultdict[str, Counter[int]]:
         """The slot under way; those beyond the window are dropped."""
         number = int(time.monotonic() / _SLOT_S)
         while self._slots and self._slots[0][0] <= number - WINDOW_S / _SLOT_S:
@@ -62,5 +62,5 @@ class Recent:
                 if not self._whole[name]:
                     del self._whole[name]
         if not self._slots or self._slots[-1][0] != number:
-            self._slots.append((number, {}))
+            self._slots.append((number, defaultdict(Counter)))
         return self._slots[-1][1]
