@@ -190,18 +190,23 @@ def pass_by(server: PolicyServer, seconds: float) -> None:
     asyncio.run_coroutine_threadsafe(looked(), server._loop).result(30)
 
 
-@pytest.mark.parametrize("fragments", [False, True])
-def test_a_crawling_message_is_given_up(patient: PolicyServer, fragments: bool) -> None:
-    data = openpi_pack(observation(1))
+@pytest.mark.parametrize(
+    "begin",
+    [
+        frame_bytes(b"x", fin=False),
+        frame_bytes(bytes(100))[:3],
+        frame_bytes(bytes(100_000))[:14],
+        frame_bytes(bytes(100_000))[:50_000],
+    ],
+    ids=["fragments", "short", "long, none of it", "long"],
+)
+def test_a_crawling_message_is_given_up(patient: PolicyServer, begin: bytes) -> None:
     client = RawClient(patient.address)
-    if fragments:
-        client.send(data[:1], fin=False)
-    else:
-        client.socket.sendall(frame_bytes(data)[:3])
+    client.socket.sendall(begin)
     eventually(lambda: begun(patient))
     pass_by(patient, 600)
     # One more byte: progress, but no message.
-    client.socket.sendall(frame_bytes(b"x", opcode=0, fin=False) if fragments else b"x")
+    client.socket.sendall(b"x" if begin[0] & 128 else frame_bytes(b"x", opcode=0, fin=False))
     assert begun(patient), "it has 400 s left"
     pass_by(patient, 600)
     assert client.close_code() == 1008

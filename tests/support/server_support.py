@@ -222,8 +222,10 @@ class RawClient:
         return data
 
 
-def frame_bytes(payload: bytes, *, opcode: int = 2, announced: int | None = None, fin: bool = True) -> bytes:
-    """A client's frame, masked with zeros."""
+def frame_bytes(
+    payload: bytes, *, opcode: int = 2, announced: int | None = None, fin: bool = True, key: bytes = bytes(4)
+) -> bytes:
+    """A client's frame, masked with `key`."""
     length = len(payload) if announced is None else announced
     first = bytes([(128 if fin else 0) | opcode])
     if length < 126:
@@ -232,7 +234,8 @@ def frame_bytes(payload: bytes, *, opcode: int = 2, announced: int | None = None
         head = first + bytes([128 | 126]) + struct.pack(">H", length)
     else:
         head = first + bytes([128 | 127]) + struct.pack(">Q", length)
-    return head + bytes(4) + payload
+    mask = np.resize(np.frombuffer(key, np.uint8), len(payload))
+    return head + key + (np.frombuffer(payload, np.uint8) ^ mask).tobytes()
 
 
 @contextlib.contextmanager

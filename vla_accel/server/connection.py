@@ -1,4 +1,5 @@
-"""websockets' server connection, with two things it lacks: a clock on unfinished messages, a limit on open sockets.
+"""websockets' server connection, with three things it lacks: a clock on unfinished messages, a limit on open sockets,
+and long payloads that are read where they are needed (`reader`).
 
 A socket without a finished handshake costs a stranger nothing, so the oldest of those goes when all places are taken.
 
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vla_accel.errors import DependencyError
+from vla_accel.server.reader import Reader
 
 SPARE_SOCKETS = 32
 """Beyond the clients: for handshakes under way, health checks and metrics."""
@@ -49,6 +51,8 @@ def connection_class(max_sockets: int, on_refused: Callable[[str], None]) -> typ
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self._reader = Reader(self)
+            transport.set_protocol(self._reader)
             places[self] = None
             if len(places) > max_sockets:
                 oldest = next(c for c in places if c.protocol.state is CONNECTING)
@@ -65,7 +69,7 @@ def connection_class(max_sockets: int, on_refused: Callable[[str], None]) -> typ
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if not self.protocol.reader.buffer and not self._fragmented:
+            if not self._reader.begun and not self._fragmented:
                 self.unfinished_since = None
             elif self.unfinished_since is None:
                 self.unfinished_since = time.monotonic()
