@@ -31,6 +31,7 @@ from eval.markdown import commit
 from eval.places import Place, gpus, places, room
 from eval.script import run_script
 from eval.store import RESULTS
+from vla_accel.cli.options import File, Folder, Seconds, Text, Written
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import replacing
 
@@ -48,15 +49,15 @@ class Arguments:
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Files of eval/results without their ending; * stands for anything."""
-    minutes: float = 9.0
+    minutes: Seconds = 9.0
     """Time that all of it may take; the same command goes on where it ended."""
-    work: Path = Path("runs/measure")
+    work: Annotated[Path, Written(folder=True)] = Path("runs/measure")
     """Folder of logs, of runs under way, and of those that are done, which are not made again."""
-    observations: Path | None = None
+    observations: File = None
     """Recorded observations (.npz), for agreement and tuning."""
-    realtime_vla: Path | None = None
+    realtime_vla: Folder = None
     """A checkout of realtime-vla, whose code is timed beside the portable kernels."""
-    stress: str | None = None
+    stress: Text = None
     """Such as noise=0.2, at which eager_fp32 wins 40 to 80 %. Default: as in the stored run."""
     list: tyro.conf.FlagCreatePairsOff[bool] = False
     """Show each job, what is stored of it, and what it lacks here; run nothing."""
@@ -302,8 +303,6 @@ def run(arguments: Arguments) -> None:
         path = getattr(arguments, name)
         if path is not None and not path.exists():
             raise ConfigError(f"{name.replace('_', '-')}: expected a path that is there, got {path}")
-    if not arguments.minutes > 0:
-        raise ConfigError(f"minutes: expected a number above 0, got {arguments.minutes}")
     jobs = chosen(arguments.names or ("*",), JOBS)
     found, names = gpus()
     others = [name for name in names if STORED_GPU not in name]

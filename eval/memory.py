@@ -10,8 +10,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 from eval.script import run_script, write_text
+from vla_accel.cli.options import Written
 from vla_accel.measure.memory import counted
 
 
@@ -19,7 +21,7 @@ from vla_accel.measure.memory import counted
 class Arguments:
     """Count bytes of weights by component and configuration."""
 
-    output: Path
+    output: Annotated[Path, Written()]
     """JSON report."""
     families: tuple[str, ...] = ("pi05", "pi0", "smolvla", "groot")
     """Of which published sizes."""

@@ -22,6 +22,7 @@ from eval.harness.pages import run_page
 from eval.harness.report import read_result, write_json
 from eval.harness.tables import print_summary, run_title, stderr_console
 from eval.script import run_script
+from vla_accel.cli.options import OutputFile, Written
 from vla_accel.errors import ConfigError
 from vla_accel.report import page
 
@@ -30,11 +31,11 @@ from vla_accel.report import page
 class Arguments:
     """Put the parts of one run together, which jobs played with --shard."""
 
-    parts: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    parts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PART ..."), tyro.conf.Positional]
     """Result files, such as `python -m eval.libero --shard 1/2` writes."""
-    output: Path
+    output: Annotated[Path, Written()]
     """Result JSON of the whole run; its picture goes beside it."""
-    report: Path | None = None
+    report: OutputFile = None
     """HTML file that opens offline: pictures, tables, films, conditions."""
 
 

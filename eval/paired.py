@@ -23,6 +23,7 @@ from eval.harness.pages import paired_page
 from eval.harness.pairs import compare
 from eval.harness.report import read_result
 from eval.script import run_script, write_text
+from vla_accel.cli.options import OutputFile
 from vla_accel.errors import ConfigError
 from vla_accel.report.page import check_path, write
 
@@ -31,15 +32,15 @@ from vla_accel.report.page import check_path, write
 class Arguments:
     """Compare runs of several policies with a reference run over the same episodes."""
 
-    reference: Annotated[Path, tyro.conf.Positional]
+    reference: Annotated[Path, tyro.conf.arg(metavar="REFERENCE"), tyro.conf.Positional]
     """Result file of a benchmark, such as `python -m eval.libero` writes."""
-    others: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    others: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="OTHER ..."), tyro.conf.Positional]
     """Result files to compare with it, one or more."""
-    output: Path | None = None
+    output: OutputFile = None
     """JSON report."""
     note: str = ""
     """What a reader must know beside the figures."""
-    report: Path | None = None
+    report: OutputFile = None
     """HTML file that opens offline: pictures, tables, and films of the episodes that only one of them won, where both
     runs were filmed (--film-all)."""
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tyro
-
+from vla_accel.cli.options import read
 from vla_accel.errors import VlaAccelError
 from vla_accel.files import replacing
 
@@ -18,13 +17,22 @@ T = TypeVar("T")
 def run_script(name: str, kind: type[T], run: Callable[[T], object], words: Sequence[str] | None) -> int:
     """Run `python -m NAME` with its options, a dataclass, from `words` (the program's own if None).
 
-    The exit status: 0 done, 1 an error was said; wrong usage ends the program with status 2, as tyro does.
+    The exit status: 0 done, 1 an error was said, 130 interrupted; wrong usage ends the program with status 2.
     """
     try:
-        run(tyro.cli(kind, args=words, prog=f"python -m {name}"))
+        run(read(kind, words, f"python -m {name}"))
     except VlaAccelError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except OSError as error:
+        # A file that cannot be read says so best itself; anything else is a mistake of ours.
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

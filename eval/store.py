@@ -18,6 +18,7 @@ import tyro
 
 from eval.harness.report import read_result
 from eval.script import run_script, write_text
+from vla_accel.errors import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -26,8 +27,10 @@ RESULTS = Path(__file__).parent / "results"
 class Arguments:
     """Keep a benchmark's result, such as `python -m eval.libero` writes, in eval/results."""
 
-    result: Annotated[Path, tyro.conf.Positional]
+    result: Annotated[Path, tyro.conf.arg(metavar="RESULT"), tyro.conf.Positional]
+    """Result file of a benchmark."""
     name: str
+    """What it is stored as, without ending."""
     note: str = ""
     """What a reader must know beside the figures."""
     folder: Path = RESULTS
@@ -49,6 +52,8 @@ def _without_paths(command: list[str]) -> list[str]:
 
 def run(arguments: Arguments) -> None:
     """Write the slim copy, whole or not at all. Raises ConfigError for what is no result."""
+    if not arguments.name or Path(arguments.name).name != arguments.name:
+        raise ConfigError(f"name: expected a file's name without folder, got {arguments.name!r}")
     result, _ = read_result(arguments.result)
     target = arguments.folder / f"{arguments.name}.json"
     head = slim(result, arguments.note)

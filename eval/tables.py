@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from eval.agreement_tables import lerobot_agreement, openpi_agreement, parity, quality
 from eval.attention_table import attention
 from eval.bench_tables import bench, whole_calls
@@ -31,6 +29,7 @@ from eval.server_tables import faults, server, server_gpus
 from eval.shapes_table import shapes
 from eval.throughput_table import plan, throughput
 from eval.tune_table import tune
+from vla_accel.cli.options import read
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
@@ -189,4 +188,4 @@ def main(arguments: Arguments) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments)))
+    sys.exit(main(read(Arguments, None, "python -m eval.tables")))

@@ -19,12 +19,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from eval.harness.log import log_path
 from eval.script import run_script, write_text
+from vla_accel.cli.options import Count, OutputFolder, Seconds, Written
 from vla_accel.errors import ConfigError, EngineError
 
 SCHEMA = "vla_accel.throughput/1"
@@ -49,26 +50,29 @@ class Case:
         how, *numbers = text.split(":")
         if how not in ("ray", "plain") or len(numbers) not in (3, 4) or not all(n.isdecimal() for n in numbers):
             raise ConfigError(f"case: expected ray or plain:GPUS:SIMULATORS:TRIALS[:CORES], got {text!r}")
-        return cls(how == "ray", *map(int, numbers))
+        case = cls(how == "ray", *map(int, numbers))
+        if min(case.simulators, case.trials) < 1:
+            raise ConfigError(f"case: expected at least one simulator and one trial, got {text!r}")
+        return case
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Run each case, and write what was seen after each."""
 
-    output: Path
+    output: Annotated[Path, Written()]
     """JSON file."""
-    runs: Path | None = None
+    runs: OutputFolder = None
     """Folder for the runs' own results. Default: beside the output, with its name."""
     case: tuple[str, ...] = ("plain:1:4:6", "plain:1:8:6", "plain:1:14:6", "ray:1:14:6")
     """Each is ray or plain:GPUS:SIMULATORS:TRIALS[:CORES]; GPUS of 0 plays on the CPU."""
     module: str = "eval.libero"
     """The benchmark's command."""
-    steps: int = 10
+    steps: Count = 10
     """Denoising steps."""
     options: str = ""
     """More words for the benchmark's command, with spaces between them, such as --options="--config native_fp8"."""
-    limit_s: float = 300.0
+    limit_s: Seconds = 300.0
     """Longest that a case may take."""
 
 
@@ -214,7 +218,10 @@ def _gpu_handles(count: int) -> Iterator[Any]:
         return
     import pynvml
 
-    pynvml.nvmlInit()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise EngineError(f"gpus: expected {count}, found no NVIDIA driver ({error})") from error
     for index in range(count):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         yield lambda handle=handle: int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100

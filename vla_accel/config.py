@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import types
 import typing
@@ -27,8 +28,23 @@ AUTO = "auto"
 """The name of a configuration that leaves everything as it is by default."""
 
 
+class _Checked:
+    """A dataclass whose fields are of their types however it is made: in Python, or from a file."""
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints(type(self)).items():
+            if name in ("engine", "fallback"):
+                continue  # looked up in `engines.ENGINES`, which in Python may hold more than a file can name
+            object.__setattr__(self, name, _convert(hint, getattr(self, name), name))
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 @dataclass(frozen=True)
-class TensorrtOptions:
+class TensorrtOptions(_Checked):
     """How engines of `tensorrt`, `tensorrt_rtx` and `torch_tensorrt` are built, kept and run.
 
     `targets`: compute capabilities to build for ahead of time ("sm89"); empty means the GPU at hand. `profiles`: one
@@ -57,17 +73,18 @@ class TensorrtOptions:
     cache_gb: float = 20.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         level = self.optimization_level
         if level is not None and not 0 <= level <= 5:
             raise ConfigError(f"tensorrt.optimization_level: expected 0 to 5, got {level}")
         if self.workspace_mb is not None and self.workspace_mb < 1:
             raise ConfigError(f"tensorrt.workspace_mb: expected at least 1, got {self.workspace_mb}")
-        if self.cache_gb <= 0:
+        if not self.cache_gb > 0:
             raise ConfigError(f"tensorrt.cache_gb: expected more than 0, got {self.cache_gb}")
 
 
 @dataclass(frozen=True)
-class NativeOptions:
+class NativeOptions(_Checked):
     """How the native engine runs. `kernels`: "portable" switches off what only Hopper has (own GEMM and attention in
     CUDA C++, the streamed denoise loop, dependent launches), so that an Ampere or Ada GPU would run the same; "auto"
     takes the fastest. `embeddings`: where the table of token embeddings lies; "host" is page-locked memory, from which
@@ -78,7 +95,7 @@ class NativeOptions:
 
 
 @dataclass(frozen=True)
-class EngineSpec:
+class EngineSpec(_Checked):
     """Which engine a component gets.
 
     `engine`: the engine asked for; "auto" takes the fastest one that loses nothing on this machine (`engines.auto`).
@@ -100,6 +117,7 @@ class EngineSpec:
     tensorrt: TensorrtOptions = field(default_factory=TensorrtOptions)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if "auto" in self.fallback or (self.engine == "auto" and self.fallback):
             raise ConfigError(f"fallback: engine auto steps down by itself, got {self.engine} with {self.fallback}")
         if self.keep and (self.precision in ("auto", "fp32", "bf16", "fp16") or self.engine != "native"):
@@ -110,7 +128,7 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
-class CheckpointSpec:
+class CheckpointSpec(_Checked):
     """What a checkpoint does not say of itself, or not rightly; None: as the checkpoint says, or the usual.
 
     `asset_id`: which of the folders below `assets/` holds the statistics, where there are several. `tokenizer`: a
@@ -128,6 +146,7 @@ class CheckpointSpec:
     lora: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("action_horizon", "max_token_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -135,7 +154,7 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True)
-class RtcConfig:
+class RtcConfig(_Checked):
     """Real-time chunking: how strongly, and how far, a new chunk follows the previous one.
 
     `schedule`: of the weights between the delay and the execution horizon. `max_guidance_weight`: bound of w(t); None
@@ -153,13 +172,12 @@ class RtcConfig:
     max_delay: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         guided = {"max_guidance_weight": self.max_guidance_weight, "execution_horizon": self.execution_horizon}
         if self.trained and any(value is not None for value in guided.values()):
             raise ConfigError(f"rtc.trained: expected no guidance beside it, got {guided}")
         if self.max_delay is not None and (self.max_delay < 1 or not self.trained):
             raise ConfigError(f"rtc.max_delay: expected at least 1, beside trained: true, got {self.max_delay}")
-        if self.schedule not in ("zeros", "ones", "linear", "exp"):
-            raise ConfigError(f"rtc.schedule: expected zeros, ones, linear or exp, got {self.schedule!r}")
         most = self.max_guidance_weight
         if most is not None and not 0 <= most < float("inf"):
             raise ConfigError(f"rtc.max_guidance_weight: expected a number of 0 or more, got {most}")
@@ -168,7 +186,7 @@ class RtcConfig:
 
 
 @dataclass(frozen=True)
-class PolicyConfig:
+class PolicyConfig(_Checked):
     """How a policy runs. What it computes is decided by the checkpoint and by `num_steps`.
 
     `num_steps`: denoising steps; None is what the model was made for (π0, π0.5: 10; GR00T: 4). `precision`: dtype of
@@ -203,11 +221,12 @@ class PolicyConfig:
     native: NativeOptions = field(default_factory=NativeOptions)
 
     def __post_init__(self) -> None:
-        if self.num_steps is None:
-            return
-        if not isinstance(self.num_steps, int) or isinstance(self.num_steps, bool):
-            raise ConfigError(f"num_steps: expected int, got {self.num_steps!r}")
-        if self.num_steps < 1:
+        super().__post_init__()
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed: expected 0 to 2**63 - 1, got {self.seed}")
+        if not 0 <= self.pipeline_memory_gib < float("inf"):
+            raise ConfigError(f"pipeline_memory_gib: expected 0 or more, got {self.pipeline_memory_gib}")
+        if self.num_steps is not None and self.num_steps < 1:
             raise ConfigError(f"num_steps: expected at least 1, got {self.num_steps}")
 
     def specs(self, parts: Sequence[str]) -> dict[str, EngineSpec]:
@@ -252,7 +271,12 @@ def load_config(source: str | Path | Mapping[str, Any] | PolicyConfig | None) ->
         return source
     if isinstance(source, Mapping):
         return from_mapping(PolicyConfig, source)
-    return from_mapping(PolicyConfig, read_mapping(find_config(source)))
+    path = find_config(source)
+    content = read_mapping(path)
+    try:
+        return from_mapping(PolicyConfig, content)
+    except ConfigError as error:
+        raise ConfigError(f"config {path}: {error}") from error
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -263,9 +287,11 @@ def shipped_configs() -> dict[str, Path]:
 def find_config(name_or_path: str | Path) -> Path:
     """The file of a shipped configuration's name, or the path itself. Raises ConfigError for an unknown name; whether
     a file with a suffix exists is for its reader to say."""
+    if not isinstance(name_or_path, (str, Path)):
+        raise ConfigError(f"config: expected a name, a file, a mapping or a PolicyConfig, got {name_or_path!r:.60}")
     shipped, name = shipped_configs(), str(name_or_path)
     path = shipped.get(name, Path(name_or_path))
-    if path.suffix or path.exists():
+    if path.suffix or (name and path.exists()):
         return path
     nearest = difflib.get_close_matches(name, (AUTO, *shipped), n=1)
     hint = f": did you mean {nearest[0]}?" if nearest else ""
@@ -279,22 +305,42 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"config {path}: expected a readable YAML or JSON file, got: {error}") from error
+        twice = None if path.suffix == ".json" else _given_twice(yaml.compose(text))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ConfigError(f"config {path}: expected a readable YAML or JSON file, got: {reason}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"config {path}: expected a mapping, got {type(content).__name__}")
+        found = "nothing in it" if content is None else type(content).__name__
+        raise ConfigError(f"config {path}: expected a mapping, got {found}")
+    if twice is not None:
+        raise ConfigError(f"config {path}: {twice}: given twice")
     return content
+
+
+def _given_twice(node: Any) -> str | None:
+    """The first key that stands twice in one mapping of a YAML document: the parser would keep the last in silence."""
+    seen: set[str] = set()
+    for child in node.value if isinstance(getattr(node, "value", None), list) else ():
+        key, inner = child if isinstance(child, tuple) else (None, child)
+        if key is not None and isinstance(key.value, str):
+            if key.value in seen:
+                return key.value
+            seen.add(key.value)
+        if (found := _given_twice(inner)) is not None:
+            return found if key is None else f"{key.value}.{found}"
+    return None
 
 
 def from_mapping(kind: type[T], content: Mapping[str, Any], where: str = "") -> T:
     """A dataclass from a mapping, recursively. Every key must be a field; tuples come from lists."""
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in names:
-            nearest = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown key {where}{key!s}: did you mean {where}{nearest[0]}?")
+            nearest = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"did you mean {where}{nearest[0]}?" if nearest else f"expected one of {', '.join(names)}"
+            raise ConfigError(f"unknown key {where}{key!s}: {hint}")
         values[key] = _convert(hints[key], value, f"{where}{key}")
     try:
         return kind(**values)
@@ -327,11 +373,14 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
         # A component may be given as just its engine's name.
         if isinstance(value, str) and hint is EngineSpec:
             value = {"engine": value}
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: expected a mapping, got {value!r}")
+            expected = "an engine's name or a mapping" if hint is EngineSpec else "a mapping"
+            raise ConfigError(f"{where}: expected {expected}, got {value!r}")
         return from_mapping(hint, value, f"{where}.")
     if origin is Literal:
         if value not in arguments:

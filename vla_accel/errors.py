@@ -12,6 +12,10 @@ class ConfigError(VlaAccelError, ValueError):
     """A configuration file or value is wrong (unknown key, wrong type, impossible combination)."""
 
 
+class OutputError(VlaAccelError, OSError):
+    """A file or folder cannot be written: no such place, no right to, no room left."""
+
+
 class ObservationError(VlaAccelError, ValueError):
     """An observation has a missing key, or a wrong shape, dtype or value range."""
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from vla_accel.errors import EngineError
+from vla_accel.errors import EngineError, OutputError
 
 _OTHERS_WRITE = 0o022  # group and world
 
@@ -17,16 +18,48 @@ _OTHERS_WRITE = 0o022  # group and world
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A hidden name beside `path`, of the same suffix, to write to; it takes the place of `path` when the block ends
-    well, after its content is on the disk, and is removed when the block raises. Folders are made as needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    well, after its content is on the disk, and is removed when the block raises. Folders are made as needed. Raises
+    OutputError where this cannot be, also when the disk becomes full within the block."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        # An error of another file, read within the block, is none of this one's.
+        if isinstance(error, OutputError) or Path(error.filename or temporary) not in (temporary, *path.parents):
+            raise
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def require_writable(path: Path, name: str) -> None:
+    """Raise OutputError, which says `name` (an option's), unless a file can be written there; leaves nothing behind.
+    For before long work whose end would find out."""
+    if path.is_dir():
+        raise OutputError(f"{name}: expected a file to write, got the folder {path}")
+    _require_room(path.parent, path, name)
+
+
+def require_writable_folder(path: Path, name: str) -> None:
+    """`require_writable` for a folder that gets files, and is made as needed."""
+    _require_room(path, path, name)
+
+
+def _require_room(folder: Path, path: Path, name: str) -> None:
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    try:
+        # Modes do not tell: a file system may be read-only, full, or take no files.
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+            file.flush()
+    except OSError as error:
+        raise OutputError(f"{name}: {path} cannot be written: {folder}: {error.strerror or error}") from error
 
 
 def content_hash(path: Path) -> str:

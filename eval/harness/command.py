@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -26,6 +26,7 @@ from eval.harness.protocol import REPLAN_STEPS, SEED, Protocol, Shard, parse_ste
 from eval.harness.report import policy_name, read_result
 from eval.harness.stress import parse_stress
 from eval.harness.tables import stderr_console
+from vla_accel.cli.options import OutputFile, OutputFolder, Text, read
 from vla_accel.errors import ConfigError, VlaAccelError
 from vla_accel.report.page import check_path
 
@@ -40,44 +41,44 @@ class Arguments:
 
     suite: str
     """Which tasks; several suites with commas between them."""
-    steps: str | None = None
+    steps: Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")] = None
     """Denoising steps: "3", or "1,2,3,5,10" for a sweep. Default: the policy's own."""
     quick: bool = False
     """The first 3 tasks with 3 trials each, and a rollout video; --tasks and --trials go first."""
-    tasks: str | None = None
+    tasks: Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")] = None
     """Task indices, such as "0-2,5". Default: all."""
-    trials: int | None = None
+    trials: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Episodes per task, each from a shipped start state. Default: the benchmark's."""
     policy: str
     """A checkpoint's folder or name on the hub, or ws://host:port."""
-    config: str | None = None
+    config: Text = None
     """Of a policy in this process: a PolicyConfig file (YAML or JSON), or a shipped configuration's name. Default: the
     policy's own."""
     device: str = "auto"
     """auto, cpu or cuda."""
     seed: int = SEED
     """Of the simulator and the policy's noise."""
-    output: Path | None = None
+    output: OutputFile = None
     """Result JSON. Default: runs/BENCHMARK/, named after the run. The episode log goes beside it."""
-    video: Path | None = None
+    video: OutputFolder = None
     """Folder for videos of the first trial of each task. With --quick one is made in any case."""
     film_all: bool = False
     """Film every episode, with the images that the policy sees anyway, into --video's folder or one named after the
     output: `eval.paired --report` then shows lost episodes beside the reference's."""
-    report: Path | None = None
+    report: OutputFile = None
     """HTML file that opens offline: pictures, tables, films, conditions. With --quick one is made in any case."""
     beside: tuple[Path, ...] = ()
     """Result files whose latencies stand beside this run's in its pictures. Default: stored runs of the same model on
     the same kind of device."""
-    workers: int | None = None
+    workers: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Simulators that play at once. More are faster, but they slow down each other's policy calls. Default: 1, or one
     for each core of a Ray cluster."""
-    ray: str | None = None
+    ray: Text = None
     """Play on a Ray cluster: "auto" for the one that this machine belongs to, HOST:PORT for another, "local" for one
     that is started here and ends with the run. One policy for each GPU, or each machine if there is none."""
-    max_steps: int | None = None
+    max_steps: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Actions before an episode is lost. Default: the benchmark's limit for the suite."""
-    stress: str | None = None
+    stress: Annotated[str | None, tyro.conf.arg(metavar="NAME=VALUE,...", help_behavior_hint="")] = None
     """Disturbances of what the policy sees, such as "noise=0.1,brightness=0.8", or of when its actions arrive
     ("latency=2", in control ticks). An unknown name lists all of them."""
     chunking: Chunking = "plain"
@@ -92,7 +93,7 @@ class Arguments:
     """Start afresh instead of continuing an earlier run."""
     retry_errors: bool = False
     """Play episodes again that an earlier launch ended with an error."""
-    shard: str | None = None
+    shard: Annotated[str | None, tyro.conf.arg(metavar="K/N", help_behavior_hint="")] = None
     """Play a part of the run, such as "3/16" (counted from 1), for `python -m eval.merge` to put together."""
 
     def played(self, benchmark: Benchmark) -> Benchmark:
@@ -104,8 +105,8 @@ def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str])
     """Run a benchmark's command line; returns the exit code."""
     console = stderr_console()
     program = ("python", "-m", f"eval.{benchmark.name}")
-    asked = tyro.cli(arguments, prog=" ".join(program), args=words, config=(tyro.conf.FlagCreatePairsOff,))
     try:
+        asked = read(arguments, words, " ".join(program))
         with stdout_to_stderr():
             result = evaluate(make_request(benchmark, asked, [*program, *words]), console)
     except VlaAccelError as error:

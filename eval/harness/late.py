@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import tyro
-
 from eval.harness import command
 from eval.harness.benchmark import Benchmark, schema
 from eval.harness.evaluation import evaluate
@@ -23,6 +21,7 @@ from eval.harness.pairs import described
 from eval.harness.policies import Chunking
 from eval.harness.report import write_json
 from eval.harness.tables import stderr_console
+from vla_accel.cli.options import read
 from vla_accel.errors import ConfigError, DependencyError, VlaAccelError
 from vla_accel.files import replacing
 from vla_accel.report.colours import PARTS
@@ -48,8 +47,8 @@ class Arguments(command.Arguments):
 def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
     """Play the grid, write its JSON and its picture, end with one JSON line; the exit codes are `command.main`'s."""
     program = ("python", "-m", f"eval.{benchmark.name}.late")
-    asked = tyro.cli(arguments, prog=" ".join(program), args=words, config=(tyro.conf.FlagCreatePairsOff,))
     try:
+        asked = read(arguments, words, " ".join(program))
         with command.stdout_to_stderr():
             grid = play(benchmark, asked, [*program, *words])
     except VlaAccelError as error:

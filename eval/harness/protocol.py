@@ -18,6 +18,8 @@ from vla_accel.errors import ConfigError
 SEED = 7
 """openpi's, in its `examples/libero/main.py`."""
 REPLAN_STEPS = 5
+_MOST = 100_000
+"""Numbers in one range: more were a slip of the finger, and would fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,8 @@ def _integers(text: str, what: str, *, ranges: bool) -> tuple[int, ...]:
             first, last = int(low), int(high) if dash else int(low)
         except ValueError:
             raise ConfigError(f"{what}: expected {form}, got {text!r}") from None
+        if last - first >= _MOST:
+            raise ConfigError(f"{what}: expected {form}, got {last - first + 1} in {part.strip()!r}")
         if first > last:
             raise ConfigError(f"{what}: expected {form}, got the empty range {part.strip()!r}")
         values.extend(range(first, last + 1))

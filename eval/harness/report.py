@@ -176,7 +176,17 @@ def read_result(path: Path) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             f"{path}: expected a result of schema {schema('BENCHMARK', 'result')!r}, got schema {found!r}"
         )
+    for name, kind in _PARTS.items():
+        if not isinstance(result.get(name), kind):
+            raise ConfigError(f"{path}: expected a whole result, its {name} is missing or damaged")
+    for episode in result["episodes"]:
+        if not isinstance(episode, dict) or not episode.keys() >= _OF_EPISODE:
+            raise ConfigError(f"{path}: expected a whole result, got an episode of {episode!r:.80}")
     return result, match[1]
+
+
+_PARTS = {"protocol": dict, "policy": dict, "summary": dict, "launches": list, "command": list, "episodes": list}
+_OF_EPISODE = {"steps", "task_id", "trial", "success"}
 
 
 def policy_name(result: Mapping[str, Any]) -> str:

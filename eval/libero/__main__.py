@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from eval.harness import command
 from eval.harness.benchmark import Benchmark
 from eval.libero.benchmark import LIBERO, from_sampled
+from vla_accel.cli.options import Folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Arguments(command.Arguments):
     Several with commas between them: each is reported apart, and all together."""
     policy: str = "demo"
     """A checkpoint's folder or name on the hub, "demo" for the bundled one, or ws://host:port."""
-    starts: Path | None = None
+    starts: Folder = None
     """A folder that has one of start states of each suite, sampled by `eval.libero.demo.states`, to begin from instead
     of the shipped ones."""
 

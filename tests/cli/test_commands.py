@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
@@ -193,3 +195,79 @@ def test_every_help_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> N
     said = capsys.readouterr().out
     assert stopped.value.code == 0 and f"vla-accel {name}" in said
     assert name not in ("doctor", "bench", "parity", "calibrate", "build", "serve") or "{None}" not in said
+
+
+@pytest.mark.parametrize("kind", ["cut off", "no archive", "pickle", "one array", "nothing", "unequal"])
+def test_observations_of_no_use_are_one_line(kind: str, recorded: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(recorded)
+    if kind == "cut off":
+        path.write_bytes(path.read_bytes()[:2000])
+    elif kind == "no archive":
+        path.write_bytes(b"PK\x03\x04 nothing")
+    elif kind == "pickle":
+        np.savez(path, a=np.array([{"a": 1}], object))
+    elif kind == "one array":
+        with path.open("wb") as file:
+            np.save(file, np.zeros(3))
+    else:
+        np.savez(path, a=np.zeros(3 if kind == "unequal" else 0), b=np.zeros(4 if kind == "unequal" else 0))
+    assert main(["parity", "demo", "--observations", recorded, "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    found = {"nothing": "{'a': 0, 'b': 0}", "unequal": "{'a': 3, 'b': 4}"}.get(kind)
+    expected = f"expected columns of one length, got {found}" if found else "expected a .npz of arrays, got another"
+    assert f"vla-accel parity: recording {path}: {expected}" in said and len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"action_horizon": -5}, "action_horizon: expected more than 0, got -5"),
+        ({"vision": {"width": 0}}, "vision.width: expected more than 0, got 0"),
+        ({"vision": {"eps": float("nan")}}, "vision.eps: expected more than 0, got nan"),
+    ],
+)
+def test_sizes_that_cannot_be_are_named(
+    tmp_path: Path, change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_checkpoint(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    for name, value in change.items():
+        content[name] = {**content[name], **value} if isinstance(value, dict) else value
+    path.write_text(json.dumps(content))
+    assert main(["parity", str(tmp_path), "--device", "cpu"]) == 1
+    assert capsys.readouterr().err == f"vla-accel parity: {path}: {message}\n"
+
+
+def test_weights_that_are_a_link_to_nothing_or_a_folder_are_told_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_checkpoint(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to(tmp_path / "gone")
+    assert main(["parity", str(tmp_path), "--device", "cpu"]) == 1
+    assert "expected model.safetensors, found config.json, model.safetensors (a link to nothing), " in (
+        capsys.readouterr().err
+    )
+    weights.unlink()
+    weights.mkdir()
+    assert main(["parity", str(tmp_path), "--device", "cpu"]) == 1
+    assert "found config.json, model.safetensors/, " in capsys.readouterr().err
+
+
+def test_an_adapter_that_is_not_there_is_called_one(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", checkpoint, "--lora", "no/such/adapter", "--device", "cpu"]) == 1
+    assert "vla-accel parity: lora: checkpoint: expected a folder or one of demo" in capsys.readouterr().err
+
+
+def test_a_busy_port_is_known_before_a_policy_is_loaded(
+    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vla_accel.policy.OptimizedPolicy.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["serve", checkpoint, "--port", str(port), "--device", "cpu"]) == 1
+    assert f"vla-accel serve: cannot listen on 127.0.0.1:{port}: " in capsys.readouterr().err

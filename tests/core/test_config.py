@@ -67,7 +67,7 @@ def test_defaults() -> None:
         ({"num_step": 3}, r"unknown key num_step: did you mean num_steps\?"),
         ({"kvcache": "eager"}, r"unknown key kvcache: did you mean kv_cache\?"),
         ({"vision": {"engin": "eager"}}, r"unknown key vision\.engin: did you mean vision\.engine\?"),
-        ({3: 4}, r"unknown key 3: did you mean "),
+        ({3: 4}, "unknown key 3: expected one of num_steps, "),
         ({"num_steps": 0}, "num_steps: expected at least 1, got 0"),
         ({"num_steps": -2}, "num_steps: expected at least 1, got -2"),
         ({"num_steps": "3"}, "num_steps: expected int, got '3'"),
@@ -84,7 +84,7 @@ def test_defaults() -> None:
             r"denoise\.fallback\[1\]: expected one of .*, got 'warp'",
         ),
         ({"denoise": {"fallback": "eager"}}, r"denoise\.fallback: expected a list, got 'eager'"),
-        ({"kv_cache": 3}, "kv_cache: expected a mapping, got 3"),
+        ({"kv_cache": 3}, "kv_cache: expected an engine's name or a mapping, got 3"),
     ],
 )
 def test_a_bad_value_is_named(content: dict[Any, Any], message: str) -> None:
@@ -105,7 +105,7 @@ def test_steps_are_checked_without_a_file_too(steps: Any) -> None:
         ("a.json", "{", "readable YAML or JSON"),
         ("a.yaml", "- 1", "expected a mapping, got list"),
         ("a.json", "3", "expected a mapping, got int"),
-        ("a.yaml", "", "expected a mapping, got NoneType"),
+        ("a.yaml", "", "expected a mapping, got nothing in it"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -157,3 +157,51 @@ def test_an_unknown_name_lists_the_known_ones(name: str, message: str) -> None:
 def test_every_shipped_config_loads(path: Path) -> None:
     assert load_config(path).num_steps is None, "the model's own"
     assert path.read_text().startswith("#"), "say what the combination is for"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_steps: 2\nnum_steps: 3", "num_steps: given twice"),
+        ("vision: {engine: native, engine: eager}", r"vision\.engine: given twice"),
+        ("warm_up: [{a: 1, a: 2}]", r"warm_up\.a: given twice"),
+        ("visoin: native", r"unknown key visoin: did you mean vision\?"),
+        ("vision: null", "vision: expected an engine's name or a mapping, got None"),
+        ("pipeline_memory_gib: .nan", "pipeline_memory_gib: expected 0 or more, got nan"),
+        ("pipeline_memory_gib: -1", "pipeline_memory_gib: expected 0 or more"),
+        ("seed: -1", r"seed: expected 0 to 2\*\*63 - 1, got -1"),
+        (f"seed: {2**63}", "seed: expected 0 to"),
+    ],
+)
+def test_a_file_with_a_bad_value_is_named_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, "a.yaml", text)
+    with pytest.raises(ConfigError, match=f"^config {path}: {message}") as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_parsers_words_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="readable YAML") as caught:
+        load_config(write(tmp_path, "a.yaml", "vision:\n\tengine: native"))
+    assert "\n" not in str(caught.value)
+
+
+def test_values_given_in_python_are_checked_as_those_of_a_file() -> None:
+    given: Any = {"vision": "native", "warm_up": ["pick"], "engines": {"expert": "eager"}, "pipeline_memory_gib": 2}
+    made = PolicyConfig(**given)
+    assert made == load_config(given) and made.vision == EngineSpec("native") and made.warm_up == ("pick",)
+    for kind, field, value in (
+        (PolicyConfig, "precision", "fp8"),
+        (PolicyConfig, "seed", "x"),
+        (PolicyConfig, "seed", 1.5),
+        (PolicyConfig, "warm_up", "pick"),
+        (EngineSpec, "precision", "fp7"),
+    ):
+        with pytest.raises(ConfigError, match=field):
+            kind(**{field: value})
+
+
+@pytest.mark.parametrize("source", [3, [1], b"native", EngineSpec(), ""])
+def test_what_is_no_configuration_is_refused(source: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^config: expected "):
+        load_config(source)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vla_accel.files import replacing
+from vla_accel.errors import OutputError
+from vla_accel.files import replacing, require_writable, require_writable_folder
 
 
 def test_the_old_content_stands_until_the_block_ends(tmp_path: Path) -> None:
@@ -26,3 +27,46 @@ def test_a_failed_block_changes_nothing(tmp_path: Path) -> None:
         temporary.write_text("ha")
         raise RuntimeError("half way")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.json", "old")]
+
+
+def write_there(path: Path) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+
+
+def test_a_place_that_takes_no_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "file" / "a.json", tmp_path / "file" / "b" / "a.json", tmp_path / "folder"):
+        with pytest.raises(OutputError, match=f"{path}: cannot be written: "):
+            write_there(path)
+    assert (tmp_path / "file").read_text() == "old" and not list((tmp_path / "folder").iterdir())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_full_disk_is_named_and_other_files_errors_stay_theirs(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(OutputError, match=r"a\.json: cannot be written: No space left on device"), replacing(path) as t:
+        t.write_text("half")
+        with open("/dev/full", "w") as full:
+            full.write("x")
+    with pytest.raises(FileNotFoundError) as caught, replacing(path):
+        open(tmp_path / "other.json").close()
+    assert not isinstance(caught.value, OutputError)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.json", "old")]
+
+
+def test_whether_a_file_can_be_written_is_known_before_and_leaves_nothing(tmp_path: Path) -> None:
+    require_writable(tmp_path / "new" / "deep" / "a.json", "output")
+    require_writable_folder(tmp_path / "new", "output")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing" / "there")
+    with pytest.raises(OutputError, match=r"output: expected a file to write, got the folder "):
+        require_writable(tmp_path, "output")
+    for path in (tmp_path / "file" / "a", tmp_path / "link" / "a", Path("/proc/a/b")):
+        with pytest.raises(OutputError, match=f"output: {path} cannot be written: "):
+            require_writable(path, "output")
+    with pytest.raises(OutputError, match=r"output: .*file cannot be written: .*: Not a directory"):
+        require_writable_folder(tmp_path / "file", "output")

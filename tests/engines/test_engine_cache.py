@@ -14,15 +14,19 @@ from torch import nn
 
 from vla_accel.cli import main
 from vla_accel.engines import cache
-from vla_accel.engines.cache import EngineCache, code_hash, default_folder, examine, weights_hash
+from vla_accel.engines.cache import EngineCache, code_hash, default_folder, examine, key_of, weights_hash
 from vla_accel.errors import EngineError
 from vla_accel.ops.cuda import runtime
 
 ABOUT = {"target": "sm89", "content": "c", "library": "tensorrt_rtx", "version": "1.7", "precision": "auto"}
 
 
+def key(name: str) -> str:
+    return key_of({"name": name})
+
+
 def put(store: EngineCache, name: str, size: int = 100, age: int = 0) -> Path:
-    entry = store.put(name, f"key-{name}", bytes(size), ABOUT)
+    entry = store.put(name, key(name), bytes(size), ABOUT)
     stamp = 1_000_000 - age
     os.utime(entry.path.with_suffix(".json"), (stamp, stamp))
     return entry.path
@@ -49,7 +53,7 @@ def test_a_key_that_only_begins_alike_is_another_engine(tmp_path: Path) -> None:
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     store = EngineCache(tmp_path, limit_gb=350 / 2**30)
     paths = [put(store, name, age=age) for name, age in (("old", 3), ("mid", 2), ("new", 1))]
-    assert store.get("old", "key-old") is not None, "using it makes it young"
+    assert store.get("old", key("old")) is not None, "using it makes it young"
     last = put(store, "last")
     assert [p.exists() for p in (*paths, last)] == [True, False, True, True]
     assert not paths[1].with_suffix(".json").exists()
@@ -73,11 +77,11 @@ def test_a_rewrite_cut_off_half_way_is_not_trusted(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(cache, "replacing_privately", dies)
     with pytest.raises(EngineError, match=r"engine cache .*: cannot write 100 bytes: power cut"):
-        store.put("a", "key-a", b"x" * 100, ABOUT)
+        store.put("a", key("a"), b"x" * 100, ABOUT)
     monkeypatch.undo()
-    found = store.get("a", "key-a")
+    found = store.get("a", key("a"))
     assert found is not None and "no description" in found.problem and not path.exists()
-    assert store.get("a", "key-a") is None
+    assert store.get("a", key("a")) is None
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def test_damage_is_named_by_verify_and_removed_by_get(tmp_path: Path, damage: An
     damage(path)
     problems = {e.path.name.split("-")[0]: e.problem for e in store.verify()}
     assert problem in problems["hurt"] and problems["whole"] == ""
-    found = store.get("hurt", "key-hurt")
+    found = store.get("hurt", key("hurt"))
     assert found is not None and problem in found.problem
     assert not path.exists() and not path.with_suffix(".json").exists() and whole.exists()
 
@@ -134,12 +138,12 @@ def test_a_folder_that_others_may_write_to_is_refused_by_name(tmp_path: Path, mo
     path = put(store, "a")
     store.folder.chmod(mode)
     said = rf"{store.folder} may be written to by others \(mode \d+\).*chmod -R go-w {store.folder}$"
-    for use in (lambda: store.get("a", "key-a"), lambda: store.put("b", "k", b"1", ABOUT), store.verify):
+    for use in (lambda: store.get("a", key("a")), lambda: store.put("b", "k", b"1", ABOUT), store.verify):
         with pytest.raises(EngineError, match=said):
             use()
     assert path.exists() and len(store.entries()) == 1, "nothing is removed; listing looks, it does not load"
     store.folder.chmod(0o755)
-    assert store.get("a", "key-a") is not None
+    assert store.get("a", key("a")) is not None
 
 
 @pytest.mark.parametrize("suffix", [".engine", ".json"])
@@ -149,7 +153,7 @@ def test_a_file_that_others_may_write_to_is_refused_by_name(tmp_path: Path, suff
     file = put(store, "a").with_suffix(suffix)
     file.chmod(mode)
     with pytest.raises(EngineError, match=rf"{file} may be written to by others .*chmod -R go-w {file}$"):
-        store.get("a", "key-a")
+        store.get("a", key("a"))
     assert file.exists(), "it is not built again over the top of it"
     assert [e.problem.split(" (")[0] for e in store.verify()] == [f"{file} may be written to by others"]
 
@@ -160,13 +164,13 @@ def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path, monkeypatch: p
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     if mine == 0:  # root may do anything anyway
-        assert store.get("a", "key-a") is not None
+        assert store.get("a", key("a")) is not None
         os.chown(store.folder, 12345, -1)
         mine = 12345
     with pytest.raises(
         EngineError, match=rf"{store.folder} belongs to user {mine}, .*sudo chown -R \d+ {store.folder}"
     ):
-        store.get("a", "key-a")
+        store.get("a", key("a"))
 
 
 def test_an_engine_file_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None:
@@ -190,14 +194,16 @@ def test_listing_does_not_read_the_engines(tmp_path: Path, monkeypatch: Any) -> 
 
 def test_clear_and_targets(tmp_path: Path) -> None:
     store = EngineCache(tmp_path)
-    for key, target in (("1", "sm89"), ("2", "sm120")):
-        store.put("a", key, b"123", {**ABOUT, "target": target})
+    for number, target in (("1", "sm89"), ("2", "sm120")):
+        store.put("a", number, b"123", {**ABOUT, "target": target})
     store.put("a", "3", b"123", {**ABOUT, "content": "other", "target": "sm80"})
     (tmp_path / "tensorrt_rtx-sm89.timing").write_bytes(b"t")
-    (tmp_path / "notes.txt").write_text("mine")
+    mine = {"notes.txt", "config.json", "model.engine", "model.json"}
+    for name in mine:
+        (tmp_path / name).write_text("{}")
     assert store.targets("a", "c") == ["sm120", "sm89"] and store.targets("b", "c") == []
     assert store.clear() == (3, 9)
-    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"], "only what is the cache's"
+    assert {p.name for p in tmp_path.iterdir()} == mine, "only what is the cache's"
 
 
 def test_clear_removes_compiled_kernels_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -205,7 +211,9 @@ def test_clear_removes_compiled_kernels_too(monkeypatch: pytest.MonkeyPatch, tmp
     kernel = runtime.compiled_folder() / "a.cubin"
     kernel.parent.mkdir(parents=True)
     kernel.touch()
+    (tmp_path / "mine").mkdir()
     assert main(["cache", "clear", "--cache", str(tmp_path / "mine")]) == 0 and kernel.exists()
+    assert main(["cache", "clear", "--cache", str(tmp_path / "misspelt")]) == 1 and kernel.exists()
     assert main(["cache", "clear"]) == 0 and not kernel.exists()
 
 

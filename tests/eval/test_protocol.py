@@ -113,3 +113,8 @@ def test_parse_tasks(text: str, tasks: tuple[int, ...]) -> None:
 def test_parse_tasks_refuses(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^tasks: expected"):
         parse_tasks(text, 10)
+
+
+def test_a_slip_of_the_finger_does_not_fill_the_memory() -> None:
+    with pytest.raises(ConfigError, match=r"tasks: expected integers such as .*, got 100000000000 in '0-99999999999'"):
+        parse_tasks("0-99999999999", 10)

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from eval import store
 from eval.harness import figures, report
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult
 from eval.harness.statistics import fit_line, goals_to_json, rate_goals
 from eval.harness.tables import print_summary
 from eval.libero.benchmark import LIBERO
+from eval.script import run_script
 from tests.support.eval_support import PARTS
 from vla_accel import latency
 from vla_accel.errors import ConfigError
@@ -270,3 +272,45 @@ def test_a_video_without_imageio_is_one_clear_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(figures, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match="pip install imageio"):
         figures.check_video_packages()
+
+
+STORED = Path(__file__).parents[2] / "eval" / "results" / "libero_spatial_quick_cpu.json"
+
+
+@pytest.mark.parametrize("name", ["protocol", "policy", "summary", "launches", "command", "episodes"])
+def test_half_a_result_is_named(tmp_path: Path, name: str) -> None:
+    whole, path = json.loads(STORED.read_text()), tmp_path / "half.json"
+    for content in ({k: v for k, v in whole.items() if k != name}, whole | {name: 3}):
+        path.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=rf"half\.json: expected a whole result, its {name} is missing"):
+            report.read_result(path)
+
+
+def test_half_an_episode_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "half.json"
+    path.write_text(json.dumps(json.loads(STORED.read_text()) | {"episodes": [{"steps": 3}]}))
+    with pytest.raises(ConfigError, match=r"half\.json: expected a whole result, got an episode of \{'steps': 3\}"):
+        report.read_result(path)
+
+
+@pytest.mark.parametrize("name", ["", "../a", "a/b"])
+def test_a_name_to_store_under_is_no_path(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert store.main([str(STORED), "--name", name, "--folder", str(tmp_path)]) == 1
+    assert "error: name: expected a file's name without folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_script_says_what_it_cannot_read_and_that_it_was_interrupted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(error: BaseException) -> int:
+        def raising(_: store.Arguments) -> None:
+            raise error
+
+        return run_script("eval.store", store.Arguments, raising, ["a.json", "--name", "a"])
+
+    assert run(FileNotFoundError(2, "No such file or directory", "task_00.npz")) == 1
+    assert capsys.readouterr().err == "error: task_00.npz: No such file or directory\n"
+    assert run(KeyboardInterrupt()) == 130 and capsys.readouterr().err == "interrupted\n"
+    with pytest.raises(OSError, match="a mistake of ours"):
+        run(OSError("a mistake of ours"))

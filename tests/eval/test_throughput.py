@@ -53,6 +53,9 @@ def test_a_case_says_how_much_of_the_machine_it_takes() -> None:
     for wrong in ("ray", "ray:1:2", "here:1:2:3", "plain:1:x:3", "plain:1:2:3:4:5"):
         with pytest.raises(ConfigError, match=f"case: expected ray or plain:GPUS:SIMULATORS:TRIALS.*got '{wrong}'"):
             Case.parse(wrong)
+    for wrong in ("plain:0:0:1", "plain:0:1:0"):
+        with pytest.raises(ConfigError, match=f"case: expected at least one simulator and one trial, got '{wrong}'"):
+            Case.parse(wrong)
 
 
 @pytest.mark.parametrize("options", ["", "--config native_fp8 --tasks 0"])

@@ -171,6 +171,28 @@ def test_bad_noise_is_refused(policy: OptimizedPolicy, noise: np.ndarray, messag
         policy.infer(tiny_observation(), noise=noise)
 
 
+def test_what_is_no_batch_is_refused(policy: OptimizedPolicy) -> None:
+    one: Any = tiny_observation()
+    with pytest.raises(ObservationError, match="observations: expected a list of them, got one dict"):
+        policy.infer_batch(one)
+    for noise in (np.zeros((1, 5, 8)), np.zeros((5, 8))):
+        with pytest.raises(ObservationError) as caught:
+            policy.infer_batch([one, one], noise=noise)
+        assert str(caught.value) == f"noise: expected shape (2, 5, 8), got {noise.shape}"
+
+
+@pytest.mark.parametrize("name", [None, 3, ""])
+def test_what_names_no_checkpoint_is_refused(name: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint: expected a folder or one of demo.*, got "):
+        OptimizedPolicy.from_pretrained(name)
+
+
+def test_an_engine_that_is_none_is_refused(folders: dict[Kind, Path]) -> None:
+    unknown: Any = "nativ"
+    with pytest.raises(ConfigError, match=r"vision\.engine: expected one of auto, eager, .*, got 'nativ'"):
+        OptimizedPolicy.from_pretrained(folders["pi05"], replace(FP32, vision=EngineSpec(unknown)))
+
+
 # -- batches and prompt lengths -----------------------------------------------------------------------------------
 
 

@@ -165,3 +165,41 @@ def test_no_thread_is_left_behind() -> None:
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)
     assert threading.active_count() <= before
+
+
+def test_what_cannot_be_is_refused_before_anybody_is_called() -> None:
+    address: Any = "ws://127.0.0.1:9"
+    for options, message in (
+        ({"timeout_s": 0.0}, "timeout_s: expected seconds above 0, got 0"),
+        ({"timeout_s": float("nan")}, "timeout_s: expected seconds above 0"),
+        ({"connect_timeout_s": -1.0}, "connect_timeout_s: expected seconds above 0"),
+        ({"api_key": "a\nb"}, "api_key: expected printable ASCII characters"),
+        ({"api_key": "schlüssel"}, "api_key: expected printable ASCII characters"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            PolicyClient(address, **options)
+    for wrong in (None, 8000, object()):
+        with pytest.raises(ConfigError, match="policy: expected ws://host:port, got "):
+            PolicyClient(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="reconnect: expected"):
+        Reconnect(wait_s=float("nan"))
+
+
+def test_an_observation_that_is_none_is_named() -> None:
+    nothing: Any = None
+    with background(EchoPolicy(), ServerConfig(port=0)) as server, PolicyClient(server.address) as client:
+        with pytest.raises(WireError, match="observation: expected a mapping, got a NoneType"):
+            client.infer(nothing)
+        with pytest.raises(WireError, match="observations: expected a list of observations, got a NoneType"):
+            client.infer_batch(nothing)
+        with pytest.raises(WireError, match=r"observations\[1\]: expected a mapping, got a list"):
+            client.infer_batch([observation(1), nothing or []])
+        assert "actions" in client.infer(observation(1)), "the connection is still there"
+
+
+def test_a_wrong_key_says_so() -> None:
+    with (
+        background(EchoPolicy(), ServerConfig(port=0, api_key="right")) as server,
+        pytest.raises(ServerError, match=r"HTTP 401.*; its key is missing or wrong: api_key"),
+    ):
+        PolicyClient(server.address, api_key="wrong")

@@ -378,6 +378,9 @@ def test_a_closed_runner_says_so() -> None:
     [
         ({"hz": 0}, "hz: expected"),
         ({"hz": float("nan")}, "hz: expected"),
+        ({"hz": "20"}, "hz: expected a control rate above 0, got '20'"),
+        ({"max_wait_s": -1.0}, "max_wait_s: expected 0 or more seconds"),
+        ({"max_wait_s": float("nan")}, "max_wait_s: expected 0 or more seconds"),
         ({"replan_ticks": 0}, "replan_ticks >= 1"),
         ({"margin_ticks": -1}, "margin_ticks >= 0"),
         ({"underrun": "guess"}, "underrun: expected"),
@@ -387,6 +390,18 @@ def test_a_closed_runner_says_so() -> None:
 def test_settings_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AsyncRunner(Plain(), **{"hz": 50.0, **options})
+
+
+def test_a_policy_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"policy: expected one with `infer\(observation\)`, got a int"):
+        AsyncRunner(3, 50.0)
+
+
+def test_an_action_for_underruns_of_another_robot_is_refused() -> None:
+    loop = Loop(Plain(), underrun=np.zeros(99))
+    with pytest.raises(ConfigError, match=r"underrun: expected an action of shape \(\d+,\), got \(99,\)"):
+        loop.start()
+    stopped(loop)
 
 
 def test_who_takes_a_previous_chunk() -> None:

@@ -208,9 +208,21 @@ def read_config(folder: Path, kind: type[T]) -> T:
         if content.pop("format", None) != FORMAT:
             raise CheckpointError(f"{path}: expected format {FORMAT!r}")
         content.pop("family", None)
+        if (wrong := _no_size(content)) is not None:
+            raise ConfigError(wrong)
         return from_mapping(kind, content)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def _no_size(content: Mapping[str, Any], where: str = "") -> str | None:
+    """The first number that cannot be a size; None where all can."""
+    for key, value in content.items():
+        if isinstance(value, Mapping) and (wrong := _no_size(value, f"{where}{key}.")) is not None:
+            return wrong
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
+            return f"{where}{key}: expected more than 0, got {value}"
+    return None
 
 
 def load_own(network: N, folder: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> N:

@@ -107,13 +107,18 @@ def _base_and_lora(folder: Path, name: str, lora: str | None) -> tuple[Path, Pat
         return find(base), folder
     if lora is None:
         return folder, None
-    found = find(lora)
+    try:
+        found = find(lora)
+    except CheckpointError as error:
+        raise CheckpointError(f"lora: {error}") from error
     check_base(read_lora(found), name)
     return folder, found
 
 
 def find(path_or_name: str | Path) -> Path:
     """The folder of a checkpoint; one named on the hub is fetched, or found in the hub's cache."""
+    if not isinstance(path_or_name, (str, Path)) or not str(path_or_name):
+        raise CheckpointError(f"checkpoint: expected a folder or one of {', '.join(NAMED)}, got {path_or_name!r}")
     name = str(path_or_name)
     folder = NAMED.get(name, Path(path_or_name))
     if folder.is_dir():
@@ -130,8 +135,9 @@ def find(path_or_name: str | Path) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
     # The hub's errors have no common base: ValueError for a bad name, OSError for the network, its own for the rest.
     except Exception as error:
+        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"checkpoint: {name!r} is no folder here, and could not be fetched from the hub: {error}"
+            f"checkpoint: {name!r} is no folder here, and could not be fetched from the hub: {reason}"
         ) from error
 
 

@@ -187,7 +187,8 @@ def listing(path: Path) -> str:
     """What is in a folder, for an error message."""
     if not path.is_dir():
         return "no such folder" if not path.exists() else "a file"
-    return ", ".join(sorted(p.name for p in path.iterdir())[:12]) or "an empty folder"
+    names = sorted(p.name + ("" if p.exists() else " (a link to nothing)") + "/" * p.is_dir() for p in path.iterdir())
+    return ", ".join(names[:12]) or "an empty folder"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -34,7 +34,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0 done, 1 a check failed or an error was reported, 2 wrong usage."""
+    """Run one command; the exit status: 0 done, 1 a check failed or an error was reported, 2 wrong usage, 130
+    interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(usage())
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f": did you mean {nearest[0]}?" if nearest else ""
         print(f"vla-accel: unknown command {name}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
@@ -55,6 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except VlaAccelError as error:
         print(f"vla-accel {name}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        # A file that cannot be read says so best itself; anything else is a mistake of ours.
+        if error.filename is None:
+            raise
+        print(f"vla-accel {name}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"vla-accel {name}: interrupted", file=sys.stderr)
+        return 130
 
 
 def usage() -> str:

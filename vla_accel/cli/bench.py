@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from vla_accel.cli.common import File, Folder, Number, Text, parse, print_table, say
+from vla_accel.cli.common import parse, print_table, say
+from vla_accel.cli.options import Count, Folder, Number, OutputFile, Text, Within
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import replacing
@@ -49,28 +50,28 @@ class Arguments:
     """Of random weights: a checkout of realtime-vla, whose code takes its turns, too, at ten steps."""
     prompt_tokens: Number = None
     """Length of the prompt in tokens; an ordinary one of about 20 if not given."""
-    steps: Text = None
+    steps: Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")] = None
     """Denoising steps, a sweep such as 10,3,1; the family's own if not given."""
     views: Number = None
     """Of random weights: images a call; the family's own if not given: 2 for π0.5, 3 for π0."""
     horizon: Number = None
     """Of random weights: actions a chunk; the family's own if not given: 10 for π0.5, 50 for π0."""
-    batch: str = ""
+    batch: Annotated[str, tyro.conf.arg(metavar="N,...", help_behavior_hint="")] = ""
     """Batch sizes whose throughput is measured besides, e.g. 1,2,4,8,16."""
-    hz: Annotated[float | None, tyro.conf.arg(metavar="HZ", help_behavior_hint="")] = None
+    hz: Annotated[float | None, tyro.conf.arg(metavar="HZ", help_behavior_hint=""), Within(0, above=True)] = None
     """Besides, time calls that come at this rate, as a robot makes them, with the GPU's power."""
     starts: tyro.conf.FlagCreatePairsOff[bool] = False
     """Besides, time two starts of each of our systems up to the first action, in processes of their own: without and
     with what an earlier one left in the caches."""
-    calls: int = 100
+    calls: Count = 100
     """Timed calls of each system."""
     profile: tyro.conf.FlagCreatePairsOff[bool] = False
     """Besides, list the GPU's kernels of one call of each of our systems."""
     device: str = "auto"
     """cpu, cuda or cuda:N."""
-    output: File = None
+    output: OutputFile = None
     """JSON file."""
-    report: File = None
+    report: OutputFile = None
     """HTML file that opens offline: pictures, tables, engines, conditions."""
 
 
@@ -169,6 +170,10 @@ def _factory(chosen: Arguments, device: str, ceilings: Ceilings | None) -> Facto
             raise ConfigError(f"{wrong[0]}: expected none beside checkpoint {chosen.checkpoint}, got {given[wrong[0]]}")
         configs = dict.fromkeys((*chosen.config.split(","), "eager"))
         return CheckpointFactory(chosen.checkpoint, tuple(configs), device=device, ceilings=ceilings)
+    if chosen.config != AUTO:
+        raise ConfigError(
+            f"config: expected a checkpoint beside it; random weights have --systems, got {chosen.config}"
+        )
     family = family_named(chosen.model or "pi05")
     views = chosen.views or family.views
     horizon = chosen.horizon or family.action_shape(family.published())[0]

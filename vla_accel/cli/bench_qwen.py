@@ -23,6 +23,7 @@ from vla_accel.cli.common import (
     print_table,
     report,
 )
+from vla_accel.cli.options import Count
 from vla_accel.components.vae import check_size
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
 from vla_accel.diffusion.models import diffusers_module
@@ -39,10 +40,10 @@ COSINE = 0.999
 class Options(BenchOptions):
     """Time Qwen-Image end to end, with and without our autoencoder and a faster transformer."""
 
-    size: int = 1024
+    size: Count = 1024
     """Pixels a side."""
-    steps: int = 4
-    layers: int = LAYERS
+    steps: Count = 4
+    layers: Count = LAYERS
     """Of the transformer; fewer, where memory is short. The report says how many."""
     tiny: bool = False
     """A tiny pipeline, for machines without a GPU."""
@@ -52,7 +53,7 @@ class Options(BenchOptions):
     """The autoencoder's engine, or the path of its JSON configuration."""
     edit: bool = False
     """QwenImageEditPipeline: a picture is encoded, too."""
-    tokens: int = 128
+    tokens: Count = 128
     """Of the prompt."""
 
 

@@ -14,7 +14,8 @@ import tyro
 
 from vla_accel import machine
 from vla_accel.checkpoints.loading import load
-from vla_accel.cli.common import File, Number, Text, finish, parse, print_table
+from vla_accel.cli.common import finish, parse, print_table
+from vla_accel.cli.options import Count, Number, OutputFile, Seconds, Text
 from vla_accel.cli.serve import Load, use_gpu
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
@@ -35,19 +36,19 @@ class Arguments:
     """Instead: random weights of a model family's published size, such as pi05, the same in every replica."""
     config: Text = None
     """Of a policy that costs something: a shipped configuration's name, or a file."""
-    clients: str = "1,8,64"
+    clients: Annotated[str, tyro.conf.arg(metavar="N,...")] = "1,8,64"
     """Clients at once, a sweep."""
-    seconds: float = 10.0
+    seconds: Seconds = 10.0
     """Of each number of clients."""
     devices: Text = None
     """Replicas, as `vla-accel serve --devices` takes them."""
     device: Text = None
     """cpu, cuda or cuda:N instead of the configuration's."""
-    max_batch: int = 1
+    max_batch: Count = 1
     """As `vla-accel serve --max-batch`."""
     num_steps: Number = None
     """Denoising steps instead of the configuration's."""
-    output: File = None
+    output: OutputFile = None
     """JSON file."""
 
 
@@ -59,8 +60,8 @@ def main(arguments: list[str]) -> int:
         sweep = [int(word) for word in chosen.clients.split(",")]
     except ValueError:
         sweep = []
-    if not sweep or min(sweep) < 1 or not chosen.seconds > 0:
-        raise ConfigError(f"clients: expected numbers of clients like 1,8 and seconds above 0, got {chosen.clients!r}")
+    if not sweep or min(sweep) < 1:
+        raise ConfigError(f"clients: expected numbers of clients like 1,8, got {chosen.clients!r}")
     load_policy, observation = _policy(chosen)
     devices = None if chosen.devices is None else machine.resolve_devices(chosen.devices)
     first = machine.resolve_device(devices[0] if devices else chosen.device or "auto")
@@ -112,6 +113,8 @@ def _policy(chosen: Arguments) -> tuple[Callable[[str | None], Any], dict[str, A
     if chosen.model is not None:
         return LoadRandom(chosen.model, chosen.config, chosen.num_steps), random_observation(chosen.model)
     if chosen.checkpoint is None:
+        if beside := chosen.config or chosen.num_steps:
+            raise ConfigError(f"config, num-steps: expected a checkpoint or --model beside them, got {beside} alone")
         return Nothing, Nothing.example()
     loaded = load(chosen.checkpoint, load_config(chosen.config), whole=False)
     return Load(chosen.checkpoint, chosen.config, chosen.num_steps), dict(loaded.processor.example())

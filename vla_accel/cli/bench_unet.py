@@ -17,7 +17,6 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -36,11 +35,13 @@ from vla_accel.cli.common import (
     write_json,
 )
 from vla_accel.cli.generate import RANDOM
+from vla_accel.cli.options import Count, Picture, Seed
 from vla_accel.config import EngineSpec
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
 from vla_accel.diffusion.models import diffusers_module, random_stable_diffusion
 from vla_accel.diffusion.picture import side_by_side
 from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, load_parts, unet_engine_file
+from vla_accel.errors import ConfigError, EngineError
 from vla_accel.machine import resolve_device
 from vla_accel.models.autoencoder import SCALE
 from vla_accel.models.unet import TEXT_TOKENS
@@ -60,21 +61,23 @@ class Options(BenchOptions):
     systems: tuple[System, ...] = ("eager-fp32", "eager", "compile", "native")
     """eager-fp32, eager, compile (torch.compile of the UNet), compile-graphs (the same with mode reduce-overhead):
     diffusers' pipeline. native, tensorrt, tensorrt_rtx: ours."""
-    size: int = 512
-    steps: int = 50
+    size: Count = 512
+    steps: Count = 50
     img2img: bool = False
     """Time image to image, too (strength 0.8)."""
     dtype: Dtype = "fp16"
     """Of every system but eager-fp32."""
-    unet_rounds: int = 20
-    seed: int = 0
-    picture: Path | None = None
+    unet_rounds: Count = 20
+    seed: Seed = 0
+    picture: Picture = None
     """Write the reference's picture beside the last system's, as PNG, here."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; the exit status."""
     options = parse(Options, arguments, "vla-accel bench-unet", __doc__)
+    if options.size % 16:
+        raise ConfigError(f"size: expected a multiple of 16, got {options.size}")
     bench = _Bench(options)
     with torch.inference_mode():
         bench.measure("unet", "UNet, one call (guidance pair)", bench.unet_calls)
@@ -202,6 +205,9 @@ class _Bench:
         self._latents.clear()
         results = {n: r.cpu() for n, r in self._first(task, runs).items()}
         runs = {n: runs[n] for n in results}
+        if not results:
+            reasons = [text for name, text in self.errors.items() if name.startswith(f"{task} ")]
+            raise EngineError(f"{task}: no system could make a picture: {'; '.join(reasons)}")
         memory = {n: peak_memory(self.device, run) for n, run in runs.items()}
         reference = results.get("eager-fp32", results[next(iter(results))])
         latents = {n: self._latents[n] for n in results}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,6 +22,7 @@ from vla_accel.cli.common import (
     print_table,
     report,
 )
+from vla_accel.cli.options import Count, Picture, Text
 from vla_accel.components.vae import PROFILES, Size, parse_size, size_key, static_sizes
 from vla_accel.diffusion.measure import Parity, Timing, first_calls, in_turns, parity
 from vla_accel.diffusion.models import CONFIGS, load_model
@@ -52,12 +52,12 @@ class Options(BenchOptions):
     tensorrt: engine files of --engine-path."""
     compile_sizes: tuple[str, ...] = ("1024x1024",)
     """Sizes at which compile and inductor take part: each compiles anew, which takes minutes."""
-    engine_path: str | None = None
+    engine_path: Text = None
     """Folder of engine files, for tensorrt and tensorrt_rtx."""
     multi_profile: bool = False
     """Whether that folder holds multi-profile engines."""
-    rounds: int = 10
-    picture: Path | None = None
+    rounds: Count = 10
+    picture: Picture = None
     """Write a PNG: a drawn scene, encoded by eager, what eager and the first accelerated system decode from that, and
     their difference, magnified. With random weights it looks like nothing; pixels can be compared all the same."""
 

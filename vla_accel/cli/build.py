@@ -18,10 +18,12 @@ import torch
 import tyro
 
 from vla_accel.checkpoints.loading import Checkpoint, family_of, find, load
-from vla_accel.cli.common import File, Folder, Number, PolicySource, parse_source, print_table
+from vla_accel.cli.common import PolicySource, parse_source, print_table
+from vla_accel.cli.options import Number, OutputFile, OutputFolder
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.engines.tensorrt_library import parse_target
 from vla_accel.engines.tensorrt_plan import Exports
+from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 from vla_accel.measure.random_policy import calibrate_on_noise
 from vla_accel.models.family import Family, sized
@@ -42,9 +44,9 @@ class Options(PolicySource):
     """Instead of a checkpoint: random weights of a preset's size (pi05, pi0, pi05_demo), for measuring builds."""
     depth: Number = None
     """With --random: this many layers in the large stacks (of π0 prefix and expert), at full width."""
-    cache: Folder = None
+    cache: OutputFolder = None
     """Folder of the engines; empty: the configuration's."""
-    manifest: File = None
+    manifest: OutputFile = None
     """Where the manifest goes; empty: beside the engines."""
     no_verify: tyro.conf.FlagCreatePairsOff[bool] = False
     """Do not compare the exported graphs with the modules."""
@@ -57,6 +59,10 @@ def main(arguments: list[str]) -> int:
     options = parse_source(Options, arguments, "vla-accel build")
     family, name = _family(options), options.config or "tensorrt_rtx"
     config = _with_options(replace(options, config=name).settings(), family, options)
+    if options.random and (beside := options.checkpoint or options.lora):
+        raise ConfigError(f"random: expected no checkpoint beside it, got {beside}")
+    if options.depth is not None and not options.random:
+        raise ConfigError("depth: expected --random beside it: a checkpoint has its own depth")
     targets = [parse_target(t) for t in options.target.split(",") if t]
     specs = building.named(config.specs(family.parts))
     building.check_libraries(specs, targets or [parse_target(t) for s in specs.values() for t in s.tensorrt.targets])

@@ -18,6 +18,7 @@ import torch
 from vla_accel.cli.build_vae import describe, pick_targets, print_files
 from vla_accel.cli.common import Dtype, parse
 from vla_accel.cli.generate import RANDOM
+from vla_accel.cli.options import OutputFolder
 from vla_accel.components.unet import unet_component
 from vla_accel.config import TensorrtOptions
 from vla_accel.diffusion.engine_files import BuiltFile, build_file, export_onnx, found_file
@@ -36,7 +37,7 @@ class Options:
 
     sd_dir: str
     """A diffusers folder; random or tiny-random for random weights, which needs --output-dir."""
-    output_dir: Path | None = None
+    output_dir: OutputFolder = None
     """Instead of SD_DIR: the files go to unet/onnx and unet/trt in it."""
     force_onnx: bool = False
     """Export again (and build again) what is there."""

@@ -14,11 +14,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+import tyro
 
 from vla_accel.cli.common import Dtype, parse, print_table
+from vla_accel.cli.options import Within, Written
 from vla_accel.components.vae import (
     PROFILES,
     SMALLEST,
@@ -47,7 +49,7 @@ class Options:
 
     vae: str
     """A folder, a hub name, or qwen-vae / sd-vae / tiny-… with random weights."""
-    output_dir: Path
+    output_dir: Annotated[Path, Written(folder=True)]
     """Where the files go, with vae_config.json, which the pipelines read."""
     static: bool = False
     """One folder a size: the five text-to-image ratios, and --sizes."""
@@ -63,7 +65,7 @@ class Options:
     dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
     force_engine: bool = False
     """Build again what is there."""
-    optimization_level: int | None = None
+    optimization_level: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint=""), Within(0, 5)] = None
     """The builder's effort, 0 to 5."""
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from vla_accel.cli.common import parse, print_table
+from vla_accel.cli.options import Folder
 from vla_accel.engines.cache import EngineCache, Entry, clear_compiled
+from vla_accel.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,15 @@ class Options:
     action: Annotated[Literal["list", "clear", "verify"], tyro.conf.Positional]
     """list: what is there. verify: read every engine and compare it with its description; exit status 1 if one is
     damaged. clear: remove all."""
-    cache: Path | None = None
+    cache: Folder = None
     """Folder; empty: the user's cache folder."""
 
 
 def main(arguments: list[str]) -> int:
     """The command; see `Options`."""
     options = parse(Options, arguments, "vla-accel cache", __doc__)
+    if options.cache is not None and not options.cache.is_dir():
+        raise ConfigError(f"cache: expected a folder of engines, got {options.cache}")
     store = EngineCache(options.cache)
     if options.action == "clear":
         count, size = store.clear()

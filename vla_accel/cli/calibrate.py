@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vla_accel.checkpoints.loading import load
-from vla_accel.cli.common import Checkpoint, File, Folder, Text, parse, without_option
+from vla_accel.cli.common import Checkpoint, parse, without_option
+from vla_accel.cli.options import Count, File, OutputFolder, Text
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.fp8 import FILE
@@ -22,11 +23,11 @@ class Arguments:
     """A folder, a bundled checkpoint's name or one on the hub."""
     observations: File = None
     """Recorded observations (.npz), which must be given: real ones, never noise."""
-    output: Folder = None
+    output: OutputFolder = None
     """Folder for the scales; the checkpoint's own if not given."""
     lora: Text = None
     """A LoRA adapter's folder or name on the hub, folded into the weights; the scales then lie beside it."""
-    limit: int = 256
+    limit: Count = 256
     """At most so many observations, spread over the file."""
     device: str = "auto"
     """cpu, cuda or cuda:N."""

@@ -15,6 +15,7 @@ import torch
 import tyro
 
 from vla_accel import machine
+from vla_accel.cli.options import Count, OutputFile, Text, read
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
@@ -28,18 +29,13 @@ class BenchOptions:
     """Options of every benchmark of image models."""
 
     dtype: Dtype = "bf16"
-    rounds: int = 5
+    rounds: Count = 5
     """Calls timed of each system; the systems take turns."""
     device: str = "auto"
-    output: Path | None = None
+    output: OutputFile = None
     """Also write the JSON here."""
 
 
-# Options that may be left out, as `--help` shows them.
-File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
-Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
-Number = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
-Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 Checkpoint = Annotated[
     str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="(default: demo)")
 ]
@@ -95,12 +91,11 @@ def without_option(arguments: Sequence[str], option: str) -> tuple[list[str], st
 
 
 def parse(kind: type[T], arguments: Sequence[str], program: str, description: str | None = None) -> T:
-    """Options of a command from its words; wrong usage ends the program with status 2, as tyro does.
+    """Options of a command from its words (`options.read`).
 
     `description`: for `--help`; the docstring of `kind` if not given.
     """
-    told = inspect.cleandoc(description or kind.__doc__ or "")
-    return tyro.cli(kind, args=list(arguments), prog=program, description=told)
+    return read(kind, list(arguments), program, inspect.cleandoc(description or kind.__doc__ or ""))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from vla_accel.checkpoints.convert import Report, Row, StoredPrecision, convert
 from vla_accel.checkpoints.orbax import OrbaxParameters
+from vla_accel.cli.options import Folder, Number, Text, Written, read
 from vla_accel.errors import ConfigError
 from vla_accel.transforms.robots import OPENPI_CONFIGS
 
@@ -31,22 +32,22 @@ class Arguments:
     conversion.json in the output, and one JSON line.
     """
 
-    checkpoint: Annotated[Path, tyro.conf.Positional]
+    checkpoint: Annotated[Path, tyro.conf.arg(metavar="CHECKPOINT"), tyro.conf.Positional]
     """The checkpoint's folder: the one that holds params/ and assets/, or params/ itself."""
 
-    output: Annotated[Path, tyro.conf.Positional]
+    output: Annotated[Path, tyro.conf.arg(metavar="OUTPUT"), tyro.conf.Positional, Written(folder=True)]
     """Folder to write; made as needed."""
 
-    config: str | None = None
+    config: Text = None
     """openpi's training config of the checkpoint (pi05_libero, pi0_droid, …): fixes horizon, preset and prompt."""
 
-    action_horizon: int | None = None
+    action_horizon: Number = None
     """Actions in a chunk, where no config is named."""
 
     precision: StoredPrecision = "mixed"
     """mixed: float32 for what openpi computes in float32, bfloat16 for the rest; or everything in one."""
 
-    assets: Path | None = None
+    assets: Folder = None
     """Folder of the statistics, if it is not beside params/."""
 
     lora_scale: float = 1.0
@@ -58,7 +59,7 @@ class Arguments:
 
 def main(arguments: Sequence[str]) -> int:
     """Convert, print the table and the JSON line. Raises VlaAccelError for anything wrong."""
-    asked = tyro.cli(Arguments, args=list(arguments), prog="vla-accel convert")
+    asked = read(Arguments, list(arguments), "vla-accel convert")
     if asked.config is not None and asked.config not in OPENPI_CONFIGS:
         raise ConfigError(f"config: expected one of {', '.join(OPENPI_CONFIGS)}, got {asked.config!r}")
     known = OPENPI_CONFIGS[asked.config] if asked.config is not None else None

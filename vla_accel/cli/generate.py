@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vla_accel import machine
 from vla_accel.cli.common import Dtype, print_table, write_json
+from vla_accel.cli.options import Count, Number, OutputFile, Seed, Text, Within, Written
 from vla_accel.config import EngineName, EngineSpec
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import diffusers_module, random_stable_diffusion
@@ -38,7 +39,7 @@ class TextOptions:
     prompt: str = "a photo of an astronaut riding a horse on mars"
     negative_prompts: str = ""
     """What not to show."""
-    out_img_path: Path = Path("out/image.png")
+    out_img_path: Annotated[Path, Written()] = Path("out/image.png")
     """The picture; a .png, which carries the parameters."""
     engine: EngineName = "native"
     """Of every component."""
@@ -46,21 +47,21 @@ class TextOptions:
     """The UNet on TensorRT, whatever --engine says."""
     use_pipeline: bool = False
     """diffusers' own pipeline as well: its picture is saved as NAME.pipeline.png and compared."""
-    steps: int = 50
-    guidance: float = 7.5
-    seed: int = 0
-    height: int | None = None
-    width: int | None = None
-    scheduler: str | None = None
+    steps: Count = 50
+    guidance: Annotated[float, Within(0)] = 7.5
+    seed: Seed = 0
+    height: Number = None
+    width: Number = None
+    scheduler: Text = None
     """A diffusers class, like DDIMScheduler, instead of the checkpoint's."""
     dtype: Dtype | None = None
     """fp16 on a GPU and fp32 on a CPU, where not given."""
     device: str = "auto"
     strict: bool = False
     """A component that falls back to another engine is an error."""
-    latency_json: Path | None = None
+    latency_json: OutputFile = None
     """Write the latency breakdown here."""
-    calls: int = 1
+    calls: Count = 1
     """Generate so often, for the latency; the first call, which warms up, does not count if there are more."""
 
 
@@ -70,7 +71,7 @@ class ImageOptions(TextOptions):
 
     in_img_path: Path
     """The picture to start from."""
-    strength: float = 0.8
+    strength: Annotated[float, Within(0, 1)] = 0.8
     """How much of it is given up, 0 to 1; that share of the steps is run."""
 
 

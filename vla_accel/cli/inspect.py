@@ -17,7 +17,7 @@ from vla_accel.engines.tensorrt_inspect import inspect
 class Options:
     """Show what is inside an engine file."""
 
-    engine: Annotated[Path, tyro.conf.Positional]
+    engine: Annotated[Path, tyro.conf.arg(metavar="ENGINE"), tyro.conf.Positional]
     """A .engine file; `vla-accel cache list` names those in the cache."""
     layers: bool = False
     """List every layer, in the table and in the JSON."""

@@ -11,7 +11,8 @@ import torch
 import tyro
 
 from vla_accel.checkpoints.loading import load
-from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source, print_table, say
+from vla_accel.cli.common import PolicySource, parse_source, print_table, say
+from vla_accel.cli.options import Count, File, Number, OutputFile, Seed, Text, Within
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
@@ -32,22 +33,22 @@ class Arguments(PolicySource):
     """Recorded observations (.npz); random images if not given."""
     synthetic: Text = None
     """Instead of a checkpoint: random weights of a family's published size: pi05, pi0, smolvla or groot."""
-    count: int = 64
+    count: Count = 64
     """Observations at most."""
-    draws: int = 1
+    draws: Count = 1
     """Noises of each observation. Where noise decides a command, one draw of few observations says little."""
     num_steps: Number = None
     """Denoising steps instead of the configuration's."""
     device: Text = None
     """cpu, cuda or cuda:N instead of the configuration's."""
-    threshold: Annotated[float | None, tyro.conf.arg(metavar="COSINE", help_behavior_hint="")] = None
+    threshold: Annotated[float | None, tyro.conf.arg(metavar="COSINE", help_behavior_hint=""), Within(-1, 1)] = None
     """Smallest cosine of the final actions; by precision if not given (BF16 0.9995, FP8 0.998). What else is asked
     stays: the error beside what another observation changes, and commands that fell the other way."""
-    seed: int = 0
+    seed: Seed = 0
     """Of noise and random observations."""
-    output: File = None
+    output: OutputFile = None
     """JSON report."""
-    report: File = None
+    report: OutputFile = None
     """HTML file that opens offline: pictures, tables, engines, conditions."""
     keep: tyro.conf.FlagCreatePairsOff[bool] = False
     """Keep the report beside the checkpoint, where engine auto believes it. Needs recorded observations and the usual
@@ -59,16 +60,13 @@ def main(arguments: list[str]) -> int:
     chosen = parse_source(Arguments, arguments, "vla-accel parity")
     if chosen.report is not None:
         check_path(chosen.report)
-    if chosen.count < 1:
-        raise ConfigError(f"count: expected at least 1, got {chosen.count}")
-    if chosen.draws < 1:
-        raise ConfigError(f"draws: expected at least 1, got {chosen.draws}")
     if chosen.keep and (chosen.observations is None or chosen.threshold is not None or chosen.synthetic):
         raise ConfigError("keep: expected a checkpoint, --observations and no --threshold of its own")
     if chosen.synthetic and (beside := chosen.checkpoint or chosen.lora):
         raise ConfigError(f"synthetic: expected no checkpoint beside it, got {beside}")
     checkpoint, name = chosen.checkpoint or "demo", Path(chosen.config or AUTO).stem
     settings = chosen.settings()
+    recorded = None if chosen.observations is None else load_observations(chosen.observations, chosen.count)
     if chosen.synthetic:
         policy, twin = random_policy(chosen.synthetic, settings, seed=chosen.seed, steps=chosen.num_steps,
                                      device=chosen.device, with_reference=True)  # fmt: skip
@@ -78,10 +76,7 @@ def main(arguments: list[str]) -> int:
         policy = OptimizedPolicy.from_pretrained(checkpoint, settings, device=chosen.device, num_steps=chosen.num_steps)
         exact = load(checkpoint, policy.config, device=policy.device, dtype=torch.float32)
         reference = reference_of(policy.config, exact)
-    if chosen.observations is not None:
-        observations = load_observations(chosen.observations, chosen.count)
-    else:
-        observations = random_observations(policy, chosen.count, seed=chosen.seed)
+    observations = recorded or random_observations(policy, chosen.count, seed=chosen.seed)
     report = compare(
         policy,
         reference,

@@ -10,7 +10,6 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from vla_accel import machine
 from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, parse, print_table, write_json
+from vla_accel.cli.options import Count, OutputFile, Within
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import CONFIGS, diffusers_module, filled, load_model
 from vla_accel.errors import ConfigError
@@ -43,7 +43,7 @@ TEXT_ENCODERS = {"qwen-text-encoder": 28, "tiny-qwen-text-encoder": 2}
 class Options:
     """Compare a model in float32 with the same model in BF16 or FP16."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL"), tyro.conf.Positional]
     """A diffusers folder or hub name, or a configuration with random weights: qwen-vae, sd-vae, sd-unet,
     qwen-text-encoder, or tiny- and one of these."""
     dtype: ReducedDtype = "bf16"
@@ -51,15 +51,15 @@ class Options:
     """Names of modules (patterns) that stay in float32."""
     auto_fp32: bool = False
     """Keep in float32 whatever overflows, as found in the float32 run."""
-    size: int = 512
+    size: Count = 512
     """Pixels a side of the example."""
-    tokens: int = 256
+    tokens: Count = 256
     """Tokens of the example, for a text encoder."""
-    calls: int = 10
+    calls: Count = 10
     device: str = "auto"
-    modules: int = 12
+    modules: Annotated[int, Within(0)] = 12
     """Rows of the table: the modules with the largest values."""
-    output: Path | None = None
+    output: OutputFile = None
     """Also write the JSON here, with every module."""
 
 

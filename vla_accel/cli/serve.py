@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import tyro
 
 from vla_accel import machine
-from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source
+from vla_accel.cli.common import PolicySource, parse_source
+from vla_accel.cli.options import File, Number, Text, Within
 from vla_accel.errors import ConfigError
 from vla_accel.server import RayReplicas, Replicas, ServerConfig, Shelf, serve
 from vla_accel.server.connection import websockets_server
@@ -46,7 +47,7 @@ class Arguments(PolicySource):
     """Leave out the live page at GET /."""
     max_clients: int = LIMITS.max_clients
     """Connections at once."""
-    max_payload_mib: float = LIMITS.max_payload / 2**20
+    max_payload_mib: Annotated[float, Within(0, above=True)] = LIMITS.max_payload / 2**20
     """Largest message."""
     timeout_s: float = LIMITS.request_timeout_s
     """Longest a request may take."""
@@ -59,7 +60,9 @@ class Arguments(PolicySource):
     policy: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=CONFIG:CHECKPOINT, once for each of several policies; clients choose one by the key `policy` or by the
     address's path, and get the first if they do not. CONFIG may be auto."""
-    memory_budget_gib: Annotated[float | None, tyro.conf.arg(metavar="GIB", help_behavior_hint="")] = None
+    memory_budget_gib: Annotated[
+        float | None, tyro.conf.arg(metavar="GIB", help_behavior_hint=""), Within(0, above=True)
+    ] = None
     """With several policies: those not used for the longest time are put away, and loaded again when asked for."""
     device: Text = None
     """cpu, cuda or cuda:N instead of the configuration's."""
@@ -75,7 +78,8 @@ class Arguments(PolicySource):
         """The server's part. Raises ConfigError, also for an open door that nobody asked for."""
         if self.api_key_file is None and not self.insecure and not is_loopback(self.host):
             raise ConfigError(
-                f"host: {self.host} without a key lets in whoever reaches it: expected --api-key-file, or --insecure"
+                f"host: {self.host or 'every address'} without a key lets in whoever reaches it: expected "
+                "--api-key-file, or --insecure"
             )
         config = ServerConfig(
             host=self.host,
@@ -91,10 +95,11 @@ class Arguments(PolicySource):
             max_batch=self.max_batch,
             max_wait_s=self.max_wait_ms / 1e3,
         )
-        # Before the policy is loaded: a missing package and files of no use are an error at once.
+        # Before the policy is loaded: a missing package, files of no use and a busy port are an error at once.
         websockets_server()
         Keys(file=self.api_key_file)
         config.tls()
+        config.require_free()
         return config
 
 
@@ -124,6 +129,8 @@ def main(arguments: list[str]) -> int:
 def loader(given: Arguments) -> Load | LoadSeveral:
     """What makes the policy, or all of them. Raises ConfigError for a policy that is not told as it must be."""
     if not given.policy:
+        if given.memory_budget_gib is not None:
+            raise ConfigError("memory-budget-gib: expected several policies (--policy) to share it, got one")
         return Load(given.checkpoint or "demo", given.config, given.num_steps, given.lora)
     if given.checkpoint or given.config or given.lora:
         raise ConfigError("policy: expected --policy, or a checkpoint with --config and --lora, got both")

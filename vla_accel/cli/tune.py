@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vla_accel.checkpoints.loading import family_of, find
-from vla_accel.cli.common import File, Number, PolicySource, Text, parse_source, print_table
+from vla_accel.cli.common import PolicySource, parse_source, print_table
+from vla_accel.cli.options import Count, File, Number, OutputFile, Seed, Text, Within, Written
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import content_hash
@@ -51,38 +52,38 @@ class Arguments(PolicySource):
     """Of the benchmark; its first if not given."""
     tasks: Text = None
     """Of the suite, such as 0-2,5; all if not given."""
-    margin: float = 2.0
+    margin: Annotated[float, Within(0, 99, above=True)] = 2.0
     """Points of success within which a candidate counts as not worse."""
-    confidence: float = 95.0
+    confidence: Annotated[float, Within(50, 99.99)] = 95.0
     """Of the two-sided interval of the difference, in percent: 95 means that the whole search calls a worse candidate
     "not worse" with a probability of 2.5 percent at most."""
-    finalists: int = 3
+    finalists: Count = 3
     """Candidates, the fastest first, that may play episodes until one passes; they share the error rate."""
-    episodes: int = 1000
+    episodes: Count = 1000
     """Pairs of episodes that a candidate plays at most. Clear cases stop early."""
-    workers: int = 1
+    workers: Count = 1
     """Simulator processes."""
     no_films: tyro.conf.FlagCreatePairsOff[bool] = False
     """Do not film episodes: the report has no films of lost ones then, and each episode takes a second or so less."""
     num_steps: Number = None
     """Denoising steps instead of the configuration's."""
-    allow_steps: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = ()
+    allow_steps: Annotated[tuple[int, ...], Within(1), tyro.conf.arg(metavar="N ...")] = ()
     """Also try these numbers of denoising steps. That is another policy: needs a benchmark, success alone judges it."""
-    count: int = 64
+    count: Count = 64
     """Observations at most."""
-    draws: int = 4
+    draws: Count = 4
     """Noises of each observation."""
-    calls: int = 100
+    calls: Count = 100
     """Timed calls of each candidate."""
     quick: tyro.conf.FlagCreatePairsOff[bool] = False
     """At most 8 observations with one noise each, and 10 timed calls."""
     device: Text = None
     """cpu, cuda or cuda:N instead of the configuration's."""
-    seed: int = 0
+    seed: Seed = 0
     """Of noise and of the order of episodes."""
-    output: Path = Path("runs/tune")
+    output: Annotated[Path, Written(folder=True)] = Path("runs/tune")
     """Folder of tuned.yaml, tune.json, report.html, the journal, and a file for each candidate."""
-    report: File = None
+    report: OutputFile = None
     """HTML file; report.html in the output folder if not given."""
     overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
     """Start afresh instead of continuing."""
@@ -104,8 +105,11 @@ def main(arguments: list[str]) -> int:
     settings = Settings(rule, chosen.finalists, chosen.episodes, block=max(20, 8 * chosen.workers))
     if chosen.allow_steps and chosen.benchmark is None:
         raise ConfigError("allow-steps: expected --benchmark beside it: another number of steps is judged by success")
+    if chosen.benchmark is None and (alone := chosen.suite or chosen.tasks):
+        raise ConfigError(f"suite, tasks: expected --benchmark beside them, got {alone} alone")
     if chosen.observations is None and not chosen.quick:
         raise ConfigError("observations: expected recorded ones (docs/engines.md says how), or --quick, got none")
+    opener = None if chosen.benchmark is None else find_benchmark(chosen.benchmark)
     checkpoint, base = chosen.checkpoint or "demo", _base(chosen)
     parts = family_of(find(checkpoint)).parts
     device = resolve_device(base.device)
@@ -115,7 +119,6 @@ def main(arguments: list[str]) -> int:
     reference = candidates.reference(base, parts)
     bench = PolicyBench(checkpoint, reference, observations[: chosen.count], draws=chosen.draws, calls=chosen.calls,
                         seed=chosen.seed)  # fmt: skip
-    opener = None if chosen.benchmark is None else find_benchmark(chosen.benchmark)
     about = _about(chosen, checkpoint, base, recorded)
     path = chosen.output / "journal.jsonl"
     if chosen.overwrite:
@@ -135,9 +138,13 @@ def main(arguments: list[str]) -> int:
         ]
         if chosen.allow_steps:
             stages.append(candidates.steps(chosen.allow_steps))
-        with Teller() as teller:
-            search = Search(reference, stages, bench, journal, settings, episodes, teller)
-            best = search.run()
+        try:
+            with Teller() as teller:
+                search = Search(reference, stages, bench, journal, settings, episodes, teller)
+                best = search.run()
+        except KeyboardInterrupt:
+            print("vla-accel tune: interrupted; the same command continues from the journal", file=sys.stderr)
+            return 130
     told = {
         "command": ["vla-accel", "tune", *(Path(a).name if "/" in a else a for a in arguments)],
         "hardware": hardware(device),

@@ -42,7 +42,7 @@ class Reconnect:
     resend: bool = False
 
     def __post_init__(self) -> None:
-        if self.attempts < 1 or self.wait_s < 0:
+        if self.attempts < 1 or not 0 <= self.wait_s < float("inf"):
             raise ConfigError(f"reconnect: expected attempts >= 1 and wait_s >= 0, got {self}")
 
 
@@ -69,6 +69,11 @@ class PolicyClient:
         reconnect: Reconnect | None = None,
     ) -> None:
         check_address(address)
+        for name, seconds in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
+            if not 0 < seconds < float("inf"):
+                raise ConfigError(f"{name}: expected seconds above 0, got {seconds}")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key):
+            raise ConfigError("api_key: expected printable ASCII characters, at least one")
         self.address = address
         self.metadata: dict[str, Any] = {}
         self._policy = policy
@@ -117,7 +122,10 @@ class PolicyClient:
     def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Send several observations as one request, return their results in order. Needs a server of this package, or
         an openpi server with its pull request 941; raises as `infer`."""
-        results = self._ask({wire.BATCH: [dict(one) for one in observations]}, wire.unpack)
+        if not isinstance(observations, (list, tuple)):
+            raise WireError(f"observations: expected a list of observations, got a {type(observations).__name__}")
+        batch = [_as_map(one, f"observations[{index}]") for index, one in enumerate(observations)]
+        results = self._ask({wire.BATCH: batch}, wire.unpack)
         if not isinstance(results, list) or len(results) != len(observations):
             raise ServerError(f"policy server {self.address}: expected a list of {len(observations)} results")
         return results
@@ -157,7 +165,7 @@ class PolicyClient:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _request(self, observation: Mapping[str, Any], prev_chunk: Any, inference_delay: int | None) -> dict[str, Any]:
-        request = dict(observation)
+        request = _as_map(observation, "observation")
         if prev_chunk is None and inference_delay is None:
             return request
         if prev_chunk is None or inference_delay is None:
@@ -213,8 +221,10 @@ class PolicyClient:
                 )
             )
         except Exception as error:
+            refused = int(getattr(getattr(error, "response", None), "status_code", 0))
+            hint = {401: "; its key is missing or wrong: api_key", 503: "; it has no room for another client"}
             raise ServerError(
-                f"policy server {self.address}: cannot connect ({type(error).__name__}: {error})"
+                f"policy server {self.address}: cannot connect ({type(error).__name__}: {error}){hint.get(refused, '')}"
             ) from error
         try:
             self.metadata = self._hello(connection)
@@ -244,6 +254,12 @@ class PolicyClient:
             raise ServerError(f"policy server {self.address}: {error}") from error
 
 
+def _as_map(observation: Any, name: str) -> dict[str, Any]:
+    if not isinstance(observation, Mapping):
+        raise WireError(f"{name}: expected a mapping, got a {type(observation).__name__}")
+    return dict(observation)
+
+
 class _LostConnection(Exception):
     """The connection broke before the answer came."""
 
@@ -266,8 +282,8 @@ def check_address(address: str) -> None:
     """Raise ConfigError unless `address` reads `ws://host[:port]` or `wss://host[:port]`."""
     try:
         parts = urlsplit(address)
-        good = parts.scheme in ("ws", "wss") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or out of range
+        good = isinstance(address, str) and parts.scheme in ("ws", "wss") and bool(parts.hostname) and parts.port != 0
+    except (AttributeError, TypeError, ValueError):  # no text; a port that is no number, or out of range
         good = False
     if not good:
         raise ConfigError(f"policy: expected ws://host:port, got {address!r}")

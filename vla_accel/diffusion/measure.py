@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vla_accel import latency
+from vla_accel.errors import VlaAccelError
 from vla_accel.numeric import cosine
 
 _log = logging.getLogger("vla_accel.bench")
@@ -75,7 +76,8 @@ def first_calls(systems: Mapping[str, Callable[[], Tensor]]) -> dict[str, First]
             seconds = time.perf_counter() - began
             run()
         except Exception as error:
-            _log.warning("%s failed", name, exc_info=True)
+            said = isinstance(error, VlaAccelError)  # on purpose, so that its words are enough
+            _log.warning("%s failed%s", name, f": {error}" if said else "", exc_info=not said)
             text = " ".join(str(error).split())[:500]
             found[name] = First(None, time.perf_counter() - began, f"{type(error).__name__}: {text}")
         else:

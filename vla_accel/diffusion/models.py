@@ -93,7 +93,8 @@ def load_model(source: str | Path, kind: str | None = None, *, dtype: torch.dtyp
 
         kind = json.loads(found.read_text()).get("_class_name", kind)
     if kind is None or not hasattr(package, kind):
-        raise CheckpointError(f"model {source}: expected a diffusers class, got {kind}")
+        expected = f"one of {', '.join(CONFIGS)}, or a folder or hub name of a diffusers model"
+        raise CheckpointError(f"model {source}: expected {expected}, got the class {kind}")
     try:
         model = getattr(package, kind).from_pretrained(str(source), dtype=dtype, use_safetensors=True)
     except (OSError, ValueError) as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from vla_accel.files import cache_folder, content_hash, replacing_privately, req
 from vla_accel.ops.cuda.runtime import compiled_folder
 
 SCHEMA = "vla_accel.engine/1"
+_NAME = re.compile(r".+-[0-9a-f]{20}\.engine")
 
 
 def default_folder() -> Path:
@@ -161,7 +163,19 @@ class EngineCache:
         if not self.folder.is_dir():
             return
         names = {p.with_suffix(".engine") for p in self.folder.glob("*.json")} | set(self.folder.glob("*.engine"))
-        yield from sorted(p for p in names if not p.name.startswith("."))
+        yield from sorted(p for p in names if _is_ours(p))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether an engine's file was written by a cache: by its name, or by what describes it. A folder that is named as
+    the cache may hold other files (a checkpoint's config.json, somebody's engines), which are nobody's to remove."""
+    if _NAME.fullmatch(path.name):
+        return True
+    try:
+        about = json.loads(path.with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(about, dict) and about.get("schema") == SCHEMA
 
 
 def clear_compiled() -> None:

@@ -5,6 +5,8 @@ Each key of an observation is one array with the observations along its first ax
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +32,15 @@ def load_observations(path: Path, limit: int | None = None) -> list[dict[str, An
     try:
         with np.load(path, allow_pickle=False) as content:
             columns = {key: content[key] for key in content.files}
-    except (OSError, ValueError) as error:
-        raise ObservationError(f"recording {path}: expected a .npz of arrays: {error}") from error
-    counts = {len(column) for column in columns.values()}
-    if len(counts) != 1 or not (count := counts.pop()):
-        raise ObservationError(f"recording {path}: expected columns of one length, got {sorted(counts)}")
+    except OSError as error:
+        raise ObservationError(f"recording {path}: expected a .npz of arrays: {error.strerror or error}") from error
+    except (EOFError, TypeError, ValueError, zipfile.BadZipFile, zlib.error):
+        # NumPy's own words advise to unpickle. TypeError: a .npy, which holds one array without a name.
+        raise ObservationError(
+            f"recording {path}: expected a .npz of arrays, got another file or a damaged one"
+        ) from None
+    lengths = {key: len(column) if column.ndim else 0 for key, column in columns.items()}
+    if len(set(lengths.values())) != 1 or not (count := min(lengths.values())):
+        raise ObservationError(f"recording {path}: expected columns of one length, got {lengths}")
     chosen = range(count) if limit is None or limit >= count else np.linspace(0, count - 1, limit).astype(int)
     return [{k: v[i].item() if v[i].ndim == 0 else v[i] for k, v in columns.items()} for i in chosen]

@@ -151,7 +151,7 @@ def observer(
 
 
 def _prompt(processor: Any, tokens: int) -> dict[str, str]:
-    length = 0
+    length, told = 0, {}
     for words in range(1, tokens + 1):
         told = processor.example(" ".join(["pick"] * words))
         try:

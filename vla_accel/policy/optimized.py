@@ -25,7 +25,7 @@ from vla_accel.checkpoints.loading import NAMED, Checkpoint, load
 from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Shown, choose
-from vla_accel.errors import CheckpointError, EngineError, ObservationError
+from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.models.family import Shape, Store
@@ -68,6 +68,10 @@ class OptimizedPolicy:
         self.ledger = Ledger(strict=config.strict)
         self.latency = latency.LatencyLog()
         specs = config.specs(self.family.parts)
+        for part, spec in specs.items():
+            for engine in (spec.engine, *spec.fallback):
+                if engine not in (*ENGINES, "auto"):
+                    raise ConfigError(f"{part}.engine: expected one of auto, {', '.join(ENGINES)}, got {engine!r}")
         self.choices = choose(specs, self.device, dtype, self._shown(specs))
         self.specs = {name: choice.spec for name, choice in self.choices.items()}
         """The engine that each component is built with; "auto" is resolved."""
@@ -104,7 +108,7 @@ class OptimizedPolicy:
         """
         with recorded() as spent:
             settings = load_config(config)
-            overrides = {"device": device, "num_steps": num_steps, "seed": seed}
+            overrides = {"device": None if device is None else str(device), "num_steps": num_steps, "seed": seed}
             settings = replace(settings, **{k: v for k, v in overrides.items() if v is not None})
             if lora is not None:
                 settings = settings.with_lora(str(lora))
@@ -158,6 +162,8 @@ class OptimizedPolicy:
     ) -> list[dict[str, Any]]:
         """Several independent observations in one pass; noise (batch, horizon, action_dim); `prev_chunks`,
         `inference_delays`: one for each observation, or None. Returns as `infer`."""
+        if isinstance(observations, (Mapping, str)):
+            raise ObservationError(f"observations: expected a list of them, got one {type(observations).__name__}")
         if not observations:
             raise ObservationError("observations: expected at least one, got none")
         with self._lock:
@@ -349,7 +355,10 @@ class OptimizedPolicy:
         shape = (batch, *self.family.action_shape(self.model.config))
         noise = real_numbers(noise, "noise")
         if noise.shape != shape:
-            raise ObservationError(f"noise: expected shape {shape[1:]}, got {noise.shape[1:]}")
+            # `infer` added the batch's axis.
+            one = batch == 1 and noise.shape[:1] == (1,)
+            expected, got = (shape[1:], noise.shape[1:]) if one else (shape, noise.shape)
+            raise ObservationError(f"noise: expected shape {expected}, got {got}")
         return noise.astype(np.float32)
 
     def _guidance(

@@ -108,8 +108,12 @@ class AsyncRunner:
         underrun: Literal["hold", "raise"] | np.ndarray = "hold",
         real_time_chunking: bool | None = None,
     ) -> None:
-        if not hz > 0 or not math.isfinite(hz):
-            raise ConfigError(f"hz: expected a control rate above 0, got {hz}")
+        if not callable(getattr(policy, "infer", None)):
+            raise ConfigError(f"policy: expected one with `infer(observation)`, got a {type(policy).__name__}")
+        if not isinstance(hz, (int, float)) or not hz > 0 or not math.isfinite(hz):
+            raise ConfigError(f"hz: expected a control rate above 0, got {hz!r}")
+        if max_wait_s is not None and not 0 <= max_wait_s < math.inf:
+            raise ConfigError(f"max_wait_s: expected 0 or more seconds, got {max_wait_s}")
         if (replan_ticks is not None and replan_ticks < 1) or margin_ticks < 0:
             raise ConfigError(
                 f"expected replan_ticks >= 1 and margin_ticks >= 0, got {replan_ticks} and {margin_ticks}"
@@ -169,6 +173,9 @@ class AsyncRunner:
         if not self._wait_until(end):
             raise EngineError(f"async runner: no first chunk within {timeout_s:g} s")
         self._collect()
+        action, instead = self._at(), self._underrun
+        if isinstance(instead, np.ndarray) and action is not None and instead.shape != action.shape:
+            raise ConfigError(f"underrun: expected an action of shape {action.shape}, got {instead.shape}")
         self._started = True
         # The robot did not move: the delay is what the inference would have cost it.
         self._delays.clear()

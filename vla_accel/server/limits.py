@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,17 @@ class ServerConfig:
         for name in ("grace_s", "max_wait_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}: expected 0 or more seconds, got {getattr(self, name)}")
+
+    def require_free(self) -> None:
+        """Raise ConfigError if the address cannot be listened on: for before a policy is loaded."""
+        try:
+            found = socket.getaddrinfo(self.host or None, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, address in found:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as asyncio's servers do
+                    probe.bind(address)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {self.host}:{self.port}: {error.strerror or error}") from error
 
     def tls(self) -> ssl.SSLContext | None:
         """What encrypts connections; None where they travel in the clear. Raises ConfigError for files of no use."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -20,7 +22,9 @@ from eval.libero.demo.objective import initialise
 from eval.libero.demo.recipes import recipe_named, save_weights
 from eval.libero.install import libero
 from eval.libero.suites import MAX_STEPS, instruction_of, load_suite
+from eval.script import run_script
 from vla_accel.checkpoints.loading import load
+from vla_accel.cli.options import Written
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.tokenizer import STATE_BINS, SmallTokenizer, discretise_state
@@ -38,7 +42,8 @@ INSTRUCTIONS = "instructions.json"
 class Arguments:
     """Write a checkpoint that has learnt nothing yet, or only what another one knew."""
 
-    output: Path
+    output: Annotated[Path, Written(folder=True)]
+    """Folder of the checkpoint."""
     family: str = "pi05"
     """pi05 or smolvla."""
     suites: tuple[str, ...] = ("libero_spatial",)
@@ -123,6 +128,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(Arguments))
+    sys.exit(run_script("eval.libero.demo.assets", Arguments, main, None))

@@ -7,14 +7,15 @@ The shipped evaluation states never enter.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-import tyro
 
-from vla_accel.errors import ConfigError
+from eval.script import run_script
+from vla_accel.cli.options import Count, Within, Written
 from vla_accel.measure.recording import save_observations
 
 
@@ -24,21 +25,19 @@ class Arguments:
 
     states: Path
     """Folder of `eval.libero.demo.states`."""
-    output: Path
+    output: Annotated[Path, Written()]
+    """The file (.npz)."""
     suite: str = "libero_spatial"
-    per_task: int = 24
+    per_task: Count = 24
     """Observations of each task."""
-    every: int = 8
+    every: Count = 8
     """Actions between two of them."""
-    first: int = 0
+    first: Annotated[int, Within(0)] = 0
     """Start state of each task to begin with."""
 
 
-def main() -> None:
+def run(chosen: Arguments) -> None:
     """Record and write one file."""
-    chosen = tyro.cli(Arguments)
-    if min(chosen.per_task, chosen.every) < 1:
-        raise ConfigError(f"per_task and every: expected at least 1, got {chosen.per_task} and {chosen.every}")
     from eval.libero.expert import Expert
     from eval.libero.simulator import LiberoEnv
     from eval.libero.suites import load_suite
@@ -66,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script("eval.libero.demo.observations", Arguments, run, None))

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from eval.libero.demo.recipes import recipe_named, save_weights
 from eval.libero.demo.train import RECORD, newest
+from eval.script import run_script
 from vla_accel.checkpoints.checkpoint import read_tensors
 from vla_accel.checkpoints.loading import load
+from vla_accel.cli.options import OutputFolder
 from vla_accel.errors import CheckpointError
 from vla_accel.fp8 import FILE
 
@@ -30,7 +33,7 @@ class Arguments:
     """Folder that `train` wrote."""
     states: Path
     """Folder that has one of each suite, which `states` wrote: their manifests go into the record."""
-    output: Path | None = None
+    output: OutputFolder = None
     """Where to, instead of the bundled checkpoint of the family. FP8 scales of former weights are removed there."""
 
 
@@ -67,6 +70,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(Arguments))
+    sys.exit(run_script("eval.libero.demo.publish", Arguments, main, None))

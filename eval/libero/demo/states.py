@@ -18,11 +18,14 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
 from eval.libero.simulator import LiberoEnv
 from eval.libero.suites import LiberoTask, load_suite
+from eval.script import run_script
+from vla_accel.cli.options import Count, Within, Written
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 
@@ -46,15 +49,15 @@ STATEMENT = (
 class Arguments:
     """Sample training start states by hard resets."""
 
-    output: Path
+    output: Annotated[Path, Written(folder=True)]
     """Folder for task_NN.npz and manifest.json."""
-    per_task: int = 240
-    seed: int = 100_000
+    per_task: Count = 240
+    seed: Annotated[int, Within(1000, 2**32 - 1)] = 100_000
     """First seed; task t uses seed + 1,000,000 t and the following ones. Evaluation uses 7."""
     suite: str = "libero_spatial"
     tasks: tuple[int, ...] | None = None
     """Task numbers; all by default."""
-    workers: int = 1
+    workers: Count = 1
     """Processes. The states do not depend on how many there are."""
 
 
@@ -132,11 +135,6 @@ class Sample:
 
 def main(arguments: Arguments) -> None:
     """Sample every task that the manifest does not list yet."""
-    for name in ("per_task", "workers"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(arguments, name)}")
-    if arguments.seed < 1000:
-        raise ConfigError(f"--seed: expected 1000 or more, far from evaluation's seed, got {arguments.seed}")
     arguments.output.mkdir(parents=True, exist_ok=True)
     manifest_path = arguments.output / "manifest.json"
     manifest = {
@@ -159,6 +157,9 @@ def main(arguments: Arguments) -> None:
         manifest = found
     suite = load_suite(arguments.suite)
     wanted = range(len(suite.tasks)) if arguments.tasks is None else arguments.tasks
+    for number in wanted:
+        if not 0 <= number < len(suite.tasks):
+            raise ConfigError(f"tasks: expected 0 to {len(suite.tasks) - 1}, got {number}")
     left = [
         Sample(suite.tasks[i], arguments.per_task, arguments.seed + SEEDS_PER_TASK * i, arguments.output)
         for i in wanted
@@ -199,6 +200,4 @@ def _object_xy(env: LiberoEnv, states: np.ndarray) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(Arguments))
+    sys.exit(run_script("eval.libero.demo.states", Arguments, main, None))

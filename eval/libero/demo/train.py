@@ -15,6 +15,7 @@ import math
 import os
 import shutil
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -35,6 +36,7 @@ from eval.libero.demo.collect import TASKS, CollectConfig
 from eval.libero.demo.crew import Crew, Seen, Store
 from eval.libero.demo.objective import Trainee
 from eval.libero.demo.recipes import recipe_of, save_weights
+from eval.script import run_script
 from vla_accel.checkpoints.loading import load
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.flow import FlowNetwork
@@ -377,6 +379,4 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(TrainConfig))
+    sys.exit(run_script("eval.libero.demo.train", TrainConfig, main, None))

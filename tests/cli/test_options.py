@@ -1,0 +1,150 @@
+"""What a type says of an option is checked before anything is loaded: one line, and nothing is begun or written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+
+from tests.support.tiny import write_tiny_checkpoint
+from vla_accel import cli
+from vla_accel.cli import build, main
+from vla_accel.cli.options import Count, Number, OutputFile, Picture, Seconds, Seed, Within, Written, read
+from vla_accel.errors import ConfigError, OutputError, VlaAccelError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Some of each kind."""
+
+    calls: Count = 1
+    layers: Number = None
+    wait: Seconds = 1.0
+    seed: Seed = 0
+    share: Annotated[float, Within(0, 1)] = 0.5
+    sweep: Annotated[tuple[int, ...], Within(1)] = ()
+    output: OutputFile = None
+    picture: Picture = None
+    runs: Annotated[Path, Written(folder=True)] = Path("runs")
+    keep_all: bool = False
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--calls 0", "^calls: expected at least 1, got 0$"),
+        ("--layers -2", "^layers: expected at least 1, got -2$"),
+        ("--wait 0", "^wait: expected more than 0, got 0.0$"),
+        ("--wait nan", "^wait: expected more than 0, got nan$"),
+        ("--wait inf", "^wait: expected more than 0, got inf$"),
+        ("--seed -1", "^seed: expected 0 to 9223372036854775807, got -1$"),
+        ("--seed 99999999999999999999", "^seed: expected 0 to 9223372036854775807, got 9{20}$"),
+        ("--share 1.01", "^share: expected 0 to 1, got 1.01$"),
+        ("--sweep 3 0", "^sweep: expected at least 1, got 0$"),
+        ("--picture a.txt", r"^picture: expected a file name ending in \.png, got 'a\.txt'$"),
+        ("--output /proc/a.json", "^output: /proc/a.json cannot be written: /proc: "),
+        ("--runs /proc/a", "^runs: /proc/a cannot be written: /proc: "),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(words: str, message: str) -> None:
+    with pytest.raises(VlaAccelError, match=message) as caught:
+        read(Options, words.split(), "program")
+    assert isinstance(caught.value, OutputError if "cannot be written" in message else ConfigError)
+
+
+def test_what_can_be_is_taken(tmp_path: Path) -> None:
+    words = f"--calls 1 --layers 1 --wait 0.1 --share 1 --sweep 1 2 --output {tmp_path}/new/a.json --runs {tmp_path}"
+    found = read(Options, [*words.split(), "--keep-all"], "program")
+    assert found.sweep == (1, 2) and found.keep_all and found.picture is None
+    assert not list(tmp_path.iterdir()), "looking leaves nothing"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("bench demo --calls 0", "calls: expected at least 1, got 0"),
+        ("bench demo --hz 0", "hz: expected more than 0, got 0.0"),
+        ("bench demo --prompt-tokens 0", "prompt-tokens: expected at least 1"),
+        ("bench --model pi05 --views 0", "views: expected at least 1"),
+        ("bench --model pi05 --config native", "config: expected a checkpoint beside it"),
+        ("bench demo --config native,,", "config: expected a file or one of"),
+        ("bench demo --output /proc/a.json", "output: /proc/a.json cannot be written"),
+        ("parity demo --seed -1", "seed: expected 0 to"),
+        ("parity demo --threshold nan", "threshold: expected -1 to 1, got nan"),
+        ("parity demo --report /proc/a.html", "report: /proc/a.html cannot be written"),
+        ("calibrate demo --limit -1", "limit: expected at least 1"),
+        ("tune demo --quick --margin -1", "margin: expected more than 0, at most 99, got -1.0"),
+        ("tune demo --quick --confidence 200", "confidence: expected 50 to 99.99, got 200.0"),
+        ("tune demo --quick --tasks 0", "suite, tasks: expected --benchmark beside them, got 0 alone"),
+        ("tune demo --quick --benchmark libero --allow-steps 0", "allow-steps: expected at least 1"),
+        ("tune demo --quick --output /proc/a", "output: /proc/a cannot be written"),
+        ("build --random pi05_demo --depth 0", "depth: expected at least 1"),
+        ("build demo --depth 3", "depth: expected --random beside it"),
+        ("build demo --random pi05_demo", "random: expected no checkpoint beside it, got demo"),
+        ("build demo --cache /proc/a", "cache: /proc/a cannot be written"),
+        ("cache list --cache nowhere", "cache: expected a folder of engines, got nowhere"),
+        ("convert here there --action-horizon -1", "action-horizon: expected at least 1"),
+        ("serve demo --max-payload-mib nan", "max-payload-mib: expected more than 0, got nan"),
+        ("serve demo --memory-budget-gib 3", r"memory-budget-gib: expected several policies \(--policy\)"),
+        ("serve demo --host 999.1.1.1 --insecure", "cannot listen on 999.1.1.1:8000: "),
+        ("bench-vae --rounds 0", "rounds: expected at least 1"),
+        ("bench-unet --size 63", "size: expected a multiple of 16, got 63"),
+        ("txt2img --sd-dir random --guidance nan", "guidance: expected at least 0, got nan"),
+        ("build-vae --vae tiny-sd-vae --output-dir /proc/a", "output-dir: /proc/a cannot be written"),
+        ("precision tiny-sd-vae --size 0", "size: expected at least 1"),
+    ],
+)
+def test_a_command_says_it_in_one_line_before_it_loads(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import re
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vla_accel.policy.OptimizedPolicy.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(build, "_checkpoint", lambda *_: pytest.fail("loaded"))
+    assert main(words.split()) == 1
+    out, err = capsys.readouterr()
+    said = [line for line in err.strip().splitlines() if "WARNING" not in line]
+    assert re.match(f"vla-accel {words.split()[0]}: {message}", said[0]) and len(said) == 1 and not out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_no_help_shows_how_types_are_spelt(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    said = capsys.readouterr().out
+    assert "{None}" not in said and "PATH PATH" not in said
+
+
+def test_what_was_not_foreseen_of_files_and_keys(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(error: BaseException) -> None:
+        def raising(_: object) -> None:
+            raise error
+
+        monkeypatch.setattr("vla_accel.cli.doctor.main", raising)
+
+    fail(FileNotFoundError(2, "No such file or directory", "there.json"))
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "vla-accel doctor: there.json: No such file or directory\n"
+    fail(KeyboardInterrupt())
+    assert main(["doctor"]) == 130 and capsys.readouterr().err == "vla-accel doctor: interrupted\n"
+    fail(OSError("a mistake of ours"))
+    with pytest.raises(OSError, match="a mistake of ours"):
+        main(["doctor"])
+
+
+def test_what_is_near_to_no_command_gets_no_guess(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--halp"]) == 2 and "did you mean" not in capsys.readouterr().err
+    assert main(["bnech"]) == 2 and "did you mean bench?" in capsys.readouterr().err
+
+
+def test_a_cache_that_is_a_checkpoint_loses_nothing(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert main(["cache", "clear", "--cache", str(tmp_path)]) == 0
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

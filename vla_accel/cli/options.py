@@ -1,0 +1,89 @@
+"""A program's options from its words: tyro reads them, and what a type says of them is checked before anything is
+loaded or run, so that a number or a file that cannot be is an error at once and not after the work."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from vla_accel.errors import ConfigError
+from vla_accel.files import require_writable, require_writable_folder
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Within:
+    """Marks a number, or several: `least` to `most`; with `above`, `least` itself is refused."""
+
+    least: float
+    most: float = math.inf
+    above: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Raise ConfigError for a number outside, or for none at all (NaN)."""
+        if self.least <= value <= self.most and math.isfinite(value) and not (self.above and value == self.least):
+            return
+        if self.most < math.inf and not self.above:
+            expected = f"{self.least} to {self.most}"
+        else:
+            expected = f"more than {self.least}" if self.above else f"at least {self.least}"
+            expected += f", at most {self.most}" if self.most < math.inf else ""
+        raise ConfigError(f"{name}: expected {expected}, got {value}")
+
+
+@dataclass(frozen=True)
+class Written:
+    """Marks a file, or with `folder` a folder, that the program writes; `suffix`: what its name must end in."""
+
+    folder: bool = False
+    suffix: str = ""
+
+    def check(self, name: str, value: Path) -> None:
+        """Raise ConfigError for another suffix, OutputError where it cannot be written."""
+        if self.suffix and value.suffix.lower() != self.suffix:
+            raise ConfigError(f"{name}: expected a file name ending in {self.suffix}, got {str(value)!r}")
+        (require_writable_folder if self.folder else require_writable)(value, name)
+
+
+# Options that may be left out, as `--help` shows them.
+File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
+OutputFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=""), Written()]
+Picture = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=""), Written(suffix=".png")]
+OutputFolder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint=""), Written(folder=True)]
+Number = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint=""), Within(1)]
+Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
+
+Count = Annotated[int, Within(1)]
+Seconds = Annotated[float, Within(0, above=True)]
+Seed = Annotated[int, Within(0, 2**63 - 1)]
+"""What every generator of random numbers takes."""
+
+
+def read(kind: type[T], words: Sequence[str] | None, program: str, description: str | None = None) -> T:
+    """The options of a program, a dataclass, from its words (the process's own if None).
+
+    Wrong usage ends the program with status 2, as tyro does. Raises ConfigError or OutputError for a value that its
+    type refuses.
+    """
+    given = tyro.cli(kind, args=words, prog=program, description=description, config=(tyro.conf.FlagCreatePairsOff,))
+    check(given)
+    return given
+
+
+def check(given: Any) -> None:
+    """Raise ConfigError or OutputError for a field that its type (`Within`, `Written`) refuses; None is none given."""
+    for field, hint in typing.get_type_hints(type(given), include_extras=True).items():
+        for mark in getattr(hint, "__metadata__", ()):
+            if isinstance(mark, (Within, Written)):
+                value = getattr(given, field)
+                for one in value if isinstance(value, tuple) else (value,):
+                    if one is not None:
+                        mark.check(field.replace("_", "-"), one)
