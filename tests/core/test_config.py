@@ -190,13 +190,14 @@ def test_values_given_in_python_are_checked_as_those_of_a_file() -> None:
     given: Any = {"vision": "native", "warm_up": ["pick"], "engines": {"expert": "eager"}, "pipeline_memory_gib": 2}
     made = PolicyConfig(**given)
     assert made == load_config(given) and made.vision == EngineSpec("native") and made.warm_up == ("pick",)
-    for kind, field, value in (
+    cases: list[tuple[type[Any], str, Any]] = [
         (PolicyConfig, "precision", "fp8"),
         (PolicyConfig, "seed", "x"),
         (PolicyConfig, "seed", 1.5),
         (PolicyConfig, "warm_up", "pick"),
         (EngineSpec, "precision", "fp7"),
-    ):
+    ]
+    for kind, field, value in cases:
         with pytest.raises(ConfigError, match=field):
             kind(**{field: value})
 

@@ -169,13 +169,14 @@ def test_no_thread_is_left_behind() -> None:
 
 def test_what_cannot_be_is_refused_before_anybody_is_called() -> None:
     address: Any = "ws://127.0.0.1:9"
-    for options, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"timeout_s": 0.0}, "timeout_s: expected seconds above 0, got 0"),
         ({"timeout_s": float("nan")}, "timeout_s: expected seconds above 0"),
         ({"connect_timeout_s": -1.0}, "connect_timeout_s: expected seconds above 0"),
         ({"api_key": "a\nb"}, "api_key: expected printable ASCII characters"),
         ({"api_key": "schlüssel"}, "api_key: expected printable ASCII characters"),
-    ):
+    ]
+    for options, message in cases:
         with pytest.raises(ConfigError, match=message):
             PolicyClient(address, **options)
     for wrong in (None, 8000, object()):
@@ -192,8 +193,8 @@ def test_an_observation_that_is_none_is_named() -> None:
             client.infer(nothing)
         with pytest.raises(WireError, match="observations: expected a list of observations, got a NoneType"):
             client.infer_batch(nothing)
-        with pytest.raises(WireError, match=r"observations\[1\]: expected a mapping, got a list"):
-            client.infer_batch([observation(1), nothing or []])
+        with pytest.raises(WireError, match=r"observations\[1\]: expected a mapping, got a NoneType"):
+            client.infer_batch([observation(1), nothing])
         assert "actions" in client.infer(observation(1)), "the connection is still there"
 
 
