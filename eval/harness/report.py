@@ -185,7 +185,7 @@ def read_result(path: Path) -> tuple[dict[str, Any], str]:
     return result, match[1]
 
 
-_PARTS = {"protocol": dict, "policy": dict, "summary": dict, "launches": list, "command": list, "episodes": list}
+_PARTS = {"protocol": dict, "policy": dict, "episodes": list}
 _OF_EPISODE = {"steps", "task_id", "trial", "success"}
 
 

@@ -181,7 +181,7 @@ def test_what_is_no_batch_is_refused(policy: OptimizedPolicy) -> None:
         assert str(caught.value) == f"noise: expected shape (2, 5, 8), got {noise.shape}"
 
 
-@pytest.mark.parametrize("name", [None, 3, ""])
+@pytest.mark.parametrize("name", [None, 3])
 def test_what_names_no_checkpoint_is_refused(name: Any) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint: expected a folder or one of demo.*, got "):
         OptimizedPolicy.from_pretrained(name)

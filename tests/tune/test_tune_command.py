@@ -113,7 +113,7 @@ def test_tune_finds_writes_and_continues(
         (["--allow-steps", "2"], "allow-steps: expected --benchmark beside it"),
         ([], "observations: expected recorded ones"),
         (["--quick", "--report", "x.pdf"], "report: expected a file name ending in .html"),
-        (["--quick", "--confidence", "100"], "alpha: expected a probability"),
+        (["--quick", "--confidence", "100"], "confidence: expected 50 to 99.99, got 100.0"),
         (["--quick", "--benchmark", "nothing.like:this"], "benchmark: expected libero or MODULE:FUNCTION"),
     ],
 )

@@ -117,7 +117,7 @@ def _base_and_lora(folder: Path, name: str, lora: str | None) -> tuple[Path, Pat
 
 def find(path_or_name: str | Path) -> Path:
     """The folder of a checkpoint; one named on the hub is fetched, or found in the hub's cache."""
-    if not isinstance(path_or_name, (str, Path)) or not str(path_or_name):
+    if not isinstance(path_or_name, (str, Path)):
         raise CheckpointError(f"checkpoint: expected a folder or one of {', '.join(NAMED)}, got {path_or_name!r}")
     name = str(path_or_name)
     folder = NAMED.get(name, Path(path_or_name))
