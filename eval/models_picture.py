@@ -78,7 +78,7 @@ def _group(report: Mapping[str, Any]) -> tuple[str, list[tuple[str, float, str, 
         return label, found[system], colour, f"{gpu}{faster}"
 
     rows = [ours("native-bf16", "BF16", PLAIN)]
-    fastest = min((name for name in found if name.startswith("native-")), key=found.__getitem__)
+    fastest: str = min((name for name in found if name.startswith("native-")), key=found.__getitem__)
     if fastest != "native-bf16":
         rows.append(ours(fastest, LABELS.get(fastest, fastest), FASTEST))
     other = PUBLISHED.get(model["kind"])
