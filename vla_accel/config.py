@@ -31,11 +31,14 @@ AUTO = "auto"
 class _Checked:
     """A dataclass whose fields are of their types however it is made: in Python, or from a file."""
 
+    where = ""
+    """Where a configuration has it, for errors."""
+
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():
             if name in ("engine", "fallback"):
                 continue  # looked up in `engines.ENGINES`, which in Python may hold more than a file can name
-            object.__setattr__(self, name, _convert(hint, getattr(self, name), name))
+            object.__setattr__(self, name, _convert(hint, getattr(self, name), f"{self.where}{name}"))
 
 
 @functools.cache
@@ -57,6 +60,8 @@ class TensorrtOptions(_Checked):
     only its marked parts. `verify`: compare the ONNX graph with the module, and the engine's first output with it.
     `cache`: folder of built engines, by default the user's cache folder; `cache_gb`: its size limit.
     """
+
+    where = "tensorrt."
 
     targets: tuple[str, ...] = ()
     profiles: tuple[str, ...] = ()
@@ -89,6 +94,8 @@ class NativeOptions(_Checked):
     CUDA C++, the streamed denoise loop, dependent launches), so that an Ampere or Ada GPU would run the same; "auto"
     takes the fastest. `embeddings`: where the table of token embeddings lies; "host" is page-locked memory, from which
     a kernel reads a prompt's few rows at each call: 1 GB less on the GPU for the large models, the same result."""
+
+    where = "native."
 
     kernels: Literal["auto", "portable"] = "auto"
     embeddings: Literal["gpu", "host"] = "gpu"
@@ -137,6 +144,8 @@ class CheckpointSpec(_Checked):
     checkpoint's robots, by its tag. `lora`: folder or hub name of an adapter that is folded into the weights.
     """
 
+    where = "checkpoint."
+
     asset_id: str | None = None
     tokenizer: str | None = None
     action_horizon: int | None = None
@@ -164,6 +173,8 @@ class RtcConfig(_Checked):
     the actions up to the delay are pinned, and nothing is guided. `max_delay`: the longest that it was trained with
     (lerobot: `rtc_training_max_delay`); None leaves it unchecked.
     """
+
+    where = "rtc."
 
     schedule: Schedule = "linear"
     max_guidance_weight: float | None = None

@@ -140,6 +140,7 @@ class Until:
 
 def test_interrupted_by_hand_or_ended_by_another_it_ends_its_jobs(tmp_path: Path) -> None:
     """Also one that heeds no interrupt, and has another Ctrl-C sent meanwhile."""
+    before = signal.getsignal(signal.SIGINT)
     deaf = "import os, signal, time, pathlib, sys;"
     deaf += "signal.signal(signal.SIGINT, lambda *_: os.kill(os.getppid(), signal.SIGINT));"
     deaf += "pathlib.Path(sys.argv[1]).write_text('{}'); time.sleep(60)"
@@ -156,7 +157,7 @@ def test_interrupted_by_hand_or_ended_by_another_it_ends_its_jobs(tmp_path: Path
     found._end_some = end_some
     found.run(time.monotonic() + SOON, grace_s=0.1)
     assert found.outcomes == {"deaf": Outcome(CONTINUED, "interrupted")}
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
 

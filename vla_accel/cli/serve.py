@@ -95,11 +95,10 @@ class Arguments(PolicySource):
             max_batch=self.max_batch,
             max_wait_s=self.max_wait_ms / 1e3,
         )
-        # Before the policy is loaded: a missing package, files of no use and a busy port are an error at once.
+        # Before the policy is loaded: a missing package and files of no use are an error at once.
         websockets_server()
         Keys(file=self.api_key_file)
         config.tls()
-        config.require_free()
         return config
 
 
@@ -108,6 +107,7 @@ def main(arguments: list[str]) -> int:
     given = parse_source(Arguments, arguments, "vla-accel serve")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     limits = given.limits()
+    limits.require_free()
     log = logging.getLogger("vla_accel.server")
     if not is_loopback(limits.host):
         if limits.api_key_file is None:
