@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vla_accel.cli import ended
 from vla_accel.cli.options import read
-from vla_accel.errors import VlaAccelError
 from vla_accel.files import replacing
 
 T = TypeVar("T")
@@ -19,21 +19,15 @@ def run_script(name: str, kind: type[T], run: Callable[[T], object], words: Sequ
 
     The exit status: 0 done, 1 an error was said, 130 interrupted; wrong usage ends the program with status 2.
     """
-    try:
+
+    def whole() -> int:
         run(read(kind, words, f"python -m {name}"))
-    except VlaAccelError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        # A file that cannot be read says so best itself; anything else is a mistake of ours.
-        if error.filename is None:
-            raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    status, said = ended(whole)
+    if said is not None:
+        print(f"error: {' '.join(said.split())}" if status == 1 else said, file=sys.stderr)
+    return status
 
 
 def write_png(figure: Any, path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vla_accel.errors import VlaAccelError
 
@@ -51,20 +51,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f": did you mean {nearest[0]}?" if nearest else ""
         print(f"vla-accel: unknown command {name}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
+    status, said = ended(lambda: importlib.import_module(COMMANDS[name][0]).main(rest))
+    if said is not None:
+        print(f"vla-accel {name}: {said}", file=sys.stderr)
+    return status
+
+
+def ended(run: Callable[[], int]) -> tuple[int, str | None]:
+    """The exit status of a program, and what is to be said of its end: 1 an error that a user can mend, 130
+    interrupted."""
     try:
-        return importlib.import_module(COMMANDS[name][0]).main(rest)
+        return run(), None
     except VlaAccelError as error:
-        print(f"vla-accel {name}: {error}", file=sys.stderr)
-        return 1
+        return 1, str(error)
     except OSError as error:
         # A file that cannot be read says so best itself; anything else is a mistake of ours.
         if error.filename is None:
             raise
-        print(f"vla-accel {name}: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
+        return 1, f"{error.filename}: {error.strerror}"
     except KeyboardInterrupt:
-        print(f"vla-accel {name}: interrupted", file=sys.stderr)
-        return 130
+        return 130, "interrupted"
 
 
 def usage() -> str:
