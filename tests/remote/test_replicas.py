@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -22,6 +23,7 @@ from vla_accel.client import PolicyClient
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ServerError
 from vla_accel.machine import devices, resolve_devices
 from vla_accel.server import PolicyServer, Replicas, ServerConfig, background
+from vla_accel.server.replica import _end
 
 LOCAL = ServerConfig(port=0)
 
@@ -130,6 +132,28 @@ def test_frames_that_have_no_room_in_the_memory_arrive_as_well(
         for index in range(4):
             large = {**observation(index), "more": np.zeros(100_000, np.uint8)}
             np.testing.assert_array_equal(client.infer(large)["actions"], expected_actions(large["observation/state"]))
+
+
+def test_a_replica_whose_end_fails_is_started_again(server: PolicyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = server.dispatcher.replicas[0]
+
+    async def close() -> None:
+        monkeypatch.undo()
+        raise OSError("no")
+
+    monkeypatch.setattr(victim, "close", close)
+    before = victim.pid  # type: ignore[attr-defined]
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: victim.pid != before, within_s=30)  # type: ignore[attr-defined]
+
+
+def test_an_end_that_somebody_else_was_told_of_is_an_end() -> None:
+    """Two replicas die at once: the start of the first hears of the second's end before whoever waits for it does."""
+    process = multiprocessing.get_context("spawn").Process(target=int)
+    process.start()
+    assert process.pid is not None
+    os.waitpid(process.pid, 0)
+    _end(process)
 
 
 @pytest.mark.slow

@@ -183,8 +183,8 @@ class Dispatcher:
     async def _revive(self, replica: Replica) -> None:
         wait_s = _FIRST_WAIT_S
         while True:
-            await replica.close()
             try:
+                await replica.close()
                 await replica.start(lambda: self._died(replica))
             except Exception as error:
                 logger.error("replica %s does not start, next attempt in %g s: %s", replica.name, wait_s, error)

@@ -222,12 +222,15 @@ def _nameless(title: str) -> IO[bytes]:
 
 
 def _end(process: Any) -> None:
-    """A process whose socket is closed ends by itself, unless it is in a call that does not."""
+    """A process whose socket is closed ends by itself, unless it is in a call that does not.
+
+    It is not `close`d: a start of another replica asks after every process, and where that is told of this one's end
+    first, this one counts as alive for a moment longer.
+    """
     process.join(_END_S)
     if process.is_alive():
         process.kill()
         process.join()
-    process.close()
 
 
 # -- in the replica's process ------------------------------------------------------------------------------------------
