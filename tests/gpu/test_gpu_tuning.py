@@ -27,6 +27,16 @@ def test_a_measured_loop_agrees_and_is_found_again(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cuts, "remembered", autotune.remembered)
+    knobs = pytest.importorskip("triton").knobs
+    late: list[str] = []
+    milliseconds = autotune.milliseconds
+
+    def watched(*arguments: Any) -> float:
+        with monkeypatch.context() as patch:
+            patch.setattr(knobs.compilation, "listener", lambda *, metadata, **_: late.append(metadata["name"]))
+            return milliseconds(*arguments)
+
+    monkeypatch.setattr(autotune, "milliseconds", watched)
     case = LOOPS[name]
     model = random_model(Pi0, case.config)
     inputs, state, noise = loops_inputs(case)
@@ -45,6 +55,7 @@ def test_a_measured_loop_agrees_and_is_found_again(
         with assumed(here.portable if portable else here):
             loop = loop_of(moved, "bf16")
             assert all(f"; {product} " in loop.detail for product in ("qkv", "o", "gate_up", "down", "attention"))
+            assert not late, "all was compiled side by side before it was measured"
             got = run_loop(loop, inputs, state, noise, DEVICE)
             monkeypatch.setattr(autotune, "fastest", lambda *_: pytest.fail("measured again"))
             again = loop_of(moved, "bf16")

@@ -96,7 +96,7 @@ def test_fp8_where_there_is_none(groot_folder: Path) -> None:
 
 def compiled(*words: str) -> list[dict[str, int]]:
     if importlib.util.find_spec("triton") is None:
-        pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.4' (Linux)")
+        pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)")
     script = ROOT / "tests" / "support" / "compile_groot.py"
     command = [sys.executable, "-W", "ignore", str(script), *words]
     done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True)

@@ -29,6 +29,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
         return found[run()]
 
     monkeypatch.setattr(autotune, "milliseconds", milliseconds)
+    monkeypatch.setattr(autotune, "compile_all", lambda calls, device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found
 
@@ -65,6 +66,17 @@ def test_the_quickest_is_taken_and_who_cannot_is_out(times: dict[Any, float]) ->
     # A mistake is not a way that cannot run.
     with pytest.raises(ZeroDivisionError):
         fastest({"mistake": lambda: 1 / 0}, GPU, 7)
+
+
+def test_all_are_compiled_before_one_is_measured(times: dict[Any, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    ways = {name: lambda name=name: done.append(name) or name for name in ("a", "b")}
+    times.update(a=2.0, b=1.0)
+    monkeypatch.setattr(
+        autotune, "compile_all", lambda calls, device: done.extend(f"{call()} compiled" for call in calls)
+    )
+    assert fastest(ways, GPU, 7).way == "b"
+    assert done == ["a", "a compiled", "b", "b compiled", "a", "b"]
 
 
 def test_what_triton_cannot_fit_is_out(times: dict[Any, float]) -> None:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "vla_accel" / "ops" / "kernels"
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="NOT RUN: needs triton: pip install 'triton>=3.4' (Linux)"
+    importlib.util.find_spec("triton") is None, reason="NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)"
 )
 
 

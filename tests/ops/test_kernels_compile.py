@@ -47,7 +47,7 @@ SPILLED = 256
 
 def compiled_for(version: str, folder: Path, *options: str) -> list[dict[str, Any]]:
     if importlib.util.find_spec("triton") is None:
-        pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.4' (Linux)")
+        pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)")
     cache = str(folder)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "compile_kernels.py"), version, *options],

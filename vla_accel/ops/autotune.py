@@ -12,7 +12,7 @@ import importlib.util
 import itertools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import torch
 
 from vla_accel.errors import VlaAccelError
 from vla_accel.files import cache_folder, replacing
+from vla_accel.ops.dispatch import kernels
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.phases import phase
 
@@ -48,6 +49,8 @@ def fastest(candidates: Mapping[str, Callable[[], object]], device: torch.device
         return Fastest(next(iter(candidates)))
     times: dict[str, float] = {}
     out: dict[str, str] = {}
+    with phase("compile"):
+        compile_all(candidates.values(), device)
     for name, run in candidates.items():
         try:
             with phase("tune"):
@@ -115,6 +118,13 @@ def unfit() -> tuple[type[Exception], ...]:
     from triton.runtime.errors import OutOfResources, PTXASError
 
     return (*plain, OutOfResources, PTXASError)
+
+
+def compile_all(calls: Collection[Callable[[], object]], device: torch.device) -> None:
+    """Compile what calls on a GPU launch of Triton's kernels, side by side."""
+    if len(calls) > 1 and importlib.util.find_spec("triton") is not None:
+        with torch.inference_mode(), torch.cuda.device(device):
+            kernels("compiling").compile_side_by_side(calls, unfit())
 
 
 def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -66,13 +66,16 @@ def phase(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _triton_told(spent: Spent) -> Iterator[None]:
-    """Triton compiles at a kernel's first launch, in the middle of other phases, and tells a listener how long."""
+    """Triton compiles at a kernel's first launch, in the middle of other phases, and tells a listener how long. What
+    another thread compiles counts where this one waits for it."""
     if importlib.util.find_spec("triton") is None:
         yield
         return
     from triton import knobs
 
     def listen(*, times: Any, **_: Any) -> None:
+        if _OPEN.get() is not spent:
+            return
         taken = times.total / 1e6
         spent.seconds["compile"] += taken
         spent._inner[-1] += taken

@@ -1,0 +1,45 @@
+"""Triton's kernels of several calls compiled side by side, before any of them is launched.
+
+Compiling is most of a first start. Triton compiles a kernel where it is first launched, one after the other; half of
+that is the compiler's own code and the assembler, which the host's cores can share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import triton
+
+
+def compile_side_by_side(calls: Iterable[Callable[[], object]], unfit: tuple[type[Exception], ...]) -> None:
+    """Make the calls, of which only kernels that are compiled already are launched, and wait until the others are
+    compiled. Nothing that a call computes counts. What is wrong with one (an error of `unfit`, a kernel that does not
+    compile) is not said here: it is said again where the call is made."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool, _Sending(pool, ignore_errors=True):
+        for call in calls:
+            with contextlib.suppress(*unfit):
+                call()
+
+
+class _Sending(triton.AsyncCompileMode):
+    """This thread's launches of kernels that are not compiled yet only send them to the compiler."""
+
+    def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        super().submit(key, compile_fn, finalize_fn)
+        return _Unlaunched()
+
+
+class _Unlaunched:
+    """Takes a kernel's place in its launch, and does nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def run(self, *_: Any) -> None:
+        return None
