@@ -31,6 +31,10 @@ def _broken(out_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + tl.arange(0, BLOCK), nobody_knows_this)  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
 
 
+FILLED: Any = _filled
+BROKEN: Any = _broken
+
+
 class Compiled:
     """What Triton's compiler gives, and who asked for it."""
 
@@ -65,13 +69,13 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]
     )  # fmt: skip
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     yield found
-    for kernel in (_filled, _broken):
+    for kernel in (FILLED, BROKEN):
         kernel.device_caches.clear()
 
 
 def filling(value: int) -> Any:
     out = torch.zeros(16)
-    return lambda: _filled[(1,)](out, value, 16)
+    return lambda: FILLED[(1,)](out, value, 16)
 
 
 def test_kernels_are_compiled_beside_and_launched_where_they_are_called(said: list[str]) -> None:
@@ -93,7 +97,7 @@ def test_what_is_wrong_is_said_where_it_is_called(said: list[str]) -> None:
         raise NotImplementedError("only 64")
 
     def broken() -> None:
-        _broken[(1,)](torch.zeros(16), 16)
+        BROKEN[(1,)](torch.zeros(16), 16)
 
     compile_side_by_side([unfit, broken, filling(5)], (NotImplementedError,))
     assert said == ["compiled beside"]
