@@ -17,7 +17,7 @@ from eval.harness import sharing
 from eval.harness.benchmark import Benchmark
 from eval.harness.policies import PolicyBySteps, PolicySource, identity, make_actor
 from eval.harness.protocol import EpisodeKey
-from eval.harness.rollout import EpisodeResult
+from eval.harness.rollout import EpisodeResult, describe
 from eval.harness.runner import Runner, Setup
 from eval.harness.workers import available_cores
 from vla_accel.errors import EngineError
@@ -75,9 +75,13 @@ class Replica:
         while self._waiting:
             taken, self._waiting = self._waiting, []
             requests = [request for request, _ in taken]
-            answers = await loop.run_in_executor(self._thread, sharing.answer, self._policies, requests)
+            try:
+                answers = await loop.run_in_executor(self._thread, sharing.answer, self._policies, requests)
+            except Exception as error:  # simulators wait for these answers and for all that come after them
+                answers = [("failed", describe(error))] * len(taken)
             for (_, future), one in zip(taken, answers, strict=True):
-                future.set_result(one)
+                if not future.done():  # else whoever asked is gone
+                    future.set_result(one)
         self._answering = None
 
     def _load(self) -> Loaded:

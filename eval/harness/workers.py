@@ -127,7 +127,7 @@ class _Pool:
         """Handle one message; returns a result if it was one."""
         try:
             kind, *content = worker.pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # between two messages, or in the middle of one
             return self._bury(worker)
         if kind == "infer":
             requests.append((worker, tuple(content)))
@@ -176,6 +176,7 @@ class _Pool:
             worker.process.join(JOIN_TIMEOUT_S)
             if worker.process.is_alive():
                 worker.process.kill()
+                worker.process.join()
             worker.pipe.close()
         self._workers.clear()
 

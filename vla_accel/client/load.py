@@ -51,7 +51,8 @@ def load(
     """Ask as fast as answers come, from `clients` connections.
 
     Args: `observation`: what is sent, with other numbers as its `state`; `warm_up`: requests of each client that are
-    not counted. A client that meets an error notes it and goes on with a new connection.
+    not counted. A client that meets an error notes it and goes on with a new connection; one that meets it before
+    its first request that counts ends.
     """
     processes = max(1, min(clients, os.cpu_count() or 1))
     shares = [clients // processes + (i < clients % processes) for i in range(processes)]
@@ -102,11 +103,15 @@ def _clients(
                 start = time.monotonic()
                 answer = policy.infer({**observation, options["state"]: numbers})
                 took = (time.monotonic() - start) * 1e3
-            except ServerError as error:
-                problems.append(f"client {first + index}: {error}")
+                back = answer["state"]
+            except Exception as error:
+                what = str(error) if isinstance(error, ServerError) else f"{type(error).__name__}: {error}"
+                problems.append(f"client {first + index}: {what}")
+                if not end:  # there is nothing to count: a server that is not there would be asked for ever
+                    return
                 policy = None
                 continue
-            if not np.array_equal(answer["state"], numbers):
+            if not np.array_equal(back, numbers):
                 problems.append(f"client {first + index} got another's answer to request {count}")
             if count >= 0:
                 samples[index].append(_sample(took, answer.get("server_timing", {})))
@@ -119,7 +124,7 @@ def _clients(
         thread.start()
     for thread in threads:
         thread.join()
-    took = time.monotonic() - min(began)
+    took = time.monotonic() - min(began, default=begin)
     rows = [row for own in samples for row in _told_late(own)]
     counts = [len(own) for own in samples]
     return Load(np.array(rows, np.float64).reshape(-1, len(COLUMNS)), counts, problems, took)
@@ -132,7 +137,7 @@ def _sample(round_trip: float, timing: Mapping[str, float]) -> tuple[float, ...]
 
 def _told_late(own: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
     """The server tells its whole time for a request with the next answer."""
-    following = [row[1] for row in own[1:]] + [np.nan]
+    following = [row[1] for row in own[1:]] + [np.nan] * bool(own)
     return [(row[0], late, *row[2:]) for row, late in zip(own, following, strict=True)]
 
 

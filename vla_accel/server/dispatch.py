@@ -49,6 +49,7 @@ class Dispatcher:
         self._pump_at: asyncio.TimerHandle | None = None
         self._reviving: set[asyncio.Task[None]] = set()
         self._max_batch = 1
+        self._closing = False
 
     async def start(self) -> None:
         """Load every replica at once. Raises what the first of them to fail raised."""
@@ -104,6 +105,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """End the replicas; what is under way may be lost."""
+        self._closing = True
         for task in self._reviving:
             task.cancel()
         if self._pump_at is not None:
@@ -159,6 +161,8 @@ class Dispatcher:
 
     def _died(self, replica: Replica) -> None:
         """Try again, once, what the replica was working on, and bring the replica back."""
+        if self._closing:
+            return
         jobs = self._under_way.pop(replica, {})
         if replica in self._idle:
             self._idle.remove(replica)

@@ -30,7 +30,7 @@ class Keys:
 
     def __init__(self, key: str | None = None, file: Path | None = None) -> None:
         self._file = file
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
         self._digests: dict[bytes, str] = {}
         if file is not None:
             self._seen = self._stamp(file)
@@ -80,12 +80,12 @@ class Keys:
         return True
 
     @staticmethod
-    def _stamp(file: Path) -> tuple[int, int] | None:
+    def _stamp(file: Path) -> tuple[int, int, int] | None:
         try:
             stat = file.stat()
         except OSError:
             return None
-        return stat.st_mtime_ns, stat.st_ino
+        return stat.st_mtime_ns, stat.st_ino, stat.st_size  # a second write may come before the clock's next tick
 
 
 def read_keys(path: Path) -> dict[str, str]:

@@ -27,7 +27,7 @@ from typing import IO, Any, Protocol
 from vla_accel import errors
 from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.server.loop import tune_process
-from vla_accel.server.runner import Call, Deliver, Runner
+from vla_accel.server.runner import Answer, Call, Deliver, Runner
 from vla_accel.server.shelf import Shelf
 
 logger = logging.getLogger("vla_accel.server")
@@ -96,8 +96,11 @@ class ThreadReplica:
     def _work(self) -> None:
         while (item := self._calls.get()) is not None:
             calls, deliver = item
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
-                self._runner.run(calls, lambda answers, to=deliver: self._loop.call_soon_threadsafe(to, answers))
+            self._runner.run(calls, lambda answers, to=deliver: self._tell(to, answers))
+
+    def _tell(self, deliver: Deliver, answers: list[tuple[int, Answer]]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            self._loop.call_soon_threadsafe(deliver, answers)
 
 
 class ProcessReplica:
@@ -125,8 +128,13 @@ class ProcessReplica:
             process = multiprocessing.get_context("spawn").Process(
                 target=_replica_main, args=words, name=self.name, daemon=True
             )
-            await loop.run_in_executor(None, process.start)
-        self._process, self.pid = process, process.pid or 0
+            starting = loop.run_in_executor(None, process.start)
+            try:
+                await asyncio.shield(starting)
+            finally:  # a process that nobody waits for any longer is there for `close`
+                await asyncio.wait([starting])
+                if process.pid is not None:
+                    self._process, self.pid = process, process.pid
         ready: asyncio.Future[Any] = loop.create_future()
 
         def received(message: Any) -> None:

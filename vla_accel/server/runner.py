@@ -131,6 +131,13 @@ class Entry:
 
 def _answer(work: _Work) -> Answer:
     """The answer to a call whose results, or the exceptions in their place, are all there."""
+    try:
+        return _packed(work)
+    except Exception as error:  # a result is the policy's own object, and may raise whatever it likes when it is read
+        return failure(error)
+
+
+def _packed(work: _Work) -> Answer:
     packed, told, infer_ms, batch = [], {}, 0.0, 0
     for place in range(len(work.results)):
         outcome, infer_ms, batch = work.results[place]
