@@ -13,14 +13,16 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
+from tests.support.server_support import local
 from tests.support.tiny import write_tiny_checkpoint
+from tests.support.waiting import silent_port
 from vla_accel.cli import main
 from vla_accel.cli.bench_server import LoadRandom
 from vla_accel.client import load
 from vla_accel.measure.random_policy import random_observation
 from vla_accel.measure.serving import Nothing
 from vla_accel.models.family import FAMILIES
-from vla_accel.server import ServerConfig, background
+from vla_accel.server import background
 
 
 @pytest.mark.slow
@@ -79,7 +81,7 @@ def test_a_checkpoint_or_random_weights(capsys: pytest.CaptureFixture[str]) -> N
 def ask(policy: Any) -> load.Load:
     """What one client sees of a policy."""
     options = {"state": "observation/state", "warm_up": 1, "api_key": None}
-    with background(policy, ServerConfig(port=0)) as server:
+    with background(policy, local()) as server:
         return load._clients(server.address, 1, 0, time.monotonic(), 0.05, Nothing.example(), options)
 
 
@@ -90,6 +92,19 @@ def test_every_request_is_seen_with_its_parts() -> None:
     assert np.isnan(column["server"][-1]), "the last is told with an answer that never came"
     inside = column["queue"] + column["handover"] + column["decode"] + column["infer"]
     assert (inside[:-1] < column["server"][:-1]).all() and (inside < column["round_trip"]).all()
+
+
+def test_a_client_that_cannot_begin_or_read_says_so() -> None:
+    options = {"state": "observation/state", "warm_up": 1, "api_key": None}
+    with silent_port() as port:
+        seen = load._clients(f"ws://127.0.0.1:{port}", 2, 0, time.monotonic(), 0.05, Nothing.example(), options)
+    assert seen.counts == [0, 0] and all("cannot connect" in one for one in seen.problems) and len(seen.problems) == 2
+
+    class Silent(Nothing):
+        def infer(self, observation: Any) -> Any:
+            return {"actions": np.zeros((1, 7))}
+
+    assert ask(Silent()).problems == ["client 0: KeyError: 'state'"]
 
 
 def test_a_crossed_answer_is_noticed() -> None:

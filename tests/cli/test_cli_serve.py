@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +59,8 @@ def test_the_bundled_checkpoint_is_served_and_answers_as_in_process(tmp_path: Pa
 def test_a_real_policy_answers_batches_of_different_observations(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path / "tiny")
     words = (CONFIG, "--checkpoint", str(tmp_path / "tiny"), "--device", "cpu", "--max-batch", "4")
-    with serve_command(*words, "--max-wait-ms", "300") as address, ThreadPoolExecutor(4) as pool:
+    with serve_command(*words, "--max-wait-ms", "3600000") as address, ThreadPoolExecutor(4) as pool:
+        # A full batch waits for nobody, and nobody goes alone.
         clients = [PolicyClient(address) for _ in range(4)]
 
         def ask(index: int) -> dict:
@@ -68,14 +70,16 @@ def test_a_real_policy_answers_batches_of_different_observations(tmp_path: Path)
         assert {r["server_timing"]["batch"] for r in results} == {4}
         for index, result in enumerate(results):
             np.testing.assert_array_equal(result["state"], tiny_observation(index)["observation/state"])
-            clients[index].close()
         assert metric(address, "vla_accel_batch_size_sum") == 16
-        for wrong, said in (
-            ({"prompt": b"pick \xff"}, "ObservationError: prompt: expected text in UTF-8"),
-            ({"observation/state": np.full(8, b"12")}, r"ObservationError: observation/state: .* got dtype \|S2"),
-        ):
-            with PolicyClient(address) as client, pytest.raises(ServerError, match=said):
-                client.infer({**tiny_observation(), **wrong})
+        wrongs: list[dict[str, Any]] = [{"prompt": b"pick \xff"}, {"observation/state": np.full(8, b"12")}, {}, {}]
+        asked = [pool.submit(c.infer, {**tiny_observation(), **w}) for c, w in zip(clients, wrongs, strict=True)]
+        with pytest.raises(ServerError, match="ObservationError: prompt: expected text in UTF-8"):
+            asked[0].result()
+        with pytest.raises(ServerError, match=r"ObservationError: observation/state: .* got dtype \|S2"):
+            asked[1].result()
+        assert all("actions" in one.result() for one in asked[2:])
+        for client in clients:
+            client.close()
         assert metric(address, 'vla_accel_requests_total{outcome="bad request"}') == 2
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from tests.support import toy_cluster as toy
 from tests.support.ray_support import cluster_of
 from tests.support.tiny import write_tiny_checkpoint
 from tests.support.toy_command import Arguments
+from tests.support.waiting import PATIENCE_S, silent_port
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.remote.cluster import connect
 
@@ -95,7 +95,7 @@ def test_whatever_dies_each_episode_counts_once(tmp_path: Path, checkpoint: Path
         killer = Killer(cluster, tmp_path)
         killer.start()
         result = evaluate(replace(asked, source=source), console)
-        killer.join(1.0)
+        killer.join(PATIENCE_S)
     assert killer.killed[0] == "replica" and killer.killed[-1] == "node" and (tmp_path / "waiting-0").exists()
     assert outcomes(output) == outcomes(tmp_path / "plain.json"), "nothing lost, nothing twice, and the same actions"
     log = (tmp_path / "ray.episodes.jsonl").read_text().splitlines()
@@ -139,13 +139,11 @@ def test_a_gpu_that_is_lent_but_not_there_is_an_error(tmp_path: Path, checkpoint
 
 
 def test_an_address_where_no_cluster_is_is_one_error(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for address, message in (
-        (f"127.0.0.1:{port}", f"ray: nobody answers at 127.0.0.1:{port} "),
-        ("ray://head:10001", "ray: expected auto, local or HOST:PORT, got 'ray://head:10001'"),
-        ("head", "ray: expected auto, local or HOST:PORT, got 'head'"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            connect(address)
+    with silent_port() as port:
+        for address, message in (
+            (f"127.0.0.1:{port}", f"ray: nobody answers at 127.0.0.1:{port} "),
+            ("ray://head:10001", "ray: expected auto, local or HOST:PORT, got 'ray://head:10001'"),
+            ("head", "ray: expected auto, local or HOST:PORT, got 'head'"),
+        ):
+            with pytest.raises(ConfigError, match=re.escape(message)):
+                connect(address)

@@ -77,7 +77,7 @@ def measuring(folder: Path, jobs: list[Job], **more: Any) -> Measuring:
 
 def played(folder: Path, jobs: list[Job], until: float = SOON, **more: Any) -> Measuring:
     found = measuring(folder, jobs, **more)
-    found.run(time.monotonic() + until, grace_s=5.0)
+    found.run(time.monotonic() + until, grace_s=SOON)
     assert not found.running
     return found
 
@@ -120,7 +120,7 @@ def test_what_the_deadline_interrupts_goes_on_in_the_next_call(toy: str, tmp_pat
         watched = Until(log, call)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(measure.time, "monotonic", watched)
-            found.run(end=SOON, grace_s=5.0)
+            found.run(end=SOON, grace_s=SOON)
         assert found.outcomes == {"long": Outcome(CONTINUED, "interrupted"), "next": Outcome(CONTINUED, "not begun")}
         assert "KeyboardInterrupt" in (tmp_path / "work/partial/long.log").read_text()
         assert not (tmp_path / "results").exists()

@@ -15,6 +15,7 @@ from eval.harness.rollout import run_episode
 from eval.libero.benchmark import LIBERO
 from tests.support.eval_support import OBS, TASK, FakeEnv
 from tests.support.openpi_wire import openpi_pack, serving
+from tests.support.waiting import PATIENCE_S, silent_port
 from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError, ServerError
 
@@ -95,20 +96,25 @@ def test_an_answer_without_actions_is_refused() -> None:
 
 
 def test_a_late_answer_is_an_error_and_not_the_next_requests_answer() -> None:
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
     calls: list[int] = []
 
     def answer(obs: dict[str, Any]) -> bytes:
         calls.append(1)
         if len(calls) == 1:
-            release.wait(5)
+            begun.set()
+            release.wait(PATIENCE_S)
         return openpi_pack({"actions": np.full((10, 7), float(len(calls)))})
 
     with serving(answer) as address:
         policy = PolicyClient(address, timeout_s=0.3)
+        recv = policy._connection.recv
+        # The clock begins once the server has the request.
+        policy._connection.recv = lambda timeout: begun.wait(PATIENCE_S) and recv(timeout=timeout)
         with pytest.raises(ServerError, match="no answer"):
             policy.infer(OBS)
         release.set()
+        policy._timeout_s = PATIENCE_S
         policy.reset()
         assert policy.infer(OBS)["actions"][0, 0] == 2.0
         policy.close()
@@ -134,12 +140,7 @@ def test_an_interrupt_leaves_no_answer_behind_for_the_next_request() -> None:
 
 
 def test_nobody_there_is_one_clear_error() -> None:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(ServerError, match=f"ws://127.0.0.1:{port}: cannot connect"):
+    with silent_port() as port, pytest.raises(ServerError, match=f"ws://127.0.0.1:{port}: cannot connect"):
         PolicyClient(f"ws://127.0.0.1:{port}")
 
 

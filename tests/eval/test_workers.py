@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
+import struct
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from eval.harness.cluster_actors import Replica
 from eval.harness.policies import PolicyBySteps, PolicySource
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.runner import Setup
 from eval.harness.schedule import Schedule
 from eval.harness.sharing import answer
-from eval.harness.workers import _Pool, play
-from tests.support.eval_support import FakePolicy
+from eval.harness.workers import _Pool, _Worker, play
+from tests.support.eval_support import OBS, FakePolicy
 from tests.support.toy_benchmark import TOY
+from tests.support.waiting import PATIENCE_S
 
 # The stand-in policy's seven numbers; the point takes the first.
 BENCHMARK = replace(TOY, action_dim=7)
@@ -103,15 +107,17 @@ def test_batches_have_few_sizes_and_answers_their_order() -> None:
 class DeadlyPolicy(FakePolicy):
     """Kills the worker that asks for its first episode's first actions (a warm-up comes without noise)."""
 
-    killed = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.killed = set(multiprocessing.active_children()), False
 
     def with_steps(self, steps: int) -> DeadlyPolicy:
         return self
 
     def infer(self, obs: dict[str, Any], *, noise: np.ndarray | None = None) -> dict[str, Any]:
-        if noise is not None and not DeadlyPolicy.killed:
-            DeadlyPolicy.killed = True
-            (worker,) = multiprocessing.active_children()
+        if noise is not None and not self.killed:
+            self.killed = True
+            (worker,) = set(multiprocessing.active_children()) - self.before
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
         return super().infer(obs, noise=noise)
@@ -120,9 +126,35 @@ class DeadlyPolicy(FakePolicy):
 def test_a_worker_that_dies_is_an_error_of_its_episode_only() -> None:
     # `play` would not start a pool of one; with one there is no doubt which worker asked.
     plan = [key(0, 0), key(0, 1)]
-    policies = PolicyBySteps(DeadlyPolicy())
-    results = {r.key: r for r in _Pool(SETUP, plan, policies, workers=1).results()}
+    policy = DeadlyPolicy()
+    results = {r.key: r for r in _Pool(SETUP, plan, PolicyBySteps(policy), workers=1).results()}
     assert set(results) == set(plan)
     assert results[key(0, 0)].error == "WorkerDied: worker process ended with code -9"
     assert results[key(0, 1)].outcome == "failure", "a new worker took over"
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= policy.before
+
+
+def test_a_worker_that_dies_in_the_middle_of_a_message_is_an_error_of_its_episode_only() -> None:
+    pool, (ours, theirs) = _Pool(SETUP, [], None, workers=1), multiprocessing.Pipe()
+    os.write(theirs.fileno(), struct.pack("!i", 1000) + b"the beginning of 1000 bytes")
+    theirs.close()
+    process = multiprocessing.get_context("spawn").Process(target=os._exit, args=(3,))
+    process.start()
+    pool._workers[ours] = worker = _Worker(process, ours, key(0, 0))
+    process.join()
+    result = pool._receive(worker, [])
+    assert result is not None and result.error == "WorkerDied: worker process ended with code 3"
+
+
+def test_a_replica_whose_policy_fails_for_all_answers_all_and_the_next_one() -> None:
+    class Failing(FakePolicy):
+        def with_steps(self, steps: int) -> FakePolicy:
+            raise MemoryError(f"no room for {steps} steps")
+
+    async def ask() -> list[tuple[str, Any]]:
+        replica = Replica(SETUP.source, BENCHMARK, gpu=False)
+        replica._policies = PolicyBySteps(Failing())
+        return [await asyncio.wait_for(replica.answer((steps, OBS, {})), PATIENCE_S) for steps in (3, None)]
+
+    (kind, why), (other, _) = asyncio.run(ask())
+    assert (kind, why, other) == ("failed", "MemoryError: no room for 3 steps", "answer")

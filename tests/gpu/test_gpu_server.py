@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
-from tests.remote.test_server import eventually
 from tests.support.server_support import metric
+from tests.support.waiting import eventually
 from vla_accel import OptimizedPolicy
 from vla_accel.cli.serve import Load
 from vla_accel.client import PolicyClient

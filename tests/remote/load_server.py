@@ -23,6 +23,7 @@ import numpy as np
 
 from tests.support.openpi_wire import openpi_pack
 from tests.support.server_support import RawClient
+from tests.support.waiting import PATIENCE_S, eventually
 from vla_accel.client.load import load
 from vla_accel.measure.serving import Nothing, percentiles
 from vla_accel.server import PolicyServer, Replicas, ServerConfig, background
@@ -72,7 +73,9 @@ def run(
 ) -> dict[str, Any]:
     """What `clients` saw in `seconds`: of one policy in the server's process, or, with `kill_every_s`, of two
     replicas, beside rubbish and slow readers; or of other `replicas`, whose policy takes `observation`."""
-    config = ServerConfig(port=0, max_clients=2 * clients, max_batch=max_batch, send_timeout_s=2.0)
+    config = ServerConfig(
+        port=0, max_clients=2 * clients, max_batch=max_batch, send_timeout_s=2.0, handshake_timeout_s=PATIENCE_S
+    )
     policy = replicas or Replicas(Loud, ("cpu", "cpu")) if kill_every_s else Loud()
     memory: list[float] = []
     back_s: list[float] = []
@@ -86,7 +89,7 @@ def run(
                 ("kills", kill_every_s, lambda: kill(server, chosen, back_s)),
             ]
             if observation is None:  # `Loud` takes it; a checkpoint's answers are never too long for a socket
-                works.append(("slow_readers", 1.0, lambda: take_no_answer(server.address)))
+                works.append(("slow_readers", 1.0, lambda: take_no_answer(server)))
             for name, every_s, work in works:
                 stack.enter_context(repeated(every_s, count(done, name, work)))
         seen = load(server.address, clients, seconds, observation or Nothing.example())
@@ -158,12 +161,16 @@ def send_rubbish(address: str, chosen: random.Random) -> None:
         client.frame()
 
 
-def take_no_answer(address: str) -> None:
+def take_no_answer(server: PolicyServer) -> None:
     """A client that asks for much and reads nothing, until the server drops it."""
-    client = RawClient(address)
+
+    def dropped() -> float:
+        return server.metrics.refused.values.get("slow reader", 0.0)
+
+    client, before = RawClient(server.address), dropped()
     with contextlib.closing(client):
         client.send(openpi_pack({"observation/state": np.zeros(8), "prompt": "loud"}))
-        time.sleep(2.5)
+        eventually(lambda: dropped() > before)
 
 
 def kill(server: PolicyServer, chosen: random.Random, back_s: list[float]) -> None:

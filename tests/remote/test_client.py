@@ -19,12 +19,13 @@ import websockets.frames
 from websockets.streams import StreamReader
 
 from tests.support.openpi_wire import openpi_pack, serving
-from tests.support.server_support import EchoPolicy, observation
+from tests.support.server_support import EchoPolicy, local, observation
+from tests.support.waiting import PATIENCE_S, eventually, silent_port
 from vla_accel.client import PolicyClient, Reconnect
 from vla_accel.client import client as client_module
 from vla_accel.client.connection import Frame
 from vla_accel.errors import ConfigError, ServerError, WireError
-from vla_accel.server import ServerConfig, background
+from vla_accel.server import background
 
 
 def dropping(count: int) -> tuple[Any, list[int]]:
@@ -60,44 +61,45 @@ def test_resend_sends_once_more_and_only_once() -> None:
 
 def test_a_late_answer_or_a_reported_error_is_never_sent_again() -> None:
     calls: list[int] = []
-    given_up = threading.Event()
+    begun, given_up = threading.Event(), threading.Event()
 
     def slow(obs: dict[str, Any]) -> bytes | str:
         calls.append(1)
-        given_up.wait(30)
+        begun.set()
+        given_up.wait(PATIENCE_S)
         return "ValueError: bad state"
 
     resend = Reconnect(resend=True)
     with serving(slow) as address, PolicyClient(address, timeout_s=0.2, reconnect=resend) as client:
+        recv = client._connection.recv
+        # The clock begins once the server has the request.
+        client._connection.recv = lambda timeout: begun.wait(PATIENCE_S) and recv(timeout=timeout)
         with pytest.raises(ServerError, match=r"no answer within 0.2 s"):
             client.infer(observation(1))
         given_up.set()
-        client._timeout_s = 30
+        client._timeout_s = PATIENCE_S
         with pytest.raises(ServerError, match="reported: ValueError: bad state"):
             client.infer(observation(1))
     assert len(calls) == 2
 
 
 def test_it_waits_for_a_server_that_comes_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     refused, up = threading.Event(), threading.Event()
 
     def wait(seconds: float) -> None:
         assert seconds == 0.05
         refused.set()
-        assert up.wait(30)
+        assert up.wait(PATIENCE_S)
 
-    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+    with silent_port() as port, ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
         patch.setattr(client_module, "time", types.SimpleNamespace(sleep=wait, monotonic=time.monotonic))
         future = pool.submit(PolicyClient, f"ws://127.0.0.1:{port}", reconnect=Reconnect(attempts=2, wait_s=0.05))
-        assert refused.wait(30)
-        with background(EchoPolicy(), ServerConfig(port=port)):
+        assert refused.wait(PATIENCE_S)
+        with background(EchoPolicy(), local(port=port)):
             up.set()
-            with future.result(30) as client:
+            with future.result(PATIENCE_S) as client:
                 assert client.infer(observation(2))["actions"][0, 0] == 2
-    with pytest.raises(ServerError, match="cannot connect"):
+    with silent_port() as port, pytest.raises(ServerError, match="cannot connect"):
         PolicyClient(f"ws://127.0.0.1:{port}", reconnect=Reconnect(attempts=3, wait_s=0.01))
 
 
@@ -108,7 +110,7 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up() -> None:
 
 def test_threads_share_a_client_and_each_gets_its_own_answer() -> None:
     with (
-        background(EchoPolicy(0.001), ServerConfig(port=0)) as server,
+        background(EchoPolicy(0.001), local()) as server,
         PolicyClient(server.address) as client,
         ThreadPoolExecutor(8) as pool,
     ):
@@ -117,7 +119,7 @@ def test_threads_share_a_client_and_each_gets_its_own_answer() -> None:
 
 
 def test_what_cannot_be_sent_leaves_the_connection_as_it_is() -> None:
-    with background(EchoPolicy(), ServerConfig(port=0)) as server, PolicyClient(server.address) as client:
+    with background(EchoPolicy(), local()) as server, PolicyClient(server.address) as client:
         connection = client._connection
         with pytest.raises(WireError, match="expected numbers or text, got dtype object"):
             client.infer({"observation/state": np.array([object()])})
@@ -126,7 +128,7 @@ def test_what_cannot_be_sent_leaves_the_connection_as_it_is() -> None:
 
 
 def test_a_request_that_is_too_large_is_one_clear_error() -> None:
-    small = ServerConfig(port=0, max_payload=10_000)
+    small = local(max_payload=10_000)
     with background(EchoPolicy(), small) as server, PolicyClient(server.address) as client:
         with pytest.raises(ServerError, match="1009"):
             client.infer(observation(1, image=True))
@@ -156,15 +158,12 @@ def test_a_frame_is_what_websockets_reads(size: int) -> None:
 
 
 def test_no_thread_is_left_behind() -> None:
-    before = threading.active_count()
-    with background(EchoPolicy(), ServerConfig(port=0)) as server:
+    before = set(threading.enumerate())
+    with background(EchoPolicy(), local()) as server:
         for _ in range(3):
             with PolicyClient(server.address) as client:
                 client.infer(observation(1))
-    end = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
+    eventually(lambda: not set(threading.enumerate()) - before)
 
 
 def test_what_cannot_be_is_refused_before_anybody_is_called() -> None:
@@ -188,7 +187,7 @@ def test_what_cannot_be_is_refused_before_anybody_is_called() -> None:
 
 def test_an_observation_that_is_none_is_named() -> None:
     nothing: Any = None
-    with background(EchoPolicy(), ServerConfig(port=0)) as server, PolicyClient(server.address) as client:
+    with background(EchoPolicy(), local()) as server, PolicyClient(server.address) as client:
         with pytest.raises(WireError, match="observation: expected a mapping, got a NoneType"):
             client.infer(nothing)
         with pytest.raises(WireError, match="observations: expected a list of observations, got a NoneType"):
@@ -200,7 +199,7 @@ def test_an_observation_that_is_none_is_named() -> None:
 
 def test_a_wrong_key_says_so() -> None:
     with (
-        background(EchoPolicy(), ServerConfig(port=0, api_key="right")) as server,
+        background(EchoPolicy(), local(api_key="right")) as server,
         pytest.raises(ServerError, match=r"HTTP 401.*; its key is missing or wrong: api_key"),
     ):
         PolicyClient(server.address, api_key="wrong")

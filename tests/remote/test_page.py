@@ -15,10 +15,10 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
-from tests.support.server_support import EchoPolicy, get, metric, observation
+from tests.support.server_support import EchoPolicy, get, local, metric, observation
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ServerError
-from vla_accel.server import ServerConfig, background, gpus, metrics, pages, recent
+from vla_accel.server import background, gpus, metrics, pages, recent
 
 CHROMIUM = shutil.which("chromium")
 DASHBOARD = Path(__file__).parents[2] / "docs" / "deploy" / "grafana" / "dashboard.json"
@@ -41,7 +41,7 @@ def test_the_pages_figures_are_those_of_the_metrics(monkeypatch: pytest.MonkeyPa
     gpu = gpus.GpuState("0 H200", 10 * 2**30, 140 * 2**30, 1.98e9)
     for module in (pages, metrics):
         monkeypatch.setattr(module, "gpus", lambda: [gpu])
-    with background(Told(), ServerConfig(port=0)) as server:
+    with background(Told(), local()) as server:
         with PolicyClient(server.address) as client:
             for index in range(5):
                 client.infer(observation(index))
@@ -77,7 +77,7 @@ def test_the_pages_figures_are_those_of_the_metrics(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_page_asks_for_the_key_and_can_be_left_out() -> None:
-    with background(EchoPolicy(), ServerConfig(port=0, api_key="secret")) as server:
+    with background(EchoPolicy(), local(api_key="secret")) as server:
         basic = base64.b64encode(b"anyone:secret").decode()
         for path in ("/", "/status.json", "/metrics"):
             assert get(server.address, path)[0] == 401
@@ -87,7 +87,7 @@ def test_the_page_asks_for_the_key_and_can_be_left_out() -> None:
                 assert get(server.address, path, with_key("Basic", wrong))[0] == 401
         with pytest.raises(ServerError, match="HTTP 401"):  # a browser would send it along from any site
             PolicyClient(server.address.replace("//", "//anyone:secret@"))
-    with background(EchoPolicy(), ServerConfig(port=0, page=False)) as server:
+    with background(EchoPolicy(), local(page=False)) as server:
         assert [get(server.address, path)[0] for path in ("/", "/status.json", "/metrics")] == [426, 426, 200]
 
 
@@ -119,7 +119,7 @@ def test_quantiles_of_the_last_five_minutes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_dashboard_names_only_metrics_that_exist() -> None:
-    with background(Told(), ServerConfig(port=0, api_key="k")) as server:
+    with background(Told(), local(api_key="k")) as server:
         with PolicyClient(server.address, api_key="k") as client:
             client.infer(observation(1))
         page = get(server.address, "/metrics", with_key("Api-Key", "k"))[2]
@@ -148,7 +148,7 @@ def test_a_browser_shows_the_page_under_load() -> None:
             while not done.is_set():
                 client.infer(observation(index, image=True))
 
-    with background(Told(), ServerConfig(port=0, api_key="secret")) as server, api.sync_playwright() as play:
+    with background(Told(), local(api_key="secret")) as server, api.sync_playwright() as play:
         threads = [threading.Thread(target=load, args=(server.address, i)) for i in range(4)]
         for thread in threads:
             thread.start()
@@ -164,9 +164,9 @@ def test_a_browser_shows_the_page_under_load() -> None:
             here = server.address.replace("ws://", "http://")
             page.goto(here)
             page.wait_for_selector("#state:has-text('live')")
-            assert page.inner_text("[data-name=clients] b") == "4"
+            page.wait_for_selector("[data-name=clients] b:text-is('4')")
             first = answers(page)
-            for _ in range(100):  # the page's own policy forbids to wait for a function
+            for _ in range(900):  # the page's own policy forbids to wait for a function
                 page.wait_for_timeout(100)
                 if answers(page) > first > 0:
                     break

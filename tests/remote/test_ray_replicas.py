@@ -18,18 +18,18 @@ pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 pytest.importorskip("ray", reason="NOT RUN: needs ray")
 
-from tests.remote.test_server import eventually
 from tests.support.ray_support import cluster_of
-from tests.support.server_support import ProcessPolicy, Unloadable, expected_actions, metric, observation
+from tests.support.server_support import ProcessPolicy, Unloadable, expected_actions, local, metric, observation
+from tests.support.waiting import PATIENCE_S, eventually
 from vla_accel import machine
 from vla_accel.cli import main
 from vla_accel.client import PolicyClient
 from vla_accel.errors import CheckpointError, ConfigError, EngineError
-from vla_accel.server import RayReplicas, ServerConfig, background, ray_replica
+from vla_accel.server import RayReplicas, background, ray_replica
 
 # Ray's own.
 pytestmark = pytest.mark.filterwarnings("ignore")
-LOCAL = ServerConfig(port=0)
+LOCAL = local()
 
 
 class PlacedPolicy(ProcessPolicy):
@@ -72,15 +72,15 @@ def test_replicas_on_two_nodes_lose_no_answer_whatever_dies(tmp_path: Path, monk
             os.kill(answers[0]["pid"], signal.SIGKILL)
             eventually(lambda: metric(address, "vla_accel_retried_total") == 1)
             (tmp_path / "go").touch()
-            (first,), (second,) = (future.result(60) for future in asked)
+            (first,), (second,) = (future.result(PATIENCE_S) for future in asked)
         assert answers[0]["pid"] not in (first["pid"], second["pid"])
-        eventually(lambda: metric(address, "vla_accel_replicas") == 2, within_s=30)
+        eventually(lambda: metric(address, "vla_accel_replicas") == 2)
 
         # A node goes: its replica is started where there is room.
         gone = next(node for node in cluster.worker_nodes if node.node_id == second["node"])
         cluster.remove_node(gone, allow_graceful=False)
-        eventually(lambda: len(ask(address, 1)) == sum(server.metrics.replica_deaths.values.values()) - 1, within_s=30)
-        eventually(lambda: metric(address, "vla_accel_replicas") == 2, within_s=60)
+        eventually(lambda: len(ask(address, 1)) == sum(server.metrics.replica_deaths.values.values()) - 1)
+        eventually(lambda: metric(address, "vla_accel_replicas") == 2)
         assert gone.node_id not in {answer["node"] for answer in ask(address, 4)}
 
 

@@ -19,10 +19,10 @@ pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 from websockets.protocol import SERVER, Protocol
 
 from tests.remote.test_security import make_certificate
-from tests.remote.test_server import eventually
-from tests.support.server_support import RawClient, frame_bytes, metric, server_process
+from tests.support.server_support import RawClient, frame_bytes, local, metric, server_process
+from tests.support.waiting import eventually
 from vla_accel.client import PolicyClient
-from vla_accel.server import PolicyServer, ServerConfig, background
+from vla_accel.server import PolicyServer, background
 from vla_accel.server.reader import Reader
 
 __all__ = ["make_certificate"]
@@ -147,7 +147,7 @@ def mirrored(server: PolicyServer, **options: Any) -> None:
 
 @pytest.mark.usefixtures("_loop")
 def test_messages_come_back_as_they_were() -> None:
-    with background(Mirror(), ServerConfig(port=0)) as server:
+    with background(Mirror(), local()) as server:
         mirrored(server)
         for _ in range(2):  # lost within a message
             client = RawClient(server.address)
@@ -161,7 +161,7 @@ def test_messages_come_back_as_they_were() -> None:
 @pytest.mark.usefixtures("_loop")
 def test_messages_come_back_as_they_were_over_tls(make_certificate: Callable[[str], tuple[Path, Path]]) -> None:
     cert, key = make_certificate("server")
-    with background(Mirror(), ServerConfig(port=0, tls_cert=cert, tls_key=key)) as server:
+    with background(Mirror(), local(tls_cert=cert, tls_key=key)) as server:
         mirrored(server, tls_ca=cert)
 
 

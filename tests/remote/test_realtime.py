@@ -5,6 +5,7 @@ Inference is released by the test at the tick it chooses, so nothing depends on 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.server_support import local
+from tests.support.waiting import PATIENCE_S, eventually
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.remote import async_runner
 from vla_accel.remote.async_runner import AsyncRunner, takes_prev_chunk
@@ -43,7 +46,7 @@ class Plain:
         self.calls.append({"tick": float(observation["tick"][0]), **options})
         number = len(self.calls)
         self.entered.release()
-        assert self.gate.acquire(timeout=20)
+        assert self.gate.acquire(timeout=PATIENCE_S)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
@@ -70,7 +73,7 @@ class Loop:
         self.policy.gate.release()
         self.frame[0] = self.tick
         self.runner.start({"tick": self.frame, "prompt": "x"})
-        assert self.policy.entered.acquire(timeout=5)
+        assert self.policy.entered.acquire(timeout=PATIENCE_S)
 
     def step(self, *, done: bool = False) -> tuple[float, float]:
         """(chunk, tick) that the action belongs to."""
@@ -83,20 +86,24 @@ class Loop:
 
     def finish(self) -> None:
         """Let the inference under way end."""
-        assert self.policy.entered.acquire(timeout=5), "no inference is under way"
+        assert self.policy.entered.acquire(timeout=PATIENCE_S), "no inference is under way"
         self.policy.gate.release()
         with self.runner._condition:
-            assert self.runner._condition.wait_for(lambda: self.runner._done is not None, 5)
+            assert self.runner._condition.wait_for(lambda: self.runner._done is not None, PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    end = time.monotonic() + 5
-    while set(threading.enumerate()) - before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not set(threading.enumerate()) - before
+    eventually(lambda: not set(threading.enumerate()) - before)
+
+
+@pytest.fixture(autouse=True)
+def _every_inference_takes_10_ms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock that it is timed with: half a tick, however slow this machine is."""
+    clock = types.SimpleNamespace(monotonic=time.monotonic, perf_counter=itertools.count(0, 0.01).__next__)
+    monkeypatch.setattr(async_runner, "time", clock)
 
 
 def stopped(loop: Loop) -> None:
@@ -112,7 +119,7 @@ def test_every_tick_gets_its_own_action_across_chunks() -> None:
     got += [loop.step(), loop.step(done=True)]  # it ends before tick 5: two ticks
     got += [loop.step()]  # 3 actions of its chunk are behind: the next inference begins
     assert got == [(1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 5), (2, 6)]
-    assert loop.policy.entered.acquire(timeout=5)
+    assert loop.policy.entered.acquire(timeout=PATIENCE_S)
     assert [c["tick"] for c in loop.policy.calls] == [0, 3, 6]
     report = loop.runner.report()
     assert (report.ticks, report.chunks, report.underruns, report.stale) == (7, 2, 0, 0)
@@ -140,7 +147,7 @@ def test_the_policy_sees_the_frame_of_its_tick_though_the_robot_writes_the_next_
         flat[:], nested[:] = 7, 7
         policy.gate.release()
         with runner._condition:
-            assert runner._condition.wait_for(lambda: runner._done is not None, 5)
+            assert runner._condition.wait_for(lambda: runner._done is not None, PATIENCE_S)
     assert len(seen) == 4 and not any(image.any() for image in seen)
 
 
@@ -152,7 +159,7 @@ def test_a_guided_policy_gets_the_rest_of_the_chunk_and_the_delay() -> None:
     loop.runner._delays.append(2)  # as if the first chunk had taken two ticks
     for _ in range(4):
         loop.step()
-    assert loop.policy.entered.acquire(timeout=5)
+    assert loop.policy.entered.acquire(timeout=PATIENCE_S)
     loop.policy.entered.release()
     call = loop.policy.calls[1]
     # Begun at tick 3: row 0 is the action of tick 3, which is executed while the policy computes.
@@ -261,6 +268,7 @@ def test_step_waits_for_the_deadline_and_no_longer(monkeypatch: pytest.MonkeyPat
     for _ in range(8):
         loop.step()
     now, until = 100.0, []
+    loop.runner._longest_step_s = 0.0  # so far it told this machine's own time
     clock = types.SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
     wait_until = loop.runner._wait_until
 
@@ -332,7 +340,7 @@ def test_start_begins_anew() -> None:
     for _ in range(3):
         loop.step()
     assert loop.runner._busy
-    assert loop.policy.entered.acquire(timeout=5)
+    assert loop.policy.entered.acquire(timeout=PATIENCE_S)
     # The inference of the old episode ends while the new one begins; its chunk must not be used.
     threading.Timer(0.2, loop.policy.gate.release).start()
     threading.Timer(0.4, loop.policy.gate.release).start()
@@ -416,7 +424,7 @@ def test_who_takes_a_previous_chunk() -> None:
     loop.start()
     loop.step()
     loop.step(done=False)
-    assert loop.policy.entered.acquire(timeout=5)
+    assert loop.policy.entered.acquire(timeout=PATIENCE_S)
     assert loop.policy.calls[1]["prev_chunk"] is None
     stopped(loop)
 
@@ -425,11 +433,11 @@ def test_over_the_server_the_chunk_and_the_delay_arrive_and_no_tick_is_missed() 
     pytest.importorskip("websockets", reason="needs websockets")
     pytest.importorskip("msgpack", reason="the wire format needs msgpack")
     from vla_accel.client import PolicyClient
-    from vla_accel.server import ServerConfig, background
+    from vla_accel.server import background
 
     policy = Guided(horizon=40)
     policy.gate.release(1000)
-    with background(policy, ServerConfig(port=0)) as server, PolicyClient(server.address) as client:
+    with background(policy, local()) as server, PolicyClient(server.address) as client:
         with AsyncRunner(client, 100.0) as runner:
             assert runner.real_time_chunking
             runner.start({"tick": np.array([0.0])})
@@ -437,7 +445,7 @@ def test_over_the_server_the_chunk_and_the_delay_arrive_and_no_tick_is_missed() 
                 action = runner.step({"tick": np.array([float(tick)])})
                 assert action[1] == tick
                 # Each inference takes one tick, however long that is.
-                assert not runner._busy or runner._wait_until(time.monotonic() + 30)
+                assert not runner._busy or runner._wait_until(time.monotonic() + PATIENCE_S)
         report = runner.report()
     assert report.underruns == 0 and report.chunks >= 5
     guided = [c for c in policy.calls if c["prev_chunk"] is not None]

@@ -17,12 +17,12 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
-from tests.remote.test_server import eventually
-from tests.support.server_support import EchoPolicy, get, observation, port_of
+from tests.support.server_support import EchoPolicy, get, local, observation, port_of
+from tests.support.waiting import PATIENCE_S, eventually
 from vla_accel.cli.serve import Arguments
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ConfigError, ServerError
-from vla_accel.server import ServerConfig, app, background
+from vla_accel.server import app, background
 from vla_accel.server.keys import Keys, read_keys
 
 
@@ -33,7 +33,7 @@ def test_keys_have_names_are_counted_and_change_without_a_restart(
     caplog.set_level(logging.DEBUG)
     file = tmp_path / "keys"
     file.write_text("# robots\narm: first-secret\nbase: second-secret\n")
-    with background(EchoPolicy(), ServerConfig(port=0, api_key_file=file)) as server:
+    with background(EchoPolicy(), local(api_key_file=file)) as server:
 
         def asks(key: str) -> PolicyClient:
             client = PolicyClient(server.address, api_key=key)
@@ -61,6 +61,18 @@ def test_keys_have_names_are_counted_and_change_without_a_restart(
         assert f"vla_accel_key_requests_total{line}" in page
     assert "secret" not in page and "secret" not in caplog.text
     assert "keys read again: base, new" in caplog.text
+
+
+def test_keys_that_were_read_half_written_are_read_again(tmp_path: Path) -> None:
+    """A file system's clock may stand still between two writes."""
+    file = tmp_path / "keys"
+    file.write_text("arm: first-secret\n")
+    keys = Keys(file=file)
+    for text, changed in (("", False), ("base: second-secret\n", True)):
+        file.write_text(text)
+        os.utime(file, (1, 1))
+        assert keys.refresh() == changed
+    assert keys.name_of("Api-Key second-secret") == "base"
 
 
 def test_a_file_of_keys(tmp_path: Path) -> None:
@@ -115,7 +127,7 @@ def make_certificate(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
 def test_tls(make_certificate: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     cert, key = make_certificate("server")
-    config = ServerConfig(port=0, api_key="secret", tls_cert=cert, tls_key=key)
+    config = local(api_key="secret", tls_cert=cert, tls_key=key)
     with background(EchoPolicy(), config) as server:
         assert server.address.startswith("wss://127.0.0.1:")
         with PolicyClient(server.address, api_key="secret", tls_ca=cert) as client:
@@ -123,7 +135,7 @@ def test_tls(make_certificate: Callable[[str], tuple[Path, Path]], tmp_path: Pat
         with pytest.raises(ServerError, match="certificate verify failed"):
             PolicyClient(server.address, api_key="secret")
         with pytest.raises(ServerError, match="cannot connect"):
-            PolicyClient(server.address.replace("wss", "ws"), api_key="secret", connect_timeout_s=5)
+            PolicyClient(server.address.replace("wss", "ws"), api_key="secret", connect_timeout_s=PATIENCE_S)
         request = urllib.request.Request(
             f"https://127.0.0.1:{port_of(server.address)}/metrics", headers={"Authorization": "Api-Key secret"}
         )
@@ -131,7 +143,7 @@ def test_tls(make_certificate: Callable[[str], tuple[Path, Path]], tmp_path: Pat
             urllib.request.ProxyHandler({}),
             urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=cert)),
         )
-        with urllib.request.build_opener(*handlers).open(request, timeout=10) as response:
+        with urllib.request.build_opener(*handlers).open(request, timeout=PATIENCE_S) as response:
             assert b'outcome="ok"} 1' in response.read()
     wrongs: list[dict[str, Any]] = [
         {"tls_cert": tmp_path / "none"},
@@ -141,7 +153,7 @@ def test_tls(make_certificate: Callable[[str], tuple[Path, Path]], tmp_path: Pat
     for wrong in wrongs:
         with (
             pytest.raises(ConfigError, match="tls_cert: expected a certificate and its key in"),
-            background(EchoPolicy(), ServerConfig(port=0, **wrong)),
+            background(EchoPolicy(), local(**wrong)),
         ):
             raise AssertionError("it must not serve")
     with pytest.raises(ConfigError, match=r"tls_ca .*: expected certificates in PEM"):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
+from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,28 +26,18 @@ from tests.support.server_support import (
     RawClient,
     expected_actions,
     get,
+    local,
     metric,
     observation,
 )
+from tests.support.waiting import PATIENCE_S, eventually
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ConfigError, ServerError
 from vla_accel.remote import wire
 from vla_accel.server import PolicyServer, ServerConfig, background
 from vla_accel.server.queue import FairQueue
 
-LOCAL = ServerConfig(port=0)
-
-
-def config(**changes: Any) -> ServerConfig:
-    return ServerConfig(**{"port": 0, **changes})
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
-    """Wait for something that another thread is about to do."""
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
+LOCAL = local()
 
 
 # -- openpi's protocol --------------------------------------------------------------------------------------------
@@ -100,6 +89,22 @@ def test_an_answer_that_cannot_be_sent_is_the_policys_error(answer: Any) -> None
             client.infer(observation(1))
 
 
+@pytest.mark.parametrize("error", [RuntimeError("torn"), ValueError("torn")])
+def test_an_answer_that_cannot_be_read_is_the_policys_error_and_the_next_one_works(error: Exception) -> None:
+    class Torn(UserDict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            raise error
+
+    class Strange(EchoPolicy):
+        def infer(self, observation: Any) -> Any:
+            return Torn(actions=1) if observation["prompt"] == "torn" else super().infer(observation)
+
+    with background(Strange(), local(request_timeout_s=5.0)) as server, PolicyClient(server.address) as client:
+        with pytest.raises(ServerError, match=f"reported: {type(error).__name__}: torn"):
+            client.infer({**observation(1), "prompt": "torn"})
+        assert client.infer(observation(2))["actions"][0, 0] == 2
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), KeyboardInterrupt(), MemoryError("all of it")])
 def test_whatever_a_policy_raises_the_server_goes_on(error: BaseException) -> None:
     class Failing(EchoPolicy):
@@ -125,7 +130,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
     with background(EchoPolicy(), LOCAL) as server:
         port = int(server.address.rsplit(":", 1)[1])
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            asyncio.run(PolicyServer(EchoPolicy(), config(port=port)).run())
+            asyncio.run(PolicyServer(EchoPolicy(), local(port=port)).run())
 
 
 # -- health, metrics, key, number of clients ----------------------------------------------------------------------
@@ -168,7 +173,7 @@ def test_prometheus_own_parser_reads_the_metrics() -> None:
 
 def test_the_key_is_asked_for_before_anything_else() -> None:
     policy = EchoPolicy()
-    with background(policy, config(api_key="secret")) as server:
+    with background(policy, local(api_key="secret")) as server:
         for key in (None, "wrong", "secret2", "Secret"):
             with pytest.raises(ServerError, match="HTTP 401"):
                 PolicyClient(server.address, api_key=key)
@@ -192,7 +197,7 @@ def test_the_key_is_asked_for_before_anything_else() -> None:
 
 
 def test_one_client_too_many_is_refused_and_welcome_when_another_leaves() -> None:
-    with background(EchoPolicy(), config(max_clients=2)) as server:
+    with background(EchoPolicy(), local(max_clients=2)) as server:
         first, second = PolicyClient(server.address), PolicyClient(server.address)
         with pytest.raises(ServerError, match="HTTP 503"):
             PolicyClient(server.address)
@@ -255,7 +260,7 @@ def test_a_machine_with_many_connections_does_not_delay_another() -> None:
         greedy = [from_host(stack, server, "127.0.0.1") for _ in range(6)]
         modest = from_host(stack, server, "127.0.0.2")
         greedy[0].send(openpi_pack(observation(0)))
-        assert policy.entered.acquire(timeout=5)
+        assert policy.entered.acquire(timeout=PATIENCE_S)
         for index, client in enumerate(greedy[1:], 1):
             client.send(openpi_pack(observation(index)))
             eventually(lambda index=index: metric(server.address, "vla_accel_queue_depth") == index)
@@ -279,7 +284,7 @@ def test_a_machine_with_many_connections_does_not_delay_another() -> None:
 def test_requests_that_wait_together_run_together_and_each_gets_its_own() -> None:
     policy = EchoPolicy()
     policy.gate.clear()
-    with background(policy, config(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(8) as pool:
+    with background(policy, local(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(8) as pool:
 
         def ask(index: int) -> np.ndarray:
             with PolicyClient(server.address) as client:
@@ -289,12 +294,14 @@ def test_requests_that_wait_together_run_together_and_each_gets_its_own() -> Non
 
         batches: list[int] = []
         first = pool.submit(ask, 0)
-        assert policy.entered.acquire(timeout=5)
+        assert policy.entered.acquire(timeout=PATIENCE_S)
         rest = [pool.submit(ask, index) for index in range(1, 8)]
         eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 7)
         policy.gate.set()
         for index, future in enumerate((first, *rest)):
-            np.testing.assert_array_equal(future.result(10), expected_actions(np.r_[index, index**2, np.zeros(6)]))
+            np.testing.assert_array_equal(
+                future.result(PATIENCE_S), expected_actions(np.r_[index, index**2, np.zeros(6)])
+            )
     assert policy.calls == [1, 4, 2, 1], "powers of two: engines have fixed shapes"
     assert sorted(batches) == [1, 1, 2, 2, 4, 4, 4, 4]
 
@@ -305,26 +312,26 @@ def test_who_comes_while_a_batch_runs_joins_the_next_one() -> None:
 
         def infer_batch(self, observations: Any) -> Any:
             results = super().infer_batch(observations)
-            assert self.permits.acquire(timeout=20)
+            assert self.permits.acquire(timeout=PATIENCE_S)
             return results
 
     policy = Gated()
-    with background(policy, config(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
+    with background(policy, local(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
 
         def ask(index: int) -> float:
             with PolicyClient(server.address) as client:
                 return client.infer(observation(index))["actions"][0, 0]
 
         futures = [pool.submit(ask, 0)]
-        assert policy.entered.acquire(timeout=5)
+        assert policy.entered.acquire(timeout=PATIENCE_S)
         futures += [pool.submit(ask, index) for index in (1, 2, 3)]
         eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 3)
         policy.permits.release()
-        assert policy.entered.acquire(timeout=5)  # two of the three
+        assert policy.entered.acquire(timeout=PATIENCE_S)  # two of the three
         futures.append(pool.submit(ask, 4))
         eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 2)
         policy.permits.release(10)
-        assert [f.result(10) for f in futures] == [0, 1, 2, 3, 4]
+        assert [f.result(PATIENCE_S) for f in futures] == [0, 1, 2, 3, 4]
     assert policy.calls == [1, 2, 2]
 
 
@@ -332,14 +339,14 @@ def test_a_batch_waits_for_company_only_so_long() -> None:
     policy = EchoPolicy()
     # An hour would not end: the first waits for the second, and a full batch waits for nobody.
     with (
-        background(policy, config(max_batch=2, max_wait_s=3600.0)) as server,
+        background(policy, local(max_batch=2, max_wait_s=3600.0)) as server,
         PolicyClient(server.address) as one,
         PolicyClient(server.address) as two,
         ThreadPoolExecutor(2) as pool,
     ):
         list(pool.map(lambda c: c.infer(observation(1)), (one, two)))
     assert policy.calls == [2]
-    with background(policy, config(max_batch=2, max_wait_s=0.01)) as server, PolicyClient(server.address) as client:
+    with background(policy, local(max_batch=2, max_wait_s=0.01)) as server, PolicyClient(server.address) as client:
         client.infer(observation(1))
     assert policy.calls == [2, 1]
 
@@ -347,7 +354,7 @@ def test_a_batch_waits_for_company_only_so_long() -> None:
 def test_one_bad_observation_of_a_batch_fails_alone() -> None:
     policy = EchoPolicy()
     policy.gate.clear()
-    with background(policy, config(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
+    with background(policy, local(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
 
         def ask(obs: dict[str, Any]) -> Any:
             with PolicyClient(server.address) as client:
@@ -357,15 +364,15 @@ def test_one_bad_observation_of_a_batch_fails_alone() -> None:
                     return str(error)
 
         blocker = pool.submit(ask, observation(9))
-        assert policy.entered.acquire(timeout=5)
+        assert policy.entered.acquire(timeout=PATIENCE_S)
         asked = [observation(1), observation(2), {"prompt": "no state"}, observation(4)]
         futures = []
         for number, obs in enumerate(asked, 1):
             futures.append(pool.submit(ask, obs))
             eventually(lambda number=number: metric(server.address, "vla_accel_queue_depth") == number)
         policy.gate.set()
-        got = [f.result(10) for f in futures]
-        blocker.result(10)
+        got = [f.result(PATIENCE_S) for f in futures]
+        blocker.result(PATIENCE_S)
     assert (got[0], got[1], got[3]) == (1, 2, 4)
     assert "missing observation/state" in got[2]
     assert policy.calls == [1, 4, 1, 1, 1, 1]
@@ -419,7 +426,7 @@ def test_real_time_chunking_is_refused_where_the_policy_has_none() -> None:
 def test_guided_requests_run_one_by_one_beside_a_batch() -> None:
     policy = GuidedPolicy()
     policy.gate.clear()
-    with background(policy, config(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
+    with background(policy, local(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
 
         def ask(index: int) -> float:
             options = {"prev_chunk": np.ones((2, 7)), "inference_delay": 1} if index == 2 else {}
@@ -427,19 +434,19 @@ def test_guided_requests_run_one_by_one_beside_a_batch() -> None:
                 return client.infer(observation(index), **options)["actions"][0, 0]
 
         blocker = pool.submit(ask, 0)
-        assert policy.entered.acquire(timeout=5)
+        assert policy.entered.acquire(timeout=PATIENCE_S)
         futures = [pool.submit(ask, index) for index in (1, 2, 3, 4)]
         eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 4)
         policy.gate.set()
-        assert [f.result(10) for f in futures] == [1, 2, 3, 4]
-        blocker.result(10)
+        assert [f.result(PATIENCE_S) for f in futures] == [1, 2, 3, 4]
+        blocker.result(PATIENCE_S)
     assert policy.calls == [1, 2, 1, 1], "two and one of the plain ones, then the guided one"
 
 
 def test_a_policy_that_can_gets_guided_and_plain_requests_in_one_batch() -> None:
     policy = MixingPolicy()
     policy.gate.clear()
-    with background(policy, config(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
+    with background(policy, local(max_batch=4, max_wait_s=0.0)) as server, ThreadPoolExecutor(5) as pool:
 
         def ask(index: int) -> float:
             options = {"prev_chunk": np.full((2, 7), index), "inference_delay": index} if index % 2 == 0 else {}
@@ -447,15 +454,15 @@ def test_a_policy_that_can_gets_guided_and_plain_requests_in_one_batch() -> None
                 return client.infer(observation(index), **options)["actions"][0, 0]
 
         blocker = pool.submit(ask, 1)
-        assert policy.entered.acquire(timeout=5)
+        assert policy.entered.acquire(timeout=PATIENCE_S)
         policy.got.clear()
         futures = []
         for number, index in enumerate((1, 2, 3, 4), 1):
             futures.append(pool.submit(ask, index))
             eventually(lambda number=number: metric(server.address, "vla_accel_queue_depth") == number)
         policy.gate.set()
-        assert [f.result(10) for f in futures] == [1, 2, 3, 4]
-        blocker.result(10)
+        assert [f.result(PATIENCE_S) for f in futures] == [1, 2, 3, 4]
+        blocker.result(PATIENCE_S)
     assert policy.calls == [1, 4]
     by_delay = {delay: chunk for chunk, delay in policy.got}
     assert len(policy.got) == 4 and by_delay.keys() == {None, 2, 4} and by_delay[None] is None
@@ -468,7 +475,7 @@ def test_a_policy_that_can_gets_guided_and_plain_requests_in_one_batch() -> None
 def test_a_request_that_takes_too_long_is_answered_and_the_next_one_works() -> None:
     policy = EchoPolicy()
     policy.gate.clear()
-    with background(policy, config(request_timeout_s=0.3)) as server:
+    with background(policy, local(request_timeout_s=0.3)) as server:
         clients = [PolicyClient(server.address) for _ in range(2)]
         with ThreadPoolExecutor(2) as pool:
 
@@ -478,10 +485,10 @@ def test_a_request_that_takes_too_long_is_answered_and_the_next_one_works() -> N
                 return str(caught.value)
 
             running = pool.submit(ask, clients[0])
-            assert policy.entered.acquire(timeout=5)
+            assert policy.entered.acquire(timeout=PATIENCE_S)
             waiting = pool.submit(ask, clients[1])
-            assert "no result within 0.3 s, while the policy computed" in running.result(5)
-            assert "no result within 0.3 s, while it waited for its turn" in waiting.result(5)
+            assert "no result within 0.3 s, while the policy computed" in running.result(PATIENCE_S)
+            assert "no result within 0.3 s, while it waited for its turn" in waiting.result(PATIENCE_S)
         assert metric(server.address, "vla_accel_queue_depth") == 0
         assert metric(server.address, 'vla_accel_requests_total{outcome="timeout"}') == 2
         policy.gate.set()
@@ -502,13 +509,15 @@ def test_shutdown_finishes_running_and_waiting_requests() -> None:
         eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 2)
         server.stop_soon()
         with pytest.raises(Exception, match="1001"):
-            idle.recv(timeout=5)
+            idle.recv(timeout=PATIENCE_S)
         with pytest.raises(ServerError, match="cannot connect"):
             PolicyClient(server.address)
         assert not any(f.done() for f in futures)
         policy.gate.set()
         for index, future in enumerate(futures):
-            np.testing.assert_array_equal(future.result(10)["actions"], expected_actions(np.r_[index, np.zeros(7)]))
+            np.testing.assert_array_equal(
+                future.result(PATIENCE_S)["actions"], expected_actions(np.r_[index, np.zeros(7)])
+            )
         with pytest.raises(ServerError, match=r"no answer|cannot connect"):
             clients[0].infer(observation(1))
 
@@ -518,15 +527,15 @@ def test_the_grace_period_ends() -> None:
     policy.gate.clear()
     try:
         with (
-            background(policy, config(grace_s=0.2)) as server,
+            background(policy, local(grace_s=0.2)) as server,
             ThreadPoolExecutor(1) as pool,
             PolicyClient(server.address) as client,
         ):
             future = pool.submit(client.infer, observation(1))
-            assert policy.entered.acquire(timeout=5)
+            assert policy.entered.acquire(timeout=PATIENCE_S)
             server.stop_soon()
             with pytest.raises(ServerError, match="no answer"):
-                future.result(10)
+                future.result(PATIENCE_S)
     finally:
         policy.gate.set()
 
@@ -536,16 +545,16 @@ def test_a_second_signal_does_not_wait() -> None:
     policy.gate.clear()
     try:
         with (
-            background(policy, config(grace_s=60)) as server,
+            background(policy, local(grace_s=60)) as server,
             ThreadPoolExecutor(1) as pool,
             PolicyClient(server.address) as client,
         ):
             future = pool.submit(client.infer, observation(1))
-            assert policy.entered.acquire(timeout=5)
+            assert policy.entered.acquire(timeout=PATIENCE_S)
             server.stop_soon()
             server.stop_soon()
             with pytest.raises(ServerError, match="no answer"):
-                future.result(10)
+                future.result(PATIENCE_S)
     finally:
         policy.gate.set()
 

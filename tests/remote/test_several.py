@@ -13,14 +13,14 @@ pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 from websockets.sync.client import connect
 
 from tests.support.openpi_wire import openpi_pack, openpi_unpack
-from tests.support.server_support import EchoPolicy, GuidedPolicy, MixingPolicy, metric, observation, scaled
+from tests.support.server_support import EchoPolicy, GuidedPolicy, MixingPolicy, local, metric, observation, scaled
 from vla_accel.cli.serve import Arguments, Load, loader
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ConfigError, ObservationError, ServerError
 from vla_accel.remote import wire
-from vla_accel.server import ServerConfig, Shelf, background
+from vla_accel.server import Shelf, background
 
-LOCAL = ServerConfig(port=0)
+LOCAL = local()
 
 
 # -- several observations ----------------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ LOCAL = ServerConfig(port=0)
 
 def test_a_list_of_observations_is_answered_by_a_list_on_openpis_wire() -> None:
     policy = EchoPolicy()
-    with background(policy, ServerConfig(port=0, max_batch=4)) as server:
+    with background(policy, local(max_batch=4)) as server:
         with connect(server.address, compression=None) as client:
             client.recv()
             client.send(openpi_pack({"batch": [observation(i) for i in range(7)]}))
@@ -45,7 +45,7 @@ def test_our_client_sends_a_list_with_what_travels_with_each() -> None:
     policy = MixingPolicy()
     chunk = np.ones((2, 7))
     guided = {**observation(1), wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: 1}
-    with background(policy, ServerConfig(port=0, max_batch=2)) as server, PolicyClient(server.address) as client:
+    with background(policy, local(max_batch=2)) as server, PolicyClient(server.address) as client:
         answers = client.infer_batch([observation(0), guided])
         assert [a["actions"][0, 0] for a in answers] == [0, 1]
         assert [delay for _, delay in policy.got] == [None, 1]

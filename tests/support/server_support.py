@@ -1,6 +1,6 @@
 """A cheap policy for server tests, plain sockets that misbehave, and a server in a process of its own.
 
-`python tests/support/server_support.py` serves the cheap policy, prints its address and stops at SIGTERM.
+`python -m tests.support.server_support` serves the cheap policy, prints its address and stops at SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 HORIZON, DIM = 10, 7
@@ -55,7 +57,7 @@ class EchoPolicy:
 
         self.calls.append(len(observations))
         self.entered.release()
-        assert self.gate.wait(30)
+        assert self.gate.wait(PATIENCE_S)
         if self.delay_s:
             time.sleep(self.delay_s)
         results = []
@@ -144,6 +146,14 @@ def scaled(factor: float) -> EchoPolicy:
     return policy
 
 
+def local(**changes: Any) -> Any:
+    """The limits of a server on a free port; none of its times is too short for a machine that is busy."""
+    from vla_accel.server import ServerConfig
+
+    long = dict.fromkeys(("request", "message", "handshake", "send"), PATIENCE_S)
+    return ServerConfig(**{"port": 0, **{f"{name}_timeout_s": value for name, value in long.items()}, **changes})
+
+
 def port_of(address: str) -> int:
     return int(address.rsplit(":", 1)[1])
 
@@ -153,7 +163,7 @@ def get(address: str, path: str, headers: Mapping[str, str] | None = None) -> tu
     request = urllib.request.Request(f"http://127.0.0.1:{port_of(address)}{path}", headers=dict(headers or {}))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=10) as response:
+        with opener.open(request, timeout=PATIENCE_S) as response:
             return response.status, response.headers["Content-Type"], response.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -172,7 +182,7 @@ class RawClient:
     """A websocket client without manners: it sends the bytes it is told to."""
 
     def __init__(self, address: str, *, handshake: bool = True, headers: str = "") -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port_of(address)), timeout=10)
+        self.socket = socket.create_connection(("127.0.0.1", port_of(address)), timeout=PATIENCE_S)
         self.head = b""
         if handshake:
             key = base64.b64encode(os.urandom(16)).decode()
@@ -241,7 +251,7 @@ def frame_bytes(
 @contextlib.contextmanager
 def server_process(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`(address, process)` of the echo policy, served by a process of its own; stopped by SIGTERM."""
-    words = [sys.executable, str(Path(__file__).resolve()), *options]
+    words = [sys.executable, "-m", "tests.support.server_support", *options]
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -251,7 +261,7 @@ def server_process(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -278,7 +288,7 @@ def serve_command(*words: str) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()
-            assert process.wait(30) == 0, rest
+            assert process.wait(PATIENCE_S) == 0, rest
     assert "stopped after" in rest
 
 
@@ -287,14 +297,12 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=1)
     parser.add_argument("--delay-ms", type=float, default=0.0)
     words = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     import asyncio
 
-    from vla_accel.server import PolicyServer, ServerConfig
+    from vla_accel.server import PolicyServer
 
     async def run() -> None:
-        config = ServerConfig(port=0, max_batch=words.max_batch)
-        server = PolicyServer(EchoPolicy(words.delay_ms / 1e3), config)
+        server = PolicyServer(EchoPolicy(words.delay_ms / 1e3), local(max_batch=words.max_batch))
         for name in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(name, server.stop_soon)
         await server.run(lambda s: print(s.address, flush=True))
