@@ -14,7 +14,8 @@ DOCS_STAMP := $(VENV)/.vla_accel-docs-installed
 LIBERO_ARGS ?= --steps 3 --quick
 # A test file stays in one process, which its fixtures serve. Files start in their order, the long ones before the short.
 TEST_JOBS ?= 2
-TEST = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+# Compiled modules are kept, whatever the environment says: tests start many processes.
+TEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: browser libero test test-all check format docs setup gl tables demo-checkpoint clean
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import types
@@ -502,10 +503,15 @@ class Shapes:
         raise AssertionError(f"{name} was read")
 
 
+@functools.cache
+def meta_state(config: Pi0Config) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        return Pi0(config).state_dict()
+
+
 def shapes_of(config: Pi0Config, prefix: str, without: str = "", extra: str = "") -> Shapes:
     """What a saver writes for this size, from the names written down in openpi_dialect."""
-    with torch.device("meta"):
-        state = Pi0(config).state_dict()
+    state = meta_state(config)
     shapes: dict[str, tuple[int, ...]] = {}
     c = config.prefix
     for name, value in state.items():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -29,17 +32,28 @@ denoise: {engine: tensorrt_rtx}
 """
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "config.yaml"
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "config.yaml"
     path.write_text(CONFIG)
     return path
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    write_tiny_checkpoint(tmp_path / "tiny")
-    return tmp_path / "tiny"
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    write_tiny_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def built(config: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A cache with the engines of both targets, and what the command that built them printed."""
+    cache = tmp_path_factory.mktemp("built") / "engines"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert run("build", config, "--checkpoint", checkpoint, "--cache", cache, "--target", "sm89,sm120") == 0
+    return cache, json.loads(printed.getvalue().strip().splitlines()[-1])
 
 
 def run(*words: Any) -> int:
@@ -50,15 +64,17 @@ def last_line(capsys: Any) -> Any:
     return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
-def test_build_cache_and_inspect(config: Path, checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+def test_build_cache_and_inspect(
+    config: Path, checkpoint: Path, built: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: Any
+) -> None:
     cache = tmp_path / "engines"
     common = ("build", config, "--checkpoint", checkpoint, "--cache", cache, "--target", "sm89,sm120")
     assert run(*common, "--dry-run") == 0
     planned = last_line(capsys)
     assert len(planned["jobs"]) == 4 and set(planned["states"]) == {"to build"} and not cache.exists()
 
-    assert run(*common) == 0
-    made = last_line(capsys)
+    made = built[1]
+    shutil.copytree(built[0], cache)
     assert made["schema"] == "vla_accel.build/1" and made["checkpoint"] == str(checkpoint)
     assert made == json.loads((cache / "manifests" / "config.json").read_text())
     rows = made["engines"]
@@ -101,20 +117,20 @@ def test_build_cache_and_inspect(config: Path, checkpoint: Path, tmp_path: Path,
     assert last_line(capsys)["removed"] == 4 and not list(cache.glob("*.engine"))
 
 
-def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(config: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(
+    config: Path, checkpoint: Path, built: tuple[Path, dict[str, Any]]
+) -> None:
     """The same key from the command and from the policy's own components, at another example size."""
     from vla_accel.checkpoints.loading import load
     from vla_accel.engines.tensorrt_library import load_library
 
-    cache = tmp_path / "engines"
-    assert run("build", config, "--checkpoint", checkpoint, "--cache", cache, "--target", "sm89", "--no-verify") == 0
     settings = load_config(config)
     found = load(checkpoint, settings, dtype=torch.bfloat16)
     inputs = found.processor.prepare(found.processor.example())
     small = replace(inputs, images=inputs.images[:1], tokens=inputs.tokens[:3])
     todo = building.jobs(found, settings, [(8, 9)], small)
     for job in todo:
-        spec = replace(job.spec, tensorrt=replace(job.spec.tensorrt, cache=str(cache)))
+        spec = replace(job.spec, tensorrt=replace(job.spec.tensorrt, cache=str(built[0])))
         body = building.body_of(job.component)
         assert not obtain(body, spec, load_library("tensorrt_rtx"), [(8, 9)], device=torch.device("cpu")).built
 
@@ -209,6 +225,7 @@ def test_sized_models_for_measuring() -> None:
         sized("pi05_demo2")
 
 
+@pytest.mark.slow
 def test_scales_of_random_weights_are_of_these() -> None:
     family, size = sized("pi05_demo")
     sizes = family.shallow(size(), 2)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -145,19 +147,11 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(p) for p in (*PACKAGE, *EVAL)}
 
 
-def imports(path: Path, *, top_only: bool = False) -> set[str]:
+@functools.cache
+def imports(path: Path, *, top_only: bool = False) -> frozenset[str]:
     """Absolute names of every module imported; `from a import b` counts as a.b where that is a module."""
-    tree = ast.parse(path.read_text())
     found: set[str] = set()
-    inside = {
-        id(n)
-        for f in ast.walk(tree)
-        if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_type_checking(f)
-        for n in ast.walk(f)
-    }
-    for node in ast.walk(tree):
-        if top_only and id(node) in inside:
-            continue
+    for node in nodes(ast.parse(path.read_text()), top_only):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -165,7 +159,16 @@ def imports(path: Path, *, top_only: bool = False) -> set[str]:
             name = node.module or ""
             whole = {f"{name}.{alias.name}" for alias in node.names}
             found |= {w if w in MODULES else name for w in whole}
-    return found
+    return frozenset(found)
+
+
+def nodes(tree: ast.AST, top_only: bool) -> Iterator[ast.AST]:
+    """What runs when a module is imported, or all of it."""
+    for node in ast.iter_child_nodes(tree):
+        late = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_type_checking(node)
+        if not (top_only and late) and not isinstance(node, ast.expr):
+            yield node
+            yield from nodes(node, top_only)
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -274,23 +277,25 @@ def test_the_package_never_imports_the_harness() -> None:
         assert not {n for n in imports(path) if n.split(".")[0] in ("eval", "tests")}, relative(path)
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Top-level packages in a fresh interpreter after a statement."""
-    code = f"{statement}\nimport sys\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+def loaded_by(*statements: str) -> list[set[str]]:
+    """Top-level packages in a fresh interpreter after each statement."""
+    code = "import sys\n" + "".join(
+        f"{statement}\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))\n" for statement in statements
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
 def test_importing_the_package_needs_neither_torch_nor_options() -> None:
-    loaded = loaded_by("import vla_accel")
+    (loaded,) = loaded_by("import vla_accel")
     assert "vla_accel" in loaded and not loaded & (OPTIONAL | {"torch", "numpy", "yaml", "safetensors"})
 
 
 def test_the_policy_needs_no_options() -> None:
-    loaded = loaded_by("from vla_accel import OptimizedPolicy")
-    assert "torch" in loaded
     # torch brings some of these itself where they are installed.
-    assert not loaded & (OPTIONAL - loaded_by("import torch"))
+    torch_alone, loaded = loaded_by("import torch", "from vla_accel import OptimizedPolicy")
+    assert "vla_accel" not in torch_alone and {"torch", "vla_accel"} <= loaded
+    assert not loaded & (OPTIONAL - torch_alone)
 
 
 def test_public_names() -> None:

@@ -7,6 +7,7 @@ with the reason. What is looked up must exist: the command, each of its options,
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import runpy
@@ -142,9 +143,20 @@ SLOW = ("vla-accel calibrate ", "vla-accel tune ")
 """Take more than a few seconds even so."""
 
 
+def is_slow(command: Command) -> bool:
+    """Also what another one runs with the same configuration, and other options."""
+    kind = program_of(command)
+    return command.line.startswith(SLOW) or command is not next(c for c in RUN if program_of(c) == kind)
+
+
+def program_of(command: Command) -> tuple[str, ...]:
+    words = shlex.split(command.line)
+    return (*words[: 3 if words[0] == "python" else 2], *(b for a, b in itertools.pairwise(words) if a == "--config"))
+
+
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=[pytest.mark.slow] if c.line.startswith(SLOW) else [])
+    [pytest.param(c, marks=[pytest.mark.slow] if is_slow(c) else [])
      for c in RUN],
     ids=lambda c: f"{c.page}: {c.line}",
 )  # fmt: skip

@@ -163,7 +163,8 @@ def test_steps_of_the_loop_are_the_component(kind: Any, padded: bool) -> None:
     assert [s.name for s in loop.body.outputs] == [loop.carry[1]]
 
 
-@pytest.mark.parametrize("padded", [False, True])
+# The plain one is exported with quantisers, too.
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_padded_and_the_plain_prefix_export(tmp_path: Path, padded: bool) -> None:
     model = random_model(tiny_config("pi05"))
     component = kv_cache_component(model, 1, 2, 9, padded)

@@ -48,20 +48,30 @@ def demo() -> Pi0:
     return model.requires_grad_(False)
 
 
+class Exported(dict[str, tuple[Component, OnnxFile]]):
+    """The demo's components as they would be built, each exported once, when it is first asked for, and compared with
+    eager."""
+
+    def __init__(self, demo: Pi0, folder: Path) -> None:
+        self.demo, self.folder = demo, folder
+
+    def __missing__(self, name: str) -> tuple[Component, OnnxFile]:
+        if name == "vision":
+            component = vision_component(self.demo, 1, 2)
+        elif name == "kv_cache":
+            component = kv_cache_component(self.demo, 1, 2, 20, False)
+        else:
+            prefix_tokens = 2 * self.demo.config.vision.tokens + 20
+            component = body_of(denoise_component(self.demo, 1, prefix_tokens, 10, False))
+        (folder := self.folder / name).mkdir()
+        module = module_at(component, "fp16" if name == "vision" else "auto")
+        self[name] = component, export(component, module, folder)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def exported(demo: Pi0, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Component, OnnxFile]]]:
-    """The demo's components as they would be built, exported once and compared with eager."""
-    prefix_tokens = 2 * demo.config.vision.tokens + 20
-    components = {
-        "vision": (vision_component(demo, 1, 2), "fp16"),
-        "kv_cache": (kv_cache_component(demo, 1, 2, 20, False), "auto"),
-        "denoise": (body_of(denoise_component(demo, 1, prefix_tokens, 10, False)), "auto"),
-    }
-    found = {}
-    for name, (component, precision) in components.items():
-        folder = tmp_path_factory.mktemp(name)
-        found[name] = (component, export(component, module_at(component, precision), folder))  # type: ignore[arg-type]
-    yield found
+def exported(demo: Pi0, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return Exported(demo, tmp_path_factory.mktemp("exported"))
 
 
 def build(library: Library, graph: OnnxFile, component: Component, target: Capability = (8, 9), **given: Any) -> Plan:
@@ -72,7 +82,10 @@ def build(library: Library, graph: OnnxFile, component: Component, target: Capab
 # -- what must work -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["vision", "kv_cache", "denoise"])
+# The others are built small in test_build_cli.py, and exported small in test_onnx_export.py.
+@pytest.mark.parametrize(
+    "name", ["vision", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kv_cache", "denoise"))]
+)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_demo_builds(library: Library, exported: Any, name: str, target: Capability) -> None:
     component, graph = exported[name]
@@ -89,6 +102,7 @@ def test_the_demo_builds(library: Library, exported: Any, name: str, target: Cap
         assert "half" not in dtypes and dtypes["bf16"] > 100
 
 
+@pytest.mark.slow
 def test_the_step_takes_the_time_as_an_input(exported: Any) -> None:
     component, graph = exported["denoise"]
     expected = ["noisy", "keys", "values", "target", "weights", "dt", "time", "gain", "condition"]
@@ -429,6 +443,12 @@ def spec(folder: Path, **options: Any) -> EngineSpec:
     return EngineSpec("tensorrt_rtx", tensorrt=TensorrtOptions(cache=str(folder), **options))
 
 
+@pytest.fixture(scope="module")
+def exports() -> Iterator[Exports]:
+    with Exports() as kept:
+        yield kept
+
+
 def test_an_engine_is_built_once(library: Library, tmp_path: Path, monkeypatch: Any) -> None:
     first = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU)
     monkeypatch.setattr(onnx, "export", lambda *a, **k: pytest.fail("exported again"))
@@ -460,13 +480,14 @@ def test_what_an_engine_is_made_of_decides_its_key(tmp_path: Path) -> None:
     assert base != key(written), "a write through .data"
 
 
-def test_a_stale_engine_is_not_used(library: Library, tmp_path: Path) -> None:
-    first = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU)
-    for changed, target in ((small(factor=2.0), (8, 9)), (small(), (12, 0))):
-        other = obtain(changed, spec(tmp_path), library, [target], device=CPU)
-        assert other.built and other.entry.path != first.entry.path
+def test_a_stale_engine_is_not_used(library: Library, tmp_path: Path, exports: Exports) -> None:
+    first = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU, exports=exports)
     newer = Library(library.name, library.trt, "1.7.2")
-    assert obtain(small(), spec(tmp_path), newer, [(8, 9)], device=CPU).built, "another library version"
+    again = obtain(small(), spec(tmp_path), newer, [(8, 9)], device=CPU, exports=exports)
+    assert again.built, "another library version"
+    for changed, target in ((small(), (12, 0)), (small(factor=2.0), (8, 9))):
+        other = obtain(changed, spec(tmp_path), library, [target], device=CPU, exports=exports)
+        assert other.built and other.entry.path != first.entry.path
 
 
 @pytest.mark.parametrize(
@@ -484,12 +505,12 @@ def test_a_stale_engine_is_not_used(library: Library, tmp_path: Path) -> None:
     ids=["truncated", "damaged", "foreign", "description", "gone"],
 )
 def test_an_unusable_engine_is_rebuilt_and_the_reason_told(
-    library: Library, tmp_path: Path, damage: Any, reason: str
+    library: Library, tmp_path: Path, exports: Exports, damage: Any, reason: str
 ) -> None:
-    first = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU)
+    first = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU, exports=exports)
     content = first.entry.path.read_bytes()
     damage(first.entry.path)
-    again = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU)
+    again = obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU, exports=exports)
     assert again.built and reason in again.note and reason in again.detail and "rebuilt" in again.detail
     assert len(again.entry.path.read_bytes()) == len(content)
     assert not obtain(small(), spec(tmp_path), library, [(8, 9)], device=CPU).built

@@ -64,8 +64,8 @@ def test_mcnemar_by_hand(lost: int, gained: int, p: float) -> None:
 
 
 def test_mcnemar_of_many_pairs() -> None:
-    assert mcnemar_exact(2000, 2000) == 1.0
-    assert 0 < mcnemar_exact(5000, 3000) < 1e-100
+    assert mcnemar_exact(1000, 1000) == 1.0
+    assert 0 < mcnemar_exact(1500, 500) < 1e-100
     with pytest.raises(ConfigError, match="at least 0, got -1"):
         mcnemar_exact(-1, 3)
 

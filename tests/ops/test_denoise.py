@@ -21,7 +21,7 @@ from vla_accel.models.flow import euler_times
 from vla_accel.models.rtc import guidance_weights
 from vla_accel.native.expert import sizes_of
 from vla_accel.ops.cuda import runtime
-from vla_accel.ops.cuda.denoise import Packed, launch, why_not
+from vla_accel.ops.cuda.denoise import Packed, StreamedLoop, launch, why_not
 from vla_accel.ops.cuda.denoise.packing import pack, pair_tiles, split_of
 from vla_accel.ops.cuda.denoise.schedule import (
     KEYS,
@@ -324,10 +324,16 @@ def parameters_of(kernel: str) -> list[type]:
     return [launch._Model, launch._Call, *rest]
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = LOOPS[name]
-    loop, module = recorded_loop(case, monkeypatch)
+@pytest.fixture(scope="module", params=LOOPS)
+def recorded(request: pytest.FixtureRequest) -> tuple[LoopCase, StreamedLoop, RecordedModule]:
+    """Each loop, built once."""
+    with pytest.MonkeyPatch.context() as patch:
+        return LOOPS[request.param], *recorded_loop(LOOPS[request.param], patch)
+
+
+def test_launches(recorded: tuple[LoopCase, StreamedLoop, RecordedModule]) -> None:
+    case, loop, module = recorded
+    module.launches.clear()
     config, adaptive = case.config, case.config.kind == "pi05"
     expert = config.expert
     cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
@@ -398,11 +404,11 @@ def test_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert got[1:] == [pytest.approx(pair) for pair in zip(times, guidance_weights(times, case.steps), strict=True)]
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_shared_memory_holds_what_the_kernels_put_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_holds_what_the_kernels_put_there(
+    recorded: tuple[LoopCase, StreamedLoop, RecordedModule],
+) -> None:
     """Each area as the kernels lay it out: weights, then barriers, then what the reductions need."""
-    case = LOOPS[name]
-    _, module = recorded_loop(case, monkeypatch)
+    case, _, module = recorded
     sizes, expert = module.defines, case.config.expert
     tiles, units, held = sizes["MT"], sizes["GATE_UP_UNITS"], held_tiles(sizes["M"])
     pairs = 2 if tiles == 2 else 4

@@ -248,11 +248,14 @@ def test_announcing_costs_nothing() -> None:
 # -- fuzz ---------------------------------------------------------------------------------------------------------
 
 
-@settings(QUICK, max_examples=1500)
-@given(messages())
-def test_any_bytes_are_a_value_or_a_wire_error(data: bytes) -> None:
+def a_value_or_a_wire_error(data: bytes) -> None:
     outcome(data)
     assert decoder_peak(data) <= allowed_peak(data)
+
+
+@pytest.mark.parametrize("examples", [200, pytest.param(1500, marks=pytest.mark.slow)])
+def test_any_bytes_are_a_value_or_a_wire_error(examples: int) -> None:
+    settings(QUICK, max_examples=examples)(given(messages())(a_value_or_a_wire_error))()
 
 
 @QUICK

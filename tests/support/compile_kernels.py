@@ -1,12 +1,12 @@
 """A script: compile, without a GPU, every Triton kernel that the native programs launch, just as they launch it there.
 
-    python tests/support/compile_kernels.py [--tried] [--smolvla] [--trained] [VERSION …]
+    python tests/support/compile_kernels.py [--tried] [--smolvla] [--trained] [--first | --rest] [VERSION …]
 
 for these capabilities, or 9.0. The programs of the full-size models and of the demo run on tensors without data, told
 of a GPU of that capability; what they launch is recorded and then compiled; with --smolvla SmolVLA's instead, with
 --trained only those of `TRIED`, with loops that pin actions, with --tried also what a build would measure before it
-chooses. Prints a JSON object a kernel: capability, name, models, options, registers, bytes spilled, shared memory, and
-what its assembly uses.
+chooses, with --first what the models of `FIRST` launch, with --rest all else. Prints a JSON object a kernel:
+capability, name, models, options, registers, bytes spilled, shared memory, and what its assembly uses.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ MODELS: dict[str, tuple[Pi0Config | SmolVlaConfig, int, int, int, str]] = {
     "smolvla demo fp8": (smolvla_demo(), 1, 2, 32, "fp8"),
 }
 TRIED = ("pi05", "pi0")
+FIRST = ("pi05", "pi05 fp8", "pi0 int8")
+"""Together they launch every kernel, and the loop's products with weights of each kind."""
 INT8_LOOPS = ("8.7", "9.0")
 """Where loops are compiled with INT8 weights: a GPU without FP8, and the one with most. Elsewhere a model in INT8 has
 them in BF16, which other models compile already."""
@@ -186,7 +188,7 @@ def compiled(gpu: Gpu, launch: Launch) -> tuple[Any, int, int]:
     return made, int(registers), sum(map(int, spilled))
 
 
-def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool) -> None:
+def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, first: bool, rest: bool) -> None:
     """Record and compile all that is launched on a GPU, and print a line each."""
     launches: dict[tuple[Any, ...], Launch] = {}
     users: dict[tuple[Any, ...], dict[str, None]] = collections.defaultdict(dict)
@@ -206,6 +208,8 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool) -> None:
             launches[key] = launch
             users[key][name] = None
     for key, launch in launches.items():
+        if rest if set(users[key]) & {*FIRST} else first:
+            continue
         kernel, args, options = launch
         made, registers, spilled = compiled(gpu, launch)
         constants = {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
@@ -220,7 +224,7 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool) -> None:
         print(json.dumps(row), flush=True)
 
 
-def main(versions: list[str], tried: bool, smolvla: bool, trained: bool) -> None:
+def main(versions: list[str], *wanted: bool) -> None:
     # The loop in Triton, on Hopper, too.
     setattr(pi0_programs, "why_not_streamed", lambda *_: "Triton's is asked for")  # noqa: B010
     knobs.nvidia.dump_ptxas_log = True
@@ -229,11 +233,12 @@ def main(versions: list[str], tried: bool, smolvla: bool, trained: bool) -> None
         gpu = ARCHITECTURES[version]
         # Tensors without data lie on this GPU, too.
         setattr(Gpu, "of", classmethod(lambda cls, device, gpu=gpu: gpu))  # noqa: B010
-        compile_for(gpu, tried, smolvla, trained)
+        compile_for(gpu, *wanted)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with torch.inference_mode():
         named = [v for v in sys.argv[1:] if not v.startswith("--")]
-        main(named or ["9.0"], *(option in sys.argv for option in ("--tried", "--smolvla", "--trained")))
+        options = ("--tried", "--smolvla", "--trained", "--first", "--rest")
+        main(named or ["9.0"], *(option in sys.argv for option in options))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support.agreement import rms
+from tests.support.interpreter import patch_once
 from vla_accel.diffusion.models import random_model
 from vla_accel.models.autoencoder import split_autoencoder
 from vla_accel.models.unet import Unet
@@ -60,5 +61,6 @@ def results() -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    patch_once()
     for case, value in results().items():
         print(f"{value:.3f} {case}")

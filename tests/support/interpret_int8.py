@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.interpreter import patch_once
 from vla_accel.fp8 import INT8
 from vla_accel.ops import attending, linear, rows
 from vla_accel.ops.dispatch import steered
@@ -82,5 +83,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    patch_once()
     with torch.inference_mode():
         main()

@@ -21,6 +21,7 @@ import torch
 
 from tests.support import kernel_cases as cases
 from tests.support import kernel_shapes as shapes
+from tests.support.interpreter import patch_once
 from vla_accel.ops.dispatch import steered
 
 CPU = torch.device("cpu")
@@ -65,5 +66,6 @@ def run(name: str) -> tuple[str, float]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     round_as_hardware_does()
+    patch_once()
     for case in sys.argv[1:] or (*cases.CASES, *shapes.TALL, *shapes.CUTS):
         print(json.dumps([case, *run(case)]), flush=True)

@@ -1,6 +1,6 @@
 """More cases of kernel_cases.py: row counts up to 1024 at every op, with the models' own widths and awkward ones (4304,
 head size 72). `WIDE` is for a GPU; `TALL`, many rows of little width, and `CUTS`, ways to cut an op into programs, are
-also fast in the interpreter."""
+also fast in the interpreter, where the time is that of the programs: as many as show what is wrong."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ TOWERS = (
 
 
 def _tall() -> Cases:
-    for rows in (128, 257, 1024):
+    for rows in (128, 257):
         for layer in (False, True):
             yield f"add_norm layer={layer} {rows}x12", _add_norm(rows, 12, rows, layer, None, alias=False)
         yield f"geglu {rows}x20", _activation("geglu", rows, 20, 60.0)
         yield f"gelu {rows}x6", _activation("gelu", rows, 6, None)
-    yield "embed_norm (4, 200, 56, 12)", _embed_norm(4, 200, 56, 12, None)
-    yield "rope_cache (2, 512, 2, 1, 6)", _rope_cache(2, 512, 2, 1, 6)
+    yield "embed_norm (4, 40, 30, 12)", _embed_norm(4, 40, 30, 12, None)
+    yield "rope_cache (2, 65, 2, 1, 6)", _rope_cache(2, 65, 2, 1, 6)
     yield "attention (257, 300, 2, 1, 6)", _attention(257, 300, 2, 1, 6, [300, 1])
     yield "self-attention (1, 256, 2, 72)", _self_attention(1, 256, 2, 72)
-    yield "suffix_attention (129, 65, 2, 1, 6)", _suffix_attention(129, 65, 2, 1, 6, [65, 3], True)
+    yield "suffix_attention (65, 33, 2, 1, 6)", _suffix_attention(65, 33, 2, 1, 6, [33, 3], True)
     for rows in (128, 129, 513):
         yield f"qkv_rope {rows}x32", _qkv_rope(1, rows, 32, 1, 1, 16, True)
         yield f"gate_up_geglu {rows}x40", _gate_up(rows, 40, 24, True)
         yield f"project {rows}x24", _project(rows, 24, 72, 1, "gr")
-    yield "step (4, 128, 127)", _step(4, 128, 127, 20, 7, "n")
+    yield "step (3, 66, 65)", _step(3, 66, 65, 20, 7, "n")
 
 
 def _cuts() -> Cases:
@@ -80,14 +80,14 @@ def _cuts() -> Cases:
             yield f"gate_up_geglu 51x72 {name}", _gate_up(51, 72, 40, adaptive, "int8", cut, moments=16)
         for split, what in ((1, "grm"), (2, "brmn"), (8, "grmn")):
             shared = dataclasses.replace(cut, split=split)
-            yield f"project {what} {shared}", _project(51, 100, 520, 51, what, shared)
+            yield f"project {what} {shared}", _project(35, 72, 520, 35, what, shared)
         for split in (1, 2, 8):
             shared = dataclasses.replace(cut, split=split)
             for shape in (
                 (10, 40, 320, 1, "gr"),
-                (51, 100, 72, 51, "gbrs"),
+                (35, 72, 72, 35, "gbrs"),
                 (100, 24, 520, 50, "bs8"),
-                (51, 100, 520, 51, "gri"),
+                (35, 72, 520, 35, "gri"),
             ):
                 yield f"project {shape} {shared}", _project(*shape, shared)
     for sizes in ((16, 32, 2, 2, 4), (64, 16, 4, 1, 8), (32, 16, 8, 3, 4), (16, 64, 1, 1, 4)):
