@@ -50,7 +50,8 @@ tables: setup
 # minutes on one core; training is meant for large GPUs.
 FAMILY ?= pi05
 DEMO_MINUTES ?= 17
-DEMO_SUITES := $(if $(filter smolvla,$(FAMILY)),libero_spatial,libero_spatial libero_object)
+COMMA := ,
+DEMO_SUITES := $(if $(filter smolvla,$(FAMILY)),libero_spatial,libero_spatial$(COMMA)libero_object)
 DEMO_OPTIONS := $(if $(filter smolvla,$(FAMILY)),--batch 320 --lr 8e-4 --warmup 200 --dagger-after-s 45 --first 800,\
 	--batch 256 --lr 4e-4 --warmup 100 --dagger-after-s 0 --first 600)
 DEMO := $(BIN)/python -m eval.libero.demo

@@ -107,37 +107,37 @@ def throughput(name: str, cases: str, gpus: int, *needs: str) -> Job:
     return Job(f"throughput_{name}_h200", command, gpus=gpus, room="machine", needs=("libero", *needs))
 
 
-OURS = "native-bf16 native-fp8 native-fp8-vision"
+OURS = "native-bf16,native-fp8,native-fp8-vision"
 SHAPE = "--views 3 --horizon 50 --steps 10 --calls 60"
 PORTABLE = (
-    f"--systems native-bf16 native-fp8 portable-bf16 portable-fp8 portable-int8 {SHAPE} --realtime-vla {{realtime_vla}}"
+    f"--systems native-bf16,native-fp8,portable-bf16,portable-fp8,portable-int8 {SHAPE} --realtime-vla {{realtime_vla}}"
 )
 UNDER_STRESS = "--suite libero_spatial,libero_spatial_object --stress {stress} --trials 50"
 
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
-    bench("pi05", f"--model pi05 --systems {OURS} eager openpi-eager --steps 10,3,1 --batch 1,4,8,16,32 --calls 60 "
+    bench("pi05", f"--model pi05 --systems {OURS},eager,openpi-eager --steps 10,3,1 --batch 1,4,8,16,32 --calls 60 "
           "--hz 20 --profile", "openpi"),
-    bench("pi0", f"--model pi0 --systems {OURS} eager openpi-eager {SHAPE} --profile", "openpi"),
-    bench("smolvla", f"--model smolvla --systems {OURS} lerobot-eager --steps 10 --batch 1,2,4 --calls 40 --profile",
+    bench("pi0", f"--model pi0 --systems {OURS},eager,openpi-eager {SHAPE} --profile", "openpi"),
+    bench("smolvla", f"--model smolvla --systems {OURS},lerobot-eager --steps 10 --batch 1,2,4 --calls 40 --profile",
           "lerobot"),
-    bench("groot", "--model groot --systems native-bf16 native-fp8 eager lerobot-eager --views 2 --steps 4 --calls 50 "
+    bench("groot", "--model groot --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 --calls 50 "
           "--profile", "lerobot"),
     bench("portable_pi05", f"--model pi05 {PORTABLE}", "realtime_vla"),
     bench("portable_pi0", f"--model pi0 {PORTABLE}", "realtime_vla"),
     bench("pi05_prompt60", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 60 --calls 60"),
     bench("pi05_prompt180", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 180 --calls 60"),
     bench("pi05_batches", f"--model pi05 --systems {OURS} --steps 10,3,1 --batch 1,2,4 --calls 100"),
-    bench("compile", f"--systems {OURS} openpi-eager openpi-compile openpi-max-autotune --steps 10 --batch 1 "
+    bench("compile", f"--systems {OURS},openpi-eager,openpi-compile,openpi-max-autotune --steps 10 --batch 1 "
           "--calls 50", "openpi"),
     Job("attention_h200", "python -m tests.gpu.time_attention --output {json}"),
     Job("sd_unet_h200", "vla-accel bench-unet --img2img --rounds 3 --output {json}", needs=("diffusers",)),
     Job("qwen_image_h200", "vla-accel bench-qwen --steps 4 --rounds 3 --transformer native --output {json}",
         needs=("diffusers",)),
-    Job("qwen_vae_h200", "vla-accel bench-vae --systems eager compile native native-fp16 --rounds 10 --picture "
+    Job("qwen_vae_h200", "vla-accel bench-vae --systems eager,compile,native,native-fp16 --rounds 10 --picture "
         "{folder}/picture.png --output {json}", needs=("diffusers",)),
-    Job("qwen_vae_sizes_h200", "vla-accel bench-vae --sizes static 512x512 848x480 1280x720 1920x1088 1184x880 "
-        "--systems eager native native-fp16 --rounds 5 --output {json}", needs=("diffusers",)),
+    Job("qwen_vae_sizes_h200", "vla-accel bench-vae --sizes static,512x512,848x480,1280x720,1920x1088,1184x880 "
+        "--systems eager,native,native-fp16 --rounds 5 --output {json}", needs=("diffusers",)),
     *(Job(f"precision_{model.replace('-', '_')}_h200", f"vla-accel precision {model} --output {{json}}",
           needs=("diffusers",)) for model in ("sd-unet", "qwen-vae", "qwen-text-encoder")),
     # Agreement with FP32 eager.
@@ -164,8 +164,8 @@ JOBS: tuple[Job, ...] = (
         "--workers {workers} --no-films --device cuda --output {folder}", needs=("libero", "observations"),
         file="tune.json"),
     # Many at once: simulators, and clients of a server.
-    throughput("simulators", "plain:1:4:6:16 plain:1:8:6:16 plain:1:14:12:16", 1),
-    throughput("gpus", "ray:1:14:30:16 ray:2:28:30:32", 2, "ray"),
+    throughput("simulators", "plain:1:4:6:16,plain:1:8:6:16,plain:1:14:12:16", 1),
+    throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray"),
     serving("demo_1", "demo", "cuda:0"),
     serving("demo_2", "demo", "cuda:0,cuda:1"),
     serving("pi05_1", "--model pi05", "cuda:0"),
@@ -176,7 +176,7 @@ JOBS: tuple[Job, ...] = (
     Job("bench_server_cpu", "vla-accel bench-server --seconds 5 --device cpu --output {json}", gpus=0, room="machine"),
     Job("server_faults_cpu", "python -m tests.remote.load_server --output {json}", gpus=0, room="machine"),
     Job("memory_counted", "python -m eval.memory --output {json}", gpus=0, room="shared"),
-    Job("tensorrt_rtx_demo_cpu", "vla-accel build demo --config tensorrt_rtx --target sm89,sm120 --manifest {json}",
+    Job("tensorrt_rtx_demo_cpu", "vla-accel build demo --config tensorrt_rtx --targets sm89,sm120 --manifest {json}",
         gpus=0, needs=("tensorrt_rtx", "onnx")),
 )  # fmt: skip
 """In the order in which they are begun."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from eval.script import run_script, write_text
-from vla_accel.cli.options import Written
+from vla_accel.cli.options import Listed, Written
 from vla_accel.measure.memory import counted
 
 
@@ -23,7 +23,7 @@ class Arguments:
 
     output: Annotated[Path, Written()]
     """JSON report."""
-    families: tuple[str, ...] = ("pi05", "pi0", "smolvla", "groot")
+    families: Listed[str] = ("pi05", "pi0", "smolvla", "groot")
     """Of which published sizes."""
 
 

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.harness.benchmark import schema
-from eval.harness.pages import paired_page
+from eval.harness.pages import paired_page, run_page
 from eval.harness.pairs import compare
 from eval.harness.report import read_result
 from eval.script import run_script, write_text
-from vla_accel.cli.options import OutputFile
+from vla_accel.cli.options import OutputFile, Words
 from vla_accel.errors import ConfigError
 from vla_accel.report.page import check_path, write
 
@@ -38,7 +38,7 @@ class Arguments:
     """Result files to compare with it, one or more."""
     output: OutputFile = None
     """JSON report."""
-    note: str = ""
+    note: Words = ""
     """What a reader must know beside the figures."""
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, and films of the episodes that only one of them won, where both
@@ -83,6 +83,13 @@ def run(arguments: Arguments) -> dict[str, Any]:
     if len(benchmarks) > 1:
         raise ConfigError(f"result files: expected one benchmark, got {', '.join(sorted(benchmarks))}")
     results = {name: result for name, (result, _) in read.items()}
+    for path, result in zip(paths, results.values(), strict=True) if arguments.report is not None else ():
+        try:
+            run_page(result)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}: expected a whole result, what its report shows is damaged: {error!r}"
+            ) from error
     reference = results[names[0]]
     others = {name: results[name] for name in names[1:]}
     # The files' names, not where they lie on this machine.

@@ -24,10 +24,17 @@ def run_script(name: str, kind: type[T], run: Callable[[T], object], words: Sequ
         run(read(kind, words, f"python -m {name}"))
         return 0
 
-    status, said = ended(whole)
-    if said is not None:
-        print(f"error: {' '.join(said.split())}" if status == 1 else said, file=sys.stderr)
-    return status
+    return concluded(whole)
+
+
+def concluded(run: Callable[[], int], *, error: int = 1, later: str = "") -> int:
+    """The exit status of a program whose end is said in one line (`vla_accel.cli.ended`); `error`: that of an error,
+    `later`: what an interrupted one is told besides."""
+    status, said = ended(run)
+    if said is None:
+        return status
+    print(f"error: {' '.join(said.split())}" if status == 1 else said + later, file=sys.stderr)
+    return error if status == 1 else status
 
 
 def write_png(figure: Any, path: Path) -> None:

@@ -18,6 +18,7 @@ import tyro
 
 from eval.harness.report import read_result
 from eval.script import run_script, write_text
+from vla_accel.cli.options import Words
 from vla_accel.errors import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
@@ -31,7 +32,7 @@ class Arguments:
     """Result file of a benchmark."""
     name: str
     """What it is stored as, without ending."""
-    note: str = ""
+    note: Words = ""
     """What a reader must know beside the figures."""
     folder: Path = RESULTS
     """Where NAME.json goes."""

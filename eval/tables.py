@@ -25,6 +25,7 @@ from eval.libero_tables import latency, paired, stressed, success, tasks, traini
 from eval.markdown import commit, rows
 from eval.model_table import models
 from eval.models_picture import draw_models, sources
+from eval.script import concluded
 from eval.server_tables import faults, server, server_gpus
 from eval.shapes_table import shapes
 from eval.throughput_table import plan, throughput
@@ -188,4 +189,4 @@ def main(arguments: Arguments) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(read(Arguments, None, "python -m eval.tables")))
+    sys.exit(concluded(lambda: main(read(Arguments, None, "python -m eval.tables"))))

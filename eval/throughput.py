@@ -25,7 +25,7 @@ import numpy as np
 
 from eval.harness.log import log_path
 from eval.script import run_script, write_text
-from vla_accel.cli.options import Count, OutputFolder, Seconds, Written
+from vla_accel.cli.options import Count, Listed, OutputFolder, Seconds, Words, Written
 from vla_accel.errors import ConfigError, EngineError
 
 SCHEMA = "vla_accel.throughput/1"
@@ -64,13 +64,13 @@ class Arguments:
     """JSON file."""
     runs: OutputFolder = None
     """Folder for the runs' own results. Default: beside the output, with its name."""
-    case: tuple[str, ...] = ("plain:1:4:6", "plain:1:8:6", "plain:1:14:6", "ray:1:14:6")
+    case: Listed[str] = ("plain:1:4:6", "plain:1:8:6", "plain:1:14:6", "ray:1:14:6")
     """Each is ray or plain:GPUS:SIMULATORS:TRIALS[:CORES]; GPUS of 0 plays on the CPU."""
     module: str = "eval.libero"
     """The benchmark's command."""
     steps: Count = 10
     """Denoising steps."""
-    options: str = ""
+    options: Words = ""
     """More words for the benchmark's command, with spaces between them, such as --options="--config native_fp8"."""
     limit_s: Seconds = 300.0
     """Longest that a case may take."""
@@ -255,7 +255,7 @@ def told(arguments: Arguments) -> str:
     """The command line as it can be typed again, but for where its files go."""
     # Joined by "=": a value that begins with "--" would be taken for another option.
     options = f' --options="{arguments.options}"' if arguments.options else ""
-    return f"python -m eval.throughput --steps {arguments.steps} --case {' '.join(arguments.case)}{options}"
+    return f"python -m eval.throughput --steps {arguments.steps} --case {','.join(arguments.case)}{options}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

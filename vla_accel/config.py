@@ -28,7 +28,7 @@ AUTO = "auto"
 """The name of a configuration that leaves everything as it is by default."""
 
 
-class _Checked:
+class Checked:
     """A dataclass whose fields are of their types however it is made: in Python, or from a file."""
 
     where = ""
@@ -47,7 +47,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class TensorrtOptions(_Checked):
+class TensorrtOptions(Checked):
     """How engines of `tensorrt`, `tensorrt_rtx` and `torch_tensorrt` are built, kept and run.
 
     `targets`: compute capabilities to build for ahead of time ("sm89"); empty means the GPU at hand. `profiles`: one
@@ -89,7 +89,7 @@ class TensorrtOptions(_Checked):
 
 
 @dataclass(frozen=True)
-class NativeOptions(_Checked):
+class NativeOptions(Checked):
     """How the native engine runs. `kernels`: "portable" switches off what only Hopper has (own GEMM and attention in
     CUDA C++, the streamed denoise loop, dependent launches), so that an Ampere or Ada GPU would run the same; "auto"
     takes the fastest. `embeddings`: where the table of token embeddings lies; "host" is page-locked memory, from which
@@ -102,7 +102,7 @@ class NativeOptions(_Checked):
 
 
 @dataclass(frozen=True)
-class EngineSpec(_Checked):
+class EngineSpec(Checked):
     """Which engine a component gets.
 
     `engine`: the engine asked for; "auto" takes the fastest one that loses nothing on this machine (`engines.auto`).
@@ -135,7 +135,7 @@ class EngineSpec(_Checked):
 
 
 @dataclass(frozen=True)
-class CheckpointSpec(_Checked):
+class CheckpointSpec(Checked):
     """What a checkpoint does not say of itself, or not rightly; None: as the checkpoint says, or the usual.
 
     `asset_id`: which of the folders below `assets/` holds the statistics, where there are several. `tokenizer`: a
@@ -163,7 +163,7 @@ class CheckpointSpec(_Checked):
 
 
 @dataclass(frozen=True)
-class RtcConfig(_Checked):
+class RtcConfig(Checked):
     """Real-time chunking: how strongly, and how far, a new chunk follows the previous one.
 
     `schedule`: of the weights between the delay and the execution horizon. `max_guidance_weight`: bound of w(t); None
@@ -197,7 +197,7 @@ class RtcConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class PolicyConfig(_Checked):
+class PolicyConfig(Checked):
     """How a policy runs. What it computes is decided by the checkpoint and by `num_steps`.
 
     `num_steps`: denoising steps; None is what the model was made for (π0, π0.5: 10; GR00T: 4). `precision`: dtype of
@@ -412,6 +412,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return tuple(_convert(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
     assert isinstance(hint, type)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{where}: expected {hint.__name__}, got {value!r}")

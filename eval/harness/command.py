@@ -22,12 +22,13 @@ import tyro
 from eval.harness.benchmark import Benchmark, Suite
 from eval.harness.evaluation import Request, evaluate
 from eval.harness.policies import Chunking, PolicySource
-from eval.harness.protocol import REPLAN_STEPS, SEED, Protocol, Shard, parse_steps, parse_tasks
+from eval.harness.protocol import REPLAN_STEPS, SEED, Protocol, Shard, parse_tasks
 from eval.harness.report import policy_name, read_result
 from eval.harness.stress import parse_stress
 from eval.harness.tables import stderr_console
-from vla_accel.cli.options import OutputFile, OutputFolder, Text, read
-from vla_accel.errors import ConfigError, VlaAccelError
+from eval.script import concluded
+from vla_accel.cli.options import Listed, OutputFile, OutputFolder, Text, Within, read
+from vla_accel.errors import ConfigError
 from vla_accel.report.page import check_path
 
 RUNS = Path("runs")
@@ -41,8 +42,8 @@ class Arguments:
 
     suite: str
     """Which tasks; several suites with commas between them."""
-    steps: Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")] = None
-    """Denoising steps: "3", or "1,2,3,5,10" for a sweep. Default: the policy's own."""
+    steps: Annotated[Listed[int], Within(1)] = ()
+    """Denoising steps: 3, or 1,2,3,5,10 for a sweep. Default: the policy's own."""
     quick: bool = False
     """The first 3 tasks with 3 trials each, and a rollout video; --tasks and --trials go first."""
     tasks: Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")] = None
@@ -67,7 +68,7 @@ class Arguments:
     output: `eval.paired --report` then shows lost episodes beside the reference's."""
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, films, conditions. With --quick one is made in any case."""
-    beside: tuple[Path, ...] = ()
+    beside: Listed[Path] = ()
     """Result files whose latencies stand beside this run's in its pictures. Default: stored runs of the same model on
     the same kind of device."""
     workers: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
@@ -103,18 +104,17 @@ class Arguments:
 
 def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
     """Run a benchmark's command line; returns the exit code."""
+    later = "; the same command continues from the episode log"
+    return concluded(lambda: run(benchmark, arguments, words), error=2, later=later)
+
+
+def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
+    """Play, and say what came of it; 1 if an episode crashed."""
     console = stderr_console()
     program = ("python", "-m", f"eval.{benchmark.name}")
-    try:
-        asked = read(arguments, words, " ".join(program))
-        with stdout_to_stderr():
-            result = evaluate(make_request(benchmark, asked, [*program, *words]), console)
-    except VlaAccelError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues from the episode log", file=sys.stderr)
-        return 130
+    asked = read(arguments, words, " ".join(program))
+    with stdout_to_stderr():
+        result = evaluate(make_request(benchmark, asked, [*program, *words]), console)
     errors = sum(row["success"]["errors"] for row in result["summary"]["rows"])
     for name in ("output", "figure", "report"):
         path = result[name]
@@ -148,7 +148,7 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
             raise ConfigError(f"{name}: {benchmark.name} has no cameras")
     if arguments.report is not None:
         check_path(arguments.report)
-    steps = parse_steps(arguments.steps) if arguments.steps is not None else None
+    steps = arguments.steps or None
     stress = {} if arguments.stress is None else parse_stress(arguments.stress, benchmark.disturbances)
     source = _source(benchmark, arguments, steps)
     suites = tuple(benchmark.load_suite(name) for name in names)

@@ -7,12 +7,12 @@ meet, whatever machine plays the simulator.
 
 from __future__ import annotations
 
+import itertools
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any
 
 from eval.harness import command
 from eval.harness.benchmark import Benchmark, schema
@@ -21,12 +21,12 @@ from eval.harness.pairs import described
 from eval.harness.policies import Chunking
 from eval.harness.report import write_json
 from eval.harness.tables import stderr_console
-from vla_accel.cli.options import read
-from vla_accel.errors import ConfigError, DependencyError, VlaAccelError
+from eval.script import concluded
+from vla_accel.cli.options import Listed, Within, Words, read
+from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import replacing
 from vla_accel.report.colours import PARTS
 
-TICKS = "0,1,2,4,8"
 SAID = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking"}
 COLOURS = {"plain": PARTS["vision"], "rtc": PARTS["kv_cache"], "trained": PARTS["denoise"]}
 
@@ -36,27 +36,26 @@ class Arguments(command.Arguments):
     """Options of the benchmark's own command, and the grid. `--output` is the JSON; a picture and the points' runs go
     beside it."""
 
-    ticks: str = TICKS
+    ticks: Annotated[Listed[int], Within(0)] = (0, 1, 2, 4, 8)
     """Control ticks from an observation to the arrival of its actions."""
-    chunkings: str = "plain,rtc"
-    """plain, rtc or both."""
-    note: str = ""
+    chunkings: Listed[Chunking] = ("plain", "rtc")
+    """Whether chunks are joined (rtc) or not."""
+    note: Words = ""
     """What a reader must know beside the figures."""
 
 
 def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
     """Play the grid, write its JSON and its picture, end with one JSON line; the exit codes are `command.main`'s."""
+    later = "; the same command continues from the points' logs"
+    return concluded(lambda: run(benchmark, arguments, words), error=2, later=later)
+
+
+def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
+    """Play, and say what came of it; 1 if an episode crashed."""
     program = ("python", "-m", f"eval.{benchmark.name}.late")
-    try:
-        asked = read(arguments, words, " ".join(program))
-        with command.stdout_to_stderr():
-            grid = play(benchmark, asked, [*program, *words])
-    except VlaAccelError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues from the points' logs", file=sys.stderr)
-        return 130
+    asked = read(arguments, words, " ".join(program))
+    with command.stdout_to_stderr():
+        grid = play(benchmark, asked, [*program, *words])
     print(json.dumps({key: grid[key] for key in ("output", "figure", "rows")}), flush=True)
     return 1 if any(row["errors"] for row in grid["rows"]) else 0
 
@@ -75,7 +74,7 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
         raise ConfigError("expert: it answers at once; leave it out")
     console, folder = stderr_console(), output.with_suffix("")
     points = []
-    for ticks, chunking in _grid(asked):
+    for ticks, chunking in dict.fromkeys(itertools.product(asked.ticks, asked.chunkings)):
         stress = ",".join(filter(None, (asked.stress, f"latency={ticks}")))
         point = replace(asked, stress=stress, chunking=chunking, output=folder / f"{chunking}-{ticks}.json")
         points.append((ticks, chunking, command.make_request(benchmark, point, words)))
@@ -99,19 +98,6 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
     }
     write_json(output, grid)
     return {**grid, "output": str(output), "figure": str(draw(grid, output.with_suffix(".png")))}
-
-
-def _grid(asked: Arguments) -> list[tuple[int, Chunking]]:
-    try:
-        ticks = [int(word) for word in asked.ticks.split(",")]
-    except ValueError:
-        ticks = []
-    if not ticks or min(ticks) < 0 or len(set(ticks)) < len(ticks):
-        raise ConfigError(f"ticks: expected distinct whole numbers such as {TICKS}, got {asked.ticks!r}")
-    chunkings = [kind for kind in get_args(Chunking) if kind in asked.chunkings.split(",")]
-    if not chunkings or len(chunkings) < len(asked.chunkings.split(",")):
-        raise ConfigError(f"chunkings: expected some of {', '.join(get_args(Chunking))}, got {asked.chunkings!r}")
-    return [(tick, chunking) for tick in ticks for chunking in chunkings]
 
 
 def _kind(result: Mapping[str, Any], chunking: Chunking) -> str:

@@ -193,40 +193,24 @@ def fingerprint(protocol: Protocol, policy: Mapping[str, Any]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def parse_steps(text: str) -> tuple[int, ...]:
-    """`"1,2,3"` to `(1, 2, 3)`; anything below 1 raises `ConfigError`."""
-    steps = _integers(text, "steps", ranges=False)
-    for value in steps:
-        if value < 1:
-            raise ConfigError(f"steps: expected integers >= 1, got {value} in {text!r}")
-    return steps
-
-
 def parse_tasks(text: str, count: int) -> tuple[int, ...]:
-    """`"0-2,5"` to `(0, 1, 2, 5)`; an index outside a suite of `count` tasks raises."""
-    tasks = _integers(text, "tasks", ranges=True)
-    for value in tasks:
-        if not 0 <= value < count:
-            raise ConfigError(f"tasks: expected indices 0 to {count - 1}, got {value} in {text!r}")
-    return tasks
-
-
-def _integers(text: str, what: str, *, ranges: bool) -> tuple[int, ...]:
-    """Comma-separated integers, with `low-high` (both included) where ranges are allowed."""
-    form = 'integers such as "0-2,5"' if ranges else 'integers such as "3" or "1,2,3,5,10"'
-    values: list[int] = []
+    """`"0-2,5"` to `(0, 1, 2, 5)`, ranges with both ends; an index outside a suite of `count` tasks raises."""
+    form = 'integers such as "0-2,5"'
+    tasks: list[int] = []
     for part in text.split(","):
-        # Where no range is allowed, "-1" reads as the bad value that it is.
-        low, dash, high = part.strip().partition("-") if ranges else (part.strip(), "", "")
+        low, dash, high = part.strip().partition("-")
         try:
             first, last = int(low), int(high) if dash else int(low)
         except ValueError:
-            raise ConfigError(f"{what}: expected {form}, got {text!r}") from None
+            raise ConfigError(f"tasks: expected {form}, got {text!r}") from None
         if last - first >= _MOST:
-            raise ConfigError(f"{what}: expected {form}, got {last - first + 1} in {part.strip()!r}")
+            raise ConfigError(f"tasks: expected {form}, got {last - first + 1} in {part.strip()!r}")
         if first > last:
-            raise ConfigError(f"{what}: expected {form}, got the empty range {part.strip()!r}")
-        values.extend(range(first, last + 1))
-    if len(set(values)) != len(values):
-        raise ConfigError(f"{what}: expected distinct {form}, got {text!r}")
-    return tuple(values)
+            raise ConfigError(f"tasks: expected {form}, got the empty range {part.strip()!r}")
+        tasks.extend(range(first, last + 1))
+    if len(set(tasks)) != len(tasks):
+        raise ConfigError(f"tasks: expected distinct {form}, got {text!r}")
+    for value in tasks:
+        if not 0 <= value < count:
+            raise ConfigError(f"tasks: expected indices 0 to {count - 1}, got {value} in {text!r}")
+    return tuple(tasks)

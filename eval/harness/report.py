@@ -177,7 +177,7 @@ def read_result(path: Path) -> tuple[dict[str, Any], str]:
             f"{path}: expected a result of schema {schema('BENCHMARK', 'result')!r}, got schema {found!r}"
         )
     for name, kind in _PARTS.items():
-        if not isinstance(result.get(name), kind):
+        if not isinstance(result.get(name), kind) or (name == "launches" and not result[name]):
             raise ConfigError(f"{path}: expected a whole result, its {name} is missing or damaged")
     for episode in result["episodes"]:
         if not isinstance(episode, dict) or not episode.keys() >= _OF_EPISODE:
@@ -185,7 +185,7 @@ def read_result(path: Path) -> tuple[dict[str, Any], str]:
     return result, match[1]
 
 
-_PARTS = {"protocol": dict, "policy": dict, "episodes": list}
+_PARTS = {"protocol": dict, "policy": dict, "launches": list, "episodes": list}
 _OF_EPISODE = {"steps", "task_id", "trial", "success"}
 
 

@@ -52,7 +52,7 @@ def built(config: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFacto
     cache = tmp_path_factory.mktemp("built") / "engines"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert run("build", config, "--checkpoint", checkpoint, "--cache", cache, "--target", "sm89,sm120") == 0
+        assert run("build", config, "--checkpoint", checkpoint, "--cache", cache, "--targets", "sm89,sm120") == 0
     return cache, json.loads(printed.getvalue().strip().splitlines()[-1])
 
 
@@ -68,7 +68,7 @@ def test_build_cache_and_inspect(
     config: Path, checkpoint: Path, built: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: Any
 ) -> None:
     cache = tmp_path / "engines"
-    common = ("build", config, "--checkpoint", checkpoint, "--cache", cache, "--target", "sm89,sm120")
+    common = ("build", config, "--checkpoint", checkpoint, "--cache", cache, "--targets", "sm89,sm120")
     assert run(*common, "--dry-run") == 0
     planned = last_line(capsys)
     assert len(planned["jobs"]) == 4 and set(planned["states"]) == {"to build"} and not cache.exists()
@@ -143,12 +143,12 @@ def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(
             (),
             r"nothing to build: .* names no TensorRT engine \(vision eager, kv_cache auto",
         ),
-        (CONFIG, ("--target", "ada"), "target: expected a compute capability like sm89 or 8.9, got 'ada'"),
-        (CONFIG, ("--target", "sm90"), "TensorRT-RTX does not run on compute capability 9.0; it runs on 7.5,"),
-        (CONFIG, (), "there is no GPU to build for; name the GPUs, as in --target sm89,sm120"),
+        (CONFIG, ("--targets", "ada"), "target: expected a compute capability like sm89 or 8.9, got 'ada'"),
+        (CONFIG, ("--targets", "sm90"), "TensorRT-RTX does not run on compute capability 9.0; it runs on 7.5,"),
+        (CONFIG, (), "there is no GPU to build for; name the GPUs, as in --targets sm89,sm120"),
         (
             CONFIG,
-            ("--target", "sm89", "--random", "pi7"),
+            ("--targets", "sm89", "--random", "pi7"),
             "random: expected one of groot_n17, pi0, pi05, pi05_demo, smolvla, smolvla_demo",
         ),
         ("vision: {engine: tensorrt}", (), "no usable TensorRT"),
@@ -159,7 +159,7 @@ def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(
         ("vision: {engine: tensorrt_rtx, tensorrt: {workspace_mb: 0}}", (), "workspace_mb: expected at least 1"),
         (
             "kv_cache: {engine: tensorrt_rtx, precision: fp8}",
-            ("--target", "sm89"),
+            ("--targets", "sm89"),
             "FP8 needs calibrated scales",
         ),
     ],
@@ -206,7 +206,7 @@ def test_an_interrupted_build_keeps_what_is_whole(
         return real(job, *args, **given)
 
     monkeypatch.setattr(building, "build", interrupted)
-    words = ("build", config, "--checkpoint", checkpoint, "--cache", cache, "--target", "sm89", "--no-verify")
+    words = ("build", config, "--checkpoint", checkpoint, "--cache", cache, "--targets", "sm89", "--no-verify")
     assert run(*words) == 130
     assert "interrupted after 1 engines; they are in the cache" in capsys.readouterr().err
     assert len(list(cache.glob("*.engine"))) == 1 and not (cache / "manifests").exists()

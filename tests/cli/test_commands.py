@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
-from vla_accel.cli import COMMANDS, build, calibrate, main, parity, serve
-from vla_accel.cli.common import PolicySource, parse_source
+from vla_accel.cli import COMMANDS, calibrate, main
+from vla_accel.cli.asked.policies import Build, Parity, PolicySource, read_former
+from vla_accel.cli.asked.servers import Serve
 from vla_accel.errors import ConfigError, VlaAccelError
+from vla_accel.fp8 import FILE, Scales
 from vla_accel.measure.recording import save_observations
 
 
@@ -47,9 +51,9 @@ def recorded(tmp_path: Path) -> str:
         ("--checkpoint folder --config native", ("folder", "native")),
     ],
 )
-@pytest.mark.parametrize("kind", [serve.Arguments, parity.Arguments, build.Options])
+@pytest.mark.parametrize("kind", [Serve, Parity, Build])
 def test_a_checkpoint_and_how_it_runs(kind: type[PolicySource], words: str, expected: tuple[Any, Any]) -> None:
-    given = parse_source(kind, words.split(), "vla-accel")
+    given = read_former(kind, words.split(), "vla-accel")
     assert (given.checkpoint, given.config) == expected
 
 
@@ -62,7 +66,7 @@ def test_a_checkpoint_and_how_it_runs(kind: type[PolicySource], words: str, expe
 )
 def test_two_of_one_thing_are_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_source(serve.Arguments, words.split(), "vla-accel serve")
+        read_former(Serve, words.split(), "vla-accel serve")
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
@@ -179,8 +183,19 @@ def test_calibrate(monkeypatch: pytest.MonkeyPatch, recorded: str, former: bool)
     monkeypatch.setattr(calibrate, "load", lambda checkpoint, *_, **__: asked.append(checkpoint))
     monkeypatch.setattr(calibrate, "load_observations", observations)
     words = [recorded, "--checkpoint", "folder"] if former else ["folder", "--observations", recorded]
-    assert main(["calibrate", *words, "--limit", "7", "--device", "cpu"]) == 1
+    assert main(["calibrate", *words, "--count", "7", "--device", "cpu"]) == 1
     assert asked == ["folder", (recorded, 7)]
+
+
+def test_calibrate_says_where_its_file_is(
+    monkeypatch: pytest.MonkeyPatch, recorded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family = SimpleNamespace(calibrate=lambda *_: Scales({"prefix.layers.0.o_proj": 3.0}, 3, "test", "0", "01"))
+    loaded = SimpleNamespace(model=None, processor=SimpleNamespace(prepare=lambda o: o), family=family, kept=tmp_path)
+    monkeypatch.setattr(calibrate, "load", lambda *_, **__: loaded)
+    assert main(["calibrate", "demo", "--observations", recorded, "--device", "cpu"]) == 0
+    path = tmp_path / FILE
+    assert path.is_file() and capsys.readouterr().out.startswith(f"{path}: 1 products, 3 observations; largest ")
 
 
 def test_calibrating_without_observations_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +209,20 @@ def test_every_help_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> N
         main([name, "--help"])
     said = capsys.readouterr().out
     assert stopped.value.code == 0 and f"vla-accel {name}" in said
-    assert name not in ("doctor", "bench", "parity", "calibrate", "build", "serve") or "{None}" not in said
+
+
+def test_no_help_waits_for_torch() -> None:
+    said = """
+import contextlib, sys
+from vla_accel.cli import COMMANDS, main
+for name in COMMANDS:
+    with contextlib.suppress(SystemExit):
+        main([name, "--help"])
+        raise AssertionError(name)
+    assert "torch" not in sys.modules, name
+"""
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("kind", ["cut off", "no archive", "pickle", "one array", "nothing", "unequal"])

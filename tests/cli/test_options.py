@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pytest
 
+from tests.support.pages import ROOT
 from tests.support.tiny import write_tiny_checkpoint
 from vla_accel import cli
 from vla_accel.cli import build, main
-from vla_accel.cli.options import Count, Number, OutputFile, Picture, Seconds, Seed, Within, Written, read
+from vla_accel.cli.options import (
+    Count,
+    Listed,
+    Number,
+    OutputFile,
+    Picture,
+    Seconds,
+    Seed,
+    Within,
+    Words,
+    Written,
+    read,
+)
 from vla_accel.errors import ConfigError, OutputError, VlaAccelError
 
 
@@ -24,7 +40,10 @@ class Options:
     wait: Seconds = 1.0
     seed: Seed = 0
     share: Annotated[float, Within(0, 1)] = 0.5
-    sweep: Annotated[tuple[int, ...], Within(1)] = ()
+    sweep: Annotated[Listed[int], Within(1)] = ()
+    sides: Listed[Literal["encoder", "decoder"]] = ("encoder", "decoder")
+    files: Listed[Path] = ()
+    note: Words = ""
     output: OutputFile = None
     picture: Picture = None
     runs: Annotated[Path, Written(folder=True)] = Path("runs")
@@ -42,7 +61,7 @@ class Options:
         ("--seed -1", "^seed: expected 0 to 9223372036854775807, got -1$"),
         ("--seed 99999999999999999999", "^seed: expected 0 to 9223372036854775807, got 9{20}$"),
         ("--share 1.01", "^share: expected 0 to 1, got 1.01$"),
-        ("--sweep 3 0", "^sweep: expected at least 1, got 0$"),
+        ("--sweep 3,0", "^sweep: expected at least 1, got 0$"),
         ("--picture a.txt", r"^picture: expected a file name ending in \.png, got 'a\.txt'$"),
         ("--output /proc/a.json", "^output: /proc/a.json cannot be written: /proc: "),
         ("--runs /proc/a", "^runs: /proc/a cannot be written: /proc: "),
@@ -55,10 +74,36 @@ def test_a_value_that_cannot_be_is_refused(words: str, message: str) -> None:
 
 
 def test_what_can_be_is_taken(tmp_path: Path) -> None:
-    words = f"--calls 1 --layers 1 --wait 0.1 --share 1 --sweep 1 2 --output {tmp_path}/new/a.json --runs {tmp_path}"
+    words = f"--calls 1 --layers 1 --wait 0.1 --share 1 --output {tmp_path}/new/a.json --runs {tmp_path}"
+    words += " --sweep 1,2 --sides decoder --files a,b"
     found = read(Options, [*words.split(), "--keep-all"], "program")
-    assert found.sweep == (1, 2) and found.keep_all and found.picture is None
+    assert found.sweep == (1, 2) and found.sides == ("decoder",) and found.files == (Path("a"), Path("b"))
+    assert found.keep_all and found.picture is None
     assert not list(tmp_path.iterdir()), "looking leaves nothing"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--sweep 1,x", "--sweep: invalid literal for int"),
+        ("--sweep 1,", "--sweep: invalid literal for int"),
+        ("--sweep 3,3", "--sweep: expected each once, got '3,3'"),
+        ("--sweep 3 2", "Unrecognized options: 2"),
+        ("--sides encoder,both", "--sides: expected some of encoder, decoder, got 'both'"),
+    ],
+)
+def test_a_list_that_cannot_be_is_wrong_usage(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        read(Options, words.split(), "program")
+    assert stopped.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
+
+
+def test_lists_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read(Options, ["--help"], "program")
+    said = " ".join(capsys.readouterr().out.split())
+    for shown in ("--sweep N,...", "--sides {encoder,decoder},... (default: encoder,decoder)", "--files FILE,..."):
+        assert shown in said
 
 
 @pytest.mark.parametrize(
@@ -69,12 +114,12 @@ def test_what_can_be_is_taken(tmp_path: Path) -> None:
         ("bench demo --prompt-tokens 0", "prompt-tokens: expected at least 1"),
         ("bench --model pi05 --views 0", "views: expected at least 1"),
         ("bench --model pi05 --config native", "config: expected a checkpoint beside it"),
-        ("bench demo --config native,,", "config: expected a file or one of"),
+        ("bench demo --config native,", "config: expected a file or one of"),
         ("bench demo --output /proc/a.json", "output: /proc/a.json cannot be written"),
         ("parity demo --seed -1", "seed: expected 0 to"),
         ("parity demo --threshold nan", "threshold: expected -1 to 1, got nan"),
         ("parity demo --report /proc/a.html", "report: /proc/a.html cannot be written"),
-        ("calibrate demo --limit -1", "limit: expected at least 1"),
+        ("calibrate demo --count -1", "count: expected at least 1"),
         ("tune demo --quick --margin -1", "margin: expected more than 0, at most 99, got -1.0"),
         ("tune demo --quick --confidence 200", "confidence: expected 50 to 99.99, got 200.0"),
         ("tune demo --quick --tasks 0", "suite, tasks: expected --benchmark beside them, got 0 alone"),
@@ -115,15 +160,15 @@ def test_a_command_says_it_in_one_line_before_it_loads(
 def test_no_help_shows_how_types_are_spelt(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([name, "--help"])
-    said = capsys.readouterr().out
-    assert "{None}" not in said and "PATH PATH" not in said
+    said = " ".join(capsys.readouterr().out.split())
+    assert not [shown for shown in ("{None}", "PATH PATH", "(default: )", "(default: '')", "...]") if shown in said]
 
 
 def test_what_was_not_foreseen_of_files_and_keys(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(error: BaseException) -> None:
-        def raising(_: object) -> None:
+        def raising(*_: object) -> None:
             raise error
 
         monkeypatch.setattr("vla_accel.cli.doctor.main", raising)
@@ -148,3 +193,21 @@ def test_a_cache_that_is_a_checkpoint_loses_nothing(tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert main(["cache", "clear", "--cache", str(tmp_path)]) == 0
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("program", [("vla_accel", "bench", "--help"), ("eval.tables", "--help")])
+def test_output_that_nobody_reads_or_has_no_room_ends_without_a_traceback(
+    program: tuple[str, ...], unbuffered: str
+) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    name = f"vla-accel {program[1]}" if program[1:2] == ("bench",) else "error"
+    full_disk = f"{name}: No space left on device".encode()
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open("/dev/full", "w") as full, open(write_end, "w") as unread:
+        for output, status, said in ((unread, 141, []), (full, 1, [full_disk])):
+            done = subprocess.run(
+                [sys.executable, "-m", *program], stdout=output, stderr=subprocess.PIPE, env=environment, cwd=ROOT
+            )
+            assert (done.returncode, done.stderr.splitlines(), program) == (status, [*said], program)

@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": set(),
     "remote": set(),
     "client": {"remote"},
-    "server": {"remote", "transforms"},
+    "server": {"config", "remote", "transforms"},
     # Families are found by their names alone: nothing but `models.family.FAMILIES` points at them.
     "policy": {
         "checkpoints",
@@ -85,7 +85,6 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "diffusion",
         "engines",
-        "fp8",
         "ledger",
         "machine",
         "measure",

@@ -86,7 +86,7 @@ def test_bench_qwen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("vae", ["tiny-qwen-vae", "tiny-sd-vae"])
 def test_bench_vae(vae: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "both.png"
-    words = f"bench-vae --vae {vae} --sizes 64x64 96x64 --systems eager native --dtype fp32 --rounds 2"
+    words = f"bench-vae --vae {vae} --sizes 64x64,96x64 --systems eager,native --dtype fp32 --rounds 2"
     assert cli.main([*words.split(), "--picture", str(picture), "--output", str(tmp_path / "a.json")]) == 0
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert report["passed"] and len(report["results"]) == 8
@@ -108,7 +108,7 @@ def test_bench_vae_fails_on_disagreement(capsys: pytest.CaptureFixture[str], mon
 
     real = AcceleratedVae.decode
     monkeypatch.setattr(AcceleratedVae, "decode", lambda self, z: real(self, z) + 0.1)
-    words = "bench-vae --vae tiny-qwen-vae --sizes 64x64 --systems eager native --dtype fp32 --rounds 1"
+    words = "bench-vae --vae tiny-qwen-vae --sizes 64x64 --systems eager,native --dtype fp32 --rounds 1"
     assert cli.main(words.split()) == 1
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert [r["passed"] for r in report["results"]] == [True, True, True, False]
@@ -124,7 +124,7 @@ def test_a_system_that_fails_is_reported_and_the_others_are_timed(
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(AcceleratedVae, "decode", broken)
-    words = "bench-vae --vae tiny-qwen-vae --sizes 64x64 --systems eager native --dtype fp32 --rounds 1"
+    words = "bench-vae --vae tiny-qwen-vae --sizes 64x64 --systems eager,native --dtype fp32 --rounds 1"
     assert cli.main(words.split()) == 1
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert report["errors"] == {"native decoder 64x64": "RuntimeError: no such kernel"}

@@ -271,7 +271,7 @@ def test_a_saved_pipeline_loads(parts: Any, tmp_path: Path) -> None:
 
 
 def test_bench_unet_compares_with_both_eagers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "bench-unet --sd-dir tiny-random --systems eager-fp32 eager native --dtype bf16 --size 64 --steps 2"
+    words = "bench-unet --sd-dir tiny-random --systems eager-fp32,eager,native --dtype bf16 --size 64 --steps 2"
     cli.main([*words.split(), "--rounds", "1", "--unet-rounds", "1"])
     report = last_json(capsys.readouterr().out)
     assert report["errors"] == {}
@@ -289,7 +289,7 @@ def test_bench_unet_compares_with_both_eagers(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_bench_unet_compares_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "bench-unet --sd-dir tiny-random --systems eager-fp32 native --dtype fp32 --size 64 --steps 2 --rounds 1"
+    words = "bench-unet --sd-dir tiny-random --systems eager-fp32,native --dtype fp32 --size 64 --steps 2 --rounds 1"
     picture, output = tmp_path / "both.png", tmp_path / "bench.json"
     extra = f"--unet-rounds 2 --img2img --picture {picture} --output {output}"
     assert cli.main([*words.split(), *extra.split()]) == 0
@@ -324,7 +324,7 @@ def test_bench_unet_starts_both_dtypes_from_the_same_noise(
         return made
 
     monkeypatch.setattr(bench_unet, "random_stable_diffusion", parts)
-    words = "bench-unet --sd-dir tiny-random --systems eager-fp32 eager native --dtype bf16 --size 64 --steps 3"
+    words = "bench-unet --sd-dir tiny-random --systems eager-fp32,eager,native --dtype bf16 --size 64 --steps 3"
     with NarrowDrawsDiffer():
         cli.main([*words.split(), "--rounds", "1", "--unet-rounds", "1", "--img2img"])
     report = last_json(capsys.readouterr().out)
@@ -343,7 +343,7 @@ def test_bench_unet_leaves_behind_where_it_died(tmp_path: Path, monkeypatch: pyt
 
     output = tmp_path / "bench.json"
     monkeypatch.setattr(bench_unet, "in_turns", die)
-    words = "bench-unet --sd-dir tiny-random --systems eager native --dtype fp32 --size 64 --steps 2 --output"
+    words = "bench-unet --sd-dir tiny-random --systems eager,native --dtype fp32 --size 64 --steps 2 --output"
     with pytest.raises(RuntimeError, match="illegal memory access"):
         cli.main([*words.split(), str(output)])
     report = json.loads(output.read_text())

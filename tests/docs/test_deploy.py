@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.support.pages import ROOT
-from vla_accel.cli.common import parse
-from vla_accel.cli.serve import Arguments
+from vla_accel.cli.asked.servers import Serve
+from vla_accel.cli.options import read
 
 DEPLOY = ROOT / "docs" / "deploy"
 
@@ -46,7 +46,7 @@ def test_the_images_command_is_one_of_ours_with_a_key() -> None:
     (entry,) = [json.loads(words) for name, words in instructions() if name == "ENTRYPOINT"]
     (words,) = [json.loads(words) for name, words in instructions() if name == "CMD"]
     assert entry == ["vla-accel"] and words[0] == "serve"
-    given = parse(Arguments, words[1:], "vla-accel serve")
+    given = read(Serve, words[1:], "vla-accel serve")
     assert given.devices == "all" and str(given.api_key_file) == "/run/secrets/api_keys"
     assert f"{given.port}:{given.port}" in compose()["services"]["server"]["ports"]
 

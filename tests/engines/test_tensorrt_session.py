@@ -372,7 +372,7 @@ def rtx(folder: Path, **given: Any) -> EngineSpec:
 
 
 def test_without_a_gpu_it_says_what_can_be_done(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"run on a CUDA GPU, the device is cpu; `vla-accel build --target sm89`"):
+    with pytest.raises(EngineError, match=r"run on a CUDA GPU, the device is cpu; `vla-accel build --targets sm89`"):
         TensorrtRtxEngine(component(), CPU, rtx(tmp_path))
 
 

@@ -73,6 +73,19 @@ def test_lost_episodes_are_shown_side_by_side(tmp_path: Path, capsys: pytest.Cap
     assert report.read_text().count("<video") == 4
 
 
+@pytest.mark.parametrize("damage", [{"rows": None}, {"rows": [{"steps": 3}]}, []])
+def test_a_report_of_a_damaged_summary_is_one_error(
+    damage: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, damaged, report = (tmp_path / name for name in ("whole.json", "damaged.json", "report.html"))
+    whole.write_text(json.dumps(RUN))
+    damaged.write_text(json.dumps({**RUN, "summary": damage}))
+    assert paired.main([str(whole), str(damaged), "--report", str(report)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {damaged}: expected a whole result, what its report shows is damaged")
+    assert said.count("\n") == 1 and not report.exists()
+
+
 def test_only_runs_of_the_same_model_and_kind_of_device_stand_beside() -> None:
     assert list(stored_like(RUN, "libero")) == ["libero_spatial_quick_cpu"]
     other = copy.deepcopy(RUN)

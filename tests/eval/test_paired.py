@@ -129,3 +129,6 @@ def test_files_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFix
         assert paired.main([str(good), str(path), "--output", str(tmp_path / "out.json")]) == 1
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
+    begun = write(tmp_path, "begun", {**result({3: [WON]}), "launches": []})
+    assert paired.main([str(good), str(begun)]) == 1
+    assert f"{begun}: expected a whole result, its launches is missing or damaged" in capsys.readouterr().err

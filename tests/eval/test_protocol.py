@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.protocol import EpisodeKey, Protocol, fingerprint, parse_steps, parse_tasks
+from eval.harness.protocol import EpisodeKey, Protocol, fingerprint, parse_tasks
 from eval.libero.benchmark import LIBERO
 from eval.libero.suites import MAX_STEPS
 from vla_accel.errors import ConfigError
@@ -91,17 +91,6 @@ def test_bad_numbers_are_named(change: dict[str, object], message: str) -> None:
 def test_unknown_suite_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"expected one of libero_spatial, .*, got 'bridge'$"):
         LIBERO.check_suite("bridge")
-
-
-@pytest.mark.parametrize(("text", "steps"), [("3", (3,)), ("1,2,3,5,10", (1, 2, 3, 5, 10))])
-def test_parse_steps(text: str, steps: tuple[int, ...]) -> None:
-    assert parse_steps(text) == steps
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "3,0", "", "three", "1-3", "3,3", "1.5", "1,"])
-def test_parse_steps_refuses(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^steps: expected"):
-        parse_steps(text)
 
 
 @pytest.mark.parametrize(("text", "tasks"), [("4", (4,)), ("0-2,5", (0, 1, 2, 5)), ("9, 0-1", (9, 0, 1))])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.support.tiny import write_tiny_checkpoint
-from vla_accel import OptimizedPolicy, PolicyConfig
+from vla_accel import OptimizedPolicy, PolicyConfig, cli
 from vla_accel.cli import bench as command
 from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.families.pi0 import PI0, PI05
@@ -233,21 +233,7 @@ def test_a_run_that_is_cut_off_leaves_its_rows(folder: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(command, "run", cut_off)
     output = tmp_path / "bench.json"
-    with pytest.raises(KeyboardInterrupt):
-        command.main(
-            [
-                str(folder),
-                "--config",
-                "eager",
-                "--steps",
-                "2,1",
-                "--calls",
-                "2",
-                "--prompt-tokens",
-                "19",
-                "--output",
-                str(output),
-            ]
-        )
+    words = "--config eager --steps 2,1 --calls 2 --prompt-tokens 19 --output"
+    assert cli.main(["bench", str(folder), *words.split(), str(output)]) == 130
     report = json.loads(output.read_text())
     assert [row["steps"] for row in report["rows"]] == [2] and report["model"] and report["throughput"] == []

@@ -14,6 +14,7 @@ from eval.image_tables import precisions
 from tests.support.agreement import RATIO
 from vla_accel import cli
 from vla_accel.cli import precision
+from vla_accel.cli.asked.images import Precision
 from vla_accel.diffusion.measure import parity
 from vla_accel.errors import ConfigError
 from vla_accel.measure.reduced_precision import (
@@ -155,7 +156,7 @@ def test_the_command_reports(model: str, capsys: pytest.CaptureFixture[str]) -> 
     assert report["overflow"] == [] and report["kept_fp32"] == []
     # As far from float32 as the model that is simply cast.
     torch.manual_seed(0)
-    wide, call = precision._model(precision.Options(model=model, size=64, tokens=8), CPU)
+    wide, call = precision._model(Precision(model=model, size=64, tokens=8), CPU)
     with torch.inference_mode():
         exact = call(wide, torch.float32)()
         plain = call(copy.deepcopy(wide).bfloat16(), torch.bfloat16)()

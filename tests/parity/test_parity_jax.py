@@ -22,7 +22,7 @@ from tests.support.reference_script import make_reference, python_of
 from vla_accel.checkpoints.dialects import Stated, infer_config
 from vla_accel.checkpoints.pi0 import load_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights
-from vla_accel.cli.convert import main
+from vla_accel.cli import main
 from vla_accel.models.pi0 import Pi0
 
 pytestmark = pytest.mark.parity
@@ -45,7 +45,7 @@ def converted(
     request: pytest.FixtureRequest, reference_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Pi0, dict[str, np.ndarray]]:
     source, output = reference_folder / request.param, tmp_path_factory.mktemp(request.param)
-    assert main([str(source), str(output), "--action-horizon", "6", "--precision", "float32"]) == 0
+    assert main(["convert", str(source), str(output), "--action-horizon", "6", "--precision", "float32"]) == 0
     written = json.loads((output / "config.json").read_text())
     assert (written["pi05"], written["action_horizon"]) == (request.param == "pi05", 6)
     weights = SafetensorsWeights(output)
@@ -76,7 +76,9 @@ def test_actions(converted: tuple[Pi0, dict[str, np.ndarray]], case: str, steps:
 
 
 def test_the_report_names_every_parameter(reference_folder: Path, tmp_path: Path) -> None:
-    assert main([str(reference_folder / "pi05"), str(tmp_path), "--action-horizon", "6", "--unused-head"]) == 0
+    assert (
+        main(["convert", str(reference_folder / "pi05"), str(tmp_path), "--action-horizon", "6", "--unused-head"]) == 0
+    )
     report = json.loads((tmp_path / "conversion.json").read_text())
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         stored = {k: (file.get_slice(k).get_shape(), file.get_slice(k).get_dtype()) for k in file.keys()}  # noqa: SIM118

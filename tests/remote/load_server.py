@@ -201,11 +201,12 @@ def those_serving(server: PolicyServer) -> list[Any]:
 
 def main() -> int:
     from vla_accel import machine
-    from vla_accel.cli.common import finish, parse
+    from vla_accel.cli.common import finish
+    from vla_accel.cli.options import read
     from vla_accel.config import load_config
 
     words = sys.argv[1:]
-    chosen = parse(Arguments, words, "python -m tests.remote.load_server")
+    chosen = read(Arguments, words, "python -m tests.remote.load_server")
     devices, observation, make = machine.resolve_devices(chosen.devices), None, Loud
     if chosen.checkpoint is not None:
         from vla_accel.checkpoints.loading import load as load_checkpoint

@@ -19,7 +19,8 @@ pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
 from tests.support.server_support import EchoPolicy, get, local, observation, port_of
 from tests.support.waiting import PATIENCE_S, eventually
-from vla_accel.cli.serve import Arguments
+from vla_accel.cli.asked.servers import Serve
+from vla_accel.cli.serve import server_config
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ConfigError, ServerError
 from vla_accel.server import app, background
@@ -103,10 +104,10 @@ def test_beyond_this_machine_without_a_key_only_when_told(tmp_path: Path) -> Non
     (tmp_path / "key").write_text("secret")
     for host in ("0.0.0.0", "192.168.1.5", "::"):
         with pytest.raises(ConfigError, match=f"host: {host} without a key lets in whoever reaches it"):
-            Arguments(host=host).limits()
-        assert Arguments(host=host, insecure=True).limits().host == host
-        assert Arguments(host=host, api_key_file=tmp_path / "key").limits().api_key_file == tmp_path / "key"
-    assert Arguments().limits().host == "127.0.0.1"
+            server_config(Serve(host=host))
+        assert server_config(Serve(host=host, insecure=True)).host == host
+        assert server_config(Serve(host=host, api_key_file=tmp_path / "key")).api_key_file == tmp_path / "key"
+    assert server_config(Serve()).host == "127.0.0.1"
 
 
 @pytest.fixture(scope="module")

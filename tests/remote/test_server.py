@@ -8,6 +8,7 @@ from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,10 @@ def test_one_client_too_many_is_refused_and_welcome_when_another_leaves() -> Non
         ({"port": 70000}, "port: expected 0 to 65535, got 70000"),
         ({"api_key": ""}, "api_key: expected printable"),
         ({"api_key": "a\nb"}, "api_key: expected printable"),
+        ({"port": "8000"}, "port: expected int, got '8000'"),
+        ({"max_batch": 1.5}, "max_batch: expected int, got 1.5"),
+        ({"page": "no"}, "page: expected bool, got 'no'"),
+        ({"api_key_file": 3}, "api_key_file: expected Path, got 3"),
         ({"max_clients": 0}, "max_clients: expected at least 1"),
         ({"max_batch": 0}, "max_batch: expected at least 1"),
         ({"max_payload": 0}, "max_payload: expected at least 1"),
@@ -226,6 +231,11 @@ def test_one_client_too_many_is_refused_and_welcome_when_another_leaves() -> Non
 def test_limits_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerConfig(**changes)
+
+
+def test_limits_are_taken_as_those_of_a_file() -> None:
+    given = ServerConfig(grace_s=3, api_key_file="keys")  # pyright: ignore[reportArgumentType]
+    assert type(given.grace_s) is float and given.api_key_file == Path("keys")
 
 
 # -- turns and batches --------------------------------------------------------------------------------------------

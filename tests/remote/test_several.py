@@ -14,7 +14,8 @@ from websockets.sync.client import connect
 
 from tests.support.openpi_wire import openpi_pack, openpi_unpack
 from tests.support.server_support import EchoPolicy, GuidedPolicy, MixingPolicy, local, metric, observation, scaled
-from vla_accel.cli.serve import Arguments, Load, loader
+from vla_accel.cli.asked.servers import Serve
+from vla_accel.cli.serve import Load, loader
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ConfigError, ObservationError, ServerError
 from vla_accel.remote import wire
@@ -138,11 +139,11 @@ def test_a_single_policy_takes_the_key_as_part_of_the_observation() -> None:
 
 
 def test_policies_on_the_command_line() -> None:
-    several = loader(Arguments(policy=("a=auto:demo", "b=native_fp8:org/name"), memory_budget_gib=1.5, num_steps=3))
+    several = loader(Serve(policy=("a=auto:demo", "b=native_fp8:org/name"), memory_budget_gib=1.5, num_steps=3))
     assert several.loads == {"a": Load("demo", "auto", 3), "b": Load("org/name", "native_fp8", 3)}  # type: ignore
     assert several.budget == 3 * 2**29  # type: ignore[union-attr]
     for wrong in (("demo",), ("a=auto",), ("a=auto:demo", "a=auto:demo"), ("metrics=auto:demo",), ("a/b=auto:demo",)):
         with pytest.raises(ConfigError, match="policy: expected NAME=CONFIG:CHECKPOINT, each name once, got '"):
-            loader(Arguments(policy=wrong))
+            loader(Serve(policy=wrong))
     with pytest.raises(ConfigError, match="got both"):
-        loader(Arguments(checkpoint="demo", policy=("a=auto:demo",)))
+        loader(Serve(checkpoint="demo", policy=("a=auto:demo",)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from tests.support.reports import figures_in
 from tests.support.tiny import write_tiny_checkpoint
 from vla_accel.cli import main
-from vla_accel.cli.tune import find_benchmark
+from vla_accel.cli.tune import Teller, find_benchmark
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.measure.recording import save_observations
 from vla_accel.policy import OptimizedPolicy
@@ -125,6 +126,16 @@ def test_bad_input_is_one_clear_line(
     assert main(["tune", "demo", "--device", "cpu", "--output", str(tmp_path), *words]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("vla-accel tune:")]
     assert message in line
+
+
+def test_time_left_is_told_once_something_took_some(capsys: pytest.CaptureFixture[str]) -> None:
+    teller = Teller()
+    teller(0, 1, "eager: the reference")
+    teller(1, 5, "of the journal")
+    assert "left" not in capsys.readouterr().err
+    teller._began -= 1000
+    teller(1, 5, "measured")
+    assert re.match(r"\[1/5\] measured \(1\d{3} s so far, about 4\d{3} s left\)$", capsys.readouterr().err)
 
 
 def test_libero_is_found_by_its_name() -> None:

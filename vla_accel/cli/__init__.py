@@ -1,42 +1,68 @@
-"""The command line: `vla-accel COMMAND …`. Each command is a module of its own, imported when it is called."""
+"""The command line: `vla-accel COMMAND …`. Each command is a module of its own, imported once its options are read."""
 
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
+import select
 import sys
 from collections.abc import Callable, Sequence
 
 from vla_accel.errors import VlaAccelError
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "doctor": ("vla_accel.cli.doctor", "what this machine can run, what is missing, and a self-test"),
-    "bench": ("vla_accel.cli.bench", "time a policy beside its baselines and its floor, in turns"),
-    "parity": ("vla_accel.cli.parity", "how well a configuration agrees with FP32 eager; fails where it does not"),
-    "tune": ("vla_accel.cli.tune", "the fastest configuration on this machine that loses nothing, with evidence"),
-    "calibrate": ("vla_accel.cli.calibrate", "FP8 scales of a checkpoint from recorded observations"),
-    "build": ("vla_accel.cli.build", "build the TensorRT engines of a configuration, also for other GPUs"),
-    "cache": ("vla_accel.cli.cache", "list, verify or clear the built engines"),
-    "inspect": ("vla_accel.cli.inspect", "layers, precisions, profiles and size of a built engine"),
-    "convert": ("vla_accel.cli.convert", "an openpi JAX checkpoint to safetensors"),
-    "serve": ("vla_accel.cli.serve", "serve a policy to openpi's clients"),
-    "bench-server": ("vla_accel.cli.bench_server", "time calls over a server: what it adds, and where"),
-    "build-vae": ("vla_accel.cli.build_vae", "build TensorRT engine files of an autoencoder"),
-    "build-unet": ("vla_accel.cli.build_unet", "build a TensorRT engine file of Stable Diffusion's UNet"),
-    "bench-vae": ("vla_accel.cli.bench_vae", "time an autoencoder: eager, torch.compile, native, TensorRT in turns"),
-    "bench-unet": ("vla_accel.cli.bench_unet", "time Stable Diffusion the same way"),
-    "bench-qwen": ("vla_accel.cli.bench_qwen", "time Qwen-Image end to end: transformer and autoencoder, fast or not"),
-    "txt2img": ("vla_accel.cli.txt2img", "a prompt to a picture"),
-    "img2img": ("vla_accel.cli.img2img", "a picture and a prompt to a picture"),
-    "precision": ("vla_accel.cli.precision", "a model in BF16 or FP16: dtypes, ranges, memory, latency"),
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "doctor": (
+        "doctor",
+        "engines.Doctor",
+        "say what this machine can run, what is missing and what to type, and test it",
+    ),
+    "bench": ("bench", "policies.Bench", "time whole calls of a policy beside its baselines and its floor, in turns"),
+    "parity": ("parity", "policies.Parity", "compare a configuration with FP32 eager; fails where it does not agree"),
+    "tune": (
+        "tune",
+        "policies.Tune",
+        "find the fastest configuration on this machine that loses nothing, with the evidence",
+    ),
+    "calibrate": ("calibrate", "policies.Calibrate", "measure FP8 scales of a checkpoint on recorded observations"),
+    "build": ("build", "policies.Build", "build the TensorRT engines of a configuration, also for other GPUs"),
+    "cache": ("cache", "engines.Cache", "list, verify or clear the built engines; clear compiled kernels, too"),
+    "inspect": ("inspect", "engines.Inspect", "show layers, precisions, profiles and size of a built engine"),
+    "convert": ("convert", "policies.Convert", "turn an openpi JAX checkpoint into safetensors"),
+    "serve": ("serve", "servers.Serve", "serve a policy to openpi's clients"),
+    "bench-server": (
+        "bench_server",
+        "servers.BenchServer",
+        "time calls over a server: what it adds to the policy's time, and where",
+    ),
+    "build-vae": ("build_vae", "images.BuildVae", "build TensorRT engine files of an autoencoder"),
+    "build-unet": ("build_unet", "images.BuildUnet", "build a TensorRT engine file of Stable Diffusion's UNet"),
+    "bench-vae": (
+        "bench_vae",
+        "images.BenchVae",
+        "time an autoencoder: eager, torch.compile, native, TensorRT, in turns",
+    ),
+    "bench-unet": ("bench_unet", "images.BenchUnet", "time Stable Diffusion the same way"),
+    "bench-qwen": ("bench_qwen", "images.BenchQwen", "time Qwen-Image: transformer and autoencoder, fast or not"),
+    "txt2img": ("generate", "images.TextToImage", "make a picture from a prompt"),
+    "img2img": ("generate", "images.ImageToImage", "make a picture from a picture and a prompt"),
+    "precision": ("precision", "images.Precision", "show a model in BF16 or FP16: dtypes, ranges, memory, latency"),
 }
-"""Command to (module, one line of help). The module has `main(arguments: list[str]) -> int`."""
+"""Command to (module of `vla_accel.cli`, options of `asked`, one line of help). The module has `main(chosen: OPTIONS,
+words: list[str]) -> int`; `words` are what was typed, for the record."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0 done, 1 a check failed or an error was reported, 2 wrong usage, 130
-    interrupted."""
+    """Run one command; the exit status: 2 wrong usage, else as `ended` says."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    status, said = ended(lambda: run(words))
+    if said is not None:
+        print(f"vla-accel {words[0]}: {said}", file=sys.stderr)
+    return status
+
+
+def run(words: list[str]) -> int:
+    """One command: its options are read, then its module is imported, which takes seconds."""
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else 2
@@ -51,30 +77,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f": did you mean {nearest[0]}?" if nearest else ""
         print(f"vla-accel: unknown command {name}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
-    status, said = ended(lambda: importlib.import_module(COMMANDS[name][0]).main(rest))
-    if said is not None:
-        print(f"vla-accel {name}: {said}", file=sys.stderr)
-    return status
+    from vla_accel.cli.asked.policies import CheckpointSource, read_former
+    from vla_accel.cli.options import read
+
+    module, options, _ = COMMANDS[name]
+    place, _, kind_name = options.partition(".")
+    kind = getattr(importlib.import_module(f"vla_accel.cli.asked.{place}"), kind_name)
+    chosen = (read_former if issubclass(kind, CheckpointSource) else read)(kind, rest, f"vla-accel {name}")
+    return importlib.import_module(f"vla_accel.cli.{module}").main(chosen, rest)
 
 
 def ended(run: Callable[[], int]) -> tuple[int, str | None]:
-    """The exit status of a program, and what is to be said of its end: 1 an error that a user can mend, 130
-    interrupted."""
+    """The exit status of a program, and what is to be said of its end: 0 done, 1 a check failed or an error that a user
+    can mend, 130 interrupted, 141 what read its output has gone."""
     try:
-        return run(), None
+        try:
+            return run(), None
+        finally:
+            print(end="", flush=True)  # not at the interpreter's end, where nobody could say what went wrong
     except VlaAccelError as error:
         return 1, str(error)
     except OSError as error:
-        # A file that cannot be read says so best itself; anything else is a mistake of ours.
-        if error.filename is None:
+        gone = isinstance(error, BrokenPipeError) and _reader_is_gone()
+        # A file that cannot be read says so best itself; of the rest, what is no full disk is a mistake of ours.
+        if error.filename is None and not gone and error.errno != errno.ENOSPC:
             raise
-        return 1, f"{error.filename}: {error.strerror}"
+        if error.filename is None:
+            sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  # what is left would fail again at the end
+        return (141, None) if gone else (1, ": ".join(filter(None, (error.filename, error.strerror))))
     except KeyboardInterrupt:
         return 130, "interrupted"
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as `| head` that has seen enough."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def usage() -> str:
     """The list of commands."""
     width = max((len(name) for name in COMMANDS), default=0)
-    lines = [f"  {name:<{width}}  {help_line}" for name, (_, help_line) in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {help_line}" for name, (*_, help_line) in COMMANDS.items()]
     return "\n".join(["usage: vla-accel COMMAND [options]", "", *lines, "", "vla-accel COMMAND --help says more."])

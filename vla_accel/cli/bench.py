@@ -4,19 +4,18 @@ or lerobot's code, in turns; a table and one JSON line."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
 
-from vla_accel.cli.common import parse, print_table, say
-from vla_accel.cli.options import Count, Folder, Number, OutputFile, Text, Within
+from vla_accel.cli.asked.policies import Bench
+from vla_accel.cli.common import print_table, say, write_json
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError, DependencyError
-from vla_accel.files import replacing
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
 from vla_accel.measure.paced import paced
@@ -28,64 +27,15 @@ from vla_accel.report.bench import page
 from vla_accel.report.page import check_path, write
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Time whole calls of a checkpoint's policy in several configurations, or with --model (pi05, if no checkpoint is
-    given) of policies of a family's published size with random weights, beside openpi's or lerobot's own code."""
-
-    checkpoint: Annotated[
-        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="")
-    ] = None
-    """A folder, a bundled checkpoint's name or one on the hub."""
-    config: Annotated[str, tyro.conf.arg(metavar="CONFIG,...")] = AUTO
-    """Of a checkpoint: the configurations to time beside eager, names of shipped ones or files."""
-    model: Text = None
-    """Random weights of a model family's published size: pi05, pi0, smolvla or groot."""
-    systems: tuple[str, ...] = ()
-    """Of random weights: some of eager, native-bf16, native-fp8 and -int8, each also with -vision, native-int8-denoise;
-    portable- instead of native-, what a GPU without Hopper's kernels runs; openpi-eager, openpi-compile,
-    openpi-max-autotune; for SmolVLA and GR00T lerobot-eager, lerobot-compile. If not given: eager, native's but INT8,
-    and the other project's eager code, which is left out, loudly, where it is not installed."""
-    realtime_vla: Folder = None
-    """Of random weights: a checkout of realtime-vla, whose code takes its turns, too, at ten steps."""
-    prompt_tokens: Number = None
-    """Length of the prompt in tokens; an ordinary one of about 20 if not given."""
-    steps: Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")] = None
-    """Denoising steps, a sweep such as 10,3,1; the family's own if not given."""
-    views: Number = None
-    """Of random weights: images a call; the family's own if not given: 2 for π0.5, 3 for π0."""
-    horizon: Number = None
-    """Of random weights: actions a chunk; the family's own if not given: 10 for π0.5, 50 for π0."""
-    batch: Annotated[str, tyro.conf.arg(metavar="N,...", help_behavior_hint="")] = ""
-    """Batch sizes whose throughput is measured besides, e.g. 1,2,4,8,16."""
-    hz: Annotated[float | None, tyro.conf.arg(metavar="HZ", help_behavior_hint=""), Within(0, above=True)] = None
-    """Besides, time calls that come at this rate, as a robot makes them, with the GPU's power."""
-    starts: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Besides, time two starts of each of our systems up to the first action, in processes of their own: without and
-    with what an earlier one left in the caches."""
-    calls: Count = 100
-    """Timed calls of each system."""
-    profile: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Besides, list the GPU's kernels of one call of each of our systems."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N."""
-    output: OutputFile = None
-    """JSON file."""
-    report: OutputFile = None
-    """HTML file that opens offline: pictures, tables, engines, conditions."""
-
-
-def main(arguments: list[str]) -> int:
+def main(chosen: Bench, words: list[str]) -> int:
     """Time and report."""
-    chosen = parse(Arguments, arguments, "vla-accel bench")
-    batches = _numbers(chosen.batch, "batch") if chosen.batch else []
     if chosen.report is not None:
         check_path(chosen.report)
     device = resolve_device(chosen.device)
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
     factory = _factory(chosen, str(device), ceilings)
     family = factory.family
-    sweep = _numbers(chosen.steps, "steps") if chosen.steps else list(family.sweep)
+    sweep = chosen.steps or family.sweep
     # The quickest first; of the baselines the one that needs no compilation.
     systems = factory.names
     if isinstance(factory, Factory):
@@ -102,7 +52,7 @@ def main(arguments: list[str]) -> int:
     report: dict[str, Any] = {
         "schema": SCHEMA,
         # Names of files, not where one machine keeps them.
-        "command": "vla-accel bench " + " ".join(Path(a).name if "/" in a else a for a in arguments),
+        "command": "vla-accel bench " + " ".join(Path(a).name if "/" in a else a for a in words),
         "hardware": hardware(device),
         "software": software(),
         "model": {},
@@ -135,30 +85,24 @@ def main(arguments: list[str]) -> int:
         rows += found
         free()
         add_speedups(rows, next((n for n in names if n in family.baselines), "eager"))
-        _save(report, chosen.output)
+        # A run that is cut off leaves the rows that it had.
+        write_json(chosen.output, report)
     ours = [n for n in names if n in factory.configs]
-    report["throughput"] = _throughput(factory, ours, sweep[0], batches, chosen.calls, chosen.prompt_tokens)
+    report["throughput"] = _throughput(factory, ours, sweep[0], chosen.batch, chosen.calls, chosen.prompt_tokens)
     if ceilings is not None:
         add_batch_floors(report["throughput"], rows, ceilings)
     if chosen.profile:
-        _save(report, chosen.output)
+        write_json(chosen.output, report)
         report["profile"] = {n: profile(factory, n, sweep[0]) for n in ours}
     _print(report)
-    _save(report, chosen.output)
+    write_json(chosen.output, report)
     if chosen.report is not None:
         say(f"report: {write(page(report), chosen.report)}")
     print(json.dumps(report))
     return 0
 
 
-def _save(report: dict[str, Any], path: Path | None) -> None:
-    """What is known so far: a run that is cut off leaves the rows that it had."""
-    if path is not None:
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _factory(chosen: Arguments, device: str, ceilings: Ceilings | None) -> Factory | CheckpointFactory:
+def _factory(chosen: Bench, device: str, ceilings: Ceilings | None) -> Factory | CheckpointFactory:
     """What makes the systems. Raises ConfigError for options of the other one."""
     if chosen.checkpoint is not None:
         given = {
@@ -168,12 +112,11 @@ def _factory(chosen: Arguments, device: str, ceilings: Ceilings | None) -> Facto
         wrong = [name for name, value in given.items() if value]
         if wrong:
             raise ConfigError(f"{wrong[0]}: expected none beside checkpoint {chosen.checkpoint}, got {given[wrong[0]]}")
-        configs = dict.fromkeys((*chosen.config.split(","), "eager"))
+        configs = dict.fromkeys((*chosen.config, "eager"))
         return CheckpointFactory(chosen.checkpoint, tuple(configs), device=device, ceilings=ceilings)
-    if chosen.config != AUTO:
-        raise ConfigError(
-            f"config: expected a checkpoint beside it; random weights have --systems, got {chosen.config}"
-        )
+    if chosen.config != (AUTO,):
+        given = ",".join(chosen.config)
+        raise ConfigError(f"config: expected a checkpoint beside it; random weights have --systems, got {given}")
     family = family_named(chosen.model or "pi05")
     views = chosen.views or family.views
     horizon = chosen.horizon or family.action_shape(family.published())[0]
@@ -199,7 +142,7 @@ def _available(factory: Factory | CheckpointFactory, names: list[str], steps: in
 
 
 def _throughput(
-    factory: Factory | CheckpointFactory, names: list[str], steps: int, batches: list[int], calls: int,
+    factory: Factory | CheckpointFactory, names: list[str], steps: int, batches: Sequence[int], calls: int,
     tokens: int | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Observations a second of batched calls of one policy."""
@@ -236,16 +179,6 @@ def profile(factory: Factory | CheckpointFactory, name: str, steps: int) -> list
 
 def _microseconds(event: Any) -> float:
     return float(event.self_device_time_total or event.self_cpu_time_total)
-
-
-def _numbers(text: str, name: str) -> list[int]:
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{name}: expected numbers and commas, got {text!r}") from error
-    if not values or min(values) < 1:
-        raise ConfigError(f"{name}: expected numbers of at least 1, got {text!r}")
-    return values
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -1,29 +1,22 @@
-"""`vla-accel bench-qwen`: Qwen-Image end to end: baseline, faster transformer, faster autoencoder, both; in turns.
-
-Random weights of the published sizes and random prompt embeddings (the text encoder is not part of it). Ends with one
-JSON line. Exit status 1 if a picture disagrees with the baseline's.
-"""
+"""`vla-accel bench-qwen`: Qwen-Image end to end: baseline, faster transformer, faster autoencoder, both; in turns."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vla_accel.cli.asked.images import BenchQwen
 from vla_accel.cli.common import (
     PARITY_COLUMNS,
-    BenchOptions,
     finish,
     parity_cells,
-    parse,
     print_table,
     report,
 )
-from vla_accel.cli.options import Count
 from vla_accel.components.vae import check_size
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
 from vla_accel.diffusion.models import diffusers_module
@@ -36,34 +29,12 @@ from vla_accel.numeric import DTYPES
 COSINE = 0.999
 
 
-@dataclass(frozen=True)
-class Options(BenchOptions):
-    """Time Qwen-Image end to end, with and without our autoencoder and a faster transformer."""
-
-    size: Count = 1024
-    """Pixels a side."""
-    steps: Count = 4
-    layers: Count = LAYERS
-    """Of the transformer; fewer, where memory is short. The report says how many."""
-    tiny: bool = False
-    """A tiny pipeline, for machines without a GPU."""
-    transformer: tuple[Literal["compile", "native"], ...] = ("compile", "native")
-    """Ways to run the transformer, besides eager."""
-    vae: str = "native"
-    """The autoencoder's engine, or the path of its JSON configuration."""
-    edit: bool = False
-    """QwenImageEditPipeline: a picture is encoded, too."""
-    tokens: Count = 128
-    """Of the prompt."""
-
-
-def main(arguments: list[str]) -> int:
+def main(options: BenchQwen, words: list[str]) -> int:
     """Run the command; the exit status."""
-    options = parse(Options, arguments, "vla-accel bench-qwen", __doc__)
     check_size((options.size, options.size))
     device, dtype = resolve_device(options.device), DTYPES[options.dtype]
-    began = time.perf_counter()
-    pipeline = random_qwen_image(tiny=options.tiny, layers=options.layers, dtype=dtype, device=device)
+    began, layers = time.perf_counter(), options.layers or LAYERS
+    pipeline = random_qwen_image(tiny=options.tiny, layers=layers, dtype=dtype, device=device)
     if options.edit:
         parts = {k: v for k, v in pipeline.components.items()}
         pipeline = diffusers_module().QwenImageEditPipeline(**parts, processor=None)
@@ -100,7 +71,7 @@ def main(arguments: list[str]) -> int:
     content = {
         "size": options.size,
         "steps": options.steps,
-        "layers": options.layers,
+        "layers": layers,
         "tiny": options.tiny,
         "edit": options.edit,
         "engines": ledger.as_list(),
@@ -109,7 +80,7 @@ def main(arguments: list[str]) -> int:
     }
     name = "Qwen-Image Edit" if options.edit else "Qwen-Image"
     print_table(
-        f"{name}, {options.size}², {options.steps} steps, {options.layers} layers; agreement with the baseline",
+        f"{name}, {options.size}², {options.steps} steps, {layers} layers; agreement with the baseline",
         ["system", "median ms", "speed-up", "saved ms", "peak GiB", *PARITY_COLUMNS],
         [
             [r["system"], f"{r['p50_ms']:.1f}", f"{r['speedup']:.2f}x", f"{r['saved_ms']:.1f}", f"{r['peak_gib']:.1f}",
@@ -120,7 +91,7 @@ def main(arguments: list[str]) -> int:
     return finish(report("bench-qwen", options, device, began, passed, content), options.output)
 
 
-def _call(options: Options, pipeline: Any, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+def _call(options: BenchQwen, pipeline: Any, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     width = pipeline.transformer.config.joint_attention_dim
     embeds = torch.randn(1, options.tokens, width, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     mask = torch.ones(1, options.tokens, dtype=torch.int64, device=device)

@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from vla_accel import machine
 from vla_accel.checkpoints.loading import load
-from vla_accel.cli.common import finish, parse, print_table
-from vla_accel.cli.options import Count, Number, OutputFile, Seconds, Text
+from vla_accel.cli.asked.servers import BenchServer
+from vla_accel.cli.common import finish, print_table
 from vla_accel.cli.serve import Load, use_gpu
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
@@ -23,52 +21,16 @@ from vla_accel.measure.random_policy import random_observation, random_policy
 from vla_accel.measure.serving import SCHEMA, Nothing, costs, measure, served
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Time calls over a server on this machine, one client and many, beside the policy's own time: of a checkpoint's
-    policy, of one with random weights, or of one that costs nothing. Server and clients have processes of their own."""
-
-    checkpoint: Annotated[
-        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="")
-    ] = None
-    """A folder, a bundled checkpoint's name or one on the hub; a policy that costs nothing if not given."""
-    model: Text = None
-    """Instead: random weights of a model family's published size, such as pi05, the same in every replica."""
-    config: Text = None
-    """Of a policy that costs something: a shipped configuration's name, or a file."""
-    clients: Annotated[str, tyro.conf.arg(metavar="N,...")] = "1,8,64"
-    """Clients at once, a sweep."""
-    seconds: Seconds = 10.0
-    """Of each number of clients."""
-    devices: Text = None
-    """Replicas, as `vla-accel serve --devices` takes them."""
-    device: Text = None
-    """cpu, cuda or cuda:N instead of the configuration's."""
-    max_batch: Count = 1
-    """As `vla-accel serve --max-batch`."""
-    num_steps: Number = None
-    """Denoising steps instead of the configuration's."""
-    output: OutputFile = None
-    """JSON file."""
-
-
-def main(arguments: list[str]) -> int:
+def main(chosen: BenchServer, words: list[str]) -> int:
     """Time and report; fails if an answer was lost or crossed."""
-    chosen = parse(Arguments, arguments, "vla-accel bench-server")
     began = time.monotonic()
-    try:
-        sweep = [int(word) for word in chosen.clients.split(",")]
-    except ValueError:
-        sweep = []
-    if not sweep or min(sweep) < 1:
-        raise ConfigError(f"clients: expected numbers of clients like 1,8, got {chosen.clients!r}")
     load_policy, observation = _policy(chosen)
     devices = None if chosen.devices is None else machine.resolve_devices(chosen.devices)
     first = machine.resolve_device(devices[0] if devices else chosen.device or "auto")
     report: dict[str, Any] = {
         "schema": SCHEMA,
         # Names of files, not where one machine keeps them.
-        "command": "vla-accel bench-server " + " ".join(Path(a).name if "/" in a else a for a in arguments),
+        "command": "vla-accel bench-server " + " ".join(Path(a).name if "/" in a else a for a in words),
         "policy": chosen.checkpoint or (f"random {chosen.model}" if chosen.model else "nothing"),
         "config": chosen.config,
         "devices": devices,
@@ -78,10 +40,10 @@ def main(arguments: list[str]) -> int:
         "load_average": round(os.getloadavg()[0], 2),
         "rows": [],
     }
-    limits = {"max_clients": max(64, 2 * max(sweep)), "max_batch": chosen.max_batch}
+    limits = {"max_clients": max(64, 2 * max(chosen.clients)), "max_batch": chosen.max_batch}
     with served(load_policy, devices, device=chosen.device, **limits) as address:
         report["costs"] = costs(address, observation)
-        for clients in sweep:
+        for clients in chosen.clients:
             row = measure(address, observation, clients, chosen.seconds)
             report["rows"].append(row)
             print(f"{clients} clients: {row['per_second']:.0f} requests/s", file=sys.stderr)
@@ -106,7 +68,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [str(row["clients"]), f"{row['per_second']:.0f}", *(f"{value:.3f}" for value in times)]
 
 
-def _policy(chosen: Arguments) -> tuple[Callable[[str | None], Any], dict[str, Any]]:
+def _policy(chosen: BenchServer) -> tuple[Callable[[str | None], Any], dict[str, Any]]:
     """What makes the policy in a process, and what its robot sends; no engine is built for that."""
     if chosen.checkpoint is not None and chosen.model is not None:
         raise ConfigError(f"model: expected a checkpoint or --model, got {chosen.checkpoint} and {chosen.model}")

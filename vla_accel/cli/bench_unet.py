@@ -1,13 +1,4 @@
-"""`vla-accel bench-unet`: Stable Diffusion, whole pictures and single UNet calls, several systems in turns.
-
-Every system starts from the same weights (rounded to the dtype asked for), prompt and noise: eager-fp32 draws in
-that dtype, too, since a generator's float16 values can be others than its float32 values. Not so for a scheduler that
-draws in float32 at every step whatever the model's dtype (diffusers' SDE solvers of DPM++): its noise differs.
-
-Agreement is reported twice: with eager in float32, and with eager in that dtype, of the latents and of the
-picture. Over many steps the first says what the dtype costs, the second what a system adds to that. Ends with one JSON
-line. Exit status 1 if a system's UNet disagrees with the float32 one beyond the threshold.
-"""
+"""`vla-accel bench-unet`: Stable Diffusion, whole pictures and single UNet calls, several systems in turns."""
 
 from __future__ import annotations
 
@@ -16,26 +7,22 @@ import copy
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from vla_accel.cli.asked.images import BenchUnet
 from vla_accel.cli.common import (
     PARITY_COLUMNS,
-    BenchOptions,
-    Dtype,
     finish,
     parity_cells,
-    parse,
     print_table,
     report,
     write_json,
 )
 from vla_accel.cli.generate import RANDOM
-from vla_accel.cli.options import Count, Picture, Seed
 from vla_accel.config import EngineSpec
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
 from vla_accel.diffusion.models import diffusers_module, random_stable_diffusion
@@ -47,35 +34,12 @@ from vla_accel.models.autoencoder import SCALE
 from vla_accel.models.unet import TEXT_TOKENS
 from vla_accel.numeric import DTYPES
 
-System = Literal["eager-fp32", "eager", "compile", "compile-graphs", "native", "tensorrt", "tensorrt_rtx"]
 COSINE = 0.9995
 UNFINISHED = "not finished"
 
 
-@dataclass(frozen=True)
-class Options(BenchOptions):
-    """Time Stable Diffusion: systems in turns, wall clock of whole pictures and of single UNet calls."""
-
-    sd_dir: str = "random"
-    """A diffusers folder or hub name; random or tiny-random for random weights."""
-    systems: tuple[System, ...] = ("eager-fp32", "eager", "compile", "native")
-    """eager-fp32, eager, compile (torch.compile of the UNet), compile-graphs (the same with mode reduce-overhead):
-    diffusers' pipeline. native, tensorrt, tensorrt_rtx: ours."""
-    size: Count = 512
-    steps: Count = 50
-    img2img: bool = False
-    """Time image to image, too (strength 0.8)."""
-    dtype: Dtype = "fp16"
-    """Of every system but eager-fp32."""
-    unet_rounds: Count = 20
-    seed: Seed = 0
-    picture: Picture = None
-    """Write the reference's picture beside the last system's, as PNG, here."""
-
-
-def main(arguments: list[str]) -> int:
+def main(options: BenchUnet, words: list[str]) -> int:
     """Run the command; the exit status."""
-    options = parse(Options, arguments, "vla-accel bench-unet", __doc__)
     if options.size % 16:
         raise ConfigError(f"size: expected a multiple of 16, got {options.size}")
     bench = _Bench(options)
@@ -88,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Bench:
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: BenchUnet) -> None:
         self.began = time.perf_counter()
         self.options = options
         self.device = resolve_device(options.device)

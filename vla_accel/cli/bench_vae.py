@@ -1,28 +1,22 @@
-"""`vla-accel bench-vae`: encoder and decoder of an autoencoder, several systems in turns, with agreement.
-
-Ends with one JSON line. Exit status 1 if a system disagrees with the float32 reference beyond the thresholds.
-"""
+"""`vla-accel bench-vae`: encoder and decoder of an autoencoder, several systems in turns, with agreement."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vla_accel.cli.asked.images import BenchVae
 from vla_accel.cli.common import (
     PARITY_COLUMNS,
-    BenchOptions,
     finish,
     parity_cells,
-    parse,
     print_table,
     report,
 )
-from vla_accel.cli.options import Count, Picture, Text
 from vla_accel.components.vae import PROFILES, Size, parse_size, size_key, static_sizes
 from vla_accel.diffusion.measure import Parity, Timing, first_calls, in_turns, parity
 from vla_accel.diffusion.models import CONFIGS, load_model
@@ -33,38 +27,12 @@ from vla_accel.machine import resolve_device
 from vla_accel.models.autoencoder import SCALE, split_autoencoder
 from vla_accel.numeric import DTYPES
 
-System = Literal["eager", "compile", "native", "native-fp16", "native-measured", "inductor", "tensorrt", "tensorrt_rtx"]
 MSE, COSINE = 1e-3, 0.9995
 """The largest error and smallest cosine that pass, against float32: what the guide promises."""
 
 
-@dataclass(frozen=True)
-class Options(BenchOptions):
-    """Time an autoencoder's encoder and decoder: systems in turns, wall clock of whole calls."""
-
-    vae: str = "qwen-vae"
-    """A folder, a hub name, or qwen-vae / sd-vae / tiny-qwen-vae / tiny-sd-vae with random weights."""
-    sizes: tuple[str, ...] = ("1024x1024",)
-    """WIDTHxHEIGHT or a ratio's name; "static" is the five ratios, "profiles" the nine of the multi-profile engine."""
-    systems: tuple[System, ...] = ("eager", "compile", "native")
-    """eager: diffusers as it is. compile: torch.compile of that. inductor: torch.compile of our channels-last 2-D
-    form. native-fp16: computes in float16 whatever --dtype says. native-measured: the quicker of native and inductor.
-    tensorrt: engine files of --engine-path."""
-    compile_sizes: tuple[str, ...] = ("1024x1024",)
-    """Sizes at which compile and inductor take part: each compiles anew, which takes minutes."""
-    engine_path: Text = None
-    """Folder of engine files, for tensorrt and tensorrt_rtx."""
-    multi_profile: bool = False
-    """Whether that folder holds multi-profile engines."""
-    rounds: Count = 10
-    picture: Picture = None
-    """Write a PNG: a drawn scene, encoded by eager, what eager and the first accelerated system decode from that, and
-    their difference, magnified. With random weights it looks like nothing; pixels can be compared all the same."""
-
-
-def main(arguments: list[str]) -> int:
+def main(options: BenchVae, words: list[str]) -> int:
     """Run the command; the exit status."""
-    options = parse(Options, arguments, "vla-accel bench-vae", __doc__)
     device, dtype = resolve_device(options.device), DTYPES[options.dtype]
     began = time.perf_counter()
     vae = load_model(options.vae, dtype=dtype, device=device)
@@ -89,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Bench:
-    def __init__(self, options: Options, vae: Any, reference: Any, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, options: BenchVae, vae: Any, reference: Any, device: torch.device, dtype: torch.dtype) -> None:
         self.options, self.vae, self.reference, self.device, self.dtype = options, vae, reference, device, dtype
         self.ledger = Ledger()
         self.errors: dict[str, str] = {}

@@ -10,60 +10,34 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 
 from vla_accel.checkpoints.loading import Checkpoint, family_of, find, load
-from vla_accel.cli.common import PolicySource, parse_source, print_table
-from vla_accel.cli.options import Number, OutputFile, OutputFolder
+from vla_accel.cli.asked.policies import Build
+from vla_accel.cli.common import print_table, write_json
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.engines.tensorrt_library import parse_target
 from vla_accel.engines.tensorrt_plan import Exports
 from vla_accel.errors import ConfigError
-from vla_accel.files import replacing
 from vla_accel.measure.random_policy import calibrate_on_noise
 from vla_accel.models.family import Family, sized
 from vla_accel.policy import ahead_of_time as building
 from vla_accel.policy.ahead_of_time import Job
 
 
-@dataclass(frozen=True)
-class Options(PolicySource):
-    """Build the TensorRT engines of a configuration ahead of time."""
-
-    config: Annotated[str | None, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="(default: tensorrt_rtx)")] = None
-    """A shipped configuration's name (tensorrt, tensorrt_rtx, ...), or a YAML or JSON file, as for a policy."""
-    target: str = ""
-    """Compute capabilities, separated by commas, as in sm89,sm120: needs no GPU (TensorRT-RTX only). Empty: those in
-    the configuration, else this machine's GPU."""
-    random: str = ""
-    """Instead of a checkpoint: random weights of a preset's size (pi05, pi0, pi05_demo), for measuring builds."""
-    depth: Number = None
-    """With --random: this many layers in the large stacks (of π0 prefix and expert), at full width."""
-    cache: OutputFolder = None
-    """Folder of the engines; empty: the configuration's."""
-    manifest: OutputFile = None
-    """Where the manifest goes; empty: beside the engines."""
-    no_verify: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Do not compare the exported graphs with the modules."""
-    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Only say what would be built, and what is in the cache already."""
-
-
-def main(arguments: list[str]) -> int:
-    """The command; see `Options`."""
-    options = parse_source(Options, arguments, "vla-accel build")
+def main(options: Build, words: list[str]) -> int:
+    """The command; see `Build`."""
     family, name = _family(options), options.config or "tensorrt_rtx"
     config = _with_options(replace(options, config=name).settings(), family, options)
     if options.random and (beside := options.checkpoint or options.lora):
         raise ConfigError(f"random: expected no checkpoint beside it, got {beside}")
     if options.depth is not None and not options.random:
         raise ConfigError("depth: expected --random beside it: a checkpoint has its own depth")
-    targets = [parse_target(t) for t in options.target.split(",") if t]
+    targets = [parse_target(t) for t in options.targets]
     specs = building.named(config.specs(family.parts))
     building.check_libraries(specs, targets or [parse_target(t) for s in specs.values() for t in s.tensorrt.targets])
     began = time.perf_counter()
@@ -88,13 +62,12 @@ def main(arguments: list[str]) -> int:
         source = f"random weights of {options.random}'s size{depth}"
     record = building.manifest(rows, config=Path(name).name, checkpoint=source, seconds=time.perf_counter() - began)
     target = options.manifest or building.default_manifest(next(iter(specs.values())), name)
-    with replacing(target) as temporary:
-        temporary.write_text(json.dumps(record, indent=1))
+    write_json(target, record)
     print(json.dumps(record))
     return 0
 
 
-def _with_options(config: PolicyConfig, family: Family, options: Options) -> PolicyConfig:
+def _with_options(config: PolicyConfig, family: Family, options: Build) -> PolicyConfig:
     changes: dict[str, Any] = {}
     if options.cache is not None:
         changes["cache"] = str(options.cache)
@@ -105,11 +78,11 @@ def _with_options(config: PolicyConfig, family: Family, options: Options) -> Pol
     return config.with_specs(changed)
 
 
-def _family(options: Options) -> Family:
+def _family(options: Build) -> Family:
     return sized(options.random)[0] if options.random else family_of(find(options.checkpoint or "demo"))
 
 
-def _checkpoint(options: Options, config: PolicyConfig, specs: Mapping[str, EngineSpec]) -> Checkpoint:
+def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, EngineSpec]) -> Checkpoint:
     """The model in the dtype it has on a GPU, and what belongs to it."""
     on_gpu = torch.cuda.is_available() and any(s.engine != "tensorrt_rtx" for s in specs.values())
     device = torch.device("cuda" if on_gpu else "cpu")

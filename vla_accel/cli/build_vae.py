@@ -1,10 +1,4 @@
-"""`vla-accel build-vae`: TensorRT engine files of an autoencoder: one for every size, or one folder a size.
-
-    OUTPUT/vae_encoder_multi_profile.trt, vae_decoder_multi_profile.trt
-    OUTPUT/16_9/vae_encoder.trt, vae_decoder.trt, OUTPUT/9_16/…
-
-Ends with one JSON line.
-"""
+"""`vla-accel build-vae`: TensorRT engine files of an autoencoder: one for every size, or one folder a size."""
 
 from __future__ import annotations
 
@@ -12,15 +6,13 @@ import dataclasses
 import json
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import tyro
 
-from vla_accel.cli.common import Dtype, parse, print_table
-from vla_accel.cli.options import Within, Written
+from vla_accel.cli.asked.images import BuildVae
+from vla_accel.cli.common import print_table
 from vla_accel.components.vae import (
     PROFILES,
     SMALLEST,
@@ -43,41 +35,15 @@ from vla_accel.models.autoencoder import Half, split_autoencoder
 from vla_accel.numeric import DTYPES
 
 
-@dataclass(frozen=True)
-class Options:
-    """Build TensorRT engine files of an autoencoder. Without --static: one multi-profile file for every size."""
-
-    vae: str
-    """A folder, a hub name, or qwen-vae / sd-vae / tiny-… with random weights."""
-    output_dir: Annotated[Path, Written(folder=True)]
-    """Where the files go, with vae_config.json, which the pipelines read."""
-    static: bool = False
-    """One folder a size: the five text-to-image ratios, and --sizes."""
-    sizes: tuple[str, ...] = ()
-    """WIDTHxHEIGHT: further sizes of --static."""
-    only: tuple[str, ...] = ()
-    """With --static: these sizes alone, not all five ratios."""
-    sides: tuple[Side, ...] = ("encoder", "decoder")
-    library: LibraryName = "tensorrt_rtx"
-    """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
-    targets: tuple[str, ...] = ()
-    """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
-    dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
-    force_engine: bool = False
-    """Build again what is there."""
-    optimization_level: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint=""), Within(0, 5)] = None
-    """The builder's effort, 0 to 5."""
-
-
-def main(arguments: list[str]) -> int:
+def main(options: BuildVae, words: list[str]) -> int:
     """Run the command; the exit status."""
-    options = parse(Options, arguments, "vla-accel build-vae", __doc__)
     began = time.perf_counter()
     library = load_library(options.library)
     targets = pick_targets(options.library, options.targets)
     # Weights stay on the CPU: the builder takes them from the ONNX file.
-    dtype: Dtype = options.dtype
-    encoder, decoder = split_autoencoder(load_model(options.vae, dtype=DTYPES[dtype], device=torch.device("cpu")))
+    encoder, decoder = split_autoencoder(
+        load_model(options.vae, dtype=DTYPES[options.dtype], device=torch.device("cpu"))
+    )
     halves: dict[Side, Half] = {"encoder": encoder, "decoder": decoder}
     files: list[BuiltFile] = []
     for side in options.sides:
@@ -111,7 +77,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _wanted(options: Options, side: Side) -> list[tuple[Path, Size, bool]]:
+def _wanted(options: BuildVae, side: Side) -> list[tuple[Path, Size, bool]]:
     if not options.static:
         if options.sizes or options.only:
             raise ConfigError("--sizes and --only belong to --static: a multi-profile engine takes every size")

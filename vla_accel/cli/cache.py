@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import datetime
 import json
-from dataclasses import dataclass
-from typing import Annotated, Literal
 
-import tyro
-
-from vla_accel.cli.common import parse, print_table
-from vla_accel.cli.options import Folder
+from vla_accel.cli.asked.engines import Cache
+from vla_accel.cli.common import print_table
 from vla_accel.engines.cache import EngineCache, Entry, clear_compiled
 from vla_accel.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Options:
-    """List, check or empty the cache of built engines."""
-
-    action: Annotated[Literal["list", "clear", "verify"], tyro.conf.Positional]
-    """list: what is there. verify: read every engine and compare it with its description; exit status 1 if one is
-    damaged. clear: remove all."""
-    cache: Folder = None
-    """Folder; empty: the user's cache folder."""
-
-
-def main(arguments: list[str]) -> int:
-    """The command; see `Options`."""
-    options = parse(Options, arguments, "vla-accel cache", __doc__)
+def main(options: Cache, words: list[str]) -> int:
+    """The command; see `Cache`."""
     if options.cache is not None and not options.cache.is_dir():
         raise ConfigError(f"cache: expected a folder of engines, got {options.cache}")
     store = EngineCache(options.cache)

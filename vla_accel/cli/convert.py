@@ -5,61 +5,22 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from vla_accel.checkpoints.convert import Report, Row, StoredPrecision, convert
+from vla_accel.checkpoints.convert import Report, Row, convert
 from vla_accel.checkpoints.orbax import OrbaxParameters
-from vla_accel.cli.options import Folder, Number, Text, Written, read
+from vla_accel.cli.asked.policies import Convert
 from vla_accel.errors import ConfigError
 from vla_accel.transforms.robots import OPENPI_CONFIGS
 
 _ROOT = "paligemma_with_expert."
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Convert an openpi JAX checkpoint (orbax) to a folder with model.safetensors, config.json and the statistics.
-
-    Runs on the CPU, one parameter at a time; needs pip install 'vla_accel[jax]'. Ends with a table of every parameter,
-    conversion.json in the output, and one JSON line.
-    """
-
-    checkpoint: Annotated[Path, tyro.conf.arg(metavar="CHECKPOINT"), tyro.conf.Positional]
-    """The checkpoint's folder: the one that holds params/ and assets/, or params/ itself."""
-
-    output: Annotated[Path, tyro.conf.arg(metavar="OUTPUT"), tyro.conf.Positional, Written(folder=True)]
-    """Folder to write; made as needed."""
-
-    config: Text = None
-    """openpi's training config of the checkpoint (pi05_libero, pi0_droid, …): fixes horizon, preset and prompt."""
-
-    action_horizon: Number = None
-    """Actions in a chunk, where no config is named."""
-
-    precision: StoredPrecision = "mixed"
-    """mixed: float32 for what openpi computes in float32, bfloat16 for the rest; or everything in one."""
-
-    assets: Folder = None
-    """Folder of the statistics, if it is not beside params/."""
-
-    lora_scale: float = 1.0
-    """alpha / rank of the attention's LoRA adapters, which are folded in; openpi's variants have alpha = rank."""
-
-    unused_head: bool = False
-    """Also write the expert's output head, which nothing reads: openpi's own loader insists on it."""
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(asked: Convert, words: list[str]) -> int:
     """Convert, print the table and the JSON line. Raises VlaAccelError for anything wrong."""
-    asked = read(Arguments, list(arguments), "vla-accel convert")
     if asked.config is not None and asked.config not in OPENPI_CONFIGS:
         raise ConfigError(f"config: expected one of {', '.join(OPENPI_CONFIGS)}, got {asked.config!r}")
     known = OPENPI_CONFIGS[asked.config] if asked.config is not None else None

@@ -11,16 +11,14 @@ import json
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from vla_accel.cli.common import parse
+from vla_accel.cli.asked.engines import Doctor
 from vla_accel.engines import ENGINES
 from vla_accel.engines.tensorrt_library import installed_version
 from vla_accel.machine import driver, hardware, resolve_device, software
@@ -33,20 +31,8 @@ LEAST_COSINE = 0.99
 PACKAGE = "vla_accel"
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Say what this machine can run, and test it with the bundled checkpoint: one call in the default engine and one
-    in FP32 eager must agree. The exit status is the test's. On a GPU the very first test compiles kernels."""
-
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print one JSON document instead of the summary."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N; auto is the GPU if there is one."""
-
-
-def main(arguments: list[str]) -> int:
+def main(chosen: Doctor, words: list[str]) -> int:
     """Look, test and report; 0 if the self-test passed."""
-    chosen = parse(Arguments, arguments, "vla-accel doctor")
     device = resolve_device(chosen.device)
     found = examine(device)
     if not chosen.json:

@@ -1,4 +1,4 @@
-"""What txt2img and img2img share: options, the run, progress, the picture with its parameters, the latency JSON."""
+"""`vla-accel txt2img` and `img2img`: progress, the picture with its parameters, the latency JSON."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vla_accel import machine
-from vla_accel.cli.common import Dtype, print_table, write_json
-from vla_accel.cli.options import Count, Number, OutputFile, Seed, Text, Within, Written
-from vla_accel.config import EngineName, EngineSpec
+from vla_accel.cli.asked.images import ImageToImage, TextToImage
+from vla_accel.cli.common import print_table, write_json
+from vla_accel.config import EngineSpec
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import diffusers_module, random_stable_diffusion
 from vla_accel.diffusion.picture import load_image, save_png
@@ -30,52 +28,7 @@ RANDOM = {"random": False, "tiny-random": True}
 """Instead of a folder: version 1.4's configuration, or a tiny one, with random weights."""
 
 
-@dataclass(frozen=True)
-class TextOptions:
-    """Generate a picture from a prompt with Stable Diffusion 1."""
-
-    sd_dir: str
-    """A diffusers folder or hub name; "random" is version 1.4's configuration with random weights."""
-    prompt: str = "a photo of an astronaut riding a horse on mars"
-    negative_prompts: str = ""
-    """What not to show."""
-    out_img_path: Annotated[Path, Written()] = Path("out/image.png")
-    """The picture; a .png, which carries the parameters."""
-    engine: EngineName = "native"
-    """Of every component."""
-    use_trt: bool = False
-    """The UNet on TensorRT, whatever --engine says."""
-    use_pipeline: bool = False
-    """diffusers' own pipeline as well: its picture is saved as NAME.pipeline.png and compared."""
-    steps: Count = 50
-    guidance: Annotated[float, Within(0)] = 7.5
-    seed: Seed = 0
-    height: Number = None
-    width: Number = None
-    scheduler: Text = None
-    """A diffusers class, like DDIMScheduler, instead of the checkpoint's."""
-    dtype: Dtype | None = None
-    """fp16 on a GPU and fp32 on a CPU, where not given."""
-    device: str = "auto"
-    strict: bool = False
-    """A component that falls back to another engine is an error."""
-    latency_json: OutputFile = None
-    """Write the latency breakdown here."""
-    calls: Count = 1
-    """Generate so often, for the latency; the first call, which warms up, does not count if there are more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageOptions(TextOptions):
-    """Generate a picture from a picture and a prompt with Stable Diffusion 1."""
-
-    in_img_path: Path
-    """The picture to start from."""
-    strength: Annotated[float, Within(0, 1)] = 0.8
-    """How much of it is given up, 0 to 1; that share of the steps is run."""
-
-
-def run(options: TextOptions) -> int:
+def main(options: TextToImage, words: list[str]) -> int:
     """Generate, save, report; the exit status."""
     device = machine.resolve_device(options.device)
     dtype = DTYPES[options.dtype or ("fp16" if device.type == "cuda" else "fp32")]
@@ -121,7 +74,7 @@ def run(options: TextOptions) -> int:
     return 0
 
 
-def _request(options: TextOptions) -> tuple[Request, Tensor | None]:
+def _request(options: TextToImage) -> tuple[Request, Tensor | None]:
     size = (options.height, options.width)
     if (size[0] is None) != (size[1] is None):
         raise ConfigError("size: expected both --height and --width, or neither")
@@ -129,19 +82,19 @@ def _request(options: TextOptions) -> tuple[Request, Tensor | None]:
         options.prompt, options.negative_prompts, *size, options.steps, options.guidance, seed=options.seed,
         scheduler=options.scheduler,
     )  # fmt: skip
-    if not isinstance(options, ImageOptions):
+    if not isinstance(options, ImageToImage):
         return request, None
     image = load_image(options.in_img_path, None if size[0] is None or size[1] is None else (size[0], size[1]))
     return dataclasses.replace(request, strength=options.strength), image
 
 
-def _engines(options: TextOptions) -> Engines:
+def _engines(options: TextToImage) -> Engines:
     engines = Engines.all(EngineSpec(engine=options.engine))
     return dataclasses.replace(engines, unet=EngineSpec(engine="tensorrt")) if options.use_trt else engines
 
 
 def _compare(
-    options: TextOptions, parts: Any, request: Request, image: Tensor | None, pixels: np.ndarray
+    options: TextToImage, parts: Any, request: Request, image: Tensor | None, pixels: np.ndarray
 ) -> dict[str, Any]:
     """diffusers' own pipeline on the same seed and scheduler: saves its picture; time and agreement."""
     parts.scheduler = make_scheduler(parts.scheduler, request.scheduler)

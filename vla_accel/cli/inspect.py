@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from vla_accel.cli.common import parse, print_table
+from vla_accel.cli.asked.engines import Inspect
+from vla_accel.cli.common import print_table
 from vla_accel.engines.tensorrt_inspect import inspect
 
 
-@dataclass(frozen=True)
-class Options:
-    """Show what is inside an engine file."""
-
-    engine: Annotated[Path, tyro.conf.arg(metavar="ENGINE"), tyro.conf.Positional]
-    """A .engine file; `vla-accel cache list` names those in the cache."""
-    layers: bool = False
-    """List every layer, in the table and in the JSON."""
-
-
-def main(arguments: list[str]) -> int:
-    """The command; see `Options`."""
-    options = parse(Options, arguments, "vla-accel inspect", __doc__)
+def main(options: Inspect, words: list[str]) -> int:
+    """The command; see `Inspect`."""
     found = inspect(options.engine)
     source = {
         "engine inspector": "engine inspector: layers as they run",

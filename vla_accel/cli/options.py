@@ -3,14 +3,16 @@ loaded or run, so that a number or a file that cannot be is an error at once and
 
 from __future__ import annotations
 
+import inspect
 import math
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from vla_accel.errors import ConfigError
 from vla_accel.files import require_writable, require_writable_folder
@@ -61,21 +63,64 @@ OutputFolder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behav
 Number = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint=""), Within(1)]
 Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 
+
+def _default(text: str) -> str:
+    return f"(default: {text})" if text.strip("'") else ""
+
+
+Words = Annotated[str, tyro.conf.arg(help_behavior_hint=_default)]
+Listed = Annotated[tuple[T, ...], tyro.conf.arg(help_behavior_hint=_default)]
+"""Several in one word, with commas between them."""
+
 Count = Annotated[int, Within(1)]
 Seconds = Annotated[float, Within(0, above=True)]
 Seed = Annotated[int, Within(0, 2**63 - 1)]
 """What every generator of random numbers takes."""
 
 
-def read(kind: type[T], words: Sequence[str] | None, program: str, description: str | None = None) -> T:
+def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
     """The options of a program, a dataclass, from its words (the process's own if None).
 
     Wrong usage ends the program with status 2, as tyro does. Raises ConfigError or OutputError for a value that its
     type refuses.
     """
-    given = tyro.cli(kind, args=words, prog=program, description=description, config=(tyro.conf.FlagCreatePairsOff,))
+    about = inspect.cleandoc(kind.__doc__ or "")
+    with LISTS:
+        given = tyro.cli(kind, args=words, prog=program, description=about, config=(tyro.conf.FlagCreatePairsOff,))
     check(given)
     return given
+
+
+LISTS = ConstructorRegistry()
+
+
+@LISTS.primitive_rule
+def _commas(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]] | None:
+    """How every list is written: commas, no spaces; but for words without an option, and an option given repeatedly."""
+    kind, *more = typing.get_args(info.type) or (str,)
+    if (
+        info.type_origin is not tuple
+        or more != [...]
+        or {tyro.conf.Positional, tyro.conf.UseAppendAction} & info.markers
+    ):
+        return None
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+    def split(text: str) -> tuple[Any, ...]:
+        words = text.split(",")
+        if wrong := [word for word in words if choices and word not in choices]:
+            raise ValueError(f"expected some of {', '.join(choices)}, got {wrong[0]!r}")
+        if len(set(words)) < len(words):
+            raise ValueError(f"expected each once, got {text!r}")
+        return tuple(words if choices else map(kind, words))
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=("{" + ",".join(choices) + "}" if choices else {int: "N", Path: "FILE"}.get(kind, "NAME")) + ",...",
+        instance_from_str=lambda words: split(words[0]),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [",".join(map(str, value))] if value else [],
+    )
 
 
 def check(given: Any) -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 
 from vla_accel.checkpoints.loading import load
-from vla_accel.cli.common import PolicySource, parse_source, print_table, say
-from vla_accel.cli.options import Count, File, Number, OutputFile, Seed, Text, Within
+from vla_accel.cli.asked.policies import Parity
+from vla_accel.cli.common import print_table, say, write_json
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError
-from vla_accel.files import replacing
 from vla_accel.machine import hardware, software
 from vla_accel.measure.parity import Agreement, compare, reference_of
 from vla_accel.measure.random_policy import random_observations, random_policy
@@ -25,39 +21,8 @@ from vla_accel.report.page import check_path, write
 from vla_accel.report.parity import page
 
 
-@dataclass(frozen=True)
-class Arguments(PolicySource):
-    """Compare final actions with the FP32 eager reference: same observations, same noise."""
-
-    observations: File = None
-    """Recorded observations (.npz); random images if not given."""
-    synthetic: Text = None
-    """Instead of a checkpoint: random weights of a family's published size: pi05, pi0, smolvla or groot."""
-    count: Count = 64
-    """Observations at most."""
-    draws: Count = 1
-    """Noises of each observation. Where noise decides a command, one draw of few observations says little."""
-    num_steps: Number = None
-    """Denoising steps instead of the configuration's."""
-    device: Text = None
-    """cpu, cuda or cuda:N instead of the configuration's."""
-    threshold: Annotated[float | None, tyro.conf.arg(metavar="COSINE", help_behavior_hint=""), Within(-1, 1)] = None
-    """Smallest cosine of the final actions; by precision if not given (BF16 0.9995, FP8 0.998). What else is asked
-    stays: the error beside what another observation changes, and commands that fell the other way."""
-    seed: Seed = 0
-    """Of noise and random observations."""
-    output: OutputFile = None
-    """JSON report."""
-    report: OutputFile = None
-    """HTML file that opens offline: pictures, tables, engines, conditions."""
-    keep: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Keep the report beside the checkpoint, where engine auto believes it. Needs recorded observations and the usual
-    threshold."""
-
-
-def main(arguments: list[str]) -> int:
+def main(chosen: Parity, words: list[str]) -> int:
     """Compare and report; 0 if the threshold holds."""
-    chosen = parse_source(Arguments, arguments, "vla-accel parity")
     if chosen.report is not None:
         check_path(chosen.report)
     if chosen.keep and (chosen.observations is None or chosen.threshold is not None or chosen.synthetic):
@@ -112,11 +77,9 @@ def main(arguments: list[str]) -> int:
         "recorded": chosen.observations.name if chosen.observations else None,
         "hardware": hardware(policy.device), "software": software(),
     }  # fmt: skip
-    if chosen.output is not None:
-        with replacing(chosen.output) as temporary:
-            temporary.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(chosen.output, content)
     if chosen.report is not None:
-        say(f"report: {write(page(content, ['vla-accel', 'parity', *arguments]), chosen.report)}")
+        say(f"report: {write(page(content, ['vla-accel', 'parity', *words]), chosen.report)}")
     folder = policy.checkpoint.kept
     if chosen.keep and folder is not None:
         say(f"kept: {agreement.keep(content, folder, policy.model, policy.specs, name)}")

@@ -1,7 +1,4 @@
-"""`vla-accel precision MODEL`: a model in float32 and in BF16 or FP16: dtypes, ranges, memory, latency, agreement.
-
-Ends with one JSON line. Exit status 1 if a module overflows that is not kept in float32.
-"""
+"""`vla-accel precision MODEL`: a model in float32 and in BF16 or FP16: dtypes, ranges, memory, latency, agreement."""
 
 from __future__ import annotations
 
@@ -9,21 +6,18 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from torch import Tensor, nn
 
 from vla_accel import machine
-from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, parse, print_table, write_json
-from vla_accel.cli.options import Count, OutputFile, Within
+from vla_accel.cli.asked.images import Precision
+from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_table, write_json
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import CONFIGS, diffusers_module, filled, load_model
 from vla_accel.errors import ConfigError
 from vla_accel.measure.reduced_precision import (
-    ReducedDtype,
     ReducedPrecision,
     cost,
     dtype_counts,
@@ -39,33 +33,8 @@ TEXT_ENCODERS = {"qwen-text-encoder": 28, "tiny-qwen-text-encoder": 2}
 """Qwen-Image(-Edit)'s text encoder, Qwen2.5-VL's language model of 7 billion weights, by its number of layers."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """Compare a model in float32 with the same model in BF16 or FP16."""
-
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL"), tyro.conf.Positional]
-    """A diffusers folder or hub name, or a configuration with random weights: qwen-vae, sd-vae, sd-unet,
-    qwen-text-encoder, or tiny- and one of these."""
-    dtype: ReducedDtype = "bf16"
-    keep_fp32: tuple[str, ...] = ()
-    """Names of modules (patterns) that stay in float32."""
-    auto_fp32: bool = False
-    """Keep in float32 whatever overflows, as found in the float32 run."""
-    size: Count = 512
-    """Pixels a side of the example."""
-    tokens: Count = 256
-    """Tokens of the example, for a text encoder."""
-    calls: Count = 10
-    device: str = "auto"
-    modules: Annotated[int, Within(0)] = 12
-    """Rows of the table: the modules with the largest values."""
-    output: OutputFile = None
-    """Also write the JSON here, with every module."""
-
-
-def main(arguments: list[str]) -> int:
+def main(options: Precision, words: list[str]) -> int:
     """Run the command; the exit status."""
-    options = parse(Options, arguments, "vla-accel precision", __doc__)
     device, dtype = machine.resolve_device(options.device), DTYPES[options.dtype]
     wide, call = _model(options, device)
     with inference(device):
@@ -107,7 +76,7 @@ def main(arguments: list[str]) -> int:
     return 1 if overflow else 0
 
 
-def _model(options: Options, device: torch.device) -> tuple[nn.Module, Callable[..., Callable[[], Tensor]]]:
+def _model(options: Precision, device: torch.device) -> tuple[nn.Module, Callable[..., Callable[[], Tensor]]]:
     """The model in float32, and what makes a call on its example: `call(model, dtype)()` gives one tensor."""
     if options.model in TEXT_ENCODERS:
         model = text_encoder(options.model, device)
@@ -152,7 +121,7 @@ def _known() -> str:
     return ", ".join((*CONFIGS, *TEXT_ENCODERS))
 
 
-def _print(options: Options, found: list[Any], seen: dict[str, Any], summary: dict[str, Any]) -> None:
+def _print(options: Precision, found: list[Any], seen: dict[str, Any], summary: dict[str, Any]) -> None:
     dtype = DTYPES[options.dtype]
     largest = sorted(found, key=lambda r: (r.state(dtype) == "ok", -r.largest))[: options.modules]
     print_table(

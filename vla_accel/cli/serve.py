@@ -7,106 +7,20 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from vla_accel import machine
-from vla_accel.cli.common import PolicySource, parse_source
-from vla_accel.cli.options import File, Number, Text, Within
+from vla_accel.cli.asked.servers import Serve
 from vla_accel.errors import ConfigError
 from vla_accel.server import RayReplicas, Replicas, ServerConfig, Shelf, serve
 from vla_accel.server.connection import websockets_server
 from vla_accel.server.keys import Keys
 
-LIMITS = ServerConfig()
 
-
-@dataclass(frozen=True)
-class Arguments(PolicySource):
-    """Serve a policy over openpi's websocket protocol: openpi-client and `vla_accel.client` talk to it unchanged.
-
-    GET / is a live page, GET /healthz says that it is there, GET /metrics is for Prometheus. SIGTERM finishes the
-    requests under way.
-    """
-
-    host: str = LIMITS.host
-    """Address to listen on. 0.0.0.0 is every network of this machine: that needs keys, or --insecure."""
-    port: int = LIMITS.port
-    """Port; 0 takes a free one."""
-    api_key_file: File = None
-    """File with the key that clients must send as `Authorization: Api-Key …`, or several in lines `NAME: KEY`. It is
-    read again when it changes."""
-    tls_cert: File = None
-    """Certificate chain (PEM): the server then speaks wss and https, and keys do not travel in the clear."""
-    tls_key: File = None
-    """The certificate's private key (PEM), if it is not in the same file."""
-    insecure: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Let in whoever reaches an address beyond this machine, without a key."""
-    no_page: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Leave out the live page at GET /."""
-    max_clients: int = LIMITS.max_clients
-    """Connections at once."""
-    max_payload_mib: Annotated[float, Within(0, above=True)] = LIMITS.max_payload / 2**20
-    """Largest message."""
-    timeout_s: float = LIMITS.request_timeout_s
-    """Longest a request may take."""
-    grace_s: float = LIMITS.grace_s
-    """At shutdown, how long requests under way may still take."""
-    max_batch: int = LIMITS.max_batch
-    """Observations of different clients to run together. Each batch size of 1, 2, 4, … builds engines of its own."""
-    max_wait_ms: float = LIMITS.max_wait_s * 1e3
-    """How long a batch waits to become full."""
-    policy: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=CONFIG:CHECKPOINT, once for each of several policies; clients choose one by the key `policy` or by the
-    address's path, and get the first if they do not. CONFIG may be auto."""
-    memory_budget_gib: Annotated[
-        float | None, tyro.conf.arg(metavar="GIB", help_behavior_hint=""), Within(0, above=True)
-    ] = None
-    """With several policies: those not used for the longest time are put away, and loaded again when asked for."""
-    device: Text = None
-    """cpu, cuda or cuda:N instead of the configuration's."""
-    devices: Text = None
-    """A process with the policy for each of these, behind one address: all, or a list like cuda:0,cuda:1."""
-    ray: Text = None
-    """A process with the policy on each GPU of a Ray cluster, or each machine where there is none, behind one address:
-    "auto" for the cluster that this machine belongs to, HOST:PORT for another, "local" for one that is started here."""
-    num_steps: Number = None
-    """Denoising steps instead of the configuration's."""
-
-    def limits(self) -> ServerConfig:
-        """The server's part. Raises ConfigError, also for an open door that nobody asked for."""
-        if self.api_key_file is None and not self.insecure and not is_loopback(self.host):
-            raise ConfigError(
-                f"host: {self.host or 'every address'} without a key lets in whoever reaches it: expected "
-                "--api-key-file, or --insecure"
-            )
-        config = ServerConfig(
-            host=self.host,
-            port=self.port,
-            api_key_file=self.api_key_file,
-            tls_cert=self.tls_cert,
-            tls_key=self.tls_key,
-            page=not self.no_page,
-            max_payload=int(self.max_payload_mib * 2**20),
-            max_clients=self.max_clients,
-            request_timeout_s=self.timeout_s,
-            grace_s=self.grace_s,
-            max_batch=self.max_batch,
-            max_wait_s=self.max_wait_ms / 1e3,
-        )
-        # Before the policy is loaded: a missing package and files of no use are an error at once.
-        websockets_server()
-        Keys(file=self.api_key_file)
-        config.tls()
-        return config
-
-
-def main(arguments: list[str]) -> int:
+def main(given: Serve, words: list[str]) -> int:
     """Serve until SIGINT or SIGTERM."""
-    given = parse_source(Arguments, arguments, "vla-accel serve")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    limits = given.limits()
+    limits = server_config(given)
     limits.require_free()
     log = logging.getLogger("vla_accel.server")
     if not is_loopback(limits.host):
@@ -126,7 +40,35 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def loader(given: Arguments) -> Load | LoadSeveral:
+def server_config(given: Serve) -> ServerConfig:
+    """The server's part. Raises ConfigError, also for an open door that nobody asked for."""
+    if given.api_key_file is None and not given.insecure and not is_loopback(given.host):
+        raise ConfigError(
+            f"host: {given.host or 'every address'} without a key lets in whoever reaches it: expected "
+            "--api-key-file, or --insecure"
+        )
+    config = ServerConfig(
+        host=given.host,
+        port=given.port,
+        api_key_file=given.api_key_file,
+        tls_cert=given.tls_cert,
+        tls_key=given.tls_key,
+        page=not given.no_page,
+        max_payload=int(given.max_payload_mib * 2**20),
+        max_clients=given.max_clients,
+        request_timeout_s=given.timeout_s,
+        grace_s=given.grace_s,
+        max_batch=given.max_batch,
+        max_wait_s=given.max_wait_ms / 1e3,
+    )
+    # Before the policy is loaded: a missing package and files of no use are an error at once.
+    websockets_server()
+    Keys(file=given.api_key_file)
+    config.tls()
+    return config
+
+
+def loader(given: Serve) -> Load | LoadSeveral:
     """What makes the policy, or all of them. Raises ConfigError for a policy that is not told as it must be."""
     if not given.policy:
         if given.memory_budget_gib is not None:

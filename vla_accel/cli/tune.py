@@ -8,17 +8,16 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vla_accel.checkpoints.loading import family_of, find
-from vla_accel.cli.common import PolicySource, parse_source, print_table
-from vla_accel.cli.options import Count, File, Number, OutputFile, Seed, Text, Within, Written
+from vla_accel.cli.asked.policies import Tune
+from vla_accel.cli.common import print_table
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import content_hash
@@ -39,64 +38,13 @@ MOST_KEPT = 3
 """Products of a component that are kept at once, at most: a layer has four."""
 
 
-@dataclass(frozen=True)
-class Arguments(PolicySource):
-    """Find the fastest configuration of a checkpoint on this machine that agrees with FP32 eager and, with a benchmark,
-    succeeds as often. Writes tuned.yaml, tune.json and a report; the same command continues an interrupted search."""
-
-    observations: File = None
-    """Recorded observations (.npz) for gate one, agreement. With --quick, random ones if not given."""
-    benchmark: Text = None
-    """Benchmark for gate two, success on paired episodes: libero, or MODULE:FUNCTION of your own."""
-    suite: Text = None
-    """Of the benchmark; its first if not given."""
-    tasks: Text = None
-    """Of the suite, such as 0-2,5; all if not given."""
-    margin: Annotated[float, Within(0, 99, above=True)] = 2.0
-    """Points of success within which a candidate counts as not worse."""
-    confidence: Annotated[float, Within(50, 99.99)] = 95.0
-    """Of the two-sided interval of the difference, in percent: 95 means that the whole search calls a worse candidate
-    "not worse" with a probability of 2.5 percent at most."""
-    finalists: Count = 3
-    """Candidates, the fastest first, that may play episodes until one passes; they share the error rate."""
-    episodes: Count = 1000
-    """Pairs of episodes that a candidate plays at most. Clear cases stop early."""
-    workers: Count = 1
-    """Simulator processes."""
-    no_films: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Do not film episodes: the report has no films of lost ones then, and each episode takes a second or so less."""
-    num_steps: Number = None
-    """Denoising steps instead of the configuration's."""
-    allow_steps: Annotated[tuple[int, ...], Within(1), tyro.conf.arg(metavar="N ...")] = ()
-    """Also try these numbers of denoising steps. That is another policy: needs a benchmark, success alone judges it."""
-    count: Count = 64
-    """Observations at most."""
-    draws: Count = 4
-    """Noises of each observation."""
-    calls: Count = 100
-    """Timed calls of each candidate."""
-    quick: tyro.conf.FlagCreatePairsOff[bool] = False
-    """At most 8 observations with one noise each, and 10 timed calls."""
-    device: Text = None
-    """cpu, cuda or cuda:N instead of the configuration's."""
-    seed: Seed = 0
-    """Of noise and of the order of episodes."""
-    output: Annotated[Path, Written(folder=True)] = Path("runs/tune")
-    """Folder of tuned.yaml, tune.json, report.html, the journal, and a file for each candidate."""
-    report: OutputFile = None
-    """HTML file; report.html in the output folder if not given."""
-    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Start afresh instead of continuing."""
-
-
 Opener = Callable[..., Episodes]
 """`open(checkpoint, *, suite, tasks, device, workers, seed, folder, films)`: a benchmark's `Episodes`. `suite`, `tasks`
 and `device` may be None; `folder` is for files of its own; `films`: whether episodes are filmed."""
 
 
-def main(arguments: list[str]) -> int:
+def main(chosen: Tune, words: list[str]) -> int:
     """Search and write; 0 once something is chosen."""
-    chosen = parse_source(Arguments, arguments, "vla-accel tune")
     began = time.perf_counter()
     report = chosen.report or chosen.output / "report.html"
     check_path(report)
@@ -146,7 +94,7 @@ def main(arguments: list[str]) -> int:
             print("vla-accel tune: interrupted; the same command continues from the journal", file=sys.stderr)
             return 130
     told = {
-        "command": ["vla-accel", "tune", *(Path(a).name if "/" in a else a for a in arguments)],
+        "command": ["vla-accel", "tune", *(Path(a).name if "/" in a else a for a in words)],
         "hardware": hardware(device),
         "software": software(),
         "checkpoint": checkpoint,
@@ -202,18 +150,20 @@ class Teller:
         self._bar.update(self._task, description=text, completed=done, total=total)
         if self._bar.disable:
             spent = time.perf_counter() - self._began
-            left = f", about {spent / done * (total - done):.0f} s left" if 0 < done < total else ""
-            print(f"[{done}/{total}] {text} ({spent:.0f} s so far{left})", file=sys.stderr, flush=True)
+            # What a journal knew took no time, and tells none.
+            left = round(spent / done * (total - done)) if done else 0
+            told = f", about {left} s left" if left else ""
+            print(f"[{done}/{total}] {text} ({spent:.0f} s so far{told})", file=sys.stderr, flush=True)
 
 
-def _base(chosen: Arguments) -> PolicyConfig:
+def _base(chosen: Tune) -> PolicyConfig:
     """The configuration without engines: what is not searched."""
     given = load_config(chosen.config).with_specs({})
     told = {"device": chosen.device, "num_steps": chosen.num_steps}
     return replace(given, precision="auto", **{name: value for name, value in told.items() if value is not None})
 
 
-def _observations(chosen: Arguments, checkpoint: str, base: PolicyConfig) -> tuple[list[Any], str | None]:
+def _observations(chosen: Tune, checkpoint: str, base: PolicyConfig) -> tuple[list[Any], str | None]:
     """The observations of gate one, and the name of their file; random ones are said aloud."""
     if chosen.observations is not None:
         return load_observations(chosen.observations, chosen.count), content_hash(chosen.observations)
@@ -222,7 +172,7 @@ def _observations(chosen: Arguments, checkpoint: str, base: PolicyConfig) -> tup
     return random_observations(policy, min(8, chosen.count), seed=chosen.seed), None
 
 
-def _about(chosen: Arguments, checkpoint: str, base: PolicyConfig, recorded: str | None) -> dict[str, Any]:
+def _about(chosen: Tune, checkpoint: str, base: PolicyConfig, recorded: str | None) -> dict[str, Any]:
     """What decides a measurement: a journal about something else is not continued."""
     folder = find(checkpoint)
     files = {f.name: content_hash(f) for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".json")}

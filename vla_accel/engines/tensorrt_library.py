@@ -174,7 +174,7 @@ def capability_of(device: torch.device) -> Capability:
     gpu = Gpu.of(device)
     if gpu is None:
         raise EngineError(
-            f"TensorRT engines run on a CUDA GPU, the device is {device}; `vla-accel build --target sm89` builds "
+            f"TensorRT engines run on a CUDA GPU, the device is {device}; `vla-accel build --targets sm89` builds "
             "TensorRT-RTX engines for other machines without one"
         )
     return gpu.capability

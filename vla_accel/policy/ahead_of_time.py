@@ -75,7 +75,7 @@ def check_libraries(specs: Mapping[str, EngineSpec], targets: Sequence[Capabilit
                 raise DependencyError("engine tensorrt: it builds for the GPU it runs on, and torch sees none")
             if engine == "tensorrt_rtx" and not targets and not torch.cuda.is_available():
                 raise DependencyError(
-                    "engine tensorrt_rtx: there is no GPU to build for; name the GPUs, as in --target sm89,sm120"
+                    "engine tensorrt_rtx: there is no GPU to build for; name the GPUs, as in --targets sm89,sm120"
                 )
         except DependencyError as error:
             problems.append(str(error))

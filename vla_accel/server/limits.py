@@ -7,11 +7,12 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from vla_accel.config import Checked
 from vla_accel.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(Checked):
     """Address, limits and batching of a policy server.
 
     Memory is bounded by `max_clients` times about three times `max_payload`: a frame being received, its message and
@@ -53,6 +54,7 @@ class ServerConfig:
     """How long a batch waits to become full."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):

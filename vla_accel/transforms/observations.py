@@ -60,7 +60,8 @@ class Reader:
         if prompt is None:
             missing.append(preset.prompt)
         if missing:
-            raise ObservationError(f"observation: missing {', '.join(missing)}; got {', '.join(map(str, observation))}")
+            found = ", ".join(map(str, observation)) or "nothing"
+            raise ObservationError(f"observation: missing {', '.join(missing)}; got {found}")
 
     def _refuse_unknown_images(self, observation: Mapping[str, Any]) -> None:
         """In a mapping of cameras alone, a misspelt optional one would be a masked view: a silent loss of success."""

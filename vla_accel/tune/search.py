@@ -166,9 +166,9 @@ class Search:
         for number, candidate in enumerate(candidates):
             if candidate.key in have:
                 continue
+            self._say(len(candidates) - number, f"{candidate.name}: {candidate.why}")
             tried = Tried(candidate)
             self.tried.append(tried)
-            self._say(len(candidates) - number, f"{candidate.name}: {candidate.why}")
             self._measure(tried)
             said = f"dropped: {tried.dropped}" if tried.dropped else f"{tried.ms:.2f} ms"
             self._say(len(candidates) - number - 1, f"{candidate.name}: {said}")

@@ -24,7 +24,7 @@ from eval.libero.install import libero
 from eval.libero.suites import MAX_STEPS, instruction_of, load_suite
 from eval.script import run_script
 from vla_accel.checkpoints.loading import load
-from vla_accel.cli.options import Written
+from vla_accel.cli.options import Listed, Words, Written
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.tokenizer import STATE_BINS, SmallTokenizer, discretise_state
@@ -46,9 +46,9 @@ class Arguments:
     """Folder of the checkpoint."""
     family: str = "pi05"
     """pi05 or smolvla."""
-    suites: tuple[str, ...] = ("libero_spatial",)
+    suites: Listed[str] = ("libero_spatial",)
     """What the checkpoint shall play: its instructions, in this order, and the bounds of its states."""
-    init: str = ""
+    init: Words = ""
     """A checkpoint to take the first weights from: all of them from one of the same family, the tower from another's;
     where bounds differ, bins of the state take those that meant the same. Otherwise weights are drawn."""
     seed: int = 20260

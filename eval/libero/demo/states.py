@@ -25,7 +25,7 @@ import numpy as np
 from eval.libero.simulator import LiberoEnv
 from eval.libero.suites import LiberoTask, load_suite
 from eval.script import run_script
-from vla_accel.cli.options import Count, Within, Written
+from vla_accel.cli.options import Count, Listed, Within, Written
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 
@@ -55,7 +55,7 @@ class Arguments:
     seed: Annotated[int, Within(1000, 2**32 - 1)] = 100_000
     """First seed; task t uses seed + 1,000,000 t and the following ones. Evaluation uses 7."""
     suite: str = "libero_spatial"
-    tasks: tuple[int, ...] | None = None
+    tasks: Annotated[Listed[int], Within(0)] = ()
     """Task numbers; all by default."""
     workers: Count = 1
     """Processes. The states do not depend on how many there are."""
@@ -156,7 +156,7 @@ def main(arguments: Arguments) -> None:
                 )
         manifest = found
     suite = load_suite(arguments.suite)
-    wanted = range(len(suite.tasks)) if arguments.tasks is None else arguments.tasks
+    wanted = arguments.tasks or range(len(suite.tasks))
     for number in wanted:
         if not 0 <= number < len(suite.tasks):
             raise ConfigError(f"tasks: expected 0 to {len(suite.tasks) - 1}, got {number}")

@@ -38,6 +38,7 @@ from eval.libero.demo.objective import Trainee
 from eval.libero.demo.recipes import recipe_of, save_weights
 from eval.script import run_script
 from vla_accel.checkpoints.loading import load
+from vla_accel.cli.options import Listed, Words
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.transforms.processing import IMAGE_KEYS, STATE_KEY, Processor
@@ -64,8 +65,8 @@ class TrainConfig:
     states: str
     """Folder that has one of start states of each suite."""
     out: str
-    suites: tuple[str, ...] = ("libero_spatial",)
-    held_out: str = ""
+    suites: Listed[str] = ("libero_spatial",)
+    held_out: Words = ""
     """Start states of trials: a folder as `states`. None by default."""
     minutes: float = 20.0
     batch: int = 384
@@ -81,11 +82,11 @@ class TrainConfig:
     dagger_after_s: float = 60.0
     """Seconds of training before the policy plays."""
     export_every_s: float = 60.0
-    resume: str = ""
+    resume: Words = ""
     """A run's folder: weights of its newest checkpoint instead of the start's."""
     seed: int = 20260
     compile: bool = True
-    devices: tuple[int, ...] = ()
+    devices: Listed[int] = ()
     """GPUs by number, all by default; they also render."""
 
 

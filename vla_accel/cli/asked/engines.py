@@ -1,0 +1,43 @@
+"""What the commands of the machine and of built engines may be asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from vla_accel.cli.options import Folder
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what this machine can run, and test it with the bundled checkpoint: one call in the default engine and one
+    in FP32 eager must agree. The exit status is the test's. On a GPU the very first test compiles kernels."""
+
+    json: bool = False
+    """Print one JSON document instead of the summary."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto is the GPU if there is one."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """List, check or empty the cache of built engines."""
+
+    action: Annotated[Literal["list", "clear", "verify"], tyro.conf.Positional]
+    """list: what is there. verify: read every engine and compare it with its description; exit status 1 if one is
+    damaged. clear: remove all."""
+    cache: Folder = None
+    """Folder; empty: the user's cache folder."""
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Show what is inside an engine file."""
+
+    engine: Annotated[Path, tyro.conf.arg(metavar="ENGINE"), tyro.conf.Positional]
+    """A .engine file; `vla-accel cache list` names those in the cache."""
+    layers: bool = False
+    """List every layer, in the table and in the JSON."""

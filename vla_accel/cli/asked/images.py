@@ -1,0 +1,255 @@
+"""What the commands of image models may be asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from vla_accel.cli.options import (
+    Count,
+    Listed,
+    Number,
+    OutputFile,
+    OutputFolder,
+    Picture,
+    Seed,
+    Text,
+    Within,
+    Words,
+    Written,
+)
+from vla_accel.config import EngineName
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Library = Literal["tensorrt", "tensorrt_rtx"]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Options of every benchmark of image models."""
+
+    dtype: Dtype = "bf16"
+    rounds: Count = 5
+    """Calls timed of each system; the systems take turns."""
+    device: str = "auto"
+    output: OutputFile = None
+    """Also write the JSON here."""
+
+
+@dataclass(frozen=True)
+class BuildVae:
+    """Build TensorRT engine files of an autoencoder. Without --static: one multi-profile file for every size.
+
+        OUTPUT/vae_encoder_multi_profile.trt, vae_decoder_multi_profile.trt
+        OUTPUT/16_9/vae_encoder.trt, vae_decoder.trt, OUTPUT/9_16/…
+
+    Ends with one JSON line.
+    """
+
+    vae: str
+    """A folder, a hub name, or qwen-vae / sd-vae / tiny-… with random weights."""
+    output_dir: Annotated[Path, Written(folder=True)]
+    """Where the files go, with vae_config.json, which the pipelines read."""
+    static: bool = False
+    """One folder a size: the five text-to-image ratios, and --sizes."""
+    sizes: Listed[str] = ()
+    """WIDTHxHEIGHT: further sizes of --static."""
+    only: Listed[str] = ()
+    """With --static: these sizes alone, not all five ratios."""
+    sides: Listed[Literal["encoder", "decoder"]] = ("encoder", "decoder")
+    library: Library = "tensorrt_rtx"
+    """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
+    targets: Listed[str] = ()
+    """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
+    dtype: Dtype = "fp16"
+    force_engine: bool = False
+    """Build again what is there."""
+    optimization_level: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint=""), Within(0, 5)] = None
+    """The builder's effort, 0 to 5."""
+
+
+@dataclass(frozen=True)
+class BuildUnet:
+    """Build a TensorRT engine file of Stable Diffusion's UNet: one for every batch and size, for text and image.
+
+        SD_DIR/unet/onnx/unet.onnx, SD_DIR/unet/trt/unet.trt
+
+    What is there is used, unless forced. Ends with one JSON line.
+    """
+
+    sd_dir: str
+    """A diffusers folder; random or tiny-random for random weights, which needs --output-dir."""
+    output_dir: OutputFolder = None
+    """Instead of SD_DIR: the files go to unet/onnx and unet/trt in it."""
+    force_onnx: bool = False
+    """Export again (and build again) what is there."""
+    force_engine: bool = False
+    """Build again what is there."""
+    library: Library = "tensorrt_rtx"
+    """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
+    targets: Listed[str] = ()
+    """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
+    dtype: Dtype = "fp16"
+    verify: bool = True
+    """Compare the ONNX graph with the module on the smallest picture."""
+
+
+@dataclass(frozen=True)
+class BenchVae(BenchOptions):
+    """Time an autoencoder's encoder and decoder: systems in turns, wall clock of whole calls, with agreement.
+
+    Ends with one JSON line. Exit status 1 if a system disagrees with the float32 reference beyond the thresholds.
+    """
+
+    vae: str = "qwen-vae"
+    """A folder, a hub name, or qwen-vae / sd-vae / tiny-qwen-vae / tiny-sd-vae with random weights."""
+    sizes: Listed[str] = ("1024x1024",)
+    """WIDTHxHEIGHT or a ratio's name; "static" is the five ratios, "profiles" the nine of the multi-profile engine."""
+    systems: Listed[
+        Literal["eager", "compile", "native", "native-fp16", "native-measured", "inductor", "tensorrt", "tensorrt_rtx"]
+    ] = ("eager", "compile", "native")
+    """eager: diffusers as it is. compile: torch.compile of that. inductor: torch.compile of our channels-last 2-D
+    form. native-fp16: computes in float16 whatever --dtype says. native-measured: the quicker of native and inductor.
+    tensorrt: engine files of --engine-path."""
+    compile_sizes: Listed[str] = ("1024x1024",)
+    """Sizes at which compile and inductor take part: each compiles anew, which takes minutes."""
+    engine_path: Text = None
+    """Folder of engine files, for tensorrt and tensorrt_rtx."""
+    multi_profile: bool = False
+    """Whether that folder holds multi-profile engines."""
+    rounds: Count = 10
+    picture: Picture = None
+    """Write a PNG: a drawn scene, encoded by eager, what eager and the first accelerated system decode from that, and
+    their difference, magnified. With random weights it looks like nothing; pixels can be compared all the same."""
+
+
+@dataclass(frozen=True)
+class BenchUnet(BenchOptions):
+    """Time Stable Diffusion: systems in turns, wall clock of whole pictures and of single UNet calls.
+
+    Every system starts from the same weights (rounded to the dtype asked for), prompt and noise: eager-fp32 draws in
+    that dtype, too, since a generator's float16 values can be others than its float32 values. Not so for a scheduler
+    that draws in float32 at every step whatever the model's dtype (diffusers' SDE solvers of DPM++): its noise differs.
+
+    Agreement is reported twice: with eager in float32, and with eager in that dtype, of the latents and of the picture.
+    Over many steps the first says what the dtype costs, the second what a system adds to that. Ends with one JSON line.
+    Exit status 1 if a system's UNet disagrees with the float32 one beyond the threshold.
+    """
+
+    sd_dir: str = "random"
+    """A diffusers folder or hub name; random or tiny-random for random weights."""
+    systems: Listed[
+        Literal["eager-fp32", "eager", "compile", "compile-graphs", "native", "tensorrt", "tensorrt_rtx"]
+    ] = ("eager-fp32", "eager", "compile", "native")
+    """eager-fp32, eager, compile (torch.compile of the UNet), compile-graphs (the same with mode reduce-overhead):
+    diffusers' pipeline. native, tensorrt, tensorrt_rtx: ours."""
+    size: Count = 512
+    steps: Count = 50
+    img2img: bool = False
+    """Time image to image, too (strength 0.8)."""
+    dtype: Dtype = "fp16"
+    """Of every system but eager-fp32."""
+    unet_rounds: Count = 20
+    seed: Seed = 0
+    picture: Picture = None
+    """Write the reference's picture beside the last system's, as PNG, here."""
+
+
+@dataclass(frozen=True)
+class BenchQwen(BenchOptions):
+    """Time Qwen-Image end to end: baseline, faster transformer, faster autoencoder, both; in turns.
+
+    Random weights of the published sizes and random prompt embeddings (the text encoder is not part of it). Ends with
+    one JSON line. Exit status 1 if a picture disagrees with the baseline's.
+    """
+
+    size: Count = 1024
+    """Pixels a side."""
+    steps: Count = 4
+    layers: Number = None
+    """Of the transformer, all of them if not given; fewer, where memory is short. The report says how many."""
+    tiny: bool = False
+    """A tiny pipeline, for machines without a GPU."""
+    transformer: Listed[Literal["compile", "native"]] = ("compile", "native")
+    """Ways to run the transformer, besides eager."""
+    vae: str = "native"
+    """The autoencoder's engine, or the path of its JSON configuration."""
+    edit: bool = False
+    """QwenImageEditPipeline: a picture is encoded, too."""
+    tokens: Count = 128
+    """Of the prompt."""
+
+
+@dataclass(frozen=True)
+class TextToImage:
+    """A prompt to a PNG that carries its parameters, with Stable Diffusion 1."""
+
+    sd_dir: str
+    """A diffusers folder or hub name; "random" is version 1.4's configuration with random weights."""
+    prompt: str = "a photo of an astronaut riding a horse on mars"
+    negative_prompts: Words = ""
+    """What not to show."""
+    out_img_path: Annotated[Path, Written()] = Path("out/image.png")
+    """The picture; a .png, which carries the parameters."""
+    engine: EngineName = "native"
+    """Of every component."""
+    use_trt: bool = False
+    """The UNet on TensorRT, whatever --engine says."""
+    use_pipeline: bool = False
+    """diffusers' own pipeline as well: its picture is saved as NAME.pipeline.png and compared."""
+    steps: Count = 50
+    guidance: Annotated[float, Within(0)] = 7.5
+    seed: Seed = 0
+    height: Number = None
+    width: Number = None
+    scheduler: Text = None
+    """A diffusers class, like DDIMScheduler, instead of the checkpoint's."""
+    dtype: Dtype | None = None
+    """fp16 on a GPU and fp32 on a CPU, where not given."""
+    device: str = "auto"
+    strict: bool = False
+    """A component that falls back to another engine is an error."""
+    latency_json: OutputFile = None
+    """Write the latency breakdown here."""
+    calls: Count = 1
+    """Generate so often, for the latency; the first call, which warms up, does not count if there are more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageToImage(TextToImage):
+    """A picture and a prompt to a PNG that carries its parameters, with Stable Diffusion 1."""
+
+    in_img_path: Path
+    """The picture to start from."""
+    strength: Annotated[float, Within(0, 1)] = 0.8
+    """How much of it is given up, 0 to 1; that share of the steps is run."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Compare a model in float32 with the same model in BF16 or FP16: dtypes, ranges, memory, latency, agreement.
+
+    Ends with one JSON line. Exit status 1 if a module overflows that is not kept in float32.
+    """
+
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL"), tyro.conf.Positional]
+    """A diffusers folder or hub name, or a configuration with random weights: qwen-vae, sd-vae, sd-unet,
+    qwen-text-encoder, or tiny- and one of these."""
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    keep_fp32: Listed[str] = ()
+    """Names of modules (patterns) that stay in float32."""
+    auto_fp32: bool = False
+    """Keep in float32 whatever overflows, as found in the float32 run."""
+    size: Count = 512
+    """Pixels a side of the example."""
+    tokens: Count = 256
+    """Tokens of the example, for a text encoder."""
+    calls: Count = 10
+    device: str = "auto"
+    modules: Annotated[int, Within(0)] = 12
+    """Rows of the table: the modules with the largest values."""
+    output: OutputFile = None
+    """Also write the JSON here, with every module."""
