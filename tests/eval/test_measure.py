@@ -367,8 +367,8 @@ def test_a_jobs_words_are_its_commands(job: Job, tmp_path: Path, monkeypatch: py
     options = told.value.args[0]
     where = {str(value) for value in vars(options).values() if isinstance(value, Path)}
     assert where & {str(tmp_path / f"work/partial/{job.name}{end}") for end in (".json", "")}, "where it writes"
-    config = getattr(options, "config", None)
-    if config is not None:
+    configs = getattr(options, "config", None)
+    for config in configs if isinstance(configs, tuple) else (configs,):
         load_config(config)
     if job.name.startswith("bench_") and getattr(options, "systems", ()):
         family = family_named(options.model or "pi05")
