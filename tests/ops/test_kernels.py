@@ -47,6 +47,7 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
 QUICK = [name for name in CUTS if "1x50x128 pipelined 32" in name or "(10, 40, 320, 1, 'gr')" in name]
 QUICK += [name for name in CUTS if "moments" in name and "pipelined 32" in name and "adaptive=False" not in name]
 QUICK += [name for name in CUTS if name.startswith("suffix_attention (51") and "64x16" in name]
+QUICK += [name for name in CUTS if "TMA" in name and ("project 10" in name or "moments" in name)]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CUTS if name not in QUICK]
 
 

@@ -108,12 +108,15 @@ def test_every_models_kernels_compile_and_fit(every: list[dict[str, Any]]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [v for v in ARCHITECTURES if v != "9.0"])
 def test_every_kernel_compiles_and_fits_elsewhere(version: str, tmp_path: Path) -> None:
-    """On the GPU with the least, what a build would measure, too."""
+    """On the GPU with the least, and the one with the least that has TMA, what a build would measure, too."""
     gpu = ARCHITECTURES[version]
-    rows = compiled_for(version, tmp_path, *(["--tried"] if version == "8.6" else []))
+    tried = version in ("8.6", "12.0")
+    rows = compiled_for(version, tmp_path, *(["--tried"] if tried else []))
+    assert any(row["tma"] for row in rows) == (tried and gpu.tma)
     for row in rows:
         assert row["gpu"] == version
         check_it_fits(row)
+        assert (row["tma"] > 0) == bool(row["constants"].get("TMA")), row
         assert (row["waits"] > 0) == bool(row["constants"].get("PDL"))
         assert not row["constants"].get("PDL") or gpu.dependent_launch
         assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
@@ -272,6 +275,16 @@ def test_a_source_that_does_not_compile_says_where(nvrtc: ctypes.CDLL, monkeypat
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
     with pytest.raises(EngineError, match=r"(?s)does not compile for sm_90a:.*kernels\.cu\(2\).*nonsense"):
         runtime.compile_source('extern "C" __global__ void f() {\n  nonsense;\n}\n', "sm_90a")
+
+
+@pytest.mark.slow
+def test_tiles_by_tma_compile_for_hopper(tmp_path: Path) -> None:
+    """Nobody's threads copy a tile then, and no sum is spilled."""
+    rows = [row for row in compiled_for("9.0", tmp_path, "--tried") if row["constants"].get("TMA")]
+    assert {row["kernel"] for row in rows} == MANY - {"_measure"}
+    for row in rows:
+        check_it_fits(row)
+        assert row["tma"] > 0 and row["products"] > 0 and not row["spilled"], row
 
 
 @pytest.mark.slow

@@ -108,6 +108,13 @@ def test_few_are_tried() -> None:
             assert len(candidates(gpu, product)) <= suffix_tilings.MOST_TRIED + 1
 
 
+def test_tma_is_for_rows_of_whole_16_bytes() -> None:
+    for k, size, whole in ((1000, 2, True), (1004, 2, False), (1008, 1, True), (1000, 1, False)):
+        product = Product(50, k, 512, weight=size)
+        found = variants(H200, product, Pipelined(64, 64, 64))
+        assert whole == any(getattr(other, "tma", False) for other in found)
+
+
 @pytest.mark.parametrize("rows", [10, 41, 50, 320])
 @pytest.mark.parametrize("name", GPUS)
 def test_variants_of_a_cut_fit_beside_the_next_kernel_too(name: str, rows: int) -> None:
@@ -123,6 +130,7 @@ def test_variants_of_a_cut_fit_beside_the_next_kernel_too(name: str, rows: int) 
                 tiles = {(other.rows, other.columns, other.split) for other in found if isinstance(other, Pipelined)}
                 assert tiles == {(cut.rows, cut.columns, cut.split)}
                 assert gpu.dependent_launch == any(getattr(other, "ahead", False) for other in found)
+                assert gpu.tma == any(getattr(other, "tma", False) for other in found)
                 half = gpu.shared_per_multiprocessor // 2 - 1024
                 if dataclasses.replace(cut, stages=2).shared(product) <= half:
                     assert any(other.shared(product) <= half for other in found)

@@ -28,6 +28,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.support.gpus import ARCHITECTURES
 from tests.support.scales import scales_of_any
@@ -153,6 +154,8 @@ def try_cuts(gpu: Gpu, loop: expert._LayerLoop, tensors: dict[str, Tensor]) -> N
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{KINDS[value.base.dtype]}{list(value.block_shape)}>"
     if isinstance(value, Tensor):
         return f"*{KINDS[value.dtype]}"
     return "fp32" if isinstance(value, float) else "i32"
@@ -219,7 +222,8 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, first: bool
             "options": options, "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared,
             "registers": registers, "spilled": spilled, "waits": ptx.count("griddepcontrol.wait"),
             "releases": ptx.count("griddepcontrol.launch_dependents"), "products": ptx.count("mma"),
-            "fp8": "e4m3" in ptx, "int8": "*i8" in source_of(launch)[0].signature.values(),
+            "tma": ptx.count("cp.async.bulk.tensor"), "fp8": "e4m3" in ptx,
+            "int8": "*i8" in source_of(launch)[0].signature.values(),
         }  # fmt: skip
         print(json.dumps(row), flush=True)
 

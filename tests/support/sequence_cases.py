@@ -9,6 +9,7 @@ import torch
 from tests.support.kernel_cases import EPS, Call, Draw, Empty, Part, _moments_of, eight_bit
 from vla_accel.ops.dit import NormTables
 from vla_accel.ops.moments import Moments
+from vla_accel.ops.suffix_tilings import Pipelined
 
 
 def _patchify(images: int, rows: int, columns: int, patch: int, merge: int, stride: int) -> Callable:
@@ -73,7 +74,7 @@ def _gelu(rows: int, width: int) -> Callable:
     return lambda draw: Call("exact_gelu", {"x": draw(rows, width, scale=2.0)}, ("x",))
 
 
-def _product(rows: int, n: int, k: int, what: str) -> Callable:
+def _product(rows: int, n: int, k: int, what: str, cut: Pipelined | None = None) -> Callable:
     """`what`: letters of norm, scale, gelu, relu, 8-bit (FP8) or integers; moments that come with the rows."""
 
     def call(draw: Draw) -> Call:
@@ -87,6 +88,8 @@ def _product(rows: int, n: int, k: int, what: str) -> Callable:
         }  # fmt: skip
         if "m" in what:
             arguments["moments"] = _moments_of(arguments["x"], scale, 32)
+        if cut is not None:
+            arguments["cut"] = cut
         return Call("product", arguments, ("out",))
 
     return call
@@ -138,6 +141,8 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         (17, 16, 24, ""),
     ):  # fmt: skip
         yield f"product {rows}x{k}x{n} {what}", _product(rows, n, k, what)
+    by_tma = Pipelined(64, 32, 64, stages=2, tma=True)
+    yield f"product 70x144x40 n8 {by_tma}", _product(70, 40, 144, "n8", by_tma)
     for rows, width, scaled in ((5, 33, False), (41, 48, True)):
         yield f"measure {rows}x{width} scaled={scaled}", _measured(rows, width, scaled)
     for what in ("f", "", "l"):

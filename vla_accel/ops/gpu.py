@@ -77,6 +77,11 @@ class Gpu:
         return self.capability >= (9, 0)
 
     @property
+    def tma(self) -> bool:
+        """Whether it has a tensor memory accelerator, which copies a tile by one instruction of one thread."""
+        return self.capability >= (9, 0)
+
+    @property
     def clusters(self) -> bool:
         """Whether blocks can form clusters and read each other's shared memory."""
         return self.capability >= (9, 0)

@@ -15,6 +15,8 @@ from vla_accel.ops.gpu import Gpu
 MOST_TRIED = 6
 """Cuts that are measured of one product before the best one's variants: each is a kernel to compile at the first
 start."""
+_BARRIERS = 256
+"""Bytes of shared memory, at most, of what tiles that come by TMA are waited for with."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Skinny:
 @dataclass(frozen=True)
 class Pipelined:
     """K passes through shared memory in `stages` (`kernels/pipelined.py`): rows, columns and K of a tile, programs that
-    share K (`split`), warps. `ahead`: weights are sent for, into the L2 cache, before the previous kernel has ended."""
+    share K (`split`), warps. `ahead`: weights are sent for, into the L2 cache, before the previous kernel has ended;
+    `tma`: tiles come by the tensor memory accelerator instead of every thread's loads."""
 
     rows: int
     columns: int
@@ -83,9 +86,11 @@ class Pipelined:
     stages: int = 4
     warps: int = 4
     ahead: bool = False
+    tma: bool = False
 
     def __str__(self) -> str:
-        more = (f", K in {self.split}" if self.split > 1 else "") + (", ahead" if self.ahead else "")
+        more = f", K in {self.split}" if self.split > 1 else ""
+        more += (", ahead" if self.ahead else "") + (", TMA" if self.tma else "")
         return f"pipelined {self.rows}x{self.columns}x{self.block_k}, {self.stages} stages, {self.warps} warps{more}"
 
     def blocks(self, product: Product) -> int:
@@ -95,7 +100,7 @@ class Pipelined:
     def shared(self, product: Product) -> int:
         """Bytes of shared memory, at most."""
         stage = self.rows * product.activation + product.sides * self.columns * product.weight
-        return self.stages * self.block_k * stage
+        return self.stages * self.block_k * stage + (_BARRIERS if self.tma else 0)
 
     def workspace(self, product: Product) -> tuple[int, int]:
         """Elements of the float32 parts and of the int32 counters that programs sharing K need."""
@@ -128,7 +133,8 @@ def candidates(gpu: Gpu | None, product: Product) -> list[Tiling]:
 
 def variants(gpu: Gpu | None, product: Product, cut: Tiling) -> list[Tiling]:
     """The cut, and others of its tile: with so few stages that the next kernel's programs find room beside its own,
-    with less of K a stage, and with weights sent for ahead where kernels can start early."""
+    with less of K a stage, with weights sent for ahead where kernels can start early, and with tiles that come by TMA
+    where there is one."""
     if isinstance(cut, Skinny):
         return [cut]
     found = [cut]
@@ -139,8 +145,13 @@ def variants(gpu: Gpu | None, product: Product, cut: Tiling) -> list[Tiling]:
     if cut.block_k > 64:
         less = _deepest(gpu, product, cut.rows, cut.columns, 64, cut.split)
         found += [] if less is None else [less]
-    early = gpu is not None and gpu.dependent_launch
-    return [*found, *(replace(other, ahead=True) for other in found[:2] if early)]
+    if gpu is not None and gpu.dependent_launch:
+        early = [replace(other, ahead=True) for other in found[:2]]
+        found += early
+        if gpu.tma and all(product.k * size % 16 == 0 for size in (product.weight, product.activation)):
+            by_tma = (replace(other, tma=True) for other in (cut, *early))
+            found += [other for other in by_tma if why_not(gpu, product, other) is None]
+    return [*found]
 
 
 def unshared(gpu: Gpu | None, product: Product) -> list[Pipelined]:

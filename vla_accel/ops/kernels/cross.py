@@ -63,9 +63,9 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
         k_low, k_high = _keys_of(k_ptr, at, i, real[None, :] & in_half[:, None], HALF, 0)
         v_low, v_high = _keys_of(v_ptr, at, i, real[:, None] & in_half[None, :], HALF, 1)
     wait_for_previous(PDL)
-    a, b = normed_pair(x_ptr, w_ptr, scale_a, scale_b, x_ptr, x_ptr, squares_ptr, row0, end, rows, low, low + HALF,
-                       low + HALF, low + 2 * HALF, eps, K, BLOCK_M, BLOCK_HALF, BLOCK_K, EVEN, False, TILES, BLOCK_T,
-                       False)  # fmt: skip
+    a, b = normed_pair(x_ptr, x_ptr, w_ptr, w_ptr, scale_a, scale_b, x_ptr, x_ptr, squares_ptr, row0, end, rows, low,
+                       low + HALF, low + HALF, low + 2 * HALF, eps, K, BLOCK_M, BLOCK_HALF, BLOCK_K, EVEN, False, False,
+                       TILES, BLOCK_T, False)  # fmt: skip
     kind = k_ptr.dtype.element_ty
     q_low = tl.where(keep, a * cos - b * sin, 0.0).to(kind)
     q_high = tl.where(keep, b * cos + a * sin, 0.0).to(kind)

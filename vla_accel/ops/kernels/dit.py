@@ -17,7 +17,7 @@ from vla_accel.ops.kernels.common import (
     wait_for_previous,
 )
 from vla_accel.ops.kernels.moments import of_tiles, tiles_of
-from vla_accel.ops.kernels.pipelined import row_tile, weight_tile
+from vla_accel.ops.kernels.pipelined import described, row_tile, rows_of, weight_tile
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
 
@@ -35,13 +35,14 @@ def _constants(w_ptr, wscale, shift_ptr, sums_ptr, n, N: tl.constexpr, NORM: tl.
 
 
 @triton.jit
-def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, shift_ptr, out_ptr, rows, eps,
-             N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-             EVEN: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, HAS_SCALE: tl.constexpr,
-             TILES: tl.constexpr, BLOCK_T: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _product(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, shift_ptr, out_ptr,
+             rows, eps, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
+             HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, ACTIVATION: tl.constexpr,
+             PDL: tl.constexpr):  # fmt: skip
     # Rows of the same weights run side by side. What lies beyond the last row or column is the last one again.
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    row, n = row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
     in_rows, in_n = row < rows, n < N
     from_row, from_n = tl.minimum(row, rows - 1), tl.minimum(n, N - 1)
     if tl.program_id(0) == 0:
@@ -58,15 +59,15 @@ def _product(x_ptr, w_ptr, wscale, scale_ptr, sums_ptr, total_ptr, squares_ptr, 
         total = tl.sum(of_tiles(total_ptr, from_row, rows, TILES, BLOCK_T), 0)
         squares = tl.sum(of_tiles(squares_ptr, from_row, rows, TILES, BLOCK_T), 0)
     for k0 in range(0, K, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
-        x = row_tile(x_ptr, from_row, k, K, EVEN)
-        w = weight_tile(w_ptr, from_n, k, K, EVEN)
+        x = row_tile(x_ptr, x_tma, from_row, row0, k0, K, BLOCK_K, EVEN, TMA)
+        w = weight_tile(w_ptr, w_tma, from_n, n0, k0, K, BLOCK_K, EVEN, TMA)
         if NORM and TILES == 0:
             # From registers, as in `pipelined`.
             wide = tl.where(in_rows[:, None], x.to(tl.float32), 0.0)
             total += tl.sum(wide, 1)
             squares += tl.sum(wide * wide, 1)
             if HAS_SCALE:
+                k = k0 + tl.arange(0, BLOCK_K)
                 wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
             x = wide.to(x.dtype)
         acc = tl.dot(x, w.to(x.dtype), acc)
@@ -97,11 +98,11 @@ def product(
     scale = None if norm is None else norm.scale
     sums, squares = (shift, shift) if moments is None else (moments.sums, moments.squares)
     _product[grid](
-        x if moments is None or moments.scaled is None else moments.scaled, weight, weight_scale,
-        shift if scale is None else scale, shift if norm is None else norm.sums, sums, squares, shift, out, rows,
+        *described(rows_of(x, moments), weight, cut), weight_scale, shift if scale is None else scale,
+        shift if norm is None else norm.sums, sums, squares, shift, out, rows,
         0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.block_k, k % cut.block_k == 0,
-        ahead(weight, cut, pdl), norm is not None, scale is not None, *tiles_of(moments), _ACTIVATIONS[activation], pdl,
-        num_warps=cut.warps, num_stages=cut.stages, **launch_options(pdl),
+        cut.tma, ahead(weight, cut, pdl), norm is not None, scale is not None, *tiles_of(moments),
+        _ACTIVATIONS[activation], pdl, num_warps=cut.warps, num_stages=cut.stages, **launch_options(pdl),
     )  # fmt: skip
 
 

@@ -8,9 +8,12 @@ them, it is a factor of the sums; elsewhere as in `skinny`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.epilogues import (
@@ -29,30 +32,41 @@ from vla_accel.ops.suffix_tilings import Pipelined
 
 
 @triton.jit
-def row_tile(x_ptr, row, k, K: tl.constexpr, EVEN: tl.constexpr):
-    """(BLOCK_M, BLOCK_K) of (rows, K) activations."""
-    place = x_ptr + row[:, None] * K + k[None, :]
-    if EVEN:
-        return tl.load(place)
+def row_tile(x_ptr, x_tma, row, row0, k0, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+             TMA: tl.constexpr):  # fmt: skip
+    """(BLOCK_M, BLOCK_K) of (rows, K) activations, from `k0` on: of rows `row`, or, by TMA, of those from `row0` on,
+    where what lies beyond the last is zero."""
+    if TMA:
+        return x_tma.load([row0, k0])
     else:
-        return tl.load(place, mask=(k < K)[None, :], other=0.0)
+        k = k0 + tl.arange(0, BLOCK_K)
+        place = x_ptr + row[:, None] * K + k[None, :]
+        if EVEN:
+            return tl.load(place)
+        else:
+            return tl.load(place, mask=(k < K)[None, :], other=0.0)
 
 
 @triton.jit
-def weight_tile(w_ptr, n, k, K: tl.constexpr, EVEN: tl.constexpr):
-    """(BLOCK_K, BLOCK_N) of a (N, K) weight."""
-    place = w_ptr + n[None, :] * K + k[:, None]
-    if EVEN:
-        return tl.load(place)
+def weight_tile(w_ptr, w_tma, n, n0, k0, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+                TMA: tl.constexpr):  # fmt: skip
+    """(BLOCK_K, BLOCK_N) of a (N, K) weight; `n` and `n0` as `row` and `row0` of `row_tile`."""
+    if TMA:
+        return w_tma.load([n0, k0]).T
     else:
-        return tl.load(place, mask=(k < K)[:, None], other=0.0)
+        k = k0 + tl.arange(0, BLOCK_K)
+        place = w_ptr + n[None, :] * K + k[:, None]
+        if EVEN:
+            return tl.load(place)
+        else:
+            return tl.load(place, mask=(k < K)[:, None], other=0.0)
 
 
 @triton.jit
-def normed_pair(x_ptr, w_ptr, scale_a, scale_b, scale_ptr, pinned_ptr, squares_ptr, row0, end, rows, first, first_end,
-                second, second_end, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                BLOCK_K: tl.constexpr, EVEN: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr,
-                BLOCK_T: tl.constexpr, PINNED: tl.constexpr):  # fmt: skip
+def normed_pair(x_ptr, x_tma, w_ptr, w_tma, scale_a, scale_b, scale_ptr, pinned_ptr, squares_ptr, row0, end, rows,
+                first, first_end, second, second_end, eps, K: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+                HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, PINNED: tl.constexpr):  # fmt: skip
     """Normed rows, of all `rows` those from `row0` to before `end`, times two tiles of weight rows, from `first` and
     from `second`, whose sums are multiplied by `scale_a` and `scale_b`. With moments (TILES > 0) the rows come scaled,
     and the norm is a factor of the sums."""
@@ -69,11 +83,11 @@ def normed_pair(x_ptr, w_ptr, scale_a, scale_b, scale_ptr, pinned_ptr, squares_p
     if PINNED:
         own = own_row(pinned_ptr, row, rows, K)[:, None]
     for k0 in range(0, K, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
-        x = row_tile(x_ptr, row, k, K, EVEN)
-        wa = weight_tile(w_ptr, n_a, k, K, EVEN)
-        wb = weight_tile(w_ptr, n_b, k, K, EVEN)
+        x = row_tile(x_ptr, x_tma, row, row0, k0, K, BLOCK_K, EVEN, TMA)
+        wa = weight_tile(w_ptr, w_tma, n_a, first, k0, K, BLOCK_K, EVEN, TMA)
+        wb = weight_tile(w_ptr, w_tma, n_b, second, k0, K, BLOCK_K, EVEN, TMA)
         if TILES == 0:
+            k = k0 + tl.arange(0, BLOCK_K)
             # The product takes x from registers, never from the stage that the sum reads: on Hopper a stage that has
             # both readers is overwritten too early (triton-lang/triton#6691).
             wide = tl.where(real, x.to(tl.float32), 0.0)
@@ -93,12 +107,12 @@ def normed_pair(x_ptr, w_ptr, scale_a, scale_b, scale_ptr, pinned_ptr, squares_p
 
 
 @triton.jit
-def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, pinned_ptr, cos_ptr, sin_ptr,
-                        length_ptr, q_ptr, k_ptr, v_ptr, rows, tokens, eps, K: tl.constexpr, HEADS: tl.constexpr,
-                        KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                        BLOCK_K: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr,
-                        TILES: tl.constexpr,
-                        BLOCK_T: tl.constexpr, PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _qkv_rope_pipelined(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, squares_ptr, shift_ptr, pinned_ptr, cos_ptr,
+                        sin_ptr, length_ptr, q_ptr, k_ptr, v_ptr, rows, tokens, eps, K: tl.constexpr,
+                        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+                        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+                        AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
+                        PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     IN_HALF: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
     row0 = tl.program_id(0) * BLOCK_M
     head, i0 = tl.program_id(1) // IN_HALF, (tl.program_id(1) % IN_HALF) * BLOCK_N
@@ -114,20 +128,19 @@ def _qkv_rope_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr,
                                           tokens, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE,
                                           PINNED)  # fmt: skip
     wait_for_previous(PDL)
-    a, b = normed_pair(x_ptr, w_ptr, scale_a, scale_b, scale_ptr, pinned_ptr, squares_ptr, row0, rows, rows, low + i0,
-                       low + HALF, high + i0, high + HALF, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES,
-                       BLOCK_T, PINNED)  # fmt: skip
+    a, b = normed_pair(x_ptr, x_tma, w_ptr, w_tma, scale_a, scale_b, scale_ptr, pinned_ptr, squares_ptr, row0, rows,
+                       rows, low + i0, low + HALF, high + i0, high + HALF, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, TMA,
+                       HAS_SCALE, TILES, BLOCK_T, PINNED)  # fmt: skip
     store_heads(a, b, of_low, of_high, cos, sin, q_ptr, k_ptr, v_ptr, head, i0, row0, rows, HEADS, KV_HEADS, HALF,
                 BLOCK_M, BLOCK_N)  # fmt: skip
 
 
 @triton.jit
-def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, pinned_ptr, out_ptr, rows, eps,
-                       K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                       BLOCK_K: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr,
-                       TILES: tl.constexpr,
-                       BLOCK_T: tl.constexpr, SILU: tl.constexpr, PINNED: tl.constexpr,
-                       PDL: tl.constexpr):  # fmt: skip
+def _gate_up_pipelined(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, squares_ptr, shift_ptr, pinned_ptr, out_ptr,
+                       rows, eps, K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr,
+                       HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, SILU: tl.constexpr,
+                       PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), HIDDEN - 1)
     if tl.program_id(0) == 0:
@@ -136,19 +149,19 @@ def _gate_up_pipelined(x_ptr, w_ptr, wscale, scale_ptr, squares_ptr, shift_ptr, 
     scale_g, scale_u = scale_of_sums(w_ptr, wscale, n), scale_of_sums(w_ptr, wscale, HIDDEN + n)
     gate, up = for_geglu(shift_ptr, pinned_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, PINNED)
     wait_for_previous(PDL)
-    g, u = normed_pair(x_ptr, w_ptr, scale_g, scale_u, scale_ptr, pinned_ptr, squares_ptr, row0, rows, rows, n0, HIDDEN,
-                       HIDDEN + n0, 2 * HIDDEN, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, HAS_SCALE, TILES, BLOCK_T,
-                       PINNED)  # fmt: skip
+    g, u = normed_pair(x_ptr, x_tma, w_ptr, w_tma, scale_g, scale_u, scale_ptr, pinned_ptr, squares_ptr, row0, rows,
+                       rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, TMA,
+                       HAS_SCALE, TILES, BLOCK_T, PINNED)  # fmt: skip
     store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, SILU)
 
 
 @triton.jit
-def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, part_ptr, count_ptr,
-                       next_scale_ptr, sums_ptr, squares_ptr, scaled_ptr, rows, tokens,
+def _project_pipelined(a_ptr, a_tma, w_ptr, w_tma, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, part_ptr,
+                       count_ptr, next_scale_ptr, sums_ptr, squares_ptr, scaled_ptr, rows, tokens,
                        N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                       BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-                       RESIDUAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SKIP_FIRST: tl.constexpr,
-                       MOMENTS: tl.constexpr, NEXT_SCALE: tl.constexpr, PINNED: tl.constexpr,
+                       BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+                       AHEAD: tl.constexpr, RESIDUAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+                       SKIP_FIRST: tl.constexpr, MOMENTS: tl.constexpr, NEXT_SCALE: tl.constexpr, PINNED: tl.constexpr,
                        PDL: tl.constexpr):  # fmt: skip
     row0, n0, split = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N, tl.program_id(2)
     row = tl.minimum(row0 + tl.arange(0, BLOCK_M), rows - 1)
@@ -163,9 +176,9 @@ def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_p
     before, keep = residual(x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL, SKIP_FIRST)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, SHARE, BLOCK_K):
-        k = split * SHARE + k0 + tl.arange(0, BLOCK_K)
-        a = row_tile(a_ptr, row, k, K, EVEN)
-        acc = tl.dot(a, weight_tile(w_ptr, n, k, K, EVEN).to(a.dtype), acc)
+        k = split * SHARE + k0
+        a = row_tile(a_ptr, a_tma, row, row0, k, K, BLOCK_K, EVEN, TMA)
+        acc = tl.dot(a, weight_tile(w_ptr, w_tma, n, n0, k, K, BLOCK_K, EVEN, TMA).to(a.dtype), acc)
     if SPLIT == 1:
         y = store_residual(acc * scale, bias, gate, before, keep, x_ptr, n0, row0, N, BLOCK_M, BLOCK_N)
         if MOMENTS:
@@ -191,7 +204,16 @@ def _project_pipelined(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_p
             tl.store(count_ptr + tile, 0)
 
 
-def _rows(x: Tensor, moments: Moments | None) -> Tensor:
+def described(x: Tensor, weight: Tensor, cut: Pipelined) -> tuple[Any, Any, Any, Any]:
+    """Activations and a weight as a kernel takes them, each followed by its tensor map where tiles come by TMA."""
+    if not cut.tma:
+        return x, x, weight, weight
+    of_rows = TensorDescriptor.from_tensor(x, [cut.rows, cut.block_k])
+    return x, of_rows, weight, TensorDescriptor.from_tensor(weight, [cut.columns, cut.block_k])
+
+
+def rows_of(x: Tensor, moments: Moments | None) -> Tensor:
+    """What a product reads of x: the rows as they were written beside their moments, where they are scaled."""
     return x if moments is None or moments.scaled is None else moments.scaled
 
 
@@ -219,10 +241,11 @@ def qkv_rope(
     rows, width, half = batch * tokens, x.shape[-1], head_dim // 2
     grid = (triton.cdiv(rows, cut.rows), (heads + 2 * k.shape[2]) * triton.cdiv(half, cut.columns))
     _qkv_rope_pipelined[grid](
-        _rows(x, moments), weight, weight_scale, scale if scale is not None else x, _squares(x, moments),
-        shift if shift is not None else x, pinned if pinned is not None else x, cos, sin, lengths, q, k, v, rows,
-        tokens, eps, width, heads, k.shape[2], half, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0,
-        ahead(weight, cut, pdl), scale is not None, *tiles_of(moments), pinned is not None, pdl, **_launch(cut, pdl),
+        *described(rows_of(x, moments), weight, cut), weight_scale, scale if scale is not None else x,
+        _squares(x, moments), shift if shift is not None else x, pinned if pinned is not None else x, cos, sin, lengths,
+        q, k, v, rows, tokens, eps, width, heads, k.shape[2], half, cut.rows, cut.columns, cut.block_k,
+        width % cut.block_k == 0, cut.tma, ahead(weight, cut, pdl), scale is not None, *tiles_of(moments),
+        pinned is not None, pdl, **_launch(cut, pdl),
     )  # fmt: skip
 
 
@@ -234,9 +257,9 @@ def gate_up_geglu(
     rows, hidden = out.shape
     width = x.shape[-1]
     _gate_up_pipelined[(triton.cdiv(rows, cut.rows), triton.cdiv(hidden, cut.columns))](
-        _rows(x, moments), weight, weight_scale, scale if scale is not None else x, _squares(x, moments),
-        shift if shift is not None else x, pinned if pinned is not None else x, out, rows, eps,
-        width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, ahead(weight, cut, pdl),
+        *described(rows_of(x, moments), weight, cut), weight_scale, scale if scale is not None else x,
+        _squares(x, moments), shift if shift is not None else x, pinned if pinned is not None else x, out, rows, eps,
+        width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, cut.tma, ahead(weight, cut, pdl),
         scale is not None, *tiles_of(moments), silu, pinned is not None, pdl, **_launch(cut, pdl),
     )  # fmt: skip
 
@@ -252,11 +275,11 @@ def project(
     parts, counters = workspace if workspace is not None and cut.split > 1 else (a, a)
     grid = (triton.cdiv(rows, cut.rows), triton.cdiv(n, cut.columns), cut.split)
     _project_pipelined[grid](
-        a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a,
-        pinned if pinned is not None else a, x, parts, counters,
-        next_scale if next_scale is not None else a, *_room(a, moments), rows, tokens, n, k, cut.rows,
-        cut.columns, cut.block_k, cut.split, k % (cut.block_k * cut.split) == 0, ahead(weight, cut, pdl), residual,
-        gate is not None, bias is not None, skip_first, moments is not None,
+        *described(a, weight, cut), weight_scale, bias if bias is not None else a, gate if gate is not None else a,
+        pinned if pinned is not None else a, x, parts, counters, next_scale if next_scale is not None else a,
+        *_room(a, moments), rows, tokens, n, k, cut.rows, cut.columns, cut.block_k, cut.split,
+        k % (cut.block_k * cut.split) == 0, cut.tma, ahead(weight, cut, pdl), residual, gate is not None,
+        bias is not None, skip_first, moments is not None,
         moments is not None and moments.scaled is not None and next_scale is not None, pinned is not None, pdl,
         **_launch(cut, pdl),
     )  # fmt: skip
