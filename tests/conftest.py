@@ -13,6 +13,10 @@ from tests.support import groot_folders
 from tests.support.rounding import round_otherwise
 from vla_accel.transforms import groot_images
 
+LONGEST = ("test_kernels_compile.py", "test_image_engine_files.py", "test_kernels.py", "test_tensorrt_build.py",
+           "test_libero_sim.py", "test_onnx_export.py")  # fmt: skip
+"""Files of several minutes begin first: one process would be left with the last of them."""
+
 
 @pytest.fixture(scope="module")
 def small_images() -> Iterator[None]:
@@ -44,6 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--groot-python", default=None, help="interpreter of an environment with lerobot's GR00T (see CONTRIBUTING)"
     )
     parser.addoption(
+        "--full-size", action="store_true", help="also build Stable Diffusion's UNet at its full size, for minutes"
+    )
+    parser.addoption(
         "--round-otherwise", action="store_true", help="matrix products on the CPU sum and round in another order"
     )
 
@@ -59,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="NOT RUN: needs a CUDA GPU")

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 
 from eval import throughput
 from eval.server_tables import draw_server_gpus, server_gpus
 from eval.throughput import Arguments, Case, Watch, figures, told
 from eval.throughput_table import plan
 from eval.throughput_table import throughput as table
+from vla_accel.cli.options import read
 from vla_accel.errors import ConfigError
 
 
@@ -63,7 +63,7 @@ def test_the_command_on_record_can_be_typed_again(options: str) -> None:
     asked = Arguments(Path("x.json"), case=("plain:0:2:1", "ray:0:2:1"), steps=3, options=options)
     python, how, module, *words = shlex.split(told(asked))
     assert (python, how, module) == ("python", "-m", "eval.throughput")
-    assert tyro.cli(Arguments, args=["--output", "x.json", *words]) == asked
+    assert read(Arguments, ["--output", "x.json", *words], module) == asked
 
 
 @pytest.mark.slow

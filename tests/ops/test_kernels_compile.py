@@ -108,15 +108,12 @@ def test_every_models_kernels_compile_and_fit(every: list[dict[str, Any]]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [v for v in ARCHITECTURES if v != "9.0"])
 def test_every_kernel_compiles_and_fits_elsewhere(version: str, tmp_path: Path) -> None:
-    """On the GPU with the least, and the one with the least that has TMA, what a build would measure, too."""
+    """On the GPU with the least, what a build would measure, too."""
     gpu = ARCHITECTURES[version]
-    tried = version in ("8.6", "12.0")
-    rows = compiled_for(version, tmp_path, *(["--tried"] if tried else []))
-    assert any(row["tma"] for row in rows) == (tried and gpu.tma)
+    rows = compiled_for(version, tmp_path, *(["--tried"] if version == "8.6" else []))
     for row in rows:
         assert row["gpu"] == version
         check_it_fits(row)
-        assert (row["tma"] > 0) == bool(row["constants"].get("TMA")), row
         assert (row["waits"] > 0) == bool(row["constants"].get("PDL"))
         assert not row["constants"].get("PDL") or gpu.dependent_launch
         assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
@@ -278,13 +275,16 @@ def test_a_source_that_does_not_compile_says_where(nvrtc: ctypes.CDLL, monkeypat
 
 
 @pytest.mark.slow
-def test_tiles_by_tma_compile_for_hopper(tmp_path: Path) -> None:
-    """Nobody's threads copy a tile then, and no sum is spilled."""
-    rows = [row for row in compiled_for("9.0", tmp_path, "--tried") if row["constants"].get("TMA")]
+@pytest.mark.parametrize("version", ["9.0", "12.0"])
+def test_tiles_by_tma_compile(version: str, tmp_path: Path) -> None:
+    """Where there is most shared memory, and least. No thread copies a tile then, and of one product's sums nothing is
+    spilled."""
+    rows = compiled_for(version, tmp_path, "--tried", "--tma")
     assert {row["kernel"] for row in rows} == MANY - {"_measure"}
     for row in rows:
         check_it_fits(row)
-        assert row["tma"] > 0 and row["products"] > 0 and not row["spilled"], row
+        assert row["tma"] > 0 and row["products"] > 0, row
+        assert row["kernel"] != "_project_pipelined" or not row["spilled"], row
 
 
 @pytest.mark.slow

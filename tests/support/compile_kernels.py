@@ -1,12 +1,13 @@
 """A script: compile, without a GPU, every Triton kernel that the native programs launch, just as they launch it there.
 
-    python tests/support/compile_kernels.py [--tried] [--smolvla] [--trained] [--first | --rest] [VERSION …]
+    python tests/support/compile_kernels.py [--tried] [--smolvla] [--trained] [--first | --rest | --tma] [VERSION …]
 
 for these capabilities, or 9.0. The programs of the full-size models and of the demo run on tensors without data, told
 of a GPU of that capability; what they launch is recorded and then compiled; with --smolvla SmolVLA's instead, with
 --trained only those of `TRIED`, with loops that pin actions, with --tried also what a build would measure before it
-chooses, with --first what the models of `FIRST` launch, with --rest all else. Prints a JSON object a kernel:
-capability, name, models, options, registers, bytes spilled, shared memory, and what its assembly uses.
+chooses, with --first what the models of `FIRST` launch, with --rest all else, with --tma, of all, what takes tiles by
+TMA. Prints a JSON object a kernel: capability, name, models, options, registers, bytes spilled, shared memory, and what
+its assembly uses.
 """
 
 from __future__ import annotations
@@ -191,7 +192,9 @@ def compiled(gpu: Gpu, launch: Launch) -> tuple[Any, int, int]:
     return made, int(registers), sum(map(int, spilled))
 
 
-def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, first: bool, rest: bool) -> None:
+def compile_for(
+    gpu: Gpu, tried: bool, smolvla: bool, trained: bool, first: bool, rest: bool, tma: bool
+) -> None:  # fmt: skip
     """Record and compile all that is launched on a GPU, and print a line each."""
     launches: dict[tuple[Any, ...], Launch] = {}
     users: dict[tuple[Any, ...], dict[str, None]] = collections.defaultdict(dict)
@@ -211,11 +214,11 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, first: bool
             launches[key] = launch
             users[key][name] = None
     for key, launch in launches.items():
-        if rest if set(users[key]) & {*FIRST} else first:
-            continue
         kernel, args, options = launch
-        made, registers, spilled = compiled(gpu, launch)
         constants = {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
+        if (rest if set(users[key]) & {*FIRST} else first) or (tma and not constants.get("TMA")):
+            continue
+        made, registers, spilled = compiled(gpu, launch)
         ptx = made.asm["ptx"]
         row = {
             "gpu": gpu.version, "kernel": kernel.__name__, "models": list(users[key]), "constants": constants,
@@ -244,5 +247,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with torch.inference_mode():
         named = [v for v in sys.argv[1:] if not v.startswith("--")]
-        options = ("--tried", "--smolvla", "--trained", "--first", "--rest")
+        options = ("--tried", "--smolvla", "--trained", "--first", "--rest", "--tma")
         main(named or ["9.0"], *(option in sys.argv for option in options))
