@@ -74,7 +74,7 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
         raise ConfigError("expert: it answers at once; leave it out")
     console, folder = stderr_console(), output.with_suffix("")
     points = []
-    for ticks, chunking in dict.fromkeys(itertools.product(asked.ticks, asked.chunkings)):
+    for ticks, chunking in itertools.product(asked.ticks, asked.chunkings):
         stress = ",".join(filter(None, (asked.stress, f"latency={ticks}")))
         point = replace(asked, stress=stress, chunking=chunking, output=folder / f"{chunking}-{ticks}.json")
         points.append((ticks, chunking, command.make_request(benchmark, point, words)))

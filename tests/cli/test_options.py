@@ -88,6 +88,7 @@ def test_what_can_be_is_taken(tmp_path: Path) -> None:
         ("--sweep 1,x", "--sweep: invalid literal for int"),
         ("--sweep 1,", "--sweep: invalid literal for int"),
         ("--sweep 3,3", "--sweep: expected each once, got '3,3'"),
+        ("--sweep 3,03", "--sweep: expected each once, got '3,03'"),
         ("--sweep 3 2", "Unrecognized options: 2"),
         ("--sides encoder,both", "--sides: expected some of encoder, decoder, got 'both'"),
     ],

@@ -7,13 +7,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vla_accel.cli.asked.policies import Bench
-from vla_accel.cli.common import print_table, say, write_json
+from vla_accel.cli.common import print_table, say, without_folders, write_json
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.machine import hardware, resolve_device, software
@@ -51,8 +50,7 @@ def main(chosen: Bench, words: list[str]) -> int:
     names, left_out = _available(factory, list(systems), sweep[0])
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        # Names of files, not where one machine keeps them.
-        "command": "vla-accel bench " + " ".join(Path(a).name if "/" in a else a for a in words),
+        "command": " ".join(("vla-accel", "bench", *without_folders(words))),
         "hardware": hardware(device),
         "software": software(),
         "model": {},

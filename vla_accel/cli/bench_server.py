@@ -7,13 +7,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vla_accel import machine
 from vla_accel.checkpoints.loading import load
 from vla_accel.cli.asked.servers import BenchServer
-from vla_accel.cli.common import finish, print_table
+from vla_accel.cli.common import finish, print_table, without_folders
 from vla_accel.cli.serve import Load, use_gpu
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
@@ -29,8 +28,7 @@ def main(chosen: BenchServer, words: list[str]) -> int:
     first = machine.resolve_device(devices[0] if devices else chosen.device or "auto")
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        # Names of files, not where one machine keeps them.
-        "command": "vla-accel bench-server " + " ".join(Path(a).name if "/" in a else a for a in words),
+        "command": " ".join(("vla-accel", "bench-server", *without_folders(words))),
         "policy": chosen.checkpoint or (f"random {chosen.model}" if chosen.model else "nothing"),
         "config": chosen.config,
         "devices": devices,

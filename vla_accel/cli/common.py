@@ -44,6 +44,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def without_folders(words: Sequence[str]) -> list[str]:
+    """A command's words for the record: names of files, not where one machine keeps them."""
+    return [Path(word).name if "/" in word else word for word in words]
+
+
 def write_json(path: Path | None, content: Any) -> None:
     """Write a JSON file whole, if a path is given."""
     if path is not None:

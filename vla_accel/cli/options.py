@@ -110,9 +110,10 @@ def _commas(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]
         words = text.split(",")
         if wrong := [word for word in words if choices and word not in choices]:
             raise ValueError(f"expected some of {', '.join(choices)}, got {wrong[0]!r}")
-        if len(set(words)) < len(words):
+        values = tuple(words if choices else map(kind, words))
+        if len(set(values)) < len(values):
             raise ValueError(f"expected each once, got {text!r}")
-        return tuple(words if choices else map(kind, words))
+        return values
 
     return PrimitiveConstructorSpec(
         nargs=1,

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vla_accel.checkpoints.loading import family_of, find
 from vla_accel.cli.asked.policies import Tune
-from vla_accel.cli.common import print_table
+from vla_accel.cli.common import print_table, without_folders
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import content_hash
@@ -94,7 +94,7 @@ def main(chosen: Tune, words: list[str]) -> int:
             print("vla-accel tune: interrupted; the same command continues from the journal", file=sys.stderr)
             return 130
     told = {
-        "command": ["vla-accel", "tune", *(Path(a).name if "/" in a else a for a in words)],
+        "command": ["vla-accel", "tune", *without_folders(words)],
         "hardware": hardware(device),
         "software": software(),
         "checkpoint": checkpoint,

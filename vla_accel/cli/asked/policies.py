@@ -26,6 +26,9 @@ from vla_accel.cli.options import (
 from vla_accel.config import AUTO, PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 
+Checkpoint = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="")]
+"""Of a command that does something else where none is given."""
+
 
 @dataclass(frozen=True)
 class CheckpointSource:
@@ -58,9 +61,7 @@ class Bench:
     """Time whole calls of a checkpoint's policy in several configurations, or with --model (pi05, if no checkpoint is
     given) of policies of a family's published size with random weights, beside openpi's or lerobot's own code."""
 
-    checkpoint: Annotated[
-        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="")
-    ] = None
+    checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name or one on the hub."""
     config: Listed[str] = (AUTO,)
     """Of a checkpoint: the configurations to time beside eager, names of shipped ones or files."""

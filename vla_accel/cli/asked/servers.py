@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from vla_accel.cli.asked.policies import PolicySource
+from vla_accel.cli.asked.policies import Checkpoint, PolicySource
 from vla_accel.cli.options import Count, File, Listed, Number, OutputFile, Seconds, Text, Within
 from vla_accel.server.limits import ServerConfig
 
@@ -72,9 +72,7 @@ class BenchServer:
     """Time calls over a server on this machine, one client and many, beside the policy's own time: of a checkpoint's
     policy, of one with random weights, or of one that costs nothing. Server and clients have processes of their own."""
 
-    checkpoint: Annotated[
-        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="")
-    ] = None
+    checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name or one on the hub; a policy that costs nothing if not given."""
     model: Text = None
     """Instead: random weights of a model family's published size, such as pi05, the same in every replica."""
