@@ -28,7 +28,7 @@ import tyro
 
 from eval.jobs import JOBS, Job
 from eval.markdown import commit
-from eval.places import Place, gpus, places, room
+from eval.places import Place, by_core, gpus, places, room
 from eval.script import run_script
 from eval.store import RESULTS
 from vla_accel.cli.options import File, Folder, Seconds, Text, Written
@@ -308,7 +308,7 @@ def run(arguments: Arguments) -> None:
     others = [name for name in names if STORED_GPU not in name]
     measuring = Measuring(
         jobs,
-        places(found, sorted(os.sched_getaffinity(0))),
+        places(found, by_core(os.sched_getaffinity(0))),
         arguments.work.resolve(),
         given={
             "observations": arguments.observations and str(arguments.observations.resolve()),

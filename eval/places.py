@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from eval.jobs import Job
+
+CPUS = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
@@ -19,8 +24,22 @@ class Place:
     cores: tuple[int, ...]
 
 
+def by_core(cores: Iterable[int], cpus: Path = CPUS) -> list[int]:
+    """Cores as the system counts them, those that are threads of one core side by side: a share of a machine has whole
+    ones. By number where the system does not tell."""
+
+    def first(core: int) -> int:
+        with contextlib.suppress(OSError):
+            if number := re.match(r"\d+", (cpus / f"cpu{core}/topology/thread_siblings_list").read_text()):
+                return int(number[0])
+        return core
+
+    return sorted(cores, key=lambda core: (first(core), core))
+
+
 def places(gpus: Sequence[str], cores: Sequence[int]) -> list[Place]:
-    """Two for each GPU, or for the machine if it has none; each with its share of the cores, at least one."""
+    """Two for each GPU, or for the machine if it has none; each with its share of the cores, in the order in which they
+    are given, at least one."""
     halves = [(gpu, half) for gpu in (*gpus,) or (None,) for half in (0, 1)]
     shares = [(i * len(cores) // len(halves), (i + 1) * len(cores) // len(halves)) for i in range(len(halves))]
     return [

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from eval.harness.log import log_path
+from eval.places import by_core
 from eval.script import run_script, write_text
 from vla_accel.cli.options import Count, Listed, OutputFolder, Seconds, Words, Written
 from vla_accel.errors import ConfigError, EngineError
@@ -36,7 +37,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 @dataclass(frozen=True)
 class Case:
     """One run. `ray`: over a Ray cluster that it starts, else worker processes; `gpus`: how many it sees, 0 for none;
-    `cores`: how many it may use, 0 for all."""
+    `cores`: how many it may use, 0 for all, both threads of a core before another core's."""
 
     ray: bool
     gpus: int
@@ -162,7 +163,7 @@ def _play(case: Case, arguments: Arguments, output: Path) -> tuple[dict[str, Any
     words += ["--workers", str(case.simulators), "--output", str(output), "--overwrite", *arguments.options.split()]
     words += [*(("--ray", "local") if case.ray else ()), "--device", "cuda" if case.gpus else "cpu"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(case.gpus)))}
-    cores = sorted(os.sched_getaffinity(0))[: case.cores or None]
+    cores = by_core(os.sched_getaffinity(0))[: case.cores or None]
     with tempfile.TemporaryFile("w+") as said:
         # The new process inherits the cores of the thread that starts it.
         before = os.sched_getaffinity(0)

@@ -22,7 +22,7 @@ import tyro
 from eval import measure
 from eval.jobs import EXCEPTIONS, JOBS, Job
 from eval.measure import CONTINUED, DONE, FAILED, LEFT_OUT, Measuring, Outcome, chosen
-from eval.places import Place, gpus, places, room
+from eval.places import Place, by_core, gpus, places, room
 from eval.tables import RESULTS, TABLES
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError, EngineError
@@ -232,6 +232,16 @@ def test_places_are_halves_and_room_is_what_a_job_needs() -> None:
     assert room(both, two[1:], two) is None and room(machine, two[1:], two) is None
     assert [p.gpu for p in places([], range(2))] == [None, None]
     assert places(["0"], [7])[0].cores == (7,), "at least one core each"
+
+
+def test_a_share_of_a_machine_has_whole_cores(tmp_path: Path) -> None:
+    for core in range(8):
+        folder = tmp_path / f"cpu{core}" / "topology"
+        folder.mkdir(parents=True)
+        folder.joinpath("thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
+    assert by_core(range(8), tmp_path) == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert by_core({6, 1, 2, 5}, tmp_path) == [1, 5, 2, 6]
+    assert by_core([9, 3, 8], tmp_path / "hidden") == [3, 8, 9], "the system does not tell"
 
 
 def test_what_is_missing_is_said_and_the_job_is_left_out(toy: str, tmp_path: Path) -> None:
