@@ -477,7 +477,7 @@ def test_damaged_statistics_of_lerobot_are_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["pi05", pytest.param("pi0", marks=pytest.mark.slow)])
 def test_every_single_lerobot_key_is_needed(tmp_path: Path, kind: Kind) -> None:
     made = real_config(kind)
     names = {f"model.{k}" for k in to_openpi(random_state(made), made)}

@@ -64,6 +64,7 @@ def last_line(capsys: Any) -> Any:
     return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_build_cache_and_inspect(
     config: Path, checkpoint: Path, built: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: Any
 ) -> None:
@@ -117,6 +118,7 @@ def test_build_cache_and_inspect(
     assert last_line(capsys)["removed"] == 4 and not list(cache.glob("*.engine"))
 
 
+@pytest.mark.slow
 def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(
     config: Path, checkpoint: Path, built: tuple[Path, dict[str, Any]]
 ) -> None:

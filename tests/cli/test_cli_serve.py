@@ -56,6 +56,7 @@ def test_the_bundled_checkpoint_is_served_and_answers_as_in_process(tmp_path: Pa
         assert f'vla_accel_component_seconds_count{{component="{component}"}} 3' in page
 
 
+@pytest.mark.slow
 def test_a_real_policy_answers_batches_of_different_observations(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path / "tiny")
     words = (CONFIG, "--checkpoint", str(tmp_path / "tiny"), "--device", "cpu", "--max-batch", "4")

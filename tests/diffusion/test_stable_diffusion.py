@@ -313,7 +313,8 @@ class NarrowDrawsDiffer(TorchFunctionMode):
         return -drawn if func is torch.randn and kwargs.get("dtype") is torch.bfloat16 else drawn
 
 
-@pytest.mark.parametrize("scheduler", ["PNDMScheduler", pytest.param("DDPMScheduler", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["PNDMScheduler", "DDPMScheduler"])
 def test_bench_unet_starts_both_dtypes_from_the_same_noise(
     scheduler: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

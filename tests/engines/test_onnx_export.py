@@ -163,8 +163,8 @@ def test_steps_of_the_loop_are_the_component(kind: Any, padded: bool) -> None:
     assert [s.name for s in loop.body.outputs] == [loop.carry[1]]
 
 
-# The plain one is exported with quantisers, too.
-@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True])
 def test_the_padded_and_the_plain_prefix_export(tmp_path: Path, padded: bool) -> None:
     model = random_model(tiny_config("pi05"))
     component = kv_cache_component(model, 1, 2, 9, padded)
@@ -172,6 +172,7 @@ def test_the_padded_and_the_plain_prefix_export(tmp_path: Path, padded: bool) ->
     assert graph.similarity is not None and graph.similarity > 0.999999
 
 
+@pytest.mark.slow
 def test_a_pi0_step_exports(tmp_path: Path) -> None:
     model = random_model(tiny_config("pi0"))
     loop = denoise_component(model, 1, 17, 3, False).loop
@@ -240,6 +241,7 @@ def prefix_inputs(model: Pi0) -> tuple[Tensor, Tensor]:
     return vision(torch.from_numpy(images)[None]), torch.from_numpy(tokens)[None]
 
 
+@pytest.mark.slow
 def test_the_quantised_prefix_is_nearly_the_component() -> None:
     model = random_model(tiny_config("pi05"))
     before = {n: p.clone() for n, p in model.named_parameters()}
@@ -285,6 +287,7 @@ def test_scales_are_powers_of_two_and_cut_nothing_off() -> None:
                 assert float(np.frexp(amax / 448)[0]) == 0.5
 
 
+@pytest.mark.slow
 def test_quantisers_become_q_and_dq(tmp_path: Path) -> None:
     model = random_model(tiny_config("pi05")).to_compute_dtype(torch.bfloat16)
     component = kv_cache_component(model, 1, 2, 9, False)

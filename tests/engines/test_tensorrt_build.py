@@ -83,9 +83,8 @@ def build(library: Library, graph: OnnxFile, component: Component, target: Capab
 
 
 # The others are built small in test_build_cli.py, and exported small in test_onnx_export.py.
-@pytest.mark.parametrize(
-    "name", ["vision", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kv_cache", "denoise"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vision", "kv_cache", "denoise"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_demo_builds(library: Library, exported: Any, name: str, target: Capability) -> None:
     component, graph = exported[name]
@@ -260,7 +259,8 @@ def test_full_size_siglip_in_fp16(library: Library, tmp_path: Path) -> None:
         assert dtypes["half"] > 1500 and dtypes["float"] < 20, "float32: the embeddings, as in the model"
 
 
-@pytest.mark.parametrize(("width", "hidden"), [(512, 4096), pytest.param(2048, 16384, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "hidden"), [(512, 4096), (2048, 16384)])
 def test_gemma_layers_with_fp8_weights(library: Library, tmp_path: Path, width: int, hidden: int) -> None:
     """Two layers of a prefix, at last the 2B one: the first whole with its MLP in FP8, the second up to its keys and
     values."""

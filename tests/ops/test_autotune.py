@@ -145,5 +145,5 @@ def test_a_way_is_measured_in_a_graph() -> None:
 
     found = fastest({"add": run, "refused": lambda: torch.empty(3, device=GPU).item()}, GPU, repeats=4)
     assert found.way == "add" and set(found.times) == {"add"} and set(found.out) == {"refused"}
-    # Three to warm up and four recorded by the host; a replay for each round and one before, on the device.
-    assert calls == [3 + 4] and x[0].item() == 3 + 4 * (autotune.ROUNDS + 1)
+    # By the host: one to compile, three to warm up, four recorded. On the device: a replay a round and one before.
+    assert calls == [1 + 3 + 4] and x[0].item() == 1 + 3 + 4 * (autotune.ROUNDS + 1)

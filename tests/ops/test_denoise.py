@@ -324,7 +324,13 @@ def parameters_of(kernel: str) -> list[type]:
     return [launch._Model, launch._Call, *rest]
 
 
-@pytest.fixture(scope="module", params=LOOPS)
+SECOND = ("full pi0", "full pi0 three rows of tiles")
+"""Of full size, too, and as long in building."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in SECOND else ()) for name in LOOPS]
+)
 def recorded(request: pytest.FixtureRequest) -> tuple[LoopCase, StreamedLoop, RecordedModule]:
     """Each loop, built once."""
     with pytest.MonkeyPatch.context() as patch:

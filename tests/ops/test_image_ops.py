@@ -157,6 +157,7 @@ for kernel, constants in work:
 
 
 @HAS_TRITON
+@pytest.mark.slow
 def test_kernels_compile_for_hopper_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", COMPILE],

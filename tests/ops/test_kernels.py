@@ -48,11 +48,22 @@ QUICK = [name for name in CUTS if "1x50x128 pipelined 32" in name or "(10, 40, 3
 QUICK += [name for name in CUTS if "moments" in name and "pipelined 32" in name and "adaptive=False" not in name]
 QUICK += [name for name in CUTS if name.startswith("suffix_attention (51") and "64x16" in name]
 QUICK += [name for name in CUTS if "TMA" in name and ("project 10" in name or "moments" in name)]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CUTS if name not in QUICK]
+# Of many programs, or of deep loops.
+LONG = (
+    "513x", "257", "128x12", "128x20", "(2, 50, 96,", "(1, 64,", "(1, 51, 256,", "(1, 17, 320,", "(1, 3, 128,",
+    "(1, 1, 1152,", "(1, 16, 72, 3, 3, 72) adaptive=False", "(2, 5, 64, 4, 2, 64) adaptive=False", "(64, ", "(65, ",
+    "(51, 256,", "(51, 200,", "(51, 33,", "(17, 1152,", "(17, 100,", "(17, 40, 8", "(16, 130,", "(10, 70,",
+    "(100, 64, 1", "21 causal", "K by", "(3, 66, 65)", "(1, 51, 50, 256", "(1, 100, 0,", "(2, 65, 2,", "(4, 40, 30,",
+    "by squares",
+)  # fmt: skip
+IN_TIME = {name for name in (*cases.CASES, *TALL, *QUICK) if not any(part in name for part in LONG)}
 
 
 @needs_triton
-@pytest.mark.parametrize("name", (*cases.CASES, *TALL, *QUICK, *SLOW))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in IN_TIME else pytest.mark.slow) for name in (*cases.CASES, *TALL, *CUTS)],
+)
 def test_a_kernel_computes_what_its_reference_does(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == ""
 

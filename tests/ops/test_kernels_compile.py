@@ -41,8 +41,6 @@ BY_MODEL = {
 PRODUCTS = {"_attention", "_suffix_attention", "_suffix_attention_split", "_int8_linear"} | FEW | MANY - {"_measure"}
 # All but the first of each program's chain.
 CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm"}
-# As in compile_kernels.py, which imports triton.
-FIRST = ("pi05", "pi05 fp8", "pi0 int8")
 SPILLED = 256
 """Bytes a thread may keep in local memory: some around a loop, of sums that fill all 255 registers."""
 
@@ -63,20 +61,9 @@ def compiled_for(version: str, folder: Path, *options: str) -> list[dict[str, An
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the models of `FIRST` launch on Hopper."""
-    return compiled_for("9.0", tmp_path_factory.mktemp("triton"), "--first")
-
-
-@pytest.fixture(scope="module")
-def every(first: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What all models launch there."""
-    return first + compiled_for("9.0", tmp_path_factory.mktemp("triton"), "--rest")
-
-
-@pytest.fixture(params=["first", pytest.param("every", marks=pytest.mark.slow)])
-def compiled(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return request.getfixturevalue(request.param)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What all models launch on Hopper."""
+    return compiled_for("9.0", tmp_path_factory.mktemp("triton"))
 
 
 def check_it_fits(row: dict[str, Any]) -> None:
@@ -87,21 +74,13 @@ def check_it_fits(row: dict[str, Any]) -> None:
     assert row["registers"] * threads <= gpu.registers and row["spilled"] <= SPILLED, row
 
 
-def test_every_kernel_compiles_and_fits(first: list[dict[str, Any]]) -> None:
-    for row in first:
-        check_it_fits(row)
-    for model in FIRST:
-        assert {row["kernel"] for row in first if model in row["models"]} == BY_MODEL[model], model
-    assert {row["kernel"] for row in first} == set().union(*BY_MODEL.values())
-
-
 @pytest.mark.slow
-def test_every_models_kernels_compile_and_fit(every: list[dict[str, Any]]) -> None:
-    for row in every:
+def test_every_models_kernels_compile_and_fit(compiled: list[dict[str, Any]]) -> None:
+    for row in compiled:
         check_it_fits(row)
     for model, kernels in BY_MODEL.items():
-        assert {row["kernel"] for row in every if model in row["models"]} == kernels, model
-    products = [row for row in every if row["models"] == ["pi05 int8"] and row["kernel"] in FEW]
+        assert {row["kernel"] for row in compiled if model in row["models"]} == kernels, model
+    products = [row for row in compiled if row["models"] == ["pi05 int8"] and row["kernel"] in FEW]
     assert {row["kernel"] for row in products} == FEW and all(row["int8"] for row in products)
 
 
@@ -137,11 +116,13 @@ def test_smolvlas_kernels_compile_and_fit(tmp_path: Path) -> None:
         assert (row["waits"] > 0) == (row["releases"] > 0) == bool(row["constants"].get("PDL")), row
 
 
+@pytest.mark.slow
 def test_products_run_on_the_tensor_cores(compiled: list[dict[str, Any]]) -> None:
     for row in compiled:
         assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
 
 
+@pytest.mark.slow
 def test_dependent_launches_wait_and_release(compiled: list[dict[str, Any]]) -> None:
     for row in compiled:
         pdl = bool(row["constants"].get("PDL"))
@@ -154,6 +135,7 @@ def test_dependent_launches_wait_and_release(compiled: list[dict[str, Any]]) -> 
     assert chained == CHAINED
 
 
+@pytest.mark.slow
 def test_fp8_models_convert_to_fp8_and_others_do_not(compiled: list[dict[str, Any]]) -> None:
     for row in compiled:
         quantises = bool(row["constants"].get("QUANT"))
@@ -164,6 +146,7 @@ def test_fp8_models_convert_to_fp8_and_others_do_not(compiled: list[dict[str, An
     assert {"_qkv_rope", "_gate_up_geglu", "_project", "_add_norm", "_geglu", "_gelu", "_attention"} <= narrow
 
 
+@pytest.mark.slow
 def test_int8_weights_reach_every_product_of_the_loop(compiled: list[dict[str, Any]]) -> None:
     products = MANY - {"_measure"}
     own = [row for row in compiled if row["models"] == ["pi0 int8"] and row["kernel"] in products]

@@ -1,13 +1,12 @@
 """A script: compile, without a GPU, every Triton kernel that the native programs launch, just as they launch it there.
 
-    python tests/support/compile_kernels.py [--tried] [--smolvla] [--trained] [--first | --rest | --tma] [VERSION …]
+    python tests/support/compile_kernels.py [--tried] [--smolvla] [--trained] [--tma] [VERSION …]
 
 for these capabilities, or 9.0. The programs of the full-size models and of the demo run on tensors without data, told
 of a GPU of that capability; what they launch is recorded and then compiled; with --smolvla SmolVLA's instead, with
 --trained only those of `TRIED`, with loops that pin actions, with --tried also what a build would measure before it
-chooses, with --first what the models of `FIRST` launch, with --rest all else, with --tma, of all, what takes tiles by
-TMA. Prints a JSON object a kernel: capability, name, models, options, registers, bytes spilled, shared memory, and what
-its assembly uses.
+chooses, with --tma, of all, what takes tiles by TMA. Prints a JSON object a kernel: capability, name, models, options,
+registers, bytes spilled, shared memory, and what its assembly uses.
 """
 
 from __future__ import annotations
@@ -68,8 +67,6 @@ MODELS: dict[str, tuple[Pi0Config | SmolVlaConfig, int, int, int, str]] = {
     "smolvla demo fp8": (smolvla_demo(), 1, 2, 32, "fp8"),
 }
 TRIED = ("pi05", "pi0")
-FIRST = ("pi05", "pi05 fp8", "pi0 int8")
-"""Together they launch every kernel, and the loop's products with weights of each kind."""
 INT8_LOOPS = ("8.7", "9.0")
 """Where loops are compiled with INT8 weights: a GPU without FP8, and the one with most. Elsewhere a model in INT8 has
 them in BF16, which other models compile already."""
@@ -192,9 +189,7 @@ def compiled(gpu: Gpu, launch: Launch) -> tuple[Any, int, int]:
     return made, int(registers), sum(map(int, spilled))
 
 
-def compile_for(
-    gpu: Gpu, tried: bool, smolvla: bool, trained: bool, first: bool, rest: bool, tma: bool
-) -> None:  # fmt: skip
+def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, tma: bool) -> None:
     """Record and compile all that is launched on a GPU, and print a line each."""
     launches: dict[tuple[Any, ...], Launch] = {}
     users: dict[tuple[Any, ...], dict[str, None]] = collections.defaultdict(dict)
@@ -216,7 +211,7 @@ def compile_for(
     for key, launch in launches.items():
         kernel, args, options = launch
         constants = {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
-        if (rest if set(users[key]) & {*FIRST} else first) or (tma and not constants.get("TMA")):
+        if tma and not constants.get("TMA"):
             continue
         made, registers, spilled = compiled(gpu, launch)
         ptx = made.asm["ptx"]
@@ -247,5 +242,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with torch.inference_mode():
         named = [v for v in sys.argv[1:] if not v.startswith("--")]
-        options = ("--tried", "--smolvla", "--trained", "--first", "--rest", "--tma")
+        options = ("--tried", "--smolvla", "--trained", "--tma")
         main(named or ["9.0"], *(option in sys.argv for option in options))
