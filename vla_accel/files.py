@@ -1,10 +1,11 @@
-"""Files that appear whole or not at all, what identifies one, where the user's cache is, and who may write to what is
-run as code. Knows nothing about what is in them."""
+"""Files and lines that appear whole or not at all, what identifies a file, where the user's cache is, and who may write
+to what is run as code. Knows nothing about what is in them."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import tempfile
 from collections.abc import Iterator
@@ -35,6 +36,21 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def append_line(file: io.FileIO, line: bytes) -> None:
+    """Write a line at the end of a file, whole and on the disk before this returns. Raises OutputError, and the file is
+    as before."""
+    before, rest = file.seek(0, os.SEEK_END), line + b"\n"
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
+    except OSError as error:
+        file.truncate(before)
+        raise OutputError(
+            f"{file.name}: cannot be written: {error.strerror or error}; the same command goes on from what it holds"
+        ) from error
 
 
 def require_writable(path: Path, name: str) -> None:

@@ -2,7 +2,7 @@
 
 The first line is the header: schema, fingerprint and the identity that it was made from. A
 `launch` line says under which conditions the episodes after it were run; an `episode` line is one
-result. Every line is flushed and synced before the next episode starts, so a kill at any moment
+result. Every line is on the disk before the next episode starts, so a kill at any moment
 loses at most the episodes in flight. A line cut in half by a kill is dropped, and said aloud; any
 other damage raises.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from eval.harness.protocol import EpisodeKey
 from eval.harness.rollout import EpisodeResult
 from vla_accel.errors import ConfigError
-from vla_accel.files import replacing
+from vla_accel.files import append_line, replacing
 
 Warn = Callable[[str], None]
 
@@ -53,7 +52,7 @@ class EpisodeLog:
         self.launch_of: dict[EpisodeKey, int] = {}
         self._warn = warn
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a+b")  # noqa: SIM115 - held for the whole run, closed by close()
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - held for the whole run, closed by close()
         try:
             self._lock()
             self._load(fingerprint, identity)
@@ -81,6 +80,7 @@ class EpisodeLog:
 
         Raises:
             ConfigError: the episode is on record already, or no launch was begun.
+            OutputError: it cannot be written, and the log is as before.
         """
         if result.key in self.results:
             raise ConfigError(f"{self.path}: the episode {result.key} is on record already")
@@ -98,7 +98,7 @@ class EpisodeLog:
             with replacing(self.path) as temporary:
                 temporary.write_bytes(b"".join(kept))
             self._file.close()
-            self._file = open(self.path, "a+b")  # noqa: SIM115 - as in __init__
+            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - as in __init__
             self._lock()
         for key in struck:
             del self.results[key], self.launch_of[key]
@@ -181,9 +181,7 @@ class EpisodeLog:
         self.launch_of[result.key] = len(self.launches) - 1
 
     def _write(self, data: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(data, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        append_line(self._file, json.dumps(data, separators=(",", ":")).encode())
 
 
 def log_path(output: Path) -> Path:

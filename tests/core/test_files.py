@@ -1,13 +1,16 @@
-"""A file is replaced whole, or stays as it was and leaves nothing behind."""
+"""A file is replaced whole, a line is added whole, or all stays as it was and nothing is left behind."""
 
 from __future__ import annotations
 
+import resource
+import types
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from vla_accel.errors import OutputError
-from vla_accel.files import replacing, require_writable, require_writable_folder
+from vla_accel.files import append_line, replacing, require_writable, require_writable_folder
 
 
 def test_the_old_content_stands_until_the_block_ends(tmp_path: Path) -> None:
@@ -70,3 +73,33 @@ def test_whether_a_file_can_be_written_is_known_before_and_leaves_nothing(tmp_pa
             require_writable(path, "output")
     with pytest.raises(OutputError, match=r"output: .*file cannot be written: .*: Not a directory"):
         require_writable_folder(tmp_path / "file", "output")
+
+
+def test_a_line_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines"
+    with open(path, "a+b", buffering=0) as file:
+        append_line(file, b"first")
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        # As on a full disk: what is beyond the eighth byte finds no room.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+        try:
+            with pytest.raises(
+                OutputError, match=r"lines: cannot be written: File too large; the same command goes on"
+            ):
+                append_line(file, b"second")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert path.read_bytes() == b"first\n"
+        append_line(file, b"second")
+    assert path.read_bytes() == b"first\nsecond\n"
+    # A file may take less than was asked for, without an error.
+    with open(path, "a+b", buffering=0) as file:
+        few = types.SimpleNamespace(
+            name=path,
+            seek=file.seek,
+            fileno=file.fileno,
+            truncate=file.truncate,
+            write=lambda data: file.write(data[:3]),
+        )
+        append_line(cast(Any, few), b"in pieces")
+    assert path.read_bytes().splitlines()[-1] == b"in pieces"

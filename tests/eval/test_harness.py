@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -87,6 +88,29 @@ def test_a_killed_run_resumes_and_plays_each_episode_once(tmp_path: Path, capfd:
     after = [line for line in log.read_text().splitlines() if '"kind":"episode"' in line]
     assert after[: len(before)] == before and len(after) == len(PLAN)
     assert len(result["launches"]) == 2 and {e["launch"] for e in result["episodes"]} == {0, 1}
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output, log = tmp_path / "run.json", tmp_path / "run.episodes.jsonl"
+    assert main(["--expert", "--output", str(output)]) == 0
+    room = sum(map(len, log.read_text().splitlines(keepends=True)[:-2])) + 20
+    output.unlink()
+    log.unlink()
+    code = "import sys; from tests.support import toy_command; sys.exit(toy_command.main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--expert", "--output", str(output)], cwd=ROOT, capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
+    )  # fmt: skip
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert last == f"error: {log}: cannot be written: File too large; the same command goes on from what it holds"
+    held = log.read_text().splitlines(keepends=True)
+    assert 2 < len(held) < 2 + len(PLAN) and held[-1].endswith("}\n") and not output.exists()
+    assert main(["--expert", "--output", str(output)]) == 0
+    assert "dropped" not in capfd.readouterr().err and log.read_text().startswith("".join(held))
+    assert [episode[:3] for episode in outcomes(played(output))] == [
+        (*episode, won) for episode, won in zip(PLAN, WON, strict=True)
+    ]
 
 
 def test_a_served_policy_is_timed_and_two_of_them_are_paired(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

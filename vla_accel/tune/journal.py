@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vla_accel.errors import ConfigError
+from vla_accel.files import append_line
 
 SCHEMA = "vla_accel.tune.journal/1"
 
@@ -29,7 +29,7 @@ class Journal:
         self.path = path
         self.found: dict[tuple[str, str], Any] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a+b")  # noqa: SIM115 - held for the whole search, closed by close()
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - held for the whole search, closed by close()
         try:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,7 +57,7 @@ class Journal:
         return self.found.get((kind, name))
 
     def put(self, kind: str, name: str, value: Any) -> Any:
-        """Keep a measurement (JSON types), on disk before this returns; the value."""
+        """Keep a measurement (JSON types), on disk before this returns; the value. Raises OutputError."""
         self._write({"kind": kind, "name": name, "value": value})
         self.found[kind, name] = value
         return value
@@ -86,6 +86,4 @@ class Journal:
             )
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        append_line(self._file, json.dumps(line).encode())
