@@ -16,6 +16,7 @@ cannot be built ends the run. Nothing here writes results.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -232,4 +233,10 @@ def _worker_policies(pipe: Connection, setup: Setup, metadata: Mapping[str, Any]
         import torch
 
         torch.set_num_threads(setup.threads)
-    return PolicyBySteps(setup.source.load())
+    log = logging.getLogger("vla_accel")
+    level = log.level
+    log.setLevel(logging.ERROR)  # the parent has loaded the same policy, and said what there was to say
+    try:
+        return PolicyBySteps(setup.source.load())
+    finally:
+        log.setLevel(level)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import signal
 import struct
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from eval.harness.cluster_actors import Replica
 from eval.harness.policies import PolicyBySteps, PolicySource
@@ -19,7 +21,7 @@ from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.runner import Setup
 from eval.harness.schedule import Schedule
 from eval.harness.sharing import answer
-from eval.harness.workers import _Pool, _Worker, play
+from eval.harness.workers import _Pool, _Worker, _worker_policies, play
 from tests.support.eval_support import OBS, FakePolicy
 from tests.support.toy_benchmark import TOY
 from tests.support.waiting import PATIENCE_S
@@ -158,3 +160,23 @@ def test_a_replica_whose_policy_fails_for_all_answers_all_and_the_next_one() -> 
 
     (kind, why), (other, _) = asyncio.run(ask())
     assert (kind, why, other) == ("failed", "MemoryError: no room for 3 steps", "answer")
+
+
+class Talkative:
+    """A source whose policy says at its load what was chosen, and later what fell back."""
+
+    kind = "local"
+
+    def load(self) -> FakePolicy:
+        logging.getLogger("vla_accel").warning("auto chose eager")
+        return FakePolicy()
+
+
+def test_a_worker_does_not_repeat_what_the_parent_said_when_it_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    setup = replace(SETUP, source=cast(Any, Talkative()))
+    assert _worker_policies(theirs, setup, None) is not None and caplog.messages == []
+    logging.getLogger("vla_accel").warning("fell back")
+    assert caplog.messages == ["fell back"]
+    ours.close()
+    theirs.close()
