@@ -196,6 +196,7 @@ def test_static_folders_are_named_as_they_are_looked_up(tmp_path: Path) -> None:
     assert profile["latents"] == ((1, 4, 1, 128, 96),) * 3
 
 
+@pytest.mark.slow
 def test_identity_is_of_weights_and_dtypes_not_of_size() -> None:
     encoder, _ = split_autoencoder(random_model("tiny-sd-vae", dtype=torch.float32, device=CPU))
     small, large = (vae_component(encoder, "encoder", s) for s in ((64, 64), (512, 512)))

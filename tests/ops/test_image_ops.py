@@ -96,10 +96,10 @@ def test_attention_by_products(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
 # -- kernels ------------------------------------------------------------------------------------------------------
 
 
-def interpreted(script: str) -> list[list[str]]:
+def interpreted(script: str, *options: str) -> list[list[str]]:
     """What a script of tests/support prints, a value and a name a line, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / script)],
+        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / script), *options],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -110,9 +110,10 @@ def interpreted(script: str) -> list[list[str]]:
 
 
 @HAS_TRITON
-def test_kernels_compute_what_the_references_do() -> None:
-    cases = interpreted("interpret_image.py")
-    assert len(cases) == 115
+@pytest.mark.parametrize(("options", "count"), [(["--few"], 52), pytest.param([], 115, marks=pytest.mark.slow)])
+def test_kernels_compute_what_the_references_do(options: list[str], count: int) -> None:
+    cases = interpreted("interpret_image.py", *options)
+    assert len(cases) == count
     # float16 holds 11 bits: two roundings of one value differ by at most 2 ** -10.
     assert not [name for difference, name in cases if not float(difference) < 2e-3]
 
