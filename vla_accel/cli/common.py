@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 def without_folders(words: Sequence[str]) -> list[str]:
     """A command's words for the record: names of files, not where one machine keeps them."""
-    return [Path(word).name if "/" in word else word for word in words]
+    return [",".join(Path(part).name if "/" in part else part for part in word.split(",")) for word in words]
 
 
 def write_json(path: Path | None, content: Any) -> None:
