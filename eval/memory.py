@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from eval.script import run_script, write_text
+from vla_accel.cli.common import without_folders
 from vla_accel.cli.options import Listed, Written
 from vla_accel.measure.memory import counted
 
@@ -31,8 +32,7 @@ def run(arguments: Arguments) -> None:
     """Raises ConfigError for a family that is not there."""
     families = {name: counted(name) for name in arguments.families}
     found = {name: {system: asdict(one) for system, one in counts.items()} for name, counts in families.items()}
-    # The files' names, not where they lie on this machine.
-    command = ["python", "-m", "eval.memory", *(Path(w).name if "/" in w else w for w in sys.argv[1:])]
+    command = ["python", "-m", "eval.memory", *without_folders(sys.argv[1:])]
     report = {"schema": "vla_accel.memory/1", "command": command, "families": found}
     write_text(arguments.output, json.dumps(report, indent=1) + "\n")
     print(json.dumps({"stored": arguments.output.name, "families": list(found)}))

@@ -75,7 +75,7 @@ def test_whether_a_file_can_be_written_is_known_before_and_leaves_nothing(tmp_pa
         require_writable_folder(tmp_path / "file", "output")
 
 
-def test_a_line_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     with open(path, "a+b", buffering=0) as file:
         append_line(file, b"first")
