@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
+
+from vla_accel.files import without_folders
 
 MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7"}
 """Families as people write them."""
@@ -49,4 +50,4 @@ def commit(result: Mapping[str, Any]) -> str:
 def bare_command(command: str | list[str]) -> str:
     """A command without the folders of the machine it ran on."""
     words = command.split() if isinstance(command, str) else command
-    return " ".join(Path(word).name if word.startswith("/") else word for word in words)
+    return " ".join(without_folders(words))

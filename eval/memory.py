@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated
 
 from eval.script import run_script, write_text
-from vla_accel.cli.common import without_folders
 from vla_accel.cli.options import Listed, Written
+from vla_accel.files import without_folders
 from vla_accel.measure.memory import counted
 
 

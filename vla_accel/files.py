@@ -1,5 +1,5 @@
-"""Files and lines that appear whole or not at all, what identifies a file, where the user's cache is, and who may write
-to what is run as code. Knows nothing about what is in them."""
+"""Files and lines that appear whole or not at all, what identifies a file and what a record says of its place, where
+the user's cache is, and who may write to what is run as code. Knows nothing about what is in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from vla_accel.errors import EngineError, OutputError
@@ -51,6 +51,18 @@ def append_line(file: io.FileIO, line: bytes) -> None:
         raise OutputError(
             f"{file.name}: cannot be written: {error.strerror or error}; the same command goes on from what it holds"
         ) from error
+
+
+def without_folders(words: Iterable[str]) -> list[str]:
+    """A command's words for the record: where one machine keeps its files says nothing to a reader, so that of absolute
+    paths, also in lists and behind an option's =, names remain. Others are as they were typed."""
+
+    def told(word: str) -> str:
+        option, equals, value = word.rpartition("=")
+        parts = (Path(part).name if part.startswith("/") else part for part in value.split(","))
+        return f"{option}{equals}{','.join(parts)}"
+
+    return [told(word) for word in words]
 
 
 def require_writable(path: Path, name: str) -> None:

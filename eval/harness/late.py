@@ -24,7 +24,7 @@ from eval.harness.tables import stderr_console
 from eval.script import concluded
 from vla_accel.cli.options import Listed, Within, Words, read
 from vla_accel.errors import ConfigError, DependencyError
-from vla_accel.files import replacing
+from vla_accel.files import replacing, without_folders
 from vla_accel.report.colours import PARTS
 
 SAID = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking"}
@@ -86,10 +86,9 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
         rows += _rows(result, ticks, 1e3 * ticks / benchmark.control_hz, _kind(result, chunking))
     assert first is not None
     stress = {name: value for name, value in first["protocol"].get("stress", {}).items() if name != "latency"}
-    # The files' names, not where they lie on this machine.
     grid = {
         "note": asked.note,
-        "command": [Path(word).name if word.startswith("/") else word for word in words],
+        "command": without_folders(words),
         "schema": schema(benchmark.name, "late"),
         "protocol": {**first["protocol"], "stress": stress},
         "control_hz": benchmark.control_hz,

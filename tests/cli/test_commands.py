@@ -17,7 +17,6 @@ from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel.cli import COMMANDS, calibrate, main
 from vla_accel.cli.asked.policies import Build, Parity, PolicySource, read_former
 from vla_accel.cli.asked.servers import Serve
-from vla_accel.cli.common import without_folders
 from vla_accel.errors import ConfigError, VlaAccelError
 from vla_accel.fp8 import FILE, Scales
 from vla_accel.measure.recording import save_observations
@@ -300,8 +299,3 @@ def test_a_busy_port_is_known_before_a_policy_is_loaded(
         port = other.getsockname()[1]
         assert main(["serve", checkpoint, "--port", str(port), "--device", "cpu"]) == 1
     assert f"vla-accel serve: cannot listen on 127.0.0.1:{port}: " in capsys.readouterr().err
-
-
-def test_the_record_names_files_without_the_folders_of_one_machine() -> None:
-    words = ["bench", "--config", "runs/mine/a.yaml,native,/elsewhere/b.yaml", "--output=x", "--steps", "10,3"]
-    assert without_folders(words) == ["bench", "--config", "a.yaml,native,b.yaml", "--output=x", "--steps", "10,3"]

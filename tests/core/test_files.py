@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from vla_accel.errors import OutputError
-from vla_accel.files import append_line, replacing, require_writable, require_writable_folder
+from vla_accel.files import append_line, replacing, require_writable, require_writable_folder, without_folders
 
 
 def test_the_old_content_stands_until_the_block_ends(tmp_path: Path) -> None:
@@ -103,3 +103,10 @@ def test_a_line_is_whole_or_not_there(tmp_path: Path) -> None:
         )
         append_line(cast(Any, few), b"in pieces")
     assert path.read_bytes().splitlines()[-1] == b"in pieces"
+
+
+def test_a_record_names_files_without_the_folders_of_one_machine() -> None:
+    words = ["bench", "/anywhere/demo", "--config", "runs/a.yaml,native,/anywhere/b.yaml", "--output=/anywhere/x.json"]
+    words += ["--stress=noise=0.1,latency=2", "--policy", "ws://host:8000", "lerobot/smolvla_base"]
+    told = ["bench", "demo", "--config", "runs/a.yaml,native,b.yaml", "--output=x.json", *words[5:]]
+    assert without_folders(words) == told

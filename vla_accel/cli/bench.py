@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from vla_accel.cli.asked.policies import Bench
-from vla_accel.cli.common import print_table, say, without_folders, write_json
+from vla_accel.cli.common import print_table, say, write_json
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError, DependencyError
+from vla_accel.files import without_folders
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
 from vla_accel.measure.paced import paced

@@ -44,11 +44,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def without_folders(words: Sequence[str]) -> list[str]:
-    """A command's words for the record: names of files, not where one machine keeps them."""
-    return [",".join(Path(part).name if "/" in part else part for part in word.split(",")) for word in words]
-
-
 def write_json(path: Path | None, content: Any) -> None:
     """Write a JSON file whole, if a path is given."""
     if path is not None:

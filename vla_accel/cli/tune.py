@@ -17,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vla_accel.checkpoints.loading import family_of, find
 from vla_accel.cli.asked.policies import Tune
-from vla_accel.cli.common import print_table, without_folders
+from vla_accel.cli.common import print_table
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError
-from vla_accel.files import content_hash
+from vla_accel.files import content_hash, without_folders
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.random_policy import random_observations
 from vla_accel.measure.recording import load_observations

@@ -34,6 +34,7 @@ from vla_accel.numeric import DTYPES
 from vla_accel.ops.phases import recorded
 from vla_accel.policy import agreement
 from vla_accel.policy.footprint import free_memory, told_if_too_large
+from vla_accel.policy.given import given_noise, guidance
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.transforms.numbers import real_numbers
@@ -169,7 +170,9 @@ class OptimizedPolicy:
         with self._lock:
             began = time.perf_counter()
             inputs = [self.processor.prepare(o) for o in observations]
-            pipeline, feed = self._feed(inputs, noise, self._guidance(inputs, prev_chunks, inference_delays))
+            family, sizes, rtc = self.family, self.model.config, self.config.rtc
+            guided = guidance(family, sizes, rtc, self.processor, inputs, prev_chunks, inference_delays)
+            pipeline, feed = self._feed(inputs, noise, guided)
             pipeline.feed(feed, self._noise)
             launched = time.perf_counter()
             actions, times = pipeline.run()
@@ -351,48 +354,6 @@ class OptimizedPolicy:
             # A warning, so that it is seen without any set-up of logging.
             _log.warning("%s: auto chose %s", self.name, said)
 
-    def _given_noise(self, noise: np.ndarray, batch: int) -> np.ndarray:
-        shape = (batch, *self.family.action_shape(self.model.config))
-        noise = real_numbers(noise, "noise")
-        if noise.shape != shape:
-            # `infer` added the batch's axis.
-            one = batch == 1 and noise.shape[:1] == (1,)
-            expected, got = (shape[1:], noise.shape[1:]) if one else (shape, noise.shape)
-            raise ObservationError(f"noise: expected shape {expected}, got {got}")
-        return noise.astype(np.float32)
-
-    def _guidance(
-        self,
-        inputs: list[Any],
-        chunks: Sequence[np.ndarray | None] | None,
-        delays: Sequence[int | None] | None,
-    ) -> dict[str, np.ndarray] | None:
-        """The guidance of a `Feed`; None when no observation brings a previous chunk."""
-        nothing = [None] * len(inputs)
-        chunks, delays = nothing if chunks is None else chunks, nothing if delays is None else delays
-        for name, given in (("prev_chunks", chunks), ("inference_delays", delays)):
-            if len(given) != len(inputs):
-                raise ObservationError(f"{name}: expected one for each of {len(inputs)} observations, got {len(given)}")
-        guidance: dict[str, np.ndarray] | None = None
-        horizon, _ = self.family.action_shape(self.model.config)
-        for row, (one, chunk, delay) in enumerate(zip(inputs, chunks, delays, strict=True)):
-            if chunk is None and delay is None:
-                continue
-            if chunk is None or delay is None:
-                missing = "prev_chunk" if chunk is None else "inference_delay"
-                raise ObservationError(f"expected prev_chunk and inference_delay together, got no {missing}")
-            if isinstance(delay, (bool, np.bool_)) or not isinstance(delay, (int, np.integer)) or delay < 0:
-                raise ObservationError(f"inference_delay: expected a number of actions, 0 or more, got {delay!r:.60}")
-            previous = self.processor.begin(chunk, one)
-            if len(previous) > horizon:
-                raise ObservationError(f"prev_chunk: expected at most {horizon} actions, got {len(previous)}")
-            one_row = self.family.guide(self.model.config, self.config.rtc, previous, int(delay))
-            if guidance is None:
-                guidance = {n: np.zeros((len(inputs), *a.shape), a.dtype) for n, a in one_row.items()}
-            for name, array in one_row.items():
-                guidance[name][row] = array
-        return guidance
-
     def _pipeline(self, shape: Shape) -> Pipeline:
         with self._told_if_too_large():
             return self.pipelines.get(shape)
@@ -411,7 +372,7 @@ class OptimizedPolicy:
     ) -> tuple[Pipeline, Feed]:
         """The pipeline for these inputs, and the inputs as its arrays."""
         if noise is not None:
-            noise = self._given_noise(noise, len(inputs))
+            noise = given_noise(noise, (len(inputs), *self.family.action_shape(self.model.config)))
         shape = self._shape(inputs)
         return self._pipeline(shape), Feed(self.family.feed(self.model.config, inputs), noise, guidance)
 

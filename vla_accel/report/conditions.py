@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from vla_accel.files import without_folders
 from vla_accel.report.page import Cell, Section, Table
 
 
@@ -14,8 +14,7 @@ def conditions(
 ) -> Section:
     """The section "Conditions". `more`: further lines, by name."""
     words = command.split() if isinstance(command, str) else command
-    # Names of files, not where one machine keeps them.
-    shown = " ".join(Path(word).name if word.startswith("/") else word for word in words)
+    shown = " ".join(without_folders(words))
     lines: list[tuple[str, object]] = [("command", shown), *((n.replace("_", " "), v) for n, v in more.items() if v)]
     tables = [
         Table("Command", ("what", "value"), [[name, str(value)] for name, value in lines]),
