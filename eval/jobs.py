@@ -151,8 +151,8 @@ JOBS: tuple[Job, ...] = (
     *(played("paired", config) for config in (
         "eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8", "eval/configs/native_portable.yaml",
     )),
-    paired("libero_paired_h200", "paired/eager_fp32 paired/native paired/native_fp8 paired/native_fp8_vision"),
-    paired("libero_paired_portable_h200", "paired/eager_fp32 paired/native_portable paired/native_int8"),
+    paired("libero_paired_h200", "paired/eager_fp32 paired/native paired/native_fp8 paired/native_fp8_vision "
+           "paired/native_int8 paired/native_portable"),
     *(played("stress", config, UNDER_STRESS, "stress")
       for config in ("eager_fp32", "native", "native_fp8", "native_fp8_vision")),
     paired("libero_stress_h200", "stress/eager_fp32 stress/native stress/native_fp8 stress/native_fp8_vision"),

@@ -65,15 +65,19 @@ def training(record: dict[str, Any]) -> str:
     manifests = [states] if "tasks" in states else list(states.values())
     started = [task for manifest in manifests for task in manifest["tasks"].values()]
     nearest = min(t["min_distance_m"] for t in started)
+    earlier, suites = record.get("earlier", []), settings.get("suites", ["libero_spatial"])
+    now = {**{name: record[name] for name in ("gpus", "steps", "seconds")}, "suites": suites,
+           "batch": record["gpus"] * settings["batch"]}  # fmt: skip
+    runs = [
+        [
+            f"run {i + 1} of {len(earlier) + 1}" + ("" if i else ", from scratch"),
+            f"{', '.join(run['suites'])}; {run['gpus']} NVIDIA H200, {run['seconds'] / 60:.1f} minutes; {run['steps']} "
+            f"steps of {run['batch']} observations x {settings['samples']} draws",
+        ]
+        for i, run in enumerate([*earlier, now])
+    ]
     body = [
-        [
-            "GPUs, wall clock",
-            f"{record['gpus']} NVIDIA H200, {record['seconds'] / 60:.1f} minutes, one run from scratch",
-        ],
-        [
-            "steps, batch",
-            f"{record['steps']}, {record['gpus'] * settings['batch']} observations x {settings['samples']} draws",
-        ],
+        *runs,
         ["observations collected", f"about {record['gpus'] * record['history'][-1]['store']}"],
         ["start states", f"{sum(t['count'] for t in started)}, seeds from {min(m['seed'] for m in manifests)}"],
         ["nearest shipped evaluation state", f"{nearest * 1e3:.1f} mm (the object that moved most)"],

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from eval.libero.demo.recipes import recipe_named, save_weights
 from eval.libero.install import libero
 from eval.libero.suites import MAX_STEPS, instruction_of, load_suite
 from eval.script import run_script
-from vla_accel.checkpoints.loading import load
+from vla_accel.checkpoints.loading import find, load
 from vla_accel.cli.options import Listed, Words, Written
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.transforms.normalisation import Normaliser
@@ -36,6 +36,8 @@ FLOOR = -0.05
 STATE_HIGH = (0.35, 0.45, 1.55, 4.6, 3.6, 1.8, 0.043, 0.002)
 FILL_TO = 40
 INSTRUCTIONS = "instructions.json"
+EARLIER = "earlier_training.json"
+"""Of a start: the training that its first weights had, which goes into the record of what is made of it."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,18 @@ def bounds(suites: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     if "libero_object" in suites:
         low[2] = FLOOR
     return low, np.array(STATE_HIGH)
+
+
+def earlier_training(init: str) -> list[dict[str, Any]]:
+    """What trained the checkpoint `init`, the oldest first; empty where it has no record."""
+    path = find(init) / "training.json"
+    if not path.is_file():
+        return []
+    record = json.loads(path.read_text())
+    suites = record["settings"].get("suites", ["libero_spatial"])
+    batch = record["gpus"] * record["settings"]["batch"]
+    last = {"suites": suites, **{name: record[name] for name in ("gpus", "steps", "seconds")}, "batch": batch}
+    return [*record.get("earlier", []), last]
 
 
 @torch.no_grad()
@@ -122,6 +136,7 @@ def main(arguments: Arguments) -> None:
     save_weights(recipe.stored(network.config, network.state_dict()), folder / "model.safetensors")
     taken: list[str] = []
     if arguments.init:
+        (folder / EARLIER).write_text(json.dumps(earlier_training(arguments.init), indent=1) + "\n")
         taken = carry_over(network, load(folder).processor.state, tokenizer, arguments.init)
         save_weights(recipe.stored(network.config, network.state_dict()), folder / "model.safetensors")
     print(json.dumps({"output": str(folder), "vocab_size": tokenizer.vocab_size, "carried_over": len(taken)}))

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.libero.demo.assets import EARLIER
 from eval.libero.demo.recipes import recipe_named, save_weights
 from eval.libero.demo.train import RECORD, newest
 from eval.script import run_script
@@ -44,17 +45,20 @@ def main(arguments: Arguments) -> None:
     recipe = recipe_named(load(found).family.name)
     output, log = arguments.output or recipe.folder, json.loads((found / RECORD).read_text())
     suites = log["config"]["suites"]
+    earlier = found / EARLIER
     manifests = {suite: json.loads((arguments.states / suite / "manifest.json").read_text()) for suite in suites}
     record = {
         "complete": bool(log["done"]),
         "settings": {k: v for k, v in log["config"].items() if k not in _PLACES},
+        "earlier": json.loads(earlier.read_text()) if earlier.is_file() else [],
         "gpus": log["world"],
         "steps": log["steps"],
         "seconds": log["seconds"],
         "history": log["history"],
         "start_states": manifests,
     }
-    rest = [path for path in found.iterdir() if path.name != RECORD and not path.match("model-*.safetensors")]
+    inside = (RECORD, EARLIER)  # of the record
+    rest = [path for path in found.iterdir() if path.name not in inside and not path.match("model-*.safetensors")]
     text = json.dumps(record, indent=1) + "\n"
     weights = read_tensors(found)
     size = sum(t.nbytes for t in weights.values()) + sum(p.stat().st_size for p in rest) + len(text)
