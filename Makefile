@@ -49,11 +49,11 @@ tables: setup
 # collectors, publishing. It goes on from what the bundled demo knows: all of it, or its vision. Sampling takes 30
 # minutes on one core; training is meant for large GPUs.
 FAMILY ?= pi05
-DEMO_MINUTES ?= 17
+DEMO_MINUTES ?= 22
 COMMA := ,
 DEMO_SUITES := $(if $(filter smolvla,$(FAMILY)),libero_spatial,libero_spatial$(COMMA)libero_object)
 DEMO_OPTIONS := $(if $(filter smolvla,$(FAMILY)),--batch 320 --lr 8e-4 --warmup 200 --dagger-after-s 45 --first 800,\
-	--batch 256 --lr 4e-4 --warmup 100 --dagger-after-s 0 --first 600)
+	--batch 256 --lr 4e-4 --warmup 100 --dagger-after-s 40 --first 900)
 DEMO := $(BIN)/python -m eval.libero.demo
 DEMO_RUN := runs/demo/$(FAMILY)
 STATES = $(DEMO).states --workers $(or $(shell nproc),1)

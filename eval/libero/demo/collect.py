@@ -39,7 +39,7 @@ class CollectConfig:
     states: str
     suites: tuple[str, ...] = ("libero_spatial",)
     held_out: str = ""
-    trial_share: float = 0.15
+    trial_share: float = 0.05
     noise: float = 0.3
     replan: int = 5
     egl_device: int = -1

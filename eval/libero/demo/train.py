@@ -68,6 +68,8 @@ class TrainConfig:
     suites: Listed[str] = ("libero_spatial",)
     held_out: Words = ""
     """Start states of trials: a folder as `states`. None by default."""
+    trial_share: float = 0.05
+    """Share of episodes that are trials, once the policy plays: nothing is learnt from them."""
     minutes: float = 20.0
     batch: int = 384
     samples: int = 6
@@ -151,7 +153,7 @@ class Run:
         assert isinstance(policy, FlowNetwork) and isinstance(processor, Processor)
         self.model_config = policy.config
         self.collecting = CollectConfig(
-            config.states, config.suites, config.held_out, egl_device=number if self.on_gpu else -1
+            config.states, config.suites, config.held_out, config.trial_share, egl_device=number if self.on_gpu else -1
         )
         self.crew = Crew(
             self.collecting,
