@@ -4,6 +4,7 @@ the user's cache is, and who may write to what is run as code. Knows nothing abo
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import os
@@ -11,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from vla_accel.errors import EngineError, OutputError
+from vla_accel.errors import ConfigError, EngineError, OutputError
 
 _OTHERS_WRITE = 0o022  # group and world
 
@@ -38,19 +39,61 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def append_line(file: io.FileIO, line: bytes) -> None:
-    """Write a line at the end of a file, whole and on the disk before this returns. Raises OutputError, and the file is
-    as before."""
-    before, rest = file.seek(0, os.SEEK_END), line + b"\n"
-    try:
-        while rest:
-            rest = rest[file.write(rest) :]
-        os.fsync(file.fileno())
-    except OSError as error:
-        file.truncate(before)
-        raise OutputError(
-            f"{file.name}: cannot be written: {error.strerror or error}; the same command goes on from what it holds"
-        ) from error
+class LineFile:
+    """A file of lines that is written by one process at a time, each line on the disk before the next; `close` it.
+
+    Raises ConfigError if another process writes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._open()
+
+    def _open(self) -> None:
+        self._file: io.FileIO = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - held until close()
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ConfigError(
+                f"{self.path}: another process is writing it; wait for it, or give --output another name"
+            ) from None
+
+    def close(self) -> None:
+        """Give up the file and the lock on it."""
+        self._file.close()
+
+    def read(self) -> tuple[list[bytes], int]:
+        """The lines, without their ends. A last one that a kill cut short is removed: of how many bytes."""
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        cut = len(content) - len(whole)
+        if cut:
+            self._file.truncate(len(whole))
+        return whole.splitlines(), cut
+
+    def append(self, line: bytes) -> None:
+        """Add a line, whole and on the disk before this returns. Raises OutputError, and the file is as before."""
+        before, rest = self._file.seek(0, os.SEEK_END), line + b"\n"
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._file.truncate(before)
+            raise OutputError(
+                f"{self.path}: cannot be written: {error.strerror or error}; the same command goes on from what it "
+                "holds"
+            ) from error
+
+    def keep(self, lines: Iterable[bytes]) -> None:
+        """These lines take the place of all, or nothing changes."""
+        with replacing(self.path) as temporary:
+            temporary.write_bytes(b"".join(line + b"\n" for line in lines))
+        self._file.close()
+        self._open()
 
 
 def without_folders(words: Iterable[str]) -> list[str]:

@@ -11,7 +11,6 @@ The log does not know which episodes are wanted: it only knows which it has.
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 from eval.harness.protocol import EpisodeKey
 from eval.harness.rollout import EpisodeResult
 from vla_accel.errors import ConfigError
-from vla_accel.files import append_line, replacing
+from vla_accel.files import LineFile
 
 Warn = Callable[[str], None]
 
@@ -51,10 +50,8 @@ class EpisodeLog:
         self.launches: list[dict[str, Any]] = []
         self.launch_of: dict[EpisodeKey, int] = {}
         self._warn = warn
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - held for the whole run, closed by close()
+        self._file = LineFile(path)
         try:
-            self._lock()
             self._load(fingerprint, identity)
         except BaseException:
             self._file.close()
@@ -93,36 +90,20 @@ class EpisodeLog:
         """Strike the episodes that ended in an error, so that they run again; returns how many."""
         struck = [key for key, result in self.results.items() if result.error]
         if struck:
-            self._file.seek(0)
-            kept = [line for line in self._file.read().splitlines(keepends=True) if not json.loads(line).get("error")]
-            with replacing(self.path) as temporary:
-                temporary.write_bytes(b"".join(kept))
-            self._file.close()
-            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - as in __init__
-            self._lock()
+            lines, _ = self._file.read()
+            self._file.keep(line for line in lines if not json.loads(line).get("error"))
         for key in struck:
             del self.results[key], self.launch_of[key]
         return len(struck)
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"{self.path}: another process is writing this log; wait for it, or give --output another name"
-            ) from None
-
     def _load(self, fingerprint: str, identity: Mapping[str, Any]) -> None:
-        self._file.seek(0)
-        content = self._file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
+        whole, cut = self._file.read()
+        if cut:
             self._warn(
-                f"{self.path}: dropped the last line, {len(content) - len(whole)} bytes of an "
-                "episode whose writing was interrupted; that episode runs again"
+                f"{self.path}: dropped the last line, {cut} bytes of an episode whose writing was interrupted; that "
+                "episode runs again"
             )
-            self._file.truncate(len(whole))
-        lines = [self._parse(i, line) for i, line in enumerate(whole.splitlines(), start=1)]
+        lines = [self._parse(i, line) for i, line in enumerate(whole, start=1)]
         if not lines:
             header = {"schema": self._schema, "fingerprint": fingerprint, "identity": dict(identity)}
             self._write({"kind": "header", **header})
@@ -181,7 +162,7 @@ class EpisodeLog:
         self.launch_of[result.key] = len(self.launches) - 1
 
     def _write(self, data: Mapping[str, Any]) -> None:
-        append_line(self._file, json.dumps(data, separators=(",", ":")).encode())
+        self._file.append(json.dumps(data, separators=(",", ":")).encode())
 
 
 def log_path(output: Path) -> Path:

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from vla_accel.errors import OutputError
-from vla_accel.files import append_line, replacing, require_writable, require_writable_folder, without_folders
+from vla_accel.errors import ConfigError, OutputError
+from vla_accel.files import LineFile, replacing, require_writable, require_writable_folder, without_folders
 
 
 def test_the_old_content_stands_until_the_block_ends(tmp_path: Path) -> None:
@@ -76,33 +76,54 @@ def test_whether_a_file_can_be_written_is_known_before_and_leaves_nothing(tmp_pa
 
 
 def test_a_line_is_whole_or_not_there(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    with open(path, "a+b", buffering=0) as file:
-        append_line(file, b"first")
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        # As on a full disk: what is beyond the eighth byte finds no room.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
-        try:
-            with pytest.raises(
-                OutputError, match=r"lines: cannot be written: File too large; the same command goes on"
-            ):
-                append_line(file, b"second")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert path.read_bytes() == b"first\n"
-        append_line(file, b"second")
+    path = tmp_path / "new" / "lines"
+    file = LineFile(path)
+    file.append(b"first")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As on a full disk: what is beyond the eighth byte finds no room.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        with pytest.raises(OutputError, match=r"lines: cannot be written: File too large; the same command goes on"):
+            file.append(b"second")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == b"first\n"
+    file.append(b"second")
     assert path.read_bytes() == b"first\nsecond\n"
     # A file may take less than was asked for, without an error.
-    with open(path, "a+b", buffering=0) as file:
-        few = types.SimpleNamespace(
-            name=path,
-            seek=file.seek,
-            fileno=file.fileno,
-            truncate=file.truncate,
-            write=lambda data: file.write(data[:3]),
-        )
-        append_line(cast(Any, few), b"in pieces")
-    assert path.read_bytes().splitlines()[-1] == b"in pieces"
+    raw = cast(Any, file)._file
+    few = types.SimpleNamespace(
+        seek=raw.seek, fileno=raw.fileno, truncate=raw.truncate, write=lambda data: raw.write(data[:3])
+    )
+    cast(Any, file)._file = few
+    file.append(b"in pieces")
+    cast(Any, file)._file = raw
+    assert file.read() == ([b"first", b"second", b"in pieces"], 0)
+    with open(path, "ab") as other:
+        other.write(b"cut sho")
+    assert file.read() == ([b"first", b"second", b"in pieces"], 7)
+    file.append(b"next")
+    assert file.read() == ([b"first", b"second", b"in pieces", b"next"], 0)
+    file.close()
+
+
+def test_lines_have_one_writer_who_may_drop_some(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file = LineFile(path)
+    with pytest.raises(ConfigError, match="lines: another process is writing it"):
+        LineFile(path)
+    for line in (b"first", b"second", b"third"):
+        file.append(line)
+    file.keep(line for line in file.read()[0] if line != b"second")
+    assert path.read_bytes() == b"first\nthird\n" and [p.name for p in tmp_path.iterdir()] == ["lines"]
+    # The file that took its place is another one, and locked as well.
+    with pytest.raises(ConfigError, match="lines: another process is writing it"):
+        LineFile(path)
+    file.append(b"fourth")
+    file.close()
+    again = LineFile(path)
+    assert again.read() == ([b"first", b"third", b"fourth"], 0)
+    again.close()
 
 
 def test_a_record_names_files_without_the_folders_of_one_machine() -> None:

@@ -223,7 +223,7 @@ def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     with Journal(path, {"a": 1, "b": (2,)}) as journal:
         journal.put("latency", "x", {"median_ms": 1.0})
-        with pytest.raises(ConfigError, match="another search is writing"):
+        with pytest.raises(ConfigError, match="another process is writing"):
             Journal(path, {"a": 1, "b": (2,)})
     with Journal(path, {"a": 1, "b": (2,)}) as journal:
         assert journal.get("latency", "x") == {"median_ms": 1.0} and journal.get("latency", "y") is None

@@ -6,14 +6,13 @@ the next measurement begins; one that a kill cut in half is dropped, and measure
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vla_accel.errors import ConfigError
-from vla_accel.files import append_line
+from vla_accel.files import LineFile
 
 SCHEMA = "vla_accel.tune.journal/1"
 
@@ -28,15 +27,8 @@ class Journal:
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
         self.found: dict[tuple[str, str], Any] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - held for the whole search, closed by close()
+        self._file = LineFile(path)
         try:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(
-                    f"{path}: another search is writing this journal; wait, or name another folder"
-                ) from None
             self._read(json.loads(json.dumps(about)))
         except BaseException:
             self._file.close()
@@ -63,15 +55,12 @@ class Journal:
         return value
 
     def _read(self, about: Mapping[str, Any]) -> None:
-        self._file.seek(0)
-        content = self._file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._file.truncate(len(whole))
+        whole, _ = self._file.read()
         if not whole:
             self._write({"schema": SCHEMA, "about": about})
             return
         try:
-            head, *lines = [json.loads(line) for line in whole.splitlines()]
+            head, *lines = [json.loads(line) for line in whole]
             schema, before = head["schema"], head["about"]
             self.found = {(line["kind"], line["name"]): line["value"] for line in lines}
         except (ValueError, KeyError, TypeError) as error:
@@ -86,4 +75,4 @@ class Journal:
             )
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        append_line(self._file, json.dumps(line).encode())
+        self._file.append(json.dumps(line).encode())
