@@ -6,7 +6,7 @@ from typing import Any
 
 from eval.bench_tables import fell_back
 from eval.libero_tables import with_interval
-from eval.markdown import MODELS, machine, machines, percent, rows
+from eval.markdown import MODELS, former, formers, machine, machines, percent, rows
 from vla_accel.measure.proportion import wilson
 
 
@@ -28,7 +28,9 @@ def quality(results: list[Any]) -> str:
         body.append([f"`{name}`", cosine, "-" if row is None else with_interval(row["other"]), episodes])
     header = ["configuration", "cosine of the final actions", "success (95 %)", "lost / gained"]
     text = f"The bundled checkpoint, beside {reference}; success on the same episodes of {pairs['protocol']['suite']}"
-    return rows(header, body) + f"\n{text}. [Results](docs/results.md) has the runs.\n"
+    old = ["agreement"] if any(former("demo", r.get("fingerprint")) for r in demo.values()) else []
+    old += ["success"] if any(former(p["policy"], p.get("weights")) for p in pairs["policies"].values()) else []
+    return rows(header, body) + f"\n{text}. [Results](docs/results.md) has the runs.{formers(old)}\n"
 
 
 def openpi_agreement(result: dict[str, Any]) -> str:
@@ -84,7 +86,8 @@ def parity(results: list[dict[str, Any]]) -> str:
         "share of their norm; flipped: chunks in which a command (the gripper's) fell the other way, with the 95 % "
         "interval of their share."
     )
-    return rows(header, body) + f"\n{text} {where}.\n"
+    old = formers(r["name"] for r in results if former(r["weights"], r.get("fingerprint")))
+    return rows(header, body) + f"\n{text} {where}.{old}\n"
 
 
 def _flips(report: dict[str, Any]) -> str:

@@ -158,7 +158,8 @@ JOBS: tuple[Job, ...] = (
     paired("libero_stress_h200", "stress/eager_fp32 stress/native stress/native_fp8 stress/native_fp8_vision"),
     late("plain"),
     late("rtc"),
-    *stored("libero_spatial_demo_h200", "--steps 10,3,1,5,2 --trials 50 --workers {workers} --device cuda", 1),
+    *(job for suite in ("libero_spatial", "libero_object") for job in stored(
+        f"{suite}_demo_h200", f"--suite {suite} --steps 10,3,1 --trials 50 --workers {{workers}} --device cuda", 1)),
     *stored("libero_spatial_quick_cpu", "--steps 1,2,3,5,10 --quick --device cpu", 0),
     Job("tune_demo_h200", "python -m eval.libero.tune demo --observations {observations} --suite libero_spatial "
         "--workers {workers} --no-films --device cuda --output {folder}", needs=("libero", "observations"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.harness.late import SAID, draw
-from eval.markdown import bare_command, machines, rows
+from eval.markdown import bare_command, former, formers, machines, rows
 
 PICTURE = "libero_late_h200.png"
 
@@ -31,11 +31,14 @@ def late(results: Sequence[Any]) -> str:
     header = ["ticks late", "ms", *(SAID[kind] for kind in kinds), "so late would be"]
     counts = ", ".join(dict.fromkeys(str(row["steps"]) for row in found.values()))
     where = machines((bare_command(grid["command"]), grid["policy"]) for grid in grids)
+    old = formers(
+        bare_command(g["command"]) for g in grids if former(g["policy"].get("policy"), g["policy"].get("weights"))
+    )
     notes = "".join(dict.fromkeys(f" {grid['note']}" for grid in grids if grid["note"]))
     text = (
         f"Success (Wilson, 95 %), {counts} denoising steps; a tick is {1e3 / hz:.0f} ms. So late would be: π0.5 at its "
         f"published size, by the median of a call in [the table above](#latency). {where}; "
-        f"`{bare_command(grids[0]['command'])}`.{notes}"
+        f"`{bare_command(grids[0]['command'])}`.{notes}{old}"
     )
     return (
         f"{rows(header, body)}\n{text}\n\n"

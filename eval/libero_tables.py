@@ -6,37 +6,36 @@ from typing import Any
 
 from eval.bench_tables import fell_back
 from eval.harness.statistics import smallest_difference
-from eval.markdown import bare_command, machine, machines, percent, rows
+from eval.markdown import bare_command, former, formers, machine, machines, percent, rows
 from eval.paired_picture import PICTURE as STRESS_PICTURE
 
 
-def success(result: dict[str, Any]) -> str:
-    """Success over denoising steps."""
-    body = []
-    for row in sorted(result["summary"]["rows"], key=lambda r: r["steps"]):
-        s = row["success"]
-        interval = f"{100 * s['wilson_95_low']:.1f} to {100 * s['wilson_95_high']:.1f} %"
-        count = f"{s['successes']}/{s['episodes']}"
-        body.append([str(row["steps"]), f"**{100 * s['rate']:.1f} %**", count, interval, str(s["errors"])])
-        body += [[f"{row['steps']}, {s['suite']}", *_suite(s)] for s in row.get("suites", ())]
-    return rows(["steps", "success", "episodes", "Wilson 95 %", "errors"], body) + "\n" + _where(result)
+def success(results: list[dict[str, Any]]) -> str:
+    """Success over denoising steps, of runs on a suite each."""
+    body = [
+        [result["protocol"]["suite"], str(row["steps"]), *_rate(row["success"])]
+        for result in results
+        for row in sorted(result["summary"]["rows"], key=lambda r: -r["steps"])
+    ]
+    return rows(["suite", "steps", "success", "episodes", "Wilson 95 %", "errors"], body) + "\n" + _where(*results)
 
 
-def _suite(rate: dict[str, Any]) -> list[str]:
+def _rate(rate: dict[str, Any]) -> list[str]:
     interval = f"{100 * rate['wilson_95_low']:.1f} to {100 * rate['wilson_95_high']:.1f} %"
-    share = "-" if rate["rate"] is None else f"{100 * rate['rate']:.1f} %"
+    share = "-" if rate["rate"] is None else f"**{100 * rate['rate']:.1f} %**"
     return [share, f"{rate['successes']}/{rate['episodes']}", interval, str(rate["errors"])]
 
 
-def tasks(result: dict[str, Any]) -> str:
-    """Success per task, a column a step count."""
-    ordered = sorted(result["summary"]["rows"], key=lambda r: r["steps"])
-    header = ["task", *(f"{r['steps']} step{'s' * (r['steps'] > 1)}" for r in ordered)]
+def tasks(results: list[dict[str, Any]]) -> str:
+    """Success per task, a column a step count, a table a suite."""
+    return "\n".join(_tasks(result) for result in results)
+
+
+def _tasks(result: dict[str, Any]) -> str:
+    ordered = sorted(result["summary"]["rows"], key=lambda r: -r["steps"])
+    header = [result["protocol"]["suite"], *(f"{r['steps']} step{'s' * (r['steps'] > 1)}" for r in ordered)]
     body = [
-        [
-            " ".join(filter(None, (t.get("suite"), t["task"]))),
-            *(f"{r['tasks'][i]['successes']}/{r['tasks'][i]['episodes']}" for r in ordered),
-        ]
+        [t["task"], *(f"{r['tasks'][i]['successes']}/{r['tasks'][i]['episodes']}" for r in ordered)]
         for i, t in enumerate(ordered[0]["tasks"])
     ]
     return rows(header, body)
@@ -62,10 +61,9 @@ def training(record: dict[str, Any]) -> str:
     settings, states = record["settings"], record["start_states"]
     last = record["history"][-10:]
     won, played = (sum(line["episodes"]["policy"][i] for line in last) for i in (0, 1))
-    manifests = [states] if "tasks" in states else list(states.values())
-    started = [task for manifest in manifests for task in manifest["tasks"].values()]
+    started = [task for manifest in states.values() for task in manifest["tasks"].values()]
     nearest = min(t["min_distance_m"] for t in started)
-    earlier, suites = record.get("earlier", []), settings.get("suites", ["libero_spatial"])
+    earlier, suites = record["earlier"], settings["suites"]
     now = {**{name: record[name] for name in ("gpus", "steps", "seconds")}, "suites": suites,
            "batch": record["gpus"] * settings["batch"]}  # fmt: skip
     runs = [
@@ -79,7 +77,10 @@ def training(record: dict[str, Any]) -> str:
     body = [
         *runs,
         ["observations collected", f"about {record['gpus'] * record['history'][-1]['store']}"],
-        ["start states", f"{sum(t['count'] for t in started)}, seeds from {min(m['seed'] for m in manifests)}"],
+        [
+            "start states",
+            f"{sum(t['count'] for t in started)}, seeds from {' and '.join(str(m['seed']) for m in states.values())}",
+        ],
         ["nearest shipped evaluation state", f"{nearest * 1e3:.1f} mm (the object that moved most)"],
         ["success while collecting, at the end", f"{won}/{played} (training start states, with bursts of noise)"],
     ]
@@ -116,13 +117,14 @@ def paired(result: dict[str, Any]) -> str:
         "errors",
     ]
     where = machines(result["policies"].items())
+    old = formers(name for name, run in result["policies"].items() if former(run.get("policy"), run.get("weights")))
     note = f" {result['note']}" if result.get("note") else ""
     text = (
         f"Same tasks, initial states and seeds. Lost: pairs that only {reference} won; gained: pairs that only the run "
         "did; p: McNemar's exact test, two-sided; could see: the smallest true difference that such a run finds at 5 % "
         "in four of five cases; intervals: Wilson. A pair with a crash is an error, not compared."
     )
-    return rows(header, body) + f"\n{text} {where}; `{bare_command(result['command'])}`.{note}\n"
+    return rows(header, body) + f"\n{text} {where}; `{bare_command(result['command'])}`.{note}{old}\n"
 
 
 def stressed(result: dict[str, Any]) -> str:
@@ -135,15 +137,19 @@ def stressed(result: dict[str, Any]) -> str:
     )
 
 
-def _where(result: dict[str, Any]) -> str:
-    note = f" {result['note']}" if result.get("note") else ""
-    limit = result["protocol"]["max_steps"]
-    limit = limit if isinstance(limit, int) else " and ".join(map(str, limit))
-    return (
-        f"{machine(result['launches'][-1])}; {result['episodes_s'] / 60:.0f} minutes of episodes, "
-        f"{limit} actions at most; "
-        f"`{' '.join(result['command'])}`.{note}\n"
-    )
+def _where(*results: dict[str, Any]) -> str:
+    """Machine, length and command of runs, a paragraph each, and what a reader must know beside them."""
+    told = []
+    for result in results:
+        policy, limit = result["policy"], result["protocol"]["max_steps"]
+        limit = limit if isinstance(limit, int) else " and ".join(map(str, limit))
+        note = f" {result['note']}" if result.get("note") else ""
+        old = formers([result["protocol"]["suite"]] if former(policy.get("name"), policy.get("weights")) else [])
+        told.append(
+            f"{machine(result['launches'][-1])}; {result['episodes_s'] / 60:.0f} minutes of episodes, {limit} actions "
+            f"at most; `{bare_command(result['command'])}`.{note}{old}\n"
+        )
+    return "\n".join(told)
 
 
 def with_interval(rate: dict[str, Any]) -> str:

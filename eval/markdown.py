@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from vla_accel.files import without_folders
 
 MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7"}
 """Families as people write them."""
+TRAINING = Path(__file__).parent.parent / "vla_accel" / "assets" / "pi05_demo" / "training.json"
+"""How the bundled checkpoint was trained."""
 
 
 def rows(header: list[str], body: list[list[str]]) -> str:
@@ -37,6 +41,18 @@ def machines(results: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
     if len(where) == 1:
         return next(iter(where))
     return "; ".join(f"{', '.join(dict.fromkeys(names))}: {place}" for place, names in where.items())
+
+
+def former(checkpoint: str | None, weights: str | None) -> bool:
+    """Whether a run of the bundled checkpoint was made with other weights than it has now. `weights`: the fingerprint
+    that the run tells."""
+    return checkpoint == "demo" and weights != json.loads(TRAINING.read_text())["weights"]
+
+
+def formers(names: Iterable[str]) -> str:
+    """A sentence on the runs that are `former`; empty without any."""
+    told = ", ".join(dict.fromkeys(names))
+    return f" **Made with the weights that the bundled checkpoint had before: {told}.**" if told else ""
 
 
 def commit(result: Mapping[str, Any]) -> str:

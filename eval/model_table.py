@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from eval.bench_tables import call
-from eval.markdown import MODELS, machines, rows
+from eval.markdown import MODELS, former, machines, rows
 
 BUNDLED = {"demo": "pi05", "smolvla_demo": "smolvla"}
 """The family of a bundled checkpoint."""
@@ -78,5 +78,6 @@ def _native(pairs: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for row in pairs["rows"]:
         kind = BUNDLED.get(pairs["policies"].get(row["name"], {}).get("policy"))
         if kind and row["name"] == "native" and row["other"]["rate"] is not None:
-            rate = row["other"]
-            yield kind, f"{100 * rate['rate']:.1f} % of {rate['episodes']}"
+            rate, run = row["other"], pairs["policies"][row["name"]]
+            before = " (weights before)" if former(run["policy"], run.get("weights")) else ""
+            yield kind, f"{100 * rate['rate']:.1f} % of {rate['episodes']}{before}"

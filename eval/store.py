@@ -7,7 +7,6 @@ call's timings (they are in the episode log), and paths of the machine it ran on
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from eval.harness.report import read_result
 from eval.script import run_script, write_text
 from vla_accel.cli.options import Words
 from vla_accel.errors import ConfigError
+from vla_accel.files import without_folders
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -42,13 +42,12 @@ def slim(result: dict[str, Any], note: str = "") -> dict[str, Any]:
     """The part of a result that is kept."""
     episodes = [{k: v for k, v in e.items() if k not in ("timings_ms", "video", "wall_s")} for e in result["episodes"]]
     kept = {k: v for k, v in result.items() if k not in ("episodes", "figure", "videos")}
-    kept["command"] = _without_paths(kept["command"])
-    kept["launches"] = [{**s, "command": _without_paths(s["command"])} for s in kept["launches"]]
+    kept["command"] = without_folders(kept["command"])
+    kept["launches"] = [{**s, "command": without_folders(s["command"])} for s in kept["launches"]]
+    if told := kept["policy"].get("metadata"):  # a policy that is no bundled one is named by its folder
+        told = {**told, "policy": Path(told["policy"]).name}
+        kept["policy"] = {**kept["policy"], "metadata": told}
     return {"note": note, **kept, "episodes": episodes}
-
-
-def _without_paths(command: list[str]) -> list[str]:
-    return [os.path.basename(word) if word.startswith("/") else word for word in command]
 
 
 def run(arguments: Arguments) -> None:

@@ -22,7 +22,7 @@ from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_
 from eval.late_table import late
 from eval.latency_picture import draw
 from eval.libero_tables import latency, paired, stressed, success, tasks, training
-from eval.markdown import commit, rows
+from eval.markdown import TRAINING, commit, rows
 from eval.model_table import models
 from eval.models_picture import draw_models, sources
 from eval.script import concluded
@@ -34,7 +34,6 @@ from vla_accel.cli.options import read
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
-TRAINING = ROOT / "vla_accel" / "assets" / "pi05_demo" / "training.json"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -104,8 +103,8 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     ),
     "models_sources": (sources, BENCHED),
     "quality": (quality, ("parity_*", "libero_paired_h200")),
-    "success": (success, "libero_spatial_demo_h200"),
-    "tasks": (tasks, "libero_spatial_demo_h200"),
+    "success": (success, ("libero_spatial_demo_h200", "libero_object_demo_h200")),
+    "tasks": (tasks, ("libero_spatial_demo_h200", "libero_object_demo_h200")),
     "training": (training, "training"),
     "latency_cpu": (latency, "libero_spatial_quick_cpu"),
     "builds_demo": (builds, "tensorrt_rtx_demo_cpu"),

@@ -165,6 +165,7 @@ def described(result: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "policy": policy.get("name"),
         "sha256": policy.get("sha256"),
+        "weights": policy.get("weights"),
         "dtype": metadata.get("dtype"),
         "asked": asked,
         "engines": metadata.get("engines") or [],

@@ -22,6 +22,7 @@ from eval.harness.rollout import Actor
 from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError
 from vla_accel.files import content_hash
+from vla_accel.policy.agreement import weights_of
 
 Chunking = Literal["plain", "rtc"]
 REMOTE_IDENTITY = ("policy", "model", "num_steps", "dtype")
@@ -144,6 +145,7 @@ def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[st
         "kind": "local",
         "name": source.name,
         "sha256": _folder_hash(policy.checkpoint.folder),
+        "weights": weights_of(policy.model),
         "config": json.loads(json.dumps({name: value for name, value in config.items() if value not in ((), {})})),
         "device": policy.metadata["device"],
         **({} if policy.checkpoint.lora is None else {"lora_sha256": _folder_hash(policy.checkpoint.lora)}),

@@ -13,6 +13,7 @@ import torch
 
 from vla_accel import OptimizedPolicy
 from vla_accel.checkpoints.checkpoint import read_tensors
+from vla_accel.policy.agreement import weights_of
 from vla_accel.policy.optimized import NAMED
 from vla_accel.transforms.processing import load_statistics
 from vla_accel.transforms.tokenizer import SmallTokenizer, tokenize_prompt
@@ -67,11 +68,11 @@ def test_it_loads_and_acts(policy: OptimizedPolicy) -> None:
 
 def test_every_instruction_is_equally_long_and_known() -> None:
     tokenizer = SmallTokenizer.load(FOLDER / "tokenizer.json")
-    assert len(set(INSTRUCTIONS)) == 10
+    assert len(set(INSTRUCTIONS)) == 20
     prompts = [tokenize_prompt(tokenizer, p, np.zeros(8), 64) for p in INSTRUCTIONS]
     assert {len(p) for p in prompts} == {tokenizer.fill_to}
     assert all(2 not in p for p in prompts), "an unknown word"
-    assert len({tuple(p) for p in prompts}) == 10
+    assert len({tuple(p) for p in prompts}) == 20
 
 
 def test_statistics_bound_the_actions() -> None:
@@ -85,27 +86,34 @@ def test_statistics_bound_the_actions() -> None:
 
 
 def test_the_record_keeps_evaluation_states_apart(record: dict[str, Any]) -> None:
-    manifest = record["start_states"]
-    assert manifest["suite"] == "libero_spatial" and manifest["tolerance_m"] >= 1e-3
-    assert manifest["tasks"].keys() == {str(i) for i in range(10)}
+    assert record["settings"]["seed"] != EVALUATION_SEED
+    assert list(record["start_states"]) == record["settings"]["suites"] == ["libero_spatial", "libero_object"]
     spans = []
-    for entry in manifest["tasks"].values():
-        assert entry["shipped_states_compared"] == 50
-        assert entry["min_distance_m"] > manifest["tolerance_m"]
-        drawn = set(range(entry["first_seed"], entry["last_seed"] + 1)) - set(entry["refused_seeds"])
-        assert len(drawn) == entry["count"] > 0
-        assert EVALUATION_SEED not in drawn and entry["first_seed"] > 1000
-        spans.append((entry["first_seed"], entry["last_seed"]))
+    for suite, manifest in record["start_states"].items():
+        assert manifest["suite"] == suite and manifest["tolerance_m"] >= 1e-3
+        assert manifest["tasks"].keys() == {str(i) for i in range(10)}
+        for entry in manifest["tasks"].values():
+            assert entry["shipped_states_compared"] == 50
+            assert entry["min_distance_m"] > manifest["tolerance_m"]
+            drawn = set(range(entry["first_seed"], entry["last_seed"] + 1)) - set(entry["refused_seeds"])
+            assert len(drawn) == entry["count"] > 0
+            assert EVALUATION_SEED not in drawn and entry["first_seed"] > 1000
+            spans.append((entry["first_seed"], entry["last_seed"]))
     spans.sort()
     assert all(a[1] < b[0] for a, b in pairwise(spans)), "tasks share seeds"
-    assert record["settings"]["seed"] != EVALUATION_SEED
 
 
 def test_the_record_says_how_it_was_trained(record: dict[str, Any]) -> None:
     assert record["steps"] > 0 and record["seconds"] > 0 and record["gpus"] >= 1 and record["history"]
     text = json.dumps(record)
     assert '"/' not in text, "a path of the training machine"
-    assert Path(record["start_states"]["tasks"]["0"]["file"]).name == record["start_states"]["tasks"]["0"]["file"]
+    files = [entry["file"] for suite in record["start_states"].values() for entry in suite["tasks"].values()]
+    assert len(files) == 20 and all(Path(file).name == file for file in files)
+
+
+def test_the_record_is_of_these_weights(record: dict[str, Any], policy: OptimizedPolicy) -> None:
+    """Tables call a stored run one of former weights by this."""
+    assert record["weights"] == weights_of(policy.model)
 
 
 @pytest.mark.slow
@@ -115,7 +123,7 @@ def test_recorded_seeds_give_states_away_from_the_shipped_ones(record: dict[str,
     from eval.libero.simulator import LiberoEnv
     from eval.libero.suites import load_suite
 
-    entry = record["start_states"]["tasks"]["0"]
+    entry = record["start_states"]["libero_spatial"]["tasks"]["0"]
     first, last = entry["first_seed"], entry["last_seed"]
     seeds = [s for s in (first, first + 1, (first + last) // 2, last) if s not in entry["refused_seeds"]]
     task = load_suite("libero_spatial").tasks[0]

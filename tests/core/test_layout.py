@@ -100,7 +100,7 @@ ALLOWED: dict[str, set[str]] = {
 # The harness sees a policy and its timings, and no benchmark. A benchmark is a folder beside the harness and sees it;
 # only the demo's own training opens the model.
 EVAL_HARNESS = {"cli", "client", "latency", "machine", "measure", "policy", "remote", "report", "tune"}
-EVAL_DEMO = {"checkpoints", "cli", "engines", "fp8", "measure", "models", "ops", "transforms"}
+EVAL_DEMO = {"checkpoints", "cli", "engines", "fp8", "measure", "models", "ops", "policy", "transforms"}
 # Imported only inside functions: a robot's client, or a user without the simulator, has none of these.
 OPTIONAL = {
     "PIL",

@@ -13,7 +13,7 @@ import pytest
 from eval import paired, store, tables
 from eval.harness.statistics import smallest_difference
 from eval.latency_picture import draw
-from eval.markdown import machine
+from eval.markdown import TRAINING, machine
 from eval.models_picture import PUBLISHED, draw_models, sources
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
@@ -46,9 +46,9 @@ def test_every_stored_run_is_shown() -> None:
 
 def test_a_changed_result_changes_the_table() -> None:
     result = tables.load("libero_spatial_demo_h200")
-    before = tables.success(result)
+    before = tables.success([result])
     result["summary"]["rows"][0]["success"]["successes"] -= 1
-    assert tables.success(result) != before
+    assert tables.success([result]) != before
 
 
 def test_an_unknown_table_is_refused() -> None:
@@ -56,8 +56,9 @@ def test_an_unknown_table_is_refused() -> None:
         tables.render("<!-- table: nonsense -->\n<!-- end -->")
 
 
-def test_the_headline_agrees_with_its_episodes() -> None:
-    result = tables.load("libero_spatial_demo_h200")
+@pytest.mark.parametrize("suite", ["libero_spatial", "libero_object"])
+def test_the_headline_agrees_with_its_episodes(suite: str) -> None:
+    result = tables.load(f"{suite}_demo_h200")
     for row in result["summary"]["rows"]:
         mine = [e for e in result["episodes"] if e["steps"] == row["steps"]]
         assert len({(e["task_id"], e["trial"]) for e in mine}) == len(mine) == row["success"]["episodes"] == 500
@@ -75,6 +76,7 @@ def test_slim_drops_timings_and_paths() -> None:
     result = {
         "command": ["python", "--output", "/somewhere/x.json"],
         "launches": [{"command": ["/somewhere/y.json"]}],
+        "policy": {"name": "mine", "metadata": {"policy": "/somewhere/mine", "dtype": "float32"}},
         "figure": "/somewhere/z.png",
         "videos": [],
         "episodes": [{"steps": 1, "success": True, "timings_ms": {"total": [1.0]}, "video": None, "wall_s": 1.0}],
@@ -82,6 +84,7 @@ def test_slim_drops_timings_and_paths() -> None:
     kept = store.slim(result, "why")
     assert "/somewhere" not in json.dumps(kept)
     assert kept["episodes"] == [{"steps": 1, "success": True}]
+    assert kept["policy"]["metadata"] == {"policy": "mine", "dtype": "float32"}
 
 
 def test_parts_of_one_name_are_one_row_of_the_builds() -> None:
@@ -116,6 +119,7 @@ def test_parts_of_one_name_are_one_row_of_the_builds() -> None:
     )
 
 
+WEIGHTS = json.loads(TRAINING.read_text())["weights"]
 GPU = {"hardware": {"device": "cuda", "gpu": "NVIDIA X"}, "software": {"torch": "2.11.0"}}
 CPU = {"hardware": {"device": "cpu", "cpu": "Some CPU", "threads": 1}, "software": {"torch": "2.13.0"}}
 
@@ -210,7 +214,8 @@ def parity_report(name: str, cosine: float, *, steps: int = 10, used: str = "nat
         cosine=cosine, median_cosine=cosine - 1e-5, worst_cosine=cosine - 1e-4, max_error=0.01, mean_error=0.001
     )
     report = Report(name, cosine >= 0.998, 0.998, 64, steps, alike, alike, [], {"keys": alike}, ledger(used))
-    return {**report.as_dict(), "model": {}, "weights": "demo", "recorded": "observations.npz", **GPU, **more}
+    return {**report.as_dict(), "model": {}, "weights": "demo", "fingerprint": WEIGHTS,
+            "recorded": "observations.npz", **GPU, **more}  # fmt: skip
 
 
 def test_parity_reports_are_rows() -> None:
@@ -317,6 +322,31 @@ def test_quality_has_agreement_and_success_of_a_configuration() -> None:
     assert len(lines) == 7, "random weights say little"
 
 
+def test_runs_of_former_weights_are_named() -> None:
+    """As after a new training of the bundled checkpoint, until all is measured again."""
+    said = "**Made with the weights that the bundled checkpoint had before: {}.**"
+    now, before = parity_report("native", 0.9999), parity_report("native_fp8", 0.9999, fingerprint="of others")
+    without = {k: v for k, v in parity_report("old", 0.9999).items() if k != "fingerprint"}
+    other = parity_report("native", 0.9999, weights="pi05", fingerprint="of others")
+    assert "had before" not in tables.parity([now, other])
+    assert tables.parity([now, before, without]).endswith(f" {said.format('native_fp8, old')}\n")
+    run = {"eager": libero(np.ones(4, bool)), "native": libero(np.ones(4, bool))}
+    run["native"]["policy"]["weights"] = "of others"
+    result = {"note": "", "command": [], **paired.compare(run["eager"], {"native": run["native"]}, "eager")}
+    result["protocol"]["suite"] = "libero_spatial"
+    result["rows"] = [r for r in result["rows"] if r["steps"] == 10]
+    assert tables.paired(result).endswith(f" {said.format('native')}\n")
+    assert tables.quality([[now, before], result]).endswith(f" {said.format('agreement, success')}\n")
+    assert tables.quality([[now], result]).endswith(f" {said.format('success')}\n")
+    models = tables.models([bench_report(Ceilings(1e15, 2e15, 4e12)), result]).splitlines()
+    assert models[2].endswith("| 100.0 % of 4 (weights before) |")
+    stored = tables.load("libero_spatial_quick_cpu")
+    stored["policy"] |= {"name": "demo", "weights": WEIGHTS}
+    assert "had before" not in tables.latency(stored)
+    stored["policy"]["weights"] = None
+    assert tables.latency(stored).endswith(f" {said.format('libero_spatial')}\n")
+
+
 def test_the_picture_shows_what_the_report_says() -> None:
     report = bench_report(Ceilings(1e15, 2e15, 4e12))
     before = draw([report])
@@ -356,7 +386,7 @@ def test_several_stored_results_make_one_table(tmp_path: Path, monkeypatch: pyte
 def libero(won: np.ndarray, errors: int = 0, used: str = "native") -> dict[str, Any]:
     return {
         "protocol": {},
-        "policy": {"name": "demo", "metadata": {"engines": ledger(used)}},
+        "policy": {"name": "demo", "weights": WEIGHTS, "metadata": {"engines": ledger(used)}},
         "launches": [GPU],
         "episodes": [
             {"steps": s, "task_id": 0, "trial": i, "success": bool(w), "error": "crash" if i < errors else None}

@@ -75,6 +75,7 @@ def main(chosen: Parity, words: list[str]) -> int:
     content = {
         **report.as_dict(), "model": policy.metadata["model"], "weights": chosen.synthetic or checkpoint,
         "recorded": chosen.observations.name if chosen.observations else None,
+        "fingerprint": agreement.weights_of(policy.model),
         "hardware": hardware(policy.device), "software": software(),
     }  # fmt: skip
     write_json(chosen.output, content)

@@ -80,9 +80,12 @@ def earlier_training(init: str) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     record = json.loads(path.read_text())
-    suites = record["settings"].get("suites", ["libero_spatial"])
     batch = record["gpus"] * record["settings"]["batch"]
-    last = {"suites": suites, **{name: record[name] for name in ("gpus", "steps", "seconds")}, "batch": batch}
+    last = {
+        "suites": record["settings"]["suites"],
+        **{name: record[name] for name in ("gpus", "steps", "seconds")},
+        "batch": batch,
+    }
     return [*record.get("earlier", []), last]
 
 

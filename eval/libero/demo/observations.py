@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from eval.script import run_script
-from vla_accel.cli.options import Count, Within, Written
+from vla_accel.cli.options import Count, Listed, Within, Written
 from vla_accel.measure.recording import save_observations
 
 
@@ -24,11 +24,11 @@ class Arguments:
     """Play expert episodes from stored start states and keep every so many-th observation."""
 
     states: Path
-    """Folder of `eval.libero.demo.states`."""
+    """Folder that has one of start states of each suite."""
     output: Annotated[Path, Written()]
     """The file (.npz)."""
-    suite: str = "libero_spatial"
-    per_task: Count = 24
+    suites: Listed[str] = ("libero_spatial", "libero_object")
+    per_task: Count = 12
     """Observations of each task."""
     every: Count = 8
     """Actions between two of them."""
@@ -43,8 +43,9 @@ def run(chosen: Arguments) -> None:
     from eval.libero.suites import load_suite
 
     observations: list[dict[str, Any]] = []
-    for task in load_suite(chosen.suite).tasks:
-        with np.load(chosen.states / f"task_{task.id:02d}.npz") as content:
+    played = [(suite, task) for suite in chosen.suites for task in load_suite(suite).tasks]
+    for suite, task in played:
+        with np.load(chosen.states / suite / f"task_{task.id:02d}.npz") as content:
             starts = content["states"]
         env, expert = LiberoEnv(task, render=True), Expert()
         kept, start = 0, chosen.first

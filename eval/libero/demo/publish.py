@@ -21,6 +21,7 @@ from vla_accel.checkpoints.loading import load
 from vla_accel.cli.options import OutputFolder
 from vla_accel.errors import CheckpointError
 from vla_accel.fp8 import FILE
+from vla_accel.policy.agreement import weights_of
 
 # Where the run lay on the training machine says nothing to a reader.
 _PLACES = ("start", "states", "held_out", "out", "resume", "devices")
@@ -42,13 +43,15 @@ def main(arguments: Arguments) -> None:
     """Write the checkpoint and training.json; refuse what does not load or is too large."""
     found = newest(arguments.run)
     # Before anything is written: a run that is not whole must not take the place of the shipped checkpoint.
-    recipe = recipe_named(load(found).family.name)
+    loaded = load(found)
+    recipe = recipe_named(loaded.family.name)
     output, log = arguments.output or recipe.folder, json.loads((found / RECORD).read_text())
     suites = log["config"]["suites"]
     earlier = found / EARLIER
     manifests = {suite: json.loads((arguments.states / suite / "manifest.json").read_text()) for suite in suites}
     record = {
         "complete": bool(log["done"]),
+        "weights": weights_of(loaded.model),
         "settings": {k: v for k, v in log["config"].items() if k not in _PLACES},
         "earlier": json.loads(earlier.read_text()) if earlier.is_file() else [],
         "gpus": log["world"],
