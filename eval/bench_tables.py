@@ -1,4 +1,5 @@
-"""Tables of `vla-accel bench` reports: whole calls beside their baselines, components beside their floors, batches."""
+"""Tables of `vla-accel bench` reports: whole calls beside their baselines, components beside their floors, batches,
+starts."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.markdown import bare_command, machine, rows
+from vla_accel.measure.start import PHASES
 
 PI0_PARTS = ("vision", "kv_cache", "denoise")
 """Components in reports that do not name their model's."""
@@ -102,6 +104,32 @@ def _components(row: dict[str, Any], parts: Sequence[str]) -> list[str]:
         f"{floors['total']:.2f}" if floors else "-",
         f"{100 * share:.0f} %" if share else "-",
     ]
+
+
+def starts(result: dict[str, Any]) -> str:
+    """Where the seconds of a start go, from `vla-accel bench --starts`."""
+    body = []
+    for row in result["rows"]:
+        if told := row.get("start"):
+            most = f"{1.5 * told['file_read'] + 2:.1f}"
+            for which, meant in (("cold", "first"), ("warm", "second")):
+                cells = [f"{told[which][name]:.1f}" for name in ("import", *PHASES, "other", "first_action")]
+                body.append([row["system"], meant, *cells, f"{told['file_read']:.1f}", most])
+    header = [
+        "system",
+        "start",
+        "import",
+        *PHASES,
+        "other",
+        "first action",
+        "reading the file alone",
+        "1.5 times that + 2",
+    ]
+    text = (
+        "Seconds from the start of a process to its first action. The first start finds no compiled kernels and no "
+        "tunings, the second those that it left; the file of weights is in memory for both."
+    )
+    return rows(header, body) + f"\n{text} {_conditions(result)}\n"
 
 
 def _conditions(result: dict[str, Any]) -> str:

@@ -130,6 +130,8 @@ JOBS: tuple[Job, ...] = (
     bench("pi05_batches", f"--model pi05 --systems {OURS} --steps 10,3,1 --batch 1,2,4 --calls 100"),
     bench("compile", f"--systems {OURS},openpi-eager,openpi-compile,openpi-max-autotune --steps 10 --batch 1 "
           "--calls 50", "openpi"),
+    Job("start_pi05_h200", f"vla-accel bench --model pi05 --systems {OURS} --steps 10 --calls 20 --starts --output "
+        "{json}"),
     Job("attention_h200", "python -m tests.gpu.time_attention --output {json}"),
     Job("sd_unet_h200", "vla-accel bench-unet --img2img --rounds 3 --output {json}", needs=("diffusers",)),
     Job("qwen_image_h200", "vla-accel bench-qwen --steps 4 --rounds 3 --transformer native --output {json}",

@@ -16,7 +16,7 @@ from typing import Any
 
 from eval.agreement_tables import lerobot_agreement, openpi_agreement, parity, quality
 from eval.attention_table import attention
-from eval.bench_tables import bench, whole_calls
+from eval.bench_tables import bench, starts, whole_calls
 from eval.gpu_table import gpus, memory
 from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
 from eval.late_table import late
@@ -123,6 +123,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "late": (late, ("libero_late*_h200", "bench_pi05_h200")),
     "tune_demo": (tune, "tune_demo_h200"),
     "shapes": (shapes, "bench_*_h200"),
+    "starts": (starts, "start_pi05_h200"),
     "attention": (attention, "attention_h200"),
     "gpus": (gpus, ("memory_counted", "*")),
     "memory": (memory, "memory_counted"),
@@ -142,7 +143,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
 
 NOT_YET = frozenset({
     "server_gpus", "server_faults_gpus", "plan", "throughput", "paired_stress", "late", "tune_demo", "attention",
-    "bench_smolvla", "bench_groot", "lerobot_agreement",
+    "starts", "bench_smolvla", "bench_groot", "lerobot_agreement",
 })  # fmt: skip
 """Tables whose runs may be absent: their place says so."""
 

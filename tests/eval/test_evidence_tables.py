@@ -11,12 +11,14 @@ import pytest
 
 from eval import pictures, tables
 from eval.attention_table import attention
+from eval.bench_tables import starts
 from eval.harness.late import _kind
 from eval.late_table import late
 from eval.libero_tables import stressed
 from eval.shapes_table import shapes
 from eval.tune_table import tune
 from vla_accel.measure.roofline import Ceilings, add_batch_floors
+from vla_accel.ops.phases import PHASES
 from vla_accel.report.bench import batch_lines
 
 GPU = {"hardware": {"gpu": "NVIDIA X", "device": "cuda"}, "software": {"torch": "2.11.0"}}
@@ -100,6 +102,18 @@ def test_shapes_are_rows_and_each_system_is_there_once() -> None:
     assert lines[3] == "| π0.5, 3 views, 50 actions | 10 | 50 | 13.00 (2.00) |"
     prompt = bench(2, 10, 9.2, prompt_tokens=180)
     assert "| π0.5, 2 views, 10 actions, prompt of 180 tokens | 10 | 10 | 9.20 (2.00) |" in shapes([again, prompt])
+
+
+def test_a_start_has_a_row_without_and_with_what_the_one_before_left() -> None:
+    names = ("import", *PHASES, "other", "first_action")
+    cold, warm = (dict.fromkeys(names, seconds) for seconds in (3.0, 1.0))
+    told = bench(2, 10, 9.0)
+    told["rows"] = [{**told["rows"][0], "calls": 20, "start": {"cold": cold, "warm": warm, "file_read": 2.0}},
+                    {**told["rows"][1], "calls": 20}]  # fmt: skip
+    lines = starts(told).splitlines()
+    assert lines[2] == "| native-bf16 | first | " + "3.0 | " * len(names) + "2.0 | 5.0 |"
+    assert lines[3] == "| native-bf16 | second | " + "1.0 | " * len(names) + "2.0 | 5.0 |"
+    assert lines[4] == "", "another project's start is not timed"
 
 
 def test_a_batchs_floor_reads_the_weights_once() -> None:

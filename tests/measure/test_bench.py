@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.tiny import write_tiny_checkpoint
+from tests.support.tiny import tiny_config, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy, PolicyConfig, cli
 from vla_accel.cli import bench as command
+from vla_accel.config import from_mapping
 from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.families.pi0 import PI0, PI05
 from vla_accel.measure import bench, paced, start
 from vla_accel.measure.bench import System
+from vla_accel.measure.random_policy import random_policy
 from vla_accel.measure.systems import Factory, observer
 from vla_accel.ops import phases
 
@@ -89,17 +92,43 @@ def test_two_starts_find_the_cold_one_s_caches(monkeypatch: pytest.MonkeyPatch, 
 
     def run(command: list[str], **options: Any) -> Any:
         cache = Path(options["env"]["XDG_CACHE_HOME"])
-        asked.append({"command": command, "left": list(cache.iterdir()), "cache": cache})
+        left = [path.name for path in cache.glob("*")]
+        asked.append({"what": json.loads(options["input"])["what"], "left": left, "cache": cache})
+        cache.mkdir(exist_ok=True)
         (cache / "left").touch()
-        return SimpleNamespace(returncode=len(asked) // 3, stdout='a line\n{"first_action": 1.5}\n', stderr="no luck")
+        return SimpleNamespace(returncode=len(asked) == 6, stdout='a line\n{"first_action": 1.5}\n', stderr="no luck")
 
     monkeypatch.setattr(start.subprocess, "run", run)
     found = start.starts(PolicyConfig(), {"checkpoint": str(folder)})
     assert found["cold"] == found["warm"] == {"first_action": 1.5} and found["file_read"] > 0
-    assert [[p.name for p in one["left"]] for one in asked] == [[], ["left"]]
+    assert [(one["what"], one["left"]) for one in asked] == [("start", []), ("start", ["left"])]
     assert asked[0]["cache"] == asked[1]["cache"] and not asked[0]["cache"].exists()
+    # Random weights are written first, which leaves nothing for the cold start to find.
+    source = {"family": "pi05", "views": 2, "horizon": 10}
+    start.starts(PolicyConfig(), source)
+    assert [(one["what"], one["left"]) for one in asked[2:]] == [("write", []), ("start", []), ("start", ["left"])]
     with pytest.raises(EngineError, match="no luck"):
-        start.starts(PolicyConfig(), {"family": "pi05", "views": 2, "horizon": 10})
+        start.starts(PolicyConfig(), source)
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp8"])
+def test_random_weights_are_written_and_started_from(
+    precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In this process, at a small size."""
+    sizes = tiny_config("pi05", vocab_size=4000, max_token_len=64)
+    monkeypatch.setattr(type(PI05), "published", lambda self, horizon=None: replace(sizes, action_horizon=horizon))
+    prefix = {"engine": "native", "precision": precision}
+    config = from_mapping(PolicyConfig, {"device": "cpu", "precision": "bf16", "num_steps": 1, "kv_cache": prefix})
+    source = {"family": "pi05", "views": 2, "horizon": 5, "weights": str(tmp_path / "weights")}
+    start._write(config, source)
+    policy, phases = start._begin(config, source)
+    assert phases["read"] > 0 and policy.metadata["engines"][1]["used"] == "native"
+    assert (policy.scales is not None) == (precision == "fp8")
+    same, _ = random_policy("pi05", config, views=2, horizon=5)
+    observation, noise = same.processor.example(), np.zeros((5, sizes.action_dim))
+    ours, theirs = (p.infer(observation, noise=noise)["actions"] for p in (policy, same))
+    np.testing.assert_array_equal(ours, theirs)
 
 
 # -- calls at a rate ----------------------------------------------------------------------------------------------

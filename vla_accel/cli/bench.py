@@ -210,8 +210,8 @@ def _print(report: dict[str, Any]) -> None:
             for row in report["rows"] if "start" in row for which in ("cold", "warm")
         ]  # fmt: skip
         read = next(row["start"]["file_read"] for row in report["rows"] if "start" in row)
-        told = "" if read is None else f"; reading the file alone {read:.2f}"
-        print_table(f"seconds of a start{told}", ["system", *(n.replace("_", " ") for n in names)], body)
+        title = f"seconds of a start; reading the file alone {read:.2f}"
+        print_table(title, ["system", *(n.replace("_", " ") for n in names)], body)
     if report["throughput"]:
         body = [
             [r["system"], str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}"]

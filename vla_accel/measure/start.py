@@ -31,58 +31,113 @@ def starts(config: PolicyConfig, source: Mapping[str, Any]) -> dict[str, Any]:
     cold one left), by phase; `first_action`: from the process's start on. `file_read`: reading the checkpoint's weights
     alone, as often as it takes to have them in the page cache.
 
-    `source`: {"checkpoint": …} or {"family", "views", "horizon"} for random weights. Files are in the page cache
-    for both: the disk is another matter.
+    `source`: {"checkpoint": …} or {"family", "views", "horizon"} for random weights, which are written to a file
+    first. Files are in the page cache for both: the disk is another matter. Raises EngineError where a start fails.
     """
-    files = _files(source.get("checkpoint"))
+    with tempfile.TemporaryDirectory(prefix="vla_accel_start_") as folder:
+        cache = Path(folder, "cache")
+        cache.mkdir()
+        if "checkpoint" in source:
+            weights = _folder(source["checkpoint"])
+        else:
+            weights = Path(folder, "weights")
+            source = {**source, "weights": str(weights)}
+            _process("write", config, source, Path(folder, "others"))
+        read = _read(weights)
+        cold, warm = (_process("start", config, source, cache) for _ in range(2))
+    return {"cold": cold, "warm": warm, "file_read": read}
+
+
+def _folder(checkpoint: str) -> Path:
+    from vla_accel.checkpoints.loading import find
+
+    return find(checkpoint)
+
+
+def _read(folder: Path) -> float:
+    """Seconds to read the weights, the second time."""
+    read = 0.0
     for _ in range(2):
         began = time.perf_counter()
-        for file in files:
+        for file in sorted(folder.glob("model*.safetensors")):
             with open(file, "rb", buffering=0) as opened:
                 while opened.read(_CHUNK):
                     pass
         read = time.perf_counter() - began
-    with tempfile.TemporaryDirectory(prefix="vla_accel_start_") as cache:
-        cold, warm = (_start(config, source, cache) for _ in range(2))
-    return {"cold": cold, "warm": warm, "file_read": read if files else None}
+    return read
 
 
-def _start(config: PolicyConfig, source: Mapping[str, Any], cache: str) -> dict[str, float]:
+def _process(what: str, config: PolicyConfig, source: Mapping[str, Any], cache: Path) -> dict[str, float]:
     # What starts later must find what this one leaves, and nothing else.
-    environment = {**os.environ, "XDG_CACHE_HOME": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
-    asked = json.dumps({"config": asdict(config), "source": dict(source), "began": time.time()})
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TRITON_CACHE_DIR": f"{cache}/triton"}
+    asked = {"what": what, "config": asdict(config), "source": dict(source), "began": time.time()}
     command = [sys.executable, "-m", "vla_accel.measure.start"]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, env=environment)
     if done.returncode:
         raise EngineError(f"start: the process that was to be timed failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _files(checkpoint: str | None) -> list[Path]:
-    if checkpoint is None:
-        return []
-    from vla_accel.checkpoints.loading import find
+def _write(config: PolicyConfig, source: Mapping[str, Any]) -> None:
+    """Random weights, as a policy of this configuration reads them, and the scales that it needs."""
+    from vla_accel.checkpoints.checkpoint import save_checkpoint
+    from vla_accel.machine import resolve_device
+    from vla_accel.measure.random_policy import calibrate_on_noise
+    from vla_accel.models.family import family_named
+    from vla_accel.policy.optimized import resolve_dtype
 
-    return sorted(find(checkpoint).glob("model*.safetensors"))
+    family, device = family_named(source["family"]), resolve_device(config.device)
+    dtype = resolve_dtype(config, device)
+    sizes, folder = family.published(source["horizon"]), Path(source["weights"])
+    model = family.random(sizes, seed=0, device=str(device), dtype=dtype).whole()
+    folder.mkdir()
+    save_checkpoint(model.state_dict(), sizes, folder, family.name)
+    if family.needs_scales(config.specs(family.parts)):
+        transforms = family.stand_in(sizes, source["views"])
+        calibrate_on_noise(family, model.placed(None, dtype), transforms).save(folder)
 
 
-def main() -> None:
-    """One start, told on stdin."""
-    asked = json.loads(sys.stdin.read())
-    config, source = from_mapping(PolicyConfig, asked["config"]), asked["source"]
+def _begin(config: PolicyConfig, source: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
+    """A policy that is ready, and what its start took."""
+    from vla_accel.checkpoints.checkpoint import Stored, shapes_of
+    from vla_accel.checkpoints.weights import Piece, SafetensorsWeights
+    from vla_accel.fp8 import read_scales
     from vla_accel.measure.random_policy import random_policy
+    from vla_accel.models.family import family_named
     from vla_accel.ops.phases import recorded
     from vla_accel.policy import OptimizedPolicy
 
-    imported = time.time() - asked["began"]
-    if source.get("checkpoint"):
+    if "checkpoint" in source:
         policy = OptimizedPolicy.from_pretrained(source["checkpoint"], config)
-        phases = policy.start or {}
-    else:
-        with recorded() as spent:
-            policy, _ = random_policy(source["family"], config, views=source["views"], horizon=source["horizon"])
-            policy.warm_up()
-        phases = spent.described
+        return policy, policy.start or {}
+    import torch
+
+    with recorded() as spent:
+        folder, family = Path(source["weights"]), family_named(source["family"])
+        with torch.device("meta"):
+            network = family.network(family.published(source["horizon"]))
+        shapes = shapes_of(network)
+        recipe = {name: (Piece(name),) for name in shapes}
+        network.origin = Stored(SafetensorsWeights(folder), recipe, shapes, str(folder))
+        network.requires_grad_(False).eval()
+        scales = read_scales(folder)
+        policy, _ = random_policy(family, config, views=source["views"], model=network, scales=scales)
+        policy.warm_up()
+    return policy, spent.described
+
+
+def main() -> None:
+    """One start, or the writing of what one starts from, told on stdin."""
+    asked = json.loads(sys.stdin.read())
+    config, source = from_mapping(PolicyConfig, asked["config"]), asked["source"]
+    if asked["what"] == "write":
+        _write(config, source)
+        print("{}")
+        return
+    import vla_accel.policy  # noqa: F401 - so that importing it counts as such
+
+    imported = time.time() - asked["began"]
+    policy, phases = _begin(config, source)
     policy.infer(policy.processor.example())
     first = time.time() - asked["began"]
     print(json.dumps({"import": imported, **phases, "first_action": first}))
