@@ -115,6 +115,27 @@ def test_tma_is_for_rows_of_whole_16_bytes() -> None:
         assert whole == any(getattr(other, "tma", False) for other in found)
 
 
+def test_weights_are_the_first_operand_where_that_has_an_instruction() -> None:
+    """On Hopper: of one byte in every tile that its products fill, of two in variants of such a tile."""
+    narrow, wide = (Product(50, 1024, 4096, sides=2, weight=size) for size in (1, 2))
+    for gpu in (H200, H200.portable, A100, RTX_4090):
+        tiles = [cut for cut in candidates(gpu, narrow) if isinstance(cut, Pipelined)]
+        assert {cut.columns for cut in tiles} > {64}, "some are filled, some are not"
+        assert all(cut.weights_first == (gpu is H200 and cut.columns >= 64) for cut in tiles)
+        assert not any(getattr(cut, "weights_first", False) for cut in candidates(gpu, wide))
+        for columns in (32, 64):
+            found = [
+                cut for cut in variants(gpu, wide, Pipelined(64, columns, 64, stages=2)) if isinstance(cut, Pipelined)
+            ]
+            assert any(cut.weights_first for cut in found) == (gpu is H200 and columns == 64)
+            if gpu is H200 and columns == 64:
+                assert {cut.tma for cut in found if cut.weights_first} == {True, False}
+    # Its rows, normed on their way, go back to shared memory.
+    plain, first = (Pipelined(64, 64, 64, stages=2, weights_first=one) for one in (False, True))
+    assert first.shared(wide) - plain.shared(wide) == 64 * 64 * 2
+    assert first.shared(Product(50, 1024, 4096)) == plain.shared(Product(50, 1024, 4096))
+
+
 @pytest.mark.parametrize("rows", [10, 41, 50, 320])
 @pytest.mark.parametrize("name", GPUS)
 def test_variants_of_a_cut_fit_beside_the_next_kernel_too(name: str, rows: int) -> None:

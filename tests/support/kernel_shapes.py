@@ -99,6 +99,18 @@ def _cuts() -> Cases:
         yield f"project 51x528 {cut}", _project(51, 100, 528, 51, "gr" + narrow[0].replace("f", "8"), cut)
         shared = dataclasses.replace(cut, split=4)
         yield f"project 10x528 {shared}", _project(10, 40, 528, 1, "brmn", shared)
+    # Weights as the first operand, which are widened there.
+    for cut, narrow in (
+        (Pipelined(16, 64, 64, weights_first=True), "fp8"),
+        (Pipelined(64, 32, 64, warps=8, tma=True, weights_first=True), "int8"),
+    ):  # fmt: skip
+        yield f"qkv_rope 2x9x144 {cut}", _qkv_rope(2, 9, 144, 2, 1, 40, True, "", cut)
+        yield f"qkv_rope 50x128 {cut}, {narrow}, moments", _qkv_rope(1, 50, 128, 1, 1, 64, False, narrow, cut, 32)
+        yield f"gate_up_geglu 51x144 {cut}, {narrow}", _gate_up(51, 144, 40, True, narrow, cut)
+        yield f"gate_up_geglu 70x128 {cut}, moments", _gate_up(70, 128, 100, True, "", cut, moments=16)
+        yield f"project 51x528 {cut}", _project(51, 100, 528, 51, "gr" + narrow[0].replace("f", "8"), cut)
+        shared = dataclasses.replace(cut, split=4)
+        yield f"project 10x528 {shared}", _project(10, 40, 528, 1, "brmn", shared)
     for sizes in ((16, 32, 2, 2, 4), (64, 16, 4, 1, 8), (32, 16, 8, 3, 4), (16, 64, 1, 1, 4)):
         cut = KeySplit(*sizes)
         for shape in (

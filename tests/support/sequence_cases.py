@@ -143,6 +143,9 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"product {rows}x{k}x{n} {what}", _product(rows, n, k, what)
     by_tma = Pipelined(64, 32, 64, stages=2, tma=True)
     yield f"product 70x144x40 n8 {by_tma}", _product(70, 40, 144, "n8", by_tma)
+    first = Pipelined(16, 64, 64, stages=2, weights_first=True)
+    for what in ("ns", "nmi"):
+        yield f"product 41x72x132 {what} {first}", _product(41, 132, 72, what, first)
     for rows, width, scaled in ((5, 33, False), (41, 48, True)):
         yield f"measure {rows}x{width} scaled={scaled}", _measured(rows, width, scaled)
     for what in ("f", "", "l"):

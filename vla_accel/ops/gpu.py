@@ -82,6 +82,12 @@ class Gpu:
         return self.capability >= (9, 0)
 
     @property
+    def wgmma(self) -> bool:
+        """Whether four warps multiply tiles of 64 rows together, the first from registers or shared memory, the second
+        from shared memory."""
+        return self.capability == (9, 0)
+
+    @property
     def clusters(self) -> bool:
         """Whether blocks can form clusters and read each other's shared memory."""
         return self.capability >= (9, 0)

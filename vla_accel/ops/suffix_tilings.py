@@ -77,7 +77,8 @@ class Skinny:
 class Pipelined:
     """K passes through shared memory in `stages` (`kernels/pipelined.py`): rows, columns and K of a tile, programs that
     share K (`split`), warps. `ahead`: weights are sent for, into the L2 cache, before the previous kernel has ended;
-    `tma`: tiles come by the tensor memory accelerator instead of every thread's loads."""
+    `tma`: tiles come by the tensor memory accelerator instead of every thread's loads; `weights_first`: weights are the
+    product's first operand, which on Hopper may come from registers."""
 
     rows: int
     columns: int
@@ -87,9 +88,11 @@ class Pipelined:
     warps: int = 4
     ahead: bool = False
     tma: bool = False
+    weights_first: bool = False
 
     def __str__(self) -> str:
         more = f", K in {self.split}" if self.split > 1 else ""
+        more += ", weights first" if self.weights_first else ""
         more += (", ahead" if self.ahead else "") + (", TMA" if self.tma else "")
         return f"pipelined {self.rows}x{self.columns}x{self.block_k}, {self.stages} stages, {self.warps} warps{more}"
 
@@ -99,8 +102,11 @@ class Pipelined:
 
     def shared(self, product: Product) -> int:
         """Bytes of shared memory, at most."""
-        stage = self.rows * product.activation + product.sides * self.columns * product.weight
-        return self.stages * self.block_k * stage + (_BARRIERS if self.tma else 0)
+        rows = self.rows * product.activation
+        stage = rows + product.sides * self.columns * product.weight
+        # Rows whose norm is taken on the way go back to memory: only the first operand may come from registers.
+        normed = rows if self.weights_first and product.sides > 1 else 0
+        return self.block_k * (self.stages * stage + normed) + (_BARRIERS if self.tma else 0)
 
     def workspace(self, product: Product) -> tuple[int, int]:
         """Elements of the float32 parts and of the int32 counters that programs sharing K need."""
@@ -133,8 +139,8 @@ def candidates(gpu: Gpu | None, product: Product) -> list[Tiling]:
 
 def variants(gpu: Gpu | None, product: Product, cut: Tiling) -> list[Tiling]:
     """The cut, and others of its tile: with so few stages that the next kernel's programs find room beside its own,
-    with less of K a stage, with weights sent for ahead where kernels can start early, and with tiles that come by TMA
-    where there is one."""
+    with less of K a stage, with weights sent for ahead where kernels can start early, with tiles that come by TMA where
+    there is one, and with weights as the first operand where it is multiplied by 64 rows at a time."""
     if isinstance(cut, Skinny):
         return [cut]
     found = [cut]
@@ -147,10 +153,11 @@ def variants(gpu: Gpu | None, product: Product, cut: Tiling) -> list[Tiling]:
         found += [] if less is None else [less]
     if gpu is not None and gpu.dependent_launch:
         early = [replace(other, ahead=True) for other in found[:2]]
-        found += early
-        if gpu.tma and all(product.k * size % 16 == 0 for size in (product.weight, product.activation)):
-            by_tma = (replace(other, tma=True) for other in (cut, *early))
-            found += [other for other in by_tma if why_not(gpu, product, other) is None]
+        first = gpu.wgmma and _fills_wgmma(cut.columns) and not cut.weights_first
+        turned = [replace(early[-1], weights_first=True)] if first else []
+        tma = gpu.tma and all(product.k * size % 16 == 0 for size in (product.weight, product.activation))
+        by_tma = [replace(other, tma=True) for other in (cut, *early, *turned)] if tma else []
+        found += [other for other in (*early, *turned, *by_tma) if why_not(gpu, product, other) is None]
     return [*found]
 
 
@@ -319,11 +326,18 @@ def _deepest(
     if columns > max(16, _power_of_two(product.columns)) or split * block_k > max(64, _power_of_two(product.k)):
         return None
     warps = 4 if rows * columns * product.sides <= 64 * 64 else 8
+    # Weights of one byte are widened in registers, from where only a first operand may come.
+    first = gpu is not None and gpu.wgmma and product.weight < product.activation and _fills_wgmma(columns)
     for stages in (5, 4, 3, 2):
-        cut = Pipelined(rows, columns, block_k, split, stages, warps)
+        cut = Pipelined(rows, columns, block_k, split, stages, warps, weights_first=first)
         if why_not(gpu, product, cut) is None:
             return cut
     return None
+
+
+def _fills_wgmma(columns: int) -> bool:
+    """Whether so many weight rows, as the first operand, are whole tiles of Hopper's products."""
+    return columns % 64 == 0
 
 
 def _power_of_two(n: int) -> int:

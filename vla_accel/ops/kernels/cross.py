@@ -65,7 +65,7 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
     wait_for_previous(PDL)
     a, b = normed_pair(x_ptr, x_ptr, w_ptr, w_ptr, scale_a, scale_b, x_ptr, x_ptr, squares_ptr, row0, end, rows, low,
                        low + HALF, low + HALF, low + 2 * HALF, eps, K, BLOCK_M, BLOCK_HALF, BLOCK_K, EVEN, False, False,
-                       TILES, BLOCK_T, False)  # fmt: skip
+                       TILES, BLOCK_T, False, False)  # fmt: skip
     kind = k_ptr.dtype.element_ty
     q_low = tl.where(keep, a * cos - b * sin, 0.0).to(kind)
     q_high = tl.where(keep, b * cos + a * sin, 0.0).to(kind)

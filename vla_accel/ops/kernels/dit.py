@@ -17,7 +17,7 @@ from vla_accel.ops.kernels.common import (
     wait_for_previous,
 )
 from vla_accel.ops.kernels.moments import of_tiles, tiles_of
-from vla_accel.ops.kernels.pipelined import described, row_tile, rows_of, weight_tile
+from vla_accel.ops.kernels.pipelined import by_row, described, multiply, no_sums, row_tile, rows_of, weight_tile
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
 
@@ -39,7 +39,7 @@ def _product(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, sums_ptr, total_ptr,
              rows, eps, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
              BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
              HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, ACTIVATION: tl.constexpr,
-             PDL: tl.constexpr):  # fmt: skip
+             WEIGHTS_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     # Rows of the same weights run side by side. What lies beyond the last row or column is the last one again.
     row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     row, n = row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
@@ -51,7 +51,7 @@ def _product(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, sums_ptr, total_ptr,
     if BLOCK_M <= 64:
         scale, shift, of_weight = _constants(w_ptr, wscale, shift_ptr, sums_ptr, n, N, NORM)
     wait_for_previous(PDL)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = no_sums(BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
     total = tl.zeros((BLOCK_M,), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     if TILES > 0:
@@ -60,7 +60,7 @@ def _product(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, sums_ptr, total_ptr,
         squares = tl.sum(of_tiles(squares_ptr, from_row, rows, TILES, BLOCK_T), 0)
     for k0 in range(0, K, BLOCK_K):
         x = row_tile(x_ptr, x_tma, from_row, row0, k0, K, BLOCK_K, EVEN, TMA)
-        w = weight_tile(w_ptr, w_tma, from_n, n0, k0, K, BLOCK_K, EVEN, TMA)
+        w = weight_tile(w_ptr, w_tma, from_n, n0, k0, K, BLOCK_K, EVEN, TMA, WEIGHTS_FIRST)
         if NORM and TILES == 0:
             # From registers, as in `pipelined`.
             wide = tl.where(in_rows[:, None], x.to(tl.float32), 0.0)
@@ -70,10 +70,10 @@ def _product(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, sums_ptr, total_ptr,
                 k = k0 + tl.arange(0, BLOCK_K)
                 wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
             x = wide.to(x.dtype)
-        acc = tl.dot(x, w.to(x.dtype), acc)
+        acc = multiply(x, w, acc, WEIGHTS_FIRST)
     if BLOCK_M > 64:
         scale, shift, of_weight = _constants(w_ptr, wscale, shift_ptr, sums_ptr, n, N, NORM)
-    y = acc * scale
+    y = by_row(acc, WEIGHTS_FIRST) * scale
     if NORM:
         mean = total / K
         rstd = tl.rsqrt(squares / K - mean * mean + eps)
@@ -102,7 +102,8 @@ def product(
         shift if norm is None else norm.sums, sums, squares, shift, out, rows,
         0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.block_k, k % cut.block_k == 0,
         cut.tma, ahead(weight, cut, pdl), norm is not None, scale is not None, *tiles_of(moments),
-        _ACTIVATIONS[activation], pdl, num_warps=cut.warps, num_stages=cut.stages, **launch_options(pdl),
+        _ACTIVATIONS[activation], cut.weights_first, pdl, num_warps=cut.warps, num_stages=cut.stages,
+        **launch_options(pdl),
     )  # fmt: skip
 
 

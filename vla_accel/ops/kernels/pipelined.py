@@ -49,9 +49,12 @@ def row_tile(x_ptr, x_tma, row, row0, k0, K: tl.constexpr, BLOCK_K: tl.constexpr
 
 @triton.jit
 def weight_tile(w_ptr, w_tma, n, n0, k0, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-                TMA: tl.constexpr):  # fmt: skip
-    """(BLOCK_K, BLOCK_N) of a (N, K) weight; `n` and `n0` as `row` and `row0` of `row_tile`."""
-    if TMA:
+                TMA: tl.constexpr, WEIGHTS_FIRST: tl.constexpr):  # fmt: skip
+    """Of a (N, K) weight what `multiply` takes: (BLOCK_N, BLOCK_K) with WEIGHTS_FIRST, else (BLOCK_K, BLOCK_N). `n` and
+    `n0` as `row` and `row0` of `row_tile`."""
+    if WEIGHTS_FIRST:
+        return row_tile(w_ptr, w_tma, n, n0, k0, K, BLOCK_K, EVEN, TMA)
+    elif TMA:
         return w_tma.load([n0, k0]).T
     else:
         k = k0 + tl.arange(0, BLOCK_K)
@@ -63,10 +66,39 @@ def weight_tile(w_ptr, w_tma, n, n0, k0, K: tl.constexpr, BLOCK_K: tl.constexpr,
 
 
 @triton.jit
+def no_sums(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WEIGHTS_FIRST: tl.constexpr):
+    """Where `multiply` begins."""
+    if WEIGHTS_FIRST:
+        return tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        return tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def multiply(x, w, sums, WEIGHTS_FIRST: tl.constexpr):
+    """Adds the product of a tile of activations (BLOCK_M, BLOCK_K) and one of weights. On Hopper the first operand may
+    come from registers: there weights of one byte are widened without a way back to memory."""
+    if WEIGHTS_FIRST:
+        return tl.dot(w.to(x.dtype), x.T, sums)
+    else:
+        return tl.dot(x, w.to(x.dtype), sums)
+
+
+@triton.jit
+def by_row(sums, WEIGHTS_FIRST: tl.constexpr):
+    """(BLOCK_M, BLOCK_N) of what `multiply` added up."""
+    if WEIGHTS_FIRST:
+        return sums.T
+    else:
+        return sums
+
+
+@triton.jit
 def normed_pair(x_ptr, x_tma, w_ptr, w_tma, scale_a, scale_b, scale_ptr, pinned_ptr, squares_ptr, row0, end, rows,
                 first, first_end, second, second_end, eps, K: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-                HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, PINNED: tl.constexpr):  # fmt: skip
+                HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, PINNED: tl.constexpr,
+                WEIGHTS_FIRST: tl.constexpr):  # fmt: skip
     """Normed rows, of all `rows` those from `row0` to before `end`, times two tiles of weight rows, from `first` and
     from `second`, whose sums are multiplied by `scale_a` and `scale_b`. With moments (TILES > 0) the rows come scaled,
     and the norm is a factor of the sums."""
@@ -75,8 +107,8 @@ def normed_pair(x_ptr, x_tma, w_ptr, w_tma, scale_a, scale_b, scale_ptr, pinned_
     real = (row0 + tl.arange(0, BLOCK_M) < end)[:, None]
     n_a = tl.minimum(first + tl.arange(0, BLOCK_N), first_end - 1)
     n_b = tl.minimum(second + tl.arange(0, BLOCK_N), second_end - 1)
-    acc_a = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc_b = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc_a = no_sums(BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
+    acc_b = no_sums(BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     if TILES > 0:
         parts = of_tiles(squares_ptr, row, rows, TILES, BLOCK_T)
@@ -84,8 +116,8 @@ def normed_pair(x_ptr, x_tma, w_ptr, w_tma, scale_a, scale_b, scale_ptr, pinned_
         own = own_row(pinned_ptr, row, rows, K)[:, None]
     for k0 in range(0, K, BLOCK_K):
         x = row_tile(x_ptr, x_tma, row, row0, k0, K, BLOCK_K, EVEN, TMA)
-        wa = weight_tile(w_ptr, w_tma, n_a, first, k0, K, BLOCK_K, EVEN, TMA)
-        wb = weight_tile(w_ptr, w_tma, n_b, second, k0, K, BLOCK_K, EVEN, TMA)
+        wa = weight_tile(w_ptr, w_tma, n_a, first, k0, K, BLOCK_K, EVEN, TMA, WEIGHTS_FIRST)
+        wb = weight_tile(w_ptr, w_tma, n_b, second, k0, K, BLOCK_K, EVEN, TMA, WEIGHTS_FIRST)
         if TILES == 0:
             k = k0 + tl.arange(0, BLOCK_K)
             # The product takes x from registers, never from the stage that the sum reads: on Hopper a stage that has
@@ -98,12 +130,12 @@ def normed_pair(x_ptr, x_tma, w_ptr, w_tma, scale_a, scale_b, scale_ptr, pinned_
                 else:
                     wide *= (1.0 + tl.load(scale_ptr + k, mask=k < K, other=0.0))[None, :]
             x = wide.to(x.dtype)
-        acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
-        acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
+        acc_a = multiply(x, wa, acc_a, WEIGHTS_FIRST)
+        acc_b = multiply(x, wb, acc_b, WEIGHTS_FIRST)
     if TILES > 0:
         squares = tl.sum(parts, 0)
     rstd = tl.rsqrt(squares / K + eps)[:, None]
-    return acc_a * scale_a * rstd, acc_b * scale_b * rstd
+    return by_row(acc_a, WEIGHTS_FIRST) * scale_a * rstd, by_row(acc_b, WEIGHTS_FIRST) * scale_b * rstd
 
 
 @triton.jit
@@ -112,7 +144,7 @@ def _qkv_rope_pipelined(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, squares_p
                         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
                         BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
                         AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
-                        PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                        PINNED: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     IN_HALF: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
     row0 = tl.program_id(0) * BLOCK_M
     head, i0 = tl.program_id(1) // IN_HALF, (tl.program_id(1) % IN_HALF) * BLOCK_N
@@ -130,7 +162,7 @@ def _qkv_rope_pipelined(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, squares_p
     wait_for_previous(PDL)
     a, b = normed_pair(x_ptr, x_tma, w_ptr, w_tma, scale_a, scale_b, scale_ptr, pinned_ptr, squares_ptr, row0, rows,
                        rows, low + i0, low + HALF, high + i0, high + HALF, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, TMA,
-                       HAS_SCALE, TILES, BLOCK_T, PINNED)  # fmt: skip
+                       HAS_SCALE, TILES, BLOCK_T, PINNED, WEIGHTS_FIRST)  # fmt: skip
     store_heads(a, b, of_low, of_high, cos, sin, q_ptr, k_ptr, v_ptr, head, i0, row0, rows, HEADS, KV_HEADS, HALF,
                 BLOCK_M, BLOCK_N)  # fmt: skip
 
@@ -140,7 +172,7 @@ def _gate_up_pipelined(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, squares_pt
                        rows, eps, K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr,
                        HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, SILU: tl.constexpr,
-                       PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                       PINNED: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), HIDDEN - 1)
     if tl.program_id(0) == 0:
@@ -151,7 +183,7 @@ def _gate_up_pipelined(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, squares_pt
     wait_for_previous(PDL)
     g, u = normed_pair(x_ptr, x_tma, w_ptr, w_tma, scale_g, scale_u, scale_ptr, pinned_ptr, squares_ptr, row0, rows,
                        rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, TMA,
-                       HAS_SCALE, TILES, BLOCK_T, PINNED)  # fmt: skip
+                       HAS_SCALE, TILES, BLOCK_T, PINNED, WEIGHTS_FIRST)  # fmt: skip
     store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, SILU)
 
 
@@ -162,7 +194,7 @@ def _project_pipelined(a_ptr, a_tma, w_ptr, w_tma, wscale, bias_ptr, gate_ptr, p
                        BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
                        AHEAD: tl.constexpr, RESIDUAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
                        SKIP_FIRST: tl.constexpr, MOMENTS: tl.constexpr, NEXT_SCALE: tl.constexpr, PINNED: tl.constexpr,
-                       PDL: tl.constexpr):  # fmt: skip
+                       WEIGHTS_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row0, n0, split = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N, tl.program_id(2)
     row = tl.minimum(row0 + tl.arange(0, BLOCK_M), rows - 1)
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1)
@@ -174,11 +206,13 @@ def _project_pipelined(a_ptr, a_tma, w_ptr, w_tma, wscale, bias_ptr, gate_ptr, p
                               PINNED)  # fmt: skip
     wait_for_previous(PDL)
     before, keep = residual(x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL, SKIP_FIRST)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = no_sums(BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
     for k0 in range(0, SHARE, BLOCK_K):
         k = split * SHARE + k0
         a = row_tile(a_ptr, a_tma, row, row0, k, K, BLOCK_K, EVEN, TMA)
-        acc = tl.dot(a, weight_tile(w_ptr, w_tma, n, n0, k, K, BLOCK_K, EVEN, TMA).to(a.dtype), acc)
+        w = weight_tile(w_ptr, w_tma, n, n0, k, K, BLOCK_K, EVEN, TMA, WEIGHTS_FIRST)
+        acc = multiply(a, w, acc, WEIGHTS_FIRST)
+    acc = by_row(acc, WEIGHTS_FIRST)
     if SPLIT == 1:
         y = store_residual(acc * scale, bias, gate, before, keep, x_ptr, n0, row0, N, BLOCK_M, BLOCK_N)
         if MOMENTS:
@@ -245,7 +279,7 @@ def qkv_rope(
         _squares(x, moments), shift if shift is not None else x, pinned if pinned is not None else x, cos, sin, lengths,
         q, k, v, rows, tokens, eps, width, heads, k.shape[2], half, cut.rows, cut.columns, cut.block_k,
         width % cut.block_k == 0, cut.tma, ahead(weight, cut, pdl), scale is not None, *tiles_of(moments),
-        pinned is not None, pdl, **_launch(cut, pdl),
+        pinned is not None, cut.weights_first, pdl, **_launch(cut, pdl),
     )  # fmt: skip
 
 
@@ -260,7 +294,7 @@ def gate_up_geglu(
         *described(rows_of(x, moments), weight, cut), weight_scale, scale if scale is not None else x,
         _squares(x, moments), shift if shift is not None else x, pinned if pinned is not None else x, out, rows, eps,
         width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, cut.tma, ahead(weight, cut, pdl),
-        scale is not None, *tiles_of(moments), silu, pinned is not None, pdl, **_launch(cut, pdl),
+        scale is not None, *tiles_of(moments), silu, pinned is not None, cut.weights_first, pdl, **_launch(cut, pdl),
     )  # fmt: skip
 
 
@@ -280,6 +314,6 @@ def project(
         *_room(a, moments), rows, tokens, n, k, cut.rows, cut.columns, cut.block_k, cut.split,
         k % (cut.block_k * cut.split) == 0, cut.tma, ahead(weight, cut, pdl), residual, gate is not None,
         bias is not None, skip_first, moments is not None,
-        moments is not None and moments.scaled is not None and next_scale is not None, pinned is not None, pdl,
-        **_launch(cut, pdl),
+        moments is not None and moments.scaled is not None and next_scale is not None, pinned is not None,
+        cut.weights_first, pdl, **_launch(cut, pdl),
     )  # fmt: skip
