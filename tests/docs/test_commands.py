@@ -63,6 +63,7 @@ LOOKED_UP: dict[str, str] = {
     "python -m eval.measure ": f"{MINUTES}; tests/eval/test_measure.py runs jobs of its own and parses these",
     "python -m eval.pictures": "it writes into this repository; tests/eval/test_evidence_tables.py draws them",
     "python -m eval.libero.demo.states ": f"{MINUTES}; tests/eval/test_demo.py samples a few",
+    "python -m eval.libero.demo.observations ": f"{MINUTES}; tests/eval/test_demo.py records of a toy's tasks",
 }
 """Beginnings of commands that are not run, and why."""
 

@@ -7,12 +7,14 @@ import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from eval.libero.demo import assets, collect, publish, states, train
+from eval.libero.demo import assets, collect, observations, publish, states, train
 from eval.libero.demo.average import Averaged
 from eval.libero.demo.crew import Crew, Store, tasks_of
 from eval.libero.demo.objective import Trainee, augment, initialise
@@ -22,6 +24,7 @@ from tests.support.tiny_smolvla import tiny_config, tiny_model
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.measure.recording import load_observations
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi05_demo
@@ -325,6 +328,48 @@ def test_publishing_refuses_a_run_that_lacks_weights(started: dict[str, Path], t
     assert not list(output.iterdir()), "nothing may be written"
     with pytest.raises(CheckpointError, match="expected a checkpoint in it, found none"):
         publish.main(publish.Arguments(tmp_path, tmp_path, output))
+
+
+def test_observations_are_recorded_suite_by_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of toy tasks, whose state counts its steps."""
+    begun: list[tuple[str, int]] = []
+
+    class Env:
+        success = False
+
+        def __init__(self, task: Any, render: bool) -> None:
+            self.task, self.steps = task, 0
+
+        def reset_to(self, state: np.ndarray) -> None:
+            begun.append((self.task.instruction, int(state[0])))
+            self.steps, self.success = int(state[0]), False
+
+        def step(self, action: np.ndarray, look: bool) -> None:
+            self.steps += 1
+            self.success = self.steps % 100 == 3
+
+        def observation(self) -> dict[str, Any]:
+            return {"observation/state": np.full(8, self.steps), "observation/image": np.zeros((2, 2, 3), np.uint8)}
+
+        def close(self) -> None: ...
+
+    def suite(name: str) -> Any:
+        tasks = [SimpleNamespace(id=i, instruction=f"{name} {i}") for i in range(2)]
+        for i in range(2):
+            (tmp_path / name).mkdir(exist_ok=True)
+            np.savez(tmp_path / name / f"task_{i:02d}.npz", states=np.array([[100.0], [200.0]]))
+        return SimpleNamespace(tasks=tasks)
+
+    monkeypatch.setattr("eval.libero.simulator.LiberoEnv", Env)
+    monkeypatch.setattr("eval.libero.expert.Expert", lambda: SimpleNamespace(act=lambda env: [2.0] * 7))
+    monkeypatch.setattr("eval.libero.suites.load_suite", suite)
+    output = tmp_path / "observations.npz"
+    observations.run(observations.Arguments(tmp_path, output, ("near", "far"), per_task=3, every=2, first=1))
+    # An episode has two observations before it is won: the third is another one's first.
+    assert begun == [(f"{name} {i}", n) for name in ("near", "far") for i in range(2) for n in (200, 100)]
+    found = load_observations(output)
+    assert [o["prompt"] for o in found] == [f"{name} {i}" for name in ("near", "far") for i in range(2) for _ in "abc"]
+    assert [o["observation/state"][0] for o in found[:3]] == [200, 202, 100]
 
 
 def test_states_near_shipped_ones_are_refused_and_replaced(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Record what the expert sees on training start states: for calibrating FP8 and for agreement reports.
 
-    python -m eval.libero.demo.observations --states runs/demo/states --output runs/demo/observations.npz
+    python -m eval.libero.demo.observations --states runs/demo/held_out --output runs/demo/observations.npz
 
 The shipped evaluation states never enter.
 """
