@@ -103,10 +103,13 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
         gpus = {"triton": here, "portable": None if here is None else here.portable}
         if here is not None:
             ways["portable"] = ways["triton"]
-            if why_not_streamed(model.to_compute_dtype(torch.bfloat16), "bf16", case.batch) is None:
-                packed, tables = weights_in("bf16", streamed=True)
+            model = model.to_compute_dtype(torch.bfloat16)
+            for precision, way in (("bf16", "streamed"), ("int8", "streamed int8")):
+                if why_not_streamed(model, precision, case.batch) is not None:
+                    continue
+                packed, tables = weights_in(precision, streamed=True)
                 mix_bias = None if packed.mix is None else packed.mix_bias
-                ways["streamed"] = functools.partial(
+                ways[way] = functools.partial(
                     StreamedLoop, here, sizes_of(case.config), packed.packed, tables, packed.w_out, packed.b_out,
                     mix_bias, *sizes,
                 )  # fmt: skip

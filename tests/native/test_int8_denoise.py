@@ -155,11 +155,12 @@ def test_the_ledger_and_the_memory_say_so(name: str, folders: dict[str, Path]) -
     assert read[0] - read[1] == 3 * sum(t.numel() for t in stored), "the floor of three steps"
 
 
-def test_hoppers_loop_takes_bf16_alone(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hoppers_loop_takes_int8_where_it_takes_bf16(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = policy_of(folders["pi05"], "auto").model
     monkeypatch.setattr(Gpu, "of", lambda _: H200)
-    for precision in ("int8", "fp8"):
-        assert expert.why_not_streamed(model, precision, 1) == "it takes BF16 weights"
+    of_int8, of_bf16 = (expert.why_not_streamed(model, precision, 1) for precision in ("int8", "bf16"))
+    assert of_int8 == of_bf16
+    assert expert.why_not_streamed(model, "fp8", 1) == "it takes BF16 or INT8 weights"
 
 
 def test_gpus_without_fp8_have_it() -> None:

@@ -27,15 +27,16 @@ from vla_accel.ops.cuda.denoise.schedule import (
     KEYS,
     MAX_CLUSTER,
     RANKS,
-    STAGE_BYTES,
     THREADS,
     WARPS,
     Attend,
     Schedule,
     held_tiles,
     shared_by,
+    stage_bytes,
 )
 from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.linear import Linear
 
 SOURCE = runtime.source_of({}, *(f"denoise/{n}" for n in ("core", "products", "phases", "attention", "attend", "step")))
 CODE = re.sub(r"//.*", "", SOURCE)
@@ -45,20 +46,21 @@ CODE = re.sub(r"//.*", "", SOURCE)
 # A slow model of the kernels' addressing: it walks the packed bytes as the kernels do and says which row n and which
 # columns k of the weight (N, K) they take them for.
 
-Read = tuple[int, int, int]  # byte offset of 512 bytes, first of eight rows n, first of 32 columns k
+Read = tuple[int, int, int]  # byte offset of 256 weights, first of eight rows n, first of 32 columns k
 
 
-def normed_pairs(at: int, units: int, width: int, columns: Any) -> Iterator[Read]:
-    """`normed_pairs`: a unit is two tiles of eight rows, whole K. `columns(unit, tile)`: the tile's first row."""
+def normed_pairs(at: int, units: int, width: int, columns: Any, size: int) -> Iterator[Read]:
+    """`normed_pairs`: a unit is two tiles of eight rows, whole K. `columns(unit, tile)`: the tile's first row; `size`:
+    bytes of a weight."""
     for unit in range(units):
         for tile in range(2):
             for kb in range(width // 32):
-                yield at + unit * 32 * width + tile * 16 * width + kb * 512, columns(unit, tile), kb * 32
+                yield at + (unit * 16 * width + tile * 8 * width + kb * 256) * size, columns(unit, tile), kb * 32
 
 
-def split_product(at: int, n: int, k: int, tiles: int) -> Iterator[Read]:
+def split_product(at: int, n: int, k: int, tiles: int, size: int) -> Iterator[Read]:
     """`split_product`: a cluster of `parts` blocks, each with a part of K, for `parts` tiles of rows; `tiles` of 16
-    activations' rows."""
+    activations' rows; `size`: bytes of a weight."""
     packed = split_of(n, k)
     parts = shared_by(n, k, packed, tiles)
     part, ratio = k // parts, parts // packed
@@ -69,32 +71,42 @@ def split_product(at: int, n: int, k: int, tiles: int) -> Iterator[Read]:
         for i in range(chunks):
             for tile in range(first, first + parts):
                 whole = (tile // packed * packed + rank // ratio) * chunks + i
-                offset = at + whole * packed * ratio * 16 * chunk + (tile % packed * ratio + rank % ratio) * 16 * chunk
+                offset = whole * packed * ratio * 8 * chunk + (tile % packed * ratio + rank % ratio) * 8 * chunk
                 for kb in range(chunk // 32):
-                    yield offset + kb * 512, tile * 8, rank * part + i * chunk + kb * 32
+                    yield at + (offset + kb * 256) * size, tile * 8, rank * part + i * chunk + kb * 32
 
 
-def random_bits(n: int, k: int, seed: int) -> Tensor:
+def random_bits(n: int, k: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Random bits: eight weights in a row are like no other eight."""
     bits = torch.randint(-(2**15), 2**15, (n, k), generator=torch.Generator().manual_seed(seed), dtype=torch.int16)
-    return bits.view(torch.bfloat16)
+    return bits.to(dtype) if dtype == torch.int8 else bits.view(dtype)
+
+
+def product_of(n: int, k: int, seed: int, dtype: torch.dtype) -> Linear:
+    scale = torch.rand(n, generator=torch.Generator().manual_seed(seed)) if dtype == torch.int8 else None
+    return Linear(random_bits(n, k, seed, dtype), weight_scale=scale)
 
 
 def check_reads(packed: Packed, weight: Tensor, reads: Iterator[Read], taken: Tensor) -> None:
+    """`taken`: how often each byte of the packed weights is read."""
     offsets, rows, columns = (torch.tensor(part)[:, None, None, None] for part in zip(*reads, strict=True))
-    # ldmatrix and wgmma alike: a pair of lane 4 g + t from each of four matrices of 8 x 16 bytes. What activations it
-    # meets: `load_rows` has lane t hold columns 8 t … 8 t + 7.
+    size, bits = weight.element_size(), torch.int8 if weight.dtype == torch.int8 else torch.int16
+    # ldmatrix and wgmma alike: a pair of lane 4 g + t from each of four matrices of 8 x 16 bytes; each lane's eight of
+    # weights of one byte. What activations it meets: `load_rows` has lane t hold columns 8 t … 8 t + 7.
     matrix, lane, pair = torch.arange(4)[:, None, None], torch.arange(32)[:, None], torch.arange(2)
-    places = offsets // 2 + matrix * 64 + lane * 2 + pair
+    places = offsets // size + (matrix * 64 + lane * 2 + pair if size == 2 else lane * 8 + matrix * 2 + pair)
     rows = (rows + (lane >> 2)).expand_as(places)
     columns = (columns + (lane & 3) * 8 + matrix * 2 + pair).expand_as(places)
-    assert torch.equal(packed.data.view(torch.int16)[places], weight.view(torch.int16)[rows, columns])
-    taken.index_add_(0, places.flatten(), torch.ones(places.numel(), dtype=taken.dtype))
+    data = packed.data[: packed.data.numel() // size * size].view(bits)
+    assert torch.equal(data[places], weight.view(bits)[rows, columns])
+    for byte in range(size):
+        taken.index_add_(0, (places * size + byte).flatten(), torch.ones(places.numel(), dtype=taken.dtype))
     seen = torch.zeros(weight.shape, dtype=torch.int32)
     seen.index_put_((rows, columns), torch.ones(1, dtype=torch.int32), True)
     assert torch.equal(seen, torch.ones_like(seen))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(
     ("width", "mlp", "heads", "kv_heads", "head_dim", "mix"),
     [
@@ -108,22 +120,36 @@ def check_reads(packed: Packed, weight: Tensor, reads: Iterator[Read], taken: Te
 )
 @pytest.mark.parametrize("tiles", [1, 4])  # of rows: many rows have more blocks share K
 def test_the_kernels_find_every_weight_once(
-    width: int, mlp: int, heads: int, kv_heads: int, head_dim: int, mix: bool, tiles: int
+    width: int, mlp: int, heads: int, kv_heads: int, head_dim: int, mix: bool, tiles: int, dtype: torch.dtype
 ) -> None:
+    if dtype == torch.int8 and tiles > 2:
+        pytest.skip("of one byte are the weights of few rows")
+    size = dtype.itemsize
     attended, columns, half = heads * head_dim, (heads + 2 * kv_heads) * head_dim, head_dim // 2
     layers = [
-        (random_bits(columns, width, 1 + i), random_bits(width, attended, 2 + i), random_bits(2 * mlp, width, 3 + i),
-         random_bits(width, mlp, 4 + i))
+        (product_of(columns, width, 1 + i, dtype), product_of(width, attended, 2 + i, dtype),
+         product_of(2 * mlp, width, 3 + i, dtype), product_of(width, mlp, 4 + i, dtype))
         for i in (0, 1000)
     ]  # fmt: skip
     time_mlp = random_bits(width, width, 99) if mix else None
     packed = Packed.of(layers, time_mlp, head_dim, len(layers))
-    for (qkv, _, gate_up, _), (first, second) in zip(layers, packed.normed_products(), strict=True):
-        assert torch.equal(first.view(torch.int16), qkv.view(torch.int16))
-        assert torch.equal(second.view(torch.int16), gate_up.view(torch.int16))
-    taken = torch.zeros(packed.data.numel() // 2, dtype=torch.int32)
+    for index, (mine, copies) in enumerate(zip(layers, packed.normed_products(), strict=True)):
+        for product, copy in zip((mine[0], mine[2]), copies, strict=True):
+            assert torch.equal(copy.weight.view(torch.uint8), product.weight.view(torch.uint8))
+            assert (copy.weight_scale is None) == (product.weight_scale is None) == (dtype == torch.bfloat16)
+            if product.weight_scale is not None and copy.weight_scale is not None:
+                assert torch.equal(copy.weight_scale, product.weight_scale)
+        if packed.scales is not None:
+            # As the kernels look a column's scale up: q/k/v, o, gate and up, down.
+            first = [0, columns, columns + width, columns + width + 2 * mlp]
+            for at, product in zip(first, mine, strict=True):
+                scale = product.weight_scale
+                assert scale is not None and torch.equal(packed.scales[index, at : at + len(scale)], scale)
+            assert packed.scales.shape[1] == columns + 2 * width + 2 * mlp
+    assert packed.weight_bytes == size
+    taken = torch.zeros(packed.data.numel(), dtype=torch.int32)
     if time_mlp is not None:
-        check_reads(packed, time_mlp, split_product(0, width, width, tiles), taken)
+        check_reads(packed, time_mlp, split_product(0, width, width, tiles, 2), taken)
 
     def of_head(unit: int, tile: int) -> int:
         # As `qkv` reads it: unit % (D / 16) eights of a half head; the second tile is the half's partner.
@@ -131,11 +157,11 @@ def test_the_kernels_find_every_weight_once(
 
     for index, (qkv, o, gate_up, last) in enumerate(layers):
         at = packed.layer_at + index * packed.layer_bytes
-        check_reads(packed, qkv, normed_pairs(at, columns // 16, width, of_head), taken)
-        check_reads(packed, o, split_product(at + packed.o_at, width, attended, tiles), taken)
-        pairs = normed_pairs(at + packed.gate_up_at, mlp // 8, width, lambda unit, tile: unit * 8 + tile * mlp)
-        check_reads(packed, gate_up, pairs, taken)
-        check_reads(packed, last, split_product(at + packed.down_at, width, mlp, tiles), taken)
+        check_reads(packed, qkv.weight, normed_pairs(at, columns // 16, width, of_head, size), taken)
+        check_reads(packed, o.weight, split_product(at + packed.o_at, width, attended, tiles, size), taken)
+        pairs = normed_pairs(at + packed.gate_up_at, mlp // 8, width, lambda unit, tile: unit * 8 + tile * mlp, size)
+        check_reads(packed, gate_up.weight, pairs, taken)
+        check_reads(packed, last.weight, split_product(at + packed.down_at, width, mlp, tiles, size), taken)
     assert torch.equal(taken, torch.ones_like(taken))
 
 
@@ -152,6 +178,29 @@ def test_pack_puts_pairs_in_order() -> None:
     for unit, block, matrix, row in ((0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 0, 4), (0, 1, 3, 0), (1, 1, 2, 7)):
         first = unit * 512 + row * 64 + block * 32 + matrix * 2
         assert values[unit, block, matrix, row].tolist() == [first + t * 8 + i for t in range(4) for i in (0, 1)]
+
+
+def test_bytes_are_widened_exactly() -> None:
+    """The kernels' instructions on every byte, with the constants of the source: each lies in the mantissa of 128."""
+    (spread,) = set(re.findall(r'"r"\((0x\w+)\)', CODE[CODE.index("widened_pair") :][:400]))
+    second, first = re.findall(r'"n"\(FIRST \? (0x\w+) : (0x\w+)\)', CODE)[0]
+    low, sign = re.findall(r"spread & (0x\w+)", CODE)
+
+    def permuted(a: int, b: int, selector: int) -> int:
+        """prmt.b32."""
+        given = a.to_bytes(4, "little") + b.to_bytes(4, "little")
+        return int.from_bytes(bytes(given[selector >> 4 * i & 7] for i in range(4)), "little")
+
+    def halves(word: int) -> Tensor:
+        return torch.tensor([word & 0xFFFF, word >> 16], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+    for byte in range(256):
+        four = (byte, 255 - byte, byte ^ 85, byte ^ 170)
+        word = int.from_bytes(bytes(four), "little")
+        for selector, pair in ((first, four[:2]), (second, four[2:])):
+            wide = permuted(word, int(spread, 16), int(selector, 16))
+            got = halves(wide & int(low, 16)) - halves(wide & int(sign, 16))
+            assert got.tolist() == [one - 256 if one > 127 else one for one in pair]
 
 
 def test_pair_tiles_keeps_partners_together() -> None:
@@ -193,9 +242,12 @@ SMALL = LOOPS["demo"].config
         ({"expert": {"head_dim": 320}}, "tiles"),
         ({"expert": {"heads": 33}}, "tiles"),
         ({"action_dim": 65}, "tiles"),
-        ({"action_horizon": 65}, "1 x 65 suffix rows are more than 64"),
+        ({"action_horizon": 65}, "1 x 65 suffix rows are more than 64 with BF16 weights"),
         ({"action_horizon": 64}, ""),
-        ({"kind": "pi0", "action_horizon": 64, "discrete_state_input": False}, "1 x 65 suffix rows are more than 64"),
+        (
+            {"kind": "pi0", "action_horizon": 64, "discrete_state_input": False},
+            "1 x 65 suffix rows are more than 64 with BF16 weights",
+        ),
     ],
 )
 def test_what_does_not_fit_says_why(change: dict[str, Any], why: str) -> None:
@@ -210,20 +262,22 @@ def test_what_does_not_fit_says_why(change: dict[str, Any], why: str) -> None:
     assert (found is None) == (why == "") and why in (found or "")
 
 
-def test_batch_dtype_and_device_decide_too() -> None:
+def test_batch_weights_and_device_decide_too() -> None:
     sizes = sizes_of(SMALL)
-    assert why_not(None, sizes, 1, torch.bfloat16, False) == "there is no GPU"
-    assert why_not(H200, sizes, 6, torch.bfloat16, False) is None
-    assert why_not(H200, sizes, 7, torch.bfloat16, False) == "7 x 10 suffix rows are more than 64"
-    for dtype, narrow in ((torch.float32, False), (torch.bfloat16, True)):
-        assert why_not(H200, sizes, 1, dtype, narrow) == "it takes BF16 weights"
+    assert why_not(None, sizes, 1, "bf16") == "there is no GPU"
+    for precision, most in (("bf16", 6), ("int8", 3)):
+        assert why_not(H200, sizes, most, precision) is None
+        limit = f"{most + 1} x 10 suffix rows are more than {64 if most == 6 else 32} with {precision.upper()} weights"
+        assert why_not(H200, sizes, most + 1, precision) == limit
+    for precision in ("fp32", "fp16", "fp8"):
+        assert why_not(H200, sizes, 1, precision) == "it takes BF16 or INT8 weights"
 
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_gpu_that_is_no_hopper_says_so(name: str) -> None:
     """The portable loop runs there, and the ledger gives this reason."""
     for gpu in (GPUS[name], GPUS[name].portable):
-        found = why_not(gpu, sizes_of(SMALL), 1, torch.bfloat16, False)
+        found = why_not(gpu, sizes_of(SMALL), 1, "bf16")
         expected = f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
         assert found == (None if gpu.capability == (9, 0) else expected)
 
@@ -270,7 +324,7 @@ def test_the_device_has_the_last_word(
     """What arithmetic allows and the device does not hold is planned again."""
     monkeypatch.setattr(streamed_support, "ROOM", room)
     monkeypatch.setattr(runtime, "load_module", RecordedModule)
-    schedule, module = launch.planned(H200, FULL, 1, 544, torch.device("cpu"))
+    schedule, module = launch.planned(H200, FULL, 1, 544, 2, torch.device("cpu"))
     assert isinstance(module, RecordedModule)
     assert kernels <= module.shared.keys() and schedule.source == module.source
     assert schedule.clusters.get("attention") == cluster
@@ -311,7 +365,7 @@ def test_structures_are_the_source_s(struct: str, mirror: type[ctypes.Structure]
 
 
 def test_the_source_s_structures_were_read() -> None:
-    assert len(fields_of("Model")) == 21 and len(fields_of("Call")) == len(launch._Call._fields_)
+    assert len(fields_of("Model")) == 22 and len(fields_of("Call")) == len(launch._Call._fields_)
     assert fields_of("Model")[:2] == [("pointer", "weights"), ("u64", "layer_at")]
     assert fields_of("Call")[-3:] == [("int", "s"), ("int", "sp"), ("int", "steps")]
 
@@ -324,7 +378,7 @@ def parameters_of(kernel: str) -> list[type]:
     return [launch._Model, launch._Call, *rest]
 
 
-SECOND = ("full pi0", "full pi0 three rows of tiles")
+SECOND = ("full pi0", "full pi0 three rows of tiles", "full int8", "full pi0 int8")
 """Of full size, too, and as long in building."""
 
 
@@ -418,33 +472,39 @@ def test_shared_memory_holds_what_the_kernels_put_there(
     sizes, expert = module.defines, case.config.expert
     tiles, units, held = sizes["MT"], sizes["GATE_UP_UNITS"], held_tiles(sizes["M"])
     pairs = 2 if tiles == 2 else 4
-    squares = 16 * (WARPS * held + tiles) * 4
+    squares, size = 16 * (WARPS * held + tiles) * 4, sizes["WEIGHT_BYTES"]
+    stage = stage_bytes(size)
+    assert sizes["STAGE_BYTES"] == stage
     for kernel, count in (("qkv", 1), ("gate_up", units)):
         if kernel not in module.shared:
             continue
-        assert 32 * expert.width <= STAGE_BYTES
-        assert module.shared[kernel] >= count * (STAGE_BYTES + 8) + squares
+        assert 16 * size * expert.width <= stage
+        assert module.shared[kernel] >= count * (stage + 8) + squares
         # The sums take the place of the weights of `together` units, the last of which may be fewer.
         together = min(count, pairs)
         for done in range(0, count, together):
-            room = module.shared[kernel] - squares - 8 * count - done * STAGE_BYTES
+            room = module.shared[kernel] - squares - 8 * count - done * stage
             assert WARPS * together * 2 * held * 4 * 32 * 4 <= max(room, 0), (kernel, done)
     for kernel, k in (("output", expert.heads * expert.head_dim), ("mix", expert.width), ("down", expert.mlp_dim)):
         if kernel not in module.shared:
             continue
         split = sizes[f"{kernel.upper()}_SPLIT"]
         part = k // split
-        room = max(part * split * 16, WARPS * split * held * 4 * 128)
+        of_weight = 2 if kernel == "mix" else size
+        room = max(part * split * 8 * of_weight, WARPS * split * held * 4 * 128)
         assert module.shared[kernel] >= room + split * tiles * 128 * 4 + 8 * -(-part // 1024)
         # Barriers are words of eight bytes, and follow the parts.
         assert (room + split * tiles * 128 * 4) % 8 == 0
     assert all(size <= 227 * 1024 for size in module.shared.values())
 
 
-@pytest.mark.parametrize(("name", "prefix_tokens"), [("full", 544), ("full", 32), ("full pi0", 800), ("full pi0", 17)])
+@pytest.mark.parametrize(
+    ("name", "prefix_tokens"),
+    [("full", 544), ("full", 32), ("full pi0", 800), ("full pi0", 17), ("full int8", 544), ("full pi0 int8", 300)],
+)
 def test_attend_deals_out_every_key_once(name: str, prefix_tokens: int) -> None:
-    config = LOOPS[name].config
-    attend = Attend.of(sizes_of(config), 1, prefix_tokens, H200)
+    config, weight_bytes = LOOPS[name].config, 1 if LOOPS[name].precision == "int8" else 2
+    attend, stage = Attend.of(sizes_of(config), 1, prefix_tokens, H200, weight_bytes), stage_bytes(weight_bytes)
     assert isinstance(attend, Attend)
     tokens, rows, d = config.suffix_tokens, -(-config.suffix_tokens // 16) * 16, config.expert.head_dim
     keys = attend.prefix_keys + attend.suffix_keys
@@ -467,11 +527,11 @@ def test_attend_deals_out_every_key_once(name: str, prefix_tokens: int) -> None:
     assert torch.equal(taken, torch.ones_like(taken))
     # The areas one after the other: weights and what their sums need, keys, values, q, statistics, own q, a barrier.
     units, sixteen = d // 16 // RANKS, -(-keys // 16) * 16
-    areas = -(-(units * (STAGE_BYTES + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows)) // 16) * 16
+    areas = -(-(units * (stage + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows)) // 16) * 16
     areas += 2 * (d + 8) * (keys + sixteen + rows) + 4 * rows * (2 * WARPS + 2 * RANKS) + 2 * rows * d // RANKS
     assert attend.shared == areas + 8
     # The parts take the place of the weights, the probabilities that of q.
-    assert 4 * rows * d <= units * STAGE_BYTES and 2 * rows * (sixteen + 8) <= 2 * rows * (d + 8)
+    assert 4 * rows * d <= units * stage and 2 * rows * (sixteen + 8) <= 2 * rows * (d + 8)
 
 
 def test_attend_declines_what_it_cannot_hold() -> None:

@@ -25,7 +25,7 @@ from vla_accel.engines.native import why_not
 from vla_accel.errors import CheckpointError, EngineError
 from vla_accel.fp8 import E4M3, FORMATS, INT8, no_scales
 from vla_accel.measure.parity import LIMITS, compare, reference_of
-from vla_accel.measure.random_policy import random_observations
+from vla_accel.measure.random_policy import calibrate_on_noise, random_observations
 from vla_accel.ops.cuda.gemm import planned
 from vla_accel.ops.linear import has_own_gemm, linear, make_linear, pair
 
@@ -212,8 +212,11 @@ def test_the_shipped_configuration() -> None:
     "config", [INT8_EXPERT, INT8_PREFIX, INT8_VISION], ids=["expert's weights", "prefix", "prefix and vision"]
 )
 def test_the_demo_agrees_in_integers(config: PolicyConfig) -> None:
-    """The reference ops on the CPU compute what the kernels do; the bundled scales are the ones of FP8."""
-    policy = OptimizedPolicy.from_pretrained("demo", replace(config, num_steps=3, strict=True))
+    """The reference ops on the CPU compute what the kernels do. The scales are of random observations, which these are:
+    the bundled ones are of camera frames, whose ranges noise does not keep to."""
+    checkpoint = load("demo", dtype=torch.float32)
+    scales = calibrate_on_noise(checkpoint.family, checkpoint.model, checkpoint.processor)
+    policy = OptimizedPolicy(replace(checkpoint, calibrated=scales), replace(config, num_steps=3, strict=True))
     reference = reference_of(policy.config, load("demo", policy.config, dtype=torch.float32, whole=False))
     report = compare(policy, reference, random_observations(policy, 3), name="int8")
     assert report.passed and report.actions.cosine >= LIMITS["int8"].cosine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -43,6 +43,7 @@ class LoopCase:
     batch: int = 1
     prefix_tokens: int = 100
     steps: int = 3
+    precision: str = "bf16"
 
 
 # Sizes that take other paths: one to four tiles of rows, one to four units a block, one to four parts of K, products
@@ -58,6 +59,10 @@ LOOPS = {
     "wide": LoopCase(streamable("pi05", width=64, mlp=2048, heads=64, horizon=17), prefix_tokens=31),
     "narrow": LoopCase(streamable("pi05", width=32, mlp=96, heads=1, horizon=1, action_dim=7), prefix_tokens=1),
 }
+# Of INT8 weights, for up to two tiles of rows.
+LOOPS |= {f"{name} int8": replace(LOOPS[name], precision="int8") for name in ("demo", "full", "wide", "narrow")}
+LOOPS["grouped int8"] = replace(LOOPS["grouped"], precision="int8")
+LOOPS["full pi0 int8"] = LoopCase(streamable("pi0", **FULL, horizon=21), prefix_tokens=64, precision="int8")
 
 
 ROOM: dict[int, int] = {}
@@ -96,7 +101,7 @@ def recorded_loop(
     monkeypatch.setattr(runtime, "load_module", RecordedModule)
     model = random_model(case.config)
     with torch.inference_mode():
-        weights = ExpertWeights.of(model.to_compute_dtype(torch.bfloat16), "bf16", streamed=True)
+        weights = ExpertWeights.of(model.to_compute_dtype(torch.bfloat16), case.precision, streamed=True)
         assert weights.packed is not None
         tables = step_tables(model, weights.normed_products(), case.steps)
         loop = StreamedLoop(
@@ -109,4 +114,4 @@ def recorded_loop(
 
 def reason(case: LoopCase) -> str | None:
     """Why a case cannot run on an H200."""
-    return why_not(H200, sizes_of(case.config), case.batch, torch.bfloat16, False)
+    return why_not(H200, sizes_of(case.config), case.batch, case.precision)

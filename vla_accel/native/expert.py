@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.fp8 import FORMATS
 from vla_accel.models.gemma import GemmaLayer
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.native.constants import step_tables
@@ -64,7 +63,7 @@ class ExpertWeights:
         if self.packed is None:
             yield from ((layer.qkv, layer.gate_up) for layer in self.layers)
         else:
-            yield from ((Linear(qkv), Linear(gate_up)) for qkv, gate_up in self.packed.normed_products())
+            yield from self.packed.normed_products()
 
     @property
     def mix_bias(self) -> Tensor:
@@ -108,8 +107,8 @@ class ExpertWeights:
         every = (made(index) for index in range(depth))
         packed, layers = None, ()
         if streamed:
-            weights = ((w.qkv.weight, w.o.weight, w.gate_up.weight, w.down.weight) for w in every)
-            packed = Packed.of(weights, None if mix is None else mix.weight, head_dim, depth)
+            products = ((w.qkv, w.o, w.gate_up, w.down) for w in every)
+            packed = Packed.of(products, None if mix is None else mix.weight, head_dim, depth)
         else:
             layers = tuple(every)
         return cls(layers, packed, w_out, b_out, state, mix, dtype, precision, head_dim)
@@ -127,7 +126,7 @@ def sizes_of(config: Pi0Config) -> Sizes:
 def why_not_streamed(model: Pi0, precision: str, batch: int) -> str | None:
     """Why the streamed kernels cannot run a model where its weights are; None where they can."""
     gpu = Gpu.of(model.device)
-    return why_not(gpu, sizes_of(model.config), batch, compute_dtype(precision), precision in FORMATS)
+    return why_not(gpu, sizes_of(model.config), batch, precision)
 
 
 def steps_of(

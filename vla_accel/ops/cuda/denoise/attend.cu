@@ -33,6 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   const u64 at = (u64)step * L + layer;
   constexpr int VT = D / 64;  // A warp has so many tiles of eight value columns.
   static_assert(D % 128 == 0 && WARPS == RANKS, "a warp's columns of the result belong to one block");
+  static_assert(Room<Q_UNITS>::BYTES == Q_UNITS * STAGE_BYTES, "sums fit in the place of the weights");
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const bool in_front = blockIdx.x < KV_UNITS;
   const int rank = blockIdx.x % RANKS, head = in_front ? 0 : (blockIdx.x - KV_UNITS) / RANKS, kv = head / GROUP;
@@ -76,15 +77,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   normed_pairs<Q_UNITS>(
       shared_memory, c, m.weights + m.layer_at + layer * m.layer_bytes, m.in_scale + at * W, units, eps,
       [&](int unit, int row, int column) {
-        const int i = (unit % (D / 16)) * 8 + column, place = (c.lengths[0] + row) * (D / 2) + i;
-        const float* shift = m.in_shift + at * QKV + unit / (D / 16) * D + i;
-        return make_float4(ADAPTIVE ? __ldg(shift) : 0.f, ADAPTIVE ? __ldg(shift + D / 2) : 0.f, __ldg(m.cos + place),
-                           __ldg(m.sin + place));
+        return rotated_of(m, at, layer, unit / (D / 16), unit % (D / 16) * 8 + column, c.lengths[0] + row);
       },
-      [&](int unit, int row, int column, float a, float b, const float4& held) {
+      [&](int unit, int row, int column, float a, float b, const Rotated& held) {
         const int owner = unit / (D / 16), i = (unit % (D / 16)) * 8 + column;
-        a += held.x;
-        b += held.y;
+        a = a * held.scale_a + held.shift_a;
+        b = b * held.scale_b + held.shift_b;
         u16* out = own_q + (row * Q_UNITS + unit % Q_UNITS) * 16 + column;
         int apart = 8;
         if (in_front) {
@@ -92,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
           apart = D / 2;
         }
         if (owner < H + KV) {
-          const float turned = a * held.z - b * held.w;
-          b = b * held.z + a * held.w;
+          const float turned = a * held.cos - b * held.sin;
+          b = b * held.cos + a * held.sin;
           a = turned;
         }
         out[0] = round_bf16(a);

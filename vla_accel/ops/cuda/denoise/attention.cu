@@ -9,19 +9,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   normed_pairs<1>(
       shared_memory, c, m.weights + m.layer_at + layer * m.layer_bytes, m.in_scale + at * W, Units::dealt(QKV / 16), eps,
       [&](int unit, int row, int column) {
-        const int head = unit / (D / 16), i = (unit % (D / 16)) * 8 + column;
-        const int place = (c.lengths[row / T] + row % T) * (D / 2) + i;
-        const float* shift = m.in_shift + at * QKV + head * D + i;
-        return make_float4(ADAPTIVE ? __ldg(shift) : 0.f, ADAPTIVE ? __ldg(shift + D / 2) : 0.f, __ldg(m.cos + place),
-                           __ldg(m.sin + place));
+        return rotated_of(m, at, layer, unit / (D / 16), unit % (D / 16) * 8 + column, c.lengths[row / T] + row % T);
       },
-      [&](int unit, int row, int column, float a, float b, const float4& held) {
+      [&](int unit, int row, int column, float a, float b, const Rotated& held) {
         const int head = unit / (D / 16), i = (unit % (D / 16)) * 8 + column;
-        a += held.x;
-        b += held.y;
+        a = a * held.scale_a + held.shift_a;
+        b = b * held.scale_b + held.shift_b;
         if (head < H + KV) {
-          const float turned = a * held.z - b * held.w;
-          b = b * held.z + a * held.w;
+          const float turned = a * held.cos - b * held.sin;
+          b = b * held.cos + a * held.sin;
           a = turned;
         }
         u16* out = c.q + ((u64)row * H + head) * D + i;

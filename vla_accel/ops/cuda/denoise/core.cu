@@ -11,9 +11,10 @@
 // MLP, H query heads, KV key heads, D head size, L layers, A action size, GATE_UP_UNITS a block, CLUSTER blocks that
 // share an attention tile, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that share K of a product, whose weights are
 // packed for DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those that share a row between steps,
-// KEY_ROUNDS tiles of keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state). WARPS of a block,
-// STAGE_BYTES of a unit's weights, KEYS of a tile, RANKS (blocks of `attend` that share a head) and CHUNK (columns of
-// K) are constants of Python's.
+// KEY_ROUNDS tiles of keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state), WEIGHT_BYTES of a
+// layer's weight: 2 (BF16), or 1 (INT8, with a scale for each output column), STAGE_BYTES of a unit's weights. WARPS of
+// a block, KEYS of a tile, RANKS (blocks of `attend` that share a head) and CHUNK (columns of K) are constants of
+// Python's.
 //
 // Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
 // its cache cost a phase of 4 us more than a loop does.
@@ -23,6 +24,7 @@
 #define TILE_BYTES (STAGE_BYTES / 2)
 #define GROUP (H / KV)
 #define QKV ((H + 2 * KV) * D)
+#define SCALES (QKV + 2 * W + 2 * MLP)
 
 struct Model {
   const unsigned char* weights;  // π0's time MLP, then the layers, layer_bytes apart, packed
@@ -30,6 +32,7 @@ struct Model {
   const float *in_scale, *in_shift, *in_gate, *post_scale, *post_shift, *post_gate;  // (steps, L, ...)
   const float *final_scale, *final_shift, *b_in;                                     // (steps, W)
   const float *w_in, *w_out, *b_out, *mix_bias, *cos, *sin;
+  const float* scales;  // (L, SCALES) of the columns of q/k/v, o, gate and up, down, with WEIGHT_BYTES 1
 };
 
 struct Call {
@@ -66,6 +69,11 @@ __device__ __forceinline__ u64 place_of(int row, int column, int width) {
   return ((row / 16 * (width / 32) + column / 32) * 2 + row / 8 % 2) * 256 + (row % 8 * 4 + column / 8 % 4) * 8 + column % 8;
 }
 
+// This is a column's scale, from `first` on of a layer's.
+__device__ __forceinline__ float scale_of(const Model& m, int layer, int first, int column) {
+  return WEIGHT_BYTES == 1 ? __ldg(m.scales + (u64)layer * SCALES + first + column) : 1.f;
+}
+
 __device__ __forceinline__ u16 round_bf16(float x) {
   u16 v;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(x));
@@ -100,8 +108,6 @@ struct Stages {
   unsigned char* memory;
   u32 barriers;
   int next = 0;
-  __device__ __forceinline__ Stages(unsigned char* shared, int count)
-      : Stages(shared, smem_of(shared + count * STAGE_BYTES), count) {}
   __device__ __forceinline__ Stages(unsigned char* shared, u32 at, int count)
       : memory(shared), barriers(at) {
     if (threadIdx.x == 0) {

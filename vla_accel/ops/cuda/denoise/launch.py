@@ -1,13 +1,14 @@
 """The denoise loop in CUDA C++: deals out the work, holds the buffers, launches the phases.
 
-For Hopper, BF16 weights and up to 64 suffix rows; `why_not` says why not otherwise. Each phase is a kernel that fetches
-its weights while its predecessors still run.
+For Hopper, up to 64 suffix rows with BF16 weights and 32 with INT8; `why_not` says why not otherwise. Each phase is a
+kernel that fetches its weights while its predecessors still run.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,20 +24,21 @@ from vla_accel.ops.gpu import PORTABLE_CLUSTER, Gpu
 from vla_accel.ops.rows import rope_tables
 
 ARCHITECTURE = "sm_90a"
-MAX_ROWS = 64
+MOST_ROWS = {"bf16": 64, "int8": 32}
+"""Suffix rows by the layers' weights."""
 
 
-def why_not(gpu: Gpu | None, sizes: Sizes, batch: int, dtype: torch.dtype, one_byte: bool) -> str | None:
-    """Why the kernels cannot run this on a GPU; None where they can. `one_byte`: of FP8 or INT8 weights."""
+def why_not(gpu: Gpu | None, sizes: Sizes, batch: int, precision: str) -> str | None:
+    """Why the kernels cannot run this on a GPU; None where they can. `precision`: of the layers' weights."""
     attended = sizes.heads * sizes.head_dim
     if gpu is None:
         return "there is no GPU"
     if gpu.architecture != ARCHITECTURE:
         return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
-    if dtype != torch.bfloat16 or one_byte:
-        return "it takes BF16 weights"
-    if batch * sizes.tokens > MAX_ROWS:
-        return f"{batch} x {sizes.tokens} suffix rows are more than {MAX_ROWS}"
+    if precision not in MOST_ROWS:
+        return "it takes BF16 or INT8 weights"
+    if batch * sizes.tokens > (most := MOST_ROWS[precision]):
+        return f"{batch} x {sizes.tokens} suffix rows are more than {most} with {precision.upper()} weights"
     odd = (sizes.width % 32, attended % 32, sizes.mlp_dim % 32, sizes.head_dim % 64)
     whole = all(splits_well(sizes.width, k) for k in (attended, sizes.mlp_dim, sizes.width))
     if any(odd) or not whole or sizes.width > 1024 or sizes.head_dim > 256 or sizes.action_dim > 64:
@@ -45,24 +47,27 @@ def why_not(gpu: Gpu | None, sizes: Sizes, batch: int, dtype: torch.dtype, one_b
 
 
 def planned(
-    gpu: Gpu, sizes: Sizes, batch: int, prefix_tokens: int, device: torch.device
+    gpu: Gpu, sizes: Sizes, batch: int, prefix_tokens: int, weight_bytes: int, device: torch.device
 ) -> tuple[Schedule, runtime.Module]:
     """The schedule and its kernels, loaded; planned again where the device itself does not hold its clusters."""
+
+    def plan(**limits: Any) -> Schedule:
+        return Schedule.of(sizes, batch, prefix_tokens, gpu, weight_bytes, **limits)
 
     def load(schedule: Schedule) -> runtime.Module:
         return runtime.load_module(schedule.source, schedule.shared, ARCHITECTURE, device)
 
-    schedule = Schedule.of(sizes, batch, prefix_tokens, gpu)
+    schedule = plan()
     module = load(schedule)
     apart, largest = schedule.apart, schedule.clusters.get("attention", 0)
     if schedule.attend is not None:
         needed, room = schedule.attend.blocks // RANKS, module.clusters_at_once("attend", THREADS, RANKS)
         if room < needed:
             apart = f"its {needed} clusters of {RANKS} blocks must run at once, the device holds {room}"
-            schedule = Schedule.of(sizes, batch, prefix_tokens, gpu, apart=apart)
+            schedule = plan(apart=apart)
             module, largest = load(schedule), schedule.clusters["attention"]
     if largest > PORTABLE_CLUSTER and not module.clusters_at_once("attention", THREADS, largest):
-        schedule = Schedule.of(sizes, batch, prefix_tokens, gpu, apart=apart, largest_cluster=PORTABLE_CLUSTER)
+        schedule = plan(apart=apart, largest_cluster=PORTABLE_CLUSTER)
         module = load(schedule)
     return schedule, module
 
@@ -76,7 +81,7 @@ class _Model(ctypes.Structure):
         *((name, _U64) for name in ("layer_at", "layer_bytes", "o_at", "gate_up_at", "down_at")),
         *((name, _P) for name in ("in_scale", "in_shift", "in_gate", "post_scale", "post_shift", "post_gate")),
         *((name, _P) for name in ("final_scale", "final_shift", "b_in")),
-        *((name, _P) for name in ("w_in", "w_out", "b_out", "mix_bias", "cos", "sin")),
+        *((name, _P) for name in ("w_in", "w_out", "b_out", "mix_bias", "cos", "sin", "scales")),
     ]
 
 
@@ -107,7 +112,7 @@ class StreamedLoop:
         rows = batch * tokens
         self.adaptive = sizes.adaptive
         self.depth, self.steps, self.prefix_tokens = sizes.depth, tables.steps, prefix_tokens
-        schedule, self.module = planned(gpu, sizes, batch, prefix_tokens, device)
+        schedule, self.module = planned(gpu, sizes, batch, prefix_tokens, packed.weight_bytes, device)
         self.schedule = schedule
 
         def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -132,7 +137,7 @@ class StreamedLoop:
             "in_gate": tables.input_gate, "post_scale": tables.post_scale, "post_shift": tables.post_shift,
             "post_gate": tables.post_gate, "final_scale": tables.final_scale, "final_shift": tables.final_shift,
             "b_in": tables.b_in, "w_in": tables.w_in, "w_out": w_out, "b_out": b_out.contiguous(),
-            "mix_bias": mix_bias, "cos": cos, "sin": sin,
+            "mix_bias": mix_bias, "cos": cos, "sin": sin, "scales": packed.scales,
         }  # fmt: skip
         offsets = {n: getattr(packed, n) for n in ("layer_at", "layer_bytes", "o_at", "gate_up_at", "down_at")}
         self._model = _Model(**{n: _address(n, t) for n, t in self._constants.items()}, **offsets)

@@ -7,7 +7,33 @@
 //
 // Weights lie in tiles of eight columns, a tile in blocks of 32 of K: four matrices of 8 x 16 bytes, of which the first
 // has each lane's first pair and so on. ldmatrix reads them for few rows, wgmma for many, where four warps would
-// otherwise fetch the same weights, and mma.sync would be slower.
+// otherwise fetch the same weights, and mma.sync would be slower. Weights of one byte are for few rows alone: a block of
+// 32 has each lane's eight, which are widened in registers.
+
+static_assert(WEIGHT_BYTES == 2 || MT <= 2, "wgmma reads weights from shared memory, in BF16");
+
+// Two of four signed bytes, from `first` (0 or 2) on, as BF16, exactly: of a byte b the low seven bits in the mantissa of
+// 128 are 128 + b mod 128, and its sign there is 128, or 256 where b is negative.
+template <int FIRST>
+__device__ __forceinline__ u32 widened_pair(u32 bytes) {
+  u32 spread, pair;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(spread) : "r"(bytes), "r"(0x43434343), "n"(FIRST ? 0x4342 : 0x4140));
+  const u32 low = spread & 0xff7fff7f, sign = spread & 0xff80ff80;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(low), "r"(sign));
+  return pair;
+}
+// A lane's weights of a block of 32, which begins at `block` in shared memory.
+template <int BYTES>
+__device__ __forceinline__ uint4 weights_of(u32 block, int lane) {
+  if (BYTES == 2) {
+    u32 w[4];
+    ldmatrix_x4(w, block + lane * 16);
+    return make_uint4(w[0], w[1], w[2], w[3]);
+  }
+  u32 low, high;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(low), "=r"(high) : "r"(block + lane * 8));
+  return make_uint4(widened_pair<0>(low), widened_pair<2>(low), widened_pair<0>(high), widened_pair<2>(high));
+}
 
 // So many pairs of output tiles share one reduction as keep their sums in registers.
 #define PAIRS (MT == 2 ? 2 : 4)
@@ -55,8 +81,8 @@ __device__ __forceinline__ uint4 scaled(const uint4& v, const float4& s, const f
 }
 
 // This multiplies rows in registers with COUNT rounds of a chunk, from round `first` on: TILES tiles of columns,
-// `pitch` bytes apart.
-template <int KCHUNK, int TILES, int COUNT>
+// `pitch` bytes apart, of weights of so many BYTES.
+template <int BYTES, int KCHUNK, int TILES, int COUNT>
 __device__ __forceinline__ void multiply(u32 data, u32 pitch, float (&acc)[TILES][HELD_TILES][4], const uint4 (&a)[COUNT][HELD_TILES][2],
                                          int first, int warp, int lane) {
 #if MT > 2
@@ -78,11 +104,9 @@ __device__ __forceinline__ void multiply(u32 data, u32 pitch, float (&acc)[TILES
 #else
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
-        u32 w[4];
-        ldmatrix_x4(w, data + tile * pitch + kb * 512 + lane * 16);
+        const uint4 w = weights_of<BYTES>(data + tile * pitch + kb * (256 * BYTES), lane);
 #pragma unroll
-        for (int mt = 0; mt < HELD_TILES; ++mt)
-          mma32(acc[tile][mt], a[i][mt][0], a[i][mt][1], make_uint4(w[0], w[1], w[2], w[3]));
+        for (int mt = 0; mt < HELD_TILES; ++mt) mma32(acc[tile][mt], a[i][mt][0], a[i][mt][1], w);
       }
 #endif
     }
@@ -145,21 +169,40 @@ struct Units {
   }
 };
 
+// The constants of an element of q/k/v and of the one that it is rotated with, half a head further.
+struct Rotated {
+  float scale_a, shift_a, scale_b, shift_b, cos, sin;
+};
+__device__ __forceinline__ Rotated rotated_of(const Model& m, u64 at, int layer, int head, int i, int place) {
+  const float* shift = m.in_shift + at * QKV + head * D + i;
+  return {scale_of(m, layer, 0, head * D + i), ADAPTIVE ? __ldg(shift) : 0.f,
+          scale_of(m, layer, 0, head * D + i + D / 2), ADAPTIVE ? __ldg(shift + D / 2) : 0.f,
+          __ldg(m.cos + place * (D / 2) + i), __ldg(m.sin + place * (D / 2) + i)};
+}
+
+// The weights of COUNT units, and after each reduction, from unit `done` on, its sums in their place; the last of them
+// may need more.
+template <int COUNT>
+struct Room {
+  static constexpr int TOGETHER = COUNT < PAIRS ? COUNT : PAIRS, N = TOGETHER * 2 * HELD_TILES * 4;
+  static constexpr int LAST = (COUNT - 1) / TOGETHER * TOGETHER * STAGE_BYTES + WARPS * N * 128;
+  static constexpr int BYTES = LAST > COUNT * STAGE_BYTES ? LAST : COUNT * STAGE_BYTES;
+};
+
 // rstd ∘ ((x ∘ (1 + scale)) Wᵀ) of pairs of tiles. `emit(unit, row, column, first, second, held)` gets both tiles'
 // elements; `hold(unit, row, column)` fetches, before the wait, the constants that emit needs.
 template <int COUNT, class Hold, class Emit>
 __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& c, const unsigned char* weights,
                                              const float* scale, const Units& units, float eps, Hold hold, Emit emit) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, mine = units.count;
-  constexpr int TOGETHER = COUNT < PAIRS ? COUNT : PAIRS;
-  Stages stages(shared, COUNT);  // A block has at most COUNT units.
-  float* squares_at = (float*)(shared + COUNT * (STAGE_BYTES + 8));
+  constexpr int TOGETHER = Room<COUNT>::TOGETHER, N = Room<COUNT>::N, EACH = (TOGETHER * MT * 128 + THREADS - 1) / THREADS;
+  Stages stages(shared, smem_of(shared + Room<COUNT>::BYTES), COUNT);  // A block has at most COUNT units.
+  float* squares_at = (float*)(shared + Room<COUNT>::BYTES + COUNT * 8);
   float* rstd_at = squares_at + WARPS * 16 * HELD_TILES;
   if (threadIdx.x == 0)
     for (int i = 0; i < mine; ++i)
-      stages.fetch(i, weights + (u64)units.at(i) * (32 * W), 32 * W);
+      stages.fetch(i, weights + (u64)units.at(i) * (16 * WEIGHT_BYTES * W), 16 * WEIGHT_BYTES * W);
   griddepcontrol_launch_dependents();
-  constexpr int N = TOGETHER * 2 * HELD_TILES * 4, EACH = (TOGETHER * MT * 128 + THREADS - 1) / THREADS;
   uint4 a[ROUNDS(W)][HELD_TILES][2];
   float4 factor[ROUNDS(W)][2];
 #pragma unroll
@@ -224,11 +267,11 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
 #if MT > 2
     // One wgmma takes all tiles; nobody takes the sums of a unit that is not there.
     for (int j = 0; j < TOGETHER && done + j < mine; ++j) stages.take();
-    multiply<W, 2 * TOGETHER, ROUNDS(W)>(smem_of(sums), TILE_BYTES, (float(&)[2 * TOGETHER][HELD_TILES][4])acc, a, 0, warp, lane);
+    multiply<WEIGHT_BYTES, W, 2 * TOGETHER, ROUNDS(W)>(smem_of(sums), TILE_BYTES, (float(&)[2 * TOGETHER][HELD_TILES][4])acc, a, 0, warp, lane);
 #else
 #pragma unroll
     for (int j = 0; j < TOGETHER; ++j)
-      if (done + j < mine) multiply<W, 2, ROUNDS(W)>(stages.take(), TILE_BYTES, acc[j], a, 0, warp, lane);
+      if (done + j < mine) multiply<WEIGHT_BYTES, W, 2, ROUNDS(W)>(stages.take(), TILE_BYTES, acc[j], a, 0, warp, lane);
 #endif
     __syncthreads();
     put_sums<N>(sums, (float*)acc, warp, lane);
@@ -254,24 +297,24 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
 // A cluster of PARTS blocks shares PARTS tiles of columns: each block takes a part of K, which spares the others its
 // activations, and finishes one tile. Weights are packed for PACKED parts of K, which many rows divide further: by
 // PACKED tiles, then part of K, then tile. `emit(row, column, sum, held, present)`: `hold(column)` fetches a constant
-// before the wait, `late(row, column)` fetches, after it, what others wrote.
-template <int K, int PARTS, int PACKED, class Hold, class Late, class Emit>
+// before the wait, `late(row, column)` fetches, after it, what others wrote. BYTES: of a weight.
+template <int BYTES, int K, int PARTS, int PACKED, class Hold, class Late, class Emit>
 __device__ __forceinline__ void split_product(const u16* rows, const unsigned char* weights, Hold hold, Late late,
                                               Emit emit) {
   constexpr int PART = K / PARTS, IN_CHUNK = PART > CHUNK ? CHUNK : PART, CHUNKS = PART / IN_CHUNK, N = PARTS * HELD_TILES * 4;
   constexpr int RATIO = PARTS / PACKED;
   static_assert(PARTS % PACKED == 0 && (RATIO == 1 || CHUNKS == 1), "a part of K lies in one packed chunk");
-  constexpr u32 TILE = 16 * IN_CHUNK, BYTES = PARTS * TILE;
-  constexpr u32 LEAST = WARPS * N * 128, ROOM = CHUNKS * BYTES > LEAST ? CHUNKS * BYTES : LEAST;
+  constexpr u32 TILE = 8 * BYTES * IN_CHUNK, CHUNK_BYTES = PARTS * TILE;
+  constexpr u32 LEAST = WARPS * N * 128, ROOM = CHUNKS * CHUNK_BYTES > LEAST ? CHUNKS * CHUNK_BYTES : LEAST;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x % PARTS, first = blockIdx.x / PARTS * PARTS;
   float* parts = (float*)(shared_memory + ROOM);  // (PARTS, MT, 128): every block's part of this tile
   Stages stages(shared_memory, smem_of(parts + PARTS * MT * 128), CHUNKS);
   if (threadIdx.x == 0)
     for (int i = 0; i < CHUNKS; ++i) {
-      stages.expect(i, BYTES);
+      stages.expect(i, CHUNK_BYTES);
       for (int tile = 0; tile < PARTS; ++tile) {
         const int packed = (first + tile) / PACKED * PACKED + rank / RATIO, in_chunk = (first + tile) % PACKED * RATIO + rank % RATIO;
-        stages.copy(i, i * BYTES + tile * TILE, weights + (u64)(packed * CHUNKS + i) * (PACKED * RATIO * TILE) + in_chunk * TILE, TILE);
+        stages.copy(i, i * CHUNK_BYTES + tile * TILE, weights + (u64)(packed * CHUNKS + i) * (PACKED * RATIO * TILE) + in_chunk * TILE, TILE);
       }
     }
   griddepcontrol_launch_dependents();
@@ -300,7 +343,7 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
         if (WHOLE(round + i, IN_CHUNK) || kb < IN_CHUNK / 32) load_rows(a[i], rows, (rank * PART + chunk * IN_CHUNK) / 32 + kb, K, warp, lane);
       }
       if (round == 0) mbarrier_wait(stages.barriers + chunk * 8, 0);
-      multiply<IN_CHUNK, PARTS, AT_ONCE>(smem_of(shared_memory) + chunk * BYTES, TILE, acc, a, round, warp, lane);
+      multiply<BYTES, IN_CHUNK, PARTS, AT_ONCE>(smem_of(shared_memory) + chunk * CHUNK_BYTES, TILE, acc, a, round, warp, lane);
     }
   }
   __syncthreads();

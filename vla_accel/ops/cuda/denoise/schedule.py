@@ -12,18 +12,31 @@ from vla_accel.ops.cuda.runtime import source_of
 from vla_accel.ops.cuda.wgmma import wgmma
 from vla_accel.ops.gpu import PORTABLE_CLUSTER, Gpu
 
-STAGE_BYTES, WARPS, KEYS = 32_768, 8, 64
+WARPS, KEYS = 8, 64
 THREADS = WARPS * 32
 MAX_CLUSTER = 16
 RANKS = 8
 """Blocks of `attend` that share a head."""
-CONSTANTS = {"WARPS": WARPS, "STAGE_BYTES": STAGE_BYTES, "KEYS": KEYS, "RANKS": RANKS, "CHUNK": CHUNK}
+CONSTANTS = {"WARPS": WARPS, "KEYS": KEYS, "RANKS": RANKS, "CHUNK": CHUNK}
+
+
+def stage_bytes(weight_bytes: int) -> int:
+    """Of a unit's weights: two tiles of eight columns of at most 1024."""
+    return 2 * 8 * 1024 * weight_bytes
 
 
 def held_tiles(rows: int) -> int:
     """Tiles of 16 rows that a warp holds: all of up to two; of more, four warps take one each."""
     tiles = -(-rows // 16)
     return tiles if tiles <= 2 else 1
+
+
+def normed_room(units: int, tiles: int, weight_bytes: int) -> int:
+    """Bytes of a block's weights in a product behind a norm, and of the sums that take their place (`Room` of
+    products.cu)."""
+    together, stage = min(units, 2 if tiles == 2 else 4), stage_bytes(weight_bytes)
+    sums = WARPS * together * 2 * held_tiles(16 * tiles) * 512
+    return max(units * stage, (units - 1) // together * together * stage + sums)
 
 
 def shared_by(width: int, k: int, packed: int, tiles: int) -> int:
@@ -46,7 +59,7 @@ class Attend:
     rounds: int
 
     @classmethod
-    def of(cls, sizes: Sizes, batch: int, prefix_tokens: int, gpu: Gpu) -> Attend | str:
+    def of(cls, sizes: Sizes, batch: int, prefix_tokens: int, gpu: Gpu, weight_bytes: int = 2) -> Attend | str:
         """How, or why not: several sequences, other heads, more keys than shared memory holds, a GPU that does not hold
         all its blocks at once, which wait for each other."""
         d, in_front = sizes.head_dim, 2 * sizes.kv_heads * sizes.head_dim // 16
@@ -57,7 +70,7 @@ class Attend:
         prefix_keys, suffix_keys = (round_up(-(-n // RANKS), 8) for n in (prefix_tokens, sizes.tokens))
         keys = prefix_keys + suffix_keys
         rows, pitch, units = round_up(sizes.tokens, 16), 2 * (d + 8), d // 16 // RANKS
-        shared = round_up(units * (STAGE_BYTES + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows), 16)
+        shared = round_up(units * (stage_bytes(weight_bytes) + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows), 16)
         shared += (keys + round_up(keys, 16) + rows) * pitch
         shared += 4 * rows * (2 * WARPS + 2 * RANKS) + 2 * rows * d // RANKS + 8
         probabilities = 2 * rows * (round_up(keys, 16) + 8)
@@ -92,7 +105,7 @@ class Schedule:
 
     @classmethod
     def of(
-        cls, sizes: Sizes, batch: int, prefix_tokens: int, gpu: Gpu, *, apart: str | None = None,
+        cls, sizes: Sizes, batch: int, prefix_tokens: int, gpu: Gpu, weight_bytes: int = 2, *, apart: str | None = None,
         largest_cluster: int = MAX_CLUSTER,
     ) -> Schedule:  # fmt: skip
         """For `batch` sequences after `prefix_tokens` each, on a GPU that `why_not` accepts with these sizes.
@@ -118,9 +131,10 @@ class Schedule:
         # A block for every tile of keys where the clusters all fit on the chip at once.
         beyond = PORTABLE_CLUSTER < splits <= largest_cluster and tiled < gpu.clusters_at_once(splits)
         cluster = splits if beyond else PORTABLE_CLUSTER
-        found = Attend.of(sizes, batch, prefix_tokens, gpu) if apart is None else apart
+        found = Attend.of(sizes, batch, prefix_tokens, gpu, weight_bytes) if apart is None else apart
         attend, apart = (None, found) if isinstance(found, str) else (found, None)
         macros = CONSTANTS | {
+            "WEIGHT_BYTES": weight_bytes, "STAGE_BYTES": stage_bytes(weight_bytes),
             "MT": tiles, "M": rows, "BATCH": batch, "T": tokens, "HZ": sizes.horizon, "W": sizes.width,
             "MLP": sizes.mlp_dim, "H": sizes.heads, "KV": sizes.kv_heads, "D": sizes.head_dim, "L": sizes.depth,
             "A": sizes.action_dim, "GATE_UP_UNITS": units, "CLUSTER": cluster, "DOWN_SPLIT": down,
@@ -130,9 +144,9 @@ class Schedule:
         }  # fmt: skip
         squares = 4 * 16 * (WARPS * held + tiles)
 
-        def split(k: int, parts: int) -> int:
+        def split(k: int, parts: int, of_weight: int = weight_bytes) -> int:
             part = k // parts
-            weights, sums = part * parts * 16, WARPS * parts * held * 512
+            weights, sums = part * parts * 8 * of_weight, WARPS * parts * held * 512
             return max(weights, sums) + 4 * parts * tiles * 128 + 8 * -(-part // CHUNK)
 
         blocks = {
@@ -143,19 +157,19 @@ class Schedule:
         }
         clusters = {"output": output, "down": down, "between": step_blocks}
         shared = {
-            "gate_up": units * (STAGE_BYTES + 8) + squares,
+            "gate_up": normed_room(units, tiles, weight_bytes) + 8 * units + squares,
             "output": split(attended, output),
             "down": split(sizes.mlp_dim, down),
             "between": 0,
         }
         if not adaptive:
-            blocks["mix"], clusters["mix"], shared["mix"] = sizes.width // 8, mix, split(sizes.width, mix)
+            blocks["mix"], clusters["mix"], shared["mix"] = sizes.width // 8, mix, split(sizes.width, mix, 2)
         if attend is not None:
             blocks["attend"], clusters["attend"], shared["attend"] = attend.blocks, RANKS, attend.shared
         else:
             blocks["qkv"], shared["qkv"] = (
                 (attended + 2 * sizes.kv_heads * sizes.head_dim) // 16,
-                STAGE_BYTES + 8 + squares,
+                normed_room(1, tiles, weight_bytes) + 8 + squares,
             )
             blocks["attention"], clusters["attention"], shared["attention"] = tiled * cluster, cluster, 0
         return cls(macros, blocks, clusters, shared, attend, apart)
