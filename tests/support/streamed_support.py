@@ -59,10 +59,10 @@ LOOPS = {
     "wide": LoopCase(streamable("pi05", width=64, mlp=2048, heads=64, horizon=17), prefix_tokens=31),
     "narrow": LoopCase(streamable("pi05", width=32, mlp=96, heads=1, horizon=1, action_dim=7), prefix_tokens=1),
 }
-# Of INT8 weights, for up to two tiles of rows.
-LOOPS |= {f"{name} int8": replace(LOOPS[name], precision="int8") for name in ("demo", "full", "wide", "narrow")}
-LOOPS["grouped int8"] = replace(LOOPS["grouped"], precision="int8")
-LOOPS["full pi0 int8"] = LoopCase(streamable("pi0", **FULL, horizon=21), prefix_tokens=64, precision="int8")
+LOOPS |= {
+    f"{name} int8": replace(LOOPS[name], precision="int8")
+    for name in ("demo", "full", "full pi0", "grouped", "wide", "narrow")
+}
 
 
 ROOM: dict[int, int] = {}

@@ -12,9 +12,9 @@
 // share an attention tile, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that share K of a product, whose weights are
 // packed for DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those that share a row between steps,
 // KEY_ROUNDS tiles of keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state), WEIGHT_BYTES of a
-// layer's weight: 2 (BF16), or 1 (INT8, with a scale for each output column), STAGE_BYTES of a unit's weights. WARPS of
-// a block, KEYS of a tile, RANKS (blocks of `attend` that share a head) and CHUNK (columns of K) are constants of
-// Python's.
+// layer's weight: 2 (BF16), or 1 (INT8, with a scale for each output column), STAGE_BYTES of a unit's weights in BF16,
+// which all are once they are multiplied. WARPS of a block, KEYS of a tile, RANKS (blocks of `attend` that share a head)
+// and CHUNK (columns of K) are constants of Python's.
 //
 // Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
 // its cache cost a phase of 4 us more than a loop does.
@@ -122,11 +122,12 @@ struct Stages {
   __device__ __forceinline__ void copy(int stage, u32 to, const unsigned char* from, u32 bytes) {
     bulk_load(smem_of(memory + to), from, bytes, barriers + stage * 8);
   }
-  // This fetches a unit, two tiles of columns, each into its half of the stage.
+  // This fetches a unit, two tiles of columns, each into its half of the stage: of one byte to the end of what it fills
+  // in BF16 (`widen`).
   __device__ __forceinline__ void fetch(int stage, const unsigned char* from, u32 bytes) {
     expect(stage, bytes);
     for (int tile = 0; tile < 2; ++tile)
-      copy(stage, stage * STAGE_BYTES + tile * TILE_BYTES, from + tile * (bytes / 2), bytes / 2);
+      copy(stage, stage * STAGE_BYTES + tile * TILE_BYTES + (2 - WEIGHT_BYTES) * (bytes / 2), from + tile * (bytes / 2), bytes / 2);
   }
   // This waits for the next chunk and returns its address.
   __device__ __forceinline__ u32 take() {

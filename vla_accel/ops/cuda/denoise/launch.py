@@ -1,7 +1,7 @@
 """The denoise loop in CUDA C++: deals out the work, holds the buffers, launches the phases.
 
-For Hopper, up to 64 suffix rows with BF16 weights and 32 with INT8; `why_not` says why not otherwise. Each phase is a
-kernel that fetches its weights while its predecessors still run.
+For Hopper, up to 64 suffix rows, with weights in BF16 or INT8; `why_not` says why not otherwise. Each phase is a kernel
+that fetches its weights while its predecessors still run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from vla_accel.ops.gpu import PORTABLE_CLUSTER, Gpu
 from vla_accel.ops.rows import rope_tables
 
 ARCHITECTURE = "sm_90a"
-MOST_ROWS = {"bf16": 64, "int8": 32}
-"""Suffix rows by the layers' weights."""
+MOST_ROWS = 64
+"""Suffix rows."""
 
 
 def why_not(gpu: Gpu | None, sizes: Sizes, batch: int, precision: str) -> str | None:
@@ -35,10 +35,10 @@ def why_not(gpu: Gpu | None, sizes: Sizes, batch: int, precision: str) -> str | 
         return "there is no GPU"
     if gpu.architecture != ARCHITECTURE:
         return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
-    if precision not in MOST_ROWS:
+    if precision not in ("bf16", "int8"):
         return "it takes BF16 or INT8 weights"
-    if batch * sizes.tokens > (most := MOST_ROWS[precision]):
-        return f"{batch} x {sizes.tokens} suffix rows are more than {most} with {precision.upper()} weights"
+    if batch * sizes.tokens > MOST_ROWS:
+        return f"{batch} x {sizes.tokens} suffix rows are more than {MOST_ROWS}"
     odd = (sizes.width % 32, attended % 32, sizes.mlp_dim % 32, sizes.head_dim % 64)
     whole = all(splits_well(sizes.width, k) for k in (attended, sizes.mlp_dim, sizes.width))
     if any(odd) or not whole or sizes.width > 1024 or sizes.head_dim > 256 or sizes.action_dim > 64:

@@ -7,10 +7,9 @@
 //
 // Weights lie in tiles of eight columns, a tile in blocks of 32 of K: four matrices of 8 x 16 bytes, of which the first
 // has each lane's first pair and so on. ldmatrix reads them for few rows, wgmma for many, where four warps would
-// otherwise fetch the same weights, and mma.sync would be slower. Weights of one byte are for few rows alone: a block of
-// 32 has each lane's eight, which are widened in registers.
-
-static_assert(WEIGHT_BYTES == 2 || MT <= 2, "wgmma reads weights from shared memory, in BF16");
+// otherwise fetch the same weights, and mma.sync would be slower. Weights of one byte arrive as each lane's eight of a
+// block of 32, and become such matrices while the block waits for its predecessor: behind the wait they would cost a
+// layer 2 us more than they save.
 
 // Two of four signed bytes, from `first` (0 or 2) on, as BF16, exactly: of a byte b the low seven bits in the mantissa of
 // 128 are 128 + b mod 128, and its sign there is 128, or 256 where b is negative.
@@ -22,17 +21,31 @@ __device__ __forceinline__ u32 widened_pair(u32 bytes) {
   asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(low), "r"(sign));
   return pair;
 }
-// A lane's weights of a block of 32, which begins at `block` in shared memory.
-template <int BYTES>
-__device__ __forceinline__ uint4 weights_of(u32 block, int lane) {
-  if (BYTES == 2) {
-    u32 w[4];
-    ldmatrix_x4(w, block + lane * 16);
-    return make_uint4(w[0], w[1], w[2], w[3]);
+// Tiles of K weights of one byte become BF16 in their place, of which they are the second half: every warp has read its
+// share of them before one writes. `at(tile)` is a tile's address; `count` of them, at most TILES, are there. All threads
+// call this; another __syncthreads must follow.
+template <int K, int TILES, class At>
+__device__ __forceinline__ void widen(int count, At at) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  constexpr int EACH = (TILES * (K / 32) + WARPS - 1) / WARPS;
+  u32 low[EACH], high[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int n = warp + WARPS * i, tile = n / (K / 32), kb = n % (K / 32);
+    if (tile < count)
+      asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(low[i]), "=r"(high[i]) : "r"(at(tile) + 8 * K + kb * 256 + lane * 8));
   }
-  u32 low, high;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(low), "=r"(high) : "r"(block + lane * 8));
-  return make_uint4(widened_pair<0>(low), widened_pair<2>(low), widened_pair<0>(high), widened_pair<2>(high));
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int n = warp + WARPS * i, tile = n / (K / 32), kb = n % (K / 32);
+    const u32 pairs[4] = {widened_pair<0>(low[i]), widened_pair<2>(low[i]), widened_pair<0>(high[i]), widened_pair<2>(high[i])};
+    if (tile < count)
+#pragma unroll
+      for (int matrix = 0; matrix < 4; ++matrix)
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at(tile) + kb * 512 + matrix * 128 + lane * 4), "r"(pairs[matrix]) : "memory");
+  }
+  fence_proxy_async();  // wgmma reads what is written here.
 }
 
 // So many pairs of output tiles share one reduction as keep their sums in registers.
@@ -81,8 +94,8 @@ __device__ __forceinline__ uint4 scaled(const uint4& v, const float4& s, const f
 }
 
 // This multiplies rows in registers with COUNT rounds of a chunk, from round `first` on: TILES tiles of columns,
-// `pitch` bytes apart, of weights of so many BYTES.
-template <int BYTES, int KCHUNK, int TILES, int COUNT>
+// `pitch` bytes apart.
+template <int KCHUNK, int TILES, int COUNT>
 __device__ __forceinline__ void multiply(u32 data, u32 pitch, float (&acc)[TILES][HELD_TILES][4], const uint4 (&a)[COUNT][HELD_TILES][2],
                                          int first, int warp, int lane) {
 #if MT > 2
@@ -104,9 +117,10 @@ __device__ __forceinline__ void multiply(u32 data, u32 pitch, float (&acc)[TILES
 #else
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
-        const uint4 w = weights_of<BYTES>(data + tile * pitch + kb * (256 * BYTES), lane);
+        u32 w[4];
+        ldmatrix_x4(w, data + tile * pitch + kb * 512 + lane * 16);
 #pragma unroll
-        for (int mt = 0; mt < HELD_TILES; ++mt) mma32(acc[tile][mt], a[i][mt][0], a[i][mt][1], w);
+        for (int mt = 0; mt < HELD_TILES; ++mt) mma32(acc[tile][mt], a[i][mt][0], a[i][mt][1], make_uint4(w[0], w[1], w[2], w[3]));
       }
 #endif
     }
@@ -223,6 +237,11 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
   };
   fetch_held(0);
   __syncthreads();
+  if (WEIGHT_BYTES == 1) {
+    for (int i = 0; i < mine; ++i) mbarrier_wait(stages.barriers + i * 8, 0);
+    widen<W, 2 * COUNT>(2 * mine, [&](int tile) { return smem_of(shared) + tile * TILE_BYTES; });
+    __syncthreads();
+  }
   griddepcontrol_wait();
   float squares[HELD_TILES][2];
 #pragma unroll
@@ -267,11 +286,11 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
 #if MT > 2
     // One wgmma takes all tiles; nobody takes the sums of a unit that is not there.
     for (int j = 0; j < TOGETHER && done + j < mine; ++j) stages.take();
-    multiply<WEIGHT_BYTES, W, 2 * TOGETHER, ROUNDS(W)>(smem_of(sums), TILE_BYTES, (float(&)[2 * TOGETHER][HELD_TILES][4])acc, a, 0, warp, lane);
+    multiply<W, 2 * TOGETHER, ROUNDS(W)>(smem_of(sums), TILE_BYTES, (float(&)[2 * TOGETHER][HELD_TILES][4])acc, a, 0, warp, lane);
 #else
 #pragma unroll
     for (int j = 0; j < TOGETHER; ++j)
-      if (done + j < mine) multiply<WEIGHT_BYTES, W, 2, ROUNDS(W)>(stages.take(), TILE_BYTES, acc[j], a, 0, warp, lane);
+      if (done + j < mine) multiply<W, 2, ROUNDS(W)>(stages.take(), TILE_BYTES, acc[j], a, 0, warp, lane);
 #endif
     __syncthreads();
     put_sums<N>(sums, (float*)acc, warp, lane);
@@ -304,17 +323,17 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   constexpr int PART = K / PARTS, IN_CHUNK = PART > CHUNK ? CHUNK : PART, CHUNKS = PART / IN_CHUNK, N = PARTS * HELD_TILES * 4;
   constexpr int RATIO = PARTS / PACKED;
   static_assert(PARTS % PACKED == 0 && (RATIO == 1 || CHUNKS == 1), "a part of K lies in one packed chunk");
-  constexpr u32 TILE = 8 * BYTES * IN_CHUNK, CHUNK_BYTES = PARTS * TILE;
+  constexpr u32 TILE = 16 * IN_CHUNK, CHUNK_BYTES = PARTS * TILE, FETCHED = 8 * BYTES * IN_CHUNK;
   constexpr u32 LEAST = WARPS * N * 128, ROOM = CHUNKS * CHUNK_BYTES > LEAST ? CHUNKS * CHUNK_BYTES : LEAST;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x % PARTS, first = blockIdx.x / PARTS * PARTS;
   float* parts = (float*)(shared_memory + ROOM);  // (PARTS, MT, 128): every block's part of this tile
   Stages stages(shared_memory, smem_of(parts + PARTS * MT * 128), CHUNKS);
   if (threadIdx.x == 0)
     for (int i = 0; i < CHUNKS; ++i) {
-      stages.expect(i, CHUNK_BYTES);
+      stages.expect(i, PARTS * FETCHED);
       for (int tile = 0; tile < PARTS; ++tile) {
         const int packed = (first + tile) / PACKED * PACKED + rank / RATIO, in_chunk = (first + tile) % PACKED * RATIO + rank % RATIO;
-        stages.copy(i, i * CHUNK_BYTES + tile * TILE, weights + (u64)(packed * CHUNKS + i) * (PACKED * RATIO * TILE) + in_chunk * TILE, TILE);
+        stages.copy(i, i * CHUNK_BYTES + (tile + 1) * TILE - FETCHED, weights + (u64)(packed * CHUNKS + i) * (PACKED * RATIO * FETCHED) + in_chunk * FETCHED, FETCHED);
       }
     }
   griddepcontrol_launch_dependents();
@@ -322,6 +341,12 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   const int column = (first + rank) * 8 + (threadIdx.x & 3) * 2 + ((threadIdx.x >> 5) & 1);
   const float held = hold(column);
   __syncthreads();
+  if (BYTES == 1) {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) mbarrier_wait(stages.barriers + i * 8, 0);
+    widen<IN_CHUNK, CHUNKS * PARTS>(CHUNKS * PARTS, [&](int tile) { return smem_of(shared_memory) + tile * TILE; });
+    __syncthreads();
+  }
   griddepcontrol_wait();
   constexpr int EACH = (MT * 128 + THREADS - 1) / THREADS;
   float present[EACH];
@@ -343,7 +368,7 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
         if (WHOLE(round + i, IN_CHUNK) || kb < IN_CHUNK / 32) load_rows(a[i], rows, (rank * PART + chunk * IN_CHUNK) / 32 + kb, K, warp, lane);
       }
       if (round == 0) mbarrier_wait(stages.barriers + chunk * 8, 0);
-      multiply<BYTES, IN_CHUNK, PARTS, AT_ONCE>(smem_of(shared_memory) + chunk * CHUNK_BYTES, TILE, acc, a, round, warp, lane);
+      multiply<IN_CHUNK, PARTS, AT_ONCE>(smem_of(shared_memory) + chunk * CHUNK_BYTES, TILE, acc, a, round, warp, lane);
     }
   }
   __syncthreads();

@@ -17,12 +17,9 @@ THREADS = WARPS * 32
 MAX_CLUSTER = 16
 RANKS = 8
 """Blocks of `attend` that share a head."""
-CONSTANTS = {"WARPS": WARPS, "KEYS": KEYS, "RANKS": RANKS, "CHUNK": CHUNK}
-
-
-def stage_bytes(weight_bytes: int) -> int:
-    """Of a unit's weights: two tiles of eight columns of at most 1024."""
-    return 2 * 8 * 1024 * weight_bytes
+STAGE_BYTES = 2 * 8 * 1024 * 2
+"""Of a unit's weights: two tiles of eight columns of at most 1024, in BF16."""
+CONSTANTS = {"WARPS": WARPS, "KEYS": KEYS, "RANKS": RANKS, "CHUNK": CHUNK, "STAGE_BYTES": STAGE_BYTES}
 
 
 def held_tiles(rows: int) -> int:
@@ -31,12 +28,12 @@ def held_tiles(rows: int) -> int:
     return tiles if tiles <= 2 else 1
 
 
-def normed_room(units: int, tiles: int, weight_bytes: int) -> int:
+def normed_room(units: int, tiles: int) -> int:
     """Bytes of a block's weights in a product behind a norm, and of the sums that take their place (`Room` of
     products.cu)."""
-    together, stage = min(units, 2 if tiles == 2 else 4), stage_bytes(weight_bytes)
+    together = min(units, 2 if tiles == 2 else 4)
     sums = WARPS * together * 2 * held_tiles(16 * tiles) * 512
-    return max(units * stage, (units - 1) // together * together * stage + sums)
+    return max(units * STAGE_BYTES, (units - 1) // together * together * STAGE_BYTES + sums)
 
 
 def shared_by(width: int, k: int, packed: int, tiles: int) -> int:
@@ -59,7 +56,7 @@ class Attend:
     rounds: int
 
     @classmethod
-    def of(cls, sizes: Sizes, batch: int, prefix_tokens: int, gpu: Gpu, weight_bytes: int = 2) -> Attend | str:
+    def of(cls, sizes: Sizes, batch: int, prefix_tokens: int, gpu: Gpu) -> Attend | str:
         """How, or why not: several sequences, other heads, more keys than shared memory holds, a GPU that does not hold
         all its blocks at once, which wait for each other."""
         d, in_front = sizes.head_dim, 2 * sizes.kv_heads * sizes.head_dim // 16
@@ -70,7 +67,7 @@ class Attend:
         prefix_keys, suffix_keys = (round_up(-(-n // RANKS), 8) for n in (prefix_tokens, sizes.tokens))
         keys = prefix_keys + suffix_keys
         rows, pitch, units = round_up(sizes.tokens, 16), 2 * (d + 8), d // 16 // RANKS
-        shared = round_up(units * (stage_bytes(weight_bytes) + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows), 16)
+        shared = round_up(units * (STAGE_BYTES + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows), 16)
         shared += (keys + round_up(keys, 16) + rows) * pitch
         shared += 4 * rows * (2 * WARPS + 2 * RANKS) + 2 * rows * d // RANKS + 8
         probabilities = 2 * rows * (round_up(keys, 16) + 8)
@@ -131,11 +128,11 @@ class Schedule:
         # A block for every tile of keys where the clusters all fit on the chip at once.
         beyond = PORTABLE_CLUSTER < splits <= largest_cluster and tiled < gpu.clusters_at_once(splits)
         cluster = splits if beyond else PORTABLE_CLUSTER
-        found = Attend.of(sizes, batch, prefix_tokens, gpu, weight_bytes) if apart is None else apart
+        found = Attend.of(sizes, batch, prefix_tokens, gpu) if apart is None else apart
         attend, apart = (None, found) if isinstance(found, str) else (found, None)
         macros = CONSTANTS | {
-            "WEIGHT_BYTES": weight_bytes, "STAGE_BYTES": stage_bytes(weight_bytes),
-            "MT": tiles, "M": rows, "BATCH": batch, "T": tokens, "HZ": sizes.horizon, "W": sizes.width,
+            "WEIGHT_BYTES": weight_bytes, "MT": tiles, "M": rows, "BATCH": batch, "T": tokens, "HZ": sizes.horizon,
+            "W": sizes.width,
             "MLP": sizes.mlp_dim, "H": sizes.heads, "KV": sizes.kv_heads, "D": sizes.head_dim, "L": sizes.depth,
             "A": sizes.action_dim, "GATE_UP_UNITS": units, "CLUSTER": cluster, "DOWN_SPLIT": down,
             "OUTPUT_SPLIT": output, "MIX_SPLIT": mix, "DOWN_PACKED": packed[0], "OUTPUT_PACKED": packed[1],
@@ -144,9 +141,9 @@ class Schedule:
         }  # fmt: skip
         squares = 4 * 16 * (WARPS * held + tiles)
 
-        def split(k: int, parts: int, of_weight: int = weight_bytes) -> int:
+        def split(k: int, parts: int) -> int:
             part = k // parts
-            weights, sums = part * parts * 8 * of_weight, WARPS * parts * held * 512
+            weights, sums = part * parts * 8 * 2, WARPS * parts * held * 512
             return max(weights, sums) + 4 * parts * tiles * 128 + 8 * -(-part // CHUNK)
 
         blocks = {
@@ -157,19 +154,19 @@ class Schedule:
         }
         clusters = {"output": output, "down": down, "between": step_blocks}
         shared = {
-            "gate_up": normed_room(units, tiles, weight_bytes) + 8 * units + squares,
+            "gate_up": normed_room(units, tiles) + 8 * units + squares,
             "output": split(attended, output),
             "down": split(sizes.mlp_dim, down),
             "between": 0,
         }
         if not adaptive:
-            blocks["mix"], clusters["mix"], shared["mix"] = sizes.width // 8, mix, split(sizes.width, mix, 2)
+            blocks["mix"], clusters["mix"], shared["mix"] = sizes.width // 8, mix, split(sizes.width, mix)
         if attend is not None:
             blocks["attend"], clusters["attend"], shared["attend"] = attend.blocks, RANKS, attend.shared
         else:
             blocks["qkv"], shared["qkv"] = (
                 (attended + 2 * sizes.kv_heads * sizes.head_dim) // 16,
-                normed_room(1, tiles, weight_bytes) + 8 + squares,
+                normed_room(1, tiles) + 8 + squares,
             )
             blocks["attention"], clusters["attention"], shared["attention"] = tiled * cluster, cluster, 0
         return cls(macros, blocks, clusters, shared, attend, apart)
