@@ -167,6 +167,7 @@ def test_auto_measures_where_the_own_kernel_is_tritons(
     monkeypatch.setattr(attending, "remembered", measured)
     monkeypatch.setattr(attending, "kernel_name", lambda *_: kernel)
     monkeypatch.setattr(attending, "_trial", lambda *_: lambda: None)
+    monkeypatch.setattr(attending, "_fastest_tile", lambda *_: None)
     assert choose("auto", SIZES, torch.device(where)).way == way
 
 

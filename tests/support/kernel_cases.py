@@ -22,6 +22,7 @@ from vla_accel.fp8 import E4M3, FORMATS
 from vla_accel.ops import attending, dit, linear, sequence, suffix
 from vla_accel.ops import moments as moment_ops
 from vla_accel.ops import rows as row_ops
+from vla_accel.ops.attention_tiles import Tile
 from vla_accel.ops.dit import NormTables
 from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.moments import Moments
@@ -335,7 +336,7 @@ def _beyond(lengths: Tensor, total: int, heads: int, head_dim: int) -> Tensor:
 
 def _attention(
     tokens: int, source: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int] | None,
-    scale: float | None = None, last: bool = False,
+    scale: float | None = None, last: bool = False, tile: Tile | None = None,
 ) -> Callable:  # fmt: skip
     """q is a view of q/k/v; k and v are the cache's."""
 
@@ -347,20 +348,23 @@ def _attention(
         out = Empty((batch, tokens, heads * head_dim), FP8 if scale else draw.dtype)
         hidden = {} if real is None else dict.fromkeys("kv", _beyond(real, source, kv_heads, head_dim))
         arguments = {"q": q, "k": k, "v": v, "out": out, "lengths": real, "inverse_scale": scale}
-        arguments |= {"last": True} if last else {}
+        arguments |= ({"last": True} if last else {}) | ({"tile": tile} if tile else {})
         return Call("attention", arguments, ("out",), hidden)
 
     return call
 
 
-def _self_attention(images: int, tokens: int, heads: int, head_dim: int, scale: float | None = None) -> Callable:
+def _self_attention(
+    images: int, tokens: int, heads: int, head_dim: int, scale: float | None = None, tile: Tile | None = None
+) -> Callable:
     """q, k and v are views of one product, as in the vision tower."""
 
     def call(draw: Draw) -> Call:
         qkv = draw(images, tokens, 3, heads, head_dim, scale=1.5)
         parts = {name: Part(qkv, lambda whole, i=i: whole.unbind(2)[i]) for i, name in enumerate("qkv")}
         out = Empty((images, tokens, heads * head_dim), FP8 if scale else draw.dtype)
-        return Call("attention", {**parts, "out": out, "lengths": None, "inverse_scale": scale}, ("out",))
+        arguments = {**parts, "out": out, "lengths": None, "inverse_scale": scale, **({"tile": tile} if tile else {})}
+        return Call("attention", arguments, ("out",))
 
     return call
 
@@ -563,6 +567,9 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for shape in ((2, 16, 4, 72), (1, 51, 2, 64), (2, 100, 3, 72)):
         yield f"self-attention {shape}", _self_attention(*shape)
     yield "self-attention fp8", _self_attention(1, 64, 2, 72, 200.0)
+    for tile in (Tile(64, 32, 4, 3), Tile(128, 64, 8, 2)):
+        yield f"self-attention whole {tile}", _self_attention(1, 128, 2, 64, tile=tile)
+        yield f"attention padded {tile}", _attention(100, 130, 2, 1, 72, [129, 64], tile=tile)
     for shape in (
         (10, 70, 8, 1, 64, [70, 40], False), (17, 100, 8, 1, 256, [90], True), (10, 64, 4, 2, 64, [64], True),
         (1, 3, 1, 1, 256, [2], False), (3, 65, 6, 3, 72, [65, 1], True), (16, 130, 8, 1, 72, [129], False),

@@ -181,7 +181,7 @@ class NativePrefix:
             rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads, pdl=pdl)
             attend(
                 self.attention.way, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
-                last=self.state_last, pdl=pdl,
+                last=self.state_last, tile=self.attention.tile, pdl=pdl,
             )  # fmt: skip
             linear(self.context, layer.o, self.y, pdl=pdl)
             self._residual(self.h_mlp, layer.gate_up)

@@ -195,7 +195,10 @@ class NativeVision:
     def _attend(self, layer: VisionLayer) -> None:
         heads = self.qkv.view(self.images, self.weights.place.shape[0], 3, self.weights.heads, -1)
         q, k, v = heads.unbind(2)
-        attend(self.attention.way, q, k, v, self.context, None, inverse_scale=layer.out.inverse_scale, pdl=self.pdl)
+        attend(
+            self.attention.way, q, k, v, self.context, None, inverse_scale=layer.out.inverse_scale,
+            tile=self.attention.tile, pdl=self.pdl,
+        )  # fmt: skip
 
     def _layers_norms_inside(self) -> None:
         """Products that add to the residual write its moments, and those after them norm with these."""

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from vla_accel.errors import DependencyError, EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.ops import reference
+from vla_accel.ops.attention_tiles import Tile, tiles
 from vla_accel.ops.autotune import fastest, remembered
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
@@ -51,15 +52,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Choice:
-    """The way taken, and how the ledger puts it: with the measured times where it was measured."""
+    """The way taken, and how the ledger puts it: with the measured times where it was measured. `tile`: Triton's, where
+    the own kernel is."""
 
     way: str
     detail: str
+    tile: Tile | None = None
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None = None,
-    last: bool = False, pdl: bool = False,
+    last: bool = False, tile: Tile | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Every query sees the first `lengths[b]` keys (all of them for None).
 
@@ -67,7 +70,7 @@ def attention(
 
     q (B, T, heads, d), k, v (B, S, kv_heads, d), k and v of equal strides, any strides but the last; out (B, T,
     heads * d) contiguous; lengths (B,) int32. On a Hopper the shapes of the full-size models run CUDA C++
-    (`vla_accel.ops.cuda.attention`).
+    (`vla_accel.ops.cuda.attention`); `tile` is Triton's.
     """
     way = path(q)
     if way == "cuda" and not last:
@@ -78,7 +81,9 @@ def attention(
         if gpu is not None and kernel is not None:
             return hopper.attention(kernel, q, k, v, out, lengths, gpu=gpu, inverse_scale=inverse_scale, pdl=pdl)
     if way != "reference":
-        return kernels("attention").attention(q, k, v, out, lengths, inverse_scale=inverse_scale, last=last, pdl=pdl)
+        return kernels("attention").attention(
+            q, k, v, out, lengths, inverse_scale=inverse_scale, last=last, tile=tile, pdl=pdl
+        )
     mask = None if lengths is None else _seen(lengths, q.shape[1], k.shape[1], last)
     store(out, reference.attention(q, k, v, mask).flatten(2), inverse_scale)
 
@@ -93,24 +98,27 @@ def _seen(lengths: Tensor, tokens: int, source: int, last: bool) -> Tensor:
 
 def attend(
     way: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *,
-    inverse_scale: float | None = None, last: bool = False, pdl: bool = False,
+    inverse_scale: float | None = None, last: bool = False, tile: Tile | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """`attention` by a way of `WAYS`. `pdl` is for own kernels; libraries' wait."""
+    """`attention` by a way of `WAYS`. `tile` and `pdl` are for own kernels; libraries' wait."""
     if way == "own":
-        attention(q, k, v, out, lengths, inverse_scale=inverse_scale, last=last, pdl=pdl)
+        attention(q, k, v, out, lengths, inverse_scale=inverse_scale, last=last, tile=tile, pdl=pdl)
     else:
         store(out, {"sdpa": _sdpa, "flash_attn": _flash}[way](q, k, v, lengths, last), inverse_scale)
 
 
 def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
     """The way that a program takes: `asked`, or for "fastest" the one that takes the least time on `device`; "auto" is
-    the same where the own kernel is Triton's, and remembers it, and "own" elsewhere.
+    the same where the own kernel is Triton's, and remembers it, and "own" elsewhere. Triton's takes the fastest tile.
 
     Raises DependencyError where flash-attn is asked for and missing, EngineError where a way cannot run these sizes:
     each but the own kernels is tried once.
     """
-    if asked == "own" or (asked == "auto" and (device.type != "cuda" or kernel_name(sizes, device) != "Triton")):
-        return Choice("own", f"attention own ({kernel_name(sizes, device)})")
+    name = kernel_name(sizes, device)
+    tile = _fastest_tile(sizes, device) if name == "Triton" else None
+    said_of_own = name if tile is None else f"{name} {tile}"
+    if asked == "own" or (asked == "auto" and (device.type != "cuda" or name != "Triton")):
+        return Choice("own", f"attention own ({said_of_own})", tile)
     if asked in WAYS:
         _trial(asked, sizes, device)()
         return Choice(asked, f"attention {asked}")
@@ -123,7 +131,7 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
             out[way] = "not installed"
             continue
         try:
-            ways[way] = _trial(way, sizes, device)
+            ways[way] = _trial(way, sizes, device, tile)
         except (DependencyError, EngineError) as error:
             # A candidate that cannot run is out of the race, and the ledger says why.
             out[way] = str(error)
@@ -132,8 +140,9 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
     else:
         found = fastest(ways, device, repeats=CALLS)
     said = [f"{way} {ms * 1e3:.1f} µs" for way, ms in found.times.items()] or ["nothing is measured on a CPU"]
+    said += [f"own: {tile}"] if tile is not None else []
     said += [f"{way} out: {reason}" for way, reason in {**out, **found.out}.items()]
-    return Choice(found.way, f"attention {found.way}, the fastest ({'; '.join(said)})")
+    return Choice(found.way, f"attention {found.way}, the fastest ({'; '.join(said)})", tile)
 
 
 def kernel_name(sizes: Sizes, device: torch.device) -> str:
@@ -220,7 +229,22 @@ def _tensors(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor
     return q, k, v, out, lengths
 
 
-def _trial(way: str, sizes: Sizes, device: torch.device) -> Callable[[], None]:
+def _fastest_tile(sizes: Sizes, device: torch.device) -> Tile | None:
+    """Of Triton's kernel, measured once; None where there is no GPU."""
+    if device.type != "cuda":
+        return None
+    given = _tensors(sizes, device)
+    found = {str(tile): tile for tile in tiles(sizes.tokens, sizes.source, sizes.head_dim, Gpu.of(device))}
+    calls = {name: _call("own", sizes, given, tile) for name, tile in found.items()}
+    return found[remembered(f"tile of {sizes}", calls, device, repeats=CALLS).way]
+
+
+def _call(way: str, sizes: Sizes, given: Any, tile: Tile | None = None) -> Callable[[], None]:
+    inverse_scale = 1.0 if sizes.quantised else None
+    return lambda: attend(way, *given, inverse_scale=inverse_scale, last=sizes.last, tile=tile)
+
+
+def _trial(way: str, sizes: Sizes, device: torch.device, tile: Tile | None = None) -> Callable[[], None]:
     """A call on tensors of these sizes, run once. Raises EngineError where it cannot be."""
     if way == "flash_attn":
         flash_module()
@@ -228,11 +252,7 @@ def _trial(way: str, sizes: Sizes, device: torch.device) -> Callable[[], None]:
             raise EngineError(
                 f"attention flash_attn: expected bfloat16 or float16 on a GPU, got {sizes.dtype} on {device.type}"
             )
-    q, k, v, out, lengths = _tensors(sizes, device)
-
-    def call() -> None:
-        attend(way, q, k, v, out, lengths, inverse_scale=1.0 if sizes.quantised else None, last=sizes.last)
-
+    call = _call(way, sizes, _tensors(sizes, device), tile)
     try:
         with torch.inference_mode():
             call()

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vla_accel.ops.attention_tiles import Tile
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.kernels.common import launch_options, power_of_two, quantised, wait_for_previous
 from vla_accel.ops.suffix_tilings import KeySplit, SuffixAttention
@@ -21,6 +22,7 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
                k_token, k_head, scale, inverse_scale, SOURCE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
                HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                HAS_LENGTHS: tl.constexpr, LAST: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    WHOLE: tl.constexpr = SOURCE % BLOCK_N == 0 and not HAS_LENGTHS  # every tile of keys is full
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     wait_for_previous(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -42,18 +44,25 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
         key = start + n
         real = key < length
         place = base + key * k_token
-        k = tl.load(k_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
+        if WHOLE and HEAD_DIM == BLOCK_D:
+            k = tl.load(k_ptr + place[None, :] + d[:, None])
+        else:
+            k = tl.load(k_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
         s = tl.dot(q, k) * scale
-        seen = real[None, :]
-        if LAST:
-            seen = seen & ((key[None, :] < length - 1) | (m[:, None] >= length - 1))
-        s = tl.where(seen, s, -float("inf"))
+        if not WHOLE:
+            seen = real[None, :]
+            if LAST:
+                seen = seen & ((key[None, :] < length - 1) | (m[:, None] >= length - 1))
+            s = tl.where(seen, s, -float("inf"))
         # A row has at least one key, and the first block holds it: the maximum is finite from there on.
         new_best = tl.maximum(best, tl.max(s, 1))
         p = tl.exp2(s - new_best[:, None])
         shrink = tl.exp2(best - new_best)
         total = total * shrink + tl.sum(p, 1)
-        v = tl.load(v_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
+        if WHOLE and HEAD_DIM == BLOCK_D:
+            v = tl.load(v_ptr + place[:, None] + d[None, :])
+        else:
+            v = tl.load(v_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         best = new_best
     out = acc / total[:, None]
@@ -67,25 +76,18 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None,
-    last: bool = False, pdl: bool = False,
+    last: bool = False, tile: Tile | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.attending.attention`."""
     batch, tokens, heads, head_dim = q.shape
     source, kv_heads = k.shape[1:3]
-    wide = head_dim > 128
-    block_m = 64 if tokens > 32 else 16
-    # These were the fastest on an H200, for the prefix (544 x 256) and for a view (256 x 72).
-    block_n = 32 if wide or source <= 64 else 128
-    warps = 4 if wide or block_m == 16 else 8
-    gpu = Gpu.of(q.device)
-    # Three blocks of wide keys and values need more than the 99 KB of Ada and of small Ampere and Blackwell chips.
-    stages = 2 if wide and gpu is not None and gpu.shared_per_block < 128 << 10 else 3
-    grid = (triton.cdiv(tokens, block_m), heads, batch)
+    tile = tile or Tile.of(tokens, source, head_dim, Gpu.of(q.device))
+    grid = (triton.cdiv(tokens, tile.queries), heads, batch)
     _attention[grid](
         q, k, v, out, lengths if lengths is not None else out, tokens, q.stride(0), q.stride(1), q.stride(2),
         k.stride(0), k.stride(1), k.stride(2), head_dim**-0.5 * LOG2E, inverse_scale or 1.0, source, heads,
-        heads // kv_heads, head_dim, max(16, power_of_two(head_dim)), block_m, block_n, lengths is not None,
-        last, inverse_scale is not None, pdl, num_warps=warps, num_stages=stages, **launch_options(pdl),
+        heads // kv_heads, head_dim, max(16, power_of_two(head_dim)), tile.queries, tile.keys, lengths is not None,
+        last, inverse_scale is not None, pdl, num_warps=tile.warps, num_stages=tile.stages, **launch_options(pdl),
     )  # fmt: skip
 
 
