@@ -49,7 +49,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   float* const stats = totals + WARPS * ROWS;         // (RANKS, ROWS, 2): max and sum, from every block
   u16* const own_q = (u16*)(stats + RANKS * ROWS * 2);  // (T, Q_UNITS, 2, 8)
   const u32 kv_barrier = smem_of(own_q + ROWS * Q_COLUMNS);
-  // The parts are (RANKS, MT, VT, 32, 4), as lanes hold the sums, and take the place of the weights.
+  // The parts are (RANKS, MT, VT, 32, 4), as lanes hold the sums, and take the place of the weights. Where rows are many
+  // and their exchange takes time, they are in BF16, of two tiles together.
+  constexpr int TOGETHER = MT > 2 ? 2 : 1;
   unsigned char* const parts = shared_memory;
   if (!in_front) {
     cluster_arrive_relaxed();
@@ -104,11 +106,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     return;
   }
   cluster_wait();  // The other blocks have started, so their memory may be written.
+  // A warp sends to one block.
+  const u32 their_q = mapa(smem_of(q_tile), warp);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < T * Q_UNITS * 2 * RANKS; i += THREADS) {
-    const int to = i % RANKS, part = i / RANKS, half = part & 1, row = part / (2 * Q_UNITS);
+  for (int part = lane; part < T * Q_UNITS * 2; part += 32) {
+    const int half = part & 1, row = part / (2 * Q_UNITS);
     const int column = half * (D / 2) + (rank * Q_UNITS + part / 2 % Q_UNITS) * 8;
-    st_cluster_v4(mapa(smem_of(q_tile) + (row * PITCH + column) * 2, to), *(const uint4*)(own_q + part * 8));
+    st_cluster_v4(their_q + (row * PITCH + column) * 2, *(const uint4*)(own_q + part * 8));
   }
   cluster_arrive();
   mbarrier_wait(kv_barrier, 0);
@@ -264,20 +268,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     }
   }
   // Warp w computes the columns that block w of the cluster owns.
-  const u32 part_at = mapa(smem_of(parts + (rank * MT * VT * 32 + lane) * 16), warp);
+  const u32 part_at = mapa(smem_of(parts + (rank * MT * VT / TOGETHER * 32 + lane) * 16), warp);
 #pragma unroll
-  for (int i = 0; i < MT * VT; ++i) {
-    const float(&v)[4] = o[i / VT][i % VT];
-    st_cluster_v4(part_at + i * 512, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                                                 __float_as_uint(v[3])));
+  for (int i = 0; i < MT * VT / TOGETHER; ++i) {
+    const int mt = i * TOGETHER / VT, tile = i * TOGETHER % VT;
+    const float(&v)[4] = o[mt][tile], (&w)[4] = o[mt][tile + TOGETHER - 1];
+    uint4 part = make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+    if (TOGETHER == 2)
+      part = make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]), pack_bf16x2(w[0], w[1]), pack_bf16x2(w[2], w[3]));
+    st_cluster_v4(part_at + i * 512, part);
   }
   cluster_arrive();
   cluster_wait();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < MT * VT * 32; i += THREADS) {
-    const int row = i / (VT * 32) * 16 + g, column = i / 32 % VT * 8 + 2 * t;
+  for (int i = threadIdx.x; i < MT * VT / TOGETHER * 32; i += THREADS) {
+    const int row = i / (VT / TOGETHER * 32) * 16 + g, column = i / 32 * TOGETHER % VT * 8 + 2 * t;
     float2 stat[2][RANKS];
-    float one[2] = {-INFINITE, -INFINITE}, total[2] = {0.f, 0.f}, sum[4] = {0.f, 0.f, 0.f, 0.f};
+    float one[2] = {-INFINITE, -INFINITE}, total[2] = {0.f, 0.f}, sum[TOGETHER][4] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -287,19 +294,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       }
 #pragma unroll
     for (int from = 0; from < RANKS; ++from) {
-      const float4 part = *(const float4*)(parts + (from * MT * VT * 32 + i) * 16);
+      const uint4 part = *(const uint4*)(parts + (from * MT * VT / TOGETHER * 32 + i) * 16);
+      const u32 words[4] = {part.x, part.y, part.z, part.w};
       const float first = exp2_fast(stat[0][from].x - one[0]), second = exp2_fast(stat[1][from].x - one[1]);
       total[0] += first * stat[0][from].y;
       total[1] += second * stat[1][from].y;
-      sum[0] += first * part.x;
-      sum[1] += first * part.y;
-      sum[2] += second * part.z;
-      sum[3] += second * part.w;
+#pragma unroll
+      for (int n = 0; n < 4 * TOGETHER; ++n) {
+        const float value = TOGETHER == 1 ? __uint_as_float(words[n]) : n & 1 ? high_of(words[n / 2]) : low_of(words[n / 2]);
+        sum[n / 4][n % 4] += (n & 2 ? second : first) * value;
+      }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (row + half * 8 < T)
-        *(u32*)(c.context + place_of(row + half * 8, head * D + rank * Q_COLUMNS + column, H * D)) =
-            pack_bf16x2(sum[half * 2] / total[half], sum[half * 2 + 1] / total[half]);
+#pragma unroll
+      for (int n = 0; n < TOGETHER; ++n)
+        if (row + half * 8 < T)
+          *(u32*)(c.context + place_of(row + half * 8, head * D + rank * Q_COLUMNS + column + n * 8, H * D)) =
+              pack_bf16x2(sum[n][half * 2] / total[half], sum[n][half * 2 + 1] / total[half]);
   }
 }

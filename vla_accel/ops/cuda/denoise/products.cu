@@ -8,8 +8,7 @@
 // Weights lie in tiles of eight columns, a tile in blocks of 32 of K: four matrices of 8 x 16 bytes, of which the first
 // has each lane's first pair and so on. ldmatrix reads them for few rows, wgmma for many, where four warps would
 // otherwise fetch the same weights, and mma.sync would be slower. Weights of one byte arrive as each lane's eight of a
-// block of 32, and become such matrices while the block waits for its predecessor: behind the wait they would cost a
-// layer 2 us more than they save.
+// block of 32, and become such matrices while the block waits for its predecessor.
 
 // Two of four signed bytes, from `first` (0 or 2) on, as BF16, exactly: of a byte b the low seven bits in the mantissa of
 // 128 are 128 + b mod 128, and its sign there is 128, or 256 where b is negative.
@@ -86,11 +85,19 @@ __device__ __forceinline__ float squares_of(const uint4& v) {
   }
   return sum;
 }
-__device__ __forceinline__ uint4 scaled(const uint4& v, const float4& s, const float4& r) {
-  return make_uint4(pack_bf16x2(low_of(v.x) * (1.f + s.x), high_of(v.x) * (1.f + s.y)),
-                    pack_bf16x2(low_of(v.y) * (1.f + s.z), high_of(v.y) * (1.f + s.w)),
-                    pack_bf16x2(low_of(v.z) * (1.f + r.x), high_of(v.z) * (1.f + r.y)),
-                    pack_bf16x2(low_of(v.w) * (1.f + r.z), high_of(v.w) * (1.f + r.w)));
+// v (1 + s), rounded once. s is in BF16, whose error here is at most that of a rounding of the product.
+__device__ __forceinline__ u32 scaled(u32 v, u32 s) {
+  u32 product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(product) : "r"(v), "r"(s));
+  return product;
+}
+__device__ __forceinline__ uint4 scaled(const uint4& v, const uint4& s) {
+  return make_uint4(scaled(v.x, s.x), scaled(v.y, s.y), scaled(v.z, s.z), scaled(v.w, s.w));
+}
+// Eight factors, in BF16.
+__device__ __forceinline__ uint4 factors_of(const float* p) {
+  const float4 a = ldg_v4(p), b = ldg_v4(p + 4);
+  return make_uint4(pack_bf16x2(a.x, a.y), pack_bf16x2(a.z, a.w), pack_bf16x2(b.x, b.y), pack_bf16x2(b.z, b.w));
 }
 
 // This multiplies rows in registers with COUNT rounds of a chunk, from round `first` on: TILES tiles of columns,
@@ -218,14 +225,11 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
       stages.fetch(i, weights + (u64)units.at(i) * (16 * WEIGHT_BYTES * W), 16 * WEIGHT_BYTES * W);
   griddepcontrol_launch_dependents();
   uint4 a[ROUNDS(W)][HELD_TILES][2];
-  float4 factor[ROUNDS(W)][2];
+  uint4 factor[ROUNDS(W)];
 #pragma unroll
   for (int i = 0; i < ROUNDS(W); ++i) {
     const int kb = warp / ROW_WARPS + K_WARPS * i;
-    if (ADAPTIVE && MT <= 2 && (WHOLE(i, W) || kb < W / 32)) {
-      factor[i][0] = ldg_v4(scale + kb * 32 + (lane & 3) * 8);
-      factor[i][1] = ldg_v4(scale + kb * 32 + (lane & 3) * 8 + 4);
-    }
+    if (ADAPTIVE && MT <= 2 && (WHOLE(i, W) || kb < W / 32)) factor[i] = factors_of(scale + kb * 32 + (lane & 3) * 8);
   }
   decltype(hold(0, 0, 0)) held[EACH];
   const auto fetch_held = [&](int first) {
@@ -254,17 +258,14 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
 #pragma unroll
   for (int i = 0; i < ROUNDS(W); ++i) {
     const int kb = warp / ROW_WARPS + K_WARPS * i;
-    if (ADAPTIVE && MT > 2 && (WHOLE(i, W) || kb < W / 32)) {
-      factor[i][0] = ldg_v4(scale + kb * 32 + (lane & 3) * 8);
-      factor[i][1] = ldg_v4(scale + kb * 32 + (lane & 3) * 8 + 4);
-    }
+    if (ADAPTIVE && MT > 2 && (WHOLE(i, W) || kb < W / 32)) factor[i] = factors_of(scale + kb * 32 + (lane & 3) * 8);
     if (WHOLE(i, W) || kb < W / 32)
 #pragma unroll
       for (int mt = 0; mt < HELD_TILES; ++mt)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           squares[mt][half] += squares_of(a[i][mt][half]);
-          if (ADAPTIVE) a[i][mt][half] = scaled(a[i][mt][half], factor[i][0], factor[i][1]);
+          if (ADAPTIVE) a[i][mt][half] = scaled(a[i][mt][half], factor[i]);
         }
   }
 #pragma unroll
