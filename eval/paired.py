@@ -34,7 +34,7 @@ class Arguments:
 
     reference: Annotated[Path, tyro.conf.arg(metavar="REFERENCE"), tyro.conf.Positional]
     """Result file of a benchmark, such as `python -m eval.libero` writes."""
-    others: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="OTHER ..."), tyro.conf.Positional]
+    others: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="OTHER ...", help_behavior_hint=""), tyro.conf.Positional]
     """Result files to compare with it, one or more."""
     output: OutputFile = None
     """JSON report."""
