@@ -28,6 +28,8 @@ def quality(results: list[Any]) -> str:
         body.append([f"`{name}`", cosine, "-" if row is None else with_interval(row["other"]), episodes])
     header = ["configuration", "cosine of the final actions", "success (95 %)", "lost / gained"]
     text = f"The bundled checkpoint, beside {reference}; success on the same episodes of {pairs['protocol']['suite']}"
+    text += f"; lost: those that only {reference} won, gained: those that only the configuration won"
+    text += "; portable: with the kernels of GPUs other than Hopper's" if any("portable" in n for n in demo) else ""
     old = ["agreement"] if any(former("demo", r.get("fingerprint")) for r in demo.values()) else []
     old += ["success"] if any(former(p["policy"], p.get("weights")) for p in pairs["policies"].values()) else []
     return rows(header, body) + f"\n{text}. [Results](docs/results.md) has the runs.{formers(old)}\n"

@@ -47,7 +47,9 @@ DONE, CONTINUED, FAILED, LEFT_OUT = "done", "to be continued", "failed", "left o
 class Arguments:
     """Make stored runs anew: all, or those that are named, with the runs that they are made from."""
 
-    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    names: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint=""), tyro.conf.Positional
+    ] = ()
     """Files of eval/results without their ending; * stands for anything."""
     minutes: Seconds = 9.0
     """Time that all of it may take; the same command goes on where it ended."""

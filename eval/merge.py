@@ -31,7 +31,7 @@ from vla_accel.report import page
 class Arguments:
     """Put the parts of one run together, which jobs played with --shard."""
 
-    parts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PART ..."), tyro.conf.Positional]
+    parts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PART ...", help_behavior_hint=""), tyro.conf.Positional]
     """Result files, such as `python -m eval.libero --shard 1/2` writes."""
     output: Annotated[Path, Written()]
     """Result JSON of the whole run; its picture goes beside it."""

@@ -79,5 +79,5 @@ def _native(pairs: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         kind = BUNDLED.get(pairs["policies"].get(row["name"], {}).get("policy"))
         if kind and row["name"] == "native" and row["other"]["rate"] is not None:
             rate, run = row["other"], pairs["policies"][row["name"]]
-            before = " (weights before)" if former(run["policy"], run.get("weights")) else ""
+            before = " (its former weights)" if former(run["policy"], run.get("weights")) else ""
             yield kind, f"{100 * rate['rate']:.1f} % of {rate['episodes']}{before}"

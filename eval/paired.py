@@ -34,7 +34,7 @@ class Arguments:
 
     reference: Annotated[Path, tyro.conf.arg(metavar="REFERENCE"), tyro.conf.Positional]
     """Result file of a benchmark, such as `python -m eval.libero` writes."""
-    others: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="OTHER ..."), tyro.conf.Positional]
+    others: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="OTHER ...", help_behavior_hint=""), tyro.conf.Positional]
     """Result files to compare with it, one or more."""
     output: OutputFile = None
     """JSON report."""
@@ -46,14 +46,15 @@ class Arguments:
 
 
 def _print(report: Mapping[str, Any]) -> None:
-    table = Table(title=f"paired with {report['reference']}; p: McNemar, exact; sees: with 80 % power at 5 %")
-    for column in ("", "steps", "pairs", "reference", "this", "lost", "gained", "p", "sees", "errors"):
+    told = "lost: only the reference won; gained: only this won; p: McNemar, exact; sees: with 80 % power at 5 %"
+    table = Table(title=f"paired with {report['reference']}; {told}")
+    for column in ("run", "steps", "pairs", "reference", "this", "lost", "gained", "p", "sees", "errors"):
         table.add_column(column)
     for row, name in ((r, n) for whole in report["rows"] for r, n in _with_suites(whole)):
         cells = [name, str(row["steps"] or "-"), str(row["pairs"])]
         for rate in (row["reference"], row["other"]):
             low, high = 100 * rate["wilson_95_low"], 100 * rate["wilson_95_high"]
-            cells.append(f"{rate['successes']}, {low:.1f} to {high:.1f} %")
+            cells.append(f"{rate['successes']} of {rate['episodes']}, {low:.1f} to {high:.1f} %")
         errors = f"{row['reference']['errors']} and {row['other']['errors']}"
         sees = "-" if row["smallest_difference"] is None else f"{100 * row['smallest_difference']:.1f} %"
         table.add_row(*cells, str(row["lost"]), str(row["gained"]), f"{row['mcnemar_exact_p']:.3g}", sees, errors)

@@ -14,7 +14,7 @@ GPUS_PICTURE = "bench_server_gpus.png"
 
 def server(result: dict[str, Any]) -> str:
     """A row a number of clients."""
-    header = ["clients", "requests/s", "round trip", "p99", "of it waiting", "added", "p99"]
+    header = ["clients", "requests/s", "round trip", "its p99", "of it waiting", "added", "its p99"]
     body = [
         [
             str(row["clients"]),
@@ -33,9 +33,9 @@ def server(result: dict[str, Any]) -> str:
     client, place = costs["client_ms"], f"{machine(result)}, {result['hardware']['cores']} cores"
     return (
         rows(header, body)
-        + f"\nMilliseconds, {policy}. Of one client's call: {parts}. The client encodes in {client['encode']:.2f} "
-        f"and decodes in {client['decode']:.2f}; the same bytes over a bare socket and back take "
-        f"{costs['bare_socket_ms']:.2f}. {place} that clients, server and others share (load "
+        + f"\nMilliseconds, {policy}; added: the round trip without policy and waiting. Of one client's call: {parts}. "
+        f"The client encodes in {client['encode']:.2f} and decodes in {client['decode']:.2f}; the same bytes over a "
+        f"bare socket and back take {costs['bare_socket_ms']:.2f}. {place} that clients, server and others share (load "
         f"{result['load_average']:.1f} before the run).\n"
     )
 
@@ -99,5 +99,9 @@ def faults(result: dict[str, Any]) -> str:
         body.append(["until it served again: median, longest (s)", f"{back['median']:.1f}, {back['max']:.1f}"])
     place = f"{machine(result)}, {result['hardware']['cores']} cores"
     policy, devices = result.get("policy", "nothing"), result.get("devices", ["cpu", "cpu"])
-    what = "A policy that costs nothing, twice" if policy == "nothing" else f"{policy} on {' and '.join(devices)}"
+    what = (
+        "A policy that costs nothing, in two processes"
+        if policy == "nothing"
+        else f"{policy} on {' and '.join(devices)}"
+    )
     return rows(["", f"{result['clients']} clients"], body) + f"\n{what}. {place}.\n"

@@ -56,7 +56,7 @@ def paired_page(report: Mapping[str, Any], results: Mapping[str, Result]) -> Pag
         conditions(report["command"], last["hardware"], last["software"], note=report.get("note"),
                    **_rules(report["protocol"])),
     ]  # fmt: skip
-    return Page(f"Compared with {reference}", f"{told[:1].upper()}{told[1:]}.", sections)
+    return Page(f"Compared with {reference}", f"{told}.", sections)
 
 
 def latency_items(results: Mapping[str, Result]) -> list[Picture]:
@@ -148,13 +148,14 @@ def _pairs(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table("Pairs of episodes with the reference", ("policy", *names, "p (McNemar, exact)"), body)
 
 
-def _discordant(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _discordant(rows: Sequence[Mapping[str, Any]]) -> Table | Text:
     body: list[list[Cell]] = [
         [f"{row['name']}{_at(row['steps'])}", Number(e["task_id"], "{}"), Number(e["trial"], "{}"), e["won_by"]]
         for row in rows
         for e in row["discordant"]
     ]
-    return Table("Episodes that only one of them won", ("policy", "task", "trial", "won by"), body)
+    header = ("policy", "task", "trial", "won by")
+    return Table("Episodes that only one of them won", header, body) if body else Text("None.")
 
 
 def _lost_films(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Result], reference: str) -> list[Films]:

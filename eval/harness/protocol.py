@@ -40,7 +40,7 @@ class EpisodeKey:
     suite: str = ""
 
     def __str__(self) -> str:
-        steps = "" if self.steps is None else f", {self.steps} steps"
+        steps = "" if self.steps is None else f", {self.steps} step{'s' * (self.steps > 1)}"
         return f"{self.suite} task {self.task_id}, trial {self.trial}{steps}".lstrip()
 
     @property

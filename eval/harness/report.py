@@ -203,7 +203,7 @@ def _latency(
     made = breakdown(steps, samples)
     total = made["components"]["total"]["mean_ms"]
     parts = _parts(made)
-    where = "" if steps is None else f" at {steps} steps"
+    where = "" if steps is None else f" at {steps} step{'s' * (steps > 1)}"
     warnings = []
     if parts and abs(total - sum(parts.values())) > AGREEMENT * total:
         warnings.append(f"the parts{where} sum to {sum(parts.values()):.2f} ms, the total is {total:.2f} ms")

@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def stored_like(result: Mapping[str, Any], benchmark: str, folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
-    """Stored results of a benchmark by name whose timed model and kind of device are those of `result`.
+    """Stored results of a benchmark, by "stored: NAME", whose timed model and kind of device are those of `result`.
 
     Weights may differ: they cost no time. Empty where nothing was timed.
     """
@@ -25,7 +25,7 @@ def stored_like(result: Mapping[str, Any], benchmark: str, folder: Path = RESULT
         except ConfigError:
             continue  # another kind of stored file, such as a comparison
         if _timed(stored) == mine:
-            found[path.stem] = stored
+            found[f"stored: {path.stem}"] = stored
     return found
 
 

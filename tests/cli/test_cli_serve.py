@@ -136,6 +136,19 @@ def test_what_cannot_be_served_is_one_clear_line(
     assert message in capsys.readouterr().err
 
 
+def test_what_is_loaded_is_said_before_it_takes_its_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vla_accel.cli.serve.serve", lambda *_: None)
+    monkeypatch.setattr("vla_accel.cli.serve.Load.__call__", lambda *_: None)
+    caplog.set_level("INFO", "vla_accel.server")
+    for words in ([], ["folder"], ["--policy", "a=auto:folder", "--policy", "b=auto:demo"]):
+        assert main(["serve", *words, "--port", "0"]) == 0
+    assert [r.getMessage() for r in caplog.records] == [
+        "loading demo", "loading folder", "loading a=auto:folder, b=auto:demo",
+    ]  # fmt: skip
+
+
 def test_who_can_reach_an_address() -> None:
     assert [is_loopback(h) for h in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
     assert [is_loopback(h) for h in ("0.0.0.0", "::", "192.168.1.5", "robot", "")] == [False] * 5

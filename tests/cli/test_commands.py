@@ -193,9 +193,11 @@ def test_calibrate_says_where_its_file_is(
     family = SimpleNamespace(calibrate=lambda *_: Scales({"prefix.layers.0.o_proj": 3.0}, 3, "test", "0", "01"))
     loaded = SimpleNamespace(model=None, processor=SimpleNamespace(prepare=lambda o: o), family=family, kept=tmp_path)
     monkeypatch.setattr(calibrate, "load", lambda *_, **__: loaded)
-    assert main(["calibrate", "demo", "--observations", recorded, "--device", "cpu"]) == 0
-    path = tmp_path / FILE
-    assert path.is_file() and capsys.readouterr().out.startswith(f"{path}: 1 products, 3 observations; largest ")
+    for folder, words in ((tmp_path, []), (tmp_path / "a/new", ["--output", str(tmp_path / "a/new")])):
+        assert main(["calibrate", "demo", "--observations", recorded, "--device", "cpu", *words]) == 0
+        path, said = folder / FILE, capsys.readouterr()
+        assert path.is_file() and said.out.startswith(f"{path}: 1 products, 3 observations; largest ")
+        assert said.err == "calibrating on 3 observations\n"
 
 
 def test_calibrating_without_observations_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +211,7 @@ def test_every_help_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> N
         main([name, "--help"])
     said = capsys.readouterr().out
     assert stopped.value.code == 0 and f"vla-accel {name}" in said
+    assert "(default: True)" not in said, "a switch is off until it is given, and says what it does then"
 
 
 def test_no_help_waits_for_torch() -> None:

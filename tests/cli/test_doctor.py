@@ -35,6 +35,8 @@ def test_the_whole_report_on_this_machine(capsys: pytest.CaptureFixture[str]) ->
     assert {e["component"] for e in report["self_test"]["engines"]} >= {"vision", "denoise"}
     assert report["self_test"]["cosine"] > 0.999 and report["self_test"]["seconds"] > 0
     text = "\n".join(doctor.summary(report))
+    threads = report["machine"]["threads"]
+    assert f", {threads} thread{'s' if threads > 1 else ''}\n" in text
     assert "eager           yes" in text and "native          no   it needs a GPU" in text
     assert doctor.verdict(report["self_test"]).startswith("  passed: ")
 

@@ -73,9 +73,12 @@ def test_the_guides_config_without_engines_says_so(pipeline: Any, tmp_path: Path
 def test_bench_qwen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "bench-qwen --tiny --layers 1 --size 64 --steps 2 --dtype fp32 --rounds 1 --transformer native"
     assert cli.main([*words.split(), "--output", str(tmp_path / "a.json")]) == 0
-    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    said = capsys.readouterr()
+    report = json.loads(said.out.strip().splitlines()[-1])
     assert json.loads((tmp_path / "a.json").read_text()) == report
     names = ["baseline", "VAE only", "transformer only (native)", "both (native)"]
+    told = [line.partition(": ")[0] for line in said.err.splitlines() if "the first call took" in line]
+    assert told == [f"Qwen-Image, {name}" for name in names]
     assert [r["system"] for r in report["results"]] == names and report["layers"] == 1
     assert all(r["parity"]["cosine"] > 0.9999 for r in report["results"])
     lines = qwen_images(report).splitlines()

@@ -13,7 +13,7 @@ from eval import paired
 from eval.harness import pages
 from eval.harness.stored import stored_like
 from tests.support.reports import ROOT, figures_in
-from vla_accel.report.page import Films, Page, Section, render
+from vla_accel.report.page import Films, Page, Section, Text, render
 
 RUN = json.loads((ROOT / "eval/results/libero_spatial_quick_cpu.json").read_text())
 STEPS = (1, 10)
@@ -68,6 +68,12 @@ def test_lost_episodes_are_shown_side_by_side(tmp_path: Path, capsys: pytest.Cap
     # One of two lost ones has no film any more; the lost one stands before the gained one, the reference to the left.
     shown = [[path.read_text() for _, path in pair.films] for pair in films]
     assert shown == [["reference 3", "other 3"], ["reference 0", "other 0"]]
+    page = pages.paired_page(compared, results)
+    assert page.summary.startswith("other, "), "a run has the name of its file"
+    for row in compared["rows"]:
+        row["discordant"] = []
+    same = section(pages.paired_page(compared, results), "Episodes that only one of them won")
+    assert same.items == [Text("None.")]
     found = figures_in(report.read_text())
     assert {r["mcnemar_exact_p"] for r in compared["rows"]} <= found
     assert report.read_text().count("<video") == 4
@@ -87,7 +93,7 @@ def test_a_report_of_a_damaged_summary_is_one_error(
 
 
 def test_only_runs_of_the_same_model_and_kind_of_device_stand_beside() -> None:
-    assert list(stored_like(RUN, "libero")) == ["libero_spatial_quick_cpu"]
+    assert list(stored_like(RUN, "libero")) == ["stored: libero_spatial_quick_cpu"]
     other = copy.deepcopy(RUN)
     for row in other["summary"]["rows"]:
         row["breakdown"]["hardware"]["device"] = "another"

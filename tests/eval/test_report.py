@@ -158,7 +158,7 @@ def test_parts_that_do_not_add_up_are_reported() -> None:
     one = episode(1, 0, 0)
     one.timings["total"] = [v + 3 for v in one.timings["total"]]
     warnings = summary([one])["warnings"]
-    assert warnings == ["the parts at 1 steps sum to 20.50 ms, the total is 23.50 ms"]
+    assert warnings == ["the parts at 1 step sum to 20.50 ms, the total is 23.50 ms"]
     parts = report.mean_parts(summary([one])["rows"][0]["breakdown"])
     assert parts["other"] == pytest.approx(3.0)
 
@@ -168,7 +168,7 @@ def test_latencies_that_vary_widely_are_reported() -> None:
     calm = summary([episode(1, 0, trial, slow=1.0 + 0.1 * trial) for trial in (0, 1)])
     assert calm["warnings"] == []
     (warning,) = summary(results)["warnings"]
-    assert warning.startswith("calls at 1 steps vary from 20.5 ms (p10) to 82.0 ms (p90)")
+    assert warning.startswith("calls at 1 step vary from 20.5 ms (p10) to 82.0 ms (p90)")
 
 
 def test_latencies_of_other_conditions_are_left_out_aloud() -> None:

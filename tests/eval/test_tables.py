@@ -320,6 +320,7 @@ def test_quality_has_agreement_and_success_of_a_configuration() -> None:
     assert lines[3] == "| `native` | 0.9999, 0.998 needed | 80.0 % (58.4 to 91.9) | 2 / 0 of 20 |"
     assert lines[4] == "| `native_fp8` | 0.5000, 0.998 needed, **too little** | - | - |"
     assert len(lines) == 7, "random weights say little"
+    assert "lost: those that only eager_fp32 won" in lines[6] and "portable" not in lines[6]
 
 
 def test_runs_of_former_weights_are_named() -> None:
@@ -339,7 +340,7 @@ def test_runs_of_former_weights_are_named() -> None:
     assert tables.quality([[now, before], result]).endswith(f" {said.format('agreement, success')}\n")
     assert tables.quality([[now], result]).endswith(f" {said.format('success')}\n")
     models = tables.models([bench_report(Ceilings(1e15, 2e15, 4e12)), result]).splitlines()
-    assert models[2].endswith("| 100.0 % of 4 (weights before) |")
+    assert models[2].endswith("| 100.0 % of 4 (its former weights) |")
     stored = tables.load("libero_spatial_quick_cpu")
     stored["policy"] |= {"name": "demo", "weights": WEIGHTS}
     assert "had before" not in tables.latency(stored)

@@ -97,7 +97,7 @@ def test_clients_choose_a_policy_by_key_or_by_path() -> None:
                 assert client.metadata["factor"] == (3 if where else 1), "the path is known when the client connects"
                 assert client.infer(observation(5))["actions"][0, 0] == 5 * factor
                 assert client.infer_batch([observation(6)] * 2)[1]["actions"][0, 0] == 6 * factor
-        with pytest.raises(ServerError, match="HTTP 404"):
+        with pytest.raises(ServerError, match=r"HTTP 404.*; policy: expected one of three, two, one as the path$"):
             PolicyClient(server.address + "/four")
         with (
             PolicyClient(server.address, policy="four") as client,

@@ -87,6 +87,8 @@ def test_tune_finds_writes_and_continues(
     captured = capsys.readouterr()
     line = json.loads(captured.out.splitlines()[-1])
     result = json.loads((out / "tune.json").read_text())
+    assert f"configuration: {out}/tuned.yaml, as in `vla-accel serve {checkpoint} --config " in captured.err
+    assert f"report: {out}/report.html" in captured.err
     assert [row["name"] for row in result["tried"]][:2] == ["eager_fp32", "eager bf16"]
     assert result["left_out"].keys() >= {"native", "tensorrt"}
     bf16 = result["tried"][1]

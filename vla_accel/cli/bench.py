@@ -183,7 +183,7 @@ def _microseconds(event: Any) -> float:
 def _print(report: dict[str, Any]) -> None:
     timed = ["system", "steps", "median ms", "p10", "p90", "speed-up"]
     parts_of = report["parts"]
-    columns = [*timed, *(name.replace("_", " ") for name in parts_of), "floor", "of it", "GB"]
+    columns = [*timed, *(name.replace("_", " ") for name in parts_of), "floor", "of floor", "GB"]
     body = []
     for row in report["rows"]:
         parts, floor, speedup = row["parts_ms"], row["floors_ms"].get("total"), row["speedup"]

@@ -16,6 +16,7 @@ from vla_accel.cli.common import (
     parity_cells,
     print_table,
     report,
+    say,
 )
 from vla_accel.components.vae import check_size
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
@@ -46,7 +47,7 @@ def main(options: BenchQwen, words: list[str]) -> int:
         variants |= {f"transformer only ({way})": (None, way), f"both ({way})": (vae, way)}
     run = _call(options, pipeline, dtype, device)
     systems = {n: _switched(pipeline, *how, ledger, run) for n, how in variants.items()}
-    first = first_calls(systems)
+    first = first_calls("Qwen-Image", systems, say)
     errors = {n: f.error for n, f in first.items() if f.error}
     images = {n: f.result.cpu() for n, f in first.items() if f.result is not None}
     if "baseline" in errors:

@@ -20,6 +20,7 @@ from vla_accel.cli.common import (
     parity_cells,
     print_table,
     report,
+    say,
     write_json,
 )
 from vla_accel.cli.generate import RANDOM
@@ -111,7 +112,7 @@ class _Bench:
         return parts
 
     def _first(self, task: str, runs: dict[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
-        first = first_calls(runs)
+        first = first_calls(task, runs, say)
         self.seconds |= {f"{task} {n}": f.seconds for n, f in first.items()}
         self.errors |= {f"{task} {n}": f.error for n, f in first.items() if f.error}
         write_json(self.options.output, self.summary())

@@ -16,6 +16,7 @@ from vla_accel.cli.common import (
     parity_cells,
     print_table,
     report,
+    say,
 )
 from vla_accel.components.vae import PROFILES, Size, parse_size, size_key, static_sizes
 from vla_accel.diffusion.measure import Parity, Timing, first_calls, in_turns, parity
@@ -80,7 +81,7 @@ class _Bench:
             systems = {s: self._system(s, image, latents) for s in self.options.systems if self._takes_part(s, size)}
             for side in ("encoder", "decoder"):
                 runs = {name: system[side] for name, system in systems.items()}
-                first = first_calls(runs)
+                first = first_calls(f"{size_key(size)} {side}", runs, say)
                 done = {name: f.result for name, f in first.items() if f.result is not None}
                 self.errors |= {f"{name} {side} {size_key(size)}": f.error for name, f in first.items() if f.error}
                 timings = in_turns({name: runs[name] for name in done}, rounds=self.options.rounds, device=self.device)

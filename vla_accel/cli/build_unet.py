@@ -66,6 +66,6 @@ def build_unet(
         size = sum(p.nbytes for p in unet.parameters())
         graph = OnnxFile(graph_file, {}, (unet.dtype,), size)
     else:
-        check = unet_component(unet, (256, 256), batch=1) if options.verify else None
+        check = unet_component(unet, (256, 256), batch=1) if not options.no_verify else None
         graph = export_onnx(component, folder, check=check)
     return build_file(component, graph, path, library, targets, TensorrtOptions())  # type: ignore[arg-type]

@@ -161,7 +161,8 @@ def _since(began: float) -> float:
 def summary(report: dict[str, Any]) -> list[str]:
     """What was found as lines."""
     about = report["machine"]
-    lines = ["machine", f"  {about['system']}", f"  {about['cpu']}, {about['threads']} threads"]
+    threads = f"{about['threads']} thread{'s' * (about['threads'] > 1)}"
+    lines = ["machine", f"  {about['system']}", f"  {about['cpu']}, {threads}"]
     if about["no_gpu"] is None and "gpu" in about:
         memory, version = about["memory_gib"], about["compute_capability"]
         lines.append(f"  {about['gpu']}, compute capability {version}, {memory} GiB, driver {about['driver']}")

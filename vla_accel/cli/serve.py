@@ -29,6 +29,7 @@ def main(given: Serve, words: list[str]) -> int:
         elif limits.tls_cert is None:
             log.warning("%s without --tls-cert: keys travel in the clear", limits.host)
     load = loader(given)
+    log.info("loading %s", ", ".join(given.policy) or given.checkpoint or "demo")
     if given.devices is not None and (given.device or given.ray):
         raise ConfigError("devices: expected --devices alone, got --device or --ray, too")
     if given.ray is not None:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vla_accel.checkpoints.loading import family_of, find
 from vla_accel.cli.asked.policies import Tune
-from vla_accel.cli.common import print_table
+from vla_accel.cli.common import print_table, say
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import content_hash, without_folders
@@ -108,6 +108,8 @@ def main(chosen: Tune, words: list[str]) -> int:
     write_json(chosen.output / "tune.json", result)
     write(page(result), report)
     _print(result)
+    say(f"configuration: {tuned}, as in `vla-accel serve {checkpoint} --config {tuned}`")
+    say(f"report: {report}")
     said = {"chosen": result["chosen"], "why": result["why"], "times_as_fast": result["times_as_fast"]}
     print(json.dumps({**said, "config": str(tuned), "output": str(chosen.output / "tune.json"), "report": str(report)}))
     return 0

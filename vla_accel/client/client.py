@@ -221,10 +221,13 @@ class PolicyClient:
                 )
             )
         except Exception as error:
-            refused = int(getattr(getattr(error, "response", None), "status_code", 0))
-            hint = {401: "; its key is missing or wrong: api_key", 503: "; it has no room for another client"}
+            answer = getattr(error, "response", None)
+            said = bytes(getattr(answer, "body", None) or b"")[:500].decode(errors="replace").strip()
+            hints = {401: "its key is missing or wrong: api_key", 404: said, 503: "it has no room for another client"}
+            hint = hints.get(getattr(answer, "status_code", 0))
             raise ServerError(
-                f"policy server {self.address}: cannot connect ({type(error).__name__}: {error}){hint.get(refused, '')}"
+                f"policy server {self.address}: cannot connect ({type(error).__name__}: {error})"
+                + (f"; {hint}" if hint else "")
             ) from error
         try:
             self.metadata = self._hello(connection)

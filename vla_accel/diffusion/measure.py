@@ -62,8 +62,11 @@ class First:
     error: str = ""
 
 
-def first_calls(systems: Mapping[str, Callable[[], Tensor]]) -> dict[str, First]:
-    """Call every system twice: some record a CUDA graph in their second call, which may fail as well.
+def first_calls(
+    part: str, systems: Mapping[str, Callable[[], Tensor]], progress: Callable[[str], None]
+) -> dict[str, First]:
+    """Call every system twice: some record a CUDA graph in their second call, which may fail as well. `progress` hears
+    of each, as a system of `part`.
 
     One that fails is reported, not fatal: the others were paid for already. Whoever asks must say so in the end: a
     benchmark with an error in it has failed.
@@ -81,7 +84,7 @@ def first_calls(systems: Mapping[str, Callable[[], Tensor]]) -> dict[str, First]
             text = " ".join(str(error).split())[:500]
             found[name] = First(None, time.perf_counter() - began, f"{type(error).__name__}: {text}")
         else:
-            _log.info("%s: first call in %.1f s", name, seconds)
+            progress(f"{part}, {name}: the first call took {seconds:.1f} s")
             found[name] = First(result, seconds)
     return found
 

@@ -30,7 +30,7 @@ class Cache:
     """list: what is there. verify: read every engine and compare it with its description; exit status 1 if one is
     damaged. clear: remove all."""
     cache: Folder = None
-    """Folder; empty: the user's cache folder."""
+    """Folder of the engines; the user's cache folder if not given."""
 
 
 @dataclass(frozen=True)

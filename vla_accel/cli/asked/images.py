@@ -93,8 +93,8 @@ class BuildUnet:
     targets: Listed[str] = ()
     """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
     dtype: Dtype = "fp16"
-    verify: bool = True
-    """Compare the ONNX graph with the module on the smallest picture."""
+    no_verify: bool = False
+    """Do not compare the exported graph with the module."""
 
 
 @dataclass(frozen=True)

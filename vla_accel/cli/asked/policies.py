@@ -191,7 +191,7 @@ class Calibrate(CheckpointSource):
     observations: File = None
     """Recorded observations (.npz), which must be given: real ones, never noise."""
     output: OutputFolder = None
-    """Folder for the scales; the checkpoint's own if not given."""
+    """Folder for the scales, made as needed; the checkpoint's own if not given."""
     lora: Text = None
     """A LoRA adapter's folder or name on the hub, folded into the weights; the scales then lie beside it."""
     count: Count = 256
@@ -214,9 +214,9 @@ class Build(PolicySource):
     depth: Number = None
     """With --random: this many layers in the large stacks (of π0 prefix and expert), at full width."""
     cache: OutputFolder = None
-    """Folder of the engines; empty: the configuration's."""
+    """Folder of the engines; the configuration's if not given."""
     manifest: OutputFile = None
-    """Where the manifest goes; empty: beside the engines."""
+    """Where the manifest goes; beside the engines if not given."""
     no_verify: bool = False
     """Do not compare the exported graphs with the modules."""
     dry_run: bool = False

@@ -49,9 +49,9 @@ class Serve(PolicySource):
     """Observations of different clients to run together. Each batch size of 1, 2, 4, … builds engines of its own."""
     max_wait_ms: float = LIMITS.max_wait_s * 1e3
     """How long a batch waits to become full."""
-    policy: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=CONFIG:CHECKPOINT, once for each of several policies; clients choose one by the key `policy` or by the
-    address's path, and get the first if they do not. CONFIG may be auto."""
+    policy: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=CONFIG:CHECKPOINT")] = ()
+    """Once for each of several policies; clients choose one by the key `policy` or by the address's path, and get the
+    first if they do not. CONFIG may be auto."""
     memory_budget_gib: Annotated[
         float | None, tyro.conf.arg(metavar="GIB", help_behavior_hint=""), Within(0, above=True)
     ] = None
