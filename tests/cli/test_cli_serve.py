@@ -132,7 +132,7 @@ def test_two_policies_are_served_and_one_is_put_away_and_loaded_again(tmp_path: 
 def test_what_cannot_be_served_is_one_clear_line(
     words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", *words]) == 1
+    assert main(["serve", *words, "--port", "0"]) == 1
     assert message in capsys.readouterr().err
 
 

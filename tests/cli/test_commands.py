@@ -211,6 +211,7 @@ def test_every_help_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> N
         main([name, "--help"])
     said = capsys.readouterr().out
     assert stopped.value.code == 0 and f"vla-accel {name}" in said
+    assert "None" not in said, "nobody types None"
     assert "(default: True)" not in said, "a switch is off until it is given, and says what it does then"
 
 

@@ -203,6 +203,11 @@ def test_a_folder_is_loaded_as_lerobots_tools_load_it(
     assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+def test_a_folder_that_cannot_act_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", str(tmp_path / "made"), "--num-steps", "0"]) == 1
+    assert "num-steps: expected at least 1, got 0" in capsys.readouterr().err and not (tmp_path / "made").exists()
+
+
 def test_a_folder_names_an_adapter(tmp_path: Path) -> None:
     config = write_tiny_checkpoint(tmp_path / "base")
     rank, width = 3, config.expert.width

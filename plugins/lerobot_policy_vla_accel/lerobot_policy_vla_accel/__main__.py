@@ -16,6 +16,7 @@ from lerobot_policy_vla_accel.modeling_vla_accel import describe
 from lerobot_policy_vla_accel.observations import stated
 from lerobot_policy_vla_accel.processor_vla_accel import make_vla_accel_pre_post_processors
 from vla_accel.checkpoints.loading import load
+from vla_accel.cli.options import Number, Text, read
 from vla_accel.config import load_config
 from vla_accel.errors import CheckpointError, VlaAccelError
 
@@ -25,27 +26,27 @@ class Arguments:
     """A folder of type vla_accel for lerobot's --policy.path and --pretrained_name_or_path. It names the checkpoint and
     how to run it; weights are not copied."""
 
-    checkpoint: Annotated[str, tyro.conf.Positional]
+    checkpoint: Annotated[str, tyro.conf.arg(metavar="CHECKPOINT"), tyro.conf.Positional]
     """A folder, a bundled checkpoint (demo) or a name on the hub."""
-    folder: Annotated[Path, tyro.conf.Positional]
+    folder: Annotated[Path, tyro.conf.arg(metavar="FOLDER"), tyro.conf.Positional]
     """What to make; it must not be there."""
-    config: str | None = None
+    config: Text = None
     """A configuration by name (native_fp8) or file; without one the fastest engines run that lose nothing."""
-    num_steps: int | None = None
+    num_steps: Number = None
     """Denoising steps."""
-    lora: str | None = None
+    lora: Text = None
     """Folder or hub name of an adapter."""
-    n_action_steps: int | None = None
+    n_action_steps: Number = None
     """Actions of a chunk that are executed before the next one is asked for."""
-    camera_size: tuple[int, int] | None = None
+    camera_size: Annotated[tuple[int, int] | None, tyro.conf.arg(metavar="HEIGHT WIDTH", help_behavior_hint="")] = None
     """Height and width of the robot's images, where the checkpoint does not say (openpi's). lerobot's async server
     brings images to it without keeping their aspect ratio."""
 
 
 def main(words: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 an error was reported."""
-    given = tyro.cli(Arguments, args=words, prog="python -m lerobot_policy_vla_accel")
     try:
+        given = read(Arguments, words, "python -m lerobot_policy_vla_accel")
         write(given)
     except VlaAccelError as error:
         print(f"lerobot_policy_vla_accel: {error}", file=sys.stderr)

@@ -207,7 +207,7 @@ class TextToImage:
     width: Number = None
     scheduler: Text = None
     """A diffusers class, like DDIMScheduler, instead of the checkpoint's."""
-    dtype: Dtype | None = None
+    dtype: Annotated[Dtype | None, tyro.conf.arg(metavar="{fp32,bf16,fp16}", help_behavior_hint="")] = None
     """fp16 on a GPU and fp32 on a CPU, where not given."""
     device: str = "auto"
     strict: bool = False
