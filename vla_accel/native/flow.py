@@ -8,11 +8,11 @@ from typing import TypeVar
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
-from vla_accel.models.flow import FlowNetwork
+from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.native.store import NativeStore
 from vla_accel.native.vision import NativeVision, VisionWeights
 
-N = TypeVar("N", bound=FlowNetwork)
+N = TypeVar("N", bound=PrefixNetwork)
 W = TypeVar("W")
 
 

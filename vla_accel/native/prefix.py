@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vla_accel.fp8 import Scales, named
-from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import GemmaLayer
+from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.smollm import SmolLmLayer
 from vla_accel.native.fold import fold_norm, plain
@@ -52,7 +52,7 @@ class PrefixWeights:
 
     @classmethod
     def of(
-        cls, model: FlowNetwork, precision: str, scales: Scales | None, embeddings: Literal["gpu", "host"] = "gpu",
+        cls, model: PrefixNetwork, precision: str, scales: Scales | None, embeddings: Literal["gpu", "host"] = "gpu",
         keep: Sequence[str] = (),
     ) -> PrefixWeights:  # fmt: skip
         """Prepare from a model; `precision` fp32, bf16, or fp8 or int8 (what `QUANTISED` names, but for `keep`, in it,
