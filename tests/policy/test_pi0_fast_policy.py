@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.support.tiny_pi0_fast import (
     expected_tokens,
     observation,
     rounded,
+    tiny_config,
     write_lerobot,
     written,
 )
@@ -111,11 +113,41 @@ def test_parity_with_itself(policy: OptimizedPolicy) -> None:
     assert report.passed and report.actions.max_error == 0.0
 
 
+def test_the_native_engine_writes_the_same(folder: Path, policy: OptimizedPolicy) -> None:
+    """Prompts of several lengths, in their buckets and with the stop token, through the programs' references."""
+    settings = load_config({
+        "precision": "fp32", "strict": True, "vision": "native", "kv_cache": "native", "denoise": "native",
+        "checkpoint": {"relaxed_actions": True},
+    })  # fmt: skip
+    native = OptimizedPolicy.from_pretrained(folder, settings)
+    assert {e["component"]: e["used"] for e in native.ledger.as_list()} == dict.fromkeys(PI0_FAST.parts, "native")
+    given = [observation(i, p) for i, p in enumerate(PROMPTS)]
+    for ours, theirs in zip(native.infer_batch(given), policy.infer_batch(given), strict=True):
+        np.testing.assert_allclose(ours["actions"], theirs["actions"], rtol=1e-6, atol=1e-6)
+    assert native.memory()["unused"] == 0
+
+
+def test_bench_says_what_a_token_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vla_accel import cli
+
+    small = tiny_config(stop_token=None, action_dim=7, max_token_len=201)
+    monkeypatch.setattr(type(PI0_FAST), "published", lambda self, horizon=None: small)
+    output = tmp_path / "bench.json"
+    words = f"bench --model pi0_fast --systems eager,native-bf16 --steps 6,3 --calls 2 --device cpu --output {output}"
+    assert cli.main(words.split()) == 0
+    report = json.loads(output.read_text())
+    assert report["parts"] == ["vision", "kv_cache", "decode"]
+    assert [(row["system"], row["steps"]) for row in report["rows"]] == [
+        (name, steps) for steps in (6, 3) for name in ("eager", "native-bf16")
+    ]
+    for row in report["rows"]:
+        assert row["step_ms"] == pytest.approx(row["parts_ms"]["decode"] / row["steps"])
+        assert row["work"]["decode"]["bytes"] > 0
+
+
 def test_random_weights_decode_as_many_tokens_as_are_asked_for() -> None:
     """What `bench` times, at a size that the tests can: no token stops it, and any tokens make a chunk."""
-    from tests.support.tiny_pi0_fast import tiny_config
-
-    config = tiny_config(stop_token=None, action_dim=7)
+    config = tiny_config(stop_token=None, action_dim=7, max_token_len=201)
     model = PI0_FAST.random(config, seed=0, device="cpu", dtype=torch.float32)
     policy, _ = random_policy(PI0_FAST, load_config("eager_fp32"), model=model, steps=6)
     (given,) = random_observations(policy, 1)

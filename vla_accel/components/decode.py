@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from vla_accel.component import Component, TensorSpec
-from vla_accel.models.pi0_fast import Pi0Fast
+from vla_accel.models.pi0_fast import Pi0Fast, last_tokens
+from vla_accel.models.quantised import QUANTISED
+
+if TYPE_CHECKING:
+    from vla_accel.native.pi0_fast import Pi0FastStore
 
 RESULT = "action_tokens"
 
@@ -31,20 +38,14 @@ class Decode(nn.Module):
         return self.model.fetched("embed", "prefix", "norm", self.model.head_name)
 
 
-def last_tokens(tokens: Tensor, total: int, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The last real token (B,) int64 of each prompt (B, L), and the prefix's lengths (B,) int64 of `total` at most."""
-    batch, count = tokens.shape
-    lengths = tokens.new_full((batch,), total) if lengths is None else lengths.long()
-    return tokens.gather(1, (lengths - (total - count) - 1)[:, None])[:, 0], lengths
-
-
 def decode_component(
-    model: Pi0Fast, batch: int, views: int, length: int, steps: int, padded: bool
+    model: Pi0Fast, batch: int, views: int, length: int, steps: int, padded: bool, store: Pi0FastStore | None = None
 ) -> Component:  # fmt: skip
     """At most `steps` tokens behind a prefix of a fixed number of views and prompt tokens; `padded` rows may have
     fewer."""
     prefix, module = model.config.prefix, Decode(model, steps)
-    cache = (prefix.depth, batch, model.config.prefix_tokens(views, length), prefix.kv_heads, prefix.head_dim)
+    total = model.config.prefix_tokens(views, length)
+    cache = (prefix.depth, batch, total, prefix.kv_heads, prefix.head_dim)
     inputs = [
         TensorSpec("tokens", (batch, length), torch.int64),
         TensorSpec("keys", cache, model.dtype),
@@ -53,4 +54,7 @@ def decode_component(
     if padded:
         inputs.append(TensorSpec("lengths", (batch,), torch.int32))
     outputs = (TensorSpec(RESULT, (batch, steps), torch.int64),)
-    return Component("decode", module, tuple(inputs), outputs, fetch=module.fetch)
+    native = None if store is None or not padded else partial(store.decode, batch, total, steps)
+    return Component(
+        "decode", module, tuple(inputs), outputs, native, quantised=QUANTISED["decode"], fetch=module.fetch
+    )  # fmt: skip

@@ -36,8 +36,8 @@ class Pi0FastFamily(PromptedFamily):
     sizes: ClassVar[Mapping[str, Callable[..., Pi0FastConfig]]] = {"pi0_fast": pi0_fast}
     result = RESULT
     sweep = (64,)
-    int8_systems: ClassVar = {"native-int8": ("kv_cache",), "native-int8-vision": ("vision", "kv_cache")}
-    fp8_systems: ClassVar = {"native-fp8": ("kv_cache",), "native-fp8-vision": ("vision", "kv_cache")}
+    int8_systems: ClassVar = {"native-int8-decode": ("decode",)}
+    fp8_systems: ClassVar = {"native-fp8": ("kv_cache",), "native-fp8-decode": ("kv_cache", "decode")}
 
     # -- the network ----------------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class Pi0FastFamily(PromptedFamily):
         return (
             vision_component(model, batch, views, store),
             kv_cache_component(model, batch, views, tokens, padded, store, scales),
-            decode_component(model, batch, views, tokens, shape.steps, padded),
+            decode_component(model, batch, views, tokens, shape.steps, padded, store),
         )
 
     def normalised(self, transforms: FastProcessor, result: np.ndarray) -> np.ndarray:

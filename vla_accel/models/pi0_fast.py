@@ -130,3 +130,10 @@ class Pi0Fast(PaliGemma):
         keys, values = self.prefix_cache(image_tokens, tokens, mask)
         first = tokens.gather(1, count[:, None] - 1)[:, 0]
         return self.decode(first, lengths, keys, values, steps or self.config.max_steps)
+
+
+def last_tokens(tokens: Tensor, total: int, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The last real token (B,) int64 of each prompt (B, L), and the prefix's lengths (B,) int64 of `total` at most."""
+    batch, count = tokens.shape
+    lengths = tokens.new_full((batch,), total) if lengths is None else lengths.long()
+    return tokens.gather(1, (lengths - (total - count) - 1)[:, None])[:, 0], lengths

@@ -22,7 +22,7 @@ class Pi0Store(PaliGemmaStore[Pi0]):
         trained: bool = False,
     ) -> Program:
         """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
-        precision = self.denoise_precision(spec)
+        precision = self.loop_precision("denoise", spec)
         why_not = "they have one flow time for all actions" if trained else None
         why_not = why_not or why_not_streamed(self.model, precision, batch)
         form = ("denoise", precision, "layers" if why_not else "streamed")
