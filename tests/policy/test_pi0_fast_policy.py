@@ -21,7 +21,7 @@ from tests.support.tiny_pi0_fast import (
     written,
 )
 from tests.support.tiny_smolvla import statistics
-from vla_accel import OptimizedPolicy
+from vla_accel import EngineSpec, OptimizedPolicy
 from vla_accel.config import load_config
 from vla_accel.errors import ActionError, ConfigError
 from vla_accel.families.pi0_fast import PI0_FAST
@@ -164,3 +164,17 @@ def test_work_counts_what_a_token_must_read() -> None:
     one, two = (PI0_FAST.work(config, inputs, steps, bf16)["decode"] for steps in (1, 2))
     assert one.bytes == pytest.approx(5.02e9, rel=0.01) and two.bytes == pytest.approx(2 * one.bytes, rel=1e-3)
     assert one.flop == pytest.approx(5.0e9, rel=0.02)
+
+
+def test_fp8_is_calibrated_as_of_every_prefix() -> None:
+    pytest.importorskip("modelopt", reason="NOT RUN: needs pip install 'vla_accel[onnx]'")
+    config = tiny_config(stop_token=None, action_dim=7, max_token_len=201)
+    model = PI0_FAST.random(config, seed=0, device="cpu", dtype=torch.bfloat16)
+    settings = load_config({"precision": "bf16", "device": "cpu", "strict": True}).with_specs({
+        name: EngineSpec("native", precision="fp8" if name != "vision" else "auto") for name in PI0_FAST.parts
+    })  # fmt: skip
+    policy, _ = random_policy(PI0_FAST, settings, model=model, steps=5)
+    (given,) = random_observations(policy, 1)
+    assert policy.infer(given)["actions"].shape == (HORIZON, 7)
+    details = {e["component"]: str(e["detail"]) for e in policy.ledger.as_list()}
+    assert "FP8" in details["kv_cache"] and "FP8 weights" in details["decode"]
