@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,6 +22,34 @@ class Program(Protocol):
     """What exactly runs, for the ledger."""
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None: ...
+
+
+class TurnedProgram(ABC):
+    """A `Program` that runs in turns, all alike, and may be done before the last: `begin`, `advance` at most `turns`
+    times, `end`. Nothing but `begin` and `end` reads inputs or writes outputs."""
+
+    detail: str
+    turns: int
+    finished: Tensor
+    """(1,) bool: whether what is left would change nothing."""
+
+    @abstractmethod
+    def begin(self, inputs: Mapping[str, Tensor]) -> None: ...
+
+    @abstractmethod
+    def advance(self) -> None: ...
+
+    @abstractmethod
+    def end(self, outputs: Mapping[str, Tensor]) -> None: ...
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        """All of it; a GPU is waited for after every turn."""
+        self.begin(inputs)
+        for _ in range(self.turns):
+            self.advance()
+            if bool(self.finished):
+                break
+        self.end(outputs)
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,8 @@ class CheckpointSpec(Checked):
     file, folder or hub name to take the tokenizer from. `action_horizon`, `max_token_len`: sizes of the model that no
     weight shows. `discrete_state_input`: whether π0.5 reads the state in its prompt. `embodiment`: which of a GR00T
     checkpoint's robots, by its tag. `lora`: folder or hub name of an adapter that is folded into the weights.
+    `action_tokenizer`: a folder or hub name to take π0-FAST's FAST from; `relaxed_actions`: tokens of π0-FAST that are
+    no whole chunk are filled up, or cut, as lerobot does, instead of being an error.
     """
 
     where = "checkpoint."
@@ -153,6 +155,8 @@ class CheckpointSpec(Checked):
     discrete_state_input: bool | None = None
     embodiment: str | None = None
     lora: str | None = None
+    action_tokenizer: str | None = None
+    relaxed_actions: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,8 +204,8 @@ class RtcConfig(Checked):
 class PolicyConfig(Checked):
     """How a policy runs. What it computes is decided by the checkpoint and by `num_steps`.
 
-    `num_steps`: denoising steps; None is what the model was made for (π0, π0.5: 10; GR00T: 4). `precision`: dtype of
-    the large products; "auto" is BF16 on a GPU and FP32 on a CPU.
+    `num_steps`: denoising steps; None is what the model was made for (π0, π0.5: 10; GR00T: 4); of π0-FAST the
+    tokens that it writes at most. `precision`: dtype of the large products; "auto" is BF16 on a GPU and FP32 on a CPU.
     `device`: "auto", "cpu", "cuda" or "cuda:N". `strict`: a fallback raises instead of being recorded. `seed`: of the
     noise, where the caller gives none. `default_prompt`: used when an observation carries none. `cuda_graph`: record a
     whole call into one graph where every engine allows it. `pipeline_memory_gib`: device memory for the buffers and
@@ -209,8 +213,8 @@ class PolicyConfig(Checked):
     `vla_accel.transforms.robots` or a YAML file), by default decided from the checkpoint. `checkpoint`: what the
     checkpoint does not say of itself. `rtc`: how a call that brings the previous chunk is guided by it. `warm_up`:
     prompts whose engines are built when the policy is loaded, besides those of an ordinary one. `vision`, `kv_cache`,
-    `denoise`: engines of components of these names; `engines`: of any component, by name. `native`: options of every
-    native engine.
+    `denoise`: engines of components of these names, and `denoise` of π0-FAST's `decode`, too; `engines`: of any
+    component, by name. `native`: options of every native engine.
     """
 
     num_steps: int | None = None
@@ -247,6 +251,10 @@ class PolicyConfig(Checked):
         if twice:
             raise ConfigError(f"engines.{twice[0]}: given twice, as {twice[0]}, too")
         given |= self.engines
+        for part, other in _INSTEAD.items():
+            # What a file says of the one is meant of the other, so that the shipped files suit every model.
+            if part in parts and other in given and other not in parts and part not in given:
+                given[part] = given.pop(other)
         unknown = [name for name in given if name not in parts]
         if unknown:
             raise ConfigError(f"{unknown[0]}: the model has no such component; it has {', '.join(parts)}")
@@ -267,6 +275,8 @@ class PolicyConfig(Checked):
 
 
 _FIELDS = ("vision", "kv_cache", "denoise")
+_INSTEAD = {"decode": "denoise"}
+"""Components of some models that stand where others have another one."""
 
 
 def load_config(source: str | Path | Mapping[str, Any] | PolicyConfig | None) -> PolicyConfig:

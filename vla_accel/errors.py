@@ -20,6 +20,10 @@ class ObservationError(VlaAccelError, ValueError):
     """An observation has a missing key, or a wrong shape, dtype or value range."""
 
 
+class ActionError(VlaAccelError):
+    """What a model answered is no chunk of actions."""
+
+
 class CheckpointError(VlaAccelError):
     """A checkpoint is missing, damaged, incomplete or does not fit the model."""
 

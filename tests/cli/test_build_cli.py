@@ -151,7 +151,7 @@ def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(
         (
             CONFIG,
             ("--targets", "sm89", "--random", "pi7"),
-            "random: expected one of groot_n17, pi0, pi05, pi05_demo, smolvla, smolvla_demo",
+            "random: expected one of groot_n17, pi0, pi05, pi05_demo, pi0_fast, smolvla, smolvla_demo",
         ),
         ("vision: {engine: tensorrt}", (), "no usable TensorRT"),
         ("vision: {engine: tensorrt_rtx, tensorrt: {targets: [x]}}", (), "target: expected a compute capability"),

@@ -368,7 +368,8 @@ def poison(policy: OptimizedPolicy) -> None:
     poisoned = 0
     with torch.inference_mode():
         for pipeline, _ in policy.pipelines._kept.values():
-            buffers: list[Tensor] = [pipeline._actions, pipeline._noise]
+            assert pipeline._noise is not None
+            buffers: list[Tensor] = [pipeline._answer, pipeline._noise]
             for _, engine in pipeline.engines:
                 buffers += [*engine.inputs.values(), *engine.outputs.values(), *scratch_of(engine.program)]  # type: ignore[attr-defined]
             for buffer in buffers:

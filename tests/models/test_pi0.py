@@ -18,6 +18,7 @@ from tests.support.tiny import random_model, random_state, tiny_config
 from vla_accel.errors import ConfigError
 from vla_accel.models import flow
 from vla_accel.models.flow import euler_times, sinusoidal_embedding
+from vla_accel.models.paligemma import prefix_positions
 from vla_accel.models.pi0 import (
     SIZES,
     Kind,
@@ -25,7 +26,6 @@ from vla_accel.models.pi0 import (
     Pi0Config,
     pi0,
     pi05,
-    prefix_positions,
     suffix_attention,
 )
 

@@ -1,11 +1,13 @@
-"""SmolVLA and GR00T N1.7 at the published size beside lerobot's own code: what its scripts wrote, answered by ours.
+"""SmolVLA and GR00T N1.7 at the published size, and π0-FAST, beside lerobot's own code, of which scripts wrote answers.
 
 With lerobot's interpreter, then with this package's, in float32 on the CPU (16 GB of memory, 9 of disk; some minutes)::
 
     python tests/parity/make_smolvla_reference.py --out DIR/smolvla --variants full
     python tests/parity/make_groot_reference.py --out DIR/groot --full
+    python tests/parity/make_pi0_fast_reference.py --out DIR/pi0_fast
     python -m tests.parity.compare_with_lerobot DIR/smolvla/full DIR/groot --output eval/results/lerobot_parity_cpu.json
 
+π0-FAST is compared at a small size (`DIR/pi0_fast/apart`), its tokens' actions as lerobot makes them of any tokens.
 Batch 1 and 3, a camera less, padded prompts, on weights of lerobot's that ours reads from the file. Actions must agree
 to 1e-4: the exit status is 1 if they do not.
 """
@@ -13,6 +15,7 @@ to 1e-4: the exit status is 1 if they do not.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,14 +27,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from vla_accel.checkpoints.loading import Checkpoint, load
+from vla_accel.config import CheckpointSpec, PolicyConfig
+from vla_accel.families.pi0_fast import PI0_FAST
 from vla_accel.files import replacing
 from vla_accel.machine import hardware, software
 from vla_accel.models.groot import Groot, overlap_weights
 from vla_accel.models.groot_language import Layout
+from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.models.smolvla import SmolVla
+from vla_accel.transforms.fast import FastProcessor
 
 ACTIONS_ATOL = 1e-4
 """Rounding is 1e-6; the least visible wrong formula moves the actions 1e-3."""
+BOS = 2
 TITLES = {
     "batch1": "batch 1", "batch3": "batch 3", "missing": "a camera less", "missing camera": "a camera less",
     "padded": "prompts of three lengths", "rtc": "a previous chunk",
@@ -67,10 +75,28 @@ def ask_groot(model: Groot, tensors: Mapping[str, Tensor], case: str, steps: int
     return model.integrate(given["noise"], model.constants(steps), given["state"], cache, lengths, *chunk)
 
 
+def write_pi0_fast(model: Pi0Fast, tensors: Mapping[str, Tensor], case: str, steps: int) -> Tensor:
+    """Tokens (B, steps) int64. lerobot puts <bos> behind the padding, where it counts as if there were none."""
+    given = case_of(tensors, case)
+    count = given["token_mask"].sum(1, keepdim=True)
+    tokens = torch.nn.functional.pad(given["tokens"], (0, 1)).scatter(1, count, BOS)
+    mask = torch.arange(tokens.shape[1]) < count + 1
+    return model.sample_tokens(given["images"], tokens, mask, steps)
+
+
+def ask_pi0_fast(
+    processor: FastProcessor, model: Pi0Fast, tensors: Mapping[str, Tensor], case: str, steps: int
+) -> Tensor:
+    """Actions (B, horizon, action_dim), normalised."""
+    return torch.from_numpy(PI0_FAST.normalised(processor, write_pi0_fast(model, tensors, case, steps).numpy()))
+
+
 def cases(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
     """Each case that lerobot answered, with the largest difference of ours."""
     model = checkpoint.model.whole()
     ask: Any = ask_smolvla if isinstance(model, SmolVla) else ask_groot
+    if isinstance(model, Pi0Fast):
+        ask = functools.partial(ask_pi0_fast, checkpoint.processor)
     for key in [k for k in tensors if ".steps" in k]:
         case, _, steps = key.partition(".steps")
         given, theirs = case_of(tensors, case), tensors[key]
@@ -86,7 +112,8 @@ def cases(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Iterator[dic
 def compare(folder: Path) -> tuple[str, dict[str, Any]]:
     """A family's name, and what a folder of lerobot's is beside ours."""
     weights = next(p for p in (folder / "checkpoint", folder / "isaac") if p.is_dir())
-    checkpoint = load(weights, device="cpu", dtype=torch.float32)
+    settings = PolicyConfig(checkpoint=CheckpointSpec(relaxed_actions=True))
+    checkpoint = load(weights, settings, device="cpu", dtype=torch.float32)
     with safe_open(folder / "model.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
         versions, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
     found: dict[str, Any] = {"versions": versions, "parameters": 0, "cases": []}

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.parity import compare_with_lerobot
+from tests.support import tiny_pi0_fast
 from tests.support.tiny_smolvla import write_lerobot
 from vla_accel.checkpoints.loading import load
+from vla_accel.config import CheckpointSpec, PolicyConfig
+from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.models.smolvla import SmolVla
 
 
@@ -43,3 +47,29 @@ def test_it_tells_whether_actions_agree(
     (row,) = found["cases"]
     assert (row["case"], row["batch"], row["views"], row["steps"]) == ("batch 3", 3, 2, 2)
     assert row["float32_max"] == pytest.approx(moved, abs=1e-5)
+
+
+@pytest.mark.parametrize(("moved", "status"), [(0.0, 0), (1e-3, 1)])
+def test_tokens_are_compared_as_actions(
+    moved: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unchecked(files: dict[str, Any]) -> None:
+        files["config"]["validate_action_token_prefix"] = False
+
+    tiny_pi0_fast.write_lerobot(tmp_path / "checkpoint", change=unchecked)
+    settings = PolicyConfig(checkpoint=CheckpointSpec(relaxed_actions=True))
+    checkpoint = load(tmp_path / "checkpoint", settings, dtype=torch.float32)
+    assert isinstance(checkpoint.model, Pi0Fast)
+    given = {
+        "batch3.images": torch.rand(3, 2, 3, 28, 28, generator=torch.Generator().manual_seed(0)),
+        "batch3.tokens": torch.arange(12).view(3, 4) + 10,
+        "batch3.token_mask": torch.arange(4)[None] < torch.tensor([4, 2, 3])[:, None],
+    }
+    answer = compare_with_lerobot.ask_pi0_fast(checkpoint.processor, checkpoint.model, given, "batch3", 9)
+    save_file(given | {"batch3.steps9": answer * (1 + moved)}, tmp_path / "model.safetensors", {"lerobot": "0.6.1"})
+    output = tmp_path / "report.json"
+    monkeypatch.setattr("sys.argv", ["compare", str(tmp_path), "--output", str(output)])
+    assert compare_with_lerobot.main() == status
+    (row,) = json.loads(output.read_text())["models"]["pi0_fast"]["cases"]
+    assert (row["case"], row["batch"], row["views"], row["steps"]) == ("batch 3", 3, 2, 9)
+    assert row["float32_max"] == pytest.approx(moved * float(answer.abs().max()), rel=1e-2)

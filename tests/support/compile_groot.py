@@ -6,14 +6,13 @@ For the compute capability on its command line, or Hopper's. As compile_kernels.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 
 import torch
-from triton import knobs
 
-from tests.support.compile_kernels import META, Launch, compiled, recorded, source_of
-from tests.support.gpus import ARCHITECTURES
+from tests.support.compile_kernels import META, Launch, print_compiled, recorded
 from vla_accel.components.groot import groot_components
 from vla_accel.config import EngineSpec
 from vla_accel.models.groot import Groot, groot_n17
@@ -44,29 +43,9 @@ def launches_of(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]
 
 
 def main(words: list[str]) -> None:
-    gpu = ARCHITECTURES[next((w for w in words if w in ARCHITECTURES), "9.0")]
-    # Tensors without data lie on this GPU, too.
-    setattr(Gpu, "of", classmethod(lambda cls, device: gpu))  # noqa: B010
-    knobs.nvidia.dump_ptxas_log = True
-    knobs.compilation.always_compile = True  # what is found in the cache has no log
+    gpu = print_compiled(words, lambda *asked: itertools.chain(*launches_of(*asked).values()))
     if "--count" in words:
         print(json.dumps({name: len(found) for name, found in launches_of(gpu, "auto", 1).items()}))
-        return
-    seen = set()
-    for precision, batch in (("auto", 1), ("fp8", 1), ("int8", 1), ("auto", 3)):
-        if precision == "fp8" and not gpu.fp8:
-            continue
-        for launch in (one for found in launches_of(gpu, precision, batch).values() for one in found):
-            _, key = source_of(launch)
-            if key in seen:
-                continue
-            seen.add(key)
-            made, registers, spilled = compiled(gpu, launch)
-            row = {
-                "kernel": launch[0].__name__, "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared,
-                "registers": registers, "spilled": spilled, "fits": made.metadata.shared <= gpu.shared_per_block,
-            }  # fmt: skip
-            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

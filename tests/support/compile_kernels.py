@@ -18,7 +18,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -187,6 +187,32 @@ def compiled(gpu: Gpu, launch: Launch) -> tuple[Any, int, int]:
     (registers,) = re.findall(r"Used (\d+) registers", said.getvalue())
     spilled = re.findall(r"(\d+) bytes spill", said.getvalue())
     return made, int(registers), sum(map(int, spilled))
+
+
+def print_compiled(words: list[str], launches_of: Callable[[Gpu, str, int], Iterable[Launch]]) -> Gpu:
+    """Compile what `launches_of` (GPU, precision, batch) names in every precision, for the compute capability among
+    `words` or Hopper's: a JSON line each of a different kernel. `--count` in `words`: only say which GPU that is."""
+    gpu = ARCHITECTURES[next((w for w in words if w in ARCHITECTURES), "9.0")]
+    # Tensors without data lie on this GPU, too.
+    setattr(Gpu, "of", classmethod(lambda cls, device: gpu))  # noqa: B010
+    knobs.nvidia.dump_ptxas_log = True
+    knobs.compilation.always_compile = True  # what is found in the cache has no log
+    seen = set()
+    for precision, batch in (("auto", 1), ("fp8", 1), ("int8", 1), ("auto", 3)):
+        if "--count" in words or (precision == "fp8" and not gpu.fp8):
+            continue
+        for launch in launches_of(gpu, precision, batch):
+            _, key = source_of(launch)
+            if key in seen:
+                continue
+            seen.add(key)
+            made, registers, spilled = compiled(gpu, launch)
+            row = {
+                "kernel": launch[0].__name__, "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared,
+                "registers": registers, "spilled": spilled, "fits": made.metadata.shared <= gpu.shared_per_block,
+            }  # fmt: skip
+            print(json.dumps(row), flush=True)
+    return gpu
 
 
 def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, tma: bool) -> None:

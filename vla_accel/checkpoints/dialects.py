@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,7 @@ from vla_accel.models.siglip import SiglipConfig
 
 Dialect = Literal["vla_accel", "openpi", "lerobot"]
 Shapes = Mapping[str, tuple[int, ...]]
+ShapeOf = Callable[[str, int], tuple[int, ...]]
 
 _ROOT = "paligemma_with_expert."
 _TOWER = _ROOT + "paligemma.model.vision_tower.vision_model."
@@ -32,7 +33,7 @@ _STACKS = {
 }
 # One table under two names; savers keep either or both.
 EMBEDDINGS = (_STACKS["prefix"] + "embed_tokens.weight", _ROOT + "paligemma.lm_head.weight")
-_NAMES = Names(_TOWER, _PROJECTOR, _STACKS, EMBEDDINGS[0])
+NAMES = Names(_TOWER, _PROJECTOR, _STACKS, EMBEDDINGS[0])
 # Never read by the model: the expert's head, and the prefix's final norm (only K and V leave the prefix). The last
 # prefix layer's MLP and output projection are dead, too, but kept in the model, so not listed here.
 DEAD = (_ROOT + "gemma_expert.lm_head.weight", _STACKS["prefix"] + "norm.weight")
@@ -60,7 +61,7 @@ def pieces(name: str, config: Pi0Config, prefix: str = "") -> tuple[Piece, ...]:
 
     `embed.weight` is given as the first of `EMBEDDINGS`. `prefix`: what stands before each name.
     """
-    return tuple(Piece(prefix + piece.name, piece.rows) for piece in _NAMES.pieces(name, config))
+    return tuple(Piece(prefix + piece.name, piece.rows) for piece in NAMES.pieces(name, config))
 
 
 def places(names: Collection[str], config: Pi0Config) -> dict[str, Place]:
@@ -99,12 +100,7 @@ def infer_config(shapes: Shapes, prefix: str, stated: Stated, where: str) -> Pi0
     """
     kind = _kind(shapes, prefix, where)
 
-    def shape(name: str, axes: int) -> tuple[int, ...]:
-        found = shapes.get(prefix + name)
-        if found is None or len(found) != axes:
-            raise CheckpointError(f"checkpoint {where}: 1 missing: {prefix}{name} ({axes} axes), got {found}")
-        return found
-
+    shape = shapes_by_name(shapes, prefix, where)
     if stated.action_horizon is None:
         raise CheckpointError(
             f"checkpoint {where}: expected config.json with action_horizon, which no weight shows; or set "
@@ -115,9 +111,9 @@ def infer_config(shapes: Shapes, prefix: str, stated: Stated, where: str) -> Pi0
     try:
         config = Pi0Config(
             kind=kind,
-            vision=_vision(shapes, prefix, shape),
-            prefix=_gemma("prefix", shapes, prefix, shape),
-            expert=_gemma("expert", shapes, prefix, shape),
+            vision=tower_sizes(shapes, prefix, shape),
+            prefix=stack_sizes("prefix", shapes, prefix, shape),
+            expert=stack_sizes("expert", shapes, prefix, shape),
             vocab_size=vocabulary,
             action_dim=shape("action_in_proj.weight", 2)[1],
             action_horizon=stated.action_horizon,
@@ -163,7 +159,20 @@ def _depth(shapes: Shapes, start: str) -> int:
     return max(found, default=-1) + 1
 
 
-def _vision(shapes: Shapes, prefix: str, shape: Callable[[str, int], tuple[int, ...]]) -> SiglipConfig:
+def shapes_by_name(shapes: Shapes, prefix: str, where: str) -> ShapeOf:
+    """Looks the shape of a tensor up by its name and number of axes. Raises CheckpointError where it is not there."""
+
+    def shape(name: str, axes: int) -> tuple[int, ...]:
+        found = shapes.get(prefix + name)
+        if found is None or len(found) != axes:
+            raise CheckpointError(f"checkpoint {where}: 1 missing: {prefix}{name} ({axes} axes), got {found}")
+        return found
+
+    return shape
+
+
+def tower_sizes(shapes: Shapes, prefix: str, shape: ShapeOf) -> SiglipConfig:
+    """Of PaliGemma's vision tower. Raises ConfigError for another tower."""
     width, _, _, patch = shape(_TOWER + "embeddings.patch_embedding.weight", 4)
     if width % _SIGLIP_HEAD_DIM:
         raise ConfigError(f"vision.width {width}: not a So400m tower, whose heads are {_SIGLIP_HEAD_DIM} wide")
@@ -178,7 +187,8 @@ def _vision(shapes: Shapes, prefix: str, shape: Callable[[str, int], tuple[int, 
     )
 
 
-def _gemma(stack: str, shapes: Shapes, prefix: str, shape: Callable[[str, int], tuple[int, ...]]) -> GemmaConfig:
+def stack_sizes(stack: str, shapes: Shapes, prefix: str, shape: ShapeOf) -> GemmaConfig:
+    """Of the Gemma that is the `stack`, "prefix" or "expert"."""
     start = _STACKS[stack]
     queries, width = shape(start + "layers.0.self_attn.q_proj.weight", 2)
     # All of PaliGemma's variants have one key/value head.
@@ -200,20 +210,31 @@ def _cross_check(config: Pi0Config, stated: Stated, where: str) -> None:
         ("action_dim", stated.action_dim, config.action_dim),
         ("image_size", stated.image_size, config.vision.image_size),
     ]
-    for name, variant, found in zip(("prefix", "expert"), stated.variants, (config.prefix, config.expert), strict=True):
-        if variant is not None:
-            known = VARIANTS.get(variant.removesuffix("_lora"))
-            if known is None:
-                raise CheckpointError(
-                    f"checkpoint {where}: expected {name} one of {', '.join(VARIANTS)}, got {variant!r}"
-                )
-            pairs.append((f"{name} {variant}", known, found))
+    stacks = zip(("prefix", "expert"), stated.variants, (config.prefix, config.expert), strict=True)
+    pairs += [said_of_variant(*stack, where) for stack in stacks]
+    compare_sizes(pairs, where)
+    if config.kind == "pi0" and config.discrete_state_input:
+        raise CheckpointError(
+            f"checkpoint {where}: π0 has its state outside of the prompt, discrete_state_input says in it"
+        )
+
+
+def said_of_variant(name: str, variant: str | None, found: GemmaConfig, where: str) -> tuple[str, object, object]:
+    """What the name of a stack's variant says of its sizes, for `compare_sizes`. Raises CheckpointError for an unknown
+    one."""
+    if variant is None:
+        return name, None, found
+    known = VARIANTS.get(variant.removesuffix("_lora"))
+    if known is None:
+        raise CheckpointError(f"checkpoint {where}: expected {name} one of {', '.join(VARIANTS)}, got {variant!r}")
+    return f"{name} {variant}", known, found
+
+
+def compare_sizes(pairs: Sequence[tuple[str, object, object]], where: str) -> None:
+    """Raise CheckpointError where config and weights say different things; `pairs`: name, what the config says (None:
+    nothing) and what the weights show."""
     wrong = [
         f"{name}: config says {said}, weights say {shown}" for name, said, shown in pairs if said not in (None, shown)
     ]
     if wrong:
         raise CheckpointError(f"checkpoint {where}: config and weights contradict each other: {'; '.join(wrong)}")
-    if config.kind == "pi0" and config.discrete_state_input:
-        raise CheckpointError(
-            f"checkpoint {where}: π0 has its state outside of the prompt, discrete_state_input says in it"
-        )

@@ -1,4 +1,4 @@
-"""lerobot's folders of π0, π0.5 and SmolVLA: what their JSON files and statistics say, in this package's terms.
+"""lerobot's folders of π0, π0.5, π0-FAST and SmolVLA: what their JSON files and statistics say, in our terms.
 
 Reads `config.json` and the saved pre- and postprocessor with their statistics (safetensors). A step of a pipeline
 that is not known here is an error: leaving one out would cost success silently. Knows nothing of weights.
@@ -30,8 +30,12 @@ _KNOWN_STEPS = {
     "tokenizer_processor",
     "pi0_new_line_processor",
     "pi05_prepare_state_tokenizer_processor_step",
+    "pi0_fast_prepare_state_tokenizer_processor_step",
+    # Makes tokens of actions in training; there are none to make when a policy acts.
+    "action_tokenizer_processor",
     "smolvla_new_line_processor",
 }
+_SWITCHED = {"relative_actions_processor", "absolute_actions_processor"}
 _LIBERO_IMAGES = ("observation.images.image", "observation.images.image2")
 
 _FIXED = {"min_period": 4e-3, "max_period": 4.0, "n_obs_steps": 1}
@@ -210,12 +214,20 @@ def _steps(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path.parent}: expected {path.name} with the statistics, found no such file")
     steps = member(read_json(path), "steps", list, path)
-    unknown = [str(s.get("registry_name", s.get("class"))) for s in steps if s.get("registry_name") not in _KNOWN_STEPS]
+    unknown = [
+        str(s.get("registry_name", s.get("class"))) for s in steps
+        if s.get("registry_name") not in _KNOWN_STEPS and not _is_off(s)
+    ]  # fmt: skip
     if unknown:
         raise CheckpointError(
             f"{path}: expected steps among {', '.join(sorted(_KNOWN_STEPS))}, got {', '.join(unknown)}"
         )
     return steps
+
+
+def _is_off(step: Mapping[str, Any]) -> bool:
+    """Whether a step is one of those that lerobot saves whether or not they do anything, and does nothing."""
+    return step.get("registry_name") in _SWITCHED and (step.get("config") or {}).get("enabled") is False
 
 
 def _config(steps: list[dict[str, Any]], name: str, default: Any) -> Any:

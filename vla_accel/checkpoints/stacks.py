@@ -1,6 +1,6 @@
-"""Where transformers keeps what is one module here: a SigLIP tower, a projector and two stacks of decoder layers.
+"""Where transformers keeps what is one module here: a SigLIP tower, a projector and stacks of decoder layers.
 
-A model of that form (π0, π0.5, SmolVLA) gives its prefixes; q, k, v and gate, up are one matrix each here.
+A model of that form (π0, π0.5, π0-FAST, SmolVLA) gives its prefixes; q, k, v and gate, up are one matrix each here.
 """
 
 from __future__ import annotations
@@ -40,19 +40,17 @@ class Stack(Protocol):
 
 
 class Sizes(Protocol):
-    """Sizes of a model of a tower and two stacks."""
+    """Sizes of a model of a tower and stacks: besides the prefix perhaps an `expert`, a `Stack`, too."""
 
     @property
     def vision(self) -> SiglipConfig: ...
     @property
     def prefix(self) -> Stack: ...
-    @property
-    def expert(self) -> Stack: ...
 
 
 @dataclass(frozen=True)
 class Names:
-    """What stands before each part's names in a dialect. `stacks`: of prefix and expert; `rest`: of everything else;
+    """What stands before each part's names in a dialect. `stacks`: of prefix and expert, if any; `rest`: of all else;
     `embedding`: the whole name of the token table."""
 
     tower: str
@@ -66,7 +64,7 @@ class Names:
         rows: tuple[int, ...] | None = None
         if match := re.fullmatch(r"(prefix|expert)\.layers\.(\d+)\.(\w+)\.(.+)", name):
             which, index, module, leaf = match.groups()
-            stack = sizes.prefix if which == "prefix" else sizes.expert
+            stack: Stack = getattr(sizes, which)
             whole = tuple(f"{self.stacks[which]}layers.{index}.{part}.{leaf}" for part in _LAYER.get(module, (module,)))
             if module == "qkv_proj":
                 rows = (stack.heads * stack.head_dim, *(stack.kv_heads * stack.head_dim,) * 2)

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import GemmaLayer, GemmaPrefix, RmsNorm
+from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import calibrated_products
 from vla_accel.models.siglip import SiglipLayer
 from vla_accel.native.fold import fold_norm
 
 
-def calibration(model: FlowNetwork) -> tuple[nn.Module, Sequence[str]]:
+def calibration(model: PrefixNetwork) -> tuple[nn.Module, Sequence[str]]:
     """(module, names of its products to measure): the module takes an observation's images uint8 (V, S, S, 3), tokens
     int64 (L,) and state float32, and its products have the names that they have in `model`, which is left as it is."""
     return _Calibrated(model), calibrated_products(model.config)
 
 
 class _Calibrated(nn.Module):
-    def __init__(self, model: FlowNetwork) -> None:
+    def __init__(self, model: PrefixNetwork) -> None:
         super().__init__()
         self.vision = copy.deepcopy(model.vision)
         self.prefix: GemmaPrefix = copy.deepcopy(model.prefix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,11 @@ from vla_accel.component import Component, TensorSpec
 from vla_accel.components.padding import longest_prompt, real_tokens
 from vla_accel.components.variants import variants
 from vla_accel.fp8 import Scales
-from vla_accel.models.pi0 import Pi0
+from vla_accel.models.paligemma import PaliGemma
 from vla_accel.models.quantised import QUANTISED
 
 if TYPE_CHECKING:
-    from vla_accel.native.pi0 import Pi0Store
+    from vla_accel.native.paligemma import PaliGemmaStore
 
 
 class KvCache(nn.Module):
@@ -25,7 +25,7 @@ class KvCache(nn.Module):
     A padded component has a third input, `lengths` (B,) int32: how many tokens of each row are real. They come first.
     """
 
-    def __init__(self, model: Pi0) -> None:
+    def __init__(self, model: PaliGemma) -> None:
         super().__init__()
         self.model = model
 
@@ -34,19 +34,19 @@ class KvCache(nn.Module):
         return self.model.prefix_cache(image_tokens, tokens, None if lengths is None else real_tokens(lengths, total))
 
 
-def prefix_weights(model: Pi0) -> list[str]:
+def prefix_weights(model: PaliGemma) -> list[str]:
     """The prefix's parts that compute something: the last layer stops after its keys and values."""
     *whole, last = (f"prefix.layers.{index}" for index in range(model.config.prefix.depth))
     return [*whole, f"{last}.input_layernorm", f"{last}.qkv_proj"]
 
 
 def kv_cache_component(
-    model: Pi0,
+    model: PaliGemma,
     batch: int,
     views: int,
     length: int,
     padded: bool,
-    store: Pi0Store | None = None,
+    store: PaliGemmaStore[Any] | None = None,
     scales: Scales | None = None,
 ) -> Component:
     """The prefix for a fixed number of views and prompt tokens; `padded` rows may be shorter than `length`. `scales`:

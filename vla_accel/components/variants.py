@@ -19,9 +19,9 @@ from vla_accel.components.padding import real_tokens
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import FORMATS, NO_SCALES, Scales
-from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
-from vla_accel.models.pi0 import Pi0, prefix_positions
+from vla_accel.models.paligemma import PaliGemma, prefix_positions
+from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.native.fold import fold_norm
 from vla_accel.quantize import quantise
@@ -41,7 +41,7 @@ class Fp16Vision(nn.Module):
     The embeddings stay in float32 as in the model; of the tower's large products only the dtype changes.
     """
 
-    def __init__(self, model: FlowNetwork, dtype: torch.dtype = torch.float16) -> None:
+    def __init__(self, model: PrefixNetwork, dtype: torch.dtype = torch.float16) -> None:
         super().__init__()
         tower = copy.deepcopy(model.vision)
         for part in (*tower.layers, tower.post_layernorm):
@@ -80,7 +80,7 @@ class QuantisedKvCache(nn.Module):
     The last layer has no MLP here: it stops after its keys and values.
     """
 
-    def __init__(self, model: Pi0, scales: Scales) -> None:
+    def __init__(self, model: PaliGemma, scales: Scales) -> None:
         super().__init__()
         config = model.config.prefix
         self.embed, self.layers = model.embed, model.prefix.layers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vla_accel.component import Component, TensorSpec
 from vla_accel.components.padding import MOST_VIEWS
 from vla_accel.components.variants import variants
-from vla_accel.models.flow import FlowNetwork
+from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Vision(nn.Module):
     """images uint8 (B, V, H, W, 3) to image tokens (B, V * tokens, prefix width) in the prefix's dtype."""
 
-    def __init__(self, model: FlowNetwork) -> None:
+    def __init__(self, model: PrefixNetwork) -> None:
         super().__init__()
         self.model = model
 
@@ -32,7 +32,7 @@ class Vision(nn.Module):
         return self.model.embed_images(pixels).to(self.model.dtype)
 
 
-def vision_component(model: FlowNetwork, batch: int, views: int, store: FlowStore[Any] | None = None) -> Component:
+def vision_component(model: PrefixNetwork, batch: int, views: int, store: FlowStore[Any] | None = None) -> Component:
     """The vision component for a fixed number of views."""
     config = model.config
     size = config.vision.image_size

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -12,6 +13,18 @@ from torch import Tensor
 from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Work that may end early: `begin`, `advance` at most `count` times, until `finished` (1,) bool on the device is
+    true, and `end`. All of them only enqueue."""
+
+    count: int
+    finished: Tensor
+    begin: Callable[[], None]
+    advance: Callable[[], None]
+    end: Callable[[], None]
 
 
 class Engine(ABC):
@@ -62,7 +75,11 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Enqueue the work on the current stream. Never synchronises."""
+        """Enqueue the work on the current stream. Never synchronises, but where the work itself says when it ends."""
+
+    def turns(self) -> Turns | None:
+        """What `run` does, in pieces that a graph can hold; None where it is one piece."""
+        return None
 
     def _allocate(self) -> None:
         self.inputs = {s.name: s.empty(self.device) for s in self.component.inputs}

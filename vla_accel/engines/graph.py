@@ -1,6 +1,8 @@
 """One CUDA graph for a whole call: uploads, every engine, the download, with timing events between them.
 
-Knows engines and buffers, not policies. Replaying costs one launch; the events inside the graph cost nothing else.
+Knows engines and buffers, not policies. Replaying costs one launch; the events inside the graph cost nothing else. A
+last engine whose work may end early (`engines.base.Turns`) has a graph of its own for a turn, which is replayed between
+one for all before it and one for all behind it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vla_accel.engines.base import Engine
+from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.ops.phases import phase
@@ -21,17 +23,45 @@ GRAPH = "cuda_graph"
 STREAM = "stream"
 
 
+class Turning:
+    """The turns of a captured engine: `turn`, replayed until it is done, and `rest`, what comes behind it."""
+
+    def __init__(self, turns: Turns, turn: torch.cuda.CUDAGraph, rest: torch.cuda.CUDAGraph) -> None:
+        self.turns, self.turn, self.rest = turns, turn, rest
+        self.device = turns.finished.device
+        self.flags = [torch.zeros(1, dtype=torch.bool, pin_memory=True) for _ in range(2)]
+        self.told = [torch.cuda.Event() for _ in range(2)]
+
+    def replay(self) -> None:
+        """Enqueue turns, and then the rest. The host waits for a turn's flag while the next turn runs, so that the GPU
+        never waits for the host."""
+        with torch.cuda.device(self.device):
+            for index in range(self.turns.count):
+                now, before = index % 2, 1 - index % 2
+                self.turn.replay()
+                self.flags[now].copy_(self.turns.finished, non_blocking=True)
+                self.told[now].record()
+                if index:
+                    self.told[before].synchronize()
+                    if bool(self.flags[before]):
+                        break
+            self.rest.replay()
+
+
 @dataclass
 class Captured:
-    """A graph and the events at its seams: before the first engine and after each."""
+    """A graph and the events at its seams: before the first engine and after each. `turning`: what comes behind it."""
 
     graph: torch.cuda.CUDAGraph
     events: list[torch.cuda.Event]
     names: list[str]
+    turning: Turning | None = None
 
     def replay(self) -> None:
         """Enqueue everything on the current stream."""
         self.graph.replay()
+        if self.turning is not None:
+            self.turning.replay()
 
     def times(self) -> dict[str, float]:
         """Milliseconds of each engine in the last replay; the device must have finished it."""
@@ -47,6 +77,9 @@ def capture(
     Running out of memory is recorded in the ledger as a fallback from a graph to a stream (or raises, when strict).
     """
     stubborn = [name for name, engine in engines if not engine.capturable]
+    early = [name for name, engine in engines[:-1] if engine.turns() is not None]
+    if early:
+        raise EngineError(f"CUDA graph: expected turns of the last engine alone, got them of {', '.join(early)}")
     if stubborn:
         return None
     detail = " → ".join(name for name, _ in engines)
@@ -98,19 +131,32 @@ def _capture(engines: Sequence[tuple[str, Engine]], before: Callable[[], None], 
                 after()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        turns = engines[-1][1].turns()
+        whole = engines if turns is None else engines[:-1]
+        graph, turning = torch.cuda.CUDAGraph(), None
         events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(engines) + 1)]
         try:
             with recording(graph, side):
                 before()
                 events[0].record()
-                for (_, engine), event in zip(engines, events[1:], strict=True):
+                for (_, engine), event in zip(whole, events[1:], strict=False):
                     engine.run()
                     event.record()
-                after()
+                if turns is None:
+                    after()
+                else:
+                    turns.begin()
+            if turns is not None:
+                turning = Turning(turns, torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+                with recording(turning.turn, side):
+                    turns.advance()
+                with recording(turning.rest, side):
+                    turns.end()
+                    events[-1].record()
+                    after()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             names = ", ".join(name for name, _ in engines)
             raise EngineError(f"CUDA graph of {names}: capture failed: {error}") from error
-    return Captured(graph, events, [name for name, _ in engines])
+    return Captured(graph, events, [name for name, _ in engines], turning)

@@ -6,12 +6,13 @@ On a machine without a GPU the same program runs the ops' torch references, for 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 
-from vla_accel.component import Component
+from vla_accel.component import Component, TurnedProgram
 from vla_accel.config import EngineSpec
-from vla_accel.engines.base import Engine
+from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
 from vla_accel.ops.attending import Choice
 from vla_accel.ops.cuda.runtime import on
@@ -71,5 +72,17 @@ class NativeEngine(Engine):
 
     @torch.inference_mode()
     def run(self) -> None:
+        self._enqueue(lambda: self.program(self.inputs, self.outputs))
+
+    def turns(self) -> Turns | None:
+        program = self.program
+        if not isinstance(program, TurnedProgram):
+            return None
+        return Turns(
+            program.turns, program.finished, lambda: self._enqueue(lambda: program.begin(self.inputs)),
+            lambda: self._enqueue(program.advance), lambda: self._enqueue(lambda: program.end(self.outputs)),
+        )  # fmt: skip
+
+    def _enqueue(self, work: Callable[[], None]) -> None:
         with on(self.device), assumed(self._gpu):
-            self.program(self.inputs, self.outputs)
+            work()

@@ -14,17 +14,18 @@ from vla_accel.component import Component
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.families import pi0_openpi, pi0_realtime_vla
+from vla_accel.families.paligemma import prefix_work
 from vla_accel.families.pi0_folders import load_folder
-from vla_accel.families.prompted import PromptedFamily, PromptShape
+from vla_accel.families.prompted import DenoisingFamily, PromptShape
 from vla_accel.fp8 import Scales
-from vla_accel.models.family import Work, products_of, weight_bytes
+from vla_accel.models.family import Work, weight_bytes
 from vla_accel.models.pi0 import Kind, Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.models.random_weights import drawn_model
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.transforms.processing import Inputs, Processor
 
 
-class Pi0Family(PromptedFamily):
+class Pi0Family(DenoisingFamily):
     """Either of the two: they differ in where state and time enter, and in where a horizon and views usually are."""
 
     baselines = tuple(pi0_openpi.MODES)
@@ -64,24 +65,14 @@ class Pi0Family(PromptedFamily):
         """Vision and prefix are bound by their products, denoising by reading the expert's weights at every step.
 
         The exact savings are applied: the last prefix layer stops after its keys and values."""
-        v, p, e = config.vision, config.prefix, config.expert
-        image_tokens = len(inputs.images) * v.tokens
-        per_token = 4 * v.width * v.width + 2 * v.width * v.mlp_dim
-        vision = v.depth * (2 * image_tokens * per_token + 4 * image_tokens * v.tokens * v.width)
-        vision += 2 * image_tokens * (3 * v.patch_size**2 * v.width + v.width * p.width)
-        tokens = image_tokens + len(inputs.tokens)
-        attended = p.heads * p.head_dim
-        layer = p.width * (p.qkv_dim + attended + 3 * p.mlp_dim)
-        last = p.width * 2 * p.kv_heads * p.head_dim
-        prefix = 2 * tokens * ((p.depth - 1) * layer + last) + (p.depth - 1) * 4 * tokens * tokens * attended
+        e = config.expert
+        tokens = config.prefix_tokens(len(inputs.images), len(inputs.tokens))
         expert = e.depth * e.width * (e.qkv_dim + e.heads * e.head_dim + 3 * e.mlp_dim)
         cache = 2 * e.depth * tokens * e.kv_heads * e.head_dim * 2
         suffix = config.suffix_tokens
         attention = e.depth * 4 * suffix * (tokens + suffix) * e.heads * e.head_dim
-
         return {
-            "vision": Work(float(vision), precision=products_of(specs["vision"])),
-            "kv_cache": Work(float(prefix), precision=products_of(specs["kv_cache"])),
+            **prefix_work(config, inputs, specs),
             "denoise": Work(
                 float(steps * (2 * suffix * expert + attention)),
                 float(steps * (expert * weight_bytes(specs["denoise"]) + cache)),

@@ -1,5 +1,5 @@
-"""What families of vision → image_tokens → kv_cache → keys, values → denoise → actions have in common: views of one
-size, prompts of several lengths in buckets, a state, and guidance by a previous chunk."""
+"""What families of vision → image_tokens → kv_cache → keys, values → … have in common: views of one size, prompts of
+several lengths in buckets, a state; and those that then denoise, guidance by a previous chunk."""
 
 from __future__ import annotations
 
@@ -38,23 +38,11 @@ class PromptShape(Shape):
 
 
 class PromptedFamily(Family):
-    """A family whose config is one of a `models.flow.FlowNetwork`, and whose transforms are a `Processor`."""
-
-    parts = ("vision", "kv_cache", "denoise")
-    guidance = ("target", "weights")
-    int8_systems: ClassVar = {
-        "native-int8-denoise": ("denoise",), "native-int8": ("kv_cache",), "native-int8-vision": ("vision", "kv_cache"),
-    }  # fmt: skip
-    fp8_systems: ClassVar = {"native-fp8": ("kv_cache",), "native-fp8-vision": ("vision", "kv_cache")}
+    """A family whose config is one of a `models.prefixed.PrefixNetwork`, whose transforms are a `Processor`, and whose
+    first components are vision and kv_cache."""
 
     def action_shape(self, config: Any) -> tuple[int, int]:
         return config.action_horizon, config.action_dim
-
-    def shallow(self, config: Any, depth: int) -> Any:
-        """Prefix and expert; vision stays whole."""
-        return replace(
-            config, prefix=replace(config.prefix, depth=depth), expert=replace(config.expert, depth=depth)
-        )  # fmt: skip
 
     # -- running it -----------------------------------------------------------------------------------------------
 
@@ -69,7 +57,7 @@ class PromptedFamily(Family):
         longest = max(counts)
         # The native engine takes lengths: where it runs a part that reads the prompt, or may have to step in for
         # another, all parts must agree, and so must engines built ahead of time.
-        bucketed = any("native" in (specs[n].engine, *specs[n].fallback) for n in ("kv_cache", "denoise"))
+        bucketed = any("native" in (specs[n].engine, *specs[n].fallback) for n in self.parts[1:])
         tokens = padded_prompt(longest) if bucketed else longest
         return PromptShape(len(inputs), steps, views, tokens, bucketed or min(counts) != longest)
 
@@ -91,18 +79,6 @@ class PromptedFamily(Family):
         # A length of zero would leave rows without a key.
         if "lengths" in host:
             host["lengths"][:] = config.prefix_tokens(shape.views, shape.tokens)
-
-    def guide(self, config: Any, rtc: RtcConfig, previous: np.ndarray, delay: int) -> dict[str, np.ndarray]:
-        most = config.action_horizon - 1 if rtc.max_delay is None else rtc.max_delay
-        if rtc.trained and delay > min(most, len(previous)):
-            raise ObservationError(
-                f"inference_delay: expected at most {min(most, len(previous))} actions, of {len(previous)} that are "
-                f"left and {most} that the checkpoint was trained for, got {delay}"
-            )
-        target = np.zeros(self.action_shape(config), np.float32)
-        target[: len(previous)] = previous
-        weights = chunk_weights(rtc, delay, len(previous), config.action_horizon)
-        return {"target": target, "weights": weights.numpy()}
 
     # -- measuring it ---------------------------------------------------------------------------------------------
 
@@ -129,3 +105,32 @@ class PromptedFamily(Family):
     def calibrate(self, model: Any, inputs: Sequence[Inputs], source: str) -> Scales:
         with model.present():
             return calibrate(model, calibration(model), [(i.images, i.tokens, i.state) for i in inputs], source)
+
+
+class DenoisingFamily(PromptedFamily):
+    """One whose network is a `models.flow.FlowNetwork`."""
+
+    parts = ("vision", "kv_cache", "denoise")
+    guidance = ("target", "weights")
+    int8_systems: ClassVar = {
+        "native-int8-denoise": ("denoise",), "native-int8": ("kv_cache",), "native-int8-vision": ("vision", "kv_cache"),
+    }  # fmt: skip
+    fp8_systems: ClassVar = {"native-fp8": ("kv_cache",), "native-fp8-vision": ("vision", "kv_cache")}
+
+    def shallow(self, config: Any, depth: int) -> Any:
+        """Prefix and expert; vision stays whole."""
+        return replace(
+            config, prefix=replace(config.prefix, depth=depth), expert=replace(config.expert, depth=depth)
+        )  # fmt: skip
+
+    def guide(self, config: Any, rtc: RtcConfig, previous: np.ndarray, delay: int) -> dict[str, np.ndarray]:
+        most = config.action_horizon - 1 if rtc.max_delay is None else rtc.max_delay
+        if rtc.trained and delay > min(most, len(previous)):
+            raise ObservationError(
+                f"inference_delay: expected at most {min(most, len(previous))} actions, of {len(previous)} that are "
+                f"left and {most} that the checkpoint was trained for, got {delay}"
+            )
+        target = np.zeros(self.action_shape(config), np.float32)
+        target[: len(previous)] = previous
+        weights = chunk_weights(rtc, delay, len(previous), config.action_horizon)
+        return {"target": target, "weights": weights.numpy()}

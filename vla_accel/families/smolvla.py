@@ -15,7 +15,7 @@ from vla_accel.components import denoise_component, vision_component
 from vla_accel.components.smolvla import smolvla_kv_cache_component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.families import smolvla_lerobot, stand_in
-from vla_accel.families.prompted import PromptedFamily, PromptShape
+from vla_accel.families.prompted import DenoisingFamily, PromptShape
 from vla_accel.families.smolvla_folder import load_folder
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Work, products_of, weight_bytes
@@ -25,7 +25,7 @@ from vla_accel.native.smolvla import SmolVlaStore
 from vla_accel.transforms.processing import Inputs, Processor
 
 
-class SmolVlaFamily(PromptedFamily):
+class SmolVlaFamily(DenoisingFamily):
     """SmolVLA, whatever its sizes and whichever of its layers cross."""
 
     name = "smolvla"

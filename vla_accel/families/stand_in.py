@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import LIBERO
 
+P = TypeVar("P", bound=Processor)
 VIEWS = ("observation/image", "observation/wrist_image", "observation/right_wrist_image", "observation/back_image")
 PROMPT = "pick up the black bowl between the plate and the ramekin and place it on the plate"
 
@@ -32,19 +33,20 @@ class _Words:
         return ids
 
 
-def processor(config: Any, views: int, **more: Any) -> Processor:
-    """LIBERO's transforms with any number of views and statistics that change nothing; `more` fields of it."""
+def processor(config: Any, views: int, kind: type[P] = Processor, **more: Any) -> P:
+    """LIBERO's transforms with any number of views and statistics that change nothing; `kind` of them, and `more`
+    fields."""
     if not 1 <= views <= len(VIEWS):
         raise ConfigError(f"views: expected 1 to {len(VIEWS)}, got {views}")
     unit = Normaliser("mean_std", np.zeros(8), np.ones(8))
-    return Processor(
+    return kind(
         tokenizer=_Words(config.vocab_size),
         state=unit,
         actions=Normaliser("mean_std", np.zeros(7), np.ones(7)),
         image_size=config.vision.image_size,
         action_dim=config.action_dim,
         max_token_len=config.max_token_len,
-        discrete_state=False,
+        discrete_state=more.pop("discrete_state", False),
         preset=replace(LIBERO, images=VIEWS[:views], ignored_images=()),
         **more,
     )

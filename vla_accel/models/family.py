@@ -26,6 +26,7 @@ from vla_accel.models.network import Network
 FAMILIES: dict[str, str] = {
     "pi0": "vla_accel.families.pi0:PI0",
     "pi05": "vla_accel.families.pi0:PI05",
+    "pi0_fast": "vla_accel.families.pi0_fast:PI0_FAST",
     "smolvla": "vla_accel.families.smolvla:SMOLVLA",
     "groot": "vla_accel.families.groot:GROOT",
 }
@@ -117,6 +118,8 @@ class Family(ABC):
     """Published sizes by name; a function takes the fields to change. The first is what `bench` times."""
     guidance: tuple[str, ...] = ()
     """Host inputs of real-time chunking. They are zero in a plain call."""
+    result: str = "actions"
+    """The last component's output that a call brings to the host."""
 
     # -- the network ----------------------------------------------------------------------------------------------
 
@@ -131,7 +134,7 @@ class Family(ABC):
 
     @abstractmethod
     def action_shape(self, config: Any) -> tuple[int, int]:
-        """(horizon, action dimensions) of one row of the noise and of the normalised actions."""
+        """(horizon, action dimensions) of one row of the noise, if it draws any, and of the normalised actions."""
 
     def steps(self, config: Any) -> int:
         """Denoising steps where nobody says how many."""
@@ -156,8 +159,8 @@ class Family(ABC):
         """The components of a shape, in the order of `parts`. They join by name.
 
         An input that has the name of an earlier output is that output. Inputs of one name are one host input. `noise`
-        (B, H, A) float32 is drawn on the device or given; every other input comes from `feed`. The last component's
-        output `actions` (B, H, A) float32 is the result.
+        (B, H, A) float32 is drawn on the device or given; a family may do without. Every other input comes from `feed`.
+        The last component's output `result` is the result: `actions` (B, H, A) float32, or what `normalised` reads.
         """
 
     @abstractmethod
@@ -173,6 +176,11 @@ class Family(ABC):
     @abstractmethod
     def feed(self, config: Any, inputs: Sequence[Any]) -> dict[str, Rows]:
         """The host inputs of a call from its prepared observations, but for `guidance` and noise."""
+
+    def normalised(self, transforms: Any, result: np.ndarray) -> np.ndarray:
+        """The normalised actions float32 (B, H, A) of a call's `result`. Raises ActionError where it is no chunk."""
+        del transforms
+        return result
 
     def rehearse(self, config: Any, shape: Any, host: Mapping[str, np.ndarray]) -> None:
         """Make zeroed host inputs of a shape valid: any values will do, but none that no call would have."""

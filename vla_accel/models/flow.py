@@ -1,5 +1,5 @@
-"""Networks that see images and whose actions are the end of a flow from noise: what components ask of them, and the
-Euler loop.
+"""Networks whose actions are the end of a flow from noise: what components ask of them besides a prefix, and the Euler
+loop.
 
 t = 1 is noise, t = 0 are actions. Knows nothing of what the velocity is made of.
 """
@@ -10,43 +10,17 @@ import math
 from abc import abstractmethod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vla_accel.errors import ConfigError
-from vla_accel.models.gemma import GemmaPrefix
-from vla_accel.models.network import Network
+from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.rtc import Guidance, Pinned
-from vla_accel.models.siglip import SiglipVision
 
 
-class FlowNetwork(Network):
-    """A network of a vision tower, a prefix that leaves keys and values, and a velocity that reads them.
+class FlowNetwork(PrefixNetwork):
+    """A network with a velocity that reads the prefix's keys and values. `takes_state`: its suffix reads the state."""
 
-    `takes_state`: its suffix reads the state. Its config has `vision`, `prefix`, `image_tokens` (of a view),
-    `shuffle`, `image_scale`, `prefix_tokens`, `action_horizon`, `action_dim` and `max_token_len`.
-    """
-
-    vision: SiglipVision
-    prefix: GemmaPrefix
-    projector: nn.Linear
-    embed: nn.Embedding
     takes_state: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the prefix's and the expert's products; small projections and norms may be wider."""
-        layer = self.prefix.layers[0]
-        return layer.qkv_proj.weight.dtype  # type: ignore[union-attr,return-value]
-
-    @abstractmethod
-    def project(self, features: Tensor) -> Tensor:
-        """The tower's features (N, patches, width) as image tokens (N, image_tokens, prefix width)."""
-
-    def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * image_tokens, prefix width)."""
-        batch, views = pixels.shape[:2]
-        features = self.vision(pixels.flatten(0, 1))
-        return self.project(features).view(batch, views * self.config.image_tokens, -1)
 
     @staticmethod
     def times(num_steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,11 +48,6 @@ class FlowNetwork(Network):
         keys, values (depth, B, S, kv_heads, head_dim); prefix_mask (B, S) bool or None; the time-only inputs are one
         row of `conditioning`, or one for each action, (B, H, …).
         """
-
-    @abstractmethod
-    def prefix_rows(self, image_tokens: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the prefix stack takes, of rows that are all real: (B, S, width), positions (B, S) and who sees whom
-        (B, S, S), None where all see all. `state` (B, state_dim) where it is in the prefix."""
 
     def denoise(
         self,

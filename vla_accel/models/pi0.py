@@ -8,7 +8,6 @@ conditioning is computed once for all steps.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,14 +17,15 @@ from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
 from vla_accel.models.flow import FlowNetwork, sinusoidal_embedding
-from vla_accel.models.gemma import GemmaConfig, GemmaExpert, GemmaPrefix
-from vla_accel.models.siglip import SiglipConfig, SiglipVision
+from vla_accel.models.gemma import GemmaConfig, GemmaExpert
+from vla_accel.models.paligemma import PaliGemma, PaliGemmaSizes
+from vla_accel.models.siglip import SiglipConfig
 
 Kind = Literal["pi0", "pi05"]
 
 
 @dataclass(frozen=True)
-class Pi0Config:
+class Pi0Config(PaliGemmaSizes):
     """Architecture and sizes.
 
     `kind` decides two things: π0 feeds state and time into the suffix tokens; π0.5 feeds time through adaptive norms
@@ -55,25 +55,6 @@ class Pi0Config:
     def suffix_tokens(self) -> int:
         """Tokens of the suffix: the actions, and in π0 the state before them."""
         return self.action_horizon + (1 if self.kind == "pi0" else 0)
-
-    @property
-    def image_tokens(self) -> int:
-        """Prefix tokens of one view."""
-        return self.vision.tokens
-
-    @property
-    def shuffle(self) -> int:
-        """Patches along each side of the square that becomes one image token."""
-        return 1
-
-    @property
-    def image_scale(self) -> float:
-        """What image tokens are multiplied by on their way into the prefix."""
-        return 1.0
-
-    def prefix_tokens(self, views: int, tokens: int) -> int:
-        """Tokens of a prefix of so many views and prompt tokens."""
-        return views * self.image_tokens + tokens
 
 
 def pi05(**changes: object) -> Pi0Config:
@@ -118,7 +99,7 @@ def suffix_attention(kind: Kind, tokens: int, device: torch.device) -> Tensor | 
     return allowed
 
 
-class Pi0(FlowNetwork):
+class Pi0(PaliGemma, FlowNetwork):
     """The model. Module names are the canonical checkpoint keys (see `vla_accel.checkpoints.checkpoint`)."""
 
     config: Pi0Config
@@ -127,10 +108,7 @@ class Pi0(FlowNetwork):
         super().__init__()
         self.config = config
         self.takes_state = config.kind == "pi0"
-        self.vision = SiglipVision(config.vision)
-        self.projector = nn.Linear(config.vision.width, config.prefix.width)
-        self.embed = nn.Embedding(config.vocab_size, config.prefix.width)
-        self.prefix = GemmaPrefix(config.prefix)
+        self.make_prefix()
         width = config.expert.width
         self.expert = GemmaExpert(config.expert, adaptive=config.kind == "pi05")
         self.action_in_proj = nn.Linear(config.action_dim, width)
@@ -145,35 +123,8 @@ class Pi0(FlowNetwork):
 
     @staticmethod
     def kept_wide(name: str) -> bool:
-        """What openpi keeps in float32: patch and position embeddings, Gemma's norms, and the small action, state and
-        time projections."""
-        small = name.startswith(("action_", "state_", "time_", "vision.patch_embedding", "vision.position_embedding"))
-        return small or (not name.startswith("vision.") and "norm" in name)
-
-    # -- prefix ---------------------------------------------------------------------------------------------------
-
-    def project(self, features: Tensor) -> Tensor:
-        """Not scaled."""
-        return F.linear(features, self.projector.weight, self.projector.bias)
-
-    def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """Token ids (B, L) to embeddings (B, L, prefix width), scaled by √width."""
-        return self.embed(tokens) * math.sqrt(self.config.prefix.width)
-
-    def prefix_cache(self, image_tokens: Tensor, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prefix, each (depth, B, S, kv_heads, head_dim), S = image tokens + L.
-
-        Args: image_tokens (B, I, width); tokens (B, L) int64; mask (B, S) bool, True = real, None = all real.
-        """
-        x, _, _ = self.prefix_rows(image_tokens, tokens)
-        return self.prefix(x, *prefix_positions(x, mask))
-
-    def prefix_rows(
-        self, image_tokens: Tensor, tokens: Tensor, state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        del state
-        x = torch.cat((image_tokens, self.embed_tokens(tokens).to(image_tokens.dtype)), dim=1)
-        return x, *prefix_positions(x, None)
+        """What openpi keeps in float32: PaliGemma's, and the small action, state and time projections."""
+        return name.startswith(("action_", "state_", "time_")) or PaliGemma.kept_wide(name)
 
     # -- suffix ---------------------------------------------------------------------------------------------------
 
@@ -270,14 +221,3 @@ class Pi0(FlowNetwork):
             mask = torch.cat((image_mask.repeat_interleave(self.config.image_tokens, 1), token_mask), 1)
         keys, values = self.prefix_cache(image_tokens, tokens, mask)
         return self.denoise(noise, num_steps, keys, values, state, mask)
-
-
-def prefix_positions(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Positions (B, S) and attention mask (B, S, S) or None for a prefix x (B, S, width) of which `mask` is real."""
-    batch, length = x.shape[:2]
-    if mask is None:
-        return torch.arange(length, device=x.device).expand(batch, length), None
-    positions = mask.cumsum(1) - 1
-    # A padded row may attend to itself only: it is never read, and a row with nothing to attend to would be NaN.
-    allowed = mask[:, None, :] & mask[:, :, None]
-    return positions, allowed | torch.eye(length, dtype=torch.bool, device=x.device)

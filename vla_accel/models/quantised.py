@@ -1,4 +1,4 @@
-"""Which products of a flow network each component computes in FP8, in which engine. The ledger repeats it."""
+"""Which products of a network with a prefix each component computes in FP8, in which engine. The ledger repeats it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from vla_accel.fp8 import Products
 
 # TensorRT takes islands, modules of their own; the output projection is inside none.
 _MLP = Products(("gate_up_proj", "down_proj"), power_of_two=True)
+_WEIGHTS = Products(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), activations=False)
 
 QUANTISED: Mapping[str, Mapping[str, Products]] = {
     "vision": {"native": Products(("qkv_proj", "out_proj", "fc1", "fc2"))},
@@ -18,7 +19,9 @@ QUANTISED: Mapping[str, Mapping[str, Products]] = {
         "native": Products(("o_proj", "gate_up_proj", "down_proj")),
         **dict.fromkeys(("tensorrt", "tensorrt_rtx", "torch_tensorrt"), _MLP),
     },
-    "denoise": {"native": Products(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), activations=False)},
+    "denoise": {"native": _WEIGHTS},
+    # The head stays as it is: it decides which token is the largest.
+    "decode": {"native": _WEIGHTS},
 }
 """By component, then engine. What is not in here is computed in the policy's own precision."""
 

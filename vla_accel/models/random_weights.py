@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import RmsNorm
 from vla_accel.models.network import Network
 
-N = TypeVar("N", bound=FlowNetwork)
+N = TypeVar("N", bound=Network)
 
 SHARP, EXPERT_SHARP = 2.0, 4.0
 """Deviation of the attention's logits, in vision and prefix, and in the expert. At 1 attention over 500 tokens is flat;
@@ -122,7 +121,7 @@ def _of(name: str) -> str:
 
 
 def _gain(config: Any, name: str) -> float:
-    depth = {"vision": config.vision.depth, "prefix": config.prefix.depth, "expert": config.expert.depth}.get(_of(name))
-    if depth is None or not name.endswith(BRANCH_ENDS):
+    if not name.endswith(BRANCH_ENDS) or _of(name) not in ("vision", "prefix", "expert"):
         return 1.0
+    depth = getattr(config, _of(name)).depth
     return (EXPERT_BRANCH if _of(name) == "expert" else 1.0) / math.sqrt(2 * depth)

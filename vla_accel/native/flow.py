@@ -1,4 +1,5 @@
-"""What the native programs of flow networks share: vision, and how the other two come to weights and precisions."""
+"""What the native programs of networks with a prefix share: vision, and how the other two come to weights and
+precisions."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ from typing import TypeVar
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
-from vla_accel.models.flow import FlowNetwork
+from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.native.store import NativeStore
 from vla_accel.native.vision import NativeVision, VisionWeights
 
-N = TypeVar("N", bound=FlowNetwork)
+N = TypeVar("N", bound=PrefixNetwork)
 W = TypeVar("W")
 
 
 class FlowStore(NativeStore[N]):
-    """Prepared weights of one flow network."""
+    """Prepared weights of one network with a prefix."""
 
     def vision(self, batch: int, views: int, spec: EngineSpec) -> Program:
         """The vision program of `batch` observations of `views` images."""
@@ -36,9 +37,9 @@ class FlowStore(NativeStore[N]):
             ("kv_cache", precision, where, spec.keep), lambda: of(self.model, precision, self.scales, where, spec.keep)
         )
 
-    def denoise_precision(self, spec: EngineSpec) -> str:
-        """Of the expert's weights. Raises EngineError where products of it are to be kept."""
-        precision = self.precision("denoise", spec, self.beside_bf16("fp8", "int8"), calibrated=False)
+    def loop_precision(self, component: str, spec: EngineSpec) -> str:
+        """Of the weights of a loop of few rows. Raises EngineError where products of it are to be kept."""
+        precision = self.precision(component, spec, self.beside_bf16("fp8", "int8"), calibrated=False)
         if spec.keep:
-            raise EngineError("denoise: keep: its weights are stored in one byte all or none")
+            raise EngineError(f"{component}: keep: its weights are stored in one byte all or none")
         return precision

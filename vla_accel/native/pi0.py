@@ -6,17 +6,11 @@ from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.expert import ExpertWeights, NativeDenoise, steps_of, why_not_streamed
-from vla_accel.native.flow import FlowStore
-from vla_accel.native.prefix import NativePrefix, PrefixWeights
+from vla_accel.native.paligemma import PaliGemmaStore
 
 
-class Pi0Store(FlowStore[Pi0]):
+class Pi0Store(PaliGemmaStore[Pi0]):
     """Prepared weights of one π0 or π0.5."""
-
-    def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
-        """The prefix program of `image_tokens` image tokens and `length` prompt tokens a row."""
-        weights = self.prefix_weights(spec, PrefixWeights.of)
-        return NativePrefix(weights, batch, image_tokens, length, spec.attention)
 
     def denoise(
         self,
@@ -28,7 +22,7 @@ class Pi0Store(FlowStore[Pi0]):
         trained: bool = False,
     ) -> Program:
         """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
-        precision = self.denoise_precision(spec)
+        precision = self.loop_precision("denoise", spec)
         why_not = "they have one flow time for all actions" if trained else None
         why_not = why_not or why_not_streamed(self.model, precision, batch)
         form = ("denoise", precision, "layers" if why_not else "streamed")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vla_accel.fp8 import Scales, named
-from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import GemmaLayer
+from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.smollm import SmolLmLayer
 from vla_accel.native.fold import fold_norm, plain
@@ -52,11 +52,12 @@ class PrefixWeights:
 
     @classmethod
     def of(
-        cls, model: FlowNetwork, precision: str, scales: Scales | None, embeddings: Literal["gpu", "host"] = "gpu",
-        keep: Sequence[str] = (),
+        cls, model: PrefixNetwork, precision: str, scales: Scales | None, embeddings: Literal["gpu", "host"] = "gpu",
+        keep: Sequence[str] = (), paired: bool = True,
     ) -> PrefixWeights:  # fmt: skip
         """Prepare from a model; `precision` fp32, bf16, or fp8 or int8 (what `QUANTISED` names, but for `keep`, in it,
-        the rest BF16); `embeddings`: where the table lies (`config.NativeOptions`)."""
+        the rest BF16); `embeddings`: where the table lies (`config.NativeOptions`); `paired`: gate and up by turns
+        (`ops.linear.pair`), the quickest for many rows, which ops of few rows do not read."""
         config, dtype, form = model.config.prefix, compute_dtype(precision), format_of(precision)
         narrow = QUANTISED["kv_cache"]["native"].without(keep)
         layers = []
@@ -81,7 +82,7 @@ class PrefixWeights:
                 folded = fold_norm(layer.gate_up_proj, plain(layer.post_attention_layernorm))
                 gate_up = make_linear(*folded, dtype, amax("gate_up_proj"), form=form)
                 del folded
-            gate_up = pair(gate_up)
+            gate_up = pair(gate_up) if paired else gate_up
             with model.present(f"{name}.down_proj"):
                 down = make_linear(layer.down_proj.weight, None, dtype, amax("down_proj"), form=form)
             layers.append(PrefixLayer(qkv, o, gate_up, down))
@@ -129,9 +130,10 @@ class NativePrefix:
         self.detail += f", {self.attention.detail}"
         products, self.pdl = "", False
         if first.o is not None and first.gate_up is not None and first.down is not None:
+            activation = "swiglu" if weights.silu else "geglu" if first.gate_up.paired else "none"
             four = {
-                "qkv": (first.qkv, "none"), "o": (first.o, "none"),
-                "gate_up": (first.gate_up, "swiglu" if weights.silu else "geglu"), "down": (first.down, "none"),
+                "qkv": (first.qkv, "none"), "o": (first.o, "none"), "gate_up": (first.gate_up, activation),
+                "down": (first.down, "none"),
             }  # fmt: skip
             products, self.pdl = products_by(rows, four)
         self.detail += products

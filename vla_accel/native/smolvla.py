@@ -115,7 +115,7 @@ class SmolVlaStore(FlowStore[SmolVla]):
         trained: bool = False,
     ) -> Program:
         """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
-        precision = self.denoise_precision(spec)
+        precision = self.loop_precision("denoise", spec)
         form = ("denoise", precision)
         weights = self.weights(form, lambda: ExpertWeights.of(self.model, precision))
         steps = (*form, num_steps, max_weight, trained)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.fp8 import Scales, named
-from vla_accel.models.flow import FlowNetwork
+from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.siglip import SiglipLayer
 from vla_accel.native.fold import fold_norm
@@ -56,7 +56,7 @@ class VisionWeights:
     square: int
 
     @classmethod
-    def of(cls, model: FlowNetwork, precision: str, scales: Scales | None, keep: Sequence[str] = ()) -> VisionWeights:
+    def of(cls, model: PrefixNetwork, precision: str, scales: Scales | None, keep: Sequence[str] = ()) -> VisionWeights:
         """Prepare from a model; `precision` fp32, bf16, fp16, or fp8 or int8 (what `QUANTISED` names, but for `keep`,
         in it, the rest BF16)."""
         config, narrow = model.config.vision, QUANTISED["vision"]["native"].without(keep)
@@ -93,7 +93,7 @@ class VisionWeights:
         )  # fmt: skip
 
 
-def _projector(model: FlowNetwork) -> tuple[Tensor, Tensor | None]:
+def _projector(model: PrefixNetwork) -> tuple[Tensor, Tensor | None]:
     """Weight and bias for features without their norm's weights, and for image tokens as the prefix takes them."""
     projector, norm, config = model.projector, model.vision.post_layernorm, model.config
     if config.shuffle == 1:

@@ -136,14 +136,15 @@ class OptimizedPolicy:
 
         Args: `observation`: what the robot's transforms expect, in LIBERO's case openpi's keys: `observation/image`,
         `observation/wrist_image` uint8 (224, 224, 3), `observation/state` (8,), `prompt` str. `noise`: (horizon,
-        action_dim), else drawn from the policy's seeded generator. Real-time chunking: `prev_chunk` (k, 7), what an
-        earlier `infer` returned, from the action on that is due at this observation, k at most the horizon;
-        `inference_delay`: how many of them will be executed before the answer is used. The new chunk is guided to begin
-        with those, and to leave them gradually (`PolicyConfig.rtc`); with a delay of k or more, all of them are kept,
-        as in lerobot.
+        action_dim), else drawn from the policy's seeded generator; no use where none is drawn. Real-time
+        chunking: `prev_chunk` (k, 7), what an earlier `infer` returned, from the action on that is due at this
+        observation, k at most the horizon; `inference_delay`: how many of them will be executed before the answer is
+        used. The new chunk is guided to begin with those, and to leave them gradually (`PolicyConfig.rtc`); with a
+        delay of k or more, all of them are kept, as in lerobot.
         Returns: `actions` float64 (horizon, 7); `state` float64 (8,) as given; `policy_timing` in milliseconds:
         `infer_ms`, and per component; `engines`: the ledger.
-        Raises ObservationError for a bad observation or noise, EngineError for non-finite actions.
+        Raises ObservationError for a bad observation or noise, EngineError for non-finite actions, ActionError where a
+        family's answer is no chunk of actions.
         """
         return self.infer_batch(
             [observation],
@@ -175,12 +176,9 @@ class OptimizedPolicy:
             pipeline, feed = self._feed(inputs, noise, guided)
             pipeline.feed(feed, self._noise)
             launched = time.perf_counter()
-            actions, times = pipeline.run()
+            result, times = self._run(pipeline)
             returned = time.perf_counter()
-            if not np.isfinite(actions).all():
-                raise EngineError(
-                    f"{self.family.parts[-1]}.actions: non-finite values; compare engines with the eager one"
-                )
+            actions = family.normalised(self.processor, result)
             robot = [self.processor.finish(a, i) for a, i in zip(actions, inputs, strict=True)]
             ended = time.perf_counter()
             # Launch, copies and waiting: what of the run is in no component. So the sections add up to the total.
@@ -209,8 +207,9 @@ class OptimizedPolicy:
         with self._lock:
             result = self.infer(observation, noise=noise)
             outputs, inputs = self.pipelines.newest.outputs, self.processor.prepare(observation)
+            raw = outputs[self.family.result][:1].cpu().numpy()
             kept = {
-                "actions": outputs["actions"][0],
+                "actions": torch.from_numpy(self.family.normalised(self.processor, raw)[0]),
                 **self.family.internals(self.model.config, outputs, inputs),
             }
             # Copies: the next call overwrites the buffers.
@@ -234,7 +233,6 @@ class OptimizedPolicy:
         example = self.processor.example()
         prompts = [self.processor.example(prompt) for prompt in self.config.warm_up]
         with self._lock:
-            samples = list(self.latency.samples)
             ordinary, *others = (self._shape([self.processor.prepare(o)]) for o in (example, *prompts))
             # Dictionaries as sets that keep their order.
             wanted = possible = dict.fromkeys((ordinary, *others))
@@ -245,8 +243,10 @@ class OptimizedPolicy:
             for shape in wanted:
                 if shape != ordinary:
                     self._pipeline(shape).rehearse()
-            self.infer(example, noise=noise)
-            self.latency.samples[:] = samples
+            # Not `infer`: an answer to black images need not be a chunk of actions.
+            pipeline, feed = self._feed([self.processor.prepare(example)], noise[None], None)
+            pipeline.feed(feed, self._noise)
+            self._run(pipeline)
         if left_out := [shape for shape in possible if shape not in wanted]:
             _log.warning(
                 "%s: engines are not built in advance for %s: the first such call builds them; name its prompt in "
@@ -353,6 +353,14 @@ class OptimizedPolicy:
             said = "; ".join(f"{', '.join(names)}: {used} ({why})" for (used, why), names in groups.items())
             # A warning, so that it is seen without any set-up of logging.
             _log.warning("%s: auto chose %s", self.name, said)
+
+    def _run(self, pipeline: Pipeline) -> tuple[np.ndarray, dict[str, float]]:
+        """What `Pipeline.run` says of a call that was fed. Raises EngineError for values that are not finite."""
+        result, times = pipeline.run()
+        if not np.isfinite(result).all():
+            name = f"{self.family.parts[-1]}.{self.family.result}"
+            raise EngineError(f"{name}: non-finite values; compare engines with the eager one")
+        return result, times
 
     def _pipeline(self, shape: Shape) -> Pipeline:
         with self._told_if_too_large():

@@ -33,8 +33,8 @@ from vla_accel.ops.cuda.runtime import on, synchronize
 
 _log = logging.getLogger("vla_accel")
 
-NOISE, ACTIONS = "noise", "actions"
-"""The input that is drawn on the device where none is given, and the last component's output that is the result."""
+NOISE = "noise"
+"""The input that is drawn on the device where none is given."""
 _ALIGNMENT = 256
 """Bytes; of what CUDA's own allocator gives, which kernels and libraries may count on."""
 
@@ -140,13 +140,12 @@ class Pipeline:
             if again:
                 raise EngineError(f"{component}.{again[0]}: an earlier component has an output of this name")
             made |= engine.outputs
-        last = self.engines[-1][1]
-        if noise is None or ACTIONS not in last.outputs:
-            raise EngineError(
-                f"{self._family.name}: expected an input {NOISE} and, of the last component, an output {ACTIONS}"
-            )
-        self._drawn, self._result = noise, last.outputs[ACTIONS]
-        self._noise, self._actions = self._beside(noise), self._beside(self._result)
+        last, name = self.engines[-1][1], self._family.result
+        if name not in last.outputs:
+            raise EngineError(f"{self._family.name}: expected an output {name} of the last component")
+        self._drawn, self._result = noise, last.outputs[name]
+        self._noise = None if noise is None else self._beside(noise)
+        self._answer = self._beside(self._result)
 
     def _beside(self, buffer: Tensor) -> Tensor:
         """A host buffer for one on the device."""
@@ -156,7 +155,8 @@ class Pipeline:
         for place in self._host.values():
             place.fill(0)
         self._family.rehearse(self._sizes, self.shape, self._host)
-        self._drawn.zero_()
+        if self._drawn is not None:
+            self._drawn.zero_()
 
     def rehearse(self) -> None:
         """Run once on any valid inputs, so that the first call finds every kernel compiled."""
@@ -167,7 +167,7 @@ class Pipeline:
         self._given.copy_(self._staged, non_blocking=True)
 
     def _download(self) -> None:
-        self._actions.copy_(self._result, non_blocking=True)
+        self._answer.copy_(self._result, non_blocking=True)
 
     def feed(self, feed: Feed, generator: torch.Generator) -> None:
         """Put a call's inputs into the staging buffers; noise goes to the device, or is drawn there.
@@ -189,6 +189,8 @@ class Pipeline:
             for name in self._family.guidance:
                 self._host[name].fill(0)
             self._guided = False
+        if self._drawn is None or self._noise is None:
+            return
         if feed.noise is None:
             self._drawn.normal_(generator=generator)
         else:
@@ -196,9 +198,9 @@ class Pipeline:
             self._drawn.copy_(self._noise, non_blocking=True)
 
     def run(self) -> tuple[np.ndarray, dict[str, float]]:
-        """Actions float32 (B, H, A) and milliseconds by engine.
+        """The family's `result` and milliseconds by engine.
 
-        Returns after the call's one synchronisation. The actions are overwritten by the next call.
+        Returns after the call's one synchronisation. The result is overwritten by the next call.
         """
         if self.device.type != "cuda":
             times = self._run_here()
@@ -209,7 +211,7 @@ class Pipeline:
         else:
             with on(self.device):
                 times = self._run_on_stream()
-        return self._actions.numpy(), times
+        return self._answer.numpy(), times
 
     def _run_here(self) -> dict[str, float]:
         self._upload()

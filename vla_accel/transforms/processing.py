@@ -5,7 +5,7 @@ Everything is checked here, before the device sees it. Knows nothing about model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,13 +17,17 @@ from vla_accel.transforms.normalisation import Normaliser, NormKind, Statistics,
 from vla_accel.transforms.numbers import real_numbers
 from vla_accel.transforms.observations import Reader
 from vla_accel.transforms.robots import LIBERO, Preset
-from vla_accel.transforms.tokenizer import Tokenizer, tokenize_line, tokenize_prompt
+from vla_accel.transforms.tokenizer import Tokenizer, tokenize_fast, tokenize_line, tokenize_prompt
 
 __all__ = ["IMAGE_KEYS", "STATE_KEY", "Inputs", "NormKind", "Normaliser", "Processor", "Statistics", "load_statistics"]
 
 IMAGE_KEYS = LIBERO.images
 STATE_KEY = LIBERO.state[0]
 _KEPT_PROMPTS = 1024
+PromptForm = Literal["cleaned", "line", "fast"]
+_TOKENIZE: dict[PromptForm, Callable[..., np.ndarray]] = {
+    "cleaned": tokenize_prompt, "line": tokenize_line, "fast": tokenize_fast,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Processor:
     have fewer views than the preset. `state` and `actions` scale the robot's numbers; `prompt_state_dim`: the state
     is filled with zeros to so many numbers before it enters the prompt (lerobot), None leaves it as it is.
     `padded_state`: numbers of `Inputs.state`, None as many as of an action. `prompt_form`: "cleaned" as openpi
-    does, or "line", the instruction as it is and a newline.
+    does, "line", the instruction as it is and a newline, or "fast", π0-FAST's with the state.
     """
 
     tokenizer: Tokenizer
@@ -62,7 +66,7 @@ class Processor:
     preset: Preset = LIBERO
     prompt_state_dim: int | None = None
     padded_state: int | None = None
-    prompt_form: Literal["cleaned", "line"] = "cleaned"
+    prompt_form: PromptForm = "cleaned"
     _prompts: dict[str, np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
     _reader: Reader = field(init=False, repr=False, compare=False)
     # The preset's dimensions as NumPy indexes with them.
@@ -158,11 +162,10 @@ class Processor:
         if self.discrete_state:
             if self.prompt_state_dim is not None:
                 state = np.pad(state, (0, max(0, self.prompt_state_dim - len(state))))
-            return tokenize_prompt(self.tokenizer, prompt, state, self.max_token_len)
+            return _TOKENIZE[self.prompt_form](self.tokenizer, prompt, state, self.max_token_len)
         known = self._prompts.get(prompt) if isinstance(prompt, str) else None
         if known is None:
-            tokenize = tokenize_line if self.prompt_form == "line" else tokenize_prompt
-            known = tokenize(self.tokenizer, prompt, None, self.max_token_len)
+            known = _TOKENIZE[self.prompt_form](self.tokenizer, prompt, None, self.max_token_len)
             known.setflags(write=False)
             if len(self._prompts) >= _KEPT_PROMPTS:
                 self._prompts.clear()

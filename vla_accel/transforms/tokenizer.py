@@ -1,14 +1,14 @@
 """Prompts to token ids: the tokenizers of real checkpoints, and a small one of the same interface for the demo.
 
-Knows the two prompt forms of openpi (plain, and with a discretised state) and lerobot's line; nothing about images or
-models.
+Knows the two prompt forms of openpi (plain, and with a discretised state), lerobot's line and that of π0-FAST; nothing
+about images or models.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,6 +77,14 @@ def tokenize_line(tokenizer: Tokenizer, prompt: object, state: None, max_token_l
     line = _instruction(prompt)
     ids = tokenizer.encode(line if line.endswith("\n") else f"{line}\n", add_bos=True)
     return _fitting(tokenizer.finish(ids), prompt, max_token_len)
+
+
+def tokenize_fast(tokenizer: Tokenizer, prompt: object, state: np.ndarray, max_token_len: int) -> np.ndarray:
+    """The ids of π0-FAST's prefix, int64 (L,), unpadded: instruction and state as 256 bins, then <bos> once more, after
+    which the model writes. As lerobot's `pi0_fast`, which truncates a longer prompt."""
+    values = " ".join(map(str, discretise_state(state).tolist()))
+    ids = tokenizer.encode(f"Task: {clean_prompt(prompt)}, State: {values};\n", add_bos=True)
+    return _fitting([*tokenizer.finish(ids), *tokenizer.encode("", add_bos=True)], prompt, max_token_len)
 
 
 def _fitting(ids: list[int], prompt: object, max_token_len: int) -> np.ndarray:
@@ -167,10 +175,8 @@ class PaliGemmaTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.suffix == ".json":
-            self._encode, self._bos = _from_tokenizers(path)
-        else:
-            self._encode, self._bos = _from_sentencepiece(path)
+        read = _from_tokenizers if path.suffix == ".json" else _from_sentencepiece
+        self._encode, self._bos, self.vocab_size = read(path)
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         ids = self._encode(text)
@@ -185,7 +191,7 @@ class LineTokenizer:
     (SmolVLM2's adds nothing)."""
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer = _read_tokenizers(path)
+        self._tokenizer = read_tokenizers(path)
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_bos).ids
@@ -194,15 +200,18 @@ class LineTokenizer:
         return ids
 
 
-def _from_tokenizers(path: Path) -> tuple[Callable[[str], list[int]], int]:
-    tokenizer = _read_tokenizers(path)
+def _from_tokenizers(path: Path) -> tuple[Callable[[str], list[int]], int, int]:
+    """Its encoder, <bos>, and how many tokens it has without those that were added later."""
+    tokenizer = read_tokenizers(path)
     bos = tokenizer.token_to_id("<bos>")
     if bos is None:
         raise CheckpointError(f"tokenizer {path}: expected a token <bos>, found none")
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, bos
+    count = tokenizer.get_vocab_size(with_added_tokens=False)
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, bos, count
 
 
-def _read_tokenizers(path: Path) -> Any:
+def read_tokenizers(path: Path) -> Any:
+    """Hugging Face's tokenizer in a `tokenizer.json`. Raises CheckpointError, DependencyError."""
     try:
         from tokenizers import Tokenizer as HubTokenizer
     except ImportError as error:
@@ -218,7 +227,7 @@ def _read_tokenizers(path: Path) -> Any:
     return tokenizer
 
 
-def _from_sentencepiece(path: Path) -> tuple[Callable[[str], list[int]], int]:
+def _from_sentencepiece(path: Path) -> tuple[Callable[[str], list[int]], int, int]:
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError as error:
@@ -229,7 +238,7 @@ def _from_sentencepiece(path: Path) -> tuple[Callable[[str], list[int]], int]:
         raise CheckpointError(f"tokenizer {path}: expected a SentencePiece model, got: {error}") from error
     if processor.bos_id() < 0:
         raise CheckpointError(f"tokenizer {path}: expected a token <bos>, found none")
-    return processor.encode, processor.bos_id()  # type: ignore[return-value]
+    return processor.encode, processor.bos_id(), processor.vocab_size()  # type: ignore[return-value]
 
 
 def load_tokenizer(folder: Path, source: str | None = None, *, elsewhere: bool = False) -> Tokenizer:
@@ -289,12 +298,18 @@ _PALIGEMMA_HINT = (
 
 
 def _from_hub(name: str, hint: str = _PALIGEMMA_HINT) -> Path:
+    return files_from_hub(name, ("tokenizer.json",), hint) / "tokenizer.json"
+
+
+def files_from_hub(name: str, files: Sequence[str], hint: str) -> Path:
+    """The folder of these files of a repository on the hub. Raises CheckpointError that says what else can be done."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError as error:
         raise DependencyError(f"a tokenizer from the hub needs pip install 'vla_accel[checkpoints]'; {hint}") from error
     try:
-        return Path(hf_hub_download(name, "tokenizer.json"))
+        first, *_ = (Path(hf_hub_download(name, file)).parent for file in files)
     # The hub's errors have no common base: ValueError for a bad name, OSError for the network, its own for the rest.
     except Exception as error:
         raise CheckpointError(f"tokenizer: {name!r} could not be had from the hub ({hint}): {error}") from error
+    return first

@@ -66,7 +66,7 @@ class Bench:
     config: Listed[str] = (AUTO,)
     """Of a checkpoint: the configurations to time beside eager, names of shipped ones or files."""
     model: Text = None
-    """Random weights of a model family's published size: pi05, pi0, smolvla or groot."""
+    """Random weights of a model family's published size: pi05, pi0, pi0_fast, smolvla or groot."""
     systems: Listed[str] = ()
     """Of random weights: some of eager, native-bf16, native-fp8 and -int8, each also with -vision, native-int8-denoise;
     portable- instead of native-, what a GPU without Hopper's kernels runs; openpi-eager, openpi-compile,
@@ -77,7 +77,8 @@ class Bench:
     prompt_tokens: Number = None
     """Length of the prompt in tokens; an ordinary one of about 20 if not given."""
     steps: Annotated[Listed[int], Within(1)] = ()
-    """Denoising steps, one run after the other; if not given the family's sweep: 10,3,1, GR00T's 4,2,1."""
+    """Denoising steps, one run after the other; if not given the family's sweep: 10,3,1, GR00T's 4,2,1; of
+    pi0_fast tokens, 64."""
     views: Number = None
     """Of random weights: images a call; the family's own if not given: 2 for π0.5, 3 for π0."""
     horizon: Number = None

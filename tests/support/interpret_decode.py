@@ -1,0 +1,57 @@
+"""A script: π0-FAST's decode program in Triton's interpreter on a CPU, and in the ops' references. Prints one JSON
+line: both ways' tokens, and the largest difference of the first token's logits.
+
+Run by test_pi0_fast_native.py in a process of its own, because the interpreter is chosen when triton is first imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import json
+from typing import Literal
+
+import torch
+
+from tests.support.interpreter import patch_once
+from tests.support.tiny_pi0_fast import BOS, tiny_config, tiny_model
+from vla_accel.config import EngineSpec
+from vla_accel.native.decode import NativeDecode
+from vla_accel.native.pi0_fast import Pi0FastStore
+from vla_accel.ops.dispatch import steered
+
+LENGTHS, TOTAL, STEPS = (7, 12), 12, 4
+
+
+def main() -> None:
+    model = tiny_model(tiny_config(stop_token=None))
+    prefix = model.config.prefix
+    generator = torch.Generator().manual_seed(3)
+    shape = (prefix.depth, len(LENGTHS), TOTAL, prefix.kv_heads, prefix.head_dim)
+    inputs = {
+        "tokens": torch.full((len(LENGTHS), TOTAL), BOS), "lengths": torch.tensor(LENGTHS, dtype=torch.int32),
+        "keys": torch.randn(shape, generator=generator), "values": torch.randn(shape, generator=generator),
+    }  # fmt: skip
+    found: dict[str, object] = {}
+    logits = []
+    ways: tuple[Literal["triton", "reference"], ...] = ("triton", "reference")
+    for way in ways:
+        with steered(way):
+            program = Pi0FastStore(model).decode(len(LENGTHS), TOTAL, STEPS, EngineSpec("native"))
+            assert isinstance(program, NativeDecode)
+            written = {"action_tokens": torch.zeros(len(LENGTHS), STEPS, dtype=torch.int64)}
+            program.begin(inputs)
+            program._next()
+            logits.append(program.logits.clone())
+            program(inputs, written)
+        found[way] = written["action_tokens"].tolist()
+    print(json.dumps({**found, "logits": float((logits[0] - logits[1]).abs().max())}))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    patch_once()
+    with torch.inference_mode():
+        main()

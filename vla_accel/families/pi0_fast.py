@@ -1,0 +1,123 @@
+"""π0-FAST as a model family: vision → image_tokens → kv_cache → keys, values → decode → action_tokens, which the
+transforms make actions of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from vla_accel.component import Component
+from vla_accel.components import kv_cache_component, vision_component
+from vla_accel.components.decode import RESULT, decode_component
+from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
+from vla_accel.families import stand_in
+from vla_accel.families.paligemma import prefix_work
+from vla_accel.families.pi0_fast_folder import load_folder
+from vla_accel.families.prompted import PromptedFamily, PromptShape
+from vla_accel.fp8 import Scales
+from vla_accel.models.family import Work, weight_bytes
+from vla_accel.models.pi0_fast import Pi0Fast, Pi0FastConfig, pi0_fast
+from vla_accel.models.random_weights import drawn_model
+from vla_accel.native.pi0_fast import Pi0FastStore
+from vla_accel.transforms.fast import Detokeniser, FastProcessor, FastTokenizer
+from vla_accel.transforms.processing import Inputs
+
+
+class Pi0FastFamily(PromptedFamily):
+    """Its steps are tokens."""
+
+    name = "pi0_fast"
+    parts = ("vision", "kv_cache", "decode")
+    sizes: ClassVar[Mapping[str, Callable[..., Pi0FastConfig]]] = {"pi0_fast": pi0_fast}
+    result = RESULT
+    sweep = (64,)
+    int8_systems: ClassVar = {"native-int8-decode": ("decode",)}
+    fp8_systems: ClassVar = {"native-fp8": ("kv_cache",), "native-fp8-decode": ("kv_cache", "decode")}
+
+    # -- the network ----------------------------------------------------------------------------------------------
+
+    def network(self, config: Pi0FastConfig) -> Pi0Fast:
+        return Pi0Fast(config)
+
+    def random(self, config: Pi0FastConfig, *, seed: int, device: str, dtype: torch.dtype) -> Pi0Fast:
+        return drawn_model(Pi0Fast, config, seed=seed, device=device, dtype=dtype)
+
+    def steps(self, config: Pi0FastConfig) -> int:
+        """Tokens that are decoded at most."""
+        return config.max_steps
+
+    def shallow(self, config: Pi0FastConfig, depth: int) -> Pi0FastConfig:
+        """Gemma; vision stays whole."""
+        return replace(config, prefix=replace(config.prefix, depth=depth))
+
+    # -- running it -----------------------------------------------------------------------------------------------
+
+    def store(self, model: Pi0Fast, scales: Scales | None) -> Pi0FastStore:  # type: ignore[override]
+        return Pi0FastStore(model, scales)
+
+    def components(  # type: ignore[override]
+        self, model: Pi0Fast, shape: PromptShape, *, store: Pi0FastStore | None = None, scales: Scales | None = None,
+        rtc: RtcConfig | None = None,
+    ) -> Sequence[Component]:  # fmt: skip
+        del rtc
+        batch, views, tokens, padded = shape.batch, shape.views, shape.tokens, shape.padded
+        return (
+            vision_component(model, batch, views, store),
+            kv_cache_component(model, batch, views, tokens, padded, store, scales),
+            decode_component(model, batch, views, tokens, shape.steps, padded, store),
+        )
+
+    def normalised(self, transforms: FastProcessor, result: np.ndarray) -> np.ndarray:
+        return np.stack([transforms.detokeniser.chunk(tokens) for tokens in result])
+
+    # -- measuring it ---------------------------------------------------------------------------------------------
+
+    def work(
+        self, config: Pi0FastConfig, inputs: Inputs, steps: int, specs: Mapping[str, EngineSpec]
+    ) -> dict[str, Work]:  # fmt: skip
+        """Every token reads all of Gemma, the head, and what keys and values there are; of `steps` tokens."""
+        p = config.prefix
+        attended = p.heads * p.head_dim
+        stack = p.depth * p.width * (p.qkv_dim + attended + 3 * p.mlp_dim)
+        head = p.width * config.vocab_size
+        before = config.prefix_tokens(len(inputs.images), len(inputs.tokens))
+        # The n-th token sees those before it: the sum over all of them.
+        seen = steps * before + steps * (steps - 1) // 2
+        flop = 2 * steps * (stack + head) + 4 * p.depth * attended * seen
+        cache = 2 * p.depth * p.kv_heads * p.head_dim * 2 * seen
+        read = steps * (stack * weight_bytes(specs["decode"]) + 2 * head) + cache
+        return {**prefix_work(config, inputs, specs), "decode": Work(float(flop), float(read))}
+
+    def published(self, horizon: int | None = None) -> Pi0FastConfig:
+        """Without a stop token: so many tokens as are asked for."""
+        return pi0_fast(action_horizon=horizon or 50)
+
+    def stand_in(self, config: Pi0FastConfig, views: int) -> FastProcessor:
+        """Any tokens make a chunk."""
+        fast = FastTokenizer(lambda ids: "".join(chr(i % 21) for i in ids), config.vocab_size, 10.0, -10)
+        detokeniser = Detokeniser(
+            fast, (-1, -1), -1, config.vocab_size - 1, config.action_horizon, config.action_dim, opened=False,
+            relaxed=True,
+        )  # fmt: skip
+        return stand_in.processor(
+            config, views, kind=FastProcessor, discrete_state=True, prompt_form="fast", detokeniser=detokeniser
+        )
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        del shapes
+        return "input_features" in content and content.get("type") == self.name
+
+    def load(
+        self, folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
+    ) -> tuple[Pi0Fast, FastProcessor]:
+        return load_folder(folder, settings, device=device, dtype=dtype)
+
+
+PI0_FAST = Pi0FastFamily()

@@ -1,0 +1,77 @@
+"""π0-FAST's checkpoint folders, lerobot's: to the model, and the transforms around it. Knows nothing of engines.
+
+openpi keeps this model in JAX alone, which is not read here. lerobot decodes `n_action_steps` actions of a chunk of
+`chunk_size`; the tokens are of the whole chunk, and so are the actions here: the two are the same where it is as long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from vla_accel.checkpoints.lerobot import member, read_processors, read_settings
+from vla_accel.checkpoints.pi0_fast import load_weights, read_sizes
+from vla_accel.checkpoints.weights import SafetensorsWeights
+from vla_accel.config import PolicyConfig
+from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.models.pi0_fast import Pi0Fast
+from vla_accel.transforms.fast import Detokeniser, FastProcessor, load_fast
+from vla_accel.transforms.robots import load_preset
+from vla_accel.transforms.tokenizer import PaliGemmaTokenizer, SmallTokenizer, Tokenizer, load_tokenizer
+
+# What lerobot can be told, and what would change the model in ways that are not built here.
+_FIXED = {"temperature": 0.0, "use_relative_actions": False}
+
+
+def load_folder(
+    folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
+) -> tuple[Pi0Fast, FastProcessor]:
+    """The model and the robot's transforms; see `vla_accel.checkpoints.loading.load`."""
+    path, given = folder / "config.json", settings.checkpoint
+    content = read_settings(path, ("pi0_fast",), _FIXED)
+    told = read_processors(folder, content, "bilinear")
+    weights = SafetensorsWeights(folder)
+    longest = told.tokenizer.get("max_length", member(content, "tokenizer_max_length", int, path))
+    config = read_sizes(weights, content, int(longest), path)
+    changes = {n: getattr(given, n) for n in ("action_horizon", "max_token_len") if getattr(given, n) is not None}
+    config = dataclasses.replace(config, **changes)
+    if settings.preset is not None:
+        # The robot's keys and conventions may be another's; how images are resized is the checkpoint's training.
+        preset = dataclasses.replace(load_preset(settings.preset), resize=told.preset.resize)
+        told = dataclasses.replace(told, preset=preset)
+    if told.preset.action_dim != config.action_dim:
+        raise ConfigError(
+            f"preset: {told.preset.action_dim} action dimensions do not fit tokens of {config.action_dim}"
+        )
+    tokenizer = load_tokenizer(folder, given.tokenizer, elsewhere=True)
+    vocabulary = _vocabulary(tokenizer)
+    if vocabulary > config.vocab_size:
+        raise CheckpointError(f"tokenizer {folder}: expected at most {config.vocab_size} tokens, got {vocabulary}")
+    fast = load_fast(folder, given.action_tokenizer, member(content, "action_tokenizer_name", str, path))
+    detokeniser = Detokeniser.of(
+        fast, tokenizer, vocabulary, member(content, "fast_skip_tokens", int, path), config.action_horizon,
+        config.action_dim, opened=bool(content.get("validate_action_token_prefix", True)),
+        relaxed=given.relaxed_actions,
+    )  # fmt: skip
+    config = dataclasses.replace(config, stop_token=detokeniser.stop)
+    processor = FastProcessor(
+        tokenizer=tokenizer,
+        state=told.state,
+        actions=told.actions,
+        image_size=config.vision.image_size,
+        action_dim=config.action_dim,
+        max_token_len=config.max_token_len,
+        discrete_state=True,
+        default_prompt=settings.default_prompt,
+        preset=told.preset,
+        prompt_form="fast",
+        detokeniser=detokeniser,
+    )
+    return load_weights(weights, config, str(folder), device=device, dtype=dtype), processor
+
+
+def _vocabulary(tokenizer: Tokenizer) -> int:
+    assert isinstance(tokenizer, (PaliGemmaTokenizer, SmallTokenizer))
+    return tokenizer.vocab_size
