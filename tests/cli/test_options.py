@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -179,6 +180,10 @@ def test_what_was_not_foreseen_of_files_and_keys(
     assert capsys.readouterr().err == "vla-accel doctor: there.json: No such file or directory\n"
     fail(KeyboardInterrupt())
     assert main(["doctor"]) == 130 and capsys.readouterr().err == "vla-accel doctor: interrupted\n"
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("vla_accel.cli.doctor.main", lambda *_: signal.raise_signal(signal.SIGTERM))
+    assert main(["doctor"]) == 130 and capsys.readouterr().err == "vla-accel doctor: interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) == before
     fail(OSError("a mistake of ours"))
     with pytest.raises(OSError, match="a mistake of ours"):
         main(["doctor"])
