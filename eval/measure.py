@@ -322,8 +322,6 @@ def run(arguments: Arguments) -> None:
     if arguments.list:
         print("\n".join(_listed(measuring, job) for job in jobs))
         return
-    # Ended by `timeout` or a scheduler, it ends its jobs, too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     measuring.run(began + 60 * arguments.minutes - GRACE_S)
     report(measuring.outcomes)
 

@@ -27,7 +27,10 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device: {name!r} was asked for, but torch {torch.__version__} sees no CUDA GPU")
+        raise ConfigError(
+            f"device: {name!r} was asked for, but torch {torch.__version__} sees no CUDA GPU; auto and cpu do without "
+            "one, and `vla-accel doctor` says what is missing"
+        )
     return device
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import signal
 import traceback
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +33,7 @@ from eval.harness.runner import Runner, Setup
 from eval.harness.schedule import Schedule
 from eval.harness.sharing import answer, unwrap
 from vla_accel.errors import EngineError, VlaAccelError
+from vla_accel.remote.processes import start
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -120,7 +120,7 @@ class _Pool:
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_worker_main, args=(theirs, self._setup, self._metadata), daemon=True)
-        process.start()
+        start(process)
         theirs.close()  # ours alone: the pipe then ends when the worker does
         self._workers[ours] = _Worker(process, ours)
 
@@ -207,7 +207,6 @@ class PipePolicy:
 
 def _worker_main(pipe: Connection, setup: Setup, metadata: Mapping[str, Any] | None) -> None:
     """A worker process: plays what the pipe says until it is told to stop, or the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     try:
         policies = _worker_policies(pipe, setup, metadata)
         runner = Runner(setup, make_actor(setup.source, policies, setup.benchmark, setup.protocol))

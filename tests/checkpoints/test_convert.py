@@ -334,6 +334,15 @@ def test_the_command_asks_for_a_horizon(
     assert capsys.readouterr().err.startswith(f"vla-accel convert: {message}")
 
 
+def test_a_folder_that_is_not_there_is_said_before_jax_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    assert main(["convert", "no/such", str(tmp_path / "out"), "--config", "pi05_libero"]) == 1
+    said = "vla-accel convert: checkpoint: expected a folder with params/, got 'no/such'\n"
+    assert capsys.readouterr().err == said and not list(tmp_path.iterdir())
+
+
 def test_the_command_prints_table_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -247,3 +247,12 @@ def test_a_policy_without_such_a_gpu_falls_back_loudly(checkpoint: Path, tmp_pat
         assert "TensorRT engines run on a CUDA GPU, the device is cpu" in str(engines[name]["reason"])
     with pytest.raises(EngineError, match=r"strict mode: vision: asked for engine tensorrt_rtx, using eager"):
         OptimizedPolicy.from_pretrained(checkpoint, {"device": "cpu", "strict": True, "vision": part})
+
+
+def test_a_cache_that_cannot_be_written_is_known_before_engines_are_built(
+    config: Path, checkpoint: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    monkeypatch.setattr(building, "build", lambda *_, **__: pytest.fail("built"))
+    assert run("build", checkpoint, "--config", config, "--targets", "sm89") == 1
+    assert "vla-accel build: cache: /proc/none/vla_accel/engines cannot be written: /proc: " in capsys.readouterr().err

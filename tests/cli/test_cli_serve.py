@@ -125,7 +125,7 @@ def test_two_policies_are_served_and_one_is_put_away_and_loaded_again(tmp_path: 
         ),
         ((CONFIG, "--host", "0.0.0.0"), "host: 0.0.0.0 without a key lets in whoever reaches it: expected --api-key-f"),
         ((CONFIG, "--tls-key", "x"), "tls_key: expected tls_cert, too"),
-        ((CONFIG, "--max-clients", "0"), "max_clients: expected at least 1"),
+        ((CONFIG, "--max-clients", "0"), "max-clients: expected at least 1"),
         ((CONFIG, "--api-key-file", "no/such/file"), "api key no/such/file: expected a readable text file"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -162,8 +163,6 @@ def test_bench_starts_policies_anew(checkpoint: str, capsys: pytest.CaptureFixtu
     ],
 )
 def test_what_cannot_be_timed_is_one_clear_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import re
-
     assert main(["bench", *words.split(), "--device", "cpu"]) == 1
     said = capsys.readouterr().err
     assert re.search(message, said) and len(said.strip().splitlines()) == 1
@@ -286,6 +285,37 @@ def test_weights_that_are_a_link_to_nothing_or_a_folder_are_told_as_such(
     weights.mkdir()
     assert main(["parity", str(tmp_path), "--device", "cpu"]) == 1
     assert "found config.json, model.safetensors/, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["serve", ""], ["parity", ""], ["calibrate", "--checkpoint", ""], ["bench", ""]])
+def test_an_empty_name_is_neither_the_demo_nor_the_current_folder(
+    words: list[str], checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint)
+    assert main([*words, "--device", "cpu"]) == 1
+    assert re.search("checkpoint: expected a folder or .*, got ''\n", capsys.readouterr().err)
+
+
+def test_a_file_of_a_checkpoint_leads_to_its_folder(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = f"{checkpoint}/model.safetensors"
+    assert main(["parity", file, "--device", "cpu"]) == 1
+    said = f"checkpoint: expected a folder, got the file {file!r}; did you mean {checkpoint}?"
+    assert capsys.readouterr().err == f"vla-accel parity: {said}\n"
+
+
+def test_weights_that_may_not_be_read_are_not_called_damaged(
+    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def refused(self: Path, *words: Any, **options: Any) -> Any:
+        if self.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *words, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    assert main(["parity", checkpoint, "--device", "cpu"]) == 1
+    assert "model.safetensors: cannot be read: Permission denied" in capsys.readouterr().err
 
 
 def test_an_adapter_that_is_not_there_is_called_one(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -133,6 +134,10 @@ def test_lists_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -
         ("cache list --cache nowhere", "cache: expected a folder of engines, got nowhere"),
         ("convert here there --action-horizon -1", "action-horizon: expected at least 1"),
         ("serve demo --max-payload-mib nan", "max-payload-mib: expected more than 0, got nan"),
+        ("serve demo --port 99999", "port: expected 0 to 65535, got 99999"),
+        ("serve demo --timeout-s 0", "timeout-s: expected more than 0, got 0.0"),
+        ("serve demo --grace-s -1", "grace-s: expected at least 0, got -1.0"),
+        ("serve demo --max-wait-ms -1", "max-wait-ms: expected at least 0, got -1.0"),
         ("serve demo --memory-budget-gib 3", r"memory-budget-gib: expected several policies \(--policy\)"),
         ("serve demo --host 999.1.1.1 --insecure", "cannot listen on 999.1.1.1:8000: "),
         ("bench-vae --rounds 0", "rounds: expected at least 1"),
@@ -179,6 +184,10 @@ def test_what_was_not_foreseen_of_files_and_keys(
     assert capsys.readouterr().err == "vla-accel doctor: there.json: No such file or directory\n"
     fail(KeyboardInterrupt())
     assert main(["doctor"]) == 130 and capsys.readouterr().err == "vla-accel doctor: interrupted\n"
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("vla_accel.cli.doctor.main", lambda *_: signal.raise_signal(signal.SIGTERM))
+    assert main(["doctor"]) == 130 and capsys.readouterr().err == "vla-accel doctor: interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) == before
     fail(OSError("a mistake of ours"))
     with pytest.raises(OSError, match="a mistake of ours"):
         main(["doctor"])

@@ -288,5 +288,11 @@ def test_models_load_from_a_folder_of_safetensors(vae: Any, tmp_path: Path) -> N
         load_model(tmp_path / "vae", dtype=torch.float32, device=CPU)
     with pytest.raises(CheckpointError, match=r"expected a config\.json, found none"):
         load_model(tmp_path / "nothing", dtype=torch.float32, device=CPU)
+    with pytest.raises(CheckpointError, match=r"model nothing: expected one of qwen-vae, .* model, got neither"):
+        load_model("nothing", dtype=torch.float32, device=CPU)
+    for text, message in (("{", "expected a readable YAML or JSON file"), ("[1]", "expected a mapping, got list")):
+        (tmp_path / "vae" / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_model(tmp_path / "vae", dtype=torch.float32, device=CPU)
     with pytest.raises(ConfigError, match="expected one of qwen-vae"):
         random_model("other", dtype=torch.float32, device=CPU)

@@ -80,3 +80,13 @@ def test_bars_of_no_length_are_drawn(narrow: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stacked([Bar("eager", {"error": 0.0})], unit="%", narrow=narrow)
+
+
+def test_a_cosine_that_rounds_to_more_than_one_is_drawn() -> None:
+    report = stored("parity_native")
+    for part in (report["actions"], report["robot_actions"], *report["components"].values()):
+        part["cosine"] = 1 + 2**-52
+    report["actions"]["cosine"] = 1 - 2**-53
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "-2.22e-16" not in render(parity_page(report))

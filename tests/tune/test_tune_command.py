@@ -17,6 +17,7 @@ from tests.support.tiny import write_tiny_checkpoint
 from vla_accel.cli import main
 from vla_accel.cli.tune import Teller, find_benchmark
 from vla_accel.config import PolicyConfig, load_config
+from vla_accel.errors import ConfigError
 from vla_accel.measure.recording import save_observations
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.tune import candidates
@@ -118,6 +119,8 @@ def test_tune_finds_writes_and_continues(
         (["--quick", "--report", "x.pdf"], "report: expected a file name ending in .html"),
         (["--quick", "--confidence", "100"], "confidence: expected 50 to 99.99, got 100.0"),
         (["--quick", "--benchmark", "nothing.like:this"], "benchmark: expected libero or MODULE:FUNCTION"),
+        (["--quick", "--benchmark", ":"], "benchmark: expected libero or MODULE:FUNCTION"),
+        (["--quick", "--benchmark", ".eval:f"], "benchmark: expected libero or MODULE:FUNCTION"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -128,6 +131,21 @@ def test_bad_input_is_one_clear_line(
     assert main(["tune", "demo", "--device", "cpu", "--output", str(tmp_path), *words]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("vla-accel tune:")]
     assert message in line
+
+
+def test_a_suite_that_is_not_there_leaves_the_journal_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*_: Any, **__: Any) -> Any:
+        raise ConfigError("suite: expected another")
+
+    monkeypatch.setattr("vla_accel.cli.tune.find_benchmark", lambda name: opened)
+    words = ["tune", "demo", "--device", "cpu", "--quick", "--benchmark", "toy", "--output", str(tmp_path)]
+    assert main(words) == 1 and not list(tmp_path.iterdir())
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text("evidence")
+    assert main([*words, "--overwrite"]) == 1 and journal.read_text() == "evidence"
+    assert capsys.readouterr().err.count("suite: expected another") == 2
 
 
 def test_time_left_is_told_once_something_took_some(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,8 +121,10 @@ def find(path_or_name: str | Path) -> Path:
         raise CheckpointError(f"checkpoint: expected a folder or one of {', '.join(NAMED)}, got {path_or_name!r}")
     name = str(path_or_name)
     folder = NAMED.get(name, Path(path_or_name))
-    if folder.is_dir():
+    if name and folder.is_dir():  # an empty name would be the current folder
         return folder
+    if folder.is_file():
+        raise CheckpointError(f"checkpoint: expected a folder, got the file {name!r}; did you mean {folder.parent}?")
     if not _HUB_NAME.fullmatch(name):
         raise CheckpointError(f"checkpoint: expected a folder or one of {', '.join(NAMED)}, got {name!r}")
     try:

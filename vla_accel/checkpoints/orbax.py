@@ -26,6 +26,8 @@ class OrbaxParameters:
     """
 
     def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():  # before anybody installs jax for it
+            raise CheckpointError(f"checkpoint: expected a folder with params/, got {str(folder)!r}")
         self._orbax, self._jax = _import()
         inner = folder / "params"
         self.folder = (inner if inner.is_dir() else folder).resolve()

@@ -161,8 +161,11 @@ def _open(file: Path) -> Any:
     from safetensors import safe_open
 
     try:
+        file.open("rb").close()  # of one that may not be read safetensors would say that there is none
         return safe_open(file, framework="pt")
-    except (OSError, *_safetensors_errors()) as error:
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {file}: cannot be read: {error.strerror or error}") from error
+    except _safetensors_errors() as error:
         raise CheckpointError(f"checkpoint {file}: damaged safetensors file: {error}") from error
 
 

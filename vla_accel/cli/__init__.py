@@ -6,6 +6,7 @@ import difflib
 import errno
 import importlib
 import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -90,6 +91,8 @@ def run(words: list[str]) -> int:
 def ended(run: Callable[[], int]) -> tuple[int, str | None]:
     """The exit status of a program, and what is to be said of its end: 0 done, 1 a check failed or an error that a user
     can mend, 130 interrupted, 141 what read its output has gone."""
+    # SIGTERM, of `timeout` or a scheduler, is an interrupt like Ctrl-C: what was begun is put away, no process stays.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         try:
             return run(), None
@@ -107,6 +110,8 @@ def ended(run: Callable[[], int]) -> tuple[int, str | None]:
         return (141, None) if gone else (1, ": ".join(filter(None, (error.filename, error.strerror))))
     except KeyboardInterrupt:
         return 130, "interrupted"
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _reader_is_gone() -> bool:

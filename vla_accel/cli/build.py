@@ -20,9 +20,10 @@ from vla_accel.checkpoints.loading import Checkpoint, family_of, find, load
 from vla_accel.cli.asked.policies import Build
 from vla_accel.cli.common import print_table, write_json
 from vla_accel.config import EngineSpec, PolicyConfig
+from vla_accel.engines import tensorrt_plan
 from vla_accel.engines.tensorrt_library import parse_target
-from vla_accel.engines.tensorrt_plan import Exports
 from vla_accel.errors import ConfigError
+from vla_accel.files import require_writable_folder
 from vla_accel.measure.random_policy import calibrate_on_noise
 from vla_accel.models.family import Family, sized
 from vla_accel.policy import ahead_of_time as building
@@ -44,9 +45,11 @@ def main(options: Build, words: list[str]) -> int:
     todo = building.jobs(_checkpoint(options, config, specs), config, targets)
     if options.dry_run:
         return _dry_run(todo)
+    for spec in specs.values():  # building takes minutes
+        require_writable_folder(tensorrt_plan.cache_of(spec.tensorrt).folder, "cache")
     rows: list[dict[str, Any]] = []
     try:
-        with _Bars() as bars, Exports() as exports:
+        with _Bars() as bars, tensorrt_plan.Exports() as exports:
             for job in todo:
                 made = building.build(job, bars.watch(job), exports=exports)
                 rows += made

@@ -61,6 +61,11 @@ def main(chosen: Tune, words: list[str]) -> int:
     checkpoint, base = chosen.checkpoint or "demo", _base(chosen)
     parts = family_of(find(checkpoint)).parts
     device = resolve_device(base.device)
+    # Before a journal is begun, or thrown away: a suite or tasks that are not there are said here.
+    episodes = None if opener is None else opener(
+        checkpoint, suite=chosen.suite, tasks=chosen.tasks, device=chosen.device, workers=chosen.workers,
+        seed=chosen.seed, folder=chosen.output / "episodes", films=not chosen.no_films,
+    )  # fmt: skip
     observations, recorded = _observations(chosen, checkpoint, base)
     quick = {"count": min(8, chosen.count), "draws": 1, "calls": min(10, chosen.calls)} if chosen.quick else {}
     chosen = replace(chosen, **quick)
@@ -72,10 +77,6 @@ def main(chosen: Tune, words: list[str]) -> int:
     if chosen.overwrite:
         path.unlink(missing_ok=True)
     with Journal(path, about) as journal:
-        episodes = None if opener is None else opener(
-            checkpoint, suite=chosen.suite, tasks=chosen.tasks, device=chosen.device, workers=chosen.workers,
-            seed=chosen.seed, folder=chosen.output / "episodes", films=not chosen.no_films,
-        )  # fmt: skip
         first, left_out = candidates.engines(base, parts, device)
         stages = [
             first,
@@ -123,6 +124,8 @@ def find_benchmark(name: str) -> Opener:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
+        if not all(word.isidentifier() for word in (*module.split("."), function)):
+            raise ModuleNotFoundError("it is no name of Python's")
         return getattr(importlib.import_module(module), function)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ConfigError(

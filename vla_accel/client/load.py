@@ -11,15 +11,15 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from vla_accel.client.client import PolicyClient
-from vla_accel.errors import ServerError
+from vla_accel.errors import EngineError, ServerError
 from vla_accel.remote import wire
+from vla_accel.remote.processes import start
 
 COLUMNS = ("round_trip", "server", "queue", "handover", "decode", "infer")
 """Milliseconds of a request: as the client saw it, and, as the server told it, from its arrival to its answer, sent;
@@ -58,18 +58,35 @@ def load(
     shares = [clients // processes + (i < clients % processes) for i in range(processes)]
     begin = time.monotonic() + _CONNECT_S
     options = {"state": state, "warm_up": warm_up, "api_key": api_key}
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        parts = [
-            pool.submit(_clients, address, share, sum(shares[:i]), begin, seconds, dict(observation), options)
-            for i, share in enumerate(shares)
-        ]
-        done = [part.result() for part in parts]
+    context = multiprocessing.get_context("spawn")
+    begun: list[tuple[Any, Any]] = []
+    try:
+        for i, share in enumerate(shares):
+            ours, theirs = context.Pipe(duplex=False)
+            words = theirs, address, share, sum(shares[:i]), begin, seconds, dict(observation), options
+            process = context.Process(target=_process, args=words)
+            begun.append((process, ours))
+            start(process)
+            theirs.close()
+        done = [pipe.recv() for _, pipe in begun]
+    except EOFError:
+        raise EngineError("clients: one of their processes ended unasked") from None
+    finally:  # of an interrupted run, too: clients would go on asking to their end
+        for process, pipe in begun:
+            pipe.close()
+            if process.pid is not None:
+                process.kill()
+                process.join()
     return Load(
         np.concatenate([one.samples for one in done]),
         [count for one in done for count in one.counts],
         [problem for one in done for problem in one.problems],
         max(one.seconds for one in done),
     )
+
+
+def _process(pipe: Any, *words: Any) -> None:
+    pipe.send(_clients(*words))
 
 
 def _clients(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vla_accel.config import read_mapping
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError
 
 _SD_VAE: dict[str, Any] = {
@@ -79,7 +80,8 @@ def load_model(source: str | Path, kind: str | None = None, *, dtype: torch.dtyp
     """A diffusers model in eval mode: a name of `CONFIGS` with random weights, a folder, or a hub name.
 
     `kind`: the class, where it cannot be told from the folder. Only safetensors are read: a pickle can run code.
-    Raises CheckpointError for a folder that is missing, incomplete or of another class.
+    Raises CheckpointError for a folder that is missing, incomplete or of another class, ConfigError for a config.json
+    that is none.
     """
     package = diffusers_module()
     if str(source) in CONFIGS:
@@ -89,12 +91,11 @@ def load_model(source: str | Path, kind: str | None = None, *, dtype: torch.dtyp
         found = folder / "config.json"
         if not found.is_file():
             raise CheckpointError(f"model folder {folder}: expected a config.json, found none")
-        import json
-
-        kind = json.loads(found.read_text()).get("_class_name", kind)
+        kind = read_mapping(found).get("_class_name", kind)
     if kind is None or not hasattr(package, kind):
         expected = f"one of {', '.join(CONFIGS)}, or a folder or hub name of a diffusers model"
-        raise CheckpointError(f"model {source}: expected {expected}, got the class {kind}")
+        got = "neither" if kind is None else f"the class {kind}"
+        raise CheckpointError(f"model {source}: expected {expected}, got {got}")
     try:
         model = getattr(package, kind).from_pretrained(str(source), dtype=dtype, use_safetensors=True)
     except (OSError, ValueError) as error:

@@ -20,6 +20,7 @@ from vla_accel.client.client import PolicyClient
 from vla_accel.client.load import COLUMNS, load, packing_ms
 from vla_accel.errors import EngineError
 from vla_accel.remote import wire
+from vla_accel.remote.processes import start
 from vla_accel.server import Replicas, ServerConfig, background
 
 SCHEMA = "vla_accel.bench_server/1"
@@ -147,7 +148,7 @@ def served(
     ours, theirs = context.Pipe()
     # No daemon: a daemon may have no processes of its own, which replicas are.
     process = context.Process(target=_serve, args=(theirs, load_policy, devices, device, limits))
-    process.start()
+    start(process)
     theirs.close()
     try:
         try:

@@ -42,10 +42,9 @@ def _errors(report: Mapping[str, Any]) -> Picture:
     parts = {
         **report["components"], "actions (normalised)": report["actions"], "actions (robot)": report["robot_actions"],
     }  # fmt: skip
-    bars = [
-        charts.Bar(name, {"1 - cosine": 1 - a["cosine"]}, f"{1 - a['cosine']:.2e}")
-        for name, a in parts.items()
-    ]  # fmt: skip
+    # A cosine of equal vectors may round to more than one, and no bar is shorter than none.
+    apart = {name: max(0.0, 1 - a["cosine"]) for name, a in parts.items()}
+    bars = [charts.Bar(name, {"1 - cosine": one}, f"{one:.2e}") for name, one in apart.items()]
     body = [
         [name, *(Number(a[key], "{:.2e}" if "error" in key else "{:.6f}") for key in FIGURES)]
         for name, a in parts.items()

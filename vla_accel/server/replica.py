@@ -26,6 +26,7 @@ from typing import IO, Any, Protocol
 
 from vla_accel import errors
 from vla_accel.errors import EngineError, VlaAccelError
+from vla_accel.remote.processes import start
 from vla_accel.server.loop import tune_process
 from vla_accel.server.runner import Answer, Call, Deliver, Runner
 from vla_accel.server.shelf import Shelf
@@ -128,7 +129,7 @@ class ProcessReplica:
             process = multiprocessing.get_context("spawn").Process(
                 target=_replica_main, args=words, name=self.name, daemon=True
             )
-            starting = loop.run_in_executor(None, process.start)
+            starting = loop.run_in_executor(None, start, process)
             try:
                 await asyncio.shield(starting)
             finally:  # a process that nobody waits for any longer is there for `close`
@@ -246,8 +247,7 @@ def _end(process: Any) -> None:
 
 def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, name: str, max_batch: int) -> None:
     """Load the policy, then answer until the server closes its end."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal, or systemd, tells the whole group: the server decides
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd tells the whole group: the server decides
     tune_process()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s [{name}]: %(message)s")
     with pipe, contextlib.suppress(ConnectionError):  # the server has closed its end

@@ -165,8 +165,9 @@ def load_preset(name: str) -> Preset:
     if name in PRESETS:
         return PRESETS[name]
     if Path(name).suffix.lower() not in (".yaml", ".yml", ".json"):
-        nearest = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"preset: {name!r} is neither a YAML file nor one of {', '.join(PRESETS)}; {nearest}?")
+        nearest = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f": did you mean {nearest[0]}?" if nearest else ""
+        raise ConfigError(f"preset: expected a YAML file or one of {', '.join(PRESETS)}, got {name!r}{hint}")
     return preset_from(read_mapping(Path(name)), name)
 
 

@@ -261,6 +261,8 @@ def read_former(kind: type[S], words: Sequence[str], program: str) -> S:
     words, named = without_option(words, "--checkpoint")
     given = read(kind, words, program)
     first = given.checkpoint
+    if "" in (first, named):  # a variable of the shell that is not set, not the wish for the demo
+        raise ConfigError("checkpoint: expected a folder or a name, got ''")
     name = FIRST.get(Path(first or "").suffix, "")
     if first is not None and hasattr(given, name):
         if (other := getattr(given, name)) is not None:

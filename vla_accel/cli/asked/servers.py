@@ -24,7 +24,7 @@ class Serve(PolicySource):
 
     host: str = LIMITS.host
     """Address to listen on. 0.0.0.0 is every network of this machine: that needs keys, or --insecure."""
-    port: int = LIMITS.port
+    port: Annotated[int, Within(0, 65535)] = LIMITS.port
     """Port; 0 takes a free one."""
     api_key_file: File = None
     """File with the key that clients must send as `Authorization: Api-Key …`, or several in lines `NAME: KEY`. It is
@@ -37,17 +37,17 @@ class Serve(PolicySource):
     """Let in whoever reaches an address beyond this machine, without a key."""
     no_page: bool = False
     """Leave out the live page at GET /."""
-    max_clients: int = LIMITS.max_clients
+    max_clients: Count = LIMITS.max_clients
     """Connections at once."""
     max_payload_mib: Annotated[float, Within(0, above=True)] = LIMITS.max_payload / 2**20
     """Largest message."""
-    timeout_s: float = LIMITS.request_timeout_s
+    timeout_s: Seconds = LIMITS.request_timeout_s
     """Longest a request may take."""
-    grace_s: float = LIMITS.grace_s
+    grace_s: Annotated[float, Within(0)] = LIMITS.grace_s
     """At shutdown, how long requests under way may still take."""
-    max_batch: int = LIMITS.max_batch
+    max_batch: Count = LIMITS.max_batch
     """Observations of different clients to run together. Each batch size of 1, 2, 4, … builds engines of its own."""
-    max_wait_ms: float = LIMITS.max_wait_s * 1e3
+    max_wait_ms: Annotated[float, Within(0)] = LIMITS.max_wait_s * 1e3
     """How long a batch waits to become full."""
     policy: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=CONFIG:CHECKPOINT")] = ()
     """Once for each of several policies; clients choose one by the key `policy` or by the address's path, and get the
