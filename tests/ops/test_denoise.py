@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.time_phases import STAMPS, stamped
 from tests.support import streamed_support
 from tests.support.gpus import GPUS, H20, H100, H200, MIG_SLICE, MIG_TWO
 from tests.support.streamed_support import LOOPS, LoopCase, RecordedModule, reason, recorded_loop, streamable
@@ -548,6 +549,14 @@ def test_attend_declines_what_it_cannot_hold() -> None:
     assert Attend.of(FULL, 2, 544, H200) == "it is for one sequence, not 2"
     assert Attend.of(demo, 1, 100, H200) == "it is not for 1 key heads of 64"
     assert re.match(r"its keys need \d+ bytes .* has 232448", str(Attend.of(FULL, 1, 1500, H200)))
+
+
+def test_stamps_find_their_lines() -> None:
+    """`tests.gpu.time_phases` writes into the source."""
+    source = Schedule.of(FULL, 1, 544, H200).source
+    assert stamped(source).count("  stamp(") == len(STAMPS)
+    with pytest.raises(ValueError):
+        stamped(source.replace("float o[MT][VT][4];", ""))
 
 
 def test_a_buffer_that_is_not_dense_is_refused() -> None:
