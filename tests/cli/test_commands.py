@@ -193,8 +193,9 @@ def test_calibrate_says_where_its_file_is(
     loaded = SimpleNamespace(model=None, processor=SimpleNamespace(prepare=lambda o: o), family=family, kept=tmp_path)
     monkeypatch.setattr(calibrate, "load", lambda *_, **__: loaded)
     assert main(["calibrate", "demo", "--observations", recorded, "--device", "cpu"]) == 0
-    path = tmp_path / FILE
-    assert path.is_file() and capsys.readouterr().out.startswith(f"{path}: 1 products, 3 observations; largest ")
+    path, said = tmp_path / FILE, capsys.readouterr()
+    assert path.is_file() and said.out.startswith(f"{path}: 1 products, 3 observations; largest ")
+    assert said.err == "measuring on 3 observations\n"
 
 
 def test_calibrating_without_observations_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

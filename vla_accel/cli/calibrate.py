@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vla_accel.checkpoints.loading import load
 from vla_accel.cli.asked.policies import Calibrate
+from vla_accel.cli.common import say
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.machine import resolve_device
@@ -18,6 +19,7 @@ def main(chosen: Calibrate, words: list[str]) -> int:
     checkpoint = load(chosen.checkpoint or "demo", settings, device=resolve_device(chosen.device))
     recorded = load_observations(chosen.observations, chosen.count)
     prepared = [checkpoint.processor.prepare(o) for o in recorded]
+    say(f"measuring on {len(prepared)} observations")
     scales = checkpoint.family.calibrate(checkpoint.model, prepared, chosen.observations.name)
     folder = chosen.output or checkpoint.kept
     assert folder is not None
