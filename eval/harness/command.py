@@ -15,12 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from eval.harness.benchmark import Benchmark, Suite
-from eval.harness.evaluation import Request, evaluate
 from eval.harness.policies import Chunking, PolicySource
 from eval.harness.protocol import REPLAN_STEPS, SEED, Protocol, Shard, parse_tasks
 from eval.harness.report import policy_name, read_result
@@ -30,6 +29,9 @@ from eval.script import concluded
 from vla_accel.cli.options import Listed, OutputFile, OutputFolder, Text, Within, read
 from vla_accel.errors import ConfigError
 from vla_accel.report.page import check_path
+
+if TYPE_CHECKING:
+    from eval.harness.evaluation import Request
 
 RUNS = Path("runs")
 QUICK_TASKS = 3
@@ -113,6 +115,8 @@ def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) 
     console = stderr_console()
     program = ("python", "-m", f"eval.{benchmark.name}")
     asked = read(arguments, words, " ".join(program))
+    from eval.harness.evaluation import evaluate  # which takes torch's second, once the options are read
+
     with stdout_to_stderr():
         result = evaluate(make_request(benchmark, asked, [*program, *words]), console)
     errors = sum(row["success"]["errors"] for row in result["summary"]["rows"])
@@ -135,6 +139,8 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
         ConfigError: an argument that cannot be used, or two that contradict each other.
         VlaAccelError: what the benchmark needs is missing.
     """
+    from eval.harness.evaluation import Request
+
     benchmark = arguments.played(benchmark)
     names = [name.strip() for name in arguments.suite.split(",")]
     for name in names:

@@ -22,7 +22,6 @@ from eval.harness.rollout import Actor
 from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError
 from vla_accel.files import content_hash
-from vla_accel.policy.agreement import weights_of
 
 Chunking = Literal["plain", "rtc"]
 REMOTE_IDENTITY = ("policy", "model", "num_steps", "dtype")
@@ -139,6 +138,8 @@ def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[st
         known = {k: policy.metadata[k] for k in REMOTE_IDENTITY if k in policy.metadata}
         return {"kind": "remote", "address": source.where, "metadata": known, **chunking}
     # What `auto` chose is what ran; a step count is the protocol's; what is empty asks for nothing.
+    from vla_accel.policy.agreement import weights_of
+
     config = asdict(policy.config.with_specs(policy.specs))
     del config["num_steps"]
     return {

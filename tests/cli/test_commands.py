@@ -217,12 +217,17 @@ def test_every_help_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_no_help_waits_for_torch() -> None:
     said = """
 import contextlib, sys
+from eval.libero.__main__ import main as libero
 from vla_accel.cli import COMMANDS, main
 for name in COMMANDS:
     with contextlib.suppress(SystemExit):
         main([name, "--help"])
         raise AssertionError(name)
     assert "torch" not in sys.modules, name
+with contextlib.suppress(SystemExit):
+    libero(["--help"])
+    raise AssertionError("eval.libero")
+assert "torch" not in sys.modules, "eval.libero"
 """
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
