@@ -33,7 +33,7 @@ from eval.script import run_script
 from eval.store import RESULTS
 from vla_accel.cli.options import File, Folder, Seconds, Text, Written
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.files import replacing
+from vla_accel.files import alone_in, replacing
 
 ROOT = Path(__file__).parent.parent
 GRACE_S = 10.0
@@ -322,7 +322,8 @@ def run(arguments: Arguments) -> None:
     if arguments.list:
         print("\n".join(_listed(measuring, job) for job in jobs))
         return
-    measuring.run(began + 60 * arguments.minutes - GRACE_S)
+    with alone_in(measuring.work):
+        measuring.run(began + 60 * arguments.minutes - GRACE_S)
     report(measuring.outcomes)
 
 

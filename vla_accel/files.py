@@ -39,6 +39,21 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """A folder of work is this process's within the block. Raises ConfigError if it is another's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"{folder}: another process works in it; wait for it, or name another folder") from None
+    else:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class LineFile:
     """A file of lines that is written by one process at a time, each line on the disk before the next; `close` it.
 

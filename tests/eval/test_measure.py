@@ -26,6 +26,7 @@ from eval.places import Place, by_core, gpus, places, room
 from eval.tables import RESULTS, TABLES
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.files import alone_in
 from vla_accel.measure.systems import Factory
 from vla_accel.models.family import family_named
 
@@ -309,6 +310,15 @@ def test_listing_runs_nothing_and_bad_options_are_refused(
     ):
         assert measure.main(words) == 1
         assert why in capsys.readouterr().err
+
+
+def test_a_folder_of_work_is_one_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two would begin the same jobs, and each fail at the other's logs."""
+    with alone_in(tmp_path):
+        assert measure.main(["memory_counted", "--work", str(tmp_path)]) == 1
+    assert f"{tmp_path}: another process works in it" in capsys.readouterr().err
+    with alone_in(tmp_path):
+        pass
 
 
 def test_the_stress_of_the_stored_run_is_made_anew(tmp_path: Path) -> None:
