@@ -45,13 +45,18 @@ def alone_in(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError(f"{folder}: another process works in it; wait for it, or name another folder") from None
-    else:
+        _lock(descriptor, f"{folder}: another process works in it; wait for it, or name another folder")
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, otherwise: str) -> None:
+    """For as long as it is open. Raises ConfigError, which says `otherwise`, where another process has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(otherwise) from None
 
 
 class LineFile:
@@ -68,12 +73,13 @@ class LineFile:
     def _open(self) -> None:
         self._file: io.FileIO = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - held until close()
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            _lock(
+                self._file.fileno(),
+                f"{self.path}: another process is writing it; wait for it, or give --output another name",
+            )
+        except ConfigError:
             self._file.close()
-            raise ConfigError(
-                f"{self.path}: another process is writing it; wait for it, or give --output another name"
-            ) from None
+            raise
 
     def close(self) -> None:
         """Give up the file and the lock on it."""

@@ -6,6 +6,8 @@ what they leave. What the plain module loses there is lost by the same rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,17 +22,17 @@ def rms(difference: Tensor) -> float:
 
 def assert_as_near(got: Tensor, plain: Tensor, exact: Tensor, ratio: float = RATIO) -> None:
     """`got` is at most `ratio` times as far from `exact` as `plain` is, which is the plain module in its precision."""
-    assert got.shape == plain.shape == exact.shape and bool(torch.isfinite(got).all())
-    ours, theirs = rms(got.double() - exact.double()), rms(plain.double() - exact.double())
-    assert 0 < theirs < 0.1 * rms(exact), f"the plain module is off by {theirs:.3g} of {rms(exact):.3g}"
-    assert ours <= ratio * theirs, f"off by {ours:.3g}, the plain module by {theirs:.3g}"
+    _check(got, plain, exact, ratio, rms)
 
 
 def assert_mostly_as_near(got: Tensor, plain: Tensor, exact: Tensor, ratio: float = RATIO) -> None:
     """As `assert_as_near`, of the median along the first axis. A trained policy that is shown noise is of two minds now
     and then: one command of one chunk flips with any rounding, and outweighs all others."""
+    _check(got, plain, exact, ratio, lambda difference: float(torch.tensor([rms(one) for one in difference]).median()))
+
+
+def _check(got: Tensor, plain: Tensor, exact: Tensor, ratio: float, size_of: Callable[[Tensor], float]) -> None:
     assert got.shape == plain.shape == exact.shape and bool(torch.isfinite(got).all())
-    ours, theirs = ((one.double() - exact.double()).flatten(1).square().mean(1).sqrt().median() for one in (got, plain))
-    size = rms(exact)
-    assert 0 < theirs < 0.1 * size, f"the plain module is off by {theirs:.3g} of {size:.3g}"
+    ours, theirs = size_of(got.double() - exact.double()), size_of(plain.double() - exact.double())
+    assert 0 < theirs < 0.1 * rms(exact), f"the plain module is off by {theirs:.3g} of {rms(exact):.3g}"
     assert ours <= ratio * theirs, f"off by {ours:.3g}, the plain module by {theirs:.3g}"

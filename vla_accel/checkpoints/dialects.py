@@ -7,13 +7,12 @@ Knows nothing of files or of robots.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from vla_accel.checkpoints.lora import Place
-from vla_accel.checkpoints.stacks import Names
+from vla_accel.checkpoints.stacks import Names, ShapeOf, Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, some
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.gemma import GemmaConfig
@@ -21,8 +20,6 @@ from vla_accel.models.pi0 import Kind, Pi0Config
 from vla_accel.models.siglip import SiglipConfig
 
 Dialect = Literal["vla_accel", "openpi", "lerobot"]
-Shapes = Mapping[str, tuple[int, ...]]
-ShapeOf = Callable[[str, int], tuple[int, ...]]
 
 _ROOT = "paligemma_with_expert."
 _TOWER = _ROOT + "paligemma.model.vision_tower.vision_model."
@@ -153,24 +150,6 @@ def _kind(shapes: Shapes, prefix: str, where: str) -> Kind:
     )
 
 
-def _depth(shapes: Shapes, start: str) -> int:
-    found = {int(m[1]) for n in shapes if (m := re.match(re.escape(start) + r"layers\.(\d+)\.", n))}
-    # A gap shows as missing keys of a deeper model, not as a shallower one.
-    return max(found, default=-1) + 1
-
-
-def shapes_by_name(shapes: Shapes, prefix: str, where: str) -> ShapeOf:
-    """Looks the shape of a tensor up by its name and number of axes. Raises CheckpointError where it is not there."""
-
-    def shape(name: str, axes: int) -> tuple[int, ...]:
-        found = shapes.get(prefix + name)
-        if found is None or len(found) != axes:
-            raise CheckpointError(f"checkpoint {where}: 1 missing: {prefix}{name} ({axes} axes), got {found}")
-        return found
-
-    return shape
-
-
 def tower_sizes(shapes: Shapes, prefix: str, shape: ShapeOf) -> SiglipConfig:
     """Of PaliGemma's vision tower. Raises ConfigError for another tower."""
     width, _, _, patch = shape(_TOWER + "embeddings.patch_embedding.weight", 4)
@@ -179,7 +158,7 @@ def tower_sizes(shapes: Shapes, prefix: str, shape: ShapeOf) -> SiglipConfig:
     tokens, _ = shape(_TOWER + "embeddings.position_embedding.weight", 2)
     return SiglipConfig(
         width=width,
-        depth=_depth(shapes, prefix + _TOWER + "encoder."),
+        depth=depth_of(shapes, prefix + _TOWER + "encoder."),
         mlp_dim=shape(_TOWER + "encoder.layers.0.mlp.fc1.weight", 2)[0],
         heads=max(1, width // _SIGLIP_HEAD_DIM),
         image_size=patch * math.isqrt(tokens),
@@ -195,7 +174,7 @@ def stack_sizes(stack: str, shapes: Shapes, prefix: str, shape: ShapeOf) -> Gemm
     head_dim, _ = shape(start + "layers.0.self_attn.k_proj.weight", 2)
     return GemmaConfig(
         width=width,
-        depth=_depth(shapes, prefix + start),
+        depth=depth_of(shapes, prefix + start),
         mlp_dim=shape(start + "layers.0.mlp.gate_proj.weight", 2)[0],
         heads=max(1, queries // head_dim),
         kv_heads=1,

@@ -17,14 +17,13 @@ from vla_accel.checkpoints.dialects import (
     DEAD,
     EMBEDDINGS,
     NAMES,
-    Shapes,
     compare_sizes,
     said_of_variant,
-    shapes_by_name,
     stack_sizes,
     tower_sizes,
 )
 from vla_accel.checkpoints.lerobot import member
+from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.pi0_fast import Pi0Fast, Pi0FastConfig

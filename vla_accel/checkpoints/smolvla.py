@@ -6,7 +6,6 @@ Knows nothing of robots, statistics or tokenizers: see `vla_accel.families.smolv
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,12 @@ import torch
 
 from vla_accel.checkpoints.checkpoint import account, deferred, shapes_of
 from vla_accel.checkpoints.lerobot import member
-from vla_accel.checkpoints.stacks import Names
+from vla_accel.checkpoints.stacks import Names, Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.siglip import SiglipConfig
 from vla_accel.models.smollm import SmolLmConfig
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, expert_mlp_dim
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 _ROOT = "model.vlm_with_expert."
 _TOWER = _ROOT + "vlm.model.vision_model."
@@ -68,19 +65,14 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, w
     Only the action horizon, the longest prompt and which layers cross leave no sure trace in the weights. Raises
     CheckpointError that names what is missing or contradicts.
     """
-
-    def shape(name: str, axes: int) -> tuple[int, ...]:
-        found = shapes.get(name)
-        if found is None or len(found) != axes:
-            raise CheckpointError(f"checkpoint {where.parent}: 1 missing: {name} ({axes} axes), got {found}")
-        return found
+    shape = shapes_by_name(shapes, "", str(where.parent))
 
     def stack(name: str) -> SmolLmConfig:
         start = _STACKS[name]
         queries, width = shape(f"{start}layers.0.self_attn.q_proj.weight", 2)
         keys, _ = shape(f"{start}layers.0.self_attn.k_proj.weight", 2)
         mlp_dim, _ = shape(f"{start}layers.0.mlp.gate_proj.weight", 2)
-        return SmolLmConfig(width, _depth(shapes, start), mlp_dim, queries // _HEAD_DIM, keys // _HEAD_DIM, _HEAD_DIM)
+        return SmolLmConfig(width, depth_of(shapes, start), mlp_dim, queries // _HEAD_DIM, keys // _HEAD_DIM, _HEAD_DIM)
 
     width, _, _, patch = shape(_TOWER + "embeddings.patch_embedding.weight", 4)
     patches, _ = shape(_TOWER + "embeddings.position_embedding.weight", 2)
@@ -90,7 +82,7 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, w
     side = patch * math.isqrt(patches)
     try:
         config = SmolVlaConfig(
-            vision=SiglipConfig(width, _depth(shapes, _TOWER + "encoder."), hidden, width // _HEAD_DIM, side, patch),
+            vision=SiglipConfig(width, depth_of(shapes, _TOWER + "encoder."), hidden, width // _HEAD_DIM, side, patch),
             prefix=stack("prefix"),
             expert=stack("expert"),
             vocab_size=shape(_STACKS["prefix"] + "embed_tokens.weight", 2)[0],
@@ -105,12 +97,6 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, w
         raise CheckpointError(f"checkpoint {where.parent}: {error}") from error
     _cross_check(config, content, where)
     return config
-
-
-def _depth(shapes: Shapes, start: str) -> int:
-    found = {int(m[1]) for n in shapes if (m := re.match(re.escape(start) + r"layers\.(\d+)\.", n))}
-    # A gap shows as missing keys of a deeper model, not as a shallower one.
-    return max(found, default=-1) + 1
 
 
 def _cross_check(config: SmolVlaConfig, content: Mapping[str, Any], where: Path) -> None:

@@ -6,12 +6,16 @@ A model of that form (π0, π0.5, π0-FAST, SmolVLA) gives its prefixes; q, k, v
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from vla_accel.checkpoints.weights import Piece
+from vla_accel.errors import CheckpointError
 from vla_accel.models.siglip import SiglipConfig
+
+Shapes = Mapping[str, tuple[int, ...]]
+ShapeOf = Callable[[str, int], tuple[int, ...]]
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LAYER = {
@@ -46,6 +50,25 @@ class Sizes(Protocol):
     def vision(self) -> SiglipConfig: ...
     @property
     def prefix(self) -> Stack: ...
+
+
+def depth_of(shapes: Shapes, start: str) -> int:
+    """Layers of the stack whose names begin with `start`."""
+    found = {int(m[1]) for n in shapes if (m := re.match(re.escape(start) + r"layers\.(\d+)\.", n))}
+    # A gap shows as missing keys of a deeper model, not as a shallower one.
+    return max(found, default=-1) + 1
+
+
+def shapes_by_name(shapes: Shapes, prefix: str, where: str) -> ShapeOf:
+    """Looks the shape of a tensor up by its name and number of axes. Raises CheckpointError where it is not there."""
+
+    def shape(name: str, axes: int) -> tuple[int, ...]:
+        found = shapes.get(prefix + name)
+        if found is None or len(found) != axes:
+            raise CheckpointError(f"checkpoint {where}: 1 missing: {prefix}{name} ({axes} axes), got {found}")
+        return found
+
+    return shape
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from vla_accel.checkpoints.pi0_fast import load_weights, read_sizes
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.overrides import resized, robot_of
 from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.transforms.fast import Detokeniser, FastProcessor, load_fast
-from vla_accel.transforms.robots import load_preset
 from vla_accel.transforms.tokenizer import PaliGemmaTokenizer, SmallTokenizer, Tokenizer, load_tokenizer
 
 # What lerobot can be told, and what would change the model in ways that are not built here.
@@ -34,17 +34,10 @@ def load_folder(
     told = read_processors(folder, content, "bilinear")
     weights = SafetensorsWeights(folder)
     longest = told.tokenizer.get("max_length", member(content, "tokenizer_max_length", int, path))
-    config = read_sizes(weights, content, int(longest), path)
-    changes = {n: getattr(given, n) for n in ("action_horizon", "max_token_len") if getattr(given, n) is not None}
-    config = dataclasses.replace(config, **changes)
-    if settings.preset is not None:
-        # The robot's keys and conventions may be another's; how images are resized is the checkpoint's training.
-        preset = dataclasses.replace(load_preset(settings.preset), resize=told.preset.resize)
-        told = dataclasses.replace(told, preset=preset)
-    if told.preset.action_dim != config.action_dim:
-        raise ConfigError(
-            f"preset: {told.preset.action_dim} action dimensions do not fit tokens of {config.action_dim}"
-        )
+    config = resized(read_sizes(weights, content, int(longest), path), settings)
+    preset = robot_of(told.preset, settings)
+    if preset.action_dim != config.action_dim:
+        raise ConfigError(f"preset: {preset.action_dim} action dimensions do not fit tokens of {config.action_dim}")
     tokenizer = load_tokenizer(folder, given.tokenizer, elsewhere=True)
     vocabulary = _vocabulary(tokenizer)
     if vocabulary > config.vocab_size:
@@ -65,7 +58,7 @@ def load_folder(
         max_token_len=config.max_token_len,
         discrete_state=True,
         default_prompt=settings.default_prompt,
-        preset=told.preset,
+        preset=preset,
         prompt_form="fast",
         detokeniser=detokeniser,
     )

@@ -21,6 +21,7 @@ from vla_accel.checkpoints.pi0 import deferred_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.overrides import resized, robot_of
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics
 from vla_accel.transforms.processing import Processor
@@ -94,7 +95,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _ours(folder: Path, settings: PolicyConfig) -> _Described:
-    config = _changed(read_config(folder, Pi0Config), settings)
+    config = resized(read_config(folder, Pi0Config), settings)
     preset = load_preset(settings.preset or "libero")
     state, actions = _openpi_statistics(folder / "norm_stats.json", config)
     return _Described(config, preset, state, actions, load_tokenizer(folder, settings.checkpoint.tokenizer))
@@ -156,24 +157,10 @@ def _lerobot(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) 
         image_size=told.image_size,
         variants=told.variants,
     )
-    config = _changed(infer_config(weights.shapes, prefix, stated, str(folder)), settings)
-    preset = told.preset
-    if settings.preset is not None:
-        # The robot's keys and conventions may be another's; how images are resized is the checkpoint's training.
-        preset = dataclasses.replace(load_preset(settings.preset), resize=told.preset.resize)
+    config = resized(infer_config(weights.shapes, prefix, stated, str(folder)), settings)
+    preset = robot_of(told.preset, settings)
     tokenizer = load_tokenizer(folder, settings.checkpoint.tokenizer, elsewhere=True)
     return _Described(config, preset, told.state, told.actions, tokenizer, told.prompt_state_dim)
-
-
-def _changed(config: Pi0Config, settings: PolicyConfig) -> Pi0Config:
-    """The sizes that the user knows better."""
-    given = settings.checkpoint
-    changes = {
-        name: getattr(given, name)
-        for name in ("action_horizon", "max_token_len", "discrete_state_input")
-        if getattr(given, name) is not None
-    }
-    return dataclasses.replace(config, **changes) if changes else config
 
 
 # -- statistics ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from vla_accel.checkpoints.smolvla import load_weights, read_sizes
 from vla_accel.checkpoints.weights import SafetensorsWeights, read_json
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.overrides import resized, robot_of
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
 from vla_accel.transforms.normalisation import Normaliser, load_statistics
 from vla_accel.transforms.processing import Processor
@@ -40,11 +41,8 @@ def load_folder(
     longest = told.tokenizer.get("max_length")
     if not isinstance(longest, int) or isinstance(longest, bool):
         raise CheckpointError(f"checkpoint {folder}: expected a tokenizer_processor with max_length, got {longest!r}")
-    config = _changed(read_sizes(weights.shapes, content, longest, path), settings)
-    if settings.preset is not None:
-        # The robot's keys and conventions may be another's; how images are resized is the checkpoint's training.
-        preset = dataclasses.replace(load_preset(settings.preset), resize=told.preset.resize)
-        told = dataclasses.replace(told, preset=preset)
+    config = resized(read_sizes(weights.shapes, content, longest, path), settings)
+    told = dataclasses.replace(told, preset=robot_of(told.preset, settings))
     hub = told.tokenizer.get("tokenizer_name") or TOKENIZER_HUB
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, hub)
     processor = _processor(folder, config, told, tokenizer, settings)
@@ -54,7 +52,7 @@ def load_folder(
 def _ours(
     folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
 ) -> tuple[SmolVla, Processor]:
-    config = _changed(read_config(folder, SmolVlaConfig), settings)
+    config = resized(read_config(folder, SmolVlaConfig), settings)
     statistics = load_statistics(folder / "norm_stats.json")
     preset = dataclasses.replace(load_preset(settings.preset or "libero"), resize="corner")
     state, actions = (Normaliser.of(statistics[name], "mean_std", name) for name in ("state", "actions"))
@@ -90,10 +88,3 @@ def _processor(
         padded_state=config.state_dim,
         prompt_form="line",
     )
-
-
-def _changed(config: SmolVlaConfig, settings: PolicyConfig) -> SmolVlaConfig:
-    """The sizes that the user knows better."""
-    names = ("action_horizon", "max_token_len")
-    changes = {n: value for n in names if (value := getattr(settings.checkpoint, n)) is not None}
-    return dataclasses.replace(config, **changes) if changes else config

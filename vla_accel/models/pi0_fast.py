@@ -124,11 +124,10 @@ class Pi0Fast(PaliGemma):
         """
         images = images.to(self.vision.patch_embedding.weight.dtype)
         image_tokens = self.embed_images(images).to(self.dtype)
-        count = token_mask.sum(1)
-        lengths = image_tokens.shape[1] + count
-        mask = torch.arange(image_tokens.shape[1] + tokens.shape[1], device=tokens.device) < lengths[:, None]
+        total = image_tokens.shape[1] + tokens.shape[1]
+        first, lengths = last_tokens(tokens, total, image_tokens.shape[1] + token_mask.sum(1))
+        mask = torch.arange(total, device=tokens.device) < lengths[:, None]
         keys, values = self.prefix_cache(image_tokens, tokens, mask)
-        first = tokens.gather(1, count[:, None] - 1)[:, 0]
         return self.decode(first, lengths, keys, values, steps or self.config.max_steps)
 
 

@@ -114,16 +114,15 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
     Raises DependencyError where flash-attn is asked for and missing, EngineError where a way cannot run these sizes:
     each but the own kernels is tried once.
     """
-    name = kernel_name(sizes, device)
-    tile = _fastest_tile(sizes, device) if name == "Triton" else None
-    said_of_own = name if tile is None else f"{name} {tile}"
-    if asked == "own" or (asked == "auto" and (device.type != "cuda" or name != "Triton")):
-        return Choice("own", f"attention own ({said_of_own})", tile)
-    if asked in WAYS:
+    if asked not in ("auto", *WAYS, "fastest"):
+        raise EngineError(f"attention: expected auto, {', '.join(WAYS)} or fastest, got {asked!r}")
+    if asked in WAYS and asked != "own":
         _trial(asked, sizes, device)()
         return Choice(asked, f"attention {asked}")
-    if asked not in ("auto", "fastest"):
-        raise EngineError(f"attention: expected auto, {', '.join(WAYS)} or fastest, got {asked!r}")
+    name = kernel_name(sizes, device)
+    tile = _fastest_tile(sizes, device) if name == "Triton" else None
+    if asked == "own" or (asked == "auto" and (device.type != "cuda" or name != "Triton")):
+        return Choice("own", f"attention own ({name if tile is None else f'{name} {tile}'})", tile)
     ways: dict[str, Callable[[], None]] = {}
     out: dict[str, str] = {}
     for way in WAYS:
