@@ -27,6 +27,7 @@ import json
 import os
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -89,18 +90,22 @@ TASKS = ("pick up the black bowl", "put the wine bottle on the rack", "open the 
 IMAGES = ("observation.images.image", "observation.images.image2", "observation.images.empty_camera_0")
 
 
-def small_tokenizer() -> Any:
+WORDS = (
+    "<pad>", "<eos>", "<bos>", "<unk>",
+    *sorted({w for t in TASKS for w in t.split()} | {"Task", "State", "Action", *":,;-", "\n", *"0123456789"}),
+)  # fmt: skip
+
+
+def small_tokenizer(words: Sequence[str] = WORDS) -> Any:
     """Words, digits and signs as tokens, `<bos>` in front, as PaliGemma's puts it."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
-    words = sorted({w for t in TASKS for w in t.split()} | {"Task", "State", "Action", *":,;-", "\n", *"0123456789"})
-    vocabulary = {w: i for i, w in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     # Spaces are no tokens of their own here.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(" "), "removed"),
-            pre_tokenizers.Split(Regex(r"\d|\n|[A-Za-z]+|[:,;-]"), "isolated"),
+            pre_tokenizers.Split(Regex(r"\d|\n|[A-Za-z]+|[:,;|-]"), "isolated"),
         ]
     )
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])

@@ -33,10 +33,10 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # isort: split
-from make_lerobot_reference import PREFIX, TASKS, VISION, statistics
+from make_lerobot_reference import PREFIX, TASKS, VISION, WORDS, small_tokenizer, statistics
 
 # isort: split
 # After make_lerobot_reference, which steps over what lerobot imports and its policies do not need.
@@ -52,22 +52,10 @@ SCALE, LOWEST = 10, -40
 
 
 def text_tokenizer(stop: int) -> Any:
-    """Words, digits and signs as tokens, `|` in a place of its own, `<bos>` in front, as PaliGemma's puts it."""
-    words = ["<pad>", "<eos>", "<bos>", "<unk>"]
-    words += sorted({w for t in TASKS for w in t.split()} | {"Task", "State", "Action", *":,;-", "\n", *"0123456789"})
-    words += [f"w{i}" for i in range(VOCAB - len(words))]
+    """As π0's small one, with as many tokens as the model has, and `|` in a place of its own."""
+    words = [*WORDS, *(f"w{i}" for i in range(VOCAB - len(WORDS)))]
     words[stop] = "|"
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(" "), "removed"),
-            pre_tokenizers.Split(Regex(r"\d|\n|[A-Za-z]+|[:,;|-]"), "isolated"),
-        ]
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    )
+    return small_tokenizer(words)
 
 
 def fast_tokenizer(rng: np.random.Generator, folder: Path) -> Any:
