@@ -6,6 +6,7 @@ from typing import Any
 
 from eval.bench_tables import fell_back
 from eval.harness.statistics import smallest_difference
+from eval.libero.demo.recipes import runs_of
 from eval.markdown import bare_command, former, formers, machine, machines, percent, rows
 from eval.paired_picture import PICTURE as STRESS_PICTURE
 
@@ -63,16 +64,14 @@ def training(record: dict[str, Any]) -> str:
     won, played = (sum(line["episodes"]["policy"][i] for line in last) for i in (0, 1))
     started = [task for manifest in states.values() for task in manifest["tasks"].values()]
     nearest = min(t["min_distance_m"] for t in started)
-    earlier, suites = record["earlier"], settings["suites"]
-    now = {**{name: record[name] for name in ("gpus", "steps", "seconds")}, "suites": suites,
-           "batch": record["gpus"] * settings["batch"]}  # fmt: skip
+    trained = runs_of(record)
     runs = [
         [
-            f"run {i + 1} of {len(earlier) + 1}" + ("" if i else ", from scratch"),
+            f"run {i} of {len(trained)}" + (", from scratch" if i == 1 else ""),
             f"{', '.join(run['suites'])}; {run['gpus']} NVIDIA H200, {run['seconds'] / 60:.1f} minutes; {run['steps']} "
             f"steps of {run['batch']} observations x {settings['samples']} draws",
         ]
-        for i, run in enumerate([*earlier, now])
+        for i, run in enumerate(trained, 1)
     ]
     body = [
         *runs,

@@ -142,9 +142,10 @@ def test_auto_steps_down_and_says_why(
 def kept(folder: Path, policy: OptimizedPolicy, name: str = "native_fp8", **changes: Any) -> Path:
     """A report as `vla-accel parity --keep` writes it for a native FP8 configuration."""
     engines = [{"component": part, "used": "native"} for part in PARTS]
-    report = {"passed": True, "num_steps": policy.config.num_steps, "engines": engines, **changes}
+    report = {"passed": True, "num_steps": policy.config.num_steps, "engines": engines,
+              "fingerprint": agreement.weights_of(policy.model), **changes}  # fmt: skip
     specs = {part: EngineSpec("native", precision="fp8" if part == "kv_cache" else "auto") for part in PARTS}
-    return agreement.keep(report, folder, policy.model, specs, name)
+    return agreement.keep(report, folder, specs, name)
 
 
 def test_a_kept_report_counts_for_these_weights_steps_and_engines(folder: Path, tmp_path: Path) -> None:
@@ -167,8 +168,7 @@ def test_a_kept_report_counts_for_these_weights_steps_and_engines(folder: Path, 
     assert agreement.shown(folder, policy.model, 2) is None
     whole = {part: EngineSpec("native", precision="fp8") for part in PARTS}
     kept(folder, policy)
-    engines = [{"component": part, "used": "native"} for part in PARTS]
-    agreement.keep({"passed": True, "num_steps": 2, "engines": engines}, folder, policy.model, whole, "all")
+    agreement.keep(json.loads(path.read_text()), folder, whole, "all")
     found = agreement.shown(folder, policy.model, 2)
     assert found is not None and found.source == "parity_all.json", "the one with most in FP8"
 

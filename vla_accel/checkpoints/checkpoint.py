@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,21 +84,11 @@ def deferred(network: N, weights: Weights, recipe: Recipe, where: str) -> N:
     return network.requires_grad_(False).eval()
 
 
-def assemble(
-    network: N,
-    weights: Weights,
-    recipe: Recipe,
-    where: str,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
-) -> N:
-    """The network with all its weights, in eval mode. Shows progress for large ones.
-
-    Args: `network`: on the meta device; `recipe`: accounted for already; `dtype`: of the large products, what the
-    network keeps wide stays so, None keeps what is stored. Raises CheckpointError for non-finite weights.
-    """
-    return deferred(network, weights, recipe, where).bound_for(torch.device(device), dtype).whole()
+def fitted(network: N, weights: Weights, recipe: Recipe, known: Collection[str], where: str, what: str) -> N:
+    """As `deferred`, every key accounted for: `known` are the stored tensors that may be there, `what` is the model or
+    file that they must fit. Raises CheckpointError that lists keys missing, left over or misshaped."""
+    account(weights, recipe, shapes_of(network), known, f"checkpoint {where} does not fit {what}")
+    return deferred(network, weights, recipe, where)
 
 
 def shapes_of(network: Network) -> dict[str, tuple[int, ...]]:
@@ -169,6 +159,15 @@ def account(
         raise CheckpointError(f"{failed}: " + "; ".join(problems))
 
 
+def compare_sizes(pairs: Iterable[tuple[str, object, object]], where: str) -> None:
+    """Raise CheckpointError where config and weights say different things; `pairs`: name, what the config says (None:
+    nothing) and what the weights show."""
+    wrong = [f"{name}: config says {said}, weights say {shown}" for name, said, shown in pairs
+             if said not in (None, shown)]  # fmt: skip
+    if wrong:
+        raise CheckpointError(f"checkpoint {where}: config and weights contradict each other: {'; '.join(wrong)}")
+
+
 def _differences(
     weights: Weights,
     recipe: Recipe,
@@ -225,12 +224,17 @@ def _no_size(content: Mapping[str, Any], where: str = "") -> str | None:
     return None
 
 
+def fitted_own(network: N, folder: Path) -> N:
+    """A network, on the meta device, whose weights come from a folder of canonical names when they are asked for.
+    Raises CheckpointError."""
+    recipe = {name: (Piece(name),) for name in shapes_of(network)}
+    return fitted(network, SafetensorsWeights(folder), recipe, recipe.keys(), str(folder), "its config.json")
+
+
 def load_own(network: N, folder: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> N:
-    """A network, on the meta device, with the canonical weights of a folder. Raises CheckpointError."""
-    weights, expected = SafetensorsWeights(folder), shapes_of(network)
-    recipe = {name: (Piece(name),) for name in expected}
-    account(weights, recipe, expected, expected, f"checkpoint {folder} does not fit its config.json")
-    return assemble(network, weights, recipe, str(folder), device=device, dtype=dtype)
+    """As `fitted_own`, with all its weights; shows progress for large ones. `dtype`: of the large products, what the
+    network keeps wide stays so, None keeps what is stored. Raises CheckpointError, for non-finite weights, too."""
+    return fitted_own(network, folder).bound_for(torch.device(device), dtype).whole()
 
 
 def save_checkpoint(state: Mapping[str, Tensor], config: Any, folder: Path, family: str | None = None) -> None:

@@ -7,10 +7,11 @@ Knows nothing of files or of robots.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from vla_accel.checkpoints.checkpoint import compare_sizes
 from vla_accel.checkpoints.lora import Place
 from vla_accel.checkpoints.stacks import Names, ShapeOf, Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, some
@@ -207,13 +208,3 @@ def said_of_variant(name: str, variant: str | None, found: GemmaConfig, where: s
     if known is None:
         raise CheckpointError(f"checkpoint {where}: expected {name} one of {', '.join(VARIANTS)}, got {variant!r}")
     return f"{name} {variant}", known, found
-
-
-def compare_sizes(pairs: Sequence[tuple[str, object, object]], where: str) -> None:
-    """Raise CheckpointError where config and weights say different things; `pairs`: name, what the config says (None:
-    nothing) and what the weights show."""
-    wrong = [
-        f"{name}: config says {said}, weights say {shown}" for name, said, shown in pairs if said not in (None, shown)
-    ]
-    if wrong:
-        raise CheckpointError(f"checkpoint {where}: config and weights contradict each other: {'; '.join(wrong)}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vla_accel.checkpoints.checkpoint import account, deferred, shapes_of
+from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
 from vla_accel.checkpoints.weights import Piece, Weights
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.groot import Groot, GrootConfig
@@ -75,18 +75,16 @@ def load_groot(
     """
     with torch.device("meta"):
         network = Groot(config)
-    expected = shapes_of(network)
     prefix = prefix_of(weights.shapes) or ""
     recipe: dict[str, tuple[Piece, ...]] = {
         name: tuple(Piece(prefix + p.name, p.rows, p.entry) for p in pieces(name, config, embodiment))
-        for name in expected
+        for name in shapes_of(network)
     }
     table = next((prefix + e for e in _EMBEDDINGS if prefix + e in weights.shapes), prefix + _EMBEDDINGS[0])
     recipe["embed.weight"] = (Piece(table),)
     known = {p.name for parts in recipe.values() for p in parts} | {prefix + d for d in _DEAD}
     known |= {n for n in weights.shapes if _layer(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth}
-    account(weights, recipe, expected, known, f"checkpoint {where} does not fit GR00T N1.7")
-    return deferred(network, weights, recipe, where).bound_for(torch.device(device), dtype)
+    return fitted(network, weights, recipe, known, where, "GR00T N1.7").bound_for(torch.device(device), dtype)
 
 
 def pieces(name: str, config: GrootConfig, embodiment: int) -> tuple[Piece, ...]:
@@ -280,6 +278,4 @@ def _cross_check(config: GrootConfig, stated: Mapping[str, Any], shape: _Shapes)
         ("vl_self_attention_cfg.num_layers", vl.get("num_layers"), head.vl_depth),
         ("vl_self_attention_cfg.num_attention_heads", vl.get("num_attention_heads"), head.vl_heads),
     ]
-    wrong = [f"{n}: config says {said}, weights say {shown}" for n, said, shown in pairs if said not in (None, shown)]
-    if wrong:
-        raise CheckpointError(f"checkpoint {shape.where}: config and weights contradict each other: {'; '.join(wrong)}")
+    compare_sizes(pairs, shape.where)

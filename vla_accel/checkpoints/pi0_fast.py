@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from vla_accel.checkpoints.checkpoint import account, deferred, shapes_of
+from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
 from vla_accel.checkpoints.dialects import (
     DEAD,
     EMBEDDINGS,
     NAMES,
-    compare_sizes,
     said_of_variant,
     stack_sizes,
     tower_sizes,
@@ -44,15 +43,13 @@ def load_weights(
     """
     with torch.device("meta"):
         empty = Pi0Fast(config)
-    expected = shapes_of(empty)
-    recipe = {name: pieces(name, config) for name in expected}
+    recipe = {name: pieces(name, config) for name in shapes_of(empty)}
     known = {p.name for parts in recipe.values() for p in parts}
     if config.tied:
         stored = [name for name in (_TABLE, _HEAD) if name in weights.shapes]
         recipe["embed.weight"] = (Piece((stored or [_TABLE])[0]),)
         known |= {_TABLE, _HEAD}
-    account(weights, recipe, expected, known, f"checkpoint {where} does not fit pi0_fast")
-    return deferred(empty, weights, recipe, where).bound_for(torch.device(device), dtype)
+    return fitted(empty, weights, recipe, known, where, "pi0_fast").bound_for(torch.device(device), dtype)
 
 
 def pieces(name: str, config: Pi0FastConfig) -> tuple[Piece, ...]:

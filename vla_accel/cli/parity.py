@@ -83,7 +83,7 @@ def main(chosen: Parity, words: list[str]) -> int:
         say(f"report: {write(page(content, ['vla-accel', 'parity', *words]), chosen.report)}")
     folder = policy.checkpoint.kept
     if chosen.keep and folder is not None:
-        say(f"kept: {agreement.keep(content, folder, policy.model, policy.specs, name)}")
+        say(f"kept: {agreement.keep(content, folder, policy.specs, name)}")
     print(json.dumps(content))
     return 0 if report.passed else 1
 

@@ -99,8 +99,7 @@ def _write(config: PolicyConfig, source: Mapping[str, Any]) -> None:
 
 def _begin(config: PolicyConfig, source: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
     """A policy that is ready, and what its start took."""
-    from vla_accel.checkpoints.checkpoint import deferred, shapes_of
-    from vla_accel.checkpoints.weights import Piece, SafetensorsWeights
+    from vla_accel.checkpoints.checkpoint import fitted_own
     from vla_accel.fp8 import read_scales
     from vla_accel.measure.random_policy import random_policy
     from vla_accel.models.family import family_named
@@ -116,10 +115,8 @@ def _begin(config: PolicyConfig, source: Mapping[str, Any]) -> tuple[Any, dict[s
         folder, family = Path(source["weights"]), family_named(source["family"])
         with torch.device("meta"):
             network = family.network(family.published(source["horizon"]))
-        recipe = {name: (Piece(name),) for name in shapes_of(network)}
-        network = deferred(network, SafetensorsWeights(folder), recipe, str(folder))
-        scales = read_scales(folder)
-        policy, _ = random_policy(family, config, views=source["views"], model=network, scales=scales)
+        model, scales = fitted_own(network, folder), read_scales(folder)
+        policy, _ = random_policy(family, config, views=source["views"], model=model, scales=scales)
         policy.warm_up()
     return policy, spent.described
 

@@ -27,16 +27,11 @@ def weights_of(model: Network) -> str:
     return fingerprint(model, [name for name, _ in model.named_parameters()])
 
 
-def keep(
-    report: Mapping[str, Any], folder: Path, model: Network, specs: Mapping[str, EngineSpec], name: str
-) -> Path:  # fmt: skip
-    """Write a report of `vla-accel parity` beside the checkpoint, with what it was about; the file's path."""
+def keep(report: Mapping[str, Any], folder: Path, specs: Mapping[str, EngineSpec], name: str) -> Path:
+    """Write a report of `vla-accel parity`, which has the `fingerprint` of its weights, beside the checkpoint, with the
+    precisions that it was made in; the file's path."""
     path = folder / PATTERN.replace("*", name)
-    content = {
-        **report,
-        "fingerprint": weights_of(model),
-        "precisions": {part: spec.precision for part, spec in specs.items()},
-    }
+    content = {**report, "precisions": {part: spec.precision for part, spec in specs.items()}}
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
     return path

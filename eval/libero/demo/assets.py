@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eval.libero.demo.objective import initialise
-from eval.libero.demo.recipes import recipe_named, save_weights
+from eval.libero.demo.recipes import recipe_named, runs_of, save_weights
 from eval.libero.install import libero
 from eval.libero.suites import MAX_STEPS, instruction_of, load_suite
 from eval.script import run_script
@@ -79,14 +79,7 @@ def earlier_training(init: str) -> list[dict[str, Any]]:
     path = find(init) / "training.json"
     if not path.is_file():
         return []
-    record = json.loads(path.read_text())
-    batch = record["gpus"] * record["settings"]["batch"]
-    last = {
-        "suites": record["settings"]["suites"],
-        **{name: record[name] for name in ("gpus", "steps", "seconds")},
-        "batch": batch,
-    }
-    return [*record.get("earlier", []), last]
+    return runs_of(json.loads(path.read_text()))
 
 
 @torch.no_grad()
