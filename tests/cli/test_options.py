@@ -51,6 +51,42 @@ class Options:
     keep_all: bool = False
 
 
+@dataclass(frozen=True)
+class More(Options):
+    """What a program does, in a sentence that is longer than a line of the source and than one of the narrow terminals
+    that people have, too.
+
+    And a second paragraph.
+    """
+
+    depth: Number = None
+    """Layers; a text whose lines break where the source is full,
+    "before a sign", and in the middle of what it says."""
+
+
+def help_of(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        read(More, ["--help"], "program")
+    return capsys.readouterr().out.splitlines()
+
+
+def test_help_breaks_lines_where_the_terminal_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    wide = help_of(300, monkeypatch, capsys)
+    text = (
+        'Layers; a text whose lines break where the source is full, "before a sign", and in the middle of what it says.'
+    )
+    assert any("--depth N" in line and text in line for line in wide), "\n".join(wide)
+    assert any("sentence that is longer than a line of the source and than one of the narrow" in line for line in wide)
+    assert [line for line in wide if "second" in line] == ["  And a second paragraph."]
+    narrow = help_of(60, monkeypatch, capsys)
+    assert max(map(len, narrow)) <= 60 and narrow[2].startswith("  What a program does, in a sentence")
+    (flag,) = (line for line in wide if "--keep-all" in line)
+    assert "default" not in flag, "nothing but off is meant by a switch that is not there"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

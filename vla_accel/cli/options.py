@@ -3,8 +3,13 @@ loaded or run, so that a number or a file that cannot be is an error at once and
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import functools
 import inspect
 import math
+import shutil
+import textwrap
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +17,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from vla_accel.errors import ConfigError
 from vla_accel.files import require_writable, require_writable_folder
@@ -61,6 +73,7 @@ OutputFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_
 Picture = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=""), Written(suffix=".png")]
 OutputFolder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint=""), Written(folder=True)]
 Number = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint=""), Within(1)]
+Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 
 
@@ -84,17 +97,57 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
     Wrong usage ends the program with status 2, as tyro does. Raises ConfigError or OutputError for a value that its
     type refuses.
     """
-    about = inspect.cleandoc(kind.__doc__ or "")
-    with LISTS:
+    with _RULES:
+        about = _wrapped(kind.__doc__ or "")
         given = tyro.cli(kind, args=words, prog=program, description=about, config=(tyro.conf.FlagCreatePairsOff,))
     check(given)
     return given
 
 
-LISTS = ConstructorRegistry()
+_RULES = ConstructorRegistry()
 
 
-@LISTS.primitive_rule
+def _wrapped(text: str) -> str:
+    """Paragraphs as wide as the terminal. tyro does not wrap them, and would join lines that are not indented."""
+    width = shutil.get_terminal_size().columns
+    paragraphs = (" ".join(lines.split()) for lines in inspect.cleandoc(text).split("\n\n"))
+    return "\n\n".join(
+        textwrap.fill(paragraph, width, initial_indent="  ", subsequent_indent="  ") for paragraph in paragraphs
+    )
+
+
+@_RULES.struct_rule
+def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """A dataclass with the text below each field as one paragraph: tyro breaks a line wherever the source does."""
+    if not dataclasses.is_dataclass(info.type):
+        return None
+    hints = typing.get_type_hints(info.type, include_extras=True)
+    fields = [
+        StructFieldSpec(
+            field.name,
+            Flag if hints[field.name] is bool else hints[field.name],
+            tyro.MISSING if field.default is dataclasses.MISSING else field.default,
+            lambda name=field.name: _told(info.type).get(name),
+        )
+        for field in dataclasses.fields(info.type)
+    ]
+    return StructConstructorSpec(info.type, tuple(fields))
+
+
+@functools.cache
+def _told(kind: type) -> dict[str, str]:
+    """What stands below each field in the source of a dataclass and of those that it derives from."""
+    told = {}
+    for each in reversed([k for k in kind.__mro__ if dataclasses.is_dataclass(k)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in zip(definition.body, definition.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                told[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(below.value)).split())
+    return told
+
+
+@_RULES.primitive_rule
 def _commas(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]] | None:
     """How every list is written: commas, no spaces; but for words without an option, and an option given repeatedly."""
     kind, *more = typing.get_args(info.type) or (str,)
