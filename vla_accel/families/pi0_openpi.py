@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vla_accel.errors import DependencyError
+from vla_accel.families.precision import matmul_precision
 
 MODES: dict[str, str | None] = {
     "openpi-eager": None,
@@ -45,8 +46,10 @@ class _Openpi:
         config: Any = pi0_config.Pi0Config(
             pi05=kind == "pi05", action_horizon=horizon, max_token_len=self.tokens, dtype="bfloat16"
         )
-        with torch.device(device):
+        with matmul_precision(), torch.device(device):
             model = PI0Pytorch(config)
+            # What the constructor asks for holds for openpi's own calls, as in openpi's server, and for them alone.
+            self.precision = torch.get_float32_matmul_precision()
         # It compiles itself when made; the plain method is what eager means.
         self.model = model.to(device).eval()
         self.method = type(model).sample_actions
@@ -75,7 +78,7 @@ class _Openpi:
                 "tokenized_prompt": torch.from_numpy(prompt).to(self.device),
                 "tokenized_prompt_mask": torch.from_numpy(prompt > 0).to(self.device),
             }  # fmt: skip
-            with torch.inference_mode():
+            with matmul_precision(self.precision), torch.inference_mode():
                 actions = call(self.device, self.observation.from_dict(on), num_steps=steps)
             return {"actions": actions.float().cpu().numpy()}
 

@@ -4,7 +4,6 @@ index)."""
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from vla_accel.errors import DependencyError
+from vla_accel.families.precision import matmul_precision
 from vla_accel.models.smolvla import smolvla
 
 MODES: dict[str, bool] = {"lerobot-eager": False, "lerobot-compile": True}
@@ -23,8 +23,16 @@ TOKENS = 20
 
 def sampler(horizon: int, device: str, name: str, steps: int) -> Callable[[Mapping[str, Any]], Any]:
     """`infer(observation)` of one of `MODES`. Raises DependencyError without lerobot."""
-    policy = _policy(horizon, device, MODES[name], steps)
-    return functools.partial(_infer, policy, device)
+    with matmul_precision():
+        policy = _policy(horizon, device, MODES[name], steps)
+        # A compiled policy asks for TF32's products: for its own calls alone.
+        precision = torch.get_float32_matmul_precision()
+
+    def infer(observation: Mapping[str, Any]) -> dict[str, Any]:
+        with matmul_precision(precision):
+            return _infer(policy, device, observation)
+
+    return infer
 
 
 def _policy(horizon: int, device: str, compiled: bool, steps: int) -> Any:

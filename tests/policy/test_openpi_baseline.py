@@ -1,0 +1,73 @@
+"""openpi's code as a baseline, with a stand-in for openpi: what it does to the process stays its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vla_accel.families import pi0_openpi
+from vla_accel.families.precision import matmul_precision
+
+SEEN: list[str] = []
+"""The precision of FP32 products in each of its calls."""
+
+
+class PI0Pytorch(torch.nn.Module):
+    """Does to the process what openpi's constructor does."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        torch.set_float32_matmul_precision("high")
+        self.horizon = config.action_horizon
+
+    def sample_actions(self, device: str, observation: Any, num_steps: int) -> torch.Tensor:
+        SEEN.append(torch.get_float32_matmul_precision())
+        return torch.zeros(1, self.horizon, 32)
+
+
+@pytest.fixture
+def openpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    members = {
+        "openpi": {},
+        "openpi.models": {},
+        "openpi.models.model": {"Observation": SimpleNamespace(from_dict=lambda content: content)},
+        "openpi.models.pi0_config": {"Pi0Config": lambda **given: SimpleNamespace(**given)},
+        "openpi.models_pytorch": {},
+        "openpi.models_pytorch.pi0_pytorch": {"PI0Pytorch": PI0Pytorch},
+    }
+    for name, inside in members.items():
+        module = ModuleType(name)
+        vars(module).update(inside)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+    before = torch.get_float32_matmul_precision()
+    pi0_openpi._model.cache_clear()
+    SEEN.clear()
+    yield
+    pi0_openpi._model.cache_clear()
+    torch.set_float32_matmul_precision(before)
+
+
+def test_tf32_is_for_openpis_own_calls_alone(openpi: None) -> None:
+    torch.set_float32_matmul_precision("highest")
+    infer = pi0_openpi.sampler("pi05", 10, "cpu", "openpi-eager", 3)
+    assert torch.get_float32_matmul_precision() == "highest", "after its constructor"
+    found = infer({"observation/image": np.zeros((224, 224, 3), np.uint8), "observation/state": np.zeros(8)})
+    assert found["actions"].shape == (1, 10, 32)
+    assert (SEEN, torch.get_float32_matmul_precision()) == (["high"], "highest")
+
+
+def test_the_setting_is_put_back_after_an_error() -> None:
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(ValueError, match="out"), matmul_precision("high"):
+        torch.set_float32_matmul_precision("medium")
+        raise ValueError("out")
+    assert torch.get_float32_matmul_precision() == before
