@@ -90,12 +90,17 @@ def commit() -> dict[str, Any] | None:
 
 @functools.cache
 def _in_repository(folder: Path) -> dict[str, Any] | None:
+    """Of a folder that git keeps; an installed package may lie in a repository of something else (`.venv`)."""
     try:
-        found, changes = (
+        _, found, changes = (
             subprocess.run(
                 ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
             ).stdout.strip()
-            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
+            for arguments in (
+                ("ls-files", "--error-unmatch", "__init__.py"),
+                ("rev-parse", "HEAD"),
+                ("status", "--porcelain", "-uno"),
+            )
         )
     except (OSError, subprocess.CalledProcessError):
         return None

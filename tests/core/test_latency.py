@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 import vla_accel
-from vla_accel import latency
+from vla_accel import latency, machine
 from vla_accel.latency import LatencyLog, Sample, Stopwatch, breakdown, in_turns, summarise
 from vla_accel.machine import commit, hardware, software
 
@@ -89,6 +91,26 @@ def test_the_commit_is_the_repository_s_or_as_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("VLA_ACCEL_COMMIT")
     here = commit()
     assert here is None or len(here["commit"]) == 40
+
+
+def test_an_installed_package_has_not_the_commit_of_the_repository_round_it(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        subprocess.run(command, check=True, capture_output=True)
+
+    (tmp_path / "robot.py").write_text("")
+    installed = tmp_path / ".venv" / "vla_accel"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").write_text("")
+    git("init")
+    git("add", "robot.py")
+    git("commit", "-m", "a robot")
+    assert machine._in_repository(installed) is None
+    git("add", ".venv")
+    git("commit", "-m", "with all it needs")
+    machine._in_repository.cache_clear()
+    found = machine._in_repository(installed)
+    assert found is not None and found["modified"] is False
 
 
 def test_the_stopwatch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
