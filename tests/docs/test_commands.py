@@ -265,6 +265,16 @@ def test_every_command_has_its_line() -> None:
     assert told == [f"| `{name}` | {said} |" for name, (*_, said) in COMMANDS.items()]
 
 
+MODULES = re.findall(r"^\| `python -m ([\w.]+)`", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_says_its_own_name_and_what_it_does(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["python", "-m", module, "--help"]) == 0
+    usage, _, about, *_ = capsys.readouterr().out.splitlines()
+    assert usage.startswith(f"usage: python -m {module} ") and about.strip()
+
+
 def test_every_configuration_is_described() -> None:
     text = (ROOT / "docs/engines.md").read_text()
     for path in (ROOT / "configs").iterdir():
