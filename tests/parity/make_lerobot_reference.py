@@ -27,7 +27,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -257,16 +257,21 @@ def write_family(family: str, out: Path, seed: int) -> None:
     print(f"{family}: {sorted(p.name for p in folder.iterdir())}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def write_variants(
+    doc: str | None, write: Callable[[str, Path, int], None], variants: Sequence[str], default: Sequence[str] = ()
+) -> None:
+    """The command line of a script, whose docstring is `doc`, that writes a folder for each variant asked for; if none
+    is, for those of `default`, or for all."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write into")
+    parser.add_argument("--variants", nargs="+", choices=list(variants), default=list(default or variants))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for family in ("pi0", "pi05"):
-        (args.out / family).mkdir(parents=True, exist_ok=True)
-        write_family(family, args.out / family, args.seed)
+    for variant in args.variants:
+        (args.out / variant).mkdir(parents=True, exist_ok=True)
+        write(variant, args.out / variant, args.seed)
 
 
 if __name__ == "__main__":
-    main()
+    write_variants(__doc__, write_family, ("pi0", "pi05"))

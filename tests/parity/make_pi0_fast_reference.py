@@ -21,7 +21,6 @@ CPU. This file imports nothing of vla_accel on purpose.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 from pathlib import Path
@@ -36,7 +35,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # isort: split
-from make_lerobot_reference import PREFIX, TASKS, VISION, WORDS, small_tokenizer, statistics
+from make_lerobot_reference import PREFIX, TASKS, VISION, WORDS, small_tokenizer, statistics, write_variants
 
 # isort: split
 # After make_lerobot_reference, which steps over what lerobot imports and its policies do not need.
@@ -195,17 +194,5 @@ def write_variant(variant: str, out: Path, seed: int) -> None:
     print(f"{variant}: {sorted(p.name for p in folder.iterdir())}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory to write into")
-    parser.add_argument("--variants", nargs="+", choices=["apart", "tied"], default=["apart", "tied"])
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    for variant in args.variants:
-        (args.out / variant).mkdir(parents=True, exist_ok=True)
-        write_variant(variant, args.out / variant, args.seed)
-
-
 if __name__ == "__main__":
-    main()
+    write_variants(__doc__, write_variant, ("apart", "tied"))

@@ -21,7 +21,6 @@ Everything is float32 on the CPU. This file imports nothing of vla_accel on purp
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 from pathlib import Path
@@ -31,7 +30,7 @@ from unittest import mock
 import numpy as np
 import torch
 import transformers
-from make_lerobot_reference import TASKS, small_tokenizer
+from make_lerobot_reference import TASKS, small_tokenizer, write_variants
 from safetensors.torch import save_file
 from transformers.models.smolvlm import SmolVLMConfig
 
@@ -204,17 +203,5 @@ def write_variant(variant: str, out: Path, seed: int) -> None:
     print(f"{variant}: {sorted(p.name for p in folder.iterdir())}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory to write into")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["base", "libero"])
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    for variant in args.variants:
-        (args.out / variant).mkdir(parents=True, exist_ok=True)
-        write_variant(variant, args.out / variant, args.seed)
-
-
 if __name__ == "__main__":
-    main()
+    write_variants(__doc__, write_variant, tuple(VARIANTS), ("base", "libero"))
