@@ -6,9 +6,9 @@ from typing import Any
 
 from eval.bench_tables import fell_back
 from eval.harness.statistics import smallest_difference
-from eval.libero.demo.recipes import runs_of
 from eval.markdown import bare_command, former, formers, machine, machines, percent, rows
 from eval.paired_picture import PICTURE as STRESS_PICTURE
+from eval.training import runs_of
 
 
 def success(results: list[dict[str, Any]]) -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
+from eval.training import RECORD
 from vla_accel.files import without_folders
 
 MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7"}
 """Families as people write them."""
-TRAINING = Path(__file__).parent.parent / "vla_accel" / "assets" / "pi05_demo" / "training.json"
-"""How the bundled checkpoint was trained."""
 
 
 def rows(header: list[str], body: list[list[str]]) -> str:
@@ -46,7 +44,7 @@ def machines(results: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
 def former(checkpoint: str | None, weights: str | None) -> bool:
     """Whether a run of the bundled checkpoint was made with other weights than it has now. `weights`: the fingerprint
     that the run tells."""
-    return checkpoint == "demo" and weights != json.loads(TRAINING.read_text())["weights"]
+    return checkpoint == "demo" and weights != json.loads(RECORD.read_text())["weights"]
 
 
 def formers(names: Iterable[str]) -> str:

@@ -22,13 +22,14 @@ from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_
 from eval.late_table import late
 from eval.latency_picture import draw
 from eval.libero_tables import latency, paired, stressed, success, tasks, training
-from eval.markdown import TRAINING, commit, rows
+from eval.markdown import commit, rows
 from eval.model_table import models
 from eval.models_picture import draw_models, sources
 from eval.script import concluded
 from eval.server_tables import faults, server, server_gpus
 from eval.shapes_table import shapes
 from eval.throughput_table import plan, throughput
+from eval.training import RECORD
 from eval.tune_table import tune
 from vla_accel.cli.options import read
 
@@ -58,7 +59,7 @@ def load(name: str | tuple[str, ...]) -> Any:
         if not paths:
             raise FileNotFoundError(f"eval/results: expected at least one {name}.json, found none")
         return [json.loads(path.read_text()) for path in paths]
-    path = TRAINING if name == "training" else RESULTS / f"{name}.json"
+    path = RECORD if name == "training" else RESULTS / f"{name}.json"
     return json.loads(path.read_text())
 
 

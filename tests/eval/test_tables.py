@@ -13,8 +13,9 @@ import pytest
 from eval import paired, store, tables
 from eval.harness.statistics import smallest_difference
 from eval.latency_picture import draw
-from eval.markdown import TRAINING, machine
+from eval.markdown import machine
 from eval.models_picture import PUBLISHED, draw_models, sources
+from eval.training import RECORD
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
 from vla_accel.measure.parity import Agreement, Report
@@ -119,7 +120,7 @@ def test_parts_of_one_name_are_one_row_of_the_builds() -> None:
     )
 
 
-WEIGHTS = json.loads(TRAINING.read_text())["weights"]
+WEIGHTS = json.loads(RECORD.read_text())["weights"]
 GPU = {"hardware": {"device": "cuda", "gpu": "NVIDIA X"}, "software": {"torch": "2.11.0"}}
 CPU = {"hardware": {"device": "cpu", "cpu": "Some CPU", "threads": 1}, "software": {"torch": "2.13.0"}}
 

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import tyro
 from tyro.constructors import (
@@ -121,11 +121,11 @@ def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
     """A dataclass with the text below each field as one paragraph: tyro breaks a line wherever the source does."""
     if not dataclasses.is_dataclass(info.type):
         return None
-    hints = typing.get_type_hints(info.type, include_extras=True)
+    hints: dict[str, Any] = typing.get_type_hints(info.type, include_extras=True)
     fields = [
         StructFieldSpec(
             field.name,
-            Flag if hints[field.name] is bool else hints[field.name],
+            cast(Any, Flag) if hints[field.name] is bool else hints[field.name],
             tyro.MISSING if field.default is dataclasses.MISSING else field.default,
             lambda name=field.name: _told(info.type).get(name),
         )

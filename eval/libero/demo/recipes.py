@@ -166,17 +166,6 @@ def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
         temporary.chmod(0o644)  # safetensors leaves it readable by its owner alone
 
 
-def runs_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The training runs that a demo's training.json tells of, the oldest first; `batch`: of all GPUs together."""
-    settings = record["settings"]
-    last = {
-        "suites": settings["suites"],
-        **{name: record[name] for name in ("gpus", "steps", "seconds")},
-        "batch": record["gpus"] * settings["batch"],
-    }
-    return [*record.get("earlier", []), last]
-
-
 def recipe_of(network: FlowNetwork) -> Recipe:
     """The recipe whose demo a network is shaped as."""
     return RECIPES["smolvla" if isinstance(network, SmolVla) else "pi05"]
