@@ -11,18 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.reference_rtc import Jacobian, guided_euler, pad_chunk
 from vla_accel.config import PolicyConfig, RtcConfig, Schedule, load_config
-from vla_accel.errors import ConfigError, EngineError
+from vla_accel.errors import ConfigError
 from vla_accel.models.flow import euler_times
-from vla_accel.models.rtc import (
-    Jacobian,
-    chunk_weights,
-    guidance_weights,
-    guided_euler,
-    guided_velocity,
-    pad_chunk,
-    prefix_weights,
-)
+from vla_accel.models.rtc import chunk_weights, guidance_weights, prefix_weights
 
 SCRIPT = Path(__file__).parents[1] / "parity" / "make_lerobot_rtc_reference.py"
 B, H, A = 2, 8, 3
@@ -160,26 +153,6 @@ def test_weights_may_differ_from_row_to_row() -> None:
         pick = slice(row, row + 1)
         alone = guided_euler(curved(mix), noise[pick], times(3), target[pick], rows[row])
         torch.testing.assert_close(together[pick], alone)
-
-
-def test_no_gradient_leaks_and_inference_mode_is_refused_for_the_exact_jacobian() -> None:
-    noise, target, mix = tensors()
-    with torch.no_grad():
-        got = guided_euler(curved(mix), noise, times(2), target, torch.ones(H), None, "exact")
-    assert not got.requires_grad
-    with torch.inference_mode():
-        guided_euler(curved(mix), noise, times(2), target, torch.ones(H))
-        with pytest.raises(EngineError, match="exact needs gradients"):
-            guided_velocity(lambda x: x, noise, 0.5, 1.0, target, torch.ones(H), "exact")
-
-
-def test_a_short_chunk_is_padded_with_zeros() -> None:
-    chunk = torch.arange(1.0, 7.0).view(1, 3, 2)
-    padded = pad_chunk(chunk, 4, 3)
-    assert padded.tolist() == [[[1, 2, 0], [3, 4, 0], [5, 6, 0], [0, 0, 0]]]
-    assert pad_chunk(chunk, 2, 2).tolist() == [[[1, 2], [3, 4]]]
-    with pytest.raises(ConfigError, match="at most 1"):
-        pad_chunk(chunk, 4, 1)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.gpus import A100, GPUS, H20, H200, MIG_SLICE, ORIN, RTX_4090, RTX_5090
+from tests.support.gpus import GPUS, H20, H200, MIG_SLICE, ORIN, RTX_4090, RTX_5090
 from vla_accel.ops import gpu
 from vla_accel.ops.gpu import Gpu, assumed
 
@@ -63,12 +63,6 @@ def test_what_follows_from_the_capability(name: str) -> None:
     portable = it.portable
     assert not portable.dependent_launch and not portable.clusters and portable.fp8 == it.fp8
     assert portable.multiprocessors == it.multiprocessors and portable.shared_per_block == 99 << 10
-
-
-def test_how_many_blocks_fit() -> None:
-    assert H200.resident_blocks(227 * 1024) == 1 and H200.resident_blocks(227 * 1024 + 1) == 0
-    assert H200.resident_blocks(100 * 1024) == 2 and RTX_4090.resident_blocks(100 * 1024) == 0
-    assert A100.resident_blocks(0, most=2) == 2
 
 
 def test_clusters_lie_within_groups_of_multiprocessors() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.reference_rtc import guided_euler
 from tests.support.tiny_smolvla import observation, write_lerobot
 from vla_accel import OptimizedPolicy
 from vla_accel.checkpoints.loading import load
@@ -16,7 +17,7 @@ from vla_accel.config import load_config
 from vla_accel.errors import DependencyError, ObservationError
 from vla_accel.families.smolvla import SMOLVLA
 from vla_accel.measure.parity import compare, reference_of
-from vla_accel.models.rtc import chunk_weights, guided_euler
+from vla_accel.models.rtc import chunk_weights
 from vla_accel.models.smolvla import SmolVla
 
 FP32 = load_config("eager_fp32")

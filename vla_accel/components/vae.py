@@ -6,11 +6,8 @@ Sizes are (height, width) in pixels. The runtime's key of a size and the name of
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Literal
-
-import torch
 
 from vla_accel.component import Component, Program, TensorSpec
 from vla_accel.config import EngineSpec
@@ -135,11 +132,6 @@ def profile_texts(component: Component, sizes: Iterable[Size] = PROFILES) -> tup
         )
         for size in sizes
     )
-
-
-def in_dtype(half: Half, dtype: torch.dtype) -> Half:
-    """A copy of `half` in `dtype`; itself where it is already."""
-    return half if half.dtype == dtype else copy.deepcopy(half).to(dtype)
 
 
 def _text(size: Size) -> str:

@@ -5,28 +5,25 @@ or units; the previous chunk must be in the model's own (normalised, padded) act
 
 At each step the flow's guess of the clean actions is x̂ = x − t·v(x, t). The velocity is corrected by
 −w(t)·Jᵀ[W·(Y − x̂)], with Y the previous chunk, W in [0, 1] how much each of its actions counts (`prefix_weights`),
-w(t) from `guidance_weights`, and J = ∂x̂/∂x, exact or taken as the identity.
+w(t) from `guidance_weights`, and J = ∂x̂/∂x.
 
 Source: Black, Galliker, Levine, "Real-Time Execution of Action Chunking Flow Policies" (2025), with their time
 reversed. lerobot's `RTCProcessor` (0.4.4) calls autograd, but evaluates v before it asks for gradients, so that its J
 is the identity, too. That is the form of every engine here (`corrected`, `Guidance`): it needs no backward pass and is
-elementwise, so one captured graph serves every delay. The exact J, the paper's, is in `guided_euler` alone.
+elementwise, so one captured graph serves every delay. The exact J, the paper's, is in the tests' reference alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vla_accel.config import RtcConfig, Schedule
-from vla_accel.errors import ConfigError, EngineError
-
-Jacobian = Literal["identity", "exact"]
+from vla_accel.errors import ConfigError
 
 
 def chunk_weights(config: RtcConfig, delay: int, previous: int, horizon: int) -> Tensor:
@@ -143,64 +140,3 @@ class Pinned:
         """The velocity, zero where an action is pinned: it stays what it is, bit for bit."""
         del x, step
         return torch.where(self.pinned, torch.zeros_like(v), v)
-
-
-def pad_chunk(previous: Tensor, horizon: int, action_dim: int) -> Tensor:
-    """A previous chunk (B, k, a) as (B, horizon, action_dim): zeros where it has nothing, cut after `horizon`."""
-    if previous.ndim != 3 or previous.shape[2] > action_dim:
-        raise ConfigError(f"rtc: expected a chunk (B, k, at most {action_dim}), got {tuple(previous.shape)}")
-    padded = previous.new_zeros(previous.shape[0], horizon, action_dim)
-    kept = previous[:, :horizon]
-    padded[:, : kept.shape[1], : kept.shape[2]] = kept
-    return padded
-
-
-def guided_velocity(
-    velocity: Callable[[Tensor], Tensor],
-    x: Tensor,
-    time: float,
-    weight: float,
-    target: Tensor,
-    weights: Tensor,
-    jacobian: Jacobian = "identity",
-) -> Tensor:
-    """The corrected velocity at x (B, H, A), same shape and dtype.
-
-    Args: `velocity` of x alone, at `time`; `weight`: w(time); `target` (B, H, A): the padded previous chunk; `weights`
-    (H,) or (B, H). Raises EngineError for the exact Jacobian in inference mode, which keeps no graph.
-    """
-    weights = weights.to(x)
-    if jacobian == "identity":
-        return corrected(velocity(x).to(x.dtype), x, time, weight, target, weights)
-    if torch.is_inference_mode_enabled():
-        raise EngineError("rtc.jacobian: exact needs gradients, which inference mode does not keep; use no_grad")
-    with torch.enable_grad():
-        start = x.detach().requires_grad_(True)
-        v = velocity(start).to(x.dtype)
-        clean = start - time * v
-        error = (weights.unsqueeze(-1) * (target - clean)).detach()
-        (correction,) = torch.autograd.grad(clean, start, error)
-    return v.detach() - weight * correction
-
-
-def guided_euler(
-    velocity: Callable[[Tensor, int], Tensor],
-    noise: Tensor,
-    times: Sequence[float],
-    target: Tensor,
-    weights: Tensor,
-    max_weight: float | None = None,
-    jacobian: Jacobian = "identity",
-) -> Tensor:
-    """Euler from t = 1 to 0 with guidance; with weights of zero exactly plain Euler.
-
-    Args: `velocity(x, step)`; noise (B, H, A); `times` (n,) as `euler_times` gives them; target and weights as in
-    `guided_velocity`: tensors, so that one captured graph serves every delay. `max_weight`: None is n.
-    Returns actions (B, H, A) in the noise's dtype.
-    """
-    steps = len(times)
-    x = noise
-    for step, (time, weight) in enumerate(zip(times, step_gains(times, max_weight), strict=True)):
-        v = guided_velocity(lambda y, step=step: velocity(y, step), x, time, weight, target, weights, jacobian)
-        x = x + (-1.0 / steps) * v
-    return x

@@ -92,12 +92,6 @@ class Gpu:
         """Whether blocks can form clusters and read each other's shared memory."""
         return self.capability >= (9, 0)
 
-    def resident_blocks(self, shared: int, most: int = 32) -> int:
-        """Blocks of `shared` bytes that a multiprocessor holds at once, `most` if nothing but memory bounds them."""
-        if shared > self.shared_per_block:
-            return 0
-        return min(most, self.shared_per_multiprocessor // (shared + 1024))
-
     def clusters_at_once(self, blocks: int) -> int:
         """Clusters of `blocks` blocks that surely run at once, one block a multiprocessor.
 
