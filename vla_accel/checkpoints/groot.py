@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
+from vla_accel.checkpoints.stacks import shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.groot import Groot, GrootConfig
@@ -139,12 +140,7 @@ class _Shapes:
     where: str
 
     def __call__(self, name: str, axes: int) -> tuple[int, ...]:
-        found = self.shapes.get(self.prefix + name)
-        if found is None or len(found) != axes:
-            raise CheckpointError(
-                f"checkpoint {self.where}: 1 missing: {self.prefix}{name} ({axes} axes), got {found}"
-            )  # fmt: skip
-        return found
+        return shapes_by_name(self.shapes, self.prefix, self.where)(name, axes)
 
     def depth(self, start: str) -> int:
         return 1 + max((_layer(n.removeprefix(self.prefix), start) for n in self.shapes), default=-1)

@@ -24,8 +24,9 @@ from vla_accel.fp8 import Scales
 from vla_accel.models.family import Family, Rows, Shape, Work, weight_bytes
 from vla_accel.models.groot import Groot, GrootConfig, groot_n17, overlap_weights
 from vla_accel.models.groot_language import Layout
-from vla_accel.models.groot_random import drawn_groot
+from vla_accel.models.groot_random import DrawnGroot
 from vla_accel.models.groot_vision import Grid
+from vla_accel.models.random_weights import drawn_model
 from vla_accel.native.groot import GrootStore
 from vla_accel.transforms.groot import GrootInputs, GrootProcessor
 
@@ -71,7 +72,7 @@ class GrootFamily(Family):
         return Groot(config)
 
     def random(self, config: GrootConfig, *, seed: int, device: str, dtype: torch.dtype) -> Groot:
-        return drawn_groot(config, seed=seed, device=device, dtype=dtype)
+        return drawn_model(Groot, config, seed=seed, device=device, dtype=dtype, drawn=DrawnGroot)
 
     def action_shape(self, config: GrootConfig) -> tuple[int, int]:
         return config.action_horizon, config.action_dim

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
-from vla_accel.models.groot import Groot, GrootConfig
 from vla_accel.models.random_weights import BRANCH_ENDS, Drawn
 
 
@@ -29,11 +26,3 @@ class DrawnGroot(Drawn):
 
     def _query_key_rows(self, name: str) -> int:
         return 0  # its attention is as flat as it falls
-
-
-def drawn_groot(config: GrootConfig, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype) -> Groot:
-    """A model whose weights are drawn when they are asked for, on `device`, large products in `dtype`, in eval mode."""
-    with torch.device("meta"):
-        model = Groot(config)
-    model.origin = DrawnGroot(model, seed, torch.device(device))
-    return model.requires_grad_(False).eval().placed(torch.device(device), dtype)

@@ -100,12 +100,14 @@ class Drawn:
         return (stack.heads + stack.kv_heads) * stack.head_dim
 
 
-def drawn_model(kind: type[N], config: Any, *, seed: int, device: str, dtype: torch.dtype) -> N:
+def drawn_model(
+    kind: type[N], config: Any, *, seed: int, device: str, dtype: torch.dtype, drawn: type[Drawn] = Drawn
+) -> N:  # fmt: skip
     """A model of a kind and `config` whose weights are drawn when they are asked for, on `device`, large products in
-    `dtype`, in eval mode."""
+    `dtype`, in eval mode; `drawn`: what draws them."""
     with torch.device("meta"):
         model = kind(config)
-    model.origin = Drawn(model, seed, torch.device(device))
+    model.origin = drawn(model, seed, torch.device(device))
     return model.requires_grad_(False).eval().placed(torch.device(device), dtype)
 
 
