@@ -34,7 +34,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 import torch
-from vla_accel.config import from_mapping
+from vla_accel.config.mapping import from_mapping
 import rich.progress, safetensors
 from vla_accel.checkpoints.pi0 import load_checkpoint, load_tensors
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi05_demo

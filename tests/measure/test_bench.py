@@ -19,7 +19,7 @@ import torch
 from tests.support.tiny import tiny_config, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy, PolicyConfig, cli
 from vla_accel.cli import bench as command
-from vla_accel.config import from_mapping
+from vla_accel.config.mapping import from_mapping
 from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.families.pi0 import PI0, PI05
 from vla_accel.measure import bench, paced, start

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, listing, some
-from vla_accel.config import from_mapping, read_mapping
+from vla_accel.config.mapping import from_mapping, read_mapping
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.files import replacing
 from vla_accel.models.network import Network

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vla_accel.config import read_mapping
+from vla_accel.config.mapping import read_mapping
 from vla_accel.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vla_accel.components.vae import Side, Size, size_key
-from vla_accel.config import from_mapping, read_mapping
+from vla_accel.config.mapping import from_mapping, read_mapping
 from vla_accel.errors import ConfigError
 
 VaeType = Literal["eager", "native", "tensorrt", "tensorrt_rtx"]

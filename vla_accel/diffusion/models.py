@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vla_accel.config import read_mapping
+from vla_accel.config.mapping import read_mapping
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError
 
 _SD_VAE: dict[str, Any] = {

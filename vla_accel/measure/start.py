@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vla_accel.config import PolicyConfig, from_mapping
+from vla_accel.config import PolicyConfig
+from vla_accel.config.mapping import from_mapping
 from vla_accel.errors import EngineError
 from vla_accel.ops.phases import PHASES
 

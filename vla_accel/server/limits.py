@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from vla_accel.config import Checked
+from vla_accel.config.mapping import Checked
 from vla_accel.errors import ConfigError
 
 

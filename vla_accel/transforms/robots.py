@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vla_accel.config import from_mapping, read_mapping
+from vla_accel.config.mapping import from_mapping, read_mapping
 from vla_accel.errors import ConfigError
 
 Resize = Literal["antialias", "bilinear", "corner"]

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vla_accel.config import PolicyConfig, as_mapping, load_config
+from vla_accel.config import PolicyConfig, load_config
+from vla_accel.config.mapping import as_mapping
 from vla_accel.files import replacing
 from vla_accel.tune.search import Search, Tried, front
 

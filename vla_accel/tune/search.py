@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from vla_accel.config import PolicyConfig, as_mapping
+from vla_accel.config import PolicyConfig
+from vla_accel.config.mapping import as_mapping
 from vla_accel.errors import ConfigError, VlaAccelError
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.noninferiority import Pairs, Rule, tango

@@ -1,21 +1,15 @@
-"""Policy configuration: frozen dataclasses, read from YAML or JSON. An unknown key is an error that names the nearest.
-
-Knows nothing about what the engines do with it.
-"""
+"""What a policy may be told: frozen dataclasses. Knows nothing about what the engines do with them."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import json
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vla_accel.config.mapping import Checked, from_mapping, read_mapping
 from vla_accel.errors import ConfigError
 
 Precision = Literal["auto", "fp32", "bf16"]
@@ -23,27 +17,8 @@ EngineName = Literal["auto", "eager", "native", "torch_tensorrt", "tensorrt", "t
 EnginePrecision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8"]
 Attention = Literal["auto", "own", "sdpa", "flash_attn", "fastest"]
 Schedule = Literal["zeros", "ones", "linear", "exp"]
-T = typing.TypeVar("T")
 AUTO = "auto"
 """The name of a configuration that leaves everything as it is by default."""
-
-
-class Checked:
-    """A dataclass whose fields are of their types however it is made: in Python, or from a file."""
-
-    where = ""
-    """Where a configuration has it, for errors."""
-
-    def __post_init__(self) -> None:
-        for name, hint in _hints(type(self)).items():
-            if name in ("engine", "fallback"):
-                continue  # looked up in `engines.ENGINES`, which in Python may hold more than a file can name
-            object.__setattr__(self, name, _convert(hint, getattr(self, name), f"{self.where}{name}"))
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 @dataclass(frozen=True)
@@ -114,6 +89,8 @@ class EngineSpec(Checked):
     (CUDA C++), elsewhere the fastest, which it remembers. With "own" results repeat bit for bit.
     `native`, `tensorrt`: options of these engines.
     """
+
+    alone = "engine"
 
     engine: EngineName = "auto"
     fallback: tuple[EngineName, ...] = ()
@@ -302,7 +279,7 @@ def load_config(source: str | Path | Mapping[str, Any] | PolicyConfig | None) ->
 
 def shipped_configs() -> dict[str, Path]:
     """The configurations that come with the package: name to file."""
-    return {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.yaml"))}
+    return {path.stem: path for path in sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))}
 
 
 def find_config(name_or_path: str | Path) -> Path:
@@ -317,114 +294,3 @@ def find_config(name_or_path: str | Path) -> Path:
     nearest = difflib.get_close_matches(name, (AUTO, *shipped), n=1)
     hint = f": did you mean {nearest[0]}?" if nearest else ""
     raise ConfigError(f"config: expected a file or one of {', '.join((AUTO, *shipped))}, got {name!r}{hint}")
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file."""
-    import yaml
-
-    try:
-        text = path.read_text()
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        twice = None if path.suffix == ".json" else _given_twice(yaml.compose(text))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        raise ConfigError(f"config {path}: expected a readable YAML or JSON file, got: {reason}") from error
-    if not isinstance(content, dict):
-        found = "nothing in it" if content is None else type(content).__name__
-        raise ConfigError(f"config {path}: expected a mapping, got {found}")
-    if twice is not None:
-        raise ConfigError(f"config {path}: {twice}: given twice")
-    return content
-
-
-def _given_twice(node: Any) -> str | None:
-    """The first key that stands twice in one mapping of a YAML document: the parser would keep the last in silence."""
-    seen: set[str] = set()
-    for child in node.value if isinstance(getattr(node, "value", None), list) else ():
-        key, inner = child if isinstance(child, tuple) else (None, child)
-        if key is not None and isinstance(key.value, str):
-            if key.value in seen:
-                return key.value
-            seen.add(key.value)
-        if (found := _given_twice(inner)) is not None:
-            return found if key is None else f"{key.value}.{found}"
-    return None
-
-
-def from_mapping(kind: type[T], content: Mapping[str, Any], where: str = "") -> T:
-    """A dataclass from a mapping, recursively. Every key must be a field; tuples come from lists."""
-    hints = _hints(kind)
-    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        if key not in names:
-            nearest = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"did you mean {where}{nearest[0]}?" if nearest else f"expected one of {', '.join(names)}"
-            raise ConfigError(f"unknown key {where}{key!s}: {hint}")
-        values[key] = _convert(hints[key], value, f"{where}{key}")
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ConfigError(f"{where or kind.__name__}: {error}") from error
-
-
-def as_mapping(content: Any) -> dict[str, Any]:
-    """What `from_mapping` makes the same dataclass of: the fields that differ from their defaults, as JSON types."""
-    return {
-        f.name: _plain(getattr(content, f.name))
-        for f in dataclasses.fields(content)
-        if getattr(content, f.name) != _default(f)
-    }
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return as_mapping(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, tuple) else value
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    made = field.default_factory
-    return field.default if isinstance(made, dataclasses._MISSING_TYPE) else made()
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        if isinstance(value, hint):
-            return value
-        # A component may be given as just its engine's name.
-        if isinstance(value, str) and hint is EngineSpec:
-            value = {"engine": value}
-        if not isinstance(value, Mapping):
-            expected = "an engine's name or a mapping" if hint is EngineSpec else "a mapping"
-            raise ConfigError(f"{where}: expected {expected}, got {value!r}")
-        return from_mapping(hint, value, f"{where}.")
-    if origin is Literal:
-        if value not in arguments:
-            raise ConfigError(f"{where}: expected one of {', '.join(map(str, arguments))}, got {value!r}")
-        return value
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        inner = [a for a in arguments if a is not type(None)]
-        return _convert(inner[0], value, where)
-    if origin is Mapping:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: expected a mapping, got {value!r}")
-        return {str(k): _convert(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{where}: expected a list, got {value!r}")
-        return tuple(_convert(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is Path and isinstance(value, str):
-        return Path(value)
-    assert isinstance(hint, type)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{where}: expected {hint.__name__}, got {value!r}")
-    return value
