@@ -25,7 +25,9 @@ class Arguments:
     """Take the picture of a stored `vla-accel bench` as a report shows it."""
 
     result: Path = RESULTS / "bench_pi05_h200.json"
+    """What `vla-accel bench --output` wrote."""
     output: Path = RESULTS / "report.png"
+    """The picture."""
 
 
 def run(arguments: Arguments) -> None:

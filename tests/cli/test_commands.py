@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import re
 import socket
@@ -14,10 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.pages import ROOT
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel.cli import COMMANDS, calibrate, main
 from vla_accel.cli.asked.policies import Build, Parity, PolicySource, read_former
 from vla_accel.cli.asked.servers import Serve
+from vla_accel.cli.options import told
 from vla_accel.errors import ConfigError, VlaAccelError
 from vla_accel.fp8 import FILE, Scales
 from vla_accel.measure.recording import save_observations
@@ -212,6 +216,18 @@ def test_every_help_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert stopped.value.code == 0 and f"vla-accel {name}" in said
     assert "None" not in said, "nobody types None"
     assert "(default: True)" not in said, "a switch is off until it is given, and says what it does then"
+
+
+SCRIPTS = [p for p in sorted((ROOT / "eval").rglob("*.py")) if "class Arguments" in p.read_text()]
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *(str(p.relative_to(ROOT).with_suffix("")) for p in SCRIPTS)])
+def test_every_option_says_what_it_is(name: str) -> None:
+    module, kind = name.replace("/", "."), "Arguments"
+    if name in COMMANDS:
+        module, _, kind = f"vla_accel.cli.asked.{COMMANDS[name][1]}".rpartition(".")
+    options = getattr(importlib.import_module(module), kind)
+    assert [field.name for field in dataclasses.fields(options) if not told(options).get(field.name)] == []
 
 
 def test_no_help_waits_for_torch() -> None:

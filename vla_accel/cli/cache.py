@@ -6,7 +6,7 @@ import datetime
 import json
 
 from vla_accel.cli.asked.engines import Cache
-from vla_accel.cli.common import print_table
+from vla_accel.cli.common import print_table, say
 from vla_accel.engines.cache import EngineCache, Entry, clear_compiled
 from vla_accel.errors import ConfigError
 
@@ -23,7 +23,10 @@ def main(options: Cache, words: list[str]) -> int:
         print(json.dumps({"cache": str(store.folder), "removed": count, "bytes": size}))
         return 0
     entries = store.verify() if options.action == "verify" else store.entries()
-    _table(f"engines in {store.folder}", entries)
+    if entries:
+        _table(f"engines in {store.folder}", entries)
+    else:
+        say(f"no engines in {store.folder}")
     bad = [e for e in entries if e.problem]
     rows = [_row(e) for e in entries]
     total = sum(e.size for e in entries)

@@ -107,13 +107,18 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
 _RULES = ConstructorRegistry()
 
 
+class _Whole(str):
+    """A text that tyro takes as one line, and so leaves as it is: it would join lines, and not wrap them."""
+
+    def split(self, *_: Any) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return [self]
+
+
 def _wrapped(text: str) -> str:
-    """Paragraphs as wide as the terminal. tyro does not wrap them, and would join lines that are not indented."""
+    """Paragraphs as wide as the terminal; what is indented, such as a list of files, stays as it is."""
     width = shutil.get_terminal_size().columns
-    paragraphs = (" ".join(lines.split()) for lines in inspect.cleandoc(text).split("\n\n"))
-    return "\n\n".join(
-        textwrap.fill(paragraph, width, initial_indent="  ", subsequent_indent="  ") for paragraph in paragraphs
-    )
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return _Whole("\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs))
 
 
 @_RULES.struct_rule
@@ -127,7 +132,7 @@ def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
             field.name,
             cast(Any, Flag) if hints[field.name] is bool else hints[field.name],
             tyro.MISSING if field.default is dataclasses.MISSING else field.default,
-            lambda name=field.name: _told(info.type).get(name),
+            lambda name=field.name: told(info.type).get(name),
         )
         for field in dataclasses.fields(info.type)
     ]
@@ -135,7 +140,7 @@ def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 
 @functools.cache
-def _told(kind: type) -> dict[str, str]:
+def told(kind: type) -> dict[str, str]:
     """What stands below each field in the source of a dataclass and of those that it derives from."""
     told = {}
     for each in reversed([k for k in kind.__mro__ if dataclasses.is_dataclass(k)]):

@@ -55,6 +55,7 @@ class Arguments:
     """A checkpoint to take the first weights from: all of them from one of the same family, the tower from another's;
     where bounds differ, bins of the state take those that meant the same. Otherwise weights are drawn."""
     seed: int = 20260
+    """Of the weights that are drawn."""
 
 
 def build_tokenizer() -> SmallTokenizer:

@@ -28,6 +28,7 @@ class Arguments:
     output: Annotated[Path, Written()]
     """The file (.npz)."""
     suites: Listed[str] = ("libero_spatial", "libero_object")
+    """Whose tasks are played, all of each."""
     per_task: Count = 12
     """Observations of each task."""
     every: Count = 8

@@ -52,9 +52,11 @@ class Arguments:
     output: Annotated[Path, Written(folder=True)]
     """Folder for task_NN.npz and manifest.json."""
     per_task: Count = 240
+    """Start states of each task."""
     seed: Annotated[int, Within(1000, 2**32 - 1)] = 100_000
     """First seed; task t uses seed + 1,000,000 t and the following ones. Evaluation uses 7."""
     suite: str = "libero_spatial"
+    """Whose tasks."""
     tasks: Annotated[Listed[int], Within(0)] = ()
     """Task numbers; all by default."""
     workers: Count = 1

@@ -32,9 +32,11 @@ class BenchOptions:
     """Options of every benchmark of image models."""
 
     dtype: Dtype = "bf16"
+    """Of the models' weights."""
     rounds: Count = 5
     """Calls timed of each system; the systems take turns."""
     device: str = "auto"
+    """cpu, cuda or cuda:N."""
     output: OutputFile = None
     """Also write the JSON here."""
 
@@ -60,11 +62,13 @@ class BuildVae:
     only: Listed[str] = ()
     """With --static: these sizes alone, not all five ratios."""
     sides: Listed[Literal["encoder", "decoder"]] = ("encoder", "decoder")
+    """Which halves of the autoencoder."""
     library: Library = "tensorrt_rtx"
     """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
     targets: Listed[str] = ()
     """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
     dtype: Dtype = "fp16"
+    """Of the engine."""
     force_engine: bool = False
     """Build again what is there."""
     optimization_level: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint=""), Within(0, 5)] = None
@@ -93,6 +97,7 @@ class BuildUnet:
     targets: Listed[str] = ()
     """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
     dtype: Dtype = "fp16"
+    """Of the engine."""
     no_verify: bool = False
     """Do not compare the exported graph with the module."""
 
@@ -121,6 +126,7 @@ class BenchVae(BenchOptions):
     multi_profile: bool = False
     """Whether that folder holds multi-profile engines."""
     rounds: Count = 10
+    """Calls timed of each system; the systems take turns."""
     picture: Picture = None
     """Write a PNG: a drawn scene, encoded by eager, what eager and the first accelerated system decode from that, and
     their difference, magnified. With random weights it looks like nothing; pixels can be compared all the same."""
@@ -147,13 +153,17 @@ class BenchUnet(BenchOptions):
     """eager-fp32, eager, compile (torch.compile of the UNet), compile-graphs (the same with mode reduce-overhead):
     diffusers' pipeline. native, tensorrt, tensorrt_rtx: ours."""
     size: Count = 512
+    """Pixels a side."""
     steps: Count = 50
+    """Denoising steps of a picture."""
     img2img: bool = False
     """Time image to image, too (strength 0.8)."""
     dtype: Dtype = "fp16"
     """Of every system but eager-fp32."""
     unet_rounds: Count = 20
+    """Single UNet calls timed of each system."""
     seed: Seed = 0
+    """Of the noise that pictures start from."""
     picture: Picture = None
     """Write the reference's picture beside the last system's, as PNG, here."""
 
@@ -169,6 +179,7 @@ class BenchQwen(BenchOptions):
     size: Count = 1024
     """Pixels a side."""
     steps: Count = 4
+    """Denoising steps of a picture."""
     layers: Number = None
     """Of the transformer, all of them if not given; fewer, where memory is short. The report says how many."""
     tiny: bool = False
@@ -190,6 +201,7 @@ class TextToImage:
     sd_dir: str
     """A diffusers folder or hub name; "random" is version 1.4's configuration with random weights."""
     prompt: str = "a photo of an astronaut riding a horse on mars"
+    """What to show."""
     negative_prompts: Words = ""
     """What not to show."""
     out_img_path: Annotated[Path, Written()] = Path("out/image.png")
@@ -201,15 +213,21 @@ class TextToImage:
     use_pipeline: bool = False
     """diffusers' own pipeline as well: its picture is saved as NAME.pipeline.png and compared."""
     steps: Count = 50
+    """Denoising steps."""
     guidance: Annotated[float, Within(0)] = 7.5
+    """Scale of classifier-free guidance: how strongly the prompt counts."""
     seed: Seed = 0
+    """Of the noise."""
     height: Number = None
+    """Pixels, beside --width; the given picture's size, or the checkpoint's, if not given."""
     width: Number = None
+    """Pixels, beside --height."""
     scheduler: Text = None
     """A diffusers class, like DDIMScheduler, instead of the checkpoint's."""
     dtype: Annotated[Dtype | None, tyro.conf.arg(metavar="{fp32,bf16,fp16}", help_behavior_hint="")] = None
     """fp16 on a GPU and fp32 on a CPU, where not given."""
     device: str = "auto"
+    """cpu, cuda or cuda:N."""
     strict: bool = False
     """A component that falls back to another engine is an error."""
     latency_json: OutputFile = None
@@ -239,6 +257,7 @@ class Precision:
     """A diffusers folder or hub name, or a configuration with random weights: qwen-vae, sd-vae, sd-unet,
     qwen-text-encoder, or tiny- and one of these."""
     dtype: Literal["bf16", "fp16"] = "bf16"
+    """What float32 is compared with."""
     keep_fp32: Listed[str] = ()
     """Names of modules (patterns) that stay in float32."""
     auto_fp32: bool = False
@@ -248,7 +267,9 @@ class Precision:
     tokens: Count = 256
     """Tokens of the example, for a text encoder."""
     calls: Count = 10
+    """Timed calls."""
     device: str = "auto"
+    """cpu, cuda or cuda:N."""
     modules: Annotated[int, Within(0)] = 12
     """Rows of the table: the modules with the largest values."""
     output: OutputFile = None
