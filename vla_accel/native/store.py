@@ -53,7 +53,8 @@ class NativeStore(Generic[N]):
         asked = own if spec.precision == "auto" else spec.precision
         if asked not in (own, *extra):
             allowed = ", ".join((own, *extra))
-            raise EngineError(f"{component}: the native engine of a {own} policy has {allowed}, got {asked}")
+            why = "; a policy on a CPU is fp32 unless it is asked for bf16" if own == "fp32" else ""
+            raise EngineError(f"{component}: the native engine of a {own} policy has {allowed}, got {asked}{why}")
         if asked in FORMATS and calibrated and self.scales is None:
             raise EngineError(f"{component}: {no_scales(asked)}")
         return asked
