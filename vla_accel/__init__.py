@@ -1,4 +1,4 @@
-"""vla_accel: run π0 and π0.5 policies as fast as the machine allows, and know what each call cost.
+"""vla_accel: run vision-language-action policies as fast as the machine allows, and know what each call cost.
 
 from vla_accel import OptimizedPolicy
 

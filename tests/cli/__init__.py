@@ -1,0 +1,1 @@
+"""The commands: what they are told, what they say, and how they end."""

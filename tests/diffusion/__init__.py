@@ -1,0 +1,1 @@
+"""Image models: autoencoders, Stable Diffusion and Qwen-Image over the shared engines. Needs diffusers."""

@@ -1,0 +1,1 @@
+"""The pages: every command, example, link and recipe in them."""

@@ -1,0 +1,1 @@
+"""Measuring: bench, parity, memory, recorded observations."""

@@ -1,0 +1,1 @@
+"""The native engine's programs, beside the networks that they run."""

@@ -1,0 +1,1 @@
+"""Reports: pages, pictures and colours, and how a browser opens them."""

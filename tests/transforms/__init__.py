@@ -1,0 +1,1 @@
+"""Observations to arrays and back: tokens, images, presets, normalisation."""

@@ -1,0 +1,1 @@
+"""`vla-accel tune`: candidates, the sequential test, the search, the command."""
