@@ -1,6 +1,6 @@
 """Weights of π0 and π0.5 in any of their dialects: this package's canonical names, openpi's PyTorch model, lerobot's.
 
-Knows nothing of robots, statistics or tokenizers: see `vla_accel.families.pi0_folders`.
+Knows nothing of robots, statistics or tokenizers: see `vla_accel.families.pi0_folder`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from vla_accel.components import denoise_component, kv_cache_component, vision_c
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.families import pi0_openpi, pi0_realtime_vla
 from vla_accel.families.paligemma import prefix_work
-from vla_accel.families.pi0_folders import load_folder
+from vla_accel.families.pi0_folder import load_folder
 from vla_accel.families.prompted import DenoisingFamily, PromptShape
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Work, weight_bytes

@@ -1,1 +1,1 @@
-"""The models: SigLIP, Gemma, π0 and π0.5, and how their checkpoints are read."""
+"""The networks, a module each, and what a model family is. They know no robots, checkpoints' dialects or engines."""

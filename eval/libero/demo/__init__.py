@@ -1,1 +1,1 @@
-"""What the bundled demo policy was trained with: start states and a scripted expert."""
+"""How the bundled checkpoints are made: start states, collectors, training, publishing."""
