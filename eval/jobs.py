@@ -55,7 +55,7 @@ def parity(config: str) -> Job:
 
 def synthetic(family: str, config: str) -> Job:
     """A configuration of random weights of a published size."""
-    command = f"vla-accel parity --synthetic {family} --config {config} --count 16 --output {{json}}"
+    command = f"vla-accel parity --model {family} --config {config} --count 16 --output {{json}}"
     return Job(f"parity_{family}_{config}", command, room="shared")
 
 

@@ -151,7 +151,7 @@ def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(
         (
             CONFIG,
             ("--targets", "sm89", "--random", "pi7"),
-            "random: expected one of groot_n17, pi0, pi05, pi05_demo, pi0_fast, smolvla, smolvla_demo",
+            "model: expected one of groot_n17, pi0, pi05, pi05_demo, pi0_fast, smolvla, smolvla_demo",
         ),
         ("vision: {engine: tensorrt}", (), "no usable TensorRT"),
         ("vision: {engine: tensorrt_rtx, tensorrt: {targets: [x]}}", (), "target: expected a compute capability"),
@@ -223,7 +223,7 @@ def test_sized_models_for_measuring() -> None:
     assert (len(model.prefix.layers), len(model.expert.layers), len(model.vision.layers)) == (1, 1, 5)
     assert all(bool(p.isfinite().all()) and float(p.float().abs().max()) > 0 for p in model.parameters())
     assert model.dtype == torch.bfloat16 and model.action_in_proj.weight.dtype == torch.float32
-    with pytest.raises(ConfigError, match=r"random: expected one of .*pi05_demo, .*got 'pi05_demo2'"):
+    with pytest.raises(ConfigError, match=r"model: expected one of .*pi05_demo, .*got 'pi05_demo2'"):
         sized("pi05_demo2")
 
 

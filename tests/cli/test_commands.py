@@ -120,8 +120,9 @@ def test_parity_of_the_default_configuration(checkpoint: str, capsys: pytest.Cap
     assert main(["parity", checkpoint, "--count", "1", "--device", "cpu", "--num-steps", "1"]) == 0
     report = last_line(capsys)
     assert report["name"] == "auto" and {e["requested"] for e in report["engines"]} == {"auto"}
-    assert main(["parity", checkpoint, "--synthetic", "pi05"]) == 1
-    assert "synthetic: expected no checkpoint beside it" in capsys.readouterr().err
+    for option in ("--model", "--synthetic"):  # the former spelling
+        assert main(["parity", checkpoint, option, "pi05"]) == 1
+        assert "model: expected no checkpoint beside it" in capsys.readouterr().err
 
 
 def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

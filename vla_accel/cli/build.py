@@ -34,10 +34,10 @@ def main(options: Build, words: list[str]) -> int:
     """The command; see `Build`."""
     family, name = _family(options), options.config or "tensorrt_rtx"
     config = _with_options(replace(options, config=name).settings(), family, options)
-    if options.random and (beside := options.checkpoint or options.lora):
-        raise ConfigError(f"random: expected no checkpoint beside it, got {beside}")
-    if options.depth is not None and not options.random:
-        raise ConfigError("depth: expected --random beside it: a checkpoint has its own depth")
+    if options.model and (beside := options.checkpoint or options.lora):
+        raise ConfigError(f"model: expected no checkpoint beside it, got {beside}")
+    if options.depth is not None and not options.model:
+        raise ConfigError("depth: expected --model beside it: a checkpoint has its own depth")
     targets = [parse_target(t) for t in options.targets]
     specs = building.named(config.specs(family.parts))
     building.check_libraries(specs, targets or [parse_target(t) for s in specs.values() for t in s.tensorrt.targets])
@@ -60,9 +60,9 @@ def main(options: Build, words: list[str]) -> int:
         return 130
     _table(rows)
     source = options.checkpoint or "demo"
-    if options.random:
+    if options.model:
         depth = "" if options.depth is None else f", {options.depth} layers in the large stacks"
-        source = f"random weights of {options.random}'s size{depth}"
+        source = f"random weights of {options.model}'s size{depth}"
     record = building.manifest(rows, config=Path(name).name, checkpoint=source, seconds=time.perf_counter() - began)
     target = options.manifest or building.default_manifest(next(iter(specs.values())), name)
     write_json(target, record)
@@ -82,7 +82,7 @@ def _with_options(config: PolicyConfig, family: Family, options: Build) -> Polic
 
 
 def _family(options: Build) -> Family:
-    return sized(options.random)[0] if options.random else family_of(find(options.checkpoint or "demo"))
+    return sized(options.model)[0] if options.model else family_of(find(options.checkpoint or "demo"))
 
 
 def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, EngineSpec]) -> Checkpoint:
@@ -90,14 +90,14 @@ def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, Engine
     on_gpu = torch.cuda.is_available() and any(s.engine != "tensorrt_rtx" for s in specs.values())
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
-    if not options.random:
+    if not options.model:
         return load(options.checkpoint or "demo", config, device=device, dtype=dtype)
-    family, size = sized(options.random)
+    family, size = sized(options.model)
     sizes = size() if options.depth is None else family.shallow(size(), options.depth)
     model = family.random(sizes, seed=0, device=str(device), dtype=dtype).whole()
     processor = family.stand_in(sizes, family.views)
     scales = calibrate_on_noise(family, model, processor, count=1) if family.needs_scales(specs) else None
-    return Checkpoint(f"random {options.random}", family, model, processor, calibrated=scales)
+    return Checkpoint(f"random {options.model}", family, model, processor, calibrated=scales)
 
 
 def _dry_run(todo: list[Job]) -> int:

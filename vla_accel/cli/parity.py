@@ -25,15 +25,15 @@ def main(chosen: Parity, words: list[str]) -> int:
     """Compare and report; 0 if the threshold holds."""
     if chosen.report is not None:
         check_path(chosen.report)
-    if chosen.keep and (chosen.observations is None or chosen.threshold is not None or chosen.synthetic):
+    if chosen.keep and (chosen.observations is None or chosen.threshold is not None or chosen.model):
         raise ConfigError("keep: expected a checkpoint, --observations and no --threshold of its own")
-    if chosen.synthetic and (beside := chosen.checkpoint or chosen.lora):
-        raise ConfigError(f"synthetic: expected no checkpoint beside it, got {beside}")
+    if chosen.model and (beside := chosen.checkpoint or chosen.lora):
+        raise ConfigError(f"model: expected no checkpoint beside it, got {beside}")
     checkpoint, name = chosen.checkpoint or "demo", Path(chosen.config or AUTO).stem
     settings = chosen.settings()
     recorded = None if chosen.observations is None else load_observations(chosen.observations, chosen.count)
-    if chosen.synthetic:
-        policy, twin = random_policy(chosen.synthetic, settings, seed=chosen.seed, steps=chosen.num_steps,
+    if chosen.model:
+        policy, twin = random_policy(chosen.model, settings, seed=chosen.seed, steps=chosen.num_steps,
                                      device=chosen.device, with_reference=True)  # fmt: skip
         assert twin is not None
         reference = twin
@@ -73,7 +73,7 @@ def main(chosen: Parity, words: list[str]) -> int:
         if entry.fell_back:
             print(f"that is not {name}: {entry.component} ran in {entry.used}, not in {entry.requested}")
     content = {
-        **report.as_dict(), "model": policy.metadata["model"], "weights": chosen.synthetic or checkpoint,
+        **report.as_dict(), "model": policy.metadata["model"], "weights": chosen.model or checkpoint,
         "recorded": chosen.observations.name if chosen.observations else None,
         "fingerprint": agreement.weights_of(policy.model),
         "hardware": hardware(policy.device), "software": software(),

@@ -286,4 +286,4 @@ def sized(name: str) -> tuple[Family, Callable[..., Any]]:
         if name in family.sizes:
             return family, family.sizes[name]
     known = sorted(size for family in families for size in family.sizes)
-    raise ConfigError(f"random: expected one of {', '.join(known)}, got {name!r}")
+    raise ConfigError(f"model: expected one of {', '.join(known)}, got {name!r}")

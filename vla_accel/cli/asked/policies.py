@@ -108,8 +108,8 @@ class Parity(PolicySource):
 
     observations: File = None
     """Recorded observations (.npz); random images if not given."""
-    synthetic: Text = None
-    """Instead of a checkpoint: random weights of a family's published size: pi05, pi0, smolvla or groot."""
+    model: Text = None
+    """Instead of a checkpoint: random weights of a model family's published size: pi05, pi0, smolvla or groot."""
     count: Count = 64
     """Observations at most."""
     draws: Count = 1
@@ -210,10 +210,10 @@ class Build(PolicySource):
     targets: Listed[str] = ()
     """Compute capabilities, as in sm89,sm120: needs no GPU (TensorRT-RTX only). If not given: those in the
     configuration, else this machine's GPU."""
-    random: Text = None
-    """Instead of a checkpoint: random weights of a preset's size (pi05, pi0, pi05_demo), for measuring builds."""
+    model: Text = None
+    """Instead of a checkpoint: random weights of a named size, such as pi05 or pi05_demo, for measuring builds."""
     depth: Number = None
-    """With --random: this many layers in the large stacks (of π0 prefix and expert), at full width."""
+    """With --model: this many layers in the large stacks (of π0 prefix and expert), at full width."""
     cache: OutputFolder = None
     """Folder of the engines; the configuration's if not given."""
     manifest: OutputFile = None
@@ -253,12 +253,15 @@ class Convert:
 S = TypeVar("S", bound=CheckpointSource)
 FIRST = {".yaml": "config", ".yml": "config", ".json": "config", ".npz": "observations"}
 """What a file in the checkpoint's place is, by its ending."""
+FORMER = {"--synthetic": "--model", "--random": "--model"}
+"""Options by the names that they had."""
 
 
 def read_former(kind: type[S], words: Sequence[str], program: str) -> S:
     """Options of a command on a checkpoint (`options.read`); also in the former spelling, `CONFIG.yaml --checkpoint
-    CHECKPOINT`."""
-    words, named = without_option(words, "--checkpoint")
+    CHECKPOINT`, and by `FORMER` names."""
+    parts = (word.partition("=") for word in words)
+    words, named = without_option([FORMER.get(name, name) + sign + rest for name, sign, rest in parts], "--checkpoint")
     given = read(kind, words, program)
     first = given.checkpoint
     if "" in (first, named):  # a variable of the shell that is not set, not the wish for the demo
