@@ -30,9 +30,10 @@ def run_title(result: Mapping[str, Any]) -> str:
     several = " of each" if "," in protocol["suite"] else ""
     limit = protocol["max_steps"]
     limit = limit if isinstance(limit, int) else " and ".join(map(str, limit))
+    tasks, trials = len(protocol["tasks"]), protocol["trials"]
     return (
-        f"{policy_name(result)} on {protocol['suite']}: {len(protocol['tasks'])} tasks{several} x "
-        f"{protocol['trials']} trials{part}, {limit} actions at most (limit: {protocol['max_steps_source']}){stress}"
+        f"{policy_name(result)} on {protocol['suite']}: {tasks} task{'s' * (tasks > 1)}{several} x {trials} "
+        f"trial{'s' * (trials > 1)}{part}, {limit} actions at most (limit: {protocol['max_steps_source']}){stress}"
     )
 
 

@@ -16,7 +16,7 @@ from eval.harness import figures, report
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult
 from eval.harness.statistics import fit_line, goals_to_json, rate_goals
-from eval.harness.tables import print_summary
+from eval.harness.tables import print_summary, run_title
 from eval.libero.benchmark import LIBERO
 from eval.script import run_script
 from tests.support.eval_support import PARTS
@@ -314,3 +314,10 @@ def test_a_script_says_what_it_cannot_read_and_that_it_was_interrupted(
     assert run(KeyboardInterrupt()) == 130 and capsys.readouterr().err == "interrupted\n"
     with pytest.raises(OSError, match="a mistake of ours"):
         run(OSError("a mistake of ours"))
+
+
+def test_a_title_counts_one_task_and_several() -> None:
+    result = json.loads((store.RESULTS / "libero_spatial_quick_cpu.json").read_text())
+    assert ": 3 tasks x 3 trials, " in run_title(result)
+    result["protocol"] |= {"tasks": [0], "trials": 1}
+    assert ": 1 task x 1 trial, " in run_title(result)
