@@ -13,9 +13,9 @@ import torch
 
 from vla_accel import OptimizedPolicy
 from vla_accel.checkpoints.checkpoint import read_tensors
+from vla_accel.checkpoints.loading import NAMED
 from vla_accel.policy.agreement import weights_of
-from vla_accel.policy.optimized import NAMED
-from vla_accel.transforms.processing import load_statistics
+from vla_accel.transforms.normalisation import load_statistics
 from vla_accel.transforms.tokenizer import SmallTokenizer, tokenize_prompt
 
 FOLDER = NAMED["demo"]

@@ -21,7 +21,7 @@ from eval.libero.demo.objective import Trainee, augment, initialise
 from eval.libero.demo.recipes import RECIPES
 from eval.libero.suites import LiberoTask
 from tests.support.tiny_smolvla import tiny_config, tiny_model
-from vla_accel.checkpoints.loading import load
+from vla_accel.checkpoints.loading import NAMED, load
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.measure.recording import load_observations
@@ -29,7 +29,7 @@ from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi05_demo
 from vla_accel.models.siglip import SiglipConfig
-from vla_accel.policy.optimized import NAMED, OptimizedPolicy
+from vla_accel.policy import OptimizedPolicy
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
 

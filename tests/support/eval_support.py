@@ -97,8 +97,8 @@ class FakeEnv:
 def write_checkpoint(folder: Path) -> Path:
     """A random checkpoint of the demo's architecture: it loads and acts, and knows nothing."""
     from vla_accel.checkpoints.checkpoint import save_checkpoint
+    from vla_accel.checkpoints.loading import NAMED
     from vla_accel.models.pi0 import Pi0, pi05_demo
-    from vla_accel.policy.optimized import NAMED
 
     torch.manual_seed(0)
     config = pi05_demo()

@@ -15,7 +15,8 @@ import pytest
 from tests.support.tiny import TOKENIZER, WORDS, statistics, tiny_observation
 from vla_accel.checkpoints.loading import NAMED
 from vla_accel.errors import CheckpointError, ObservationError, VlaAccelError
-from vla_accel.transforms.processing import Normaliser, Processor, Statistics, load_statistics
+from vla_accel.transforms.normalisation import Normaliser, Statistics, load_statistics
+from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.tokenizer import SmallTokenizer, discretise_state, load_tokenizer, tokenize_prompt
 
 

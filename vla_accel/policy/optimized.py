@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from vla_accel import latency
-from vla_accel.checkpoints.loading import NAMED, Checkpoint, load
+from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Shown, choose
@@ -38,8 +38,6 @@ from vla_accel.policy.given import given_noise, guidance
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.transforms.numbers import real_numbers
-
-__all__ = ["NAMED", "OptimizedPolicy"]
 
 MOST_BUILT = 4
 """Shapes of one observation (prompt buckets) up to which warm-up builds all of them."""

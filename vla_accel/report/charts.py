@@ -14,7 +14,7 @@ from textwrap import fill
 from typing import Any
 
 from vla_accel.errors import DependencyError
-from vla_accel.report.colours import LIMIT, LINES, MARK, OTHER, PARTS, colours_of
+from vla_accel.report.colours import LIMIT, LINES, MARK, PARTS, colours_of
 
 WIDE, NARROW = 9.0, 3.7
 """Widths in inches at 100 dots each."""
@@ -205,6 +205,3 @@ def _line(colour: str, name: str, style: Any, mark: str = "") -> Any:
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color=colour, linestyle=style, marker=mark, label=name)
-
-
-__all__ = ["OTHER", "Bar", "Point", "Rates", "heat", "intervals", "lines", "scatter", "stacked", "svg"]

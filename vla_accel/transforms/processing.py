@@ -13,16 +13,12 @@ import numpy as np
 
 from vla_accel.errors import ObservationError
 from vla_accel.transforms.images import resize, to_uint8
-from vla_accel.transforms.normalisation import Normaliser, NormKind, Statistics, load_statistics
+from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.numbers import real_numbers
 from vla_accel.transforms.observations import Reader
 from vla_accel.transforms.robots import LIBERO, Preset
 from vla_accel.transforms.tokenizer import Tokenizer, tokenize_fast, tokenize_line, tokenize_prompt
 
-__all__ = ["IMAGE_KEYS", "STATE_KEY", "Inputs", "NormKind", "Normaliser", "Processor", "Statistics", "load_statistics"]
-
-IMAGE_KEYS = LIBERO.images
-STATE_KEY = LIBERO.state[0]
 _KEPT_PROMPTS = 1024
 PromptForm = Literal["cleaned", "line", "fast"]
 _TOKENIZE: dict[PromptForm, Callable[..., np.ndarray]] = {

@@ -41,7 +41,8 @@ from vla_accel.checkpoints.loading import load
 from vla_accel.cli.options import Listed, Words
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.flow import FlowNetwork
-from vla_accel.transforms.processing import IMAGE_KEYS, STATE_KEY, Processor
+from vla_accel.transforms.processing import Processor
+from vla_accel.transforms.robots import LIBERO
 
 REPORT_EVERY_S = 20.0
 AGREE_EVERY = 20
@@ -356,8 +357,8 @@ def encoder(start: Path, processor: Processor, tasks: int) -> Callable[[int, np.
         )
 
     def encode(task: int, images: np.ndarray, state: np.ndarray) -> Seen:
-        views = dict(zip(IMAGE_KEYS, images, strict=True))
-        inputs = processor.prepare({**views, STATE_KEY: state, "prompt": instructions[task]})
+        views = dict(zip(LIBERO.images, images, strict=True))
+        inputs = processor.prepare({**views, LIBERO.state[0]: state, "prompt": instructions[task]})
         # A prompt with the state in it has all that the policy reads of it.
         return np.stack(inputs.images), inputs.tokens, inputs.state[: processor.padded_state or 0]
 
