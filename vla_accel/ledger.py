@@ -54,6 +54,6 @@ class Ledger:
         shown, rows = self._shown
         if entries != shown:
             rows = tuple({**dataclasses.asdict(e), "fell_back": e.fell_back} for e in entries)
-            # Both at once: other threads ask, too.
+            # In one assignment: another thread must not see new entries beside old rows.
             self._shown = entries, rows
         return [row.copy() for row in rows]

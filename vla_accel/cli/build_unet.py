@@ -62,7 +62,7 @@ def build_unet(
     folder = root / "unet" / "onnx"
     graph_file = folder / "unet.onnx"
     if graph_file.is_file() and not options.force_onnx:
-        # Exported before and compared then.
+        # It was compared with the module when it was exported: there is nothing to check it with now.
         size = sum(p.nbytes for p in unet.parameters())
         graph = OnnxFile(graph_file, {}, (unet.dtype,), size)
     else:

@@ -123,7 +123,7 @@ def print_files(title: str, files: list[dict[str, Any]]) -> None:
 
 
 def _write_config(path: Path, config: VaeConfig) -> None:
-    # Exactly the guide's keys.
+    # LightX2V's keys and no others: it reads this file, too.
     content = {"vae_type": config.vae_type, "trt_vae_config": dataclasses.asdict(config.trt_vae_config)}
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")

@@ -96,7 +96,7 @@ def _model(options: Precision, device: torch.device) -> tuple[nn.Module, Callabl
     if kind in ("AutoencoderKL", "AutoencoderKLQwenImage"):
         frames = (1,) if kind == "AutoencoderKLQwenImage" else ()
         image = draw(1, 3, *frames, side, side).clamp(-1, 1)
-        # There and back: both halves.
+        # An image to latents and back, so that both halves are looked at.
         return model, lambda m, d: lambda: m.decode(m.encode(image.to(d)).latent_dist.mode()).sample.float()
     raise ConfigError(f"model: expected a UNet2DConditionModel, an autoencoder or one of {_known()}, got {kind}")
 

@@ -107,7 +107,7 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             yield
     finally:
-        # Nobody else may write there either.
+        # The graph goes on using these workspaces: the next product of this process must get others.
         torch._C._cuda_clearCublasWorkspaces()
 
 

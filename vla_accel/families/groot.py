@@ -178,7 +178,7 @@ class GrootFamily(Family):
         block = 4 * h.vl_width * h.vl_width + 2 * h.vl_width * h.vl_mlp_dim
         outside = 2 * h.vl_width * h.width
         cached = outside * (len(h.blocks("text")) * text + len(h.blocks("image")) * tokens)
-        # Causal attention is half of all to all.
+        # Under a causal mask half of the pairs of tokens are computed.
         prefix = 2 * (total * (lm.depth * layer + h.vl_depth * block) + cached)
         prefix += 4 * total * total * (lm.depth * lm.heads * lm.head_dim / 2 + h.vl_depth * h.vl_width)
         looking = len(h.blocks("self"))

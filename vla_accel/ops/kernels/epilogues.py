@@ -51,7 +51,7 @@ def store_heads(a, b, low, high, cos, sin, q_ptr, k_ptr, v_ptr, head, i0, row0, 
     kind = q_ptr.dtype.element_ty
     a += low
     b += high
-    # v is turned by nothing.
+    # Values have no position: their heads come with cos = 1 and sin = 0.
     turned = a * cos - b * sin
     b = b * cos + a * sin
     if head < HEADS:
