@@ -142,14 +142,14 @@ def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
 @functools.cache
 def told(kind: type) -> dict[str, str]:
     """What stands below each field in the source of a dataclass and of those that it derives from."""
-    told = {}
+    texts = {}
     for each in reversed([k for k in kind.__mro__ if dataclasses.is_dataclass(k)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
         assert isinstance(definition, ast.ClassDef)
         for field, below in zip(definition.body, definition.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                told[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(below.value)).split())
-    return told
+                texts[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(below.value)).split())
+    return texts
 
 
 @_RULES.primitive_rule
