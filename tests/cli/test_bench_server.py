@@ -81,7 +81,7 @@ def ask(policy: Any) -> load.Load:
     """What one client sees of a policy."""
     options = {"state": "observation/state", "warm_up": 1, "api_key": None}
     with background(policy, local()) as server:
-        return load._clients(server.address, 1, 0, time.monotonic(), 0.05, Nothing.example(), options)
+        return load._clients(time.monotonic, server.address, 1, 0, 0.05, Nothing.example(), options)
 
 
 def test_every_request_is_seen_with_its_parts() -> None:
@@ -96,7 +96,7 @@ def test_every_request_is_seen_with_its_parts() -> None:
 def test_a_client_that_cannot_begin_or_read_says_so() -> None:
     options = {"state": "observation/state", "warm_up": 1, "api_key": None}
     with silent_port() as port:
-        seen = load._clients(f"ws://127.0.0.1:{port}", 2, 0, time.monotonic(), 0.05, Nothing.example(), options)
+        seen = load._clients(time.monotonic, f"ws://127.0.0.1:{port}", 2, 0, 0.05, Nothing.example(), options)
     assert seen.counts == [0, 0] and all("cannot connect" in one for one in seen.problems) and len(seen.problems) == 2
 
     class Silent(Nothing):
@@ -112,3 +112,34 @@ def test_a_crossed_answer_is_noticed() -> None:
             return super().infer({**observation, "observation/state": np.zeros(8)})
 
     assert "client 0 got another's answer to request 0" in ask(Crossing()).problems
+
+
+class Late(str):
+    """A prompt that the second process to unpickle it gets late; `str()` of it names a folder."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return arrive, (str(self),)
+
+
+def arrive(folder: str) -> str:
+    try:
+        Path(folder, "first").touch(exist_ok=False)
+    except FileExistsError:
+        time.sleep(1.5)
+    return folder
+
+
+def test_all_clients_count_the_same_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneByOne(Nothing):
+        def infer(self, observation: Any) -> Any:
+            time.sleep(0.01)
+            return super().infer(observation)
+
+    monkeypatch.setattr(load.os, "cpu_count", lambda: 2)
+    observation = {**Nothing.example(), "prompt": Late(tmp_path)}
+    with background(OneByOne(), local()) as server:
+        seen = load.load(server.address, 2, 0.5, observation, warm_up=1)
+    assert len(seen.counts) == 2 and min(seen.counts) > 0 and seen.problems == []
+    # The policy answers one at a time. Two that count seconds of their own would make it compute for twice as long.
+    infer = seen.samples[:, load.COLUMNS.index("infer")]
+    assert infer.sum() <= seen.seconds * 1e3

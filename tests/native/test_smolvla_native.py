@@ -111,3 +111,23 @@ def test_fp8_is_what_the_ledger_says(part: str) -> None:
         results.append(buffers["actions"])
     difference = (results[0] - results[1]).square().mean().sqrt()
     assert 0 < difference < 0.3 * results[1].square().mean().sqrt()
+
+
+@pytest.mark.parametrize("self_every", [1, 2, 3, 9])
+def test_keys_of_crossing_layers_lie_where_the_expert_reads_them(self_every: int) -> None:
+    """However many layers cross between two that do not; with 9, all but the first of the three."""
+    model = tiny_model(tiny_config(self_every=self_every))
+    store = SmolVlaStore(model, None)
+    feed = {
+        "image_tokens": torch.randn(2, 8, 48), "tokens": torch.randint(0, 40, (2, 16)), "state": torch.randn(2, 10),
+        "lengths": torch.tensor([25, 20], dtype=torch.int32),
+    }  # fmt: skip
+    prefix = SMOLVLA.components(model, PromptShape(2, 2, 2, 16, True), store=store)[1]
+    assert prefix.native is not None
+    ours = {o.name: o.empty(torch.device("cpu")) for o in prefix.outputs}
+    with torch.inference_mode():
+        prefix.native(EngineSpec("native", precision="fp32"))(feed, ours)
+        theirs = prefix.module(*(feed[i.name] for i in prefix.inputs))
+    for a, b in zip(ours.values(), theirs, strict=True):
+        for row, length in enumerate(feed["lengths"]):
+            torch.testing.assert_close(a[:, row, :length], b[:, row, :length], rtol=0, atol=2e-5)

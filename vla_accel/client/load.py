@@ -6,11 +6,12 @@ unnoticed. Knows nothing about servers but their address.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,10 @@ from vla_accel.remote.processes import start
 COLUMNS = ("round_trip", "server", "queue", "handover", "decode", "infer")
 """Milliseconds of a request: as the client saw it, and, as the server told it, from its arrival to its answer, sent;
 its wait for a turn, its way to the policy, the reading of the frame, the policy."""
-_CONNECT_S = 2.0
+_NOTICE_S = 0.05
+"""Time for every process to hear when to begin."""
+_WARM_UP_S = 300.0
+"""All clients must have had their first answers by then; a policy may build engines before it answers."""
 
 
 @dataclass
@@ -48,7 +52,8 @@ def load(
     warm_up: int = 0,
     api_key: str | None = None,
 ) -> Load:
-    """Ask as fast as answers come, from `clients` connections.
+    """Ask as fast as answers come, from `clients` connections, all in the same `seconds`: they begin together once each
+    has had its `warm_up`.
 
     Args: `observation`: what is sent, with other numbers as its `state`; `warm_up`: requests of each client that are
     not counted. A client that meets an error notes it and goes on with a new connection; one that meets it before
@@ -56,20 +61,27 @@ def load(
     """
     processes = max(1, min(clients, os.cpu_count() or 1))
     shares = [clients // processes + (i < clients % processes) for i in range(processes)]
-    begin = time.monotonic() + _CONNECT_S
     options = {"state": state, "warm_up": warm_up, "api_key": api_key}
     context = multiprocessing.get_context("spawn")
     begun: list[tuple[Any, Any]] = []
     try:
         for i, share in enumerate(shares):
-            ours, theirs = context.Pipe(duplex=False)
-            words = theirs, address, share, sum(shares[:i]), begin, seconds, dict(observation), options
+            ours, theirs = context.Pipe()
+            words = theirs, address, share, sum(shares[:i]), seconds, dict(observation), options
             process = context.Process(target=_process, args=words)
             begun.append((process, ours))
             start(process)
             theirs.close()
-        done = [pipe.recv() for _, pipe in begun]
-    except EOFError:
+        until = time.monotonic() + _WARM_UP_S
+        for _, pipe in begun:
+            if not pipe.poll(max(0.0, until - time.monotonic())):
+                raise EngineError(f"clients: expected all to be answered within {_WARM_UP_S:g} s, some are not")
+            pipe.recv()
+        begin = time.monotonic() + _NOTICE_S
+        for _, pipe in begun:
+            pipe.send(begin)
+        done: list[Load] = [pipe.recv() for _, pipe in begun]
+    except (EOFError, ConnectionError):
         raise EngineError("clients: one of their processes ended unasked") from None
     finally:  # of an interrupted run, too: clients would go on asking to their end
         for process, pipe in begun:
@@ -86,36 +98,43 @@ def load(
 
 
 def _process(pipe: Any, *words: Any) -> None:
-    pipe.send(_clients(*words))
+    def agreed() -> float:
+        pipe.send("warm")
+        return pipe.recv()
+
+    pipe.send(_clients(agreed, *words))
 
 
 def _clients(
+    agreed: Callable[[], float],
     address: str,
     clients: int,
     first: int,
-    begin: float,
     seconds: float,
     observation: dict[str, Any],
     options: dict[str, Any],
 ) -> Load:
-    """The clients of one process, each in a thread."""
+    """The clients of one process, each in a thread. `agreed` is asked once all are warm when all processes begin."""
     samples: list[list[tuple[float, ...]]] = [[] for _ in range(clients)]
     problems: list[str] = []
-    began: list[float] = []
+    ended: list[float] = []
+    warm, told = threading.Semaphore(0), threading.Event()
+    begin = end = math.inf
 
     def one(index: int) -> None:
         rng = np.random.default_rng(first + index)
         policy = None
-        end = 0.0
         count = -options["warm_up"]
-        while not end or time.monotonic() < end:
+        waited = False
+        while time.monotonic() < end:
             try:
                 if policy is None:
                     policy = PolicyClient(address, timeout_s=60, api_key=options["api_key"])
-                if count == 0 and not end:
+                if count == 0 and not waited:
+                    waited = True
+                    warm.release()
+                    told.wait()
                     time.sleep(max(0.0, begin - time.monotonic()))
-                    began.append(time.monotonic())
-                    end = began[-1] + seconds
                 numbers = np.asarray(rng.random(len(observation[options["state"]])))
                 start = time.monotonic()
                 answer = policy.infer({**observation, options["state"]: numbers})
@@ -124,7 +143,8 @@ def _clients(
             except Exception as error:
                 what = str(error) if isinstance(error, ServerError) else f"{type(error).__name__}: {error}"
                 problems.append(f"client {first + index}: {what}")
-                if not end:  # there is nothing to count: a server that is not there would be asked for ever
+                if not waited:  # there is nothing to count: a server that is not there would be asked for ever
+                    warm.release()
                     return
                 policy = None
                 continue
@@ -133,17 +153,23 @@ def _clients(
             if count >= 0:
                 samples[index].append(_sample(took, answer.get("server_timing", {})))
             count += 1
+        ended.append(time.monotonic())
         if policy is not None:
             policy.close()
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(clients)]
+    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(clients)]
     for thread in threads:
         thread.start()
+    for _ in threads:
+        warm.acquire()
+    begin = agreed()
+    end = begin + seconds
+    told.set()
     for thread in threads:
         thread.join()
-    took = time.monotonic() - min(began, default=begin)
     rows = [row for own in samples for row in _told_late(own)]
     counts = [len(own) for own in samples]
+    took = max(ended, default=begin) - begin
     return Load(np.array(rows, np.float64).reshape(-1, len(COLUMNS)), counts, problems, took)
 
 

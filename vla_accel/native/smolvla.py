@@ -24,11 +24,13 @@ from vla_accel.ops.rows import embed_norm
 @dataclass(frozen=True)
 class SmolVlaPrefixWeights:
     """The stack's weights; the state's projection, float32; and what the expert's crossing layers, whose numbers are
-    `crossing`, make of the prefix's keys and values: (len(crossing), C, C) each, C = kv_heads * d."""
+    `crossing`, make of the prefix's keys and values: (len(crossing), C, C) each, C = kv_heads * d. `every`: as
+    `SmolVlaConfig.self_every`."""
 
     stack: PrefixWeights
     state: Linear
     crossing: tuple[int, ...]
+    every: int
     keys: Tensor
     values: Tensor
 
@@ -50,7 +52,17 @@ class SmolVlaPrefixWeights:
             made[name] = weights
         with model.present("state_proj"):
             state = Linear(model.state_proj.weight.float(), model.state_proj.bias.float())
-        return cls(stack, state, tuple(layers), made["key_proj"], made["value_proj"])
+        every = model.config.self_every
+        return cls(stack, state, tuple(layers), every, made["key_proj"], made["value_proj"])
+
+    @property
+    def runs(self) -> list[tuple[slice, slice]]:
+        """The crossing layers as slices of all layers, and as slices of `crossing`: those of one slice are equally far
+        from each other, so that a product can write to all of them."""
+        if self.every < 1:
+            return [(slice(None), slice(None))]
+        last = min(self.every, len(self.stack.layers))
+        return [(slice(i, None, self.every), slice(i - 1, None, self.every - 1)) for i in range(1, last)]
 
 
 class SmolVlaPrefix(NativePrefix):
@@ -70,7 +82,6 @@ class SmolVlaPrefix(NativePrefix):
         # The stack's own keys and values of the layers of which the expert reads others.
         shape = (2, len(weights.crossing), batch, self.tokens, stack.kv_heads, stack.head_dim)
         self.kept = torch.empty(shape, dtype=stack.dtype, device=device)
-        self.made = torch.empty_like(self.kept)
 
     def embed(self, inputs: Mapping[str, Tensor]) -> None:
         w = self.weights
@@ -88,13 +99,13 @@ class SmolVlaPrefix(NativePrefix):
         return self.kept[0, place], self.kept[1, place]
 
     def finish(self, outputs: Mapping[str, Tensor]) -> None:
-        """All crossing layers in two batched products."""
-        count = len(self.own.crossing)
-        for which, (name, weight) in enumerate((("keys", self.own.keys), ("values", self.own.values))):
-            rows, made = (x[which].view(count, -1, weight.shape[1]) for x in (self.kept, self.made))
-            torch.bmm(rows, weight.transpose(1, 2), out=made)
-            for place, index in enumerate(self.own.crossing):
-                outputs[name][index].copy_(self.made[which, place])
+        """All crossing layers in batched products, straight to where the expert reads."""
+        for layers, places in self.own.runs:
+            for kept, made, weight in (
+                (self.kept[0], outputs["keys"], self.own.keys), (self.kept[1], outputs["values"], self.own.values)
+            ):  # fmt: skip
+                rows, cache = (x.view(len(x), -1, weight.shape[1]) for x in (kept[places], made[layers]))
+                torch.bmm(rows, weight[places].transpose(1, 2), out=cache)
 
 
 class SmolVlaStore(FlowStore[SmolVla]):
