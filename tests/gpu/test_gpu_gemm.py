@@ -17,6 +17,7 @@ from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import TABLES, Tiling
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear, make_linear, pair
+from vla_accel.ops.reference import GATED
 from vla_accel.ops.rows import add_norm, geglu
 
 pytestmark = pytest.mark.gpu
@@ -47,9 +48,9 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, activ
         y = y + bias.float()
     if activation == "gelu":
         return F.gelu(y, approximate="tanh")
-    if activation == "geglu":
+    if activation in GATED:
         gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
-        return (F.gelu(gate, approximate="tanh") * up).flatten(1)
+        return ((F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up).flatten(1)
     return y
 
 
@@ -58,8 +59,8 @@ def check(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activati
     x = torch.randn(rows, k, device=DEVICE, generator=draw).to(kind)
     weight = torch.randn(n, k, device=DEVICE, generator=draw).to(kind)
     wide = torch.bfloat16 if kind == FP8 else kind
-    bias = None if activation == "geglu" else torch.randn(n, device=DEVICE, generator=draw).to(wide)
-    columns = n // 2 if activation == "geglu" else n
+    bias = None if activation in GATED else torch.randn(n, device=DEVICE, generator=draw).to(wide)
+    columns = n // 2 if activation in GATED else n
     # Rows of NaN before and after: what writes too far shows.
     whole = torch.full((rows + 16, columns), float("nan"), device=DEVICE).to(FP8 if narrow else wide)
     out = whole[8:-8]
@@ -91,7 +92,7 @@ def test_tilings_compute_the_product(tiling: Tiling, kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("activation", ["gelu", "geglu"])
+@pytest.mark.parametrize("activation", ["gelu", "geglu", "swiglu"])
 @pytest.mark.parametrize("narrow", [False, True])
 def test_tilings_compute_the_epilogues(tiling: Tiling, activation: str, narrow: bool) -> None:
     for rows, kind in itertools.product((17, 544), (torch.bfloat16, FP8)):
@@ -106,7 +107,8 @@ def check_norms_inside(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: 
         return torch.randn(shape, device=DEVICE, generator=draw)
 
     wide = torch.bfloat16 if kind == FP8 else kind
-    x, weight, bias = normal(rows, k).to(kind), normal(n, k).to(kind), normal(n).to(wide)
+    gated = activation in GATED
+    x, weight, bias = normal(rows, k).to(kind), normal(n, k).to(kind), None if gated else normal(n).to(wide)
     options = {"tiling": tiling, "scale": k**-0.5}
     if activation == "none" and tiling.why_not(residual=True) is None and n % 64 == 0:
         whole = (3 * normal(rows + 16, n) + 1).to(wide)
@@ -128,8 +130,8 @@ def check_norms_inside(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: 
         parts = x.float().view(rows, -1, 64).transpose(0, 1)
         moments = torch.stack((parts.mean(2), parts.var(2, unbiased=False) * 64), 2)
         sums = weight.float().sum(1)
-        for kept in (None, sums):
-            out = torch.full((rows, n), float("nan"), device=DEVICE, dtype=kind)
+        for kept in (None,) if gated else (None, sums):
+            out = torch.full((rows, n // 2 if gated else n), float("nan"), device=DEVICE, dtype=kind)
             norm = gemm.Norm(moments, kept, 1e-6)
             times(x, weight, bias, out, norm=norm, activation=activation, **options)
             normed = F.layer_norm if kept is not None else F.rms_norm
@@ -146,6 +148,29 @@ def test_tilings_take_norms_in(tiling: Tiling, kind: torch.dtype) -> None:
             check_norms_inside(tiling, kind, rows, n, k)
 
 
+@pytest.mark.parametrize("activation", ["geglu", "swiglu"])
+def test_gated_products_take_an_rms_norm_in(activation: str) -> None:
+    for tiling in TILINGS:
+        if -(-18 // tiling.split) * (tiling.split - 1) < 18:
+            for rows in (1, 177, 531):
+                check_norms_inside(tiling, torch.bfloat16, rows, 640, 1152, activation)
+
+
+SEARCHED = (
+    (177, 1600, 960, "none"), (177, 960, 960, "none"), (177, 5120, 960, "swiglu"), (177, 960, 2560, "none"),
+    (2048, 2304, 768, "none"), (2048, 3072, 768, "gelu"), (2048, 768, 3072, "none"), (512, 4096, 1024, "gelu"),
+    (512, 1024, 4096, "none"), (151, 12_288, 2048, "swiglu"), (151, 2048, 6144, "none"),
+)  # fmt: skip
+"""Products of SmolVLA's and GR00T's towers and language models."""
+
+
+@pytest.mark.parametrize(("rows", "n", "k", "activation"), SEARCHED)
+def test_tilings_that_are_searched_for_compute_the_product(rows: int, n: int, k: int, activation: str) -> None:
+    for tiling in gemm.searched(Gpu.of(DEVICE), torch.bfloat16, activation, rows, n, k):
+        check(tiling, torch.bfloat16, rows, n, k, activation, False)
+        check_norms_inside(tiling, torch.bfloat16, rows, n, k, activation)
+
+
 @pytest.mark.parametrize("key", list(TABLES["sm_90a"]))
 def test_the_tilings_in_use(key: tuple[str, str, int, int]) -> None:
     kind, activation, n, k = key
@@ -153,7 +178,7 @@ def test_the_tilings_in_use(key: tuple[str, str, int, int]) -> None:
         for rows in {1, least, most - 13, most}:
             for dtype in (FP8,) if kind == "fp8" else (torch.bfloat16, torch.float16):
                 check(tiling, dtype, rows, n, k, activation, kind == "fp8" and activation != "none")
-                if activation != "geglu" and not (dtype == torch.float16 and k > 8192):
+                if activation not in GATED and not (dtype == torch.float16 and k > 8192):
                     check_norms_inside(tiling, dtype, rows, n, k, activation)
 
 

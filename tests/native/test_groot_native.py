@@ -16,6 +16,7 @@ from tests.support.groot_folders import observation
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.components.groot import CACHE
 from vla_accel.errors import EngineError
+from vla_accel.ops import norms
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("vision", "kv_cache", "denoise")
@@ -58,6 +59,20 @@ def test_parts_may_be_mixed(groot_folder: Path, eager: OptimizedPolicy, part: st
     mixed = policy_of(groot_folder, "fp32", **{part: EngineSpec("native")})
     want, got = (p.infer(observation(1), noise=noise(1))["actions"] for p in (eager, mixed))
     np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["vision", "kv_cache"])
+def test_norms_inside_the_products_agree_with_eager(
+    groot_folder: Path, eager: OptimizedPolicy, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU does where all products are own kernels; images are added between the first blocks."""
+    monkeypatch.setattr(norms, "can_be_inside", lambda *_: True)
+    mixed = policy_of(groot_folder, "fp32", **{part: EngineSpec("native")})
+    for seed in (1, 2):  # twice: what a call leaves behind must not matter to the next
+        want, got = (p.infer(observation(seed), noise=noise(seed)) for p in (eager, mixed))
+        np.testing.assert_allclose(got["actions"], want["actions"], atol=1e-5)
+    details = {e["component"]: str(e["detail"]) for e in got["engines"]}
+    assert "norms inside" in details[part]
 
 
 def test_batches_and_chunks(eager: OptimizedPolicy, native: OptimizedPolicy) -> None:

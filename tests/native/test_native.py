@@ -81,7 +81,7 @@ def test_norms_inside_the_products_agree_with_eager(
         results = native.infer_batch(observations[::order], noise=start)
         np.testing.assert_allclose([r["actions"] for r in results], want, rtol=0, atol=2e-4)
     details = {e["component"]: str(e["detail"]) for e in results[0]["engines"]}
-    assert "norms inside" in details["vision"] and "norm of q/k/v inside" in details["kv_cache"]
+    assert "norms inside" in details["vision"] and "norm of q/k/v and gate/up inside" in details["kv_cache"]
 
 
 def test_one_pipeline_serves_a_bucket_of_prompts(folder: Path) -> None:

@@ -17,8 +17,10 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.families.prompted import PromptShape
 from vla_accel.families.smolvla import SMOLVLA
+from vla_accel.models.smollm import SmolLmConfig
 from vla_accel.native.smolvla import SmolVlaStore
 from vla_accel.native.vision import VisionWeights
+from vla_accel.ops import norms
 
 NATIVE = EngineSpec("native")
 PROMPTS = ("pick up the bowl and place it on the plate", "pick it", "place it")
@@ -111,6 +113,34 @@ def test_fp8_is_what_the_ledger_says(part: str) -> None:
         results.append(buffers["actions"])
     difference = (results[0] - results[1]).square().mean().sqrt()
     assert 0 < difference < 0.3 * results[1].square().mean().sqrt()
+
+
+def test_norms_inside_the_products_agree_with_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does where all products are own kernels, deep enough that every product follows every other."""
+    monkeypatch.setattr(norms, "can_be_inside", lambda *_: True)
+    prefix = SmolLmConfig(width=128, mlp_dim=40, depth=4, heads=4, kv_heads=2)
+    config = tiny_config()
+    config = replace(config, prefix=prefix, expert=replace(config.expert, depth=4))
+    model = tiny_model(config)
+    vision, cache, _ = SMOLVLA.components(model, PromptShape(2, 2, 2, 16, True), store=SmolVlaStore(model, None))
+    feed = {
+        "images": torch.randint(0, 256, (2, 2, 32, 32, 3), dtype=torch.uint8), "state": torch.randn(2, 10),
+        "tokens": torch.randint(0, 40, (2, 16)), "lengths": torch.tensor([25, 20], dtype=torch.int32),
+    }  # fmt: skip
+    for component, detail in ((vision, "norms inside"), (cache, "norm of q/k/v and gate/up inside")):
+        assert component.native is not None
+        program = component.native(EngineSpec("native", precision="fp32"))
+        assert detail in program.detail
+        ours = {o.name: o.empty(torch.device("cpu")) for o in component.outputs}
+        with torch.inference_mode():
+            program(feed, ours)
+            theirs = component.module(*(feed[i.name] for i in component.inputs))
+        for a, b in zip(ours.values(), theirs if isinstance(theirs, tuple) else (theirs,), strict=True):
+            for row, length in enumerate(feed["lengths"]):
+                rows = slice(length if component is cache else None)
+                left, right = (x[:, row, rows] if component is cache else x[row] for x in (a, b))
+                torch.testing.assert_close(left, right, rtol=1e-4, atol=5e-5)
+        feed |= ours
 
 
 @pytest.mark.parametrize("self_every", [1, 2, 3, 9])

@@ -24,6 +24,7 @@ from vla_accel.ops.cuda.gemm.tiling import SHARED_LIMIT
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu, assumed
 from vla_accel.ops.linear import Linear, make_linear, pair
+from vla_accel.ops.reference import GATED
 
 SOURCE = runtime.source_of({}, "gemm/epilogue", "gemm/gemm")
 BF16, FP8 = torch.bfloat16, E4M3.dtype
@@ -75,7 +76,7 @@ def test_blocks_fetch_every_row_for_each_other(count: int) -> None:
 def test_shared_memory_holds_all(tiling: Tiling, activation: str) -> None:
     assert tiling.why_not(activation) is None
     ring = tiling.stages * (tiling.weight_rows + tiling.tokens) * 128
-    pitch = (32 if activation == "geglu" else 64) * 2 + 16
+    pitch = (32 if activation in GATED else 64) * 2 + 16
     share = -(-tiling.tokens // 8 // tiling.split) * 8
     tokens = tiling.width if tiling.split == 1 else share
     for normed in (False, True):
@@ -187,7 +188,7 @@ class Recorder:
 
 
 def operands(rows: int, n: int, k: int, kind: torch.dtype, activation: str = "none") -> tuple[Tensor, Tensor, Tensor]:
-    out = torch.zeros(rows, n // 2 if activation == "geglu" else n, dtype=BF16)
+    out = torch.zeros(rows, n // 2 if activation in GATED else n, dtype=BF16)
     return torch.zeros(rows, k).to(kind), torch.zeros(n, k).to(kind), out
 
 
@@ -255,7 +256,7 @@ def test_moments_and_norms_that_do_not_fit_are_refused(monkeypatch: pytest.Monke
         ((x, weight, None, narrow), {"moments": good, "inverse_scale": 1.0}, "plain product"),
         ((x, weight, None, out), {"norm": gemm.Norm(good, None, 1e-6)}, r"\(3, 100, 2\)"),
         ((x, weight, None, out), {"norm": gemm.Norm(norm.moments, torch.zeros(64), 1e-6)}, "128 weight rows"),
-        ((x, weight, None, out[:, :64].contiguous()), {"norm": norm, "activation": "geglu"}, "not for a GeGLU"),
+        ((x, weight, None, out[:, :64].contiguous()), {"norm": norm, "activation": "swiglu"}, "before swiglu"),
         ((*quantised, None, out), {"norm": norm}, "only BF16"),
         ((x, weight, None, out), {"norm": norm, "tiling": Tiling(2, 1, 2, 136, 3, persistent=True)}, "norms of one"),
     ]  # fmt: skip
@@ -312,7 +313,7 @@ def test_tilings_that_are_searched_for_run_and_waste_little(rows: int) -> None:
         chunks = -(-k * (1 if kind == "fp8" else 2) // 128)
         for tiling in found:
             assert tiling.why_not(activation) is None
-            if activation != "geglu":
+            if activation not in GATED:
                 assert tiling.why_not(activation, residual=True) is None
                 assert tiling.why_not(activation, normed=True) is None
             assert -(-chunks // tiling.split) * (tiling.split - 1) < chunks
@@ -320,13 +321,21 @@ def test_tilings_that_are_searched_for_run_and_waste_little(rows: int) -> None:
             assert rows <= tiles * tiling.tokens < rows + 8 * tiles * tiling.parts
 
 
-def test_nothing_is_searched_for_where_the_kernel_is_not_or_the_weight_is_unknown() -> None:
+def test_small_products_are_cut_so_that_most_multiprocessors_have_a_tile() -> None:
+    """SmolVLA's prefix: 177 rows by 960 columns are 15 tiles of weights."""
+    found = gemm.searched(H200, BF16, "none", 177, 960, 960)
+    assert len(found) == search.MEASURED
+    assert all(75 <= -(-177 // t.tokens) * -(-960 // t.weight_rows) * t.split <= 132 for t in found), found
+
+
+def test_nothing_is_searched_for_where_the_kernel_cannot_run_or_gains_nothing() -> None:
     for gpu in (None, H200.portable, GPUS["B200"]):
         assert gemm.searched(gpu, BF16, "none", 576, 2048, 2048) == []
     for rows in (1, 128, 16_385):
         assert gemm.searched(H200, BF16, "none", rows, 2048, 2048) == []
-    assert gemm.searched(H200, BF16, "none", 576, 2048, 2049) == []
-    assert gemm.searched(H200, BF16, "gelu", 576, 2048, 2048) == []
+    for n, k in ((2048, 2049), (2040, 2048), (256, 256)):
+        assert gemm.searched(H200, BF16, "none", 576, n, k) == [], (n, k)
+    assert gemm.searched(H200, BF16, "none", 576, 2048, 2048) != []
 
 
 def test_own_or_library_is_measured_once_while_a_program_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +369,7 @@ def test_own_or_library_is_measured_once_while_a_program_is_built(monkeypatch: p
     assert measured(600) is None and len(asked) == 2
 
 
-@pytest.mark.parametrize("activation", ["none", "gelu", "geglu"])
+@pytest.mark.parametrize("activation", list(launch.ACTIVATIONS))
 @pytest.mark.parametrize("fp8", [False, True])
 def test_what_is_measured_is_the_product_with_its_activation(
     activation: str, fp8: bool, monkeypatch: pytest.MonkeyPatch
@@ -369,18 +378,21 @@ def test_what_is_measured_is_the_product_with_its_activation(
     seen: list[Tensor] = []
     monkeypatch.setattr(gemm, "gemm", lambda x, weight, bias, out, **_: seen.append(out))
     monkeypatch.setattr(linear, "library_product", linear.linear)
-    layer = make_linear(draw(64, 32), None if activation == "geglu" else draw(64), BF16, 4.0 if fp8 else None)
+    layer = make_linear(draw(64, 32), None if activation in GATED else draw(64), BF16, 4.0 if fp8 else None)
     call = linear._trial(layer, activation, 6, H200)
     call(TILINGS[0])
     (out,) = seen
     call(None)
-    assert out.shape == (6, 32 if activation == "geglu" else 64)
+    assert out.shape == (6, 32 if activation in GATED else 64)
     assert out.dtype == (FP8 if fp8 and activation != "none" else BF16)
     x = draw(6, 32).to(layer.weight.dtype).float() * layer.input_scale_value
     y = x @ (layer.weight.float() * layer.weight_scale_value).T + (0 if layer.bias is None else layer.bias.float())
-    want = {"none": y, "gelu": F.gelu(y, approximate="tanh")}.get(activation)
-    want = F.gelu(y[:, :32], approximate="tanh") * y[:, 32:] if want is None else want
-    assert float((out.float() - want).abs().max() / want.abs().max()) < (0.07 if out.dtype == FP8 else 0.02)
+    if activation == "gelu":
+        y = F.gelu(y, approximate="tanh")
+    elif activation in GATED:
+        gate = y[:, :32]
+        y = (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * y[:, 32:]
+    assert float((out.float() - y).abs().max() / y.abs().max()) < (0.07 if out.dtype == FP8 else 0.02)
 
 
 def test_the_ledger_names_whose_products_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,8 +518,37 @@ def test_normed_rows_have_moments_that_change_nothing() -> None:
 
 def test_norms_are_folded_where_every_product_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     products = [(make_linear(torch.zeros(n, 64), None, BF16), "none") for n in (64, 128)]
-    assert not norms.can_be_inside(8, *products)
+    assert not norms.can_be_inside(8, 64, *products)
     for known in ((64,), (64, 128)):
         monkeypatch.setattr(gemm, "planned", lambda *sizes, known=known: TILINGS[0] if sizes[4] in known else None)
         with steered("cuda"):
-            assert norms.can_be_inside(8, *products) == (len(known) == 2)
+            assert norms.can_be_inside(8, 64, *products) == (len(known) == 2)
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_a_norm_inside_gate_and_up_is_the_norm(silu: bool) -> None:
+    rows, width, hidden = 7, 128, 24
+    x, a = draw(rows, width), draw(rows, 32, seed=1)
+    residual, moments = x.clone(), torch.empty(2, rows, 2)
+    norms.residual_linear(a, make_linear(draw(width, 32, seed=2), None, torch.float32), residual, moments)
+    layer = make_linear(draw(2 * hidden, width, seed=3), None, torch.float32)
+    normed = F.rms_norm(residual, (width,), eps=1e-6)
+    want, got = torch.empty(rows, hidden), torch.empty(rows, hidden)
+    linear.gate_up(normed, layer, torch.empty(rows, 2 * hidden), want, inverse_scale=None, silu=silu)
+    norms.normed_gate_up(residual, moments, pair(layer), got, eps=1e-6, silu=silu)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_gate_and_up_that_are_not_paired_or_quantised_take_no_norm_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "planned", lambda *_: TILINGS[0])
+    plain = make_linear(draw(64, 64), None, BF16)
+    quantised = pair(make_linear(draw(64, 64), None, BF16, 4.0))
+    with steered("cuda"):
+        assert norms.can_be_inside(8, 64, (pair(plain), "swiglu"))
+        assert not norms.can_be_inside(8, 64, (plain, "swiglu"))
+        assert not norms.can_be_inside(8, 64, (quantised, "swiglu"))
+        assert not norms.can_be_inside(8, 80, (pair(plain), "swiglu")), "moments are of 64 columns"
+        persistent = Tiling(2, 1, 2, 136, 3, persistent=True)
+        monkeypatch.setattr(gemm, "planned", lambda *_: persistent)
+        assert linear.has_own_gemm(8, pair(plain), "swiglu")
+        assert not norms.can_be_inside(8, 64, (pair(plain), "swiglu")), "a block has the norms of one tile"

@@ -251,6 +251,17 @@ def test_the_products_that_are_searched_for_compile(
             check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
 
 
+@pytest.mark.slow
+def test_gated_products_with_a_norm_compile(nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first choices for SmolVLA's and GR00T's language models."""
+    monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
+    for rows, n, k in ((177, 5120, 960), (151, 12_288, 2048)):
+        tiling = searched(H200, torch.bfloat16, "swiglu", rows, n, k)[0]
+        assert tiling.why_not("swiglu", normed=True) is None
+        text = launch.source(torch.bfloat16, False, "swiglu", tiling, norm="rms", k=k)
+        check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
+
+
 def test_a_source_that_does_not_compile_says_where(nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
     with pytest.raises(EngineError, match=r"(?s)does not compile for sm_90a:.*kernels\.cu\(2\).*nonsense"):

@@ -19,8 +19,9 @@ from vla_accel.models.groot_language import Layout, QwenLayer, language_rope
 from vla_accel.native.stack import Stack, StackSizes, stack_weights
 from vla_accel.native.store import compute_dtype
 from vla_accel.native.vision import VisionLayer
-from vla_accel.ops.linear import Linear, linear, make_linear, products_by
-from vla_accel.ops.rows import add_norm, geglu
+from vla_accel.ops import norms
+from vla_accel.ops.linear import Linear, gate_up, linear, make_linear, pair, products_by
+from vla_accel.ops.rows import add_norm
 from vla_accel.ops.sequence import add_at, causal_attention, norm_rope, place_tokens
 
 
@@ -40,7 +41,7 @@ class LanguageLayer:
         return cls(
             make_linear(_folded(layer.qkv_proj, layer.input_layernorm), None, dtype),
             make_linear(layer.o_proj.weight, None, dtype),
-            make_linear(_folded(layer.gate_up_proj, layer.post_attention_layernorm), None, dtype),
+            pair(make_linear(_folded(layer.gate_up_proj, layer.post_attention_layernorm), None, dtype)),
             make_linear(layer.down_proj.weight, None, dtype),
             layer.q_norm.weight.float().clone(), layer.k_norm.weight.float().clone(),
         )  # fmt: skip
@@ -102,8 +103,14 @@ class NativeReader:
         self.places = layout.places(device)
         cos, sin = language_rope(config, self.places.positions, torch.float32)
         self.cos, self.sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
-        four = {n: (getattr(first, n), "none") for n in ("qkv", "o", "gate_up", "down")}
+        activation = "swiglu" if first.gate_up.paired else "none"
+        four = {
+            "qkv": (first.qkv, "none"), "o": (first.o, "none"), "gate_up": (first.gate_up, activation),
+            "down": (first.down, "none"),
+        }  # fmt: skip
         products, self.pdl = products_by(rows, four)
+        self.norms_inside = first.gate_up.paired and norms.can_be_inside(rows, width, *four.values())
+        products += ", norms inside" if self.norms_inside else ""
         head = model.config.head
         sizes = StackSizes(batch, layout.tokens, head.vl_heads, head.eps, padded=True)
         self.stack = Stack(weights.vl_layers, sizes, dtype, attention)
@@ -115,6 +122,7 @@ class NativeReader:
             return torch.empty(count, columns, dtype=dtype, device=device)
 
         self.x, self.y, self.h = buffer(width), buffer(width), buffer(width)
+        self.moments = norms.moments_buffer(rows, width, device)
         self.qkv, self.context = buffer(config.qkv_dim), buffer(config.heads * config.head_dim)
         self.gate_up, self.active = buffer(2 * config.mlp_dim), buffer(config.mlp_dim)
         images, text = layout.views * layout.view_tokens, layout.text
@@ -134,7 +142,8 @@ class NativeReader:
         place_tokens(inputs["image_tokens"], inputs["tokens"], self.weights.table, self.places.order, self.x)
         self._norm(self.x, self.h)
         for index, layer in enumerate(self.weights.layers):
-            self._layer(layer)
+            self._attention(layer, normed=not self.norms_inside or index <= len(deepstack))
+            self._mlp(layer)
             if index < len(deepstack):
                 add_at(deepstack[index], self.places.image, self.x, pdl=self.pdl)
                 self._norm(self.x, self.h)
@@ -146,20 +155,34 @@ class NativeReader:
     def _norm(self, x: Tensor, h: Tensor, y: Tensor | None = None) -> None:
         add_norm(x, y, x, h, layer=False, eps=self.config.eps, inverse_scale=None, pdl=self.pdl)
 
-    def _layer(self, layer: LanguageLayer) -> None:
-        """One block; `h` has its normed input."""
+    def _attention(self, layer: LanguageLayer, *, normed: bool) -> None:
+        """Attention's context. `normed`: `h` has the normed rows; otherwise `moments` are those of `x`."""
         c, pdl = self.config, self.pdl
-        linear(self.h, layer.qkv, self.qkv, pdl=pdl)
+        if normed:
+            linear(self.h, layer.qkv, self.qkv, pdl=pdl)
+        else:
+            norms.normed_linear(self.x, self.moments, layer.qkv, self.qkv, layer_norm=False, eps=c.eps, pdl=pdl)
         norm_rope(
             self.qkv, layer.q_norm, layer.k_norm, self.cos, self.sin, c.heads, c.kv_heads, eps=c.eps, pdl=pdl
         )  # fmt: skip
         heads = self.qkv.view(self.batch, self.layout.tokens, -1, c.head_dim)
         q, k, v = heads.split((c.heads, c.kv_heads, c.kv_heads), 2)
         causal_attention(q, k, v, self.context.view(self.batch, self.layout.tokens, -1), pdl=pdl)
+
+    def _mlp(self, layer: LanguageLayer) -> None:
+        """Output projection, residual, MLP, residual; behind it `h` has the normed rows, or `moments` are those of
+        `x`."""
+        pdl = self.pdl
+        if self.norms_inside:
+            norms.residual_linear(self.context, layer.o, self.x, self.moments, pdl=pdl)
+            norms.normed_gate_up(
+                self.x, self.moments, layer.gate_up, self.active, eps=self.config.eps, silu=True, pdl=pdl
+            )  # fmt: skip
+            norms.residual_linear(self.active, layer.down, self.x, self.moments, pdl=pdl)
+            return
         linear(self.context, layer.o, self.y, pdl=pdl)
         self._norm(self.x, self.h, self.y)
-        linear(self.h, layer.gate_up, self.gate_up, pdl=pdl)
-        geglu(self.gate_up, self.active, inverse_scale=None, silu=True, pdl=pdl)
+        gate_up(self.h, layer.gate_up, self.gate_up, self.active, inverse_scale=None, silu=True, pdl=pdl)
         linear(self.active, layer.down, self.y, pdl=pdl)
         self._norm(self.x, self.h, self.y)
 

@@ -128,22 +128,24 @@ class NativePrefix:
         )  # fmt: skip
         self.attention = choose(attention, sizes, device)
         self.detail += f", {self.attention.detail}"
-        products, self.pdl = "", False
+        products, self.pdl, self.norms_inside, self.mlp_norms_inside = "", False, False, False
         if first.o is not None and first.gate_up is not None and first.down is not None:
-            activation = "swiglu" if weights.silu else "geglu" if first.gate_up.paired else "none"
+            activation = "none" if not first.gate_up.paired else "swiglu" if weights.silu else "geglu"
             four = {
                 "qkv": (first.qkv, "none"), "o": (first.o, "none"), "gate_up": (first.gate_up, activation),
                 "down": (first.down, "none"),
             }  # fmt: skip
             products, self.pdl = products_by(rows, four)
+            self.norms_inside = norms.can_be_inside(rows, width, four["down"], four["qkv"])
+            self.mlp_norms_inside = activation != "none" and norms.can_be_inside(
+                rows, width, four["o"], four["gate_up"]
+            )
         self.detail += products
         if weights.table.device != device:
             self.detail += ", embeddings on the host"
-        self.norms_inside = first.down is not None and norms.can_be_inside(
-            rows, (first.down, "none"), (first.qkv, "none")
-        )
-        if self.norms_inside:
-            self.detail += ", norm of q/k/v inside"
+        inside = [n for n, is_so in (("q/k/v", self.norms_inside), ("gate/up", self.mlp_norms_inside)) if is_so]
+        if inside:
+            self.detail += f", norm of {' and '.join(inside)} inside"
         self.moments = norms.moments_buffer(rows, width, device)
         self.normed = norms.moments_buffer(rows, width, device, weights.eps)
 
@@ -185,12 +187,14 @@ class NativePrefix:
                 self.attention.way, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
                 last=self.state_last, tile=self.attention.tile, pdl=pdl,
             )  # fmt: skip
-            linear(self.context, layer.o, self.y, pdl=pdl)
-            self._residual(self.h_mlp, layer.gate_up)
-            gate_up(
-                self.h_mlp, layer.gate_up, self.gate_up, self.active, inverse_scale=layer.down.inverse_scale,
-                silu=w.silu, pdl=pdl,
-            )  # fmt: skip
+            active = {"inverse_scale": layer.down.inverse_scale, "silu": w.silu, "pdl": pdl}
+            if self.mlp_norms_inside:
+                norms.residual_linear(self.context, layer.o, self.x, self.moments, pdl=pdl)
+                norms.normed_gate_up(self.x, self.moments, layer.gate_up, self.active, eps=w.eps, **active)
+            else:
+                linear(self.context, layer.o, self.y, pdl=pdl)
+                self._residual(self.h_mlp, layer.gate_up)
+                gate_up(self.h_mlp, layer.gate_up, self.gate_up, self.active, **active)
             if self.norms_inside:
                 x, moments = self.x, self.moments
                 norms.residual_linear(self.active, layer.down, x, moments, pdl=pdl)

@@ -19,7 +19,6 @@ from vla_accel.ops import norms
 from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.linear import linear, linear_gelu, make_linear, products_by
 from vla_accel.ops.norms import with_sums
-from vla_accel.ops.reference import MOMENTS_OF
 from vla_accel.ops.rows import add_norm
 from vla_accel.ops.sequence import norm_rope
 
@@ -74,7 +73,7 @@ class Stack:
         }  # fmt: skip
         products, self.pdl = products_by(rows, four)
         self.detail = f", {self.attention.detail}{products}"
-        self.norms_inside = width % MOMENTS_OF == 0 and norms.can_be_inside(rows, *four.values())
+        self.norms_inside = norms.can_be_inside(rows, width, *four.values())
         if self.norms_inside:
             self.detail += ", norms inside"
 

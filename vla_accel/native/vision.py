@@ -24,7 +24,6 @@ from vla_accel.ops import norms
 from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.linear import Linear, linear, linear_gelu, make_linear, patch_product, products_by
 from vla_accel.ops.norms import with_sums
-from vla_accel.ops.reference import MOMENTS_OF
 from vla_accel.ops.rows import add_norm, by_squares, patchify
 
 
@@ -154,7 +153,7 @@ class NativeVision:
         }  # fmt: skip
         products, self.pdl = products_by(rows, four)
         self.detail += products
-        self.norms_inside = not quantised and width % MOMENTS_OF == 0 and norms.can_be_inside(rows, *four.values())
+        self.norms_inside = not quantised and norms.can_be_inside(rows, width, *four.values())
         if self.norms_inside:
             self.detail += ", norms inside"
         self.moments = norms.moments_buffer(rows, width, device)

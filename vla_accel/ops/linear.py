@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from vla_accel.fp8 import E4M3, INT8, Format
 from vla_accel.ops.dispatch import dependent_launches, kernels, path
 from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.reference import GATED
 from vla_accel.ops.rows import geglu, gelu
 
 _ROWS = 2048
@@ -131,7 +132,7 @@ def launched_own_gemm(
     if gpu is None or gemm.why_not(gpu, x, layer.weight, out, activation) is not None:
         return False
     tiling = known(x.device, x.dtype, activation, len(x), *layer.weight.shape)
-    if tiling is None or (activation == "geglu" and layer.bias is not None):
+    if tiling is None or (activation in GATED and layer.bias is not None):
         return False
     scale = layer.input_scale_value * layer.weight_scale_value
     gemm.gemm(
@@ -141,8 +142,9 @@ def launched_own_gemm(
     return True
 
 
-def has_own_gemm(rows: int, layer: Linear, activation: str) -> bool:
-    """Whether `launched_own_gemm` would take `rows` rows by this weight. `activation`: none, gelu or geglu.
+def has_own_gemm(rows: int, layer: Linear, activation: str, *, normed: bool = False) -> bool:
+    """Whether `launched_own_gemm` would take `rows` rows by this weight; `normed`: with a norm of the rows inside.
+    `activation`: none, gelu, geglu or swiglu.
 
     For programs that are being built: where nobody knows, both are measured.
     """
@@ -150,8 +152,11 @@ def has_own_gemm(rows: int, layer: Linear, activation: str) -> bool:
         return False
     from vla_accel.ops.gemm_choice import measured
 
+    if activation in GATED and (layer.bias is not None or not layer.paired):
+        return False
     (n, k), trial = layer.weight.shape, functools.partial(_trial, layer, activation, rows)
-    return measured(layer.weight.device, layer.weight.dtype, activation, rows, n, k, trial) is not None
+    tiling = measured(layer.weight.device, layer.weight.dtype, activation, rows, n, k, trial)
+    return tiling is not None and (not normed or tiling.why_not(activation, normed=True) is None)
 
 
 def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any], Tensor]:
@@ -163,7 +168,7 @@ def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any
     x = torch.randn(rows, k, generator=torch.Generator(device).manual_seed(0), device=device).to(kind)
     product = out = torch.empty(rows, n, dtype=torch.bfloat16 if fp8 else kind, device=device)
     if activation != "none":
-        out = torch.empty(rows, n // 2 if activation == "geglu" else n, dtype=kind, device=device)
+        out = torch.empty(rows, n // 2 if activation in GATED else n, dtype=kind, device=device)
     inverse = 1.0 if fp8 and activation != "none" else None
     scale = layer.input_scale_value * layer.weight_scale_value
 
@@ -171,14 +176,14 @@ def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any
         if tiling is not None:
             gemm.gemm(
                 x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=activation, scale=scale,
-                inverse_scale=inverse, dependent=False,
+                inverse_scale=inverse, dependent=dependent_launches(device),
             )  # fmt: skip
         elif activation == "gelu" and not fp8:
             library_product(x, layer, out, gelu=True)
         else:
             library_product(x, layer, product)
-            if activation == "geglu":
-                geglu(product, out, inverse_scale=inverse, paired=layer.paired)
+            if activation in GATED:
+                geglu(product, out, inverse_scale=inverse, paired=layer.paired, silu=activation == "swiglu")
             elif activation == "gelu":
                 gelu(product, out, inverse_scale=inverse)
         return out
@@ -189,9 +194,9 @@ def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any
 def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[str, bool]:
     """What to add to a program's line in the ledger, and whether its kernels should start before others end.
 
-    `products`: by name, each with its activation (none, gelu, geglu). The line says whose kernels take them, and is
-    empty where all are the library's: those wait for all before them, and to start early beside them costs more than it
-    saves.
+    `products`: by name, each with its activation (none, gelu, geglu, swiglu). The line says whose kernels take them,
+    and is empty where all are the library's: those wait for all before them, and to start early beside them costs more
+    than it saves.
     """
     own, library = [], []
     for name, (layer, activation) in products.items():
@@ -267,12 +272,8 @@ def gate_up(
 ) -> None:  # fmt: skip
     """out = gelu_tanh(gate) * up, of gate and up = x Wᵀ + b; `silu`: silu(gate) * up. x (R, K), out (R, H), scratch
     (R, 2 H) may be used."""
-    if (
-        path(x) == "cuda"
-        and layer.paired
-        and not silu
-        and launched_own_gemm(x, layer, out, "geglu", inverse_scale, pdl)
-    ):
+    activation = "swiglu" if silu else "geglu"
+    if path(x) == "cuda" and layer.paired and launched_own_gemm(x, layer, out, activation, inverse_scale, pdl):
         return
     linear(x, layer, scratch, pdl=pdl)
     geglu(scratch, out, inverse_scale=inverse_scale, paired=layer.paired, silu=silu, pdl=pdl)

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from vla_accel.errors import EngineError
 from vla_accel.ops.dispatch import path
 from vla_accel.ops.linear import Linear, has_own_gemm, launched_own_gemm, linear
-from vla_accel.ops.reference import MOMENTS_OF
+from vla_accel.ops.reference import GATED, MOMENTS_OF
+from vla_accel.ops.rows import geglu
 
 
 def with_sums(layer: Linear) -> Linear:
@@ -26,9 +27,14 @@ def with_sums(layer: Linear) -> Linear:
     return replace(layer, sums=layer.weight.sum(1, dtype=torch.float64).float())
 
 
-def can_be_inside(rows: int, *products: tuple[Linear, str]) -> bool:
-    """Whether `residual_linear` and `normed_linear` can take these products, each with its activation, on this GPU."""
-    return all(has_own_gemm(rows, layer, activation) for layer, activation in products)
+def can_be_inside(rows: int, width: int, *products: tuple[Linear, str]) -> bool:
+    """Whether `residual_linear`, `normed_linear` and `normed_gate_up` can take these products, each with its
+    activation, on this GPU. `width`: of the rows that are normed."""
+    # The rows of a quantised product are quantised after their norm.
+    quantised = any(kind in GATED and layer.weight_scale is not None for layer, kind in products)
+    if quantised or width % MOMENTS_OF:
+        return False
+    return all(has_own_gemm(rows, layer, kind, normed=kind in GATED) for layer, kind in products)
 
 
 def moments_buffer(rows: int, width: int, device: torch.device, eps: float | None = None) -> Tensor:
@@ -75,10 +81,7 @@ def normed_linear(
             raise EngineError(f"normed_linear: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")
         return
     wide = torch.promote_types(torch.float32, out.dtype)
-    mean, square = moments[..., 0].to(wide), moments[..., 1].to(wide).sum(0)
-    middle = mean.mean(0) if layer_norm else torch.zeros_like(mean[0])
-    square = square + MOMENTS_OF * (mean - middle).square().sum(0)
-    rstd = torch.rsqrt(square / x.shape[1] + eps)
+    middle, rstd = _mean_and_rstd(x, moments.to(wide), layer_norm, eps)
     y = x.to(wide) @ layer.weight.to(wide).T
     if layer.sums is not None and layer_norm:
         y = y - middle[:, None] * layer.sums.to(wide)
@@ -86,3 +89,33 @@ def normed_linear(
     if layer.bias is not None:
         y = y + layer.bias.to(wide)
     out.copy_(F.gelu(y, approximate="tanh") if gelu else y)
+
+
+def normed_gate_up(
+    x: Tensor, moments: Tensor, layer: Linear, out: Tensor, *, eps: float, silu: bool,
+    inverse_scale: float | None = None, pdl: bool = False,
+) -> None:  # fmt: skip
+    """`linear.gate_up` of the RMSNorm of x (R, K), which is given as it is, with its `moments`. `layer` is `paired`.
+
+    Only where `can_be_inside`.
+    """
+    if path(x) == "cuda":
+        from vla_accel.ops.cuda.gemm import Norm
+
+        activation = "swiglu" if silu else "geglu"
+        norm = Norm(moments, None, eps)
+        if not launched_own_gemm(x, layer, out, activation, inverse_scale, pdl, norm=norm):
+            raise EngineError(f"normed_gate_up: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")
+        return
+    wide = torch.promote_types(torch.float32, x.dtype)
+    _, rstd = _mean_and_rstd(x, moments.to(wide), False, eps)
+    y = (x.to(wide) @ layer.weight.to(wide).T) * rstd[:, None]
+    geglu(y, out, inverse_scale=inverse_scale, paired=layer.paired, silu=silu)
+
+
+def _mean_and_rstd(x: Tensor, moments: Tensor, layer_norm: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """Of the rows of x, as their moments tell; the mean is 0 for an RMSNorm."""
+    mean, square = moments[..., 0], moments[..., 1].sum(0)
+    middle = mean.mean(0) if layer_norm else torch.zeros_like(mean[0])
+    square = square + MOMENTS_OF * (mean - middle).square().sum(0)
+    return middle, torch.rsqrt(square / x.shape[1] + eps)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+GATED = ("geglu", "swiglu")
+"""Activations of products that make one column of two."""
 MOMENTS_OF = 64
 """Columns of a row that a pair of moments, their mean and their sum of squared deviations, is of."""
 

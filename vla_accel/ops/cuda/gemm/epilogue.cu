@@ -15,7 +15,8 @@
 #define CONSUMERS (GROUPS * 128)
 // A block of 64 weight rows gives COLUMNS output columns. Eight rows of the staging, PITCH bytes apart, begin at eight
 // different multiples of 16 modulo 128, so that together they meet all banks.
-#define COLUMNS (ACTIVATION == 2 ? 32 : 64)
+#define GATED (ACTIVATION >= 2)
+#define COLUMNS (GATED ? 32 : 64)
 #define PITCH (COLUMNS * 2 + 16)
 
 struct Call {
@@ -39,6 +40,7 @@ __device__ __forceinline__ float gelu(float x) {
   asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(u));
   return fmaf(h, t, h);
 }
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 __device__ __forceinline__ u32 pack_half2(float low, float high) {
   return KIND == 1 ? pack_f16x2(low, high) : pack_bf16x2(low, high);
 }
@@ -137,15 +139,15 @@ __device__ __forceinline__ uint4 add_residual(const uint4& v, const uint4& held,
 }
 #endif
 
-// A thread has two weight rows of a block of 64, whose first row is `column`: their bias and their sums. A GeGLU has no
-// bias.
+// A thread has two weight rows of a block of 64, whose first row is `column`: their bias and their sums. A gated
+// product has neither.
 struct Rows {
   float first_bias, second_bias, first_sum, second_sum;
 };
 __device__ __forceinline__ Rows load_rows(const Call& c, int column) {
   Rows rows = {0.f, 0.f, 0.f, 0.f};
   const int at = column + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
-  if (ACTIVATION != 2 && c.bias) {
+  if (!GATED && c.bias) {
     if (at < c.columns) rows.first_bias = widen(__ldg(c.bias + at));
     if (at + 8 < c.columns) rows.second_bias = widen(__ldg(c.bias + at + 8));
   }
@@ -164,7 +166,7 @@ __device__ __forceinline__ Rows load_rows(const Call& c, int column) {
 template <int COUNT>
 __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int token, int end, int column, const Rows& rows,
                                      const Call& c, int group, const uint4* held, u32 norms) {
-  constexpr int MATRICES = ACTIVATION == 2 ? COUNT : 2 * COUNT;
+  constexpr int MATRICES = GATED ? COUNT : 2 * COUNT;
   const int thread = threadIdx.x & 127, lane = thread & 31, warp = thread >> 5;
   u32 packed[MATRICES];
 #pragma unroll
@@ -185,8 +187,10 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = fmaf(sums[4 * j + i], c.scale, v[i]);
 #endif
-    if (ACTIVATION == 2) {
-      packed[j] = pack_half2(gelu(v[0]) * v[2], gelu(v[1]) * v[3]);
+    if (GATED) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) v[i] = ACTIVATION == 3 ? silu(v[i]) : gelu(v[i]);
+      packed[j] = pack_half2(v[0] * v[2], v[1] * v[3]);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
@@ -197,9 +201,9 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
   }
   // Lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
   const int row = lane & 7, matrix = lane >> 3;
-  const u32 at = ACTIVATION == 2 ? staging + (matrix * 8 + row) * PITCH + warp * 16
+  const u32 at = GATED ? staging + (matrix * 8 + row) * PITCH + warp * 16
                                  : staging + ((matrix >> 1) * 8 + row) * PITCH + warp * 32 + (matrix & 1) * 16;
-  constexpr int STEP = (ACTIVATION == 2 ? 8 : 4) * PITCH;  // A matrix is so many bytes from the next, on average.
+  constexpr int STEP = (GATED ? 8 : 4) * PITCH;  // A matrix is so many bytes from the next, on average.
   constexpr int FOURS = MATRICES / 4 * 4;
 #pragma unroll
   for (int i = 0; i < FOURS; i += 4)

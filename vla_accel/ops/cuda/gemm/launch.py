@@ -18,14 +18,14 @@ from vla_accel.ops.cuda.gemm.tiling import Tiling
 from vla_accel.ops.cuda.runtime import check_driver, driver, source_of
 from vla_accel.ops.cuda.wgmma import wgmma
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.reference import MOMENTS_OF
+from vla_accel.ops.reference import GATED, MOMENTS_OF
 
 ARCHITECTURE = "sm_90a"
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 _WGMMA = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
 _MAP_TYPES = {torch.bfloat16: 9, torch.float16: 6, torch.float8_e4m3fn: 0}  # CUtensorMapDataType; bytes for FP8
 _SWIZZLE_128, _PROMOTE_256 = 3, 3
-ACTIVATIONS = {"none": 0, "gelu": 1, "geglu": 2}
+ACTIVATIONS = {"none": 0, "gelu": 1, "geglu": 2, "swiglu": 3}
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: str) -
     if out.dtype not in (wide, torch.float8_e4m3fn):
         return f"out is {out.dtype}; for {x.dtype} it is {wide} or FP8"
     (rows, k), (n, k_weight) = x.shape, weight.shape
-    columns = n // 2 if activation == "geglu" else n
-    if k != k_weight or out.shape != (rows, columns) or (activation == "geglu" and n % 16):
+    columns = n // 2 if activation in GATED else n
+    if k != k_weight or out.shape != (rows, columns) or (activation in GATED and n % 16):
         return f"x is {tuple(x.shape)}, the weight {tuple(weight.shape)}, out {tuple(out.shape)}"
     if k * x.element_size() % 16 or columns * out.element_size() % 16 or not rows:
         return "rows of x and of out are whole pieces of 16 bytes"
@@ -116,10 +116,10 @@ def gemm(
 ) -> None:  # fmt: skip
     """out = activation(scale * x weightᵀ + bias), times `inverse_scale` and saturated where out is float8_e4m3fn.
 
-    x (M, K), weight (N, K), bias (N,), out (M, N), or (M, N / 2) for "geglu", whose weight rows alternate: eight of
-    gate, eight of up. `moments` (N / 64, M, 2) float32: the product is added to `out`, and the new rows' moments are
-    written (see `Norm`). `norm`: x is normed first, unrounded. `dependent`: may start before its predecessor on the
-    stream has finished. Raises EngineError for what the kernel cannot take.
+    x (M, K), weight (N, K), bias (N,), out (M, N), or (M, N / 2) for "geglu" and "swiglu", whose weight rows alternate:
+    eight of gate, eight of up. `moments` (N / 64, M, 2) float32: the product is added to `out`, and the new rows'
+    moments are written (see `Norm`). `norm`: x is normed first, unrounded. `dependent`: may start before its
+    predecessor on the stream has finished. Raises EngineError for what the kernel cannot take.
     """
     from vla_accel.ops.cuda.runtime import load_module
 
@@ -127,8 +127,8 @@ def gemm(
     options = {"residual": moments is not None, "normed": norm is not None}
     reason = why_not(gpu, x, weight, out, activation) or tiling.why_not(activation, **options)
     reason = reason or _why_no_norms(x, weight, out, activation, moments, norm)
-    if activation == "geglu" and bias is not None:
-        reason = reason or "a GeGLU has no bias"
+    if activation in GATED and bias is not None:
+        reason = reason or "a gated product has no bias"
     if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
         reason = reason or f"{chunks} chunks of K leave a part of {tiling.split} empty"
     if reason:
@@ -179,12 +179,12 @@ def _why_no_norms(
             reason = f"only a plain product is added to a residual, got {activation} into {out.dtype}"
         reason = reason or wrong(moments, out.shape[1], len(out))
     if norm is not None:
-        if x.dtype == torch.float8_e4m3fn or activation == "geglu":
-            reason = (
-                reason or f"only BF16 and FP16 rows are normed, and not for a GeGLU, got {x.dtype} for {activation}"
-            )
-        reason = reason or wrong(norm.moments, x.shape[1], len(x))
         sums = norm.weight_sums
+        if x.dtype == torch.float8_e4m3fn:
+            reason = reason or f"only BF16 and FP16 rows are normed, got {x.dtype}"
+        if sums is not None and activation in GATED:
+            reason = reason or f"only an RMSNorm comes before a gated product, got a LayerNorm before {activation}"
+        reason = reason or wrong(norm.moments, x.shape[1], len(x))
         if sums is not None and (sums.shape != (len(weight),) or sums.dtype != torch.float32):
             reason = reason or f"sums of {len(weight)} weight rows, got {sums.dtype} {tuple(sums.shape)}"
     return reason

@@ -1,4 +1,4 @@
-"""Tilings for a number of rows that the table does not have: those worth measuring, by counting waves of blocks.
+"""Tilings for a GEMM that the table does not have: those worth measuring, by counting waves of blocks.
 
 Plain arithmetic; whoever builds a program measures them against the library (`vla_accel.ops.gemm_choice`).
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from vla_accel.numeric import round_up
-from vla_accel.ops.cuda.gemm.table import TABLES
+from vla_accel.ops.cuda.gemm.launch import ARCHITECTURE
 from vla_accel.ops.cuda.gemm.tiling import Tiling
 from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.reference import GATED
 
 LEAST, MOST = 129, 16_384
 """Rows that are searched for: fewer are better served by skinny tiles, more by the library."""
@@ -18,24 +19,30 @@ KINDS = ((1, 1, 1, False), (2, 1, 1, False), (3, 1, 1, False), (2, 1, 2, False),
 """Groups, parts, split and persistence of the table's tilings: others may be right, but were run less."""
 MEASURED = 3
 """Tilings that are measured: each is compiled at the first start."""
+LEAST_WORK = 1 << 27
+"""Multiplications of a product that is worth compiling kernels for: smaller ones take a launch's time in any case."""
+NARROWEST = 16
+"""Tokens of a tile at least, where tiles are as many as there are multiprocessors."""
 OVERHEAD = 192
 """What a block takes beside its products, in products of 64 x 8 x 64: start, first stage, epilogue."""
 
 
 def searched(gpu: Gpu | None, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> list[Tiling]:
-    """Tilings for a GEMM whose weight the table knows at other numbers of rows, the most promising first.
+    """Tilings for any GEMM that the kernel takes, the most promising first.
 
     Arguments as `planned` takes them. Tilings of a plain product or of GELU can also take in a norm or a residual.
     """
-    name = "fp8" if kind == torch.float8_e4m3fn else "half"
-    if gpu is None or not LEAST <= rows <= MOST or (name, activation, n, k) not in TABLES.get(gpu.architecture, {}):
+    if gpu is None or gpu.architecture != ARCHITECTURE or not LEAST <= rows <= MOST or n % 32 or k % 16:
         return []
-    chunks = -(-k * (1 if name == "fp8" else 2) // 128)
+    if rows * n * k < LEAST_WORK:
+        return []
+    chunks = -(-k * (1 if kind == torch.float8_e4m3fn else 2) // 128)
     found: dict[Tiling, float] = {}
     for groups, parts, split, persistent in KINDS:
-        # Token tiles of equal width, so that none is mostly padding.
+        # Token tiles of equal width, so that none is mostly padding: few, or up to one for each multiprocessor.
         least = -(-rows // (parts * 256))
-        for tiles in range(least, least + 4):
+        whole = gpu.multiprocessors // (-(-n // (64 * groups)) * split)
+        for tiles in (*range(least, least + 4), *range(least + 4, min(whole, rows // (parts * NARROWEST)) + 1)):
             width = round_up(-(-rows // (tiles * parts)), 8)
             tiling = _deepest(activation, groups, parts, width, split, persistent, chunks)
             if tiling is not None and tiling not in found:
@@ -52,7 +59,7 @@ def _deepest(
     for stages in range(8, 2, -1):
         tiling = Tiling(groups, 1, parts, width, stages, split=split, persistent=persistent)
         reasons = [tiling.why_not(activation)]
-        if activation != "geglu":
+        if activation not in GATED:
             reasons += [tiling.why_not(activation, normed=True), tiling.why_not(activation, residual=True)]
         if not any(reasons):
             return tiling

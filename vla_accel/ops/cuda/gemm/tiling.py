@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vla_accel.numeric import round_up
+from vla_accel.ops.reference import GATED
 
 SHARED_LIMIT, SHARED_MULTIPROCESSOR = 232_448, 233_472
 """Shared memory of a block at most, and of a multiprocessor, in bytes: Hopper's, for which the kernel is made."""
@@ -79,7 +80,7 @@ class Tiling:
     def memory(self, activation: str, normed: bool = False) -> Memory:
         """How a block uses its shared memory."""
         ring = self.stages * (self.weight_rows + self.tokens) * 128
-        pitch = (32 if activation == "geglu" else 64) * 2 + 16
+        pitch = (32 if activation in GATED else 64) * 2 + 16
         share = 8 * -(-self.tokens // (8 * self.split)) if self.split > 1 else self.width
         staged = self.groups * share * pitch
         sums = self.weight_rows * share * (self.split - 1) * 4
