@@ -6,8 +6,8 @@
 
 Groups: gemm, attention, denoise (CUDA C++), triton, image; all without one. Prints a JSON object on its last line and
 ends with 1 where a case failed. `--delays`: each warp waits up to so many microseconds between letting the successor
-start and what it writes, and each block before it counts itself as ready: an order that only luck keeps shows as a
-wrong result.
+start and what it writes, and before it makes what others wait for: an order that only luck keeps shows as a wrong
+result.
 """
 
 from __future__ import annotations
@@ -113,6 +113,9 @@ def denoise() -> Cases:
         "attend π0": replace(one, config=streamable("pi0", width=256, mlp=256, heads=2, head_dim=128, depth=1)),
         "attend many rows": replace(
             one, config=streamable("pi05", width=128, mlp=512, heads=4, head_dim=128, depth=1, horizon=50)
+        ),
+        "attend rows in batches": replace(
+            one, config=streamable("pi05", width=512, mlp=512, heads=2, head_dim=128, depth=1, horizon=50)
         ),
         "attend one key": replace(one, prefix_tokens=1),
         "attend int8": replace(one, precision="int8"),

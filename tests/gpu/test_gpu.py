@@ -674,7 +674,7 @@ def test_the_events_inside_the_graph_time_what_they_enclose(
 
 BATCHED = {
     f"{name} x {batch}": replace(LOOPS[name], batch=batch) for name in ("demo", "grouped") for batch in (2, 3, 4)
-}
+} | {"full x 4": replace(LOOPS["full"], batch=4)}
 
 
 def loops_inputs(case: LoopCase) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:
@@ -773,6 +773,24 @@ def test_nan_behind_the_length_changes_no_bit(name: str) -> None:
     assert np.isfinite(want).all()
     np.testing.assert_array_equal(run_with(NAN), want)
     np.testing.assert_array_equal(run_with(float("inf")), want)
+
+
+@pytest.mark.parametrize("name", ["full", "full fifty rows"])
+def test_nan_in_the_noise_ends_and_leaves_nothing(name: str) -> None:
+    """Blocks read the suffix's keys and values until they are there, and NaN of either sign is there, too."""
+    case = LOOPS[name]
+    if why_not(Gpu.of(torch.device(DEVICE)), sizes_of(case.config), case.batch, case.precision):
+        pytest.skip("NOT RUN: needs compute capability 9.0")
+    inputs, state, noise = loops_inputs(case)
+    inputs["weights"].zero_()
+    model = on_gpu(random_model(Pi0, case.config))
+    with torch.inference_mode():
+        weights = ExpertWeights.of(model, case.precision, streamed=True)
+        loop = loop_of(case, weights, step_tables(model, weights.normed_products(), case.steps))
+    want = run_loop(loop, inputs, state, noise, DEVICE)
+    for nan in (NAN, -NAN):
+        assert np.isnan(run_loop(loop, inputs, state, torch.full_like(noise, nan), DEVICE)).all()
+        np.testing.assert_array_equal(run_loop(loop, inputs, state, noise, DEVICE), want)
 
 
 def test_a_wait_that_is_never_answered_ends() -> None:

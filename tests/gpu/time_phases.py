@@ -48,7 +48,7 @@ BEGIN, END = 0, PLACES - 1
 ARGUMENT, ATTENDS = "Hold hold, Emit emit", "        out[apart] = round_bf16(b);\n      }"
 NORMED, SPLIT, GATE_UP, ATTEND = "normed_pairs(", "split_product(", " gate_up(const", " attend(const"
 SPLITS = "K == MLP ? 3 : 1"
-EACH, ELEMENTS, OWN = "#pragma unroll\n", "(int n = 0; n < EACH; ++n) {\n", "threadIdx.x + n * THREADS"
+EACH, ELEMENTS, OWN = "#pragma unroll\n", "(int n = 0; n < EACH; ++n) {\n", "thread + n * THREADS"
 # A function, a line of it, whether the stamp comes behind that line, whose it is, its place, and what has ended there.
 STAMPS = [
     (NORMED, "int kernel = 2) {\n", True, "kernel", 1, ""),
@@ -71,9 +71,9 @@ STAMPS = [
     (ATTEND, "  const u64 at", False, "0", BEGIN, ""),
     (ATTEND, "      }, 0);\n", True, "0", 7, "q/k/v"),
     (ATTEND, "  cluster_wait();  // The other blocks", True, "0", 8, "cluster there"),
-    (ATTEND, "  cluster_arrive();\n  mbarrier_wait(kv_barrier, 0);\n", False, "0", 9, "q sent"),
-    (ATTEND, "  mbarrier_wait(kv_barrier, 0);\n  cluster_wait();\n", True, "0", 11, "q there"),
-    (ATTEND, "      if (threadIdx.x == 0) wait_count(", False, "0", 12, "prefix scores"),
+    (ATTEND, "  mbarrier_wait(kv_barrier, 0);\n", False, "0", 9, "q sent"),
+    (ATTEND, "  mbarrier_wait_cluster(q_barrier, 0);\n", True, "0", 11, "q there"),
+    (ATTEND, "      if (own == 0) break;\n", True, "0", 12, "prefix scores"),
     (ATTEND, f"{EACH}    for (int r = 0; r < KEY_ROUNDS; ++r) {{\n      const", False, "0", 14, "suffix there"),
     (ATTEND, "  const int seen_rows =", False, "0", 15, "scores"),
     (ATTEND, "  float o[MT][VT][4];", False, "0", 16, "softmax"),

@@ -27,6 +27,7 @@ from vla_accel.ops.cuda.denoise.packing import pack, pair_tiles, split_of
 from vla_accel.ops.cuda.denoise.schedule import (
     KEYS,
     MAX_CLUSTER,
+    NOTHING_YET,
     RANKS,
     STAGE_BYTES,
     THREADS,
@@ -391,7 +392,7 @@ def parameters_of(kernel: str) -> list[type]:
     return [launch._Model, launch._Call, *rest]
 
 
-SECOND = ("full pi0", "full pi0 three rows of tiles", "full int8", "full pi0 int8")
+SECOND = ("full pi0", "full fifty rows", "full pi0 three rows of tiles", "full int8", "full pi0 int8")
 """Of full size, too, and as long in building."""
 
 
@@ -490,11 +491,13 @@ def test_shared_memory_holds_what_the_kernels_put_there(
         if kernel not in module.shared:
             continue
         assert 16 * 2 * expert.width <= stage
-        assert module.shared[kernel] >= count * (stage + 8) + squares
+        # Behind the weights lie the factors of rows that are loaded in batches.
+        factors = 2 * expert.width * (kernel == "gate_up" and sizes["BATCHED_ROWS"])
+        assert module.shared[kernel] >= count * (stage + 8) + factors + squares
         # The sums take the place of the weights of `together` units, the last of which may be fewer.
         together = min(count, pairs)
         for done in range(0, count, together):
-            room = module.shared[kernel] - squares - 8 * count - done * stage
+            room = module.shared[kernel] - squares - 8 * count - factors - done * stage
             assert WARPS * together * 2 * held * 4 * 32 * 4 <= max(room, 0), (kernel, done)
     for kernel, k in (("output", expert.heads * expert.head_dim), ("mix", expert.width), ("down", expert.mlp_dim)):
         if kernel not in module.shared:
@@ -535,11 +538,11 @@ def test_attend_deals_out_every_key_once(name: str, prefix_tokens: int) -> None:
                     elif attend.prefix_keys <= key < keys and of_suffix < tokens:
                         taken[prefix_tokens + of_suffix] += 1
     assert torch.equal(taken, torch.ones_like(taken))
-    # The areas one after the other: weights and what their sums need, keys, values, q, statistics, own q, a barrier.
+    # The areas one after the other: weights and what their sums need, keys, values, q, statistics, own q, two barriers.
     units, sixteen = d // 16 // RANKS, -(-keys // 16) * 16
     areas = -(-(units * (stage + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows)) // 16) * 16
     areas += 2 * (d + 8) * (keys + sixteen + rows) + 4 * rows * (2 * WARPS + 2 * RANKS) + 2 * rows * d // RANKS
-    assert attend.shared == areas + 8
+    assert attend.shared == areas + 2 * 8
     # The parts take the place of the weights, the probabilities that of q.
     assert 4 * rows * d <= units * stage and 2 * rows * (sixteen + 8) <= 2 * rows * (d + 8)
 
@@ -549,6 +552,47 @@ def test_attend_declines_what_it_cannot_hold() -> None:
     assert Attend.of(FULL, 2, 544, H200) == "it is for one sequence, not 2"
     assert Attend.of(demo, 1, 100, H200) == "it is not for 1 key heads of 64"
     assert re.match(r"its keys need \d+ bytes .* has 232448", str(Attend.of(FULL, 1, 1500, H200)))
+
+
+def test_a_number_that_is_not_there_is_told_from_every_other() -> None:
+    """`is_there` on pairs of BF16 numbers: one of ones alone is not there. Rounding gives none: its NaN is 0x7fff (PTX
+    manual, cvt)."""
+    one, sign = re.findall(r"- (0x\w+)u\) & ~w\[i\] & (0x\w+)u", CODE)[0]
+    numbers = torch.arange(1 << 16, dtype=torch.int64)
+    for other in (0, 1, 0x7FFF, 0x7FC0, 0x8000, 0xFFFE, 0xFFFF, 0x1234):
+        for word in (numbers << 16 | other, other << 16 | numbers):
+            w = ~word & 0xFFFFFFFF
+            missing = (w - int(one, 16)) & 0xFFFFFFFF & ~w & int(sign, 16)
+            assert torch.equal(missing != 0, ((word >> 16) == 0xFFFF) | ((word & 0xFFFF) == 0xFFFF))
+    assert torch.full((1,), NOTHING_YET, dtype=torch.int32).view(torch.int16).tolist() == [-1, -1]
+
+
+def test_the_suffix_is_not_there_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an interrupted run left."""
+    case = LOOPS["full"]
+    loop, module = recorded_loop(case, monkeypatch)
+    keys = torch.zeros(2, 1, case.prefix_tokens, 1, 256, dtype=torch.bfloat16)
+    target, weights = torch.zeros(1, 10, 32), torch.zeros(1, 10)
+    given = {"keys": keys, "values": keys, "lengths": torch.zeros(1, dtype=torch.int32)}
+    with torch.inference_mode():
+        loop._suffix.zero_()
+        loop.run(given | {"target": target, "weights": weights}, None, torch.zeros(1, 10, 32))
+    assert bool((loop._suffix.view(torch.int16) == -1).all())
+    call = next(launch[3][1] for launch in module.launches if launch[0] == "attend")
+    assert (call.ks, call.vs) == (loop._suffix[0].data_ptr(), loop._suffix[1].data_ptr())
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_blocks_of_gate_up_with_many_rows_lie_beside_those_of_output_and_down(adaptive: bool) -> None:
+    sizes = sizes_of(LOOPS["full fifty rows" if adaptive else "full pi0"].config)
+    schedule = Schedule.of(sizes, 1, 800, H200)
+    assert schedule.macros["BATCHED_ROWS"] == 1
+    for other in ("output", "down"):
+        both = sum(-(-schedule.shared[kernel] // 128) * 128 + 1024 for kernel in ("gate_up", other))
+        assert both <= H200.shared_per_multiprocessor
+    assert not Schedule.of(FULL, 1, 544, H200).macros["BATCHED_ROWS"]
+    narrow = dataclasses.replace(sizes, width=512 - 32)
+    assert not Schedule.of(narrow, 1, 800, H200).macros["BATCHED_ROWS"], "batches would not be whole"
 
 
 def test_stamps_find_their_lines() -> None:

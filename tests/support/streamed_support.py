@@ -54,6 +54,7 @@ LOOPS = {
     "demo x 4": LoopCase(streamable("pi05", width=128, mlp=512, heads=4), batch=4),
     "full": LoopCase(streamable("pi05", **FULL), prefix_tokens=544),
     "full pi0": LoopCase(streamable("pi0", **FULL, horizon=50), prefix_tokens=800),
+    "full fifty rows": LoopCase(streamable("pi05", **FULL, horizon=50), prefix_tokens=800),
     "full pi0 three rows of tiles": LoopCase(streamable("pi0", **FULL, horizon=39), prefix_tokens=64),
     "grouped": LoopCase(streamable("pi0", width=256, mlp=1024, heads=4, kv_heads=2, horizon=15), batch=2),
     "wide": LoopCase(streamable("pi05", width=64, mlp=2048, heads=64, horizon=17), prefix_tokens=31),

@@ -15,7 +15,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 // -- dependent launches -----------------------------------------------------------------------------------------------
 
 // Tests set INJECT_DELAY (microseconds). A warp then sleeps between 0 and INJECT_DELAY at two places whose order must
-// be enforced and not happen by luck: after it has let the successor start, and before it counts itself as ready.
+// be enforced and not happen by luck: after it has let the successor start, and before it makes what others wait for.
 __device__ __forceinline__ void inject_delay(u32 salt) {
 #ifdef INJECT_DELAY
   u64 begun, now;
@@ -64,15 +64,20 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
 
+#define MBARRIER_WAIT(TRY)                                               \
+  asm volatile(                                                          \
+      "{\n.reg .pred p;\n.reg .u32 begun, now;\n" TRY " p, [%0], %1;\n"  \
+      "@p bra done;\nmov.u32 begun, %%globaltimer_hi;\n"                 \
+      "again:\n" TRY " p, [%0], %1;\n@p bra done;\n"                     \
+      "mov.u32 now, %%globaltimer_hi;\nsub.u32 now, now, begun;\n"       \
+      "setp.lt.u32 p, now, " TEXT(WAIT_TICKS) ";\n@p bra again;\ntrap;\n" \
+      "done:\n}" ::"r"(barrier), "r"(parity) : "memory")
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\n.reg .u32 begun, now;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\n"
-      "mov.u32 begun, %%globaltimer_hi;\n"
-      "again:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\n"
-      "mov.u32 now, %%globaltimer_hi;\nsub.u32 now, now, begun;\n"
-      "setp.lt.u32 p, now, " TEXT(WAIT_TICKS) ";\n@p bra again;\ntrap;\ndone:\n}"
-      ::"r"(barrier), "r"(parity) : "memory");
+  MBARRIER_WAIT("mbarrier.try_wait.parity.shared::cta.b64");
+}
+// What it waits for comes from other blocks of the cluster.
+__device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 parity) {
+  MBARRIER_WAIT("mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64");
 }
 // This waits until a counter in global memory is `count` or more.
 __device__ __forceinline__ void wait_count(const u32* counter, u32 count) {
@@ -81,6 +86,34 @@ __device__ __forceinline__ void wait_count(const u32* counter, u32 count) {
       "again:\nld.acquire.gpu.global.u32 seen, [%0];\nsetp.ge.u32 p, seen, %1;\n@p bra done;\n"
       "add.u32 polls, polls, 1;\nsetp.lt.u32 p, polls, " TEXT(WAIT_POLLS) ";\n@p bra again;\ntrap;\ndone:\n}"
       ::"l"(counter), "r"(count) : "memory");
+}
+
+// BF16 numbers that are read until they are there, without a counter, were filled with ones before: rounding gives no
+// number of ones alone, its only NaN is 0x7fff.
+__device__ __forceinline__ void st_relaxed(u16* to, u16 v) {
+  asm volatile("st.relaxed.gpu.u16 [%0], %1;" ::"l"(to), "h"(v) : "memory");
+}
+__device__ __forceinline__ uint4 ld_relaxed_v4(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+// Whether all eight numbers were stored: x - 1 borrows from its upper bit where a half of x = ~v is zero.
+__device__ __forceinline__ bool is_there(const uint4& v) {
+  const u32 w[4] = {~v.x, ~v.y, ~v.z, ~v.w};
+  u32 missing = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) missing |= (w[i] - 0x00010001u) & ~w[i] & 0x80008000u;
+  return missing == 0;
+}
+// This loads eight numbers again until they are there. Each is told from ones by itself, so it does not matter in which
+// order they come; of what else was stored nothing is known.
+__device__ __forceinline__ void wait_there(uint4& v, const void* p) {
+  for (u32 polls = 0; !is_there(v); v = ld_relaxed_v4(p))
+    if (++polls > WAIT_POLLS) asm volatile("trap;");
 }
 
 // -- clusters ---------------------------------------------------------------------------------------------------------
@@ -109,6 +142,13 @@ __device__ __forceinline__ u32 mapa(u32 address, int rank) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
+}
+// This stores to another block of the cluster; the bytes complete a barrier of that block. The block must stay until
+// they have come.
+__device__ __forceinline__ void st_async_v4(u32 address, const uint4& v, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+               : "memory");
 }
 
 // -- the copy engine --------------------------------------------------------------------------------------------------

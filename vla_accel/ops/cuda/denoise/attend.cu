@@ -3,7 +3,8 @@
 // A cluster of eight blocks owns a query head: each block makes an eighth of the head's q and sends it to the other
 // seven, then attends to an eighth of the prefix's keys and to an eighth of the suffix's own; the parts of the result,
 // unnormalised, go to the block that owns their columns. Nothing but the context goes through global memory. KV_UNITS
-// blocks in front make the suffix's keys and values; the others wait for them on a counter, after the prefix's scores.
+// blocks in front make the suffix's keys and values; the others ask for them before the prefix's scores, and then again
+// until they are there.
 //
 // The eight blocks of a cluster and the blocks in front wait for each other, so they must be resident together: the
 // host that launches this makes sure that the whole grid fits on the chip.
@@ -21,9 +22,6 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
-}
-__device__ __forceinline__ void red_release(u32* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
 // A block has `prefix_each` keys of the prefix, then `suffix_each` of the suffix; both are multiples of eight.
@@ -47,19 +45,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   float* const maxima = (float*)(q_tile + ROWS * PITCH * 2);
   float* const totals = maxima + WARPS * ROWS;
   float* const stats = totals + WARPS * ROWS;         // (RANKS, ROWS, 2): max and sum, from every block
-  u16* const own_q = (u16*)(stats + RANKS * ROWS * 2);  // (T, Q_UNITS, 2, 8)
-  const u32 kv_barrier = smem_of(own_q + ROWS * Q_COLUMNS);
+  // q lies by eight columns, so that rows which are read together follow each other: (2, D / 16, ROWS, 8), of which a block
+  // makes (2, Q_UNITS, ROWS, 8).
+  u16* const own_q = (u16*)(stats + RANKS * ROWS * 2);
+  constexpr int EIGHT = ROWS * 16;
+  const u32 kv_barrier = smem_of(own_q + ROWS * Q_COLUMNS), q_barrier = kv_barrier + 8;
   // The parts are (RANKS, MT, VT, 32, 4), as lanes hold the sums, and take the place of the weights. Where rows are many
   // and their exchange takes time, they are in BF16, of two tiles together.
   constexpr int TOGETHER = MT > 2 ? 2 : 1;
   unsigned char* const parts = shared_memory;
-  if (!in_front) {
-    cluster_arrive_relaxed();
+  if (in_front) {
+    inject_delay(2);
+  } else {
     if (threadIdx.x == 0) {
       mbarrier_init(kv_barrier, 1);
+      mbarrier_init(q_barrier, 1);
       fence_mbarrier_init();
       mbarrier_arrive_expect_tx(kv_barrier, cached * D * 4);
+      mbarrier_arrive_expect_tx(q_barrier, T * D * 2);
     }
+    cluster_arrive_relaxed();  // The others use q_barrier, which the fence shows them.
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < 2 * cached; i += THREADS) {
@@ -85,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
         const int owner = unit / (D / 16), i = (unit % (D / 16)) * 8 + column;
         a = a * held.scale_a + held.shift_a;
         b = b * held.scale_b + held.shift_b;
-        u16* out = own_q + (row * Q_UNITS + unit % Q_UNITS) * 16 + column;
-        int apart = 8;
+        u16* out = own_q + (unit % Q_UNITS * ROWS + row) * 8 + column;
+        int apart = Q_UNITS * ROWS * 8;
         if (in_front) {
           out = (owner < H + KV ? c.ks + ((u64)row * KV + owner - H) * D : c.vs + ((u64)row * KV + owner - H - KV) * D) + i;
           apart = D / 2;
@@ -96,27 +101,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
           b = b * held.cos + a * held.sin;
           a = turned;
         }
+        if (in_front) {
+          st_relaxed(out, round_bf16(a));
+          st_relaxed(out + apart, round_bf16(b));
+          return;
+        }
         out[0] = round_bf16(a);
         out[apart] = round_bf16(b);
       });
+  if (in_front) return;
   __syncthreads();
-  if (in_front) {
-    inject_delay(2);
-    if (threadIdx.x == 0) red_release(c.ready + at);
-    return;
-  }
   cluster_wait();  // The other blocks have started, so their memory may be written.
   // A warp sends to one block.
-  const u32 their_q = mapa(smem_of(q_tile), warp);
+  const u32 their_q = mapa(smem_of(q_tile) + rank * Q_UNITS * EIGHT, warp), their_barrier = mapa(q_barrier, warp);
 #pragma unroll 1
   for (int part = lane; part < T * Q_UNITS * 2; part += 32) {
-    const int half = part & 1, row = part / (2 * Q_UNITS);
-    const int column = half * (D / 2) + (rank * Q_UNITS + part / 2 % Q_UNITS) * 8;
-    st_cluster_v4(their_q + (row * PITCH + column) * 2, *(const uint4*)(own_q + part * 8));
+    const int eight = part / T, row = part % T, to = eight / Q_UNITS * (D / 16) + eight % Q_UNITS;
+    st_async_v4(their_q + to * EIGHT + row * 16, *(const uint4*)(own_q + (eight * ROWS + row) * 8), their_barrier);
   }
-  cluster_arrive();
   mbarrier_wait(kv_barrier, 0);
-  cluster_wait();
+  // A block sends q behind its product. Who has all of q so knows that no block of the cluster reads weights any more,
+  // whose place the parts take. None ends before the barrier behind the parts, so before all of q has come everywhere.
+  mbarrier_wait_cluster(q_barrier, 0);
   // Scores: warp w takes tiles w / ROW_WARPS + K_WARPS i of eight keys, against its rows. The suffix's keys come last.
   const float scale = 1.4426950408889634f * rsqrtf((float)D);
   const int length = c.lengths[0];
@@ -126,13 +132,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   for (int i = 0; i < KEY_ROUNDS * HELD_TILES * 4; ++i) ((float*)s)[i] = 0.f;
 #pragma unroll
   for (int mt = 0; mt < HELD_TILES; ++mt) best[mt][0] = best[mt][1] = -INFINITE;
-  const u32 q_at = smem_of(q_tile) + ((row_warp * 16 + (lane & 15)) * PITCH + (lane >> 4) * 8) * 2;
+  const u32 q_at = smem_of(q_tile) + (row_warp * 16 + (lane & 15)) * 16 + (lane >> 4) * EIGHT;
   // A warp with many tiles of keys keeps q in registers.
   constexpr bool KEEP = KEY_ROUNDS > 2 && HELD_TILES == 1;
   constexpr int UNROLL = KEEP ? D / 32 : 2;
   u32 q[KEEP ? D / 16 : 1][4];
 #pragma unroll
-  for (int i = 0; KEEP && i < D / 16; ++i) ldmatrix_x4(q[i], q_at + i * 32);
+  for (int i = 0; KEEP && i < D / 16; ++i) ldmatrix_x4(q[i], q_at + i * 2 * EIGHT);
   const auto score = [&](int tile, float(&sum)[HELD_TILES][4]) {
     const u32 k_at = smem_of(k_tile) + ((tile * 8 + (lane & 7)) * PITCH + (lane >> 3) * 8) * 2;
     float other[HELD_TILES][4];  // A second chain of sums halves the latency.
@@ -146,8 +152,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       for (int mt = 0; mt < HELD_TILES; ++mt) {
         u32 first_half[4], second_half[4];
         if (!KEEP) {
-          ldmatrix_x4(first_half, q_at + mt * 16 * PITCH * 2 + i * 64);
-          ldmatrix_x4(second_half, q_at + mt * 16 * PITCH * 2 + i * 64 + 32);
+          ldmatrix_x4(first_half, q_at + mt * 256 + i * 4 * EIGHT);
+          ldmatrix_x4(second_half, q_at + mt * 256 + (i * 4 + 2) * EIGHT);
         }
         const u32(&a)[4] = KEEP ? q[KEEP ? 2 * i : 0] : first_half;
         const u32(&c)[4] = KEEP ? q[KEEP ? 2 * i + 1 : 0] : second_half;
@@ -158,18 +164,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
 #pragma unroll
     for (int i = 0; i < HELD_TILES * 4; ++i) ((float*)sum)[i] += ((float*)other)[i];
   };
+  // A thread has eight columns of one of the suffix's keys.
+  static_assert(ROUND_UP((T + RANKS - 1) / RANKS, 8) * (D / 8) <= THREADS, "a thread has no more of the suffix");
+  const int own_key = threadIdx.x / (D / 8), own_column = threadIdx.x % (D / 8) * 8;
+  const u64 own_from = ((u64)(first_own + own_key) * KV + kv) * D + own_column;
+  uint4 own_k, own_v;
+  if (own_key < own) {
+    own_k = ld_relaxed_v4(c.ks + own_from);
+    own_v = ld_relaxed_v4(c.vs + own_from);
+  }
 #pragma unroll 1
   for (int suffix = 0; suffix < 2; ++suffix) {
     if (suffix) {
       if (own == 0) break;
-      if (threadIdx.x == 0) wait_count(c.ready + at, KV_UNITS);
-      __syncthreads();
-#pragma unroll 1
-      for (int i = threadIdx.x; i < own * (D / 8); i += THREADS) {
-        const int key = i / (D / 8), column = i % (D / 8) * 8, to = ((prefix_each + key) * PITCH + column) * 2;
-        const u64 from = ((u64)(first_own + key) * KV + kv) * D + column;
-        *(uint4*)(k_tile + to) = ld_cg_v4(c.ks + from);
-        *(uint4*)(v_tile + to) = ld_cg_v4(c.vs + from);
+      if (own_key < own) {
+        const int to = ((prefix_each + own_key) * PITCH + own_column) * 2;
+        wait_there(own_k, c.ks + own_from);
+        wait_there(own_v, c.vs + own_from);
+        *(uint4*)(k_tile + to) = own_k;
+        *(uint4*)(v_tile + to) = own_v;
       }
       __syncthreads();
     }
@@ -305,12 +318,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
         sum[n / 4][n % 4] += (n & 2 ? second : first) * value;
       }
     }
+    const float inverse[2] = {1.f / total[0], 1.f / total[1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int n = 0; n < TOGETHER; ++n)
         if (row + half * 8 < T)
           *(u32*)(c.context + place_of(row + half * 8, head * D + rank * Q_COLUMNS + column + n * 8, H * D)) =
-              pack_bf16x2(sum[n][half * 2] / total[half], sum[n][half * 2 + 1] / total[half]);
+              pack_bf16x2(sum[n][half * 2] * inverse[half], sum[n][half * 2 + 1] * inverse[half]);
   }
 }

@@ -11,10 +11,11 @@
 // MLP, H query heads, KV key heads, D head size, L layers, A action size, GATE_UP_UNITS a block, CLUSTER blocks that
 // share an attention tile, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that share K of a product, whose weights are
 // packed for DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those that share a row between steps,
-// KEY_ROUNDS tiles of keys a warp, ADAPTIVE (π0.5) or not (π0, whose first token is the state), WEIGHT_BYTES of a
+// KEY_ROUNDS tiles of keys a warp of `attend` (0 where that is not used), BATCHED_ROWS (gate and up load their rows in
+// batches), ADAPTIVE (π0.5) or not (π0, whose first token is the state), WEIGHT_BYTES of a
 // layer's weight: 2 (BF16), or 1 (INT8, with a scale for each output column), STAGE_BYTES of a unit's weights in BF16,
-// which all are once they are multiplied. WARPS of a block, KEYS of a tile, RANKS (blocks of `attend` that share a head)
-// and CHUNK (columns of K) are constants of Python's.
+// which all are once they are multiplied. WARPS of a block, KEYS of a tile, RANKS (blocks of `attend` that share a head),
+// CHUNK (columns of K) and NOTHING_YET are constants of Python's.
 //
 // Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
 // its cache cost a phase of 4 us more than a loop does.
@@ -45,7 +46,6 @@ struct Call {
   u16 *xb, *hidden, *context, *active;  // inputs of products, BF16, in the order of `place_of`; xb = BF16(xf)
   u16 *q, *ks, *vts, *vs;
   const u16* values;  // (L, BATCH, S, KV, D)
-  u32* ready;         // (steps, L): so many blocks of `attend` have made the suffix's keys and values
   const float *target, *follow;  // (BATCH, HZ, A), (BATCH, HZ): the previous chunk and its actions' weights
   int s, sp, steps;
 };
@@ -135,6 +135,43 @@ struct Stages {
     return smem_of(memory) + STAGE_BYTES * next++;
   }
 };
+
+// Two of four signed bytes, from `first` (0 or 2) on, as BF16, exactly: of a byte b the low seven bits in the mantissa of
+// 128 are 128 + b mod 128, and its sign there is 128, or 256 where b is negative.
+template <int FIRST>
+__device__ __forceinline__ u32 widened_pair(u32 bytes) {
+  u32 spread, pair;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(spread) : "r"(bytes), "r"(0x43434343), "n"(FIRST ? 0x4342 : 0x4140));
+  const u32 low = spread & 0xff7fff7f, sign = spread & 0xff80ff80;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(low), "r"(sign));
+  return pair;
+}
+// Tiles of K weights of one byte become BF16 in their place, of which they are the second half: every warp has read its
+// share of them before one writes. `at(tile)` is a tile's address; `count` of them, at most TILES, are there. All threads
+// call this; another __syncthreads must follow.
+template <int K, int TILES, class At>
+__device__ __forceinline__ void widen(int count, At at) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  constexpr int EACH = (TILES * (K / 32) + WARPS - 1) / WARPS;
+  u32 low[EACH], high[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int n = warp + WARPS * i, tile = n / (K / 32), kb = n % (K / 32);
+    if (tile < count)
+      asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(low[i]), "=r"(high[i]) : "r"(at(tile) + 8 * K + kb * 256 + lane * 8));
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int n = warp + WARPS * i, tile = n / (K / 32), kb = n % (K / 32);
+    const u32 pairs[4] = {widened_pair<0>(low[i]), widened_pair<2>(low[i]), widened_pair<0>(high[i]), widened_pair<2>(high[i])};
+    if (tile < count)
+#pragma unroll
+      for (int matrix = 0; matrix < 4; ++matrix)
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at(tile) + kb * 512 + matrix * 128 + lane * 4), "r"(pairs[matrix]) : "memory");
+  }
+  fence_proxy_async();  // wgmma reads what is written here.
+}
 
 // -- clusters ---------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from vla_accel.errors import EngineError
 from vla_accel.numeric import round_up
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise.packing import Packed, splits_well
-from vla_accel.ops.cuda.denoise.schedule import KEYS, RANKS, THREADS, Schedule
+from vla_accel.ops.cuda.denoise.schedule import KEYS, NOTHING_YET, RANKS, THREADS, Schedule
 from vla_accel.ops.cuda.denoise.sizes import Sizes
 from vla_accel.ops.cuda.denoise.tables import StepTables
 from vla_accel.ops.gpu import PORTABLE_CLUSTER, Gpu
@@ -88,7 +88,7 @@ class _Model(ctypes.Structure):
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("keys", "values_t", "lengths", "state", "actions", "xf")),
-        *((name, _P) for name in ("xb", "hidden", "context", "active", "q", "ks", "vts", "vs", "values", "ready")),
+        *((name, _P) for name in ("xb", "hidden", "context", "active", "q", "ks", "vts", "vs", "values")),
         *((name, _P) for name in ("target", "follow")),
         *((name, ctypes.c_int) for name in ("s", "sp", "steps")),
     ]
@@ -123,13 +123,13 @@ class StreamedLoop:
         fused_attention = schedule.attend is not None
         self.values_t = None if fused_attention else zeros(sizes.depth, batch, *head, self.padded)
         whole = round_up(rows, 16)  # what is multiplied lies in tiles of 16 rows
+        self._suffix = zeros(2, rows, *head)
         # Kept alive here: the kernels see bare addresses.
         self._buffers = {
             "xf": zeros(rows, sizes.width, dtype=torch.float32), "xb": zeros(whole, sizes.width),
             "hidden": zeros(whole, sizes.width), "context": zeros(whole, sizes.heads * sizes.head_dim),
             "active": zeros(whole, sizes.mlp_dim), "q": zeros(rows, sizes.heads, sizes.head_dim),
-            "ks": zeros(rows, *head), "vs": zeros(rows, *head), "vts": zeros(batch, *head, round_up(tokens, KEYS)),
-            "ready": zeros(tables.steps, sizes.depth, dtype=torch.int32),
+            "ks": self._suffix[0], "vs": self._suffix[1], "vts": zeros(batch, *head, round_up(tokens, KEYS)),
         }  # fmt: skip
         cos, sin = rope_tables(prefix_tokens + tokens, sizes.head_dim, device)
         self._constants = {
@@ -147,7 +147,8 @@ class StreamedLoop:
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
         """Enqueue the loop: `actions` (B, H, A) float32 hold the noise and are integrated in place."""
         if self.values_t is None:
-            self._buffers["ready"].zero_()
+            # `attend` reads the suffix's keys and values until they are there; an interrupted run may have left some.
+            self._suffix.view(torch.int32).fill_(NOTHING_YET)
         else:
             # Products want the keys along the contiguous axis. The padding beyond the prefix stays zero.
             self.values_t[..., : self.prefix_tokens].copy_(inputs["values"].permute(0, 1, 3, 4, 2))

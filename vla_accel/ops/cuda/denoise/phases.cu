@@ -1,10 +1,10 @@
 // These phases are products: output, gate and up, down, and the second layer of π0's time MLP. The file follows
 // products.cu.
 
-extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 || BATCHED_ROWS ? 2 : 1)
     gate_up(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, int layer) {
   const u64 at = (u64)step * L + layer;
-  normed_pairs<GATE_UP_UNITS>(
+  normed_pairs<GATE_UP_UNITS, BATCHED_ROWS>(
       shared_memory, c, m.weights + m.layer_at + layer * m.layer_bytes + m.gate_up_at, m.post_scale + at * W, Units::dealt(MLP / 8), eps,
       [&](int unit, int, int column) {
         const float* shift = m.post_shift + at * 2 * MLP + unit * 8 + column;
@@ -19,6 +19,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
         const float y = gate / (1.f + exp2_fast(-2.8853900817779268f * inner)) * up;
         c.active[place_of(row, unit * 8 + column, MLP)] = round_bf16(y);
       });
+  // `attend` reads the suffix's keys and values until they are there, so they must go between two of them. This kernel has
+  // waited for the end of output, and so of this layer's `attend`; the next one waits for down's, and so for this one's.
+  const u32 none = (u32)NOTHING_YET;
+  if (KEY_ROUNDS > 0)
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < T * KV * D / 8; i += gridDim.x * THREADS)
+      ((uint4*)c.ks)[i] = ((uint4*)c.vs)[i] = make_uint4(none, none, none, none);
 }
 
 // x += gate ∘ (rows Wᵀ), where x is the residual stream, kept in float32 (xf) and in BF16 (xb). The scales of the

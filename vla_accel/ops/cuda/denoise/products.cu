@@ -10,43 +10,6 @@
 // otherwise fetch the same weights, and mma.sync would be slower. Weights of one byte arrive as each lane's eight of a
 // block of 32, and become such matrices while the block waits for its predecessor.
 
-// Two of four signed bytes, from `first` (0 or 2) on, as BF16, exactly: of a byte b the low seven bits in the mantissa of
-// 128 are 128 + b mod 128, and its sign there is 128, or 256 where b is negative.
-template <int FIRST>
-__device__ __forceinline__ u32 widened_pair(u32 bytes) {
-  u32 spread, pair;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(spread) : "r"(bytes), "r"(0x43434343), "n"(FIRST ? 0x4342 : 0x4140));
-  const u32 low = spread & 0xff7fff7f, sign = spread & 0xff80ff80;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(low), "r"(sign));
-  return pair;
-}
-// Tiles of K weights of one byte become BF16 in their place, of which they are the second half: every warp has read its
-// share of them before one writes. `at(tile)` is a tile's address; `count` of them, at most TILES, are there. All threads
-// call this; another __syncthreads must follow.
-template <int K, int TILES, class At>
-__device__ __forceinline__ void widen(int count, At at) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  constexpr int EACH = (TILES * (K / 32) + WARPS - 1) / WARPS;
-  u32 low[EACH], high[EACH];
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int n = warp + WARPS * i, tile = n / (K / 32), kb = n % (K / 32);
-    if (tile < count)
-      asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(low[i]), "=r"(high[i]) : "r"(at(tile) + 8 * K + kb * 256 + lane * 8));
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int n = warp + WARPS * i, tile = n / (K / 32), kb = n % (K / 32);
-    const u32 pairs[4] = {widened_pair<0>(low[i]), widened_pair<2>(low[i]), widened_pair<0>(high[i]), widened_pair<2>(high[i])};
-    if (tile < count)
-#pragma unroll
-      for (int matrix = 0; matrix < 4; ++matrix)
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at(tile) + kb * 512 + matrix * 128 + lane * 4), "r"(pairs[matrix]) : "memory");
-  }
-  fence_proxy_async();  // wgmma reads what is written here.
-}
-
 // So many pairs of output tiles share one reduction as keep their sums in registers.
 #define PAIRS (MT == 2 ? 2 : 4)
 // With few rows all eight warps share K, and each has all rows. With many, four warps take a tile of rows each, and two
@@ -212,19 +175,26 @@ struct Room {
 
 // rstd ∘ ((x ∘ (1 + scale)) Wᵀ) of pairs of tiles. `emit(unit, row, column, first, second, held)` gets both tiles'
 // elements; `hold(unit, row, column)` fetches, before the wait, the constants that emit needs.
-template <int COUNT, class Hold, class Emit>
+// IN_BATCHES: of many rows a warp holds DEPTH batches of AT_ONCE rounds, and multiplies each as it comes; the factors lie
+// in shared memory. The block then takes half of a multiprocessor's registers, and leaves the other half to another.
+template <int COUNT, bool IN_BATCHES = false, class Hold, class Emit>
 __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& c, const unsigned char* weights,
                                              const float* scale, const Units& units, float eps, Hold hold, Emit emit) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, mine = units.count;
   constexpr int TOGETHER = Room<COUNT>::TOGETHER, N = Room<COUNT>::N, EACH = (TOGETHER * MT * 128 + THREADS - 1) / THREADS;
-  Stages stages(shared, smem_of(shared + Room<COUNT>::BYTES), COUNT);  // A block has at most COUNT units.
-  float* squares_at = (float*)(shared + Room<COUNT>::BYTES + COUNT * 8);
+  constexpr int AT_ONCE = 2, DEPTH = 3, BATCHES = ROUNDS(W) / AT_ONCE, LOADED = IN_BATCHES ? DEPTH * AT_ONCE : ROUNDS(W);
+  constexpr int BEHIND = Room<COUNT>::BYTES + (IN_BATCHES ? 2 * W : 0);
+  static_assert(!IN_BATCHES || (MT > 2 && COUNT == TOGETHER && BATCHES >= DEPTH && W % (32 * K_WARPS * AT_ONCE) == 0));
+  uint4* factors = (uint4*)(shared + Room<COUNT>::BYTES);
+  Stages stages(shared, smem_of(shared + BEHIND), COUNT);  // A block has at most COUNT units.
+  float* squares_at = (float*)(shared + BEHIND + COUNT * 8);
   float* rstd_at = squares_at + WARPS * 16 * HELD_TILES;
   if (threadIdx.x == 0)
     for (int i = 0; i < mine; ++i)
       stages.fetch(i, weights + (u64)units.at(i) * (16 * WEIGHT_BYTES * W), 16 * WEIGHT_BYTES * W);
   griddepcontrol_launch_dependents();
-  uint4 a[ROUNDS(W)][HELD_TILES][2];
+  if (IN_BATCHES && ADAPTIVE && threadIdx.x < W / 8) factors[threadIdx.x] = factors_of(scale + threadIdx.x * 8);
+  uint4 a[LOADED][HELD_TILES][2];
   uint4 factor[ROUNDS(W)];
 #pragma unroll
   for (int i = 0; i < ROUNDS(W); ++i) {
@@ -247,36 +217,39 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
     __syncthreads();
   }
   griddepcontrol_wait();
-  float squares[HELD_TILES][2];
+  float squares[HELD_TILES][2] = {};
 #pragma unroll
-  for (int i = 0; i < ROUNDS(W); ++i) {
+  for (int i = 0; i < LOADED; ++i) {
     const int kb = warp / ROW_WARPS + K_WARPS * i;
     if (WHOLE(i, W) || kb < W / 32) load_rows(a[i], c.xb, kb, W, warp, lane);
   }
+  const auto scale_rows = [&](uint4(&rows)[HELD_TILES][2], const uint4& by) {
 #pragma unroll
-  for (int mt = 0; mt < HELD_TILES; ++mt) squares[mt][0] = squares[mt][1] = 0.f;
+    for (int mt = 0; mt < HELD_TILES; ++mt)
 #pragma unroll
-  for (int i = 0; i < ROUNDS(W); ++i) {
+      for (int half = 0; half < 2; ++half) {
+        squares[mt][half] += squares_of(rows[mt][half]);
+        if (ADAPTIVE) rows[mt][half] = scaled(rows[mt][half], by);
+      }
+  };
+  const auto put_squares = [&] {
+#pragma unroll
+    for (int mt = 0; mt < HELD_TILES; ++mt)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sum = squares[mt][half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if ((lane & 3) == 0) squares_at[(warp * HELD_TILES + mt) * 16 + half * 8 + (lane >> 2)] = sum;
+      }
+  };
+#pragma unroll
+  for (int i = 0; !IN_BATCHES && i < ROUNDS(W); ++i) {
     const int kb = warp / ROW_WARPS + K_WARPS * i;
     if (ADAPTIVE && MT > 2 && (WHOLE(i, W) || kb < W / 32)) factor[i] = factors_of(scale + kb * 32 + (lane & 3) * 8);
-    if (WHOLE(i, W) || kb < W / 32)
-#pragma unroll
-      for (int mt = 0; mt < HELD_TILES; ++mt)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          squares[mt][half] += squares_of(a[i][mt][half]);
-          if (ADAPTIVE) a[i][mt][half] = scaled(a[i][mt][half], factor[i]);
-        }
+    if (WHOLE(i, W) || kb < W / 32) scale_rows(a[i], factor[i]);
   }
-#pragma unroll
-  for (int mt = 0; mt < HELD_TILES; ++mt)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum = squares[mt][half];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      if ((lane & 3) == 0) squares_at[(warp * HELD_TILES + mt) * 16 + half * 8 + (lane >> 2)] = sum;
-    }
+  if (!IN_BATCHES) put_squares();
   for (int done = 0; done < mine; done += TOGETHER) {
     float acc[TOGETHER][2][HELD_TILES][4];
 #pragma unroll
@@ -287,7 +260,23 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
 #if MT > 2
     // One wgmma takes all tiles; nobody takes the sums of a unit that is not there.
     for (int j = 0; j < TOGETHER && done + j < mine; ++j) stages.take();
-    multiply<W, 2 * TOGETHER, ROUNDS(W)>(smem_of(sums), TILE_BYTES, (float(&)[2 * TOGETHER][HELD_TILES][4])acc, a, 0, warp, lane);
+    float(&tiles)[2 * TOGETHER][HELD_TILES][4] = (float(&)[2 * TOGETHER][HELD_TILES][4])acc;
+    if constexpr (IN_BATCHES) {
+#pragma unroll
+      for (int batch = 0; batch < BATCHES; ++batch) {
+        const int from = warp / ROW_WARPS + K_WARPS * batch * AT_ONCE;
+        auto& rows = (uint4(&)[AT_ONCE][HELD_TILES][2])a[batch % DEPTH * AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) scale_rows(rows[i], factors[(from + K_WARPS * i) * 4 + (lane & 3)]);
+        multiply<W, 2 * TOGETHER, AT_ONCE>(smem_of(sums), TILE_BYTES, tiles, rows, batch * AT_ONCE, warp, lane);
+#pragma unroll
+        for (int i = 0; batch + DEPTH < BATCHES && i < AT_ONCE; ++i)
+          load_rows(rows[i], c.xb, from + K_WARPS * (DEPTH * AT_ONCE + i), W, warp, lane);
+      }
+      put_squares();
+    } else {
+      multiply<W, 2 * TOGETHER, LOADED>(smem_of(sums), TILE_BYTES, tiles, a, 0, warp, lane);
+    }
 #else
 #pragma unroll
     for (int j = 0; j < TOGETHER; ++j)
@@ -302,9 +291,12 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
       rstd_at[threadIdx.x] = rsqrtf(sum / W + eps);
     }
     __syncthreads();
+    // The compiler would compute so many addresses before the product that they do not fit in half of the registers.
+    int thread = threadIdx.x;
+    if (IN_BATCHES) asm volatile("" : "+r"(thread));
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
-      const Place at(threadIdx.x + n * THREADS);
+      const Place at(thread + n * THREADS);
       if (at.tile < TOGETHER && done + at.tile < mine && at.row < M) {
         const float rstd = rstd_at[at.row];
         emit(units.at(done + at.tile), at.row, at.column, rstd * sum_of_warps<N>(sums, at.tile * 2, at),

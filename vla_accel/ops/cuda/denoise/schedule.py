@@ -19,7 +19,12 @@ RANKS = 8
 """Blocks of `attend` that share a head."""
 STAGE_BYTES = 2 * 8 * 1024 * 2
 """Of a unit's weights: two tiles of eight columns of at most 1024, in BF16."""
-CONSTANTS = {"WARPS": WARPS, "KEYS": KEYS, "RANKS": RANKS, "CHUNK": CHUNK, "STAGE_BYTES": STAGE_BYTES}
+NOTHING_YET = -1
+"""The bits of two of the suffix's keys and values that nobody has stored yet."""
+CONSTANTS = {
+    "WARPS": WARPS, "KEYS": KEYS, "RANKS": RANKS, "CHUNK": CHUNK, "STAGE_BYTES": STAGE_BYTES,
+    "NOTHING_YET": NOTHING_YET,
+}  # fmt: skip
 
 
 def held_tiles(rows: int) -> int:
@@ -69,7 +74,7 @@ class Attend:
         rows, pitch, units = round_up(sizes.tokens, 16), 2 * (d + 8), d // 16 // RANKS
         shared = round_up(units * (STAGE_BYTES + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows), 16)
         shared += (keys + round_up(keys, 16) + rows) * pitch
-        shared += 4 * rows * (2 * WARPS + 2 * RANKS) + 2 * rows * d // RANKS + 8
+        shared += 4 * rows * (2 * WARPS + 2 * RANKS) + 2 * rows * d // RANKS + 2 * 8
         probabilities = 2 * rows * (round_up(keys, 16) + 8)
         blocks = in_front + sizes.heads * RANKS
         if shared > gpu.shared_per_block:
@@ -115,6 +120,8 @@ class Schedule:
         # As many units a block as leave all blocks of gate and up a place at once: two blocks a multiprocessor where
         # rows are few, one where they take its registers.
         units = min(3 if tiles <= 2 else 4, -(-pairs // 128))
+        # Two warps share K, and a batch has two blocks of 32 of it each; at least four batches are worth it.
+        batched = tiles > 2 and sizes.width % 128 == 0 and sizes.width >= 512
         packed = [split_of(sizes.width, k) for k in (sizes.mlp_dim, attended, sizes.width)]
         down, output, mix = (
             shared_by(sizes.width, k, parts, tiles)
@@ -137,7 +144,7 @@ class Schedule:
             "A": sizes.action_dim, "GATE_UP_UNITS": units, "CLUSTER": cluster, "DOWN_SPLIT": down,
             "OUTPUT_SPLIT": output, "MIX_SPLIT": mix, "DOWN_PACKED": packed[0], "OUTPUT_PACKED": packed[1],
             "MIX_PACKED": packed[2], "STEP_BLOCKS": step_blocks, "ADAPTIVE": int(adaptive),
-            "KEY_ROUNDS": 0 if attend is None else attend.rounds,
+            "KEY_ROUNDS": 0 if attend is None else attend.rounds, "BATCHED_ROWS": int(batched),
         }  # fmt: skip
         squares = 4 * 16 * (WARPS * held + tiles)
 
@@ -154,7 +161,7 @@ class Schedule:
         }
         clusters = {"output": output, "down": down, "between": step_blocks}
         shared = {
-            "gate_up": normed_room(units, tiles) + 8 * units + squares,
+            "gate_up": normed_room(units, tiles) + (2 * sizes.width if batched else 0) + 8 * units + squares,
             "output": split(attended, output),
             "down": split(sizes.mlp_dim, down),
             "between": 0,
