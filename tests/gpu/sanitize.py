@@ -78,8 +78,9 @@ def attention() -> Cases:
 
 
 def denoise() -> Cases:
-    """Every kernel of the streamed loop, with one to four tiles of rows, one sequence and several, π0 and π0.5."""
+    """Every kernel of the streamed loop, with one to four tiles of rows, one sequence and several, for all families."""
     from tests.gpu import test_gpu as gpu
+    from tests.gpu import test_gpu_smolvla as smolvla
     from vla_accel.native.constants import step_tables
     from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of
     from vla_accel.ops.cuda.denoise import StreamedLoop
@@ -119,20 +120,24 @@ def denoise() -> Cases:
         ),
         "attend one key": replace(one, prefix_tokens=1),
         "attend int8": replace(one, precision="int8"),
-        "split": LoopCase(streamable("pi05", width=128, mlp=512, heads=4, depth=1), steps=2),
-        "split int8": LoopCase(streamable("pi0", width=128, mlp=512, heads=4, depth=1), steps=2, precision="int8"),
+        "group": LoopCase(streamable("pi05", width=128, mlp=512, heads=4, depth=1), steps=2),
+        "group int8": LoopCase(streamable("pi0", width=128, mlp=512, heads=4, depth=1), steps=2, precision="int8"),
+        "split": LoopCase(streamable("pi05", width=128, mlp=512, heads=4, depth=1), batch=2, steps=2),
         "split x 4": LoopCase(streamable("pi05", width=128, mlp=512, heads=4, depth=1), batch=4, steps=2),
         "split π0 grouped": LoopCase(
             streamable("pi0", width=256, mlp=1024, heads=4, kv_heads=2, depth=1, horizon=15), batch=2, steps=2
         ),
         "split of sixteen": LoopCase(
-            streamable("pi05", width=64, mlp=256, heads=4, depth=1), steps=2, prefix_tokens=600
+            streamable("pi05", width=64, mlp=256, heads=4, head_dim=192, depth=1), steps=2, prefix_tokens=600
         ),
         "narrow": LoopCase(
             streamable("pi05", width=32, mlp=96, heads=1, depth=1, horizon=1, action_dim=7), prefix_tokens=1, steps=1
         ),
     }
-    return {name: lambda c=case: run(c) for name, case in found.items()}
+    in_order = ("16 actions", "50 actions", "all cross", "three sequences", "int8")
+    return {name: lambda c=case: run(c) for name, case in found.items()} | {
+        f"causal {name}": lambda n=name: smolvla.test_the_streamed_loop_is_as_near_as_the_fused(n) for name in in_order
+    }
 
 
 def triton() -> Cases:

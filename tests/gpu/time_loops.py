@@ -4,7 +4,7 @@ kernels and by the library's: is it right, and how fast is it?
     python -m tests.gpu.time_loops --output runs/loops.jsonl [--only TEXT]
     TRITON_INTERPRET=1 python -m tests.gpu.time_loops --tiny --output runs/loops.jsonl    # without a GPU: is it right?
 
-Loops: 18 layers of the expert, one step, streamed (Hopper's CUDA C++), in Triton as it is built here, and in Triton as
+Loops: all layers of the expert, one step, streamed (Hopper's CUDA C++), in Triton as it is built here, and in Triton as
 a portable GPU would build it; microseconds a layer, and the cosine with the float32 reference, judged beside plain
 BF16's. GEMMs: row counts between those of the table, the library beside what is searched for. A JSON object a line, as
 soon as it is known. Ends with 1 where one is wrong.
@@ -13,6 +13,7 @@ soon as it is known. Ends with 1 where one is wrong.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -27,15 +28,18 @@ import torch
 from torch import Tensor
 
 from tests.support import kernel_cases as cases
+from tests.support.smolvla_loops import FULL as SMOLVLA_FULL
+from tests.support.smolvla_loops import ExpertCase, Loops, expert_of
 from tests.support.streamed_support import FULL, LoopCase, streamable
 from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
+from vla_accel.native import smolvla_expert
 from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of, steps_of, why_not_streamed
 from vla_accel.ops import linear
 from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.cuda import gemm, runtime
-from vla_accel.ops.cuda.denoise import StreamedLoop
+from vla_accel.ops.cuda.denoise import StreamedLoop, why_not
 from vla_accel.ops.cuda.gemm import Tiling, launch
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu, assumed
@@ -51,6 +55,10 @@ LOOPS = {
     "pi05 H=50": LoopCase(streamable("pi05", **DEEP, horizon=50), 1, 800),
     "pi0 H=50": LoopCase(streamable("pi0", **DEEP, horizon=50), 1, 800),
     "pi05 H=50 batch 8": LoopCase(streamable("pi05", **DEEP, horizon=50), 8, 800),
+}
+SMOLVLA = {
+    f"smolvla {keys} keys": ExpertCase(expert_of(**SMOLVLA_FULL, depth=16), keys, (keys - 12,), steps=1)
+    for keys in (177, 145)
 }
 TINY = {
     "pi05": LoopCase(streamable("pi05", width=64, mlp=128, heads=2, horizon=18), 1, 40),
@@ -77,6 +85,56 @@ def velocity(loop: Any, inputs: dict[str, Tensor], state: Tensor | None) -> Tens
     actions = inputs["noise"].clone()
     loop.run(inputs, state, actions)
     return (actions - inputs["noise"]).flatten().double()
+
+
+def timed(
+    name: str, rows: int, depth: int, ways: dict[str, Callable[[], Any]], inputs: dict[str, Tensor],
+    state: Tensor | None, want: Tensor, least: float,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """A row for each of `ways` to build a loop, whose first step should add `want`, with a cosine of `least`."""
+    device = want.device
+    here = Gpu.of(device)
+    gpus = {"triton": here, "portable": None if here is None else here.portable}
+    for way, build in ways.items():
+        row: dict[str, Any] = {"loop": name, "rows": rows, "way": way}
+        try:
+            with assumed(gpus.get(way)), steered("cuda" if here is not None else "triton"):
+                began = time.perf_counter()
+                loop = build()
+                row["build_s"] = round(time.perf_counter() - began, 1)
+                cosine = float(torch.nn.functional.cosine_similarity(velocity(loop, inputs, state), want, dim=0))
+                row |= {"cosine": cosine, "least": least, "right": cosine >= least}
+                row["how"] = getattr(loop, "detail", "")
+                if here is not None:
+                    actions = inputs["noise"].clone()
+                    ms = milliseconds(functools.partial(loop.run, inputs, state, actions), device, 4)
+                    row["us_a_layer"] = 1e3 * ms / depth
+        except unfit() as error:
+            row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        yield row
+
+
+def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
+    """A row for each kind of SmolVLA's loop."""
+    here, place = Gpu.of(device), str(device)
+    for name, case in SMOLVLA.items():
+        if only not in name:
+            continue
+        loops, config = Loops(case), case.config
+        inputs = loops.placed(place, beyond=0.0) | {"noise": loops.noise.to(device)}
+        with steered("reference"):
+            exact = loops.placed(place, torch.float32, beyond=0.0) | {"noise": inputs["noise"]}
+            want = velocity(loops.fused("fp32", place), exact, None)
+        ways: dict[str, Callable[[], Any]] = {
+            "triton": functools.partial(loops.fused, "bf16" if here is not None else "fp32", place)
+        }
+        if here is not None:
+            ways["portable"] = ways["triton"]
+            for precision, way in (("bf16", "streamed"), ("int8", "streamed int8")):
+                if why_not(here, smolvla_expert.sizes_of(config), 1, precision) is None:
+                    other = Loops(dataclasses.replace(case, precision=precision))
+                    ways[way] = functools.partial(other.streamed, here, place)
+        yield from timed(name, config.action_horizon, config.expert.depth, ways, inputs, None, want, COSINE)
 
 
 def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[str, Any]]:
@@ -106,7 +164,6 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
         ways: dict[str, Callable[[], Any]] = {
             "triton": functools.partial(_LayerLoop, weights, case.config, tables, *sizes)
         }
-        gpus = {"triton": here, "portable": None if here is None else here.portable}
         if here is not None:
             ways["portable"] = ways["triton"]
             model = model.to_compute_dtype(torch.bfloat16)
@@ -119,23 +176,9 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
                     StreamedLoop, here, sizes_of(case.config), packed.packed, tables, packed.w_out, packed.b_out,
                     mix_bias, *sizes,
                 )  # fmt: skip
-        for way, build in ways.items():
-            row: dict[str, Any] = {"loop": name, "rows": case.batch * case.config.suffix_tokens, "way": way}
-            try:
-                with assumed(gpus.get(way)), steered("cuda" if here is not None else "triton"):
-                    began = time.perf_counter()
-                    loop = build()
-                    row["build_s"] = round(time.perf_counter() - began, 1)
-                    cosine = float(torch.nn.functional.cosine_similarity(velocity(loop, inputs, state), want, dim=0))
-                    row |= {"cosine": cosine, "least": least, "right": cosine >= least}
-                    row["how"] = getattr(loop, "detail", "")
-                    if here is not None:
-                        actions = inputs["noise"].clone()
-                        ms = milliseconds(functools.partial(loop.run, inputs, state, actions), device, 4)
-                        row["us_a_layer"] = 1e3 * ms / case.config.expert.depth
-            except unfit() as error:
-                row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            yield row
+        yield from timed(
+            name, case.batch * case.config.suffix_tokens, case.config.expert.depth, ways, inputs, state, want, least
+        )
 
 
 def tilings(gpu: Gpu, kind: str, rows: int, activation: str, n: int, k: int) -> list[Tiling]:
@@ -190,7 +233,11 @@ def main() -> int:
     device = torch.device("cpu" if options.tiny else "cuda")
     here = Gpu.of(device)
     chosen = {n: c for n, c in (TINY if options.tiny else LOOPS).items() if options.only in n}
-    rows = itertools.chain(loops(device, chosen), gemms(device) if here is not None and not options.only else ())
+    rows = itertools.chain(
+        loops(device, chosen),
+        () if options.tiny else smolvla_loops(device, options.only),
+        gemms(device) if here is not None and not options.only else (),
+    )
     options.output.parent.mkdir(parents=True, exist_ok=True)
     wrong = count = 0
     with torch.inference_mode(), options.output.open("w") as file:

@@ -40,7 +40,8 @@ from vla_accel.ops.cuda.denoise.schedule import (
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear
 
-SOURCE = runtime.source_of({}, *(f"denoise/{n}" for n in ("core", "products", "phases", "attention", "attend", "step")))
+PARTS = ("core", "products", "phases", "attention", "attend", "grouped", "step")
+SOURCE = runtime.source_of({}, *(f"denoise/{n}" for n in PARTS))
 CODE = re.sub(r"//.*", "", SOURCE)
 
 
@@ -167,6 +168,9 @@ def test_the_kernels_find_every_weight_once(
 
 def test_more_blocks_share_k_where_rows_are_many() -> None:
     assert [shared_by(1024, 4096, 4, tiles) for tiles in (1, 2, 3, 4)] == [4, 4, 8, 8]
+    # Packed whole: as many as leave each 128 columns, where they divide both.
+    assert [shared_by(768, k, 1, 4) for k in (960, 768, 160, 1056)] == [3, 6, 1, 1]
+    assert shared_by(768, 960, 1, 2) == 1
     # Fewer parts, columns that eight blocks cannot share, a part of two chunks: as packed.
     assert [shared_by(*sizes, 4) for sizes in ((1024, 1024, 2), (32, 4096, 4), (1024, 8192, 4))] == [2, 4, 4]
 
@@ -314,7 +318,7 @@ def test_attend_needs_all_of_its_blocks_at_once(gpu: Gpu, room: int | None) -> N
     )
     assert schedule.apart == (
         f"its 12 clusters of 8 blocks must run at once, {gpu.name} has {gpu.multiprocessors} multiprocessors, which "
-        f"surely hold {room}"
+        f"surely hold {room}; grouped: it is not for heads of 256"
     )
     # A lone cluster beyond eight blocks only where the GPU surely holds all of them at once.
     assert schedule.clusters["attention"] == (10 if room >= 16 else 8)
@@ -323,7 +327,7 @@ def test_attend_needs_all_of_its_blocks_at_once(gpu: Gpu, room: int | None) -> N
 @pytest.mark.parametrize(("gpu", "cluster"), [(H200, 11), (H20, 11), (MIG_TWO, 11), (MIG_SLICE, 8)], ids=str)
 def test_clusters_beyond_eight_need_room_for_all(gpu: Gpu, cluster: int) -> None:
     sizes = sizes_of(LOOPS["demo"].config)  # heads of 64: no `attend`; three tiles of rows
-    schedule = Schedule.of(dataclasses.replace(sizes, heads=1), 1, 640, gpu)
+    schedule = Schedule.of(dataclasses.replace(sizes, heads=1), 1, 640, gpu, apart="a test asks for it")
     assert schedule.clusters["attention"] == cluster
 
 
@@ -419,14 +423,15 @@ def test_launches(recorded: tuple[LoopCase, StreamedLoop, RecordedModule]) -> No
     given = {"keys": keys, "values": values, "lengths": lengths, "target": target, "weights": weights}
     with torch.inference_mode():
         loop.run(given, state, actions)
-    attend = loop.schedule.attend
-    assert (attend is None) == (loop.values_t is not None)
+    attend, grouped = loop.schedule.attend, loop.schedule.grouped
+    assert (attend is None and grouped is None) == (loop.values_t is not None)
     if loop.values_t is not None:
         # The kernels read values with the keys along the contiguous axis.
         assert torch.equal(loop.values_t[..., : case.prefix_tokens], values.permute(0, 1, 3, 4, 2))
         assert not loop.values_t[..., case.prefix_tokens :].any() and loop.values_t.shape[-1] % KEYS == 0
 
-    phases = [*(("qkv", "attention") if attend is None else ("attend",)), "output", "gate_up", "down"]
+    apart = ("qkv", "attention") if grouped is None else ("grouped",)
+    phases = [*(apart if attend is None else ("attend",)), "output", "gate_up", "down"]
     step = ["between", *([] if adaptive else ["mix"]), *phases * expert.depth]
     assert [launch[0] for launch in module.launches] == [*step * case.steps, "between"]
     assert [launch[-1] for launch in module.launches] == [False] + [True] * (len(module.launches) - 1)
@@ -441,9 +446,11 @@ def test_launches(recorded: tuple[LoopCase, StreamedLoop, RecordedModule]) -> No
         "attention": defines["CLUSTER"] * case.batch * expert.kv_heads
         * -(-config.suffix_tokens * (expert.heads // expert.kv_heads) // 16),
         "attend": RANKS * expert.heads + 2 * expert.kv_heads * expert.head_dim // 16,
+        "grouped": defines["GROUP_RANKS"] * expert.kv_heads,
     }  # fmt: skip
     clusters = {
-        "attention": defines["CLUSTER"], "attend": RANKS, "down": defines["DOWN_SPLIT"],
+        "attention": defines["CLUSTER"], "attend": RANKS, "grouped": defines["GROUP_RANKS"],
+        "down": defines["DOWN_SPLIT"],
         "output": defines["OUTPUT_SPLIT"], "mix": defines["MIX_SPLIT"], "between": defines["STEP_BLOCKS"],
     }  # fmt: skip
     for kernel, blocks, threads, arguments, cluster, _ in module.launches:
@@ -458,7 +465,7 @@ def test_launches(recorded: tuple[LoopCase, StreamedLoop, RecordedModule]) -> No
     numbers = [[a.value for a in launch[3][2:] if isinstance(a, ctypes.c_int)] for launch in module.launches]
     of_phase = [
         [
-            *([[s, n], [n]] if attend is None else [[s, n, attend.prefix_keys, attend.suffix_keys]]),
+            *([[s, n, attend.prefix_keys, attend.suffix_keys]] if attend else [[s, n]] if grouped else [[s, n], [n]]),
             [s, n],
             [s, n],
             [s, n],

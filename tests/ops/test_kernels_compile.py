@@ -18,10 +18,12 @@ import torch
 from tests.ops.test_gemm import TABLE, TILINGS
 from tests.support.cubin import registers_of, stack_of
 from tests.support.gpus import ARCHITECTURES, H200
+from tests.support.smolvla_loops import EXPERTS
 from tests.support.streamed_support import LOOPS, recorded_loop
 from vla_accel.errors import EngineError
+from vla_accel.native import smolvla_expert
 from vla_accel.ops.cuda import runtime
-from vla_accel.ops.cuda.denoise.schedule import THREADS
+from vla_accel.ops.cuda.denoise.schedule import THREADS, Schedule
 from vla_accel.ops.cuda.gemm import Tiling, launch, searched
 
 ROOT = Path(__file__).parents[2]
@@ -183,6 +185,22 @@ def test_the_streamed_kernels_compile(name: str, nvrtc: ctypes.CDLL, monkeypatch
         assert b".text." + kernel.encode() + b"\0" in code, kernel
     assert max(registers_of(code)) * THREADS <= H200.registers and max(module.shared.values()) <= H200.shared_per_block
     assert max(stack_of(code)) <= SPILLED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "full int8", "17 actions", "three sequences"])
+def test_smolvla_s_streamed_kernels_compile(name: str, nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = EXPERTS[name]
+    schedule = Schedule.of(
+        smolvla_expert.sizes_of(case.config), len(case.lengths), case.prefix_tokens, H200,
+        1 if case.precision == "int8" else 2,
+    )  # fmt: skip
+    monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
+    code = runtime.compile_source(schedule.source, "sm_90a")
+    for kernel in schedule.blocks:
+        assert b".text." + kernel.encode() + b"\0" in code, kernel
+    assert max(schedule.shared.values()) <= H200.shared_per_block and max(stack_of(code)) <= SPILLED
+    assert max(registers_of(code)) * THREADS <= H200.registers
 
 
 def layout_of(structure: type[ctypes.Structure], name: str) -> str:

@@ -37,6 +37,7 @@ from vla_accel.models.pi0 import Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.native import expert, smolvla_expert
 from vla_accel.native import pi0 as pi0_programs
+from vla_accel.native import smolvla as smolvla_programs
 from vla_accel.native.cuts import Taken
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.native.smolvla import SmolVlaStore
@@ -95,7 +96,7 @@ def launches_of(
             store.denoise(batch, total, 2, of_loop, trained=trained),
         )  # fmt: skip
     loop: Any = getattr(programs[2], "loop", programs[2])
-    assert isinstance(loop, (expert._LayerLoop, smolvla_expert.NativeDenoise))
+    assert isinstance(loop, (expert._LayerLoop, smolvla_expert._LayerLoop))
     # Where the chain's products are the library's, only the loop starts early; a Hopper's are its own.
     loop.pdl = programs[0].pdl = programs[1].pdl = gpu.dependent_launch  # type: ignore[attr-defined]
 
@@ -254,7 +255,8 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, tma: bool) 
 
 def main(versions: list[str], *wanted: bool) -> None:
     # The loop in Triton, on Hopper, too.
-    setattr(pi0_programs, "why_not_streamed", lambda *_: "Triton's is asked for")  # noqa: B010
+    for programs in (pi0_programs, smolvla_programs):
+        setattr(programs, "why_not_streamed", lambda *_: "Triton's is asked for")  # noqa: B010
     knobs.nvidia.dump_ptxas_log = True
     knobs.compilation.always_compile = True  # what is found in the cache has no log
     for version in versions:

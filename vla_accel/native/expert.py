@@ -119,7 +119,7 @@ def sizes_of(config: Pi0Config) -> Sizes:
     e = config.expert
     return Sizes(
         e.width, e.mlp_dim, e.heads, e.kv_heads, e.head_dim, e.depth, config.suffix_tokens, config.action_horizon,
-        config.action_dim, config.kind == "pi05", e.eps,
+        config.action_dim, config.kind == "pi05", e.eps, e.width,
     )  # fmt: skip
 
 

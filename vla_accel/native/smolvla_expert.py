@@ -1,7 +1,7 @@
-"""SmolVLA's denoise loop in fused ops, all of the steps in one program.
+"""SmolVLA's denoise loop, all of the steps in one program: CUDA C++ for few rows on Hopper, fused ops otherwise.
 
-The layers are so small that launches are the cost: a layer that crosses is four kernels (queries and attention are
-one), one that attends to the actions, too, is five, and there are two between steps. Exact savings: everything that
+The layers are so small that launches are the cost: a layer is four kernels, of the fused ops five where it attends to
+the actions, too, and there are two between steps. Exact savings: everything that
 depends on the step only is a constant, the two linear maps from actions to the time MLP are one, norms' weights are
 folded, and the prefix's keys and values are read where the prefix wrote them.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vla_accel.models.rtc import step_gains
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
@@ -21,9 +22,12 @@ from vla_accel.native.cuts import Cuts
 from vla_accel.native.expert import ExpertLayer, begin
 from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
+from vla_accel.numeric import round_up
 from vla_accel.ops import suffix
-from vla_accel.ops.cuda.denoise import StepTables
+from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
+from vla_accel.ops.cuda.denoise.sizes import WHOLE
 from vla_accel.ops.dispatch import dependent_launches
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.rows import rope_tables
@@ -33,9 +37,13 @@ from vla_accel.ops.suffix_tilings import SuffixAttention
 @dataclass(frozen=True)
 class ExpertWeights:
     """The expert's weights. Of a layer that crosses, `qkv` is its queries' alone; `mix` (W, W): the second layer of the
-    time MLP; `w_out` (A, W) float32; `precision`: of the layers' weights."""
+    time MLP; `w_out` (A, W) float32; `precision`: of the layers' weights.
+
+    The layers' weights are there once: as `layers`, or, for the streamed kernels, as `packed`. There every width is
+    `sizes_of(config).width`, and a layer that crosses has zeros for keys and values, which no kernel reads."""
 
     layers: tuple[ExpertLayer, ...]
+    packed: Packed | None
     mix: Linear
     w_out: Tensor
     b_out: Tensor
@@ -43,34 +51,61 @@ class ExpertWeights:
     precision: str
 
     @classmethod
-    def of(cls, model: SmolVla, precision: str) -> ExpertWeights:
-        """Prepare from a model; `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`)."""
-        dtype = compute_dtype(precision)
-        layers = []
-        for index, layer in enumerate(model.expert.layers):
-            first = "q_proj" if model.config.crosses(index) else "qkv_proj"
+    def of(cls, model: SmolVla, precision: str, *, streamed: bool = False) -> ExpertWeights:
+        """Prepare from a model; `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`). `streamed`: for the
+        streamed kernels."""
+        dtype, expert = compute_dtype(precision), model.config.expert
+        beyond = sizes_of(model.config).width - expert.width if streamed else 0
+
+        def made(index: int) -> ExpertLayer:
+            layer, crosses = model.expert.layers[index], model.config.crosses(index)
+            first = "q_proj" if crosses else "qkv_proj"
+            missing = 2 * expert.kv_heads * expert.head_dim if crosses and streamed else 0
             parts = (first, "o_proj", "gate_up_proj", "down_proj", "input_layernorm", "post_attention_layernorm")
             with model.present(*(f"expert.layers.{index}.{name}" for name in parts)):
                 product: dict[str, torch.nn.Linear] = {n: layer.get_submodule(n) for n in parts[:4]}  # type: ignore[misc]
                 before, after = (plain(layer.get_submodule(n)) for n in parts[4:])
-                layers.append(
-                    ExpertLayer(
-                        plain_input(precision, *fold_norm(product[first], before)),
-                        plain_input(precision, product["o_proj"].weight),
-                        plain_input(precision, *fold_norm(product["gate_up_proj"], after)),
-                        plain_input(precision, product["down_proj"].weight),
-                    )
+                return ExpertLayer(
+                    plain_input(precision, *fold_norm(product[first], before), beyond, missing),
+                    plain_input(precision, product["o_proj"].weight, pad_n=beyond),
+                    plain_input(precision, *fold_norm(product["gate_up_proj"], after), beyond),
+                    plain_input(precision, product["down_proj"].weight, pad_n=beyond),
                 )
+
         with model.present("action_time_mlp_out", "action_out_proj"):
-            mix = make_linear(model.action_time_mlp_out.weight, model.action_time_mlp_out.bias, dtype)
-            w_out, b_out = model.action_out_proj.weight.float().contiguous(), model.action_out_proj.bias.float()
-        return cls(tuple(layers), mix, w_out, b_out, dtype, precision)
+            last = model.action_time_mlp_out
+            mix = make_linear(last.weight, last.bias, dtype, pad_k=beyond, pad_n=beyond)
+            w_out = F.pad(model.action_out_proj.weight.float(), (0, beyond)).contiguous()
+            b_out = model.action_out_proj.bias.float()
+        every = (made(index) for index in range(expert.depth))
+        if not streamed:
+            return cls(tuple(every), None, mix, w_out, b_out, dtype, precision)
+        products = ((w.qkv, w.o, w.gate_up, w.down) for w in every)
+        packed = Packed.of(products, mix.weight, expert.head_dim, expert.depth)
+        return cls((), packed, mix, w_out, b_out, dtype, precision)
+
+
+def sizes_of(config: SmolVlaConfig) -> Sizes:
+    """What the denoise kernels must know of a model."""
+    e = config.expert
+    return Sizes(
+        round_up(e.width, WHOLE), e.mlp_dim, e.heads, e.kv_heads, e.head_dim, e.depth, config.action_horizon,
+        config.action_horizon, config.action_dim, False, e.eps, e.width, causal=True, silu=True,
+        self_every=config.self_every,
+    )  # fmt: skip
+
+
+def why_not_streamed(model: SmolVla, precision: str, batch: int) -> str | None:
+    """Why the streamed kernels cannot run a model where its weights are; None where they can."""
+    return why_not(Gpu.of(model.device), sizes_of(model.config), batch, precision)
 
 
 @torch.inference_mode()
-def steps_of(model: SmolVla, num_steps: int, max_weight: float | None = None, trained: bool = False) -> StepTables:
+def steps_of(
+    model: SmolVla, num_steps: int, max_weight: float | None = None, trained: bool = False, *, streamed: bool = False
+) -> StepTables:
     """What the steps add to any weights of a model; the same for all shapes. `max_weight`, `trained`: as in
-    `RtcConfig`."""
+    `RtcConfig`; `streamed`: as in `ExpertWeights.of`."""
     euler = model.times(num_steps)
     times = tuple(euler.tolist())
     euler = torch.cat((euler, euler.new_zeros(int(trained))))
@@ -82,6 +117,9 @@ def steps_of(model: SmolVla, num_steps: int, max_weight: float | None = None, tr
         w_in = (from_actions @ model.action_in_proj.weight.double()).T.float().contiguous()
         final = (model.expert.norm.factor - 1.0).float().contiguous()
     gains = step_gains(times, max_weight)
+    if streamed:
+        beyond = sizes_of(model.config).width - model.config.expert.width
+        b_in, w_in, final = (F.pad(x, (0, beyond)).contiguous() for x in (b_in, w_in, final))
     b_in = paired(b_in) if trained else b_in
     return StepTables(None, None, None, None, None, None, final, None, b_in, w_in, times, gains, trained)
 
@@ -90,6 +128,46 @@ class NativeDenoise:
     """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d) as the expert reads
     them, `lengths` (B,) int32, `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call),
     or, with trained tables, of the actions that are pinned; output `actions` (B, H, A) float32."""
+
+    def __init__(
+        self, weights: ExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int,
+        why_not_streamed: str | None = None,
+    ) -> None:  # fmt: skip
+        """`why_not_streamed`: of weights that are not packed, for the ledger."""
+        self.weights, self.tables = weights, tables
+        device, kind = weights.w_out.device, weights_in(weights.precision)
+        gpu = Gpu.of(device)
+        if gpu is not None and weights.packed is not None:
+            self.loop: StreamedLoop | _LayerLoop = streamed_loop(gpu, weights, config, tables, batch, prefix_tokens)
+            self.detail = f"streamed CUDA kernels, {kind}, {self.loop.kernels_a_step} kernels a step"
+            if self.loop.schedule.apart is not None:
+                self.detail += f" (q/k/v and attention apart: {self.loop.schedule.apart})"
+        else:
+            self.loop = _LayerLoop(weights, config, tables, batch, prefix_tokens)
+            self.detail = f"fused ops, {kind}, {self.loop.kernels_a_step} kernels a step"
+            if device.type == "cuda":
+                self.detail += f" (no streamed kernels: {why_not_streamed})"
+            self.detail += self.loop.detail
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        begin(self.tables, inputs, outputs["actions"])
+        self.loop.run(inputs, None, outputs["actions"])
+
+
+def streamed_loop(
+    gpu: Gpu, weights: ExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int
+) -> StreamedLoop:
+    """The streamed kernels over packed weights and streamed tables."""
+    assert weights.packed is not None and weights.mix.bias is not None
+    return StreamedLoop(
+        gpu, sizes_of(config), weights.packed, tables, weights.w_out, weights.b_out,
+        weights.mix.bias.float().contiguous(), batch, prefix_tokens,
+    )  # fmt: skip
+
+
+class _LayerLoop:
+    """Four or five kernels a layer and two between steps: any number of rows, any GPU. How each is cut into programs is
+    measured on the GPU at hand; `detail` says what was taken."""
 
     def __init__(
         self, weights: ExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int
@@ -117,8 +195,8 @@ class NativeDenoise:
         self.first = Moments.like(self.x, expert.width, False)
         self._cut(sizes)
         crossing = sum(map(config.crosses, range(expert.depth)))
-        kind = weights_in(weights.precision)
-        self.detail = f"fused ops, {kind}, {5 * expert.depth - crossing + 3} kernels a step{self.cuts.detail}"
+        self.kernels_a_step = 5 * expert.depth - crossing + 3
+        self.detail = self.cuts.detail
 
     def _cut(self, sizes: SuffixAttention) -> None:
         """Choose how products and attention are cut."""
@@ -148,9 +226,10 @@ class NativeDenoise:
         mix = suffix.project_product(self.hidden, self.weights.mix)
         self.cuts.products("mix", mix, self._mix)
 
-    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        actions = outputs["actions"]
-        begin(self.tables, inputs, actions)
+    def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
+        """Enqueue the loop: `actions` hold the noise and are integrated in place. The state is in the prefix:
+        `state_token` is None."""
+        del state_token
         self._between(inputs, actions, 0)
         for step in range(self.tables.steps):
             if self.cuts.moments("down") is not None:

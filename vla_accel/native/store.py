@@ -75,12 +75,12 @@ def format_of(precision: str) -> Format:
     return FORMATS.get(precision, E4M3)
 
 
-def plain_input(precision: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """A product that takes its input as it is. In FP8 and INT8 its weight alone is of one byte, widened in registers:
-    nothing is calibrated, and the input's scale is one."""
+def plain_input(precision: str, weight: Tensor, bias: Tensor | None = None, pad_k: int = 0, pad_n: int = 0) -> Linear:
+    """A product that takes its input as it is, padded as by `make_linear`. In FP8 and INT8 its weight alone is of one
+    byte, widened in registers: nothing is calibrated, and the input's scale is one."""
     form = format_of(precision)
     amax = form.largest if precision in FORMATS else None
-    return make_linear(weight, bias, compute_dtype(precision), amax, form=form)
+    return make_linear(weight, bias, compute_dtype(precision), amax, pad_k, pad_n, form=form)
 
 
 def weights_in(precision: str) -> str:

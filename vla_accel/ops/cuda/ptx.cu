@@ -79,15 +79,6 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
 __device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 parity) {
   MBARRIER_WAIT("mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64");
 }
-// This waits until a counter in global memory is `count` or more.
-__device__ __forceinline__ void wait_count(const u32* counter, u32 count) {
-  asm volatile(
-      "{\n.reg .pred p;\n.reg .u32 seen, polls;\nmov.u32 polls, 0;\n"
-      "again:\nld.acquire.gpu.global.u32 seen, [%0];\nsetp.ge.u32 p, seen, %1;\n@p bra done;\n"
-      "add.u32 polls, polls, 1;\nsetp.lt.u32 p, polls, " TEXT(WAIT_POLLS) ";\n@p bra again;\ntrap;\ndone:\n}"
-      ::"l"(counter), "r"(count) : "memory");
-}
-
 // BF16 numbers that are read until they are there, without a counter, were filled with ones before: rounding gives no
 // number of ones alone, its only NaN is 0x7fff.
 __device__ __forceinline__ void st_relaxed(u16* to, u16 v) {
@@ -143,11 +134,11 @@ __device__ __forceinline__ u32 mapa(u32 address, int rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
-// This stores to another block of the cluster; the bytes complete a barrier of that block. The block must stay until
-// they have come.
-__device__ __forceinline__ void st_async_v4(u32 address, const uint4& v, u32 barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address),
-               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+// This stores 16 bytes in another block's shared memory, and that block's barrier counts them. What waits there
+// for all of them may read them; the barrier of a cluster, as a release, waits for the block's writes to the whole GPU.
+__device__ __forceinline__ void st_async(u32 to, u32 barrier, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(a), "r"(b),
+               "r"(c), "r"(d), "r"(barrier)
                : "memory");
 }
 

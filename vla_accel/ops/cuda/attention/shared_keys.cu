@@ -109,12 +109,6 @@ __device__ __forceinline__ float2 unpack_half2(u32 v) {
 #endif
 }
 
-// This stores 16 bytes in another block's shared memory, and that block's barrier counts them.
-__device__ __forceinline__ void st_async(u32 to, u32 barrier, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(a), "r"(b),
-               "r"(c), "r"(d), "r"(barrier)
-               : "memory");
-}
 __device__ __forceinline__ uint4 ld_shared_v4(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");

@@ -117,7 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
 #pragma unroll 1
   for (int part = lane; part < T * Q_UNITS * 2; part += 32) {
     const int eight = part / T, row = part % T, to = eight / Q_UNITS * (D / 16) + eight % Q_UNITS;
-    st_async_v4(their_q + to * EIGHT + row * 16, *(const uint4*)(own_q + (eight * ROWS + row) * 8), their_barrier);
+    const uint4 v = *(const uint4*)(own_q + (eight * ROWS + row) * 8);
+    st_async(their_q + to * EIGHT + row * 16, their_barrier, v.x, v.y, v.z, v.w);
   }
   mbarrier_wait(kv_barrier, 0);
   // A block sends q behind its product. Who has all of q so knows that no block of the cluster reads weights any more,
@@ -201,9 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       for (int i = 0; i < 4; ++i) {
         const int key = tile * 8 + 2 * t + (i & 1), row = (row_warp + mt) * 16 + g + (i >> 1) * 8;
         const int token = first_own + key - prefix_each;
-        // π0's state token attends to the prefix and itself, not to the actions.
         const bool seen = key < prefix_each ? first + key < length
-                                            : key - prefix_each < own && (ADAPTIVE || row > 0 || token == 0);
+                                            : key - prefix_each < own && sees(row, token);
         s[r][mt][i] = seen ? s[r][mt][i] * scale : -INFINITE;
         best[mt][i >> 1] = fmaxf(best[mt][i >> 1], s[r][mt][i]);
       }

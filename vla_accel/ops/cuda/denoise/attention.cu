@@ -1,5 +1,5 @@
-// These two kernels are q/k/v and attention, for any batch and any head; `attend.cu` does both in one for a single
-// sequence. The file follows phases.cu.
+// These two kernels are q/k/v and attention, for any batch and any head; `attend.cu` and `grouped.cu` do both in one for
+// a single sequence. Of a layer that crosses, `qkv` has the blocks of the queries alone. The file follows phases.cu.
 
 #define ROW_TILES ((T * GROUP + 15) / 16)
 
@@ -7,9 +7,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     qkv(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, int layer) {
   const u64 at = (u64)step * L + layer;
   normed_pairs<1>(
-      shared_memory, c, m.weights + m.layer_at + layer * m.layer_bytes, m.in_scale + at * W, Units::dealt(QKV / 16), eps,
+      shared_memory, c, m.weights + m.layer_at + layer * m.layer_bytes, m.in_scale + at * W, Units{(int)blockIdx.x, 1, 1}, eps,
       [&](int unit, int row, int column) {
-        return rotated_of(m, at, layer, unit / (D / 16), unit % (D / 16) * 8 + column, c.lengths[row / T] + row % T);
+        return rotated_of(m, at, layer, unit / (D / 16), unit % (D / 16) * 8 + column, (CROSSES(layer) ? 0 : c.lengths[row / T]) + row % T);
       },
       [&](int unit, int row, int column, float a, float b, const Rotated& held) {
         const int head = unit / (D / 16), i = (unit % (D / 16)) * 8 + column;
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __shared__ float maxima[WARPS * 16], totals[WARPS * 16], part[16 * (D + 4)], stat[32];
   __shared__ __align__(16) u16 p_of[16 * (KEYS + 8)];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int prefix_splits = c.sp / KEYS, splits = prefix_splits + TP / KEYS;
+  const int prefix_splits = c.sp / KEYS, splits = prefix_splits + (CROSSES(layer) ? 0 : TP / KEYS);
   const int rank = blockIdx.x % CLUSTER, group = blockIdx.x / CLUSTER;
   const int tile = group % ROW_TILES, pair = group / ROW_TILES, batch = pair / KV, kv = pair % KV;
   const float scale = 1.4426950408889634f * rsqrtf((float)D);
@@ -109,8 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = my_key + (i & 1), token = i < 2 ? low_token : high_token;
-      // π0's state token attends to the prefix and itself, not to the actions.
-      const bool seen = at < limit && token < T && (ADAPTIVE || prefix || token > 0 || at == 0);
+      const bool seen = at < limit && token < T && (prefix || sees(token, at));
       s[i] = seen ? (s[i] + s2[i]) * scale : -INFINITE;
     }
     float low_max = fmaxf(s[0], s[1]), high_max = fmaxf(s[2], s[3]);

@@ -1,5 +1,5 @@
 // The denoise loop for few rows: this file holds sizes, structures and what all its kernels use. The files of this
-// folder are compiled as one source, in the order core, products, phases, then attention or attend, then step.
+// folder are compiled as one source, in the order core, products, phases, then attention, attend or grouped, then step.
 //
 // A phase is a kernel (q/k/v and attention in one or two, output, gate and up, down), with one more between two steps.
 // They are launched with programmatic dependence: a kernel starts while its predecessors still run, fetches its weights
@@ -9,13 +9,15 @@
 //
 // Sizes arrive as macros: M rows in MT tiles of 16 (BATCH sequences of T tokens, the last HZ of them actions), W width,
 // MLP, H query heads, KV key heads, D head size, L layers, A action size, GATE_UP_UNITS a block, CLUSTER blocks that
-// share an attention tile, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that share K of a product, whose weights are
-// packed for DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those that share a row between steps,
-// KEY_ROUNDS tiles of keys a warp of `attend` (0 where that is not used), BATCHED_ROWS (gate and up load their rows in
-// batches), ADAPTIVE (π0.5) or not (π0, whose first token is the state), WEIGHT_BYTES of a
-// layer's weight: 2 (BF16), or 1 (INT8, with a scale for each output column), STAGE_BYTES of a unit's weights in BF16,
-// which all are once they are multiplied. WARPS of a block, KEYS of a tile, RANKS (blocks of `attend` that share a head),
-// CHUNK (columns of K) and NOTHING_YET are constants of Python's.
+// share an attention tile, GROUP_RANKS those that share a key head, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that
+// share K of a product, whose weights are packed for DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those
+// that share a row between steps, KEY_ROUNDS tiles of keys a warp, BATCHED_ROWS (gate and up load their rows in
+// batches), NORMED columns of W that are the model's (the others are zero, and a norm's mean does not count them),
+// ADAPTIVE norms of the step (π0.5) or plain ones behind a time MLP, CAUSAL actions (SmolVLA), SILU of the gate or GELU,
+// SELF_EVERY so many layers, from the first on, the suffix attends to itself and not to the prefix alone (0: in none),
+// WEIGHT_BYTES of a layer's weight: 2 (BF16), or 1 (INT8, with a scale for each output column), STAGE_BYTES of a unit's
+// weights in BF16, which all are once they are multiplied. WARPS of a block, KEYS of a tile, RANKS (blocks of `attend`
+// that share a head), CHUNK (columns of K) and NOTHING_YET are constants of Python's.
 //
 // Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
 // its cache cost a phase of 4 us more than a loop does.
@@ -26,6 +28,8 @@
 #define GROUP (H / KV)
 #define QKV ((H + 2 * KV) * D)
 #define SCALES (QKV + 2 * W + 2 * MLP)
+#define STATE (T > HZ)  // The first token of a sequence is the state (π0).
+#define CROSSES(layer) (SELF_EVERY < 1 || (layer) % SELF_EVERY > 0)
 
 struct Model {
   const unsigned char* weights;  // π0's time MLP, then the layers, layer_bytes apart, packed
@@ -49,6 +53,11 @@ struct Call {
   const float *target, *follow;  // (BATCH, HZ, A), (BATCH, HZ): the previous chunk and its actions' weights
   int s, sp, steps;
 };
+
+// π0's state token attends to the prefix and itself, not to the actions; causal actions to themselves and those before.
+__device__ __forceinline__ bool sees(int query, int token) {
+  return STATE ? query > 0 || token == 0 : !CAUSAL || token <= query;
+}
 
 // Other multiprocessors wrote the activations: L1 may be stale, L2 is not.
 __device__ __forceinline__ uint4 ld_cg_v4(const void* p) {

@@ -69,6 +69,10 @@ def planned(
     if largest > PORTABLE_CLUSTER and not module.clusters_at_once("attention", THREADS, largest):
         schedule = plan(apart=apart, largest_cluster=PORTABLE_CLUSTER)
         module = load(schedule)
+    ranks = schedule.clusters.get("grouped", 0)
+    if ranks > PORTABLE_CLUSTER and not module.clusters_at_once("grouped", THREADS, ranks):
+        schedule = plan(largest_cluster=PORTABLE_CLUSTER)
+        module = load(schedule)
     return schedule, module
 
 
@@ -110,8 +114,8 @@ class StreamedLoop:
     ) -> None:  # fmt: skip
         tokens, device = sizes.tokens, w_out.device
         rows = batch * tokens
-        self.adaptive = sizes.adaptive
-        self.depth, self.steps, self.prefix_tokens = sizes.depth, tables.steps, prefix_tokens
+        self.sizes, self.depth = sizes, sizes.depth
+        self.steps, self.prefix_tokens = tables.steps, prefix_tokens
         schedule, self.module = planned(gpu, sizes, batch, prefix_tokens, packed.weight_bytes, device)
         self.schedule = schedule
 
@@ -120,7 +124,7 @@ class StreamedLoop:
 
         head = (sizes.kv_heads, sizes.head_dim)
         self.padded = round_up(prefix_tokens, KEYS)
-        fused_attention = schedule.attend is not None
+        fused_attention = "attention" not in schedule.blocks
         self.values_t = None if fused_attention else zeros(sizes.depth, batch, *head, self.padded)
         whole = round_up(rows, 16)  # what is multiplied lies in tiles of 16 rows
         self._suffix = zeros(2, rows, *head)
@@ -146,10 +150,10 @@ class StreamedLoop:
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
         """Enqueue the loop: `actions` (B, H, A) float32 hold the noise and are integrated in place."""
-        if self.values_t is None:
-            # `attend` reads the suffix's keys and values until they are there; an interrupted run may have left some.
+        if self.schedule.attend is not None:
+            # It reads the suffix's keys and values until they are there; an interrupted run may have left some.
             self._suffix.view(torch.int32).fill_(NOTHING_YET)
-        else:
+        if self.values_t is not None:
             # Products want the keys along the contiguous axis. The padding beyond the prefix stays zero.
             self.values_t[..., : self.prefix_tokens].copy_(inputs["values"].permute(0, 1, 3, 4, 2))
         buffers = {n: _address(n, t) for n, t in self._buffers.items()}
@@ -159,29 +163,37 @@ class StreamedLoop:
             actions=_address("actions", actions, 4), **buffers, s=self.prefix_tokens, sp=self.padded, steps=self.steps,
         )  # fmt: skip
 
-        def launch(name: str, *rest: object, dependent: bool = True) -> None:
+        def launch(name: str, *rest: object, dependent: bool = True, blocks: int | None = None) -> None:
+            blocks = self.schedule.blocks[name] if blocks is None else blocks
             arguments = (self._model, call, *(ctypes.c_int(r) if isinstance(r, int) else r for r in rest))
             cluster = self.schedule.clusters.get(name, 1)
-            self.module.launch(
-                name, self.schedule.blocks[name], THREADS, arguments, cluster=cluster, dependent=dependent
-            )
+            self.module.launch(name, blocks, THREADS, arguments, cluster=cluster, dependent=dependent)
 
+        queries = self.sizes.heads * self.sizes.head_dim // 16
         for step in range(self.steps):
             # The first waits for all that came before, so that the others may read the prefix ahead of their wait.
             launch("between", self._eps, step, *self._guidance(step - 1), dependent=step > 0)
-            if not self.adaptive:
+            if not self.sizes.adaptive:
                 launch("mix")
             for layer in range(self.depth):
                 if self.schedule.attend is not None:
                     attend = self.schedule.attend
                     launch("attend", self._eps, step, layer, attend.prefix_keys, attend.suffix_keys)
+                elif self.schedule.grouped is not None:
+                    launch("grouped", self._eps, step, layer)
                 else:
-                    launch("qkv", self._eps, step, layer)
+                    launch("qkv", self._eps, step, layer, blocks=queries if self.sizes.crosses(layer) else None)
                     launch("attention", layer)
                 launch("output", step, layer)
                 launch("gate_up", self._eps, step, layer)
                 launch("down", step, layer)
         launch("between", self._eps, self.steps, *self._guidance(self.steps - 1))
+
+    @property
+    def kernels_a_step(self) -> int:
+        """Launches of one evaluation of the expert."""
+        attention = 2 if "attention" in self.schedule.blocks else 1
+        return (3 + attention) * self.depth + (1 if self.sizes.adaptive else 2)
 
     def _guidance(self, step: int) -> tuple[ctypes.c_float, ctypes.c_float]:
         """Time and gain of an evaluation; there is none before the first."""

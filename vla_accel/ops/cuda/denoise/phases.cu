@@ -1,4 +1,4 @@
-// These phases are products: output, gate and up, down, and the second layer of π0's time MLP. The file follows
+// These phases are products: output, gate and up, down, and the second layer of a time MLP. The file follows
 // products.cu.
 
 extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 || BATCHED_ROWS ? 2 : 1)
@@ -15,14 +15,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 || BATCHED_ROWS ? 
       [&](int unit, int row, int column, float gate, float up, const float4& held) {
         gate = gate * held.z + held.x;
         up = up * held.w + held.y;
+        // σ(gate), or σ(2 √(2/π) (gate + 0.044715 gate³)), which is GELU's tanh.
         const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-        const float y = gate / (1.f + exp2_fast(-2.8853900817779268f * inner)) * up;
+        const float y = gate / (1.f + exp2_fast(SILU ? -1.4426950408889634f * gate : -2.8853900817779268f * inner)) * up;
         c.active[place_of(row, unit * 8 + column, MLP)] = round_bf16(y);
       });
   // `attend` reads the suffix's keys and values until they are there, so they must go between two of them. This kernel has
   // waited for the end of output, and so of this layer's `attend`; the next one waits for down's, and so for this one's.
   const u32 none = (u32)NOTHING_YET;
-  if (KEY_ROUNDS > 0)
+  if (KEY_ROUNDS > 0 && GROUP_RANKS == 0)
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < T * KV * D / 8; i += gridDim.x * THREADS)
       ((uint4*)c.ks)[i] = ((uint4*)c.vs)[i] = make_uint4(none, none, none, none);
 }
@@ -57,13 +58,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 }
 
 #if !ADAPTIVE
-// The first token of a sequence is the state's, and its row is already in the stream.
+// The row of a state token is already in the stream.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     mix(const __grid_constant__ Model m, const __grid_constant__ Call c) {
   split_product<2, W, MIX_SPLIT, MIX_PACKED>(
       c.hidden, m.weights, [&](int column) { return __ldg(m.mix_bias + column); }, [](int, int) { return 0.f; },
       [&](int row, int column, float sum, float bias, float) {
-        if (row % T == 0) return;
+        if (STATE && row % T == 0) return;
         c.xf[(u64)row * W + column] = sum + bias;
         c.xb[place_of(row, column, W)] = round_bf16(sum + bias);
       });

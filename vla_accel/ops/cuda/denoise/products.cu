@@ -177,9 +177,9 @@ struct Room {
 // elements; `hold(unit, row, column)` fetches, before the wait, the constants that emit needs.
 // IN_BATCHES: of many rows a warp holds DEPTH batches of AT_ONCE rounds, and multiplies each as it comes; the factors lie
 // in shared memory. The block then takes half of a multiprocessor's registers, and leaves the other half to another.
-template <int COUNT, bool IN_BATCHES = false, class Hold, class Emit>
+template <int COUNT, bool IN_BATCHES = false, class Dealt, class Hold, class Emit>
 __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& c, const unsigned char* weights,
-                                             const float* scale, const Units& units, float eps, Hold hold, Emit emit) {
+                                             const float* scale, const Dealt& units, float eps, Hold hold, Emit emit) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, mine = units.count;
   constexpr int TOGETHER = Room<COUNT>::TOGETHER, N = Room<COUNT>::N, EACH = (TOGETHER * MT * 128 + THREADS - 1) / THREADS;
   constexpr int AT_ONCE = 2, DEPTH = 3, BATCHES = ROUNDS(W) / AT_ONCE, LOADED = IN_BATCHES ? DEPTH * AT_ONCE : ROUNDS(W);
@@ -288,7 +288,7 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
       float sum = 0.f;
 #pragma unroll
       for (int w = 0; w < K_WARPS; ++w) sum += squares_at[w * ROW_WARPS * HELD_TILES * 16 + threadIdx.x];
-      rstd_at[threadIdx.x] = rsqrtf(sum / W + eps);
+      rstd_at[threadIdx.x] = rsqrtf(sum / NORMED + eps);
     }
     __syncthreads();
     // The compiler would compute so many addresses before the product that they do not fit in half of the registers.
@@ -320,8 +320,11 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   constexpr u32 LEAST = WARPS * N * 128, ROOM = CHUNKS * CHUNK_BYTES > LEAST ? CHUNKS * CHUNK_BYTES : LEAST;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x % PARTS, first = blockIdx.x / PARTS * PARTS;
   float* parts = (float*)(shared_memory + ROOM);  // (PARTS, MT, 128): every block's part of this tile
-  Stages stages(shared_memory, smem_of(parts + PARTS * MT * 128), CHUNKS);
-  if (threadIdx.x == 0)
+  // A barrier for each chunk, and the last for all that the blocks send to this one.
+  Stages stages(shared_memory, smem_of(parts + PARTS * MT * 128), CHUNKS + 1);
+  const u32 sums_barrier = stages.barriers + CHUNKS * 8;
+  if (threadIdx.x == 0) {
+    stages.expect(CHUNKS, PARTS * MT * 512);
     for (int i = 0; i < CHUNKS; ++i) {
       stages.expect(i, PARTS * FETCHED);
       for (int tile = 0; tile < PARTS; ++tile) {
@@ -329,6 +332,7 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
         stages.copy(i, i * CHUNK_BYTES + (tile + 1) * TILE - FETCHED, weights + (u64)(packed * CHUNKS + i) * (PACKED * RATIO * FETCHED) + in_chunk * FETCHED, FETCHED);
       }
     }
+  }
   griddepcontrol_launch_dependents();
   if (PARTS > 1) cluster_arrive_relaxed();
   const int column = (first + rank) * 8 + (threadIdx.x & 3) * 2 + ((threadIdx.x >> 5) & 1);
@@ -340,6 +344,7 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
     widen<IN_CHUNK, CHUNKS * PARTS>(CHUNKS * PARTS, [&](int tile) { return smem_of(shared_memory) + tile * TILE; });
     __syncthreads();
   }
+  if (PARTS > 1) cluster_wait();  // The other blocks have started, so their memory may be written.
   griddepcontrol_wait();
   constexpr int EACH = (MT * 128 + THREADS - 1) / THREADS;
   float present[EACH];
@@ -365,21 +370,16 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
     }
   }
   __syncthreads();
-  if (PARTS > 1) cluster_wait();  // The other blocks have started, so their memory may be written.
   // The warps' sums take the place of the weights.
   float* sums = (float*)shared_memory;
   put_sums<N>(sums, (float*)acc, warp, lane);
   __syncthreads();
   for (int e = threadIdx.x * 4; e < PARTS * MT * 128; e += THREADS * 4) {
     const Place at(e);
-    st_cluster_v4(mapa(smem_of(parts + rank * MT * 128 + e % (MT * 128)), at.tile), sums_of_warps<N>(sums, at.tile, at));
+    const uint4 sum = sums_of_warps<N>(sums, at.tile, at);
+    st_async(mapa(smem_of(parts + rank * MT * 128 + e % (MT * 128)), at.tile), mapa(sums_barrier, at.tile), sum.x, sum.y, sum.z, sum.w);
   }
-  if (PARTS > 1) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  mbarrier_wait_cluster(sums_barrier, 0);
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {
     const int e = threadIdx.x + n * THREADS;

@@ -15,6 +15,10 @@ from vla_accel.ops.gpu import PORTABLE_CLUSTER, Gpu
 WARPS, KEYS = 8, 64
 THREADS = WARPS * 32
 MAX_CLUSTER = 16
+MOST_ROUNDS = 8
+"""Blocks of 16 keys whose scores a warp of `grouped` holds."""
+LEAST_PART = 128
+"""Columns of K that are worth a block where rows are many: weights that are packed whole may be shared so far."""
 RANKS = 8
 """Blocks of `attend` that share a head."""
 STAGE_BYTES = 2 * 8 * 1024 * 2
@@ -43,10 +47,16 @@ def normed_room(units: int, tiles: int) -> int:
 
 def shared_by(width: int, k: int, packed: int, tiles: int) -> int:
     """Blocks that share K of a product whose weights are packed for `packed` parts: where rows are many they weigh more
-    than weights, and twice as many blocks share K."""
+    than weights, and twice as many blocks share K, or as many as leave each a part that is worth it."""
+    if tiles <= 2:
+        return packed
+    if packed == 1 and k <= CHUNK:
+        # Each half of the warps has as many blocks of 32: a product that one half ends before the other is serialised.
+        parts = range(8, 1, -1)
+        return next((n for n in parts if width % (8 * n) == 0 and k % (64 * n) == 0 and k // n >= LEAST_PART), 1)
     twice = 2 * packed
     divides = width % (8 * twice) == 0 and k % (32 * twice) == 0 and k // packed <= CHUNK
-    return twice if tiles > 2 and packed == 4 and divides else packed
+    return twice if packed == 4 and divides else packed
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,8 @@ class Attend:
         d, in_front = sizes.head_dim, 2 * sizes.kv_heads * sizes.head_dim // 16
         if batch != 1:
             return f"it is for one sequence, not {batch}"
+        if sizes.causal or sizes.self_every != 1:
+            return "it is for layers that attend to all of the suffix"
         if d % 128 or in_front % RANKS:
             return f"it is not for {sizes.kv_heads} key heads of {d}"
         prefix_keys, suffix_keys = (round_up(-(-n // RANKS), 8) for n in (prefix_tokens, sizes.tokens))
@@ -92,10 +104,49 @@ class Attend:
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """How `grouped`, q/k/v and attention in one kernel for small heads and few keys, deals out its work. `ranks`:
+    blocks that share a key head; `units`: of q/k/v a block; `tiles`: of 16 rows a block; `rounds`: blocks of 16 keys a
+    warp; `shared`: bytes."""
+
+    ranks: int
+    units: int
+    tiles: int
+    rounds: int
+    blocks: int
+    shared: int
+
+    @classmethod
+    def of(cls, sizes: Sizes, batch: int, prefix_tokens: int, gpu: Gpu, largest_cluster: int) -> Grouped | str:
+        """How, or why not: several sequences, large heads, more keys than shared memory or registers hold."""
+        d, group = sizes.head_dim, sizes.heads // sizes.kv_heads
+        if batch != 1:
+            return f"it is for one sequence, not {batch}"
+        if d > 128:
+            return f"it is not for heads of {d}"
+        all_units, all_tiles = (group + 2) * d // 16, -(-sizes.tokens * group // 16)
+        # A tile of rows and two units of weights are a block's share, where clusters may be so large.
+        ranks = min(largest_cluster, max(all_tiles, -(-all_units // 2)))
+        units, tiles = -(-all_units // ranks), -(-all_tiles // ranks)
+        rows, pitch = -(-sizes.tokens // 16), 2 * (d + 8)
+        keys = round_up(prefix_tokens, 16) + round_up(sizes.tokens, 16)
+        product = normed_room(units, rows) + 8 * units + 4 * 16 * (WARPS * held_tiles(sizes.tokens) + rows)
+        shared = round_up(max(product, WARPS * 16 * 2 * pitch), 16) + (2 * keys + 16 * tiles) * pitch
+        shared += 32 * units * sizes.tokens + 8 * 16 * WARPS + 8
+        rounds = -(-keys // (16 * WARPS))
+        if shared > gpu.shared_per_block:
+            return f"its keys need {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_per_block}"
+        if rounds > MOST_ROUNDS:
+            return f"its warps hold {16 * WARPS * MOST_ROUNDS} keys, not {keys}"
+        return cls(ranks, units, tiles, rounds, ranks * sizes.kv_heads, shared)
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Blocks, blocks of a cluster and bytes of shared memory by kernel, and the macros of the source.
 
-    `attend`: how q/k/v and attention run as one kernel; None where they run as two, for the reason `apart`.
+    `attend` or `grouped`: how q/k/v and attention run as one kernel; both None where they run as two, for the reason
+    `apart`.
     """
 
     macros: dict[str, int]
@@ -103,6 +154,7 @@ class Schedule:
     clusters: dict[str, int]
     shared: dict[str, int]
     attend: Attend | None
+    grouped: Grouped | None = None
     apart: str | None = None
 
     @classmethod
@@ -120,8 +172,9 @@ class Schedule:
         # As many units a block as leave all blocks of gate and up a place at once: two blocks a multiprocessor where
         # rows are few, one where they take its registers.
         units = min(3 if tiles <= 2 else 4, -(-pairs // 128))
-        # Two warps share K, and a batch has two blocks of 32 of it each; at least four batches are worth it.
-        batched = tiles > 2 and sizes.width % 128 == 0 and sizes.width >= 512
+        # Two warps share K, and a batch has two blocks of 32 of it each. Measured with 1024 columns; SmolVLA's 768 are
+        # quicker with all registers.
+        batched = tiles > 2 and sizes.width % 128 == 0 and sizes.width >= 1024
         packed = [split_of(sizes.width, k) for k in (sizes.mlp_dim, attended, sizes.width)]
         down, output, mix = (
             shared_by(sizes.width, k, parts, tiles)
@@ -129,14 +182,19 @@ class Schedule:
         )
         # Blocks for a row between two evaluations: each has whole vectors of its columns.
         most = 8 if batch * sizes.horizon <= 16 else 4
-        step_blocks = next(n for n in (8, 4, 2, 1) if n <= most and (n == 1 or sizes.width % (128 * n) == 0))
+        step_blocks = next(n for n in (8, 4, 3, 2, 1) if n <= most and (n == 1 or sizes.width % (128 * n) == 0))
         splits = (round_up(prefix_tokens, KEYS) + round_up(tokens, KEYS)) // KEYS
         tiled = -(-tokens * (sizes.heads // sizes.kv_heads) // 16) * batch * sizes.kv_heads
         # A block for every tile of keys where the clusters all fit on the chip at once.
         beyond = PORTABLE_CLUSTER < splits <= largest_cluster and tiled < gpu.clusters_at_once(splits)
         cluster = splits if beyond else PORTABLE_CLUSTER
+        forced = apart is not None
         found = Attend.of(sizes, batch, prefix_tokens, gpu) if apart is None else apart
         attend, apart = (None, found) if isinstance(found, str) else (found, None)
+        grouped = None
+        if attend is None and not forced:
+            other = Grouped.of(sizes, batch, prefix_tokens, gpu, largest_cluster)
+            grouped, apart = (None, f"{apart}; grouped: {other}") if isinstance(other, str) else (other, None)
         macros = CONSTANTS | {
             "WEIGHT_BYTES": weight_bytes, "MT": tiles, "M": rows, "BATCH": batch, "T": tokens, "HZ": sizes.horizon,
             "W": sizes.width,
@@ -144,20 +202,23 @@ class Schedule:
             "A": sizes.action_dim, "GATE_UP_UNITS": units, "CLUSTER": cluster, "DOWN_SPLIT": down,
             "OUTPUT_SPLIT": output, "MIX_SPLIT": mix, "DOWN_PACKED": packed[0], "OUTPUT_PACKED": packed[1],
             "MIX_PACKED": packed[2], "STEP_BLOCKS": step_blocks, "ADAPTIVE": int(adaptive),
-            "KEY_ROUNDS": 0 if attend is None else attend.rounds, "BATCHED_ROWS": int(batched),
+            "NORMED": sizes.normed, "CAUSAL": int(sizes.causal), "SILU": int(sizes.silu),
+            "SELF_EVERY": sizes.self_every, "GROUP_RANKS": 0 if grouped is None else grouped.ranks,
+            "KEY_ROUNDS": next((way.rounds for way in (attend, grouped) if way is not None), 0),
+            "BATCHED_ROWS": int(batched),
         }  # fmt: skip
         squares = 4 * 16 * (WARPS * held + tiles)
 
         def split(k: int, parts: int) -> int:
             part = k // parts
             weights, sums = part * parts * 8 * 2, WARPS * parts * held * 512
-            return max(weights, sums) + 4 * parts * tiles * 128 + 8 * -(-part // CHUNK)
+            return max(weights, sums) + 4 * parts * tiles * 128 + 8 * (-(-part // CHUNK) + 1)
 
         blocks = {
             "gate_up": -(-pairs // units),
             "output": sizes.width // 8,
             "down": sizes.width // 8,
-            "between": step_blocks * batch * (sizes.horizon + (0 if adaptive else 1)),
+            "between": step_blocks * batch * tokens,
         }
         clusters = {"output": output, "down": down, "between": step_blocks}
         shared = {
@@ -170,18 +231,21 @@ class Schedule:
             blocks["mix"], clusters["mix"], shared["mix"] = sizes.width // 8, mix, split(sizes.width, mix)
         if attend is not None:
             blocks["attend"], clusters["attend"], shared["attend"] = attend.blocks, RANKS, attend.shared
+        elif grouped is not None:
+            blocks["grouped"], clusters["grouped"], shared["grouped"] = grouped.blocks, grouped.ranks, grouped.shared
         else:
             blocks["qkv"], shared["qkv"] = (
                 (attended + 2 * sizes.kv_heads * sizes.head_dim) // 16,
                 normed_room(1, tiles) + 8 + squares,
             )
             blocks["attention"], clusters["attention"], shared["attention"] = tiled * cluster, cluster, 0
-        return cls(macros, blocks, clusters, shared, attend, apart)
+        return cls(macros, blocks, clusters, shared, attend, grouped, apart)
 
     @property
     def source(self) -> str:
         """The kernels' source, sizes first."""
-        names = ("core", "products", "phases", "attention" if self.attend is None else "attend", "step")
+        attention = next((name for name in ("attend", "grouped") if name in self.blocks), "attention")
+        names = ("core", "products", "phases", attention, "step")
         return source_of(self.macros, *(f"denoise/{name}" for name in names), generated=self._wide_products)
 
     @property
@@ -190,5 +254,7 @@ class Schedule:
         if self.macros["MT"] <= 2:
             return ""
         units = {1, self.macros["GATE_UP_UNITS"], self.macros["D"] // 16 // RANKS}
+        if self.grouped is not None:
+            units.add(min(self.grouped.units, 4))
         columns = {16 * n for n in units if n} | {8 * self.macros[f"{k}_SPLIT"] for k in ("DOWN", "OUTPUT", "MIX")}
         return "".join(wgmma("wgmma", n, "bf16", registers=True) for n in sorted(columns))

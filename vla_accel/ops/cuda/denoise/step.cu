@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         scaled += dots[from][a][0];
         velocity += dots[from][a][1];
       }
-      velocity += rsqrtf(sum / W + eps) * scaled;
+      velocity += rsqrtf(sum / NORMED + eps) * scaled;
       const float off = c.follow[row] * (c.target[(u64)row * A + a] - (present - time * velocity));
       const float moved = present - 1.f / (float)c.steps * (velocity - gain * off);
       if (rank == 0) c.actions[(u64)row * A + a] = moved;
