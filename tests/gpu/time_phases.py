@@ -1,16 +1,18 @@
 """A script: where the blocks of Hopper's streamed denoise loop spend their time.
 
-    python -m tests.gpu.time_phases --output runs/phases.json
+    python -m tests.gpu.time_phases --output runs/phases.json [--only TEXT]
 
 Stamps are written into the kernels' source, at the lines of `STAMPS`, and read back after a step at full size, so that
-they are of its last layer. Of each kernel: when its first and last block began and ended, in nanoseconds since `attend`
-began, and what its blocks took for each part (median, clock cycles). Stamps cost time themselves: compare shares.
+they are of its last layer (of SmolVLA's, one that crosses). Of each kernel: when its first and last block began and
+ended, in nanoseconds since the layer's first kernel began, and what its blocks took for each part (median, clock
+cycles). Stamps cost time themselves: compare shares.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import itertools
 import json
 import sys
@@ -20,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.gpu.time_loops import LOOPS, inputs_of
+from tests.gpu.time_loops import LOOPS, SMOLVLA, inputs_of
+from tests.support.smolvla_loops import Loops
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.expert import ExpertWeights, sizes_of, steps_of
@@ -28,8 +31,9 @@ from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise import StreamedLoop
 from vla_accel.ops.gpu import Gpu
 
-CASES = ("pi05 H=10 batch 1", "pi05 H=50", "pi0 H=50")
-KERNELS = ("attend", "output", "gate_up", "down")
+CASES = ("pi05 H=10 batch 1", "pi05 H=50", "pi0 H=50", *SMOLVLA)
+KERNELS = ("attention", "output", "gate_up", "down")
+"""Of a layer; the first is `attend` or `grouped`."""
 BLOCKS, PLACES = 176, 32
 """Of a kernel; stamps of a block, of which the first is nanoseconds, as the last is."""
 SUPPORT = f"""
@@ -45,8 +49,13 @@ extern "C" __global__ void read_stamps(unsigned long long* to) {{
 }}
 """
 BEGIN, END = 0, PLACES - 1
-ARGUMENT, ATTENDS = "Hold hold, Emit emit", "        out[apart] = round_bf16(b);\n      }"
-NORMED, SPLIT, GATE_UP, ATTEND = "normed_pairs(", "split_product(", " gate_up(const", " attend(const"
+ARGUMENT = "Hold hold, Emit emit"
+LAST_EMIT = {
+    "attend": "        out[apart] = round_bf16(b);\n      }",
+    "grouped": "        out[8] = round_bf16(b);\n      }",
+}
+NORMED, SPLIT, GATE_UP = "normed_pairs(", "split_product(", " gate_up(const"
+ATTEND, GROUPED = " attend(const", " grouped(const"
 SPLITS = "K == MLP ? 3 : 1"
 EACH, ELEMENTS, OWN = "#pragma unroll\n", "(int n = 0; n < EACH; ++n) {\n", "thread + n * THREADS"
 # A function, a line of it, whether the stamp comes behind that line, whose it is, its place, and what has ended there.
@@ -81,15 +90,31 @@ STAMPS = [
     (ATTEND, "  cluster_arrive();\n  cluster_wait();\n#pragma unroll 1\n", False, "0", 18, "parts sent"),
     (ATTEND, "#pragma unroll 1\n  for (int i = threadIdx.x; i < MT * VT / T", False, "0", 19, "parts there"),
     (ATTEND, "\n}\n", False, "0", END, ""),
+    (GROUPED, "  constexpr int PARTS =", False, "0", BEGIN, ""),
+    (GROUPED, "      }, 0);\n", True, "0", 7, "q/k/v"),
+    (GROUPED, "  cluster_wait();  // The other blocks", True, "0", 8, "cluster there"),
+    (GROUPED, "  mbarrier_wait(there_barrier, 0);\n", False, "0", 9, "q/k/v sent"),
+    (GROUPED, "  mbarrier_wait(there_barrier, 0);\n", True, "0", 10, "q/k/v there"),
+    (GROUPED, "    float o[D / 8][4];", False, "0", 11, "scores"),
+    (GROUPED, "    if (n) __syncthreads();", False, "0", 12, "values"),
+    (GROUPED, "    // Σ 2^(max_w", False, "0", 13, "parts there"),
+    (GROUPED, "\n}\n", False, "0", END, ""),
 ]  # fmt: skip
 
 
-def stamped(source: str) -> str:
-    """The kernels' source with `STAMPS`."""
-    source = source.replace(ARGUMENT, f"{ARGUMENT}, int kernel = 2", 1).replace(f"{ATTENDS});", f"{ATTENDS}, 0);", 1)
+def stamps_of(attention: str) -> list[tuple[str, str, bool, str, int, str]]:
+    """Those of a loop with this kernel, "attend" or "grouped"."""
+    other = GROUPED if attention == "attend" else ATTEND
+    return [stamp for stamp in STAMPS if stamp[0] != other]
+
+
+def stamped(source: str, attention: str) -> str:
+    """The kernels' source with `stamps_of` its kernel of attention."""
+    last = LAST_EMIT[attention]
+    source = source.replace(ARGUMENT, f"{ARGUMENT}, int kernel = 2", 1).replace(f"{last});", f"{last}, 0);", 1)
     first = source.index("__device__")
     source = source[:first] + SUPPORT.lstrip() + source[first:]
-    for function, line, behind, kernel, place, _ in STAMPS:
+    for function, line, behind, kernel, place, _ in stamps_of(attention):
         start = source.index(function)
         at = source.index(line, start) + (len(line) if behind and line.endswith("\n") else 0)
         if behind and not line.endswith("\n"):
@@ -102,11 +127,16 @@ def stamped(source: str) -> str:
 def told(stamps: Tensor, blocks: dict[str, int]) -> dict[str, Any]:
     """What the stamps (kernels, BLOCKS, PLACES) say, by kernel."""
     found: dict[str, Any] = {}
-    of_split = {(kernel, place): name for kernel in ("output", "down") for f, *_, place, name in STAMPS if f == SPLIT}
-    of_norm = {(kernel, place): name for kernel in ("attend", "gate_up") for f, *_, place, name in STAMPS if f != SPLIT}
-    ended = of_split | of_norm
-    origin = int(stamps[0, : blocks["attend"], BEGIN].min())
-    for kernel, of_kernel in zip(KERNELS, stamps, strict=True):
+    attention = next(name for name in LAST_EMIT if name in blocks)
+    kernels = (attention, *KERNELS[1:])
+    functions = ((NORMED, ATTEND, GROUPED), (SPLIT,), (NORMED, GATE_UP), (SPLIT,))
+    ended = {
+        (kernel, place): name
+        for kernel, mine in zip(kernels, functions, strict=True)
+        for function, *_, place, name in stamps_of(attention) if function in mine
+    }  # fmt: skip
+    origin = int(stamps[0, : blocks[attention], BEGIN].min())
+    for kernel, of_kernel in zip(kernels, stamps, strict=True):
         mine = of_kernel[: blocks[kernel]]
         whole = mine[mine[:, END] > 0]  # blocks of `attend` that end early have no last stamp
         there = [p for p in range(1, END) if (whole[:, p] > 0).all()]
@@ -123,16 +153,22 @@ def told(stamps: Tensor, blocks: dict[str, int]) -> dict[str, Any]:
 
 def measure(name: str, precision: str, device: torch.device) -> dict[str, Any]:
     """A row: one step of a loop."""
-    case, gpu = LOOPS[name], Gpu.of(device)
+    gpu = Gpu.of(device)
     assert gpu is not None
-    model = random_model(Pi0, case.config).to(device).to_compute_dtype(torch.bfloat16)
-    weights = ExpertWeights.of(model, precision, streamed=True)
-    assert weights.packed is not None
-    inputs, state = inputs_of(case, device, torch.bfloat16)
-    loop = StreamedLoop(
-        gpu, sizes_of(case.config), weights.packed, steps_of(model, weights, 1), weights.w_out, weights.b_out,
-        None if weights.mix is None else weights.mix_bias, case.batch, case.prefix_tokens,
-    )  # fmt: skip
+    if name in SMOLVLA:
+        loops = Loops(dataclasses.replace(SMOLVLA[name], precision=precision))
+        loop, state = loops.streamed(gpu, str(device)), None
+        inputs = loops.placed(str(device), beyond=0.0) | {"noise": loops.noise.to(device)}
+    else:
+        case = LOOPS[name]
+        model = random_model(Pi0, case.config).to(device).to_compute_dtype(torch.bfloat16)
+        weights = ExpertWeights.of(model, precision, streamed=True)
+        assert weights.packed is not None
+        inputs, state = inputs_of(case, device, torch.bfloat16)
+        loop = StreamedLoop(
+            gpu, sizes_of(case.config), weights.packed, steps_of(model, weights, 1), weights.w_out, weights.b_out,
+            None if weights.mix is None else weights.mix_bias, case.batch, case.prefix_tokens,
+        )  # fmt: skip
     actions = inputs["noise"].clone()
     loop.run(inputs, state, actions)
     graph = torch.cuda.CUDAGraph()
@@ -145,18 +181,18 @@ def measure(name: str, precision: str, device: torch.device) -> dict[str, Any]:
     return {"loop": name, "precision": precision, "kernels": told(stamps.cpu(), loop.schedule.blocks)}
 
 
-def main(output: Path) -> int:
+def main(output: Path, only: str) -> int:
     real = runtime.Module.__init__
 
     def loaded(self: Any, source: str, shared: dict[str, int], *rest: Any) -> None:
-        if "attend" in shared:
-            source, shared = stamped(source), {**shared, "read_stamps": 0}
+        for attention in LAST_EMIT.keys() & shared.keys():
+            source, shared = stamped(source, attention), {**shared, "read_stamps": 0}
         real(self, source, shared, *rest)
 
     runtime.Module.__init__ = loaded  # type: ignore[method-assign]
     rows = []
     with torch.inference_mode():
-        for name, precision in itertools.product(CASES, ("bf16", "int8")):
+        for name, precision in itertools.product((case for case in CASES if only in case), ("bf16", "int8")):
             rows.append(measure(name, precision, torch.device("cuda")))
             print(json.dumps(rows[-1]), flush=True)
             output.write_text(json.dumps(rows, indent=1))
@@ -166,4 +202,6 @@ def main(output: Path) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
-    sys.exit(main(parser.parse_args().output))
+    parser.add_argument("--only", default="", help="loops whose name holds this text")
+    options = parser.parse_args()
+    sys.exit(main(options.output, options.only))

@@ -13,13 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.time_phases import STAMPS, stamped
+from tests.gpu.time_phases import stamped, stamps_of
 from tests.support import streamed_support
 from tests.support.gpus import GPUS, H20, H100, H200, MIG_SLICE, MIG_TWO
+from tests.support.smolvla_loops import EXPERTS
 from tests.support.streamed_support import LOOPS, LoopCase, RecordedModule, reason, recorded_loop, streamable
 from vla_accel.errors import EngineError
 from vla_accel.models.flow import euler_times
 from vla_accel.models.rtc import guidance_weights
+from vla_accel.native import smolvla_expert
 from vla_accel.native.expert import sizes_of
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise import Packed, StreamedLoop, launch, why_not
@@ -604,10 +606,13 @@ def test_blocks_of_gate_up_with_many_rows_lie_beside_those_of_output_and_down(ad
 
 def test_stamps_find_their_lines() -> None:
     """`tests.gpu.time_phases` writes into the source."""
-    source = Schedule.of(FULL, 1, 544, H200).source
-    assert stamped(source).count("  stamp(") == len(STAMPS)
-    with pytest.raises(ValueError):
-        stamped(source.replace("float o[MT][VT][4];", ""))
+    smolvla = smolvla_expert.sizes_of(EXPERTS["full"].config)
+    lines = ((FULL, "attend", "float o[MT][VT][4];"), (smolvla, "grouped", "float o[D / 8][4];"))
+    for sizes, attention, line in lines:
+        source = Schedule.of(sizes, 1, 177, H200).source
+        assert stamped(source, attention).count("  stamp(") == len(stamps_of(attention))
+        with pytest.raises(ValueError):
+            stamped(source.replace(line, ""), attention)
 
 
 def test_a_buffer_that_is_not_dense_is_refused() -> None:
