@@ -3,6 +3,7 @@
 # make test-all every test that this machine can run
 # make check    lint, format and types
 # make browser  set up the browser that opens reports in tests
+# make compiler set up the compiler that runs CUDA kernels on the CPU in tests
 # make docs     the pages of README and docs/ as a site, into site/
 
 # An active virtual environment is used; otherwise .venv is made.
@@ -17,7 +18,7 @@ TEST_JOBS ?= 2
 # Compiled modules are kept, whatever the environment says: tests start many processes.
 TEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: browser libero test test-all check format docs setup gl tables demo-checkpoint clean
+.PHONY: browser compiler libero test test-all check format docs setup gl tables demo-checkpoint clean
 
 libero: setup gl
 	$(BIN)/python -m eval.libero $(LIBERO_ARGS)
@@ -100,6 +101,13 @@ browser: setup
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
 	else echo 'no chromium; install it: sudo apt-get install -y chromium' >&2; fi
+
+# A C++ compiler; without it the tests that run CUDA kernels on the CPU are skipped, and say so.
+compiler:
+	@if command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++ >/dev/null; \
+	else echo 'no C++ compiler; install one: sudo apt-get install -y g++' >&2; fi
 
 clean:
 	rm -rf .venv runs site .pytest_cache .ruff_cache

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support import groot_folders
+from tests.support.cuda_emulator import compiler
 from tests.support.rounding import round_otherwise
 from vla_accel.transforms import groot_images
 
@@ -30,6 +31,15 @@ def small_images() -> Iterator[None]:
 def groot_folder(small_images: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small GR00T checkpoint, whose images are small, too."""
     return groot_folders.write_isaac(tmp_path_factory.mktemp("groot"))
+
+
+@pytest.fixture(scope="session")
+def emulated(request: pytest.FixtureRequest) -> Path:
+    """Where the emulator of CUDA kernels keeps compiled code, from one run to the next."""
+    if compiler() is None:
+        pytest.skip("NOT RUN: needs a C++ compiler (g++ or clang++)")
+    assert request.config.cache is not None
+    return request.config.cache.mkdir("cuda_emulator")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

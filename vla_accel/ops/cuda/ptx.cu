@@ -38,6 +38,13 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 // of the chain writes.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+__device__ __forceinline__ void ld_shared_v2(u32& a, u32& b, u32 address) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(address));
+}
+__device__ __forceinline__ void st_shared(u32 address, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 // -- barriers in shared memory ----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {

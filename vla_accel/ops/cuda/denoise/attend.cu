@@ -133,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   for (int i = 0; i < KEY_ROUNDS * HELD_TILES * 4; ++i) ((float*)s)[i] = 0.f;
 #pragma unroll
   for (int mt = 0; mt < HELD_TILES; ++mt) best[mt][0] = best[mt][1] = -INFINITE;
-  const u32 q_at = smem_of(q_tile) + (row_warp * 16 + (lane & 15)) * 16 + (lane >> 4) * EIGHT;
+  // With three tiles of rows a fourth of the warps multiplies the last once more, and nobody takes its scores.
+  const u32 q_at = smem_of(q_tile) + (min(row_warp * 16, ROWS - 16) + (lane & 15)) * 16 + (lane >> 4) * EIGHT;
   // A warp with many tiles of keys keeps q in registers.
   constexpr bool KEEP = KEY_ROUNDS > 2 && HELD_TILES == 1;
   constexpr int UNROLL = KEEP ? D / 32 : 2;

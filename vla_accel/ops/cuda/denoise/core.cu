@@ -166,8 +166,7 @@ __device__ __forceinline__ void widen(int count, At at) {
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int n = warp + WARPS * i, tile = n / (K / 32), kb = n % (K / 32);
-    if (tile < count)
-      asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(low[i]), "=r"(high[i]) : "r"(at(tile) + 8 * K + kb * 256 + lane * 8));
+    if (tile < count) ld_shared_v2(low[i], high[i], at(tile) + 8 * K + kb * 256 + lane * 8);
   }
   __syncthreads();
 #pragma unroll
@@ -176,8 +175,7 @@ __device__ __forceinline__ void widen(int count, At at) {
     const u32 pairs[4] = {widened_pair<0>(low[i]), widened_pair<2>(low[i]), widened_pair<0>(high[i]), widened_pair<2>(high[i])};
     if (tile < count)
 #pragma unroll
-      for (int matrix = 0; matrix < 4; ++matrix)
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at(tile) + kb * 512 + matrix * 128 + lane * 4), "r"(pairs[matrix]) : "memory");
+      for (int matrix = 0; matrix < 4; ++matrix) st_shared(at(tile) + kb * 512 + matrix * 128 + lane * 4, pairs[matrix]);
   }
   fence_proxy_async();  // wgmma reads what is written here.
 }
