@@ -29,6 +29,11 @@ CASES = {
     "pi0 33": LoopCase(streamable("pi0", **ATTEND, horizon=33), prefix_tokens=41, steps=1),
     "pi0 50": LoopCase(streamable("pi0", **TWO_LAYERS, horizon=50), steps=1),
     "pi0 50 int8": LoopCase(streamable("pi0", **ATTEND, horizon=50), steps=1, precision="int8"),
+    # Gate and up load so many rows of such a width in batches.
+    "pi05 50 in batches": LoopCase(
+        streamable("pi05", **ATTEND | {"width": 1024}, horizon=50), prefix_tokens=41, steps=1
+    ),
+    "pi0 50 in batches": LoopCase(streamable("pi0", **ATTEND | {"width": 1024}, horizon=50), steps=1),
     # Small heads, several sequences, four parts of K, products of two chunks.
     **{name: replace(LOOPS[name], steps=2) for name in ("demo", "demo x 4", "narrow", "demo int8")},
     "grouped int8": replace(LOOPS["grouped int8"], steps=1),
@@ -50,14 +55,7 @@ def test_the_loop_is_as_near_as_fused_ops(name: str, emulated: Path) -> None:
     assert_as_near(got, plain, exact)
     assert torch.equal(loops.moved(loop, loops.inputs(INFINITY)), got)  # in another order of warps, too
     assert set(loop.module.launches) == set(loop.loop.schedule.blocks)
-
-
-@pytest.mark.slow
-def test_blocks_may_count_themselves_instead_of_ending(emulated: Path) -> None:
-    loops = Pi0Loops(CASES["pi05 10"])
-    want = loops.moved(EmulatedLoop(loops.streamed, emulated), loops.inputs(NAN))
-    counted = EmulatedLoop(loops.streamed, emulated, lambda source: "#define SIGNALS 1\n" + source)
-    assert torch.equal(loops.moved(counted, loops.inputs(NAN)), want)
+    assert loop.loop.schedule.macros["BATCHED_ROWS"] == ("in batches" in name)
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
