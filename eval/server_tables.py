@@ -29,14 +29,15 @@ def server(result: dict[str, Any]) -> str:
     ]
     one, costs = result["rows"][0]["parts_ms"], result["costs"]
     parts = ", ".join(f"{name} {value:.2f}" for name, value in one.items())
+    woken = f", {costs['bare_socket_woken_ms']:.2f} after a pause" if "bare_socket_woken_ms" in costs else ""
     policy = "a policy that costs nothing" if result["policy"] == "nothing" else result["policy"]
     client, place = costs["client_ms"], f"{machine(result)}, {result['hardware']['cores']} cores"
     return (
         rows(header, body)
         + f"\nMilliseconds, {policy}; added: the round trip without policy and waiting. Of one client's call: {parts}. "
         f"The client encodes in {client['encode']:.2f} and decodes in {client['decode']:.2f}; the same bytes over a "
-        f"bare socket and back take {costs['bare_socket_ms']:.2f}. {place} that clients, server and others share (load "
-        f"{result['load_average']:.1f} before the run).\n"
+        f"bare socket and back take {costs['bare_socket_ms']:.2f}{woken}. {place} that clients, server and others "
+        f"share (load {result['load_average']:.1f} before the run).\n"
     )
 
 

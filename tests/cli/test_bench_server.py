@@ -38,6 +38,7 @@ def test_the_bench_runs_and_its_report_adds_up(tmp_path: Path, capsys: pytest.Ca
         assert 0 < row["added_ms"]["p50"] <= row["round_trip_ms"]["p50"] <= row["round_trip_ms"]["p99"]
         assert all(value > 0 for value in row["parts_ms"].values())
     assert report["costs"]["bytes"]["request"] > 300_000 and report["costs"]["bare_socket_ms"] > 0
+    assert report["costs"]["bare_socket_woken_ms"] > 0
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from vla_accel.remote.processes import start
 from vla_accel.server import Replicas, ServerConfig, background
 
 SCHEMA = "vla_accel.bench_server/1"
+PAUSE_S = 0.002
 
 
 class Nothing:
@@ -86,7 +87,8 @@ def measure(address: str, observation: dict[str, Any], clients: int, seconds: fl
 
 def costs(address: str, observation: dict[str, Any]) -> dict[str, Any]:
     """What nobody can save: bytes both ways, the client's own encoding and decoding, and the bytes over a bare socket
-    and back, median milliseconds. The last two are part of `client and sockets`."""
+    and back, median milliseconds; these are part of `client and sockets`. `bare_socket_woken_ms`: over the socket after
+    `PAUSE_S`, about a small policy's time, in which processors fall asleep and caches are used for other things."""
     with PolicyClient(address) as policy:
         answer = policy.infer(observation)
     sizes = len(wire.pack(observation)), len(wire.pack(answer))
@@ -94,11 +96,13 @@ def costs(address: str, observation: dict[str, Any]) -> dict[str, Any]:
         "bytes": dict(zip(("request", "answer"), sizes, strict=True)),
         "client_ms": {name: round(value, 4) for name, value in packing_ms(observation, answer).items()},
         "bare_socket_ms": round(socket_ms(*sizes), 4),
+        "bare_socket_woken_ms": round(socket_ms(*sizes, pause_s=PAUSE_S), 4),
     }
 
 
-def socket_ms(there: int, back: int, times: int = 200) -> float:
-    """Median milliseconds for so many bytes over TCP on this machine and so many back, between two threads."""
+def socket_ms(there: int, back: int, times: int = 200, pause_s: float = 0.0) -> float:
+    """Median milliseconds for so many bytes over TCP on this machine and so many back, between two threads, each time
+    after a pause."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
         socket.create_connection(listening.getsockname()) as ours,
@@ -121,6 +125,8 @@ def socket_ms(there: int, back: int, times: int = 200) -> float:
         thread.start()
         took, data = [], bytes(there)
         for _ in range(times):
+            if pause_s:
+                time.sleep(pause_s)
             start = time.monotonic()
             ours.sendall(data)
             read(ours, back)
