@@ -34,12 +34,12 @@ def groot_folder(small_images: None, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
-def emulated(request: pytest.FixtureRequest) -> Path:
-    """Where the emulator of CUDA kernels keeps compiled code, from one run to the next."""
+def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the emulator of CUDA kernels keeps compiled code: from one run to the next, where pytest has a cache."""
     if compiler() is None:
         pytest.skip("NOT RUN: needs a C++ compiler (g++ or clang++)")
-    assert request.config.cache is not None
-    return request.config.cache.mkdir("cuda_emulator")
+    cache = getattr(request.config, "cache", None)
+    return tmp_path_factory.mktemp("cuda_emulator") if cache is None else cache.mkdir("cuda_emulator")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
