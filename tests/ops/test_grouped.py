@@ -20,7 +20,7 @@ from vla_accel.ops.cuda.denoise import launch, schedule, why_not
 from vla_accel.ops.cuda.denoise.schedule import MAX_CLUSTER, STAGE_BYTES, WARPS, Grouped, Schedule, held_tiles
 
 SMOLVLA = sizes_of(expert_of(**FULL, depth=16))
-SOURCE = Path(schedule.__file__).with_name("grouped.cu").read_text()
+SOURCE = "".join(Path(schedule.__file__).with_name(name).read_text() for name in ("core.cu", "grouped.cu"))
 CASES = [
     (name, largest) for name, case in EXPERTS.items() if len(case.lengths) == 1 and "large" not in name
     for largest in (MAX_CLUSTER, 8)

@@ -13,16 +13,6 @@
 #define Q_COLUMNS (D / RANKS)
 #define KV_UNITS (2 * KV * D / 16)
 #define ROWS (16 * MT)
-// Rows in shared memory are 16 bytes longer than their data, so that eight of them, read at the same column, meet all
-// banks.
-#define PITCH (D + 8)
-#define ROUND_UP(x, n) (((x) + (n)-1) / (n) * (n))
-
-__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
 
 // A block has `prefix_each` keys of the prefix, then `suffix_each` of the suffix; both are multiples of eight.
 extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
@@ -88,18 +78,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       },
       [&](int unit, int row, int column, float a, float b, const Rotated& held) {
         const int owner = unit / (D / 16), i = (unit % (D / 16)) * 8 + column;
-        a = a * held.scale_a + held.shift_a;
-        b = b * held.scale_b + held.shift_b;
+        held.apply(a, b, owner < H + KV);
         u16* out = own_q + (unit % Q_UNITS * ROWS + row) * 8 + column;
         int apart = Q_UNITS * ROWS * 8;
         if (in_front) {
           out = (owner < H + KV ? c.ks + ((u64)row * KV + owner - H) * D : c.vs + ((u64)row * KV + owner - H - KV) * D) + i;
           apart = D / 2;
-        }
-        if (owner < H + KV) {
-          const float turned = a * held.cos - b * held.sin;
-          b = b * held.cos + a * held.sin;
-          a = turned;
         }
         if (in_front) {
           st_relaxed(out, round_bf16(a));

@@ -13,13 +13,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       },
       [&](int unit, int row, int column, float a, float b, const Rotated& held) {
         const int head = unit / (D / 16), i = (unit % (D / 16)) * 8 + column;
-        a = a * held.scale_a + held.shift_a;
-        b = b * held.scale_b + held.shift_b;
-        if (head < H + KV) {
-          const float turned = a * held.cos - b * held.sin;
-          b = b * held.cos + a * held.sin;
-          a = turned;
-        }
+        held.apply(a, b, head < H + KV);
         u16* out = c.q + ((u64)row * H + head) * D + i;
         int apart = D / 2;
         if (head >= H) out = c.ks + ((u64)row * KV + head - H) * D + i;

@@ -28,6 +28,10 @@
 #define GROUP (H / KV)
 #define QKV ((H + 2 * KV) * D)
 #define SCALES (QKV + 2 * W + 2 * MLP)
+// Rows of a head in shared memory are 16 bytes longer than their data, so that eight of them, read at the same column,
+// meet all banks.
+#define PITCH (D + 8)
+#define ROUND_UP(x, n) (((x) + (n)-1) / (n) * (n))
 #define STATE (T > HZ)  // The first token of a sequence is the state (π0).
 #define CROSSES(layer) (SELF_EVERY < 1 || (layer) % SELF_EVERY > 0)
 
@@ -83,6 +87,27 @@ __device__ __forceinline__ float scale_of(const Model& m, int layer, int first, 
   return WEIGHT_BYTES == 1 ? __ldg(m.scales + (u64)layer * SCALES + first + column) : 1.f;
 }
 
+// The constants of an element of q/k/v and of the one that it is rotated with, half a head further.
+struct Rotated {
+  float scale_a, shift_a, scale_b, shift_b, cos, sin;
+  // Values have no position: they are scaled and shifted alone.
+  __device__ __forceinline__ void apply(float& a, float& b, bool rotates) const {
+    a = a * scale_a + shift_a;
+    b = b * scale_b + shift_b;
+    if (rotates) {
+      const float turned = a * cos - b * sin;
+      b = b * cos + a * sin;
+      a = turned;
+    }
+  }
+};
+__device__ __forceinline__ Rotated rotated_of(const Model& m, u64 at, int layer, int head, int i, int place) {
+  const float* shift = m.in_shift + at * QKV + head * D + i;
+  return {scale_of(m, layer, 0, head * D + i), ADAPTIVE ? __ldg(shift) : 0.f,
+          scale_of(m, layer, 0, head * D + i + D / 2), ADAPTIVE ? __ldg(shift + D / 2) : 0.f,
+          __ldg(m.cos + place * (D / 2) + i), __ldg(m.sin + place * (D / 2) + i)};
+}
+
 __device__ __forceinline__ u16 round_bf16(float x) {
   u16 v;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(x));
@@ -106,6 +131,12 @@ __device__ __forceinline__ void mma32(float (&c)[4], const uint4& lo, const uint
 // each.
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+// Each lane gets words of columns instead, as the second operand has them whose rows are K.
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }

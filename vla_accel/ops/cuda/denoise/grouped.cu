@@ -10,17 +10,7 @@
 #define TILES_EACH ((GROUP_TILES + GROUP_RANKS - 1) / GROUP_RANKS)
 #define HEAD_UNITS (D / 16)
 #define UNITS_EACH (((GROUP + 2) * HEAD_UNITS + GROUP_RANKS - 1) / GROUP_RANKS)
-#define ROUND_UP(x, n) (((x) + (n)-1) / (n) * (n))
-// Rows in shared memory are 16 bytes longer than their data, so that eight of them, read at the same column, meet all
-// banks.
-#define PITCH (D + 8)
 #define SUFFIX_KEYS ROUND_UP(T, 16)
-
-__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
 
 // The units of a key head are those of its query heads, then those of its key and of its value; a block takes every
 // GROUP_RANKS-th of them.
@@ -80,13 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
       [&](int unit, int row, int column, float a, float b, const Rotated& held) {
         const int head = unit / HEAD_UNITS;
         const int owner = head < H ? head - kv * GROUP : GROUP + (head - H) / KV;
-        a = a * held.scale_a + held.shift_a;
-        b = b * held.scale_b + held.shift_b;
-        if (head < H + KV) {
-          const float turned = a * held.cos - b * held.sin;
-          b = b * held.cos + a * held.sin;
-          a = turned;
-        }
+        held.apply(a, b, head < H + KV);
         u16* out = own + ((owner * HEAD_UNITS + unit % HEAD_UNITS) / GROUP_RANKS * T + row) * 16 + column;
         out[0] = round_bf16(a);
         out[8] = round_bf16(b);

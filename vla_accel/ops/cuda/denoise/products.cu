@@ -153,17 +153,6 @@ struct Units {
   }
 };
 
-// The constants of an element of q/k/v and of the one that it is rotated with, half a head further.
-struct Rotated {
-  float scale_a, shift_a, scale_b, shift_b, cos, sin;
-};
-__device__ __forceinline__ Rotated rotated_of(const Model& m, u64 at, int layer, int head, int i, int place) {
-  const float* shift = m.in_shift + at * QKV + head * D + i;
-  return {scale_of(m, layer, 0, head * D + i), ADAPTIVE ? __ldg(shift) : 0.f,
-          scale_of(m, layer, 0, head * D + i + D / 2), ADAPTIVE ? __ldg(shift + D / 2) : 0.f,
-          __ldg(m.cos + place * (D / 2) + i), __ldg(m.sin + place * (D / 2) + i)};
-}
-
 // The weights of COUNT units, and after each reduction, from unit `done` on, its sums in their place; the last of them
 // may need more.
 template <int COUNT>
