@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,15 +161,9 @@ class NativeDenoise:
                 prefix_tokens,
             )  # fmt: skip
             self.loop: StreamedLoop | _LayerLoop = loop
-            self.detail = f"streamed CUDA kernels, {kind}"
-            if loop.schedule.apart is not None:
-                self.detail += f" (q/k/v and attention apart: {loop.schedule.apart})"
         else:
             self.loop = _LayerLoop(weights, config, self.tables, batch, prefix_tokens)
-            self.detail = f"fused ops, {kind}"
-            if device.type == "cuda":
-                self.detail += f" (no streamed kernels: {why_not_streamed})"
-            self.detail += self.loop.detail
+        self.detail = described(self.loop, kind, why_not_streamed if device.type == "cuda" else None)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         state, actions = self.weights.state, outputs["actions"]
@@ -177,6 +172,16 @@ class NativeDenoise:
             assert state.bias is not None and self.state_token is not None
             self.state_token.copy_(torch.addmm(state.bias, inputs["state"], state.weight.t()))
         self.loop.run(inputs, self.state_token, actions)
+
+
+def described(loop: Any, what: str, why_not_streamed: str | None) -> str:
+    """The ledger's line of a loop: a `StreamedLoop`, or one of fused ops, with `detail`. `what`: of its weights;
+    `why_not_streamed`: of one that might have been."""
+    if isinstance(loop, StreamedLoop):
+        apart = loop.schedule.apart
+        return f"streamed CUDA kernels, {what}" + (f" (q/k/v and attention apart: {apart})" if apart else "")
+    reason = f" (no streamed kernels: {why_not_streamed})" if why_not_streamed else ""
+    return f"fused ops, {what}{reason}{loop.detail}"
 
 
 def begin(tables: StepTables, inputs: Mapping[str, Tensor], actions: Tensor) -> None:

@@ -20,7 +20,7 @@ from vla_accel.native.stack import Stack, StackSizes, stack_weights
 from vla_accel.native.store import compute_dtype
 from vla_accel.native.vision import VisionLayer
 from vla_accel.ops import norms
-from vla_accel.ops.linear import Linear, gate_up, linear, make_linear, pair, products_by
+from vla_accel.ops.linear import Linear, block_products, gate_up, linear, make_linear, pair, products_by
 from vla_accel.ops.rows import add_norm
 from vla_accel.ops.sequence import add_at, causal_attention, norm_rope, place_tokens
 
@@ -103,11 +103,7 @@ class NativeReader:
         self.places = layout.places(device)
         cos, sin = language_rope(config, self.places.positions, torch.float32)
         self.cos, self.sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
-        activation = "swiglu" if first.gate_up.paired else "none"
-        four = {
-            "qkv": (first.qkv, "none"), "o": (first.o, "none"), "gate_up": (first.gate_up, activation),
-            "down": (first.down, "none"),
-        }  # fmt: skip
+        four = block_products(first.qkv, first.o, first.gate_up, first.down, silu=True)
         products, self.pdl = products_by(rows, four)
         self.norms_inside = first.gate_up.paired and norms.can_be_inside(rows, width, *four.values())
         products += ", norms inside" if self.norms_inside else ""

@@ -22,7 +22,7 @@ from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import amax_of, compute_dtype, format_of
 from vla_accel.ops import norms
 from vla_accel.ops.attending import Sizes, attend, choose
-from vla_accel.ops.linear import Linear, gate_up, linear, make_linear, pair, products_by
+from vla_accel.ops.linear import Linear, block_products, gate_up, linear, make_linear, pair, products_by
 from vla_accel.ops.rows import add_norm, embed_norm, rope_cache, rope_tables
 
 
@@ -130,14 +130,10 @@ class NativePrefix:
         self.detail += f", {self.attention.detail}"
         products, self.pdl, self.norms_inside, self.mlp_norms_inside = "", False, False, False
         if first.o is not None and first.gate_up is not None and first.down is not None:
-            activation = "none" if not first.gate_up.paired else "swiglu" if weights.silu else "geglu"
-            four = {
-                "qkv": (first.qkv, "none"), "o": (first.o, "none"), "gate_up": (first.gate_up, activation),
-                "down": (first.down, "none"),
-            }  # fmt: skip
+            four = block_products(first.qkv, first.o, first.gate_up, first.down, silu=weights.silu)
             products, self.pdl = products_by(rows, four)
             self.norms_inside = norms.can_be_inside(rows, width, four["down"], four["qkv"])
-            self.mlp_norms_inside = activation != "none" and norms.can_be_inside(
+            self.mlp_norms_inside = first.gate_up.paired and norms.can_be_inside(
                 rows, width, four["o"], four["gate_up"]
             )
         self.detail += products

@@ -19,7 +19,7 @@ from vla_accel.models.rtc import step_gains
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
 from vla_accel.native.constants import paired
 from vla_accel.native.cuts import Cuts
-from vla_accel.native.expert import ExpertLayer, begin
+from vla_accel.native.expert import ExpertLayer, begin, described
 from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.numeric import round_up
@@ -135,19 +135,14 @@ class NativeDenoise:
     ) -> None:  # fmt: skip
         """`why_not_streamed`: of weights that are not packed, for the ledger."""
         self.weights, self.tables = weights, tables
-        device, kind = weights.w_out.device, weights_in(weights.precision)
+        device = weights.w_out.device
         gpu = Gpu.of(device)
         if gpu is not None and weights.packed is not None:
             self.loop: StreamedLoop | _LayerLoop = streamed_loop(gpu, weights, config, tables, batch, prefix_tokens)
-            self.detail = f"streamed CUDA kernels, {kind}, {self.loop.kernels_a_step} kernels a step"
-            if self.loop.schedule.apart is not None:
-                self.detail += f" (q/k/v and attention apart: {self.loop.schedule.apart})"
         else:
             self.loop = _LayerLoop(weights, config, tables, batch, prefix_tokens)
-            self.detail = f"fused ops, {kind}, {self.loop.kernels_a_step} kernels a step"
-            if device.type == "cuda":
-                self.detail += f" (no streamed kernels: {why_not_streamed})"
-            self.detail += self.loop.detail
+        what = f"{weights_in(weights.precision)}, {self.loop.kernels_a_step} kernels a step"
+        self.detail = described(self.loop, what, why_not_streamed if device.type == "cuda" else None)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         begin(self.tables, inputs, outputs["actions"])

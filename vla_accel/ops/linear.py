@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from vla_accel.fp8 import E4M3, INT8, Format
 from vla_accel.ops.dispatch import dependent_launches, kernels, path
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.reference import GATED
+from vla_accel.ops.reference import GATED, gating
 from vla_accel.ops.rows import geglu, gelu
 
 _ROWS = 2048
@@ -191,6 +191,13 @@ def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any
     return call
 
 
+def block_products(qkv: Linear, o: Linear, gate: Linear, down: Linear, *, silu: bool) -> dict[str, tuple[Linear, str]]:
+    """The four products of a language model's block by name, each with its activation: that of `gate`, gate and up,
+    where they are `paired`."""
+    activation = gating(silu) if gate.paired else "none"
+    return {"qkv": (qkv, "none"), "o": (o, "none"), "gate_up": (gate, activation), "down": (down, "none")}
+
+
 def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[str, bool]:
     """What to add to a program's line in the ledger, and whether its kernels should start before others end.
 
@@ -272,8 +279,7 @@ def gate_up(
 ) -> None:  # fmt: skip
     """out = gelu_tanh(gate) * up, of gate and up = x Wᵀ + b; `silu`: silu(gate) * up. x (R, K), out (R, H), scratch
     (R, 2 H) may be used."""
-    activation = "swiglu" if silu else "geglu"
-    if path(x) == "cuda" and layer.paired and launched_own_gemm(x, layer, out, activation, inverse_scale, pdl):
+    if path(x) == "cuda" and layer.paired and launched_own_gemm(x, layer, out, gating(silu), inverse_scale, pdl):
         return
     linear(x, layer, scratch, pdl=pdl)
     geglu(scratch, out, inverse_scale=inverse_scale, paired=layer.paired, silu=silu, pdl=pdl)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from vla_accel.errors import EngineError
 from vla_accel.ops.dispatch import path
 from vla_accel.ops.linear import Linear, has_own_gemm, launched_own_gemm, linear
-from vla_accel.ops.reference import GATED, MOMENTS_OF
+from vla_accel.ops.reference import GATED, MOMENTS_OF, gating
 from vla_accel.ops.rows import geglu
 
 
@@ -74,14 +74,13 @@ def normed_linear(
     """
     assert not layer_norm or layer.sums is not None
     if path(x) == "cuda":
-        from vla_accel.ops.cuda.gemm import Norm
-
-        norm = Norm(moments, layer.sums if layer_norm else None, eps)
-        if not launched_own_gemm(x, layer, out, "gelu" if gelu else "none", None, pdl, norm=norm):
-            raise EngineError(f"normed_linear: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")
-        return
+        sums, activation = layer.sums if layer_norm else None, "gelu" if gelu else "none"
+        return _launch("normed_linear", x, moments, sums, layer, out, activation, inverse_scale=None, eps=eps, pdl=pdl)
     wide = torch.promote_types(torch.float32, out.dtype)
-    middle, rstd = _mean_and_rstd(x, moments.to(wide), layer_norm, eps)
+    mean, square = moments[..., 0].to(wide), moments[..., 1].to(wide).sum(0)
+    middle = mean.mean(0) if layer_norm else torch.zeros_like(mean[0])
+    square = square + MOMENTS_OF * (mean - middle).square().sum(0)
+    rstd = torch.rsqrt(square / x.shape[1] + eps)
     y = x.to(wide) @ layer.weight.to(wide).T
     if layer.sums is not None and layer_norm:
         y = y - middle[:, None] * layer.sums.to(wide)
@@ -100,22 +99,21 @@ def normed_gate_up(
     Only where `can_be_inside`.
     """
     if path(x) == "cuda":
-        from vla_accel.ops.cuda.gemm import Norm
-
-        activation = "swiglu" if silu else "geglu"
-        norm = Norm(moments, None, eps)
-        if not launched_own_gemm(x, layer, out, activation, inverse_scale, pdl, norm=norm):
-            raise EngineError(f"normed_gate_up: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")
-        return
-    wide = torch.promote_types(torch.float32, x.dtype)
-    _, rstd = _mean_and_rstd(x, moments.to(wide), False, eps)
-    y = (x.to(wide) @ layer.weight.to(wide).T) * rstd[:, None]
+        return _launch(
+            "normed_gate_up", x, moments, None, layer, out, gating(silu), inverse_scale=inverse_scale, eps=eps, pdl=pdl
+        )  # fmt: skip
+    y = torch.empty(len(x), len(layer.weight), dtype=torch.promote_types(torch.float32, x.dtype), device=x.device)
+    normed_linear(x, moments, layer, y, layer_norm=False, eps=eps)
     geglu(y, out, inverse_scale=inverse_scale, paired=layer.paired, silu=silu)
 
 
-def _mean_and_rstd(x: Tensor, moments: Tensor, layer_norm: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """Of the rows of x, as their moments tell; the mean is 0 for an RMSNorm."""
-    mean, square = moments[..., 0], moments[..., 1].sum(0)
-    middle = mean.mean(0) if layer_norm else torch.zeros_like(mean[0])
-    square = square + MOMENTS_OF * (mean - middle).square().sum(0)
-    return middle, torch.rsqrt(square / x.shape[1] + eps)
+def _launch(
+    name: str, x: Tensor, moments: Tensor, weight_sums: Tensor | None, layer: Linear, out: Tensor, activation: str, *,
+    inverse_scale: float | None, eps: float, pdl: bool,
+) -> None:  # fmt: skip
+    """The own GEMM behind a norm; `weight_sums`: of a LayerNorm. Raises EngineError in the words of `name`."""
+    from vla_accel.ops.cuda.gemm import Norm
+
+    norm = Norm(moments, weight_sums, eps)
+    if not launched_own_gemm(x, layer, out, activation, inverse_scale, pdl, norm=norm):
+        raise EngineError(f"{name}: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")

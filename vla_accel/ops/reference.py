@@ -12,6 +12,11 @@ MOMENTS_OF = 64
 """Columns of a row that a pair of moments, their mean and their sum of squared deviations, is of."""
 
 
+def gating(silu: bool) -> str:
+    """The name among `GATED` of SiLU as the gate's activation, otherwise of tanh GELU."""
+    return "swiglu" if silu else "geglu"
+
+
 def _wide(x: Tensor) -> Tensor:
     """float32 for dtypes of fewer bits; float32 and float64 stay as they are."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
