@@ -70,6 +70,13 @@ KERNELS = {
       cluster_arrive();
       cluster_wait();
     """,
+    "sends_home": """
+      if (threadIdx.x) return;
+      mbarrier_init(smem_of(shared_memory), 1);
+      mbarrier_arrive_expect_tx(smem_of(shared_memory), 16);
+      st_async(smem_of(shared_memory + 64), smem_of(shared_memory), 1, 2, 3, 4);
+      mbarrier_wait_cluster(smem_of(shared_memory), 0);
+    """,
     "no_barrier": "((float*)shared_memory)[threadIdx.x] = 1.f; use(((float*)shared_memory)[63 - threadIdx.x]);",
     "read_then_written": "use(((float*)shared_memory)[0]); if (threadIdx.x == 40) ((float*)shared_memory)[0] = 1.f;",
     "beyond_shared": "use(((float*)shared_memory)[1024 - 63 + threadIdx.x]);",
@@ -210,6 +217,13 @@ def test_a_mistake_is_found(module: EmulatedModule, name: str) -> None:
         with pytest.raises(EmulationError, match=f"{name}: .*({BROKEN[name]})"):
             launch(module, name)
     launch(module, "exchange")  # It goes on after a failure.
+
+
+def test_a_kernel_that_was_not_launched_in_clusters_may_not_send(module: EmulatedModule) -> None:
+    """The GPU ends it with an illegal instruction."""
+    launch(module, "sends_home", blocks=2, cluster=2)
+    with pytest.raises(EmulationError, match="st_async: the kernel was not launched in clusters"):
+        launch(module, "sends_home", blocks=1, cluster=1)
 
 
 def test_a_read_before_the_wait_is_found_where_a_kernel_of_the_chain_wrote(module: EmulatedModule) -> None:

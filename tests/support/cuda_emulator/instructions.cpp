@@ -159,6 +159,7 @@ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
 }
 // The store may come late, too, but nobody can tell: whoever does not wait for the barrier is found by the clocks.
 void st_async(u32 to, u32 barrier, u32 a, u32 b, u32 c, u32 d) {
+  if (machine.cluster_size < 2) fail("st_async: the kernel was not launched in clusters");
   Block& block = block_of(to, "st_async");
   if (to >> RANK != barrier >> RANK) fail("st_async: the barrier lies in another block than the address");
   Barrier& there = barrier_of(block, barrier, "st_async");

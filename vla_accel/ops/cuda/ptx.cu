@@ -142,7 +142,8 @@ __device__ __forceinline__ u32 mapa(u32 address, int rank) {
   return there;
 }
 // This stores 16 bytes in another block's shared memory, and that block's barrier counts them. What waits there
-// for all of them may read them; the barrier of a cluster, as a release, waits for the block's writes to the whole GPU.
+// for all of them may read them; the barrier of a cluster, as a release, waits for the block's writes to the whole GPU. In
+// a launch without clusters it is an illegal instruction.
 __device__ __forceinline__ void st_async(u32 to, u32 barrier, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(a), "r"(b),
                "r"(c), "r"(d), "r"(barrier)

@@ -313,7 +313,7 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   Stages stages(shared_memory, smem_of(parts + PARTS * MT * 128), CHUNKS + 1);
   const u32 sums_barrier = stages.barriers + CHUNKS * 8;
   if (threadIdx.x == 0) {
-    stages.expect(CHUNKS, PARTS * MT * 512);
+    if (PARTS > 1) stages.expect(CHUNKS, PARTS * MT * 512);
     for (int i = 0; i < CHUNKS; ++i) {
       stages.expect(i, PARTS * FETCHED);
       for (int tile = 0; tile < PARTS; ++tile) {
@@ -363,20 +363,22 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   float* sums = (float*)shared_memory;
   put_sums<N>(sums, (float*)acc, warp, lane);
   __syncthreads();
-  for (int e = threadIdx.x * 4; e < PARTS * MT * 128; e += THREADS * 4) {
-    const Place at(e);
-    const uint4 sum = sums_of_warps<N>(sums, at.tile, at);
-    st_async(mapa(smem_of(parts + rank * MT * 128 + e % (MT * 128)), at.tile), mapa(sums_barrier, at.tile), sum.x, sum.y, sum.z, sum.w);
+  if constexpr (PARTS > 1) {
+    for (int e = threadIdx.x * 4; e < PARTS * MT * 128; e += THREADS * 4) {
+      const Place at(e);
+      const uint4 sum = sums_of_warps<N>(sums, at.tile, at);
+      st_async(mapa(smem_of(parts + rank * MT * 128 + e % (MT * 128)), at.tile), mapa(sums_barrier, at.tile), sum.x, sum.y, sum.z, sum.w);
+    }
+    mbarrier_wait_cluster(sums_barrier, 0);
   }
-  mbarrier_wait_cluster(sums_barrier, 0);
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {
     const int e = threadIdx.x + n * THREADS;
     const Place at(e);
     if (at.tile == 0 && at.row < M) {
-      float sum = 0.f;
+      float sum = PARTS > 1 ? 0.f : sum_of_warps<N>(sums, 0, at);
 #pragma unroll
-      for (int from = 0; from < PARTS; ++from) sum += parts[from * MT * 128 + e];
+      for (int from = 0; PARTS > 1 && from < PARTS; ++from) sum += parts[from * MT * 128 + e];
       emit(at.row, column, sum, held, present[n]);
     }
   }
