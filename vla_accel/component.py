@@ -24,6 +24,15 @@ class Program(Protocol):
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None: ...
 
 
+class FollowingProgram(ABC):
+    """A `Program` that may begin while the one in front of it runs."""
+
+    @abstractmethod
+    def follow(self, earlier: Program, outputs: Mapping[str, Tensor]) -> str:
+        """From now on begin beside `earlier`, which writes `outputs`, if that is possible: what does, for the ledger;
+        empty if nothing does."""
+
+
 class TurnedProgram(ABC):
     """A `Program` that runs in turns, all alike, and may be done before the last: `begin`, `advance` at most `turns`
     times, `end`. Nothing but `begin` and `end` reads inputs or writes outputs."""

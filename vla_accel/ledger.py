@@ -48,6 +48,11 @@ class Ledger:
                 _log.warning(message)
         self.entries[entry.component] = entry
 
+    def add(self, component: str, detail: str) -> None:
+        """Say more of what runs inside a component that is there."""
+        entry = self.entries[component]
+        self.entries[component] = dataclasses.replace(entry, detail=f"{entry.detail}, {detail}")
+
     def as_list(self) -> list[dict[str, object]]:
         """Plain data for metadata and JSON, as every call returns it. The caller's own: it may be changed."""
         entries = tuple(self.entries.values())

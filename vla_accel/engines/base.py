@@ -73,6 +73,11 @@ class Engine(ABC):
             )
         self.inputs[name] = source
 
+    def follow(self, earlier: Engine) -> str:
+        """Begin while `earlier`, whose outputs this one reads, still runs, if that is possible: what of it does, for
+        the ledger; empty if nothing does."""
+        return ""
+
     @abstractmethod
     def run(self) -> None:
         """Enqueue the work on the current stream. Never synchronises, but where the work itself says when it ends."""

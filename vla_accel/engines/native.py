@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from vla_accel.component import Component, TurnedProgram
+from vla_accel.component import Component, FollowingProgram, TurnedProgram
 from vla_accel.config import EngineSpec
 from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
@@ -69,6 +69,11 @@ class NativeEngine(Engine):
         self.detail = self.program.detail if self.capturable else f"{self.program.detail}, torch reference ops (no GPU)"
         if self._gpu is not None:
             self.detail += f", portable kernels (as on compute capability {self._gpu.version})"
+
+    def follow(self, earlier: Engine) -> str:
+        if not (self.capturable and isinstance(self.program, FollowingProgram) and isinstance(earlier, NativeEngine)):
+            return ""
+        return self.program.follow(earlier.program, earlier.outputs)
 
     @torch.inference_mode()
     def run(self) -> None:

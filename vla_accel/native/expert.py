@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.native.constants import step_tables
 from vla_accel.native.cuts import Cuts
 from vla_accel.native.fold import fold_norm, plain
+from vla_accel.native.loop import LoopProgram, described
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
@@ -137,7 +137,7 @@ def steps_of(
     return step_tables(model, weights.normed_products(), num_steps, max_weight, trained)
 
 
-class NativeDenoise:
+class NativeDenoise(LoopProgram):
     """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d), `lengths` (B,) int32,
     `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call), or, with trained tables, of
     the actions that are pinned, and, for π0, `state` (B, A) float32; output `actions` (B, H, A) float32."""
@@ -160,35 +160,18 @@ class NativeDenoise:
                 gpu, sizes_of(config), weights.packed, self.tables, weights.w_out, weights.b_out, mix_bias, batch,
                 prefix_tokens,
             )  # fmt: skip
-            self.loop: StreamedLoop | _LayerLoop = loop
+            self.loop = loop
         else:
             self.loop = _LayerLoop(weights, config, self.tables, batch, prefix_tokens)
         self.detail = described(self.loop, kind, why_not_streamed if device.type == "cuda" else None)
 
-    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        state, actions = self.weights.state, outputs["actions"]
-        begin(self.tables, inputs, actions)
+    def prepare(self, inputs: Mapping[str, Tensor], actions: Tensor) -> Tensor | None:
+        state = self.weights.state
+        super().prepare(inputs, actions)
         if state is not None:
             assert state.bias is not None and self.state_token is not None
             self.state_token.copy_(torch.addmm(state.bias, inputs["state"], state.weight.t()))
-        self.loop.run(inputs, self.state_token, actions)
-
-
-def described(loop: Any, what: str, why_not_streamed: str | None) -> str:
-    """The ledger's line of a loop: a `StreamedLoop`, or one of fused ops, with `detail`. `what`: of its weights;
-    `why_not_streamed`: of one that might have been."""
-    if isinstance(loop, StreamedLoop):
-        apart = loop.schedule.apart
-        return f"streamed CUDA kernels, {what}" + (f" (q/k/v and attention apart: {apart})" if apart else "")
-    reason = f" (no streamed kernels: {why_not_streamed})" if why_not_streamed else ""
-    return f"fused ops, {what}{reason}{loop.detail}"
-
-
-def begin(tables: StepTables, inputs: Mapping[str, Tensor], actions: Tensor) -> None:
-    """Where the loop begins: at the noise, but for actions that a trained model has pinned."""
-    actions.copy_(inputs["noise"])
-    if tables.trained:
-        torch.where(inputs["weights"].unsqueeze(-1) > 0, inputs["target"], actions, out=actions)
+        return self.state_token
 
 
 class _LayerLoop:

@@ -18,6 +18,7 @@ from vla_accel.models.gemma import GemmaLayer
 from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.smollm import SmolLmLayer
+from vla_accel.native.ahead import Ahead
 from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import amax_of, compute_dtype, format_of
 from vla_accel.ops import norms
@@ -157,9 +158,13 @@ class NativePrefix:
             hidden = first.gate_up.weight.shape[0] // 2
             self.gate_up, self.active = buffer(2 * hidden), buffer(hidden, taken_by(first.down))
         self.cos, self.sin = rope_tables(self.tokens, weights.head_dim, device)
+        self.ahead: Ahead | None = None
+        """Where it says which layers are done."""
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, lengths, pdl = self.weights, inputs["lengths"], self.pdl
+        if self.ahead is not None:
+            self.ahead.begin()
         self.embed(inputs)
         q = self.qkv.view(self.batch, self.tokens, -1, w.head_dim)[:, :, : w.heads]
         # What the next q/k/v multiplies: rows that are normed, or rows that are not and their moments.
@@ -173,12 +178,14 @@ class NativePrefix:
                     )  # fmt: skip
                 linear(self.h, layer.qkv, self.last_kv, pdl=pdl)
                 rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0, pdl=pdl)
+                self._reached(index)
                 break
             if self.norms_inside:
                 norms.normed_linear(x, moments, layer.qkv, self.qkv, layer_norm=False, eps=w.eps, pdl=pdl)
             else:
                 linear(self.h, layer.qkv, self.qkv, pdl=pdl)
             rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads, pdl=pdl)
+            self._reached(index)
             attend(
                 self.attention.way, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
                 last=self.state_last, tile=self.attention.tile, pdl=pdl,
@@ -197,8 +204,8 @@ class NativePrefix:
             else:
                 linear(self.active, layer.down, self.y, pdl=pdl)
                 self._residual(self.h, w.layers[index + 1].qkv)
-
-        self.finish(outputs)
+        if self.ahead is None:
+            self.finish(outputs)
 
     def embed(self, inputs: Mapping[str, Tensor]) -> None:
         """The rows of the stack, and their norm."""
@@ -211,6 +218,19 @@ class NativePrefix:
 
     def finish(self, outputs: Mapping[str, Tensor]) -> None:
         """What is left to do after the last layer."""
+
+    def complete(self, outputs: Mapping[str, Tensor], index: int) -> None:
+        """What is left to do for one layer, once its keys and values are there."""
+
+    def go_ahead(self, outputs: Mapping[str, Tensor]) -> Ahead:
+        """From now on each layer's keys and values are told of as they come. Who waits for them completes them."""
+        device, depth = self.x.device, len(self.weights.layers)
+        self.ahead = Ahead(device, depth, lambda index: self.complete(outputs, index))
+        return self.ahead
+
+    def _reached(self, index: int) -> None:
+        if self.ahead is not None:
+            self.ahead.reached(index)
 
     def _residual(self, normed: Tensor, following: Linear) -> None:
         add_norm(

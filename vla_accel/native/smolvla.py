@@ -107,6 +107,13 @@ class SmolVlaPrefix(NativePrefix):
                 rows, cache = (x.view(len(x), -1, weight.shape[1]) for x in (kept[places], made[layers]))
                 torch.bmm(rows, weight[places].transpose(1, 2), out=cache)
 
+    def complete(self, outputs: Mapping[str, Tensor], index: int) -> None:
+        if index in self.own.crossing:
+            place = self.own.crossing.index(index)
+            for which, (name, weight) in enumerate((("keys", self.own.keys), ("values", self.own.values))):
+                rows, cache = (x.view(-1, weight.shape[1]) for x in (self.kept[which, place], outputs[name][index]))
+                torch.mm(rows, weight[place].t(), out=cache)
+
 
 class SmolVlaStore(FlowStore[SmolVla]):
     """Prepared weights of one SmolVLA."""

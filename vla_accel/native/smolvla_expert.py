@@ -19,8 +19,9 @@ from vla_accel.models.rtc import step_gains
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
 from vla_accel.native.constants import paired
 from vla_accel.native.cuts import Cuts
-from vla_accel.native.expert import ExpertLayer, begin, described
+from vla_accel.native.expert import ExpertLayer
 from vla_accel.native.fold import fold_norm, plain
+from vla_accel.native.loop import LoopProgram, described
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.numeric import round_up
 from vla_accel.ops import suffix
@@ -124,7 +125,7 @@ def steps_of(
     return StepTables(None, None, None, None, None, None, final, None, b_in, w_in, times, gains, trained)
 
 
-class NativeDenoise:
+class NativeDenoise(LoopProgram):
     """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d) as the expert reads
     them, `lengths` (B,) int32, `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call),
     or, with trained tables, of the actions that are pinned; output `actions` (B, H, A) float32."""
@@ -138,15 +139,11 @@ class NativeDenoise:
         device = weights.w_out.device
         gpu = Gpu.of(device)
         if gpu is not None and weights.packed is not None:
-            self.loop: StreamedLoop | _LayerLoop = streamed_loop(gpu, weights, config, tables, batch, prefix_tokens)
+            self.loop = streamed_loop(gpu, weights, config, tables, batch, prefix_tokens)
         else:
             self.loop = _LayerLoop(weights, config, tables, batch, prefix_tokens)
         what = f"{weights_in(weights.precision)}, {self.loop.kernels_a_step} kernels a step"
         self.detail = described(self.loop, what, why_not_streamed if device.type == "cuda" else None)
-
-    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        begin(self.tables, inputs, outputs["actions"])
-        self.loop.run(inputs, None, outputs["actions"])
 
 
 def streamed_loop(

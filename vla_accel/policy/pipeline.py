@@ -7,6 +7,7 @@ no model: the family's components say what there is.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -88,6 +89,9 @@ class Pipeline:
             engine = build(component, choice.spec, device=plan.device, ledger=plan.ledger, why=choice.why)
             self.engines.append((component.name, engine))
         self._join()
+        for (_, earlier), (name, engine) in itertools.pairwise(self.engines):
+            if beside := engine.follow(earlier):
+                plan.ledger.add(name, beside)
         self.captured: Captured | None = None
         if plan.device.type == "cuda" and plan.config.cuda_graph:
             self._rehearse()

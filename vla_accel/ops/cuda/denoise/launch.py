@@ -7,7 +7,7 @@ that fetches its weights while its predecessors still run.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ def planned(
     return schedule, module
 
 
+Launch = Callable[..., None]
 _P, _U64 = ctypes.c_void_p, ctypes.c_uint64
 
 
@@ -150,12 +151,39 @@ class StreamedLoop:
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
         """Enqueue the loop: `actions` (B, H, A) float32 hold the noise and are integrated in place."""
+        self.begin(inputs, state_token, actions)
+        self.go_on(inputs, state_token, actions)
+
+    @property
+    def reads_by_layer(self) -> bool:
+        """Whether a layer reads the prefix's keys and values of that layer alone, as they are."""
+        return self.values_t is None
+
+    def begin(
+        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor,
+        wait: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Enqueue the first step. `wait`: is called before a layer that reads the prefix's."""
         if self.schedule.attend is not None:
             # It reads the suffix's keys and values until they are there; an interrupted run may have left some.
             self._suffix.view(torch.int32).fill_(NOTHING_YET)
         if self.values_t is not None:
             # Products want the keys along the contiguous axis. The padding beyond the prefix stays zero.
             self.values_t[..., : self.prefix_tokens].copy_(inputs["values"].permute(0, 1, 3, 4, 2))
+        self._step(self._launcher(inputs, state_token, actions), 0, wait, dependent=False)
+
+    def go_on(
+        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, *, joined: bool = False
+    ) -> None:
+        """Enqueue the other steps, and the end. `joined`: something else came between."""
+        launch = self._launcher(inputs, state_token, actions)
+        for step in range(1, self.steps):
+            self._step(launch, step, dependent=step > 1 or not joined)
+        last = self._guidance(self.steps - 1)
+        launch("between", self._eps, self.steps, *last, dependent=self.steps > 1 or not joined)
+
+    def _launcher(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> Launch:
+        """A launch by the kernel's name and what it takes besides the model and the call."""
         buffers = {n: _address(n, t) for n, t in self._buffers.items()}
         call = _Call(
             **{field: _address(name, inputs[name], alignment) for field, (name, alignment) in _INPUTS.items()},
@@ -169,25 +197,30 @@ class StreamedLoop:
             cluster = self.schedule.clusters.get(name, 1)
             self.module.launch(name, blocks, THREADS, arguments, cluster=cluster, dependent=dependent)
 
+        return launch
+
+    def _step(self, launch: Launch, step: int, wait: Callable[[int], None] | None = None, *, dependent: bool) -> None:
+        """One evaluation of the expert. A kernel that is not `dependent` waits for all that came before on its stream,
+        so that it and those behind it may read the prefix ahead of their wait."""
         queries = self.sizes.heads * self.sizes.head_dim // 16
-        for step in range(self.steps):
-            # The first waits for all that came before, so that the others may read the prefix ahead of their wait.
-            launch("between", self._eps, step, *self._guidance(step - 1), dependent=step > 0)
-            if not self.sizes.adaptive:
-                launch("mix")
-            for layer in range(self.depth):
-                if self.schedule.attend is not None:
-                    attend = self.schedule.attend
-                    launch("attend", self._eps, step, layer, attend.prefix_keys, attend.suffix_keys)
-                elif self.schedule.grouped is not None:
-                    launch("grouped", self._eps, step, layer)
-                else:
-                    launch("qkv", self._eps, step, layer, blocks=queries if self.sizes.crosses(layer) else None)
-                    launch("attention", layer)
-                launch("output", step, layer)
-                launch("gate_up", self._eps, step, layer)
-                launch("down", step, layer)
-        launch("between", self._eps, self.steps, *self._guidance(self.steps - 1))
+        launch("between", self._eps, step, *self._guidance(step - 1), dependent=dependent)
+        if not self.sizes.adaptive:
+            launch("mix")
+        for layer in range(self.depth):
+            if wait is not None:
+                wait(layer)
+            after = {"dependent": wait is None}
+            if self.schedule.attend is not None:
+                attend = self.schedule.attend
+                launch("attend", self._eps, step, layer, attend.prefix_keys, attend.suffix_keys, **after)
+            elif self.schedule.grouped is not None:
+                launch("grouped", self._eps, step, layer, **after)
+            else:
+                launch("qkv", self._eps, step, layer, blocks=queries if self.sizes.crosses(layer) else None, **after)
+                launch("attention", layer)
+            launch("output", step, layer)
+            launch("gate_up", self._eps, step, layer)
+            launch("down", step, layer)
 
     @property
     def kernels_a_step(self) -> int:

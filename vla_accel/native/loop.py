@@ -1,0 +1,60 @@
+"""What the denoise programs of all families with a prefix share: where their loop begins, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vla_accel.component import FollowingProgram, Program
+from vla_accel.native.ahead import Ahead
+from vla_accel.native.prefix import NativePrefix
+from vla_accel.ops.cuda.denoise import StepTables, StreamedLoop
+
+
+class LoopProgram(FollowingProgram):
+    """A `Program` around a loop, a `StreamedLoop` or one of fused ops, that integrates the output `actions` in place.
+
+    The streamed loop's first step runs beside the prefix where both are native: a layer of it waits for that layer's
+    keys and values alone.
+    """
+
+    loop: Any
+    tables: StepTables
+    ahead: Ahead | None = None
+
+    def follow(self, earlier: Program, outputs: Mapping[str, Tensor]) -> str:
+        if not (isinstance(earlier, NativePrefix) and isinstance(self.loop, StreamedLoop) and self.loop.reads_by_layer):
+            return ""
+        self.ahead = earlier.go_ahead(outputs)
+        return "the first step beside the prefix"
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        actions = outputs["actions"]
+        if self.ahead is None:
+            self.loop.run(inputs, self.prepare(inputs, actions), actions)
+            return
+        with self.ahead.beside():
+            state = self.prepare(inputs, actions)
+            self.loop.begin(inputs, state, actions, self.ahead.wait)
+        self.loop.go_on(inputs, state, actions, joined=True)
+
+    def prepare(self, inputs: Mapping[str, Tensor], actions: Tensor) -> Tensor | None:
+        """Where the loop begins: at the noise, but for actions that a trained model has pinned. Returns the state's
+        token (B, W), None where the suffix has none."""
+        actions.copy_(inputs["noise"])
+        if self.tables.trained:
+            torch.where(inputs["weights"].unsqueeze(-1) > 0, inputs["target"], actions, out=actions)
+        return None
+
+
+def described(loop: Any, what: str, why_not_streamed: str | None) -> str:
+    """The ledger's line of a loop: a `StreamedLoop`, or one of fused ops, with `detail`. `what`: of its weights;
+    `why_not_streamed`: of one that might have been."""
+    if isinstance(loop, StreamedLoop):
+        apart = loop.schedule.apart
+        return f"streamed CUDA kernels, {what}" + (f" (q/k/v and attention apart: {apart})" if apart else "")
+    reason = f" (no streamed kernels: {why_not_streamed})" if why_not_streamed else ""
+    return f"fused ops, {what}{reason}{loop.detail}"
