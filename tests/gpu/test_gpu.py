@@ -42,6 +42,7 @@ from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.constants import step_tables
 from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of, why_not_streamed
+from vla_accel.native.loop import LoopProgram
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.native.prefix import PrefixWeights
 from vla_accel.ops.cuda.denoise import StepTables, StreamedLoop, why_not
@@ -601,6 +602,25 @@ def test_without_a_graph_the_results_are_the_same(folder: Path) -> None:
         a, b = (p.infer(observation, noise=noise)["actions"] for p in (with_graph, without))
         assert cosines(a[None], b[None]).min() > 0.99999
     assert "call" not in used(without)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_first_step_beside_the_prefix_changes_no_bit(
+    graph: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do calls in a row, whose steps would meet the next call's prefix."""
+    config = replace(NATIVE, cuda_graph=graph, num_steps=2)
+    beside = load(folder, config)
+    monkeypatch.setattr(LoopProgram, "follow", lambda *_: "")
+    behind = load(folder, config)
+    said = beside.ledger.entries["denoise"].detail
+    streamed = said.startswith("streamed") and "apart" not in said
+    assert ("the first step beside the prefix" in said) == streamed
+    assert "beside the prefix" not in behind.ledger.entries["denoise"].detail
+    for seed in range(20):
+        observation, noise = tiny_observation(seed, PROMPTS[seed % 3]), noise_for(beside, 1, seed)[0]
+        a, b = (p.infer(observation, noise=noise)["actions"] for p in (beside, behind))
+        np.testing.assert_array_equal(a, b)
 
 
 def test_threads_get_the_serial_results(folder: Path) -> None:

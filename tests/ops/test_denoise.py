@@ -411,18 +411,26 @@ def recorded(request: pytest.FixtureRequest) -> tuple[LoopCase, StreamedLoop, Re
         return LOOPS[request.param], *recorded_loop(LOOPS[request.param], patch)
 
 
+def given_to(case: LoopCase) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:
+    """A loop's inputs, state token and actions."""
+    config, expert = case.config, case.config.expert
+    cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
+    given = {name: torch.randn(cache).bfloat16() for name in ("keys", "values")}
+    given["lengths"] = torch.full((case.batch,), case.prefix_tokens, dtype=torch.int32)
+    actions, given["target"] = torch.zeros(2, case.batch, config.action_horizon, config.action_dim)
+    given["weights"] = torch.zeros(case.batch, config.action_horizon)
+    state = None if config.kind == "pi05" else torch.zeros(case.batch, expert.width)
+    return given, state, actions
+
+
 def test_launches(recorded: tuple[LoopCase, StreamedLoop, RecordedModule]) -> None:
     case, loop, module = recorded
     module.launches.clear()
-    config, adaptive = case.config, case.config.kind == "pi05"
-    expert = config.expert
-    cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
-    keys, values = torch.randn(cache).bfloat16(), torch.randn(cache).bfloat16()
-    lengths = torch.full((case.batch,), case.prefix_tokens, dtype=torch.int32)
-    state = None if adaptive else torch.zeros(case.batch, expert.width)
-    actions, target = torch.zeros(2, case.batch, config.action_horizon, config.action_dim)
-    weights = torch.zeros(case.batch, config.action_horizon)
-    given = {"keys": keys, "values": values, "lengths": lengths, "target": target, "weights": weights}
+    config, adaptive, expert = case.config, case.config.kind == "pi05", case.config.expert
+    given, state, actions = given_to(case)
+    keys, values, lengths, target, weights = (
+        given[name] for name in ("keys", "values", "lengths", "target", "weights")
+    )
     with torch.inference_mode():
         loop.run(given, state, actions)
     attend, grouped = loop.schedule.attend, loop.schedule.grouped
@@ -485,6 +493,29 @@ def test_launches(recorded: tuple[LoopCase, StreamedLoop, RecordedModule]) -> No
     got = [n[1:] for launch, n in zip(module.launches, floats, strict=True) if launch[0] == "between"]
     times = euler_times(case.steps).tolist()
     assert got[1:] == [pytest.approx(pair) for pair in zip(times, guidance_weights(times, case.steps), strict=True)]
+
+
+def test_a_first_step_beside_the_prefix_asks_for_each_layer(
+    recorded: tuple[LoopCase, StreamedLoop, RecordedModule],
+) -> None:
+    """What follows a wait for another stream does not start before its predecessors have ended."""
+    case, loop, module = recorded
+    module.launches.clear()
+    inputs = given_to(case)
+    asked: list[int] = []
+    with torch.inference_mode():
+        loop.begin(*inputs, lambda layer: asked.append(len(module.launches)))
+        first = len(module.launches)
+        loop.go_on(*inputs, joined=True)
+        apart, joined = list(module.launches), {first}
+        module.launches.clear()
+        loop.run(*inputs)
+    assert [launch[:3] for launch in apart] == [launch[:3] for launch in module.launches]
+    assert asked == [i for i in range(first) if apart[i][0] in ("attend", "grouped", "qkv")]
+    assert len(asked) == case.config.expert.depth
+    late = {i for i, launch in enumerate(apart) if not launch[-1]}
+    assert late == {0, *asked, *joined}
+    assert loop.reads_by_layer == ("attention" not in loop.schedule.blocks)
 
 
 def test_shared_memory_holds_what_the_kernels_put_there(

@@ -1,0 +1,140 @@
+"""The loop's first step beside the prefix: who waits for what, with streams and events that only write it down. Bits
+are compared on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.tiny_smolvla import tiny_config, tiny_model
+from vla_accel.engines.native import NativeEngine
+from vla_accel.ledger import Ledger, LedgerEntry
+from vla_accel.native import ahead as module
+from vla_accel.native import prefix as prefixes
+from vla_accel.native.ahead import Ahead
+from vla_accel.native.smolvla import SmolVlaPrefix, SmolVlaPrefixWeights
+
+CPU = torch.device("cpu")
+
+
+class Event:
+    made = 0
+
+    def __init__(self) -> None:
+        self.name, Event.made = Event.made, Event.made + 1
+
+    def record(self) -> None:
+        LINES.append(f"recorded {self.name}")
+
+
+class Stream:
+    device = CPU
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_event(self, event: Event) -> None:
+        LINES.append(f"{self.name} waits for {event.name}")
+
+    def wait_stream(self, other: Stream) -> None:
+        LINES.append(f"{self.name} waits for {other.name}")
+
+
+LINES: list[str] = []
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        LINES.append(f"on {stream.name}")
+        yield
+
+    LINES.clear()
+    Event.made = 0
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(module, "_stream", lambda device: Stream("side"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
+    return LINES
+
+
+def test_streams_wait_for_what_they_read(lines: list[str]) -> None:
+    ahead = Ahead(CPU, 2, lambda layer: lines.append(f"layer {layer} completed"))
+    ahead.begin()
+    ahead.reached(0)
+    ahead.reached(1)
+    with ahead.beside():
+        ahead.wait(1)
+    assert lines == [
+        "recorded 0", "recorded 1", "recorded 2",
+        "side waits for 0", "on side", "side waits for 2", "layer 1 completed",
+        "main waits for side",
+    ]  # fmt: skip
+
+
+class Told:
+    """Stands for `Ahead`: completes every layer when it is reached."""
+
+    def __init__(self, device: torch.device, depth: int, complete: Callable[[int], None]) -> None:
+        self.depth, self.complete = depth, complete
+        self.reached_so_far: list[int] = []
+
+    def begin(self) -> None:
+        self.reached_so_far = []
+
+    def reached(self, layer: int) -> None:
+        self.reached_so_far.append(layer)
+        self.complete(layer)
+
+
+@pytest.mark.parametrize("every", [2, 3, 0])
+def test_layers_completed_one_by_one_are_those_completed_together(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolVLA's keys and values of crossing layers, in float32."""
+    monkeypatch.setattr(prefixes, "Ahead", Told)
+    model = tiny_model(tiny_config(self_every=every))
+    depth = model.config.expert.depth
+    with torch.inference_mode():
+        weights = SmolVlaPrefixWeights.of(model, "fp32", None, "gpu")
+        stack = weights.stack
+        program = SmolVlaPrefix(weights, 2, 3, 4)
+        generator = torch.Generator().manual_seed(0)
+        given = {
+            "image_tokens": torch.randn(2, 3, stack.table.shape[1], generator=generator),
+            "tokens": torch.randint(0, 9, (2, 4), generator=generator),
+            "state": torch.randn(2, weights.state.weight.shape[1], generator=generator),
+            "lengths": torch.tensor([8, 6], dtype=torch.int32),
+        }
+
+        def made() -> dict[str, Tensor]:
+            shape = (depth, 2, 8, stack.kv_heads, stack.head_dim)
+            return {name: torch.full(shape, float("nan")) for name in ("keys", "values")}
+
+        want, got = made(), made()
+        program(given, want)
+        told: Any = program.go_ahead(got)
+        assert isinstance(told, Told) and told.depth == depth
+        program(given, got)
+    assert told.reached_so_far == list(range(depth))
+    for name in want:
+        assert want[name].isfinite().all()
+        torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
+
+
+def test_who_cannot_follow_says_nothing() -> None:
+    """On a CPU nothing runs beside anything."""
+    engine = object.__new__(NativeEngine)
+    engine.capturable = False
+    assert engine.follow(engine) == ""
+
+
+def test_the_ledger_says_what_runs_beside_what() -> None:
+    ledger = Ledger()
+    ledger.record(LedgerEntry("denoise", "native", "native", detail="streamed"))
+    ledger.add("denoise", "the first step beside the prefix")
+    assert ledger.as_list()[0]["detail"] == "streamed, the first step beside the prefix"
