@@ -15,6 +15,7 @@ from tests.transforms.test_presets import ALL, aloha, processor_of
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.errors import EngineError, ObservationError
+from vla_accel.families import prompted
 from vla_accel.families.pi0 import PI0
 from vla_accel.policy.pipeline import Feed
 from vla_accel.transforms.images import resize
@@ -116,6 +117,32 @@ def test_images_of_every_form_are_staged_and_left_alone(policy: OptimizedPolicy,
         np.testing.assert_array_equal(place, seen(before[key]))
         np.testing.assert_array_equal(given[key], before[key])
         assert not np.shares_memory(place, given[key])
+
+
+@pytest.mark.parametrize("sizes", [((40, 60), (28, 28)), ((28, 28), (28, 28)), ((60, 40), (28, 200))])
+def test_images_that_the_device_fits_are_those_of_the_host(
+    sizes: tuple[tuple[int, int], ...], policy: OptimizedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of a call's images or all, again with others of the same sizes, and then none."""
+    noise = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
+    rng = np.random.default_rng(1)
+
+    def batch(sizes: tuple[tuple[int, int], ...]) -> list[dict[str, Any]]:
+        views = [
+            {key: rng.integers(0, 256, (*size, 3), np.uint8) for key, size in zip(VIEWS, sizes, strict=True)}
+            for _ in range(2)
+        ]
+        return [{**tiny_observation(seed), **view} for seed, view in enumerate(views)]
+
+    for given in (batch(sizes), batch(sizes), batch(((28, 28), (28, 28)))):
+        want = [r["actions"] for r in policy.infer_batch(given, noise=noise)]
+        seen = policy.pipelines.newest.outputs["image_tokens"].clone()
+        policy.infer_batch(batch(sizes), noise=noise)  # other images in every buffer
+        with monkeypatch.context() as patch:
+            patch.setattr(prompted, "fits_on", lambda device: True)
+            got = [r["actions"] for r in policy.infer_batch(given, noise=noise)]
+        assert torch.equal(policy.pipelines.newest.outputs["image_tokens"], seen)
+        np.testing.assert_array_equal(got, want)
 
 
 def test_what_a_caller_does_with_images_after_the_call_changes_nothing(policy: OptimizedPolicy) -> None:

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from vla_accel.errors import DependencyError, ObservationError
-from vla_accel.transforms.images import fitted, resize, to_uint8
+from vla_accel.pictures import Resize, fitted
+from vla_accel.transforms.images import resize, to_uint8
 
 SIZES = [(480, 640), (640, 480), (256, 256), (100, 30), (28, 300), (56, 56), (20, 20), (29, 28), (112, 112)]
 
@@ -20,7 +21,7 @@ def picture(height: int, width: int) -> np.ndarray:
     return np.random.default_rng(height * 1000 + width).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def resized(image: np.ndarray, method: str, size: int = 56) -> np.ndarray:
+def resized(image: np.ndarray, method: Resize, size: int = 56) -> np.ndarray:
     out = resize(image, size, method)
     assert out.shape == (size, size, 3) and out.dtype == np.uint8
     return out
@@ -28,7 +29,7 @@ def resized(image: np.ndarray, method: str, size: int = 56) -> np.ndarray:
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 @pytest.mark.parametrize("method", ["antialias", "bilinear"])
-def test_aspect_ratio_is_kept_and_the_rest_is_black(height: int, width: int, method: str) -> None:
+def test_aspect_ratio_is_kept_and_the_rest_is_black(height: int, width: int, method: Resize) -> None:
     out = resized(picture(height, width) | 1, method)
     top, left, inner_height, inner_width = fitted(height, width, 56)
     assert max(inner_height, inner_width) in (55, 56), "openpi cuts 55.99 to 55"

@@ -16,8 +16,9 @@ import numpy as np
 from vla_accel.checkpoints.lora import CONFIG as ADAPTER
 from vla_accel.checkpoints.weights import listing, read_json
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.pictures import Resize
 from vla_accel.transforms.normalisation import Normaliser, finite_array
-from vla_accel.transforms.robots import LIBERO, Preset, Resize
+from vla_accel.transforms.robots import LIBERO, Preset
 
 STATE, ACTION = "observation.state", "action"
 # Steps that only move data about, and those read below. What they do otherwise is fixed by the model.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vla_accel.components.calibration import calibration
@@ -19,6 +20,7 @@ from vla_accel.families import stand_in
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Family, Rows, Shape
 from vla_accel.models.rtc import chunk_weights
+from vla_accel.ops.resize import fits_on
 from vla_accel.quantize import calibrate
 from vla_accel.transforms.processing import Inputs, Processor
 
@@ -67,9 +69,12 @@ class PromptedFamily(Family):
         bucket, longest = padded_prompt(1), padded_prompt(config.max_token_len)
         return [replace(shape, tokens=tokens) for tokens in range(bucket, longest + 1, bucket)]
 
+    def prepare(self, transforms: Any, observation: Mapping[str, Any], device: torch.device) -> Inputs:
+        return transforms.prepare(observation, fitted=not fits_on(device))
+
     def feed(self, config: Any, inputs: Sequence[Inputs]) -> dict[str, Rows]:
         return {
-            "images": [i.images for i in inputs],
+            "images": [i.pictures for i in inputs],
             "tokens": [i.tokens for i in inputs],
             "lengths": np.array([config.prefix_tokens(len(i.images), len(i.tokens)) for i in inputs], np.int32),
             "state": [i.state for i in inputs],

@@ -22,6 +22,7 @@ from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.errors import ConfigError
 from vla_accel.fp8 import Scales
 from vla_accel.models.network import Network
+from vla_accel.pictures import Picture
 
 FAMILIES: dict[str, str] = {
     "pi0": "vla_accel.families.pi0:PI0",
@@ -32,9 +33,9 @@ FAMILIES: dict[str, str] = {
 }
 """Every family by name, as "module:object", imported when it is asked for: none needs another's packages."""
 
-Rows: TypeAlias = "np.ndarray | Sequence[Rows]"
+Rows: TypeAlias = "np.ndarray | Picture | Sequence[Rows]"
 """A host input of a call: one array, or a sequence with one for each row. An array may be shorter than its place along
-the first axis; the rest is zero."""
+the first axis; the rest is zero. A picture is fitted into its place on the device."""
 
 
 class Prepared(Protocol):
@@ -172,6 +173,11 @@ class Family(ABC):
         """All shapes that observations like those of `shape` may need, with other prompts."""
         del config
         return (shape,)
+
+    def prepare(self, transforms: Any, observation: Mapping[str, Any], device: torch.device) -> Any:
+        """One observation, prepared for pipelines on `device`. Raises ObservationError."""
+        del device
+        return transforms.prepare(observation)
 
     @abstractmethod
     def feed(self, config: Any, inputs: Sequence[Any]) -> dict[str, Rows]:

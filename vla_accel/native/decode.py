@@ -60,7 +60,7 @@ class DecodeWeights:
             assert isinstance(layer, GemmaLayer)
             there = None if prefix is None else prefix.layers[index]
             layers.append(_layer(model, f"prefix.layers.{index}", layer, precision, stored, there))
-        if prefix is not None and prefix.table.device == model.device:
+        if prefix is not None and prefix.table.device.type == model.device.type:
             table = prefix.table
         else:
             with model.present("embed"):

@@ -31,6 +31,7 @@ from vla_accel.machine import resolve_device
 from vla_accel.models.family import Shape, Store
 from vla_accel.models.memory import Counted
 from vla_accel.numeric import DTYPES
+from vla_accel.ops import resize
 from vla_accel.ops.phases import recorded
 from vla_accel.policy import agreement
 from vla_accel.policy.footprint import free_memory, told_if_too_large
@@ -168,7 +169,7 @@ class OptimizedPolicy:
             raise ObservationError("observations: expected at least one, got none")
         with self._lock:
             began = time.perf_counter()
-            inputs = [self.processor.prepare(o) for o in observations]
+            inputs = [self.family.prepare(self.processor, o, self.device) for o in observations]
             family, sizes, rtc = self.family, self.model.config, self.config.rtc
             guided = guidance(family, sizes, rtc, self.processor, inputs, prev_chunks, inference_delays)
             pipeline, feed = self._feed(inputs, noise, guided)
@@ -228,6 +229,8 @@ class OptimizedPolicy:
         `MOST_BUILT` shapes. A warning says which of them are not built.
         """
         noise = np.zeros(self.family.action_shape(self.model.config), np.float32)
+        if resize.fits_on(self.device):
+            resize.rehearse(self.device)
         example = self.processor.example()
         prompts = [self.processor.example(prompt) for prompt in self.config.warm_up]
         with self._lock:

@@ -31,6 +31,8 @@ from vla_accel.models.memory import Counted
 from vla_accel.models.network import Network
 from vla_accel.numeric import round_up
 from vla_accel.ops.cuda.runtime import on, synchronize
+from vla_accel.pictures import Picture
+from vla_accel.policy.pictures import Pictures
 
 _log = logging.getLogger("vla_accel")
 
@@ -95,7 +97,7 @@ class Pipeline:
         self.captured: Captured | None = None
         if plan.device.type == "cuda" and plan.config.cuda_graph:
             self._rehearse()
-            self.captured = capture(self.engines, self._upload, self._download, plan.ledger)
+            self.captured = capture(self.engines, _nothing, self._download, plan.ledger)
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -124,7 +126,8 @@ class Pipeline:
         self._given = torch.zeros(end, dtype=torch.uint8, device=self.device)
         self._staged = self._beside(self._given)
         self._host: dict[str, np.ndarray] = {}
-        on_device: dict[str, Tensor] = {}
+        self._placed = on_device = dict[str, Tensor]()
+        self._pictures = Pictures(self.device)
         for name, (like, start) in places.items():
             part = slice(start, start + like.nbytes)
             on_device[name] = self._given[part].view(like.dtype).view(like.shape)
@@ -159,6 +162,7 @@ class Pipeline:
         for place in self._host.values():
             place.fill(0)
         self._family.rehearse(self._sizes, self.shape, self._host)
+        self._upload()
         if self._drawn is not None:
             self._drawn.zero_()
 
@@ -174,16 +178,17 @@ class Pipeline:
         self._answer.copy_(self._result, non_blocking=True)
 
     def feed(self, feed: Feed, generator: torch.Generator) -> None:
-        """Put a call's inputs into the staging buffers; noise goes to the device, or is drawn there.
+        """Put a call's inputs into the staging buffers and send them; noise goes to the device, or is drawn there.
 
         The only copy of the images on the host; afterwards they may be overwritten. A host input that no component of
         this shape has is left out.
         """
         given, guidance = feed.given, feed.guidance
+        pictures: list[tuple[Tensor, Picture]] = []
         for name, place in self._fed:
             if name not in given:
                 raise EngineError(f"{self._family.name}: its feed lacks {name}; it has {', '.join(given)}")
-            _write(place, given[name])
+            _write(place, given[name], self._placed[name], pictures)
         if guidance is not None:
             self._guided = True
             for name, rows in guidance.items():
@@ -193,6 +198,9 @@ class Pipeline:
             for name in self._family.guidance:
                 self._host[name].fill(0)
             self._guided = False
+        self._upload()
+        for number, (place, picture) in enumerate(pictures):
+            self._pictures.put(number, picture, place)
         if self._drawn is None or self._noise is None:
             return
         if feed.noise is None:
@@ -218,7 +226,6 @@ class Pipeline:
         return self._answer.numpy(), times
 
     def _run_here(self) -> dict[str, float]:
-        self._upload()
         times = {}
         for name, engine in self.engines:
             start = time.perf_counter()
@@ -228,7 +235,6 @@ class Pipeline:
         return times
 
     def _run_on_stream(self) -> dict[str, float]:
-        self._upload()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(self.engines) + 1)]
         events[0].record()
         for (_, engine), event in zip(self.engines, events[1:], strict=True):
@@ -239,10 +245,17 @@ class Pipeline:
         return {n: a.elapsed_time(b) for (n, _), a, b in zip(self.engines, events, events[1:], strict=False)}
 
 
-def _write(place: np.ndarray, given: Rows) -> None:
-    if not isinstance(given, np.ndarray):
-        for row, one in zip(place, given, strict=True):
-            _write(row, one)
+def _nothing() -> None:
+    """Before a call's graph: its inputs are on their way."""
+
+
+def _write(place: np.ndarray, given: Rows, on_device: Tensor, pictures: list[tuple[Tensor, Picture]]) -> None:
+    """Copy what is given to its place on the host; what is still to be fitted is kept with its place on the device."""
+    if isinstance(given, Picture):
+        pictures.append((on_device, given))
+    elif not isinstance(given, np.ndarray):
+        for row, one, there in zip(place, given, on_device, strict=True):
+            _write(row, one, there, pictures)
     elif given.shape == place.shape:
         np.copyto(place, given, casting="no")
     elif given.ndim == place.ndim > 0 and given.shape[1:] == place.shape[1:] and len(given) < len(place):

@@ -5,12 +5,12 @@ Three ways to resize, each the one its checkpoints were trained with. Knows noth
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from vla_accel.errors import DependencyError, ObservationError
+from vla_accel.pictures import Resize, neighbours, placed
 
 
 def to_uint8(image: Any, key: str) -> np.ndarray:
@@ -37,31 +37,15 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
     return (255 * image).astype(np.uint8)
 
 
-def fitted(height: int, width: int, size: int) -> tuple[int, int, int, int]:
-    """Top, left, height and width of an image of this size inside a square of `size`, aspect ratio kept."""
-    ratio = max(width / size, height / size)
-    inner_height, inner_width = int(height / ratio), int(width / ratio)
-    return (size - inner_height) // 2, (size - inner_width) // 2, inner_height, inner_width
-
-
-def resize(image: np.ndarray, size: int, method: str) -> np.ndarray:
+def resize(image: np.ndarray, size: int, method: Resize) -> np.ndarray:
     """Uint8 (H, W, 3) as uint8 (size, size, 3), with black bars where the aspect ratio differs. An image of that size
-    is returned itself, not a copy.
-
-    `method`: "antialias" is Pillow's bilinear filter, as in openpi; "bilinear" samples four neighbours, as in
-    lerobot, rounded to whole numbers (lerobot keeps fractions, and pads beyond the range of an image); "corner" does
-    so, too, and leaves the bars above and on the left alone.
-    """
+    is returned itself, not a copy."""
     if image.shape == (size, size, 3):
         return image
-    top, left, height, width = fitted(image.shape[0], image.shape[1], size)
-    if not (height and width):
-        raise ObservationError(f"image: expected a shape that can be resized to {size}, got {image.shape}")
+    top, left, height, width = placed(image.shape[0], image.shape[1], size, method)
     inner = _filtered(image, height, width) if method == "antialias" else _sampled(image, height, width)
     if height == width == size:
         return inner
-    if method == "corner":
-        top, left = size - height, size - width
     out = np.zeros((size, size, 3), np.uint8)
     out[top : top + height, left : left + width] = inner
     return out
@@ -78,16 +62,9 @@ def _filtered(image: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.asarray(Image.fromarray(np.ascontiguousarray(image)).resize((width, height), Image.Resampling.BILINEAR))
 
 
-@lru_cache(maxsize=16)
-def _neighbours(count: int, out: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    centre = np.clip((np.arange(out) + 0.5) * (count / out) - 0.5, 0, None)
-    low = np.minimum(centre.astype(np.int64), count - 1)
-    return low, np.minimum(low + 1, count - 1), (centre - low).astype(np.float32)
-
-
 def _sampled(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    rows, next_rows, down = _neighbours(image.shape[0], height)
-    columns, next_columns, right = _neighbours(image.shape[1], width)
+    rows, next_rows, down = neighbours(image.shape[0], height)
+    columns, next_columns, right = neighbours(image.shape[1], width)
     lines = image[rows] + down[:, None, None] * (image[next_rows].astype(np.float32) - image[rows])
     result = lines[:, columns] + right[None, :, None] * (lines[:, next_columns] - lines[:, columns])
     return np.rint(result).astype(np.uint8)

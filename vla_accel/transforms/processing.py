@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vla_accel.errors import ObservationError
+from vla_accel.pictures import Picture, Resize, placed
 from vla_accel.transforms.images import resize, to_uint8
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.numbers import real_numbers
@@ -29,7 +30,8 @@ _TOKENIZE: dict[PromptForm, Callable[..., np.ndarray]] = {
 @dataclass(frozen=True)
 class Inputs:
     """One observation, ready: images uint8 (size, size, 3) each, of the views that are there; tokens int64 (L,);
-    state float32 (action_dim,) normalised and padded; raw_state float64 (state_dim,) as the robot gave it.
+    state float32 (action_dim,) normalised and padded; raw_state float64 (state_dim,) as the robot gave it. `to_fit`:
+    size and method by which images of other sizes are still to be fitted.
 
     An image that needs no conversion is the observation's own array (or a view of it): copy it to keep it.
     """
@@ -38,6 +40,15 @@ class Inputs:
     tokens: np.ndarray
     state: np.ndarray
     raw_state: np.ndarray
+    to_fit: tuple[int, Resize] | None = None
+
+    @property
+    def pictures(self) -> list[np.ndarray | Picture]:
+        """The images; those that are still to be fitted as `Picture`s."""
+        if self.to_fit is None:
+            return list(self.images)
+        size, method = self.to_fit
+        return [i if i.shape == (size, size, 3) else Picture(i, size, method) for i in self.images]
 
 
 @dataclass(frozen=True)
@@ -78,11 +89,13 @@ class Processor:
         object.__setattr__(self, "_grippers", np.array(self.preset.gripper_dims, np.intp))
         object.__setattr__(self, "_reader", Reader(self.preset, self.default_prompt))
 
-    def prepare(self, observation: Mapping[str, Any]) -> Inputs:
-        """Check and convert one observation. Raises ObservationError that names the key."""
+    def prepare(self, observation: Mapping[str, Any], *, fitted: bool = True) -> Inputs:
+        """Check and convert one observation. Raises ObservationError that names the key. `fitted`: images of other
+        sizes than the model's are fitted here and now."""
         preset = self.preset
         seen = self._reader.read(observation)
-        images = tuple(resize(to_uint8(i, k), self.image_size, preset.resize) for k, i in seen.views.items())
+        images = tuple(self._image(to_uint8(image, key), fitted) for key, image in seen.views.items())
+        to_fit = None if fitted else (self.image_size, preset.resize)
         raw = seen.state
         normalised = self.state.normalise(self._decoded(raw))
         padded = np.zeros(self.padded_state or self.action_dim, np.float32)
@@ -92,7 +105,14 @@ class Processor:
         if not np.isfinite(padded).all():
             name = " and ".join(preset.state)
             raise ObservationError(f"{name}: expected a state in the checkpoint's range, got up to {abs(raw).max():g}")
-        return Inputs(images, self._tokens(seen.prompt, normalised), padded, raw)
+        return Inputs(images, self._tokens(seen.prompt, normalised), padded, raw, to_fit)
+
+    def _image(self, image: np.ndarray, fitted: bool) -> np.ndarray:
+        size, method = self.image_size, self.preset.resize
+        if fitted:
+            return resize(image, size, method)
+        placed(image.shape[0], image.shape[1], size, method)  # refuses what cannot be fitted
+        return image
 
     def finish(self, actions: np.ndarray, inputs: Inputs | None = None) -> np.ndarray:
         """Normalised actions (H, action_dim) of the observation `inputs` to the robot's, float64 (H, robot's)."""

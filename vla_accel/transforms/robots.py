@@ -18,8 +18,8 @@ import numpy as np
 
 from vla_accel.config.mapping import from_mapping, read_mapping
 from vla_accel.errors import ConfigError
+from vla_accel.pictures import Resize
 
-Resize = Literal["antialias", "bilinear", "corner"]
 Gripper = Literal["none", "aloha"]
 
 
