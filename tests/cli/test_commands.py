@@ -127,14 +127,14 @@ def test_parity_of_the_default_configuration(checkpoint: str, capsys: pytest.Cap
 
 def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", "auto,native", "--steps", "2,1", "--calls", "2", "--device", "cpu", "--batch", "2"]
-    words += ["--hz", "200", "--prompt-tokens", "31"]
+    words += ["--hz", "200", "--prompt-tokens", "31", "--camera", "48x64"]
     assert main(["bench", checkpoint, *words]) == 0
     report = last_line(capsys)
     timed = [(row["system"], row["steps"]) for row in report["rows"]]
     assert timed == [(name, steps) for steps in (2, 1) for name in ("auto", "native", "eager")]
     for row in report["rows"]:
         assert row["memory"]["total"] > 0 and row["paced"]["hz"] == 200 and row["paced"]["calls"] == 2
-    assert report["prompt_tokens"] == 31
+    assert report["prompt_tokens"] == 31 and report["camera"] == [48, 64]
     assert report["model"]["name"] == checkpoint and report["model"]["kind"] == "pi05"
     assert all(row["speedup"] == 1.0 for row in report["rows"] if row["system"] == "eager")
     assert {row["engines"][0]["used"] for row in report["rows"] if row["system"] == "native"} == {"native"}
@@ -165,6 +165,11 @@ def test_bench_starts_policies_anew(checkpoint: str, capsys: pytest.CaptureFixtu
         ("demo --systems eager", "systems: expected none beside checkpoint demo"),
         ("demo --config native_fp9", "config: expected a file or one of auto, eager, .*: did you mean native_fp8"),
         ("no/such/folder", "checkpoint: expected a folder or one of demo"),
+        ("demo --camera 480", "camera: expected height and width such as 480x640, got '480'"),
+        (
+            "--model pi05 --systems native-bf16,openpi-eager --camera 480x640",
+            "camera: expected systems that fit images themselves, got openpi-eager",
+        ),
     ],
 )
 def test_what_cannot_be_timed_is_one_clear_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,8 @@ from vla_accel.ops.cuda.denoise.schedule import THREADS, Schedule
 from vla_accel.ops.cuda.gemm import Tiling, launch, searched
 
 ROOT = Path(__file__).parents[2]
-ROWS = {"_patchify", "_add_norm", "_embed_norm", "_geglu", "_rope_cache", "_attention", "_step"}
+FITTING = {"_filtered", "_sampled"}
+ROWS = {"_patchify", "_add_norm", "_embed_norm", "_geglu", "_rope_cache", "_attention", "_step"} | FITTING
 # What takes the denoise loop's products and attention: of up to 16 rows, and of more.
 FEW = {"_qkv_rope", "_gate_up_geglu", "_project"}
 MANY = {"_measure", "_qkv_rope_pipelined", "_gate_up_pipelined", "_project_pipelined"}
@@ -42,7 +43,7 @@ BY_MODEL = {
 }
 PRODUCTS = {"_attention", "_suffix_attention", "_suffix_attention_split", "_int8_linear"} | FEW | MANY - {"_measure"}
 # All but the first of each program's chain.
-CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm"}
+CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm"} - FITTING
 SPILLED = 256
 """Bytes a thread may keep in local memory: some around a loop, of sums that fill all 255 registers."""
 

@@ -41,7 +41,7 @@ from vla_accel.native import smolvla as smolvla_programs
 from vla_accel.native.cuts import Taken
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.native.smolvla import SmolVlaStore
-from vla_accel.ops import suffix, suffix_tilings
+from vla_accel.ops import resize, suffix, suffix_tilings
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu
 
@@ -116,6 +116,7 @@ def launches_of(
     }  # fmt: skip
 
     def run() -> None:
+        resize.rehearse(META)
         for program in programs:
             program(tensors, tensors)
         if tried:

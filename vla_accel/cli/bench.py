@@ -4,7 +4,7 @@ or lerobot's code, in turns; a table and one JSON line."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,8 +21,16 @@ from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
 from vla_accel.measure.paced import paced
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates
 from vla_accel.measure.start import PHASES, starts
-from vla_accel.measure.systems import REALTIME_VLA_STEPS, CheckpointFactory, Factory, free, observer, without_graph
-from vla_accel.models.family import Work, family_named
+from vla_accel.measure.systems import (
+    REALTIME_VLA_STEPS,
+    CheckpointFactory,
+    Factory,
+    camera_size,
+    free,
+    observer,
+    without_graph,
+)
+from vla_accel.models.family import Family, Work, family_named
 from vla_accel.report.bench import page
 from vla_accel.report.page import check_path, write
 
@@ -44,6 +52,11 @@ def main(chosen: Bench, words: list[str]) -> int:
         # A checkout that was given takes its turns whatever else does.
         added = others if not chosen.systems else factory.baselines[len(family.baselines) :]
         systems = tuple(dict.fromkeys((*systems, *added)))
+    camera = camera_size(chosen.camera)
+    if camera is not None:
+        systems = chosen.systems or [name for name in systems if name not in factory.baselines]
+        if others := [name for name in systems if name in factory.baselines]:
+            raise ConfigError(f"camera: expected systems that fit images themselves, got {', '.join(others)}")
     unknown = [name for name in systems if name not in factory.names]
     if unknown:
         raise ConfigError(f"systems: expected some of {', '.join(factory.names)}, got {', '.join(unknown)}")
@@ -57,6 +70,7 @@ def main(chosen: Bench, words: list[str]) -> int:
         "model": {},
         "ceilings": None if ceilings is None else ceilings.__dict__,
         "prompt_tokens": chosen.prompt_tokens,
+        "camera": camera,
         "left_out": left_out,
         "parts": family.parts,
         "rows": [],
@@ -69,7 +83,7 @@ def main(chosen: Bench, words: list[str]) -> int:
         if processor is None:
             raise ConfigError("systems: expected at least one of this package's own beside the others")
         report["model"] = factory.about()
-        observe = observer(family, processor, chosen.prompt_tokens)
+        observe = observer(family, processor, chosen.prompt_tokens, camera)
         found = run(made, observe, calls=chosen.calls, progress=say)
         for system, row in zip(made, found, strict=True):
             if chosen.hz:
@@ -90,7 +104,8 @@ def main(chosen: Bench, words: list[str]) -> int:
         # A run that is cut off leaves the rows that it had.
         write_json(chosen.output, report)
     ours = [n for n in names if n in factory.configs]
-    report["throughput"] = _throughput(factory, ours, sweep[0], chosen.batch, chosen.calls, chosen.prompt_tokens)
+    given = partial(observer, tokens=chosen.prompt_tokens, camera=camera)
+    report["throughput"] = _throughput(factory, ours, sweep[0], chosen.batch, chosen.calls, given)
     if ceilings is not None:
         add_batch_floors(report["throughput"], rows, ceilings)
     if chosen.profile:
@@ -145,13 +160,13 @@ def _available(factory: Factory | CheckpointFactory, names: list[str], steps: in
 
 def _throughput(
     factory: Factory | CheckpointFactory, names: list[str], steps: int, batches: Sequence[int], calls: int,
-    tokens: int | None,
+    observer_of: Callable[[Family, Any], Callable[[np.random.Generator], dict[str, Any]]],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Observations a second of batched calls of one policy."""
     rows = []
     for name in names:
         policy = factory.policies[name].with_steps(steps)
-        observe = observer(policy.family, policy.processor, tokens)
+        observe = observer_of(policy.family, policy.processor)
         for batch in batches:
             rng = np.random.default_rng(batch)
             observations = [observe(rng) for _ in range(batch)]

@@ -4,6 +4,7 @@ baselines (openpi's own PyTorch for π0 and π0.5), or a checkpoint in several c
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -142,12 +143,28 @@ def timed(name: str, policy: OptimizedPolicy, started: float, ceilings: Ceilings
 
 
 def observer(
-    family: Family, processor: Any, tokens: int | None
-) -> Callable[[np.random.Generator], dict[str, Any]]:  # fmt: skip
-    """Makes random observations, with a prompt of `tokens` tokens if given. Raises ConfigError for a length that the
-    model does not take."""
+    family: Family, processor: Any, tokens: int | None, camera: tuple[int, int] | None = None
+) -> Callable[[np.random.Generator], dict[str, Any]]:
+    """Makes random observations, with a prompt of `tokens` tokens and images of `camera` (height, width) if given.
+    Raises ConfigError for a length that the model does not take."""
     prompt = {} if tokens is None else _prompt(processor, tokens)
-    return lambda rng: family.random_observation(processor, rng) | prompt
+
+    def observe(rng: np.random.Generator) -> dict[str, Any]:
+        made = family.random_observation(processor, rng) | prompt
+        images = [] if camera is None else [n for n, v in made.items() if isinstance(v, np.ndarray) and v.ndim == 3]
+        return made | {name: rng.integers(0, 256, (*(camera or ()), 3), np.uint8) for name in images}
+
+    return observe
+
+
+def camera_size(text: str | None) -> tuple[int, int] | None:
+    """Height and width in "480x640"; None of None. Raises ConfigError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
+    if found is None:
+        raise ConfigError(f"camera: expected height and width such as 480x640, got {text!r}")
+    return int(found[1]), int(found[2])
 
 
 def _prompt(processor: Any, tokens: int) -> dict[str, str]:

@@ -79,6 +79,9 @@ class Bench:
     steps: Annotated[Listed[int], Within(1)] = ()
     """Denoising steps, one run after the other; if not given the family's sweep: 10,3,1, GR00T's 4,2,1; of
     pi0_fast tokens, 64."""
+    camera: Annotated[str | None, tyro.conf.arg(metavar="HEIGHTxWIDTH", help_behavior_hint="")] = None
+    """Of our systems alone: size of the cameras' images, e.g. 480x640, which a policy fits to its own; if not given
+    they come fitted."""
     views: Number = None
     """Of random weights: images a call; the family's own if not given: 2 for π0.5, 3 for π0."""
     horizon: Number = None
