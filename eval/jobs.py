@@ -116,8 +116,7 @@ UNDER_STRESS = "--suite libero_spatial,libero_spatial_object --stress {stress} -
 
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
-    bench("pi05", f"--model pi05 --systems {OURS},eager,openpi-eager --steps 10,3,1 --batch 1,4,8,16,32 --calls 60 "
-          "--hz 20 --profile", "openpi"),
+    bench("pi05", f"--model pi05 --systems {OURS},eager,openpi-eager --steps 10,3,1 --calls 60 --hz 20", "openpi"),
     bench("pi0", f"--model pi0 --systems {OURS},eager,openpi-eager {SHAPE} --profile", "openpi"),
     bench("smolvla", f"--model smolvla --systems {OURS},lerobot-eager --steps 10 --batch 1,2,4 --calls 40 --profile",
           "lerobot"),
@@ -127,7 +126,9 @@ JOBS: tuple[Job, ...] = (
     bench("portable_pi0", f"--model pi0 {PORTABLE}", "realtime_vla"),
     bench("pi05_prompt60", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 60 --calls 60"),
     bench("pi05_prompt180", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 180 --calls 60"),
-    bench("pi05_batches", f"--model pi05 --systems {OURS} --steps 10,3,1 --batch 1,2,4 --calls 100"),
+    bench("pi05_batches", f"--model pi05 --systems {OURS} --steps 10 --batch 1,2,4,8,16,32 --calls 60"),
+    bench("camera_pi05", "--model pi05 --systems native-fp8 --steps 10 --calls 40 --camera 480x640"),
+    bench("camera_smolvla", "--model smolvla --systems native-bf16 --steps 10 --calls 40 --camera 256x256"),
     bench("compile", f"--systems {OURS},openpi-eager,openpi-compile,openpi-max-autotune --steps 10 --batch 1 "
           "--calls 50", "openpi"),
     Job("start_pi05_h200", f"vla-accel bench --model pi05 --systems {OURS} --steps 10 --calls 20 --starts --output "

@@ -86,18 +86,20 @@ def _calls(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, A
                 yield key[0], result, row
 
 
-def _order(result: dict[str, Any]) -> tuple[int, int, int, int]:
+def _order(result: dict[str, Any]) -> tuple[int, int, int, int, tuple[int, ...]]:
     model = result["model"]
     kinds = list(MODELS)
     place = kinds.index(model["kind"]) if model["kind"] in kinds else len(kinds)
-    return place, model["action_horizon"], model["views"], result.get("prompt_tokens") or 0
+    camera = tuple(result.get("camera") or ())
+    return place, model["action_horizon"], model["views"], result.get("prompt_tokens") or 0, camera
 
 
 def _shape(result: dict[str, Any]) -> str:
-    model, tokens = result["model"], result.get("prompt_tokens")
+    model, tokens, camera = result["model"], result.get("prompt_tokens"), result.get("camera")
     prompt = f", prompt of {tokens} tokens" if tokens else ""
+    images = f", cameras of {camera[0]} × {camera[1]}" if camera else ""
     kind = MODELS.get(model["kind"], model["kind"])
-    return f"{kind}, {model['views']} views, {model['action_horizon']} actions{prompt}"
+    return f"{kind}, {model['views']} views, {model['action_horizon']} actions{prompt}{images}"
 
 
 def _cell(row: dict[str, Any] | None) -> str:

@@ -97,8 +97,8 @@ def filtered(image: Tensor, by: Filter, out: Tensor, *, axis: int) -> None:
     """`out` is `image` filtered along an axis; the last of its dimensions are contiguous."""
     if path(image) != "reference":
         return kernels("resize").filtered(image, by, out, axis=axis)
-    sums = torch.full((len(by.first), *image.movedim(axis, 0).shape[1:]), 1 << (PRECISION - 1), dtype=torch.int64)
     lines = image.movedim(axis, 0).long()
+    sums = lines.new_full((len(by.first), *lines.shape[1:]), 1 << (PRECISION - 1))
     for tap in range(by.weights.shape[1]):
         place = (by.first.long() + tap).clamp(max=len(lines) - 1)
         sums += lines[place] * by.weights[:, tap].long()[:, None, None]
