@@ -20,7 +20,7 @@ from vla_accel.ops.gpu import Gpu, assumed
 from vla_accel.policy import OptimizedPolicy
 
 GPU = torch.device("cuda")
-OLD = Gpu("Tesla T4", (7, 5), 40, 64 << 10, 64 << 10, 4 << 20, 16 << 30)
+OLD = Gpu("Tesla T4", (7, 5), 40, 64 << 10, 64 << 10, 16 << 30)
 
 
 def test_the_whole_report_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,14 +27,14 @@ def test_torch_is_asked_once_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(index)
         return SimpleNamespace(
             name="X", major=9, minor=0, multi_processor_count=78, shared_memory_per_block_optin=232_448,
-            shared_memory_per_multiprocessor=233_472, L2_cache_size=7, total_memory=8, regs_per_multiprocessor=9,
+            shared_memory_per_multiprocessor=233_472, total_memory=8, regs_per_multiprocessor=9,
         )  # fmt: skip
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     gpu._asked.cache_clear()
     try:
-        want = Gpu("X", (9, 0), 78, 232_448, 233_472, 7, 8, 9)
+        want = Gpu("X", (9, 0), 78, 232_448, 233_472, 8, 9)
         assert Gpu.of(CUDA) == Gpu.of(CUDA) == want and Gpu.of(torch.device("cuda")) == want
         assert asked == [3, 1]
     finally:

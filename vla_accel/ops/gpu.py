@@ -22,7 +22,7 @@ PORTABLE_SHARED = 99 << 10
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `shared_per_block` and `shared_per_multiprocessor` (of which each block needs 1 KB for itself), `l2` and
+    """One GPU. `shared_per_block` and `shared_per_multiprocessor` (of which each block needs 1 KB for itself) and
     `memory` in bytes; `registers` of 32 bits a multiprocessor. Source: cudaDeviceProp; CUDA C++ Programming Guide,
     "Compute Capabilities"."""
 
@@ -31,7 +31,6 @@ class Gpu:
     multiprocessors: int
     shared_per_block: int
     shared_per_multiprocessor: int
-    l2: int
     memory: int
     registers: int = 65_536
 
@@ -130,5 +129,5 @@ def _asked(index: int) -> Gpu:
     p = torch.cuda.get_device_properties(index)
     return Gpu(
         p.name, (p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin,
-        p.shared_memory_per_multiprocessor, p.L2_cache_size, p.total_memory, p.regs_per_multiprocessor,
+        p.shared_memory_per_multiprocessor, p.total_memory, p.regs_per_multiprocessor,
     )  # fmt: skip
