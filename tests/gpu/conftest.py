@@ -4,10 +4,13 @@ model, and let two policies that are compared bit for bit choose differently."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.gpu_policies import NATIVE, SMALL, save
+from vla_accel import OptimizedPolicy
 from vla_accel.native import cuts
 from vla_accel.ops import attending
 from vla_accel.ops.autotune import Fastest
@@ -24,3 +27,22 @@ def untuned() -> Iterator[None]:
         patch.setattr(cuts, "remembered", first)
         patch.setattr(attending, "remembered", first)
         yield
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints with random weights, by name."""
+    made = {name: tmp_path_factory.mktemp(name.replace(" ", "_")) for name in SMALL}
+    for name, folder in made.items():
+        save(SMALL[name], folder)
+    return made
+
+
+@pytest.fixture(scope="module", params=["pi05", "pi0"])
+def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
+    return folders[request.param]
+
+
+@pytest.fixture(scope="module")
+def demo() -> OptimizedPolicy:
+    return OptimizedPolicy.from_pretrained("demo", NATIVE)

@@ -79,22 +79,23 @@ def attention() -> Cases:
 
 def denoise() -> Cases:
     """Every kernel of the streamed loop, with one to four tiles of rows, one sequence and several, for all families."""
-    from tests.gpu import test_gpu as gpu
     from tests.gpu import test_gpu_smolvla as smolvla
+    from tests.support.gpu_policies import BF16_COSINE, cosines, on_gpu
+    from tests.support.streamed_support import loops_inputs, run_loop
     from vla_accel.native.constants import step_tables
     from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of
     from vla_accel.ops.cuda.denoise import StreamedLoop
 
     def run(case: LoopCase) -> None:
         model = random_model(Pi0, case.config)
-        inputs, state, noise = gpu.loops_inputs(case)
+        inputs, state, noise = loops_inputs(case)
         sizes = (case.batch, case.prefix_tokens)
         with torch.inference_mode():
             exact = ExpertWeights.of(model, "fp32")
             tables = step_tables(model, exact.normed_products(), case.steps)
             wide = {n: v.float() if n != "lengths" else v for n, v in inputs.items()}
-            want = gpu.run_loop(_LayerLoop(exact, case.config, tables, *sizes), wide, state, noise, "cpu")
-            weights = ExpertWeights.of(gpu.on_gpu(model), case.precision, streamed=True)
+            want = run_loop(_LayerLoop(exact, case.config, tables, *sizes), wide, state, noise, "cpu")
+            weights = ExpertWeights.of(on_gpu(model), case.precision, streamed=True)
             tables = step_tables(model, weights.normed_products(), case.steps)
             mix_bias = None if weights.mix is None else weights.mix_bias
             gpu_here = Gpu.of(DEVICE)
@@ -102,11 +103,11 @@ def denoise() -> Cases:
             loop = StreamedLoop(
                 gpu_here, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out, mix_bias, *sizes
             )
-        got = gpu.run_loop(loop, inputs, state, noise, "cuda")
+        got = run_loop(loop, inputs, state, noise, "cuda")
         start = noise.numpy()
         # Weights rounded to INT8 are further from float32.
-        assert gpu.cosines(got - start, want - start).min() >= gpu.BF16_COSINE - (case.precision == "int8") * 2e-3
-        np.testing.assert_array_equal(gpu.run_loop(loop, inputs, state, noise, "cuda"), got)
+        assert cosines(got - start, want - start).min() >= BF16_COSINE - (case.precision == "int8") * 2e-3
+        np.testing.assert_array_equal(run_loop(loop, inputs, state, noise, "cuda"), got)
 
     one = LoopCase(streamable("pi05", width=128, mlp=2048, heads=4, head_dim=128, depth=1), steps=2)
     found = {
@@ -142,7 +143,7 @@ def denoise() -> Cases:
 
 def triton() -> Cases:
     """The smallest cases of every op, three of more than one tile, and every kind of cut."""
-    from tests.gpu.test_gpu import test_a_kernel_computes_what_its_reference_does as check
+    from tests.gpu.test_gpu_kernels import test_a_kernel_computes_what_its_reference_does as check
 
     kept: dict[str, int] = {}
     found: Cases = {}

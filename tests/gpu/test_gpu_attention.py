@@ -1,5 +1,5 @@
 """Attention on a GPU: the CUDA kernels and the libraries' against the reference, dependent launches, and the choice
-among them in a policy. Written for an H200: other GPUs run the Triton kernel, which test_gpu.py covers."""
+among them in a policy. Written for an H200: other GPUs run the Triton kernel, which test_gpu_kernels.py covers."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from tests.gpu.test_gpu import BF16_COSINE, EAGER, NATIVE, cosines, demo_observation, noise_for
+from tests.support.gpu_policies import BF16_COSINE, EAGER, NATIVE, cosines, demo_observation, noise_for
 from vla_accel import OptimizedPolicy
 from vla_accel.config import NativeOptions, RtcConfig
 

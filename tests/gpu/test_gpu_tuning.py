@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.test_gpu import BF16_COSINE, DEVICE, cosines, loops_inputs, on_gpu, run_loop
-from tests.support.streamed_support import LOOPS
+from tests.support.gpu_policies import BF16_COSINE, DEVICE, cosines, on_gpu
+from tests.support.streamed_support import LOOPS, loops_inputs, run_loop
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native import cuts

@@ -1,5 +1,5 @@
 """Every Triton kernel of the native engine against its torch reference, in Triton's interpreter on a CPU, through the
-same calls that the programs make. `kernel_cases.py` has the shapes; `test_gpu.py` runs them on a GPU."""
+same calls that the programs make. `kernel_cases.py` has the shapes; `test_gpu_kernels.py` runs them on a GPU."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Shapes are awkward on purpose: widths that fill no block, one row, rows that fill no tile, lengths shorter than their
 buffer. Every tensor lies between margins of NaN, so that reading or writing past its end shows; what a kernel must not
 read is NaN, and so is every output before the run. Imports no triton: `test_kernels.py` runs the cases through the
-interpreter, `test_gpu.py` on a GPU.
+interpreter, `test_gpu_kernels.py` on a GPU.
 """
 
 from __future__ import annotations

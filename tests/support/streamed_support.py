@@ -1,4 +1,5 @@
-"""The streamed denoise loop without a GPU: built as usual on the CPU, with a module that records what is launched."""
+"""The streamed denoise loop without a GPU: built as usual on the CPU, with a module that records what is launched. And
+what it is given on one."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.gpus import H200
 from tests.support.tiny import random_model
@@ -17,7 +20,7 @@ from vla_accel.models.siglip import SiglipConfig
 from vla_accel.native.constants import step_tables
 from vla_accel.native.expert import ExpertWeights, sizes_of
 from vla_accel.ops.cuda import runtime
-from vla_accel.ops.cuda.denoise import StreamedLoop, why_not
+from vla_accel.ops.cuda.denoise import StepTables, StreamedLoop, why_not
 from vla_accel.ops.gpu import Gpu
 
 
@@ -116,3 +119,38 @@ def recorded_loop(
 def reason(case: LoopCase) -> str | None:
     """Why a case cannot run on an H200."""
     return why_not(H200, sizes_of(case.config), case.batch, case.precision)
+
+
+def loops_inputs(case: LoopCase) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:
+    """keys, values, lengths and guidance, the state's token and the noise, on the CPU. Beyond a row's length there is
+    rubbish."""
+    config, generator = case.config, torch.Generator().manual_seed(case.batch)
+    expert = config.expert
+    cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
+    keys, values = (torch.randn(cache, generator=generator).bfloat16() for _ in range(2))
+    lengths = torch.tensor([max(1, case.prefix_tokens - 7 * b) for b in range(case.batch)], dtype=torch.int32)
+    beyond = (torch.arange(case.prefix_tokens) >= lengths[:, None])[None, :, :, None, None]
+    keys, values = keys.masked_fill(beyond, 1e3), values.masked_fill(beyond, -1e3)
+    state = torch.randn(case.batch, expert.width, generator=generator) if config.kind == "pi0" else None
+    noise = torch.randn(case.batch, config.action_horizon, config.action_dim, generator=generator)
+    target, weights = torch.randn(noise.shape, generator=generator), torch.rand(noise.shape[:2], generator=generator)
+    weights[:, -1] = 0
+    given = {"keys": keys, "values": values, "lengths": lengths, "target": target, "weights": weights}
+    return given, state, noise
+
+
+def loop_of(case: LoopCase, weights: ExpertWeights, tables: StepTables) -> StreamedLoop:
+    gpu, mix_bias = Gpu.of(torch.device("cuda")), None if weights.mix is None else weights.mix_bias
+    assert gpu is not None and weights.packed is not None
+    return StreamedLoop(
+        gpu, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out, mix_bias, case.batch,
+        case.prefix_tokens,
+    )  # fmt: skip
+
+
+def run_loop(loop: Any, inputs: dict[str, Tensor], state: Tensor | None, noise: Tensor, device: str) -> np.ndarray:
+    placed = {name: value.to(device) for name, value in inputs.items()}
+    actions = noise.to(device, copy=True)
+    with torch.inference_mode():
+        loop.run(placed, None if state is None else state.to(device), actions)
+    return actions.cpu().numpy()

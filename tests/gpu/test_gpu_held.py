@@ -1,0 +1,168 @@
+"""What policies hold of a GPU's memory: over many calls, after shapes are dropped, by precision; weights once."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.gpu_policies import (
+    EAGER,
+    NATIVE,
+    PROMPTS,
+    SMALL,
+    actions_of,
+    cosines,
+    demo_observation,
+    feed_of,
+    load,
+    noise_for,
+    on_gpu,
+    padded,
+    pipelines_of,
+    prepared_bytes,
+    run,
+)
+from tests.support.scales import scales_of_any
+from tests.support.streamed_support import streamable
+from tests.support.tiny import tiny_observation
+from vla_accel import EngineSpec, OptimizedPolicy
+from vla_accel.config import EnginePrecision
+from vla_accel.models.pi0 import Pi0
+from vla_accel.models.random_weights import random_model
+from vla_accel.native.expert import why_not_streamed
+from vla_accel.native.pi0 import Pi0Store
+from vla_accel.native.prefix import PrefixWeights
+
+pytestmark = pytest.mark.gpu
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.slow
+def test_ten_thousand_calls_take_no_more_memory(demo: OptimizedPolicy) -> None:
+    observations = itertools.cycle([demo_observation(demo, seed) for seed in range(16)])
+    for _ in range(200):
+        demo.infer(next(observations))
+    torch.cuda.synchronize()
+    gc.collect()
+    allocated, reserved, resident = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), _resident()
+    for _ in range(10_000):
+        demo.infer(next(observations))
+    torch.cuda.synchronize()
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= allocated
+    assert torch.cuda.memory_reserved() <= reserved
+    # The latency log holds 10,000 samples of a few hundred bytes.
+    assert _resident() - resident < 64 * 2**20
+
+
+def _held() -> int:
+    """What torch holds of the GPU for this process, pools of graphs too, once it keeps nothing unused."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def test_eviction_frees_device_memory() -> None:
+    model = on_gpu(random_model(Pi0, SMALL["pi05"]))
+    shapes = [padded(batch, views, 32, 2) for batch in (1, 4) for views in (1, 2, 3)]
+    feeds = {shape: feed_of(model, shape, seed) for seed, shape in enumerate(shapes)}
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    roomy = pipelines_of(model, NATIVE)
+    want = {shape: run(roomy, shape, feeds[shape]) for shape in shapes}
+    assert len(roomy) == len(shapes) and roomy.bytes > 0
+    budget = max(size for _, size in roomy._kept.values()) / 2**30
+    store = roomy.plan.store
+    assert isinstance(store, Pi0Store)
+    del roomy
+    gc.collect()
+    # cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it ever ran on: one of them is fair.
+    assert torch.cuda.memory_allocated() - before - prepared_bytes(store) < 40 * 2**20
+
+    tight = pipelines_of(model, replace(NATIVE, pipeline_memory_gib=budget), store)
+    for shape in shapes:
+        np.testing.assert_array_equal(run(tight, shape, feeds[shape]), want[shape])
+        assert tight.bytes <= tight.budget or len(tight) == 1
+    assert len(tight) < len(shapes)
+    gc.collect()
+    allocated, held = torch.cuda.memory_allocated(), _held()
+    graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+    for _ in range(3):
+        for shape in shapes:
+            np.testing.assert_array_equal(run(tight, shape, feeds[shape]), want[shape])
+            graphs.update(pipeline.captured.graph for pipeline, _ in tight._kept.values() if pipeline.captured)
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= allocated
+    # Graphs and their pools, too.
+    assert _held() - held < 64 * 2**20
+    assert len(graphs) == len(tight), "graphs of pipelines that are gone"
+
+
+def test_fp8_weights_take_half_the_memory() -> None:
+    """Of every product but q/k/v, which stays BF16: of the whole prefix nearly, where the MLP is as wide as usual."""
+    config = streamable("pi05", width=128, mlp=512, heads=4, depth=3)
+    config = replace(config, prefix=replace(config.prefix, width=256, mlp_dim=4096))
+    model = on_gpu(random_model(Pi0, config))
+    with torch.inference_mode():
+        wide = PrefixWeights.of(model, "bf16", None)
+        narrow = PrefixWeights.of(model, "fp8", scales_of_any())
+
+    def products(weights: PrefixWeights) -> list[Any]:
+        return [p for layer in weights.layers[:-1] for p in (layer.o, layer.gate_up, layer.down)]
+
+    pairs = list(zip(products(narrow), products(wide), strict=True))
+    assert len(pairs) == 6
+    for small, large in pairs:
+        assert small.weight.dtype == torch.float8_e4m3fn
+        assert small.bytes * 2 == large.bytes == large.weight.untyped_storage().nbytes()
+        assert small.weight.untyped_storage().nbytes() == small.bytes
+    assert wide.bytes - narrow.bytes == sum(small.bytes for small, _ in pairs)
+    assert narrow.bytes < 0.56 * wide.bytes
+
+
+@pytest.mark.parametrize(
+    ("precision", "components"),
+    [
+        ("fp8", ("kv_cache",)), ("fp8", ("denoise",)), ("fp8", ("vision", "kv_cache", "denoise")),
+        ("int8", ("denoise",)),  # the others would need calibrated ranges
+    ],
+)  # fmt: skip
+def test_policies_of_one_byte_stay_close(
+    precision: EnginePrecision, components: tuple[str, ...], folders: dict[str, Path]
+) -> None:
+    eager = load(folders["pi05"], EAGER)
+    source = load(folders["pi05"], replace(EAGER, precision="bf16"))
+    config = replace(NATIVE, **{c: EngineSpec("native", precision=precision) for c in components})
+    narrow = OptimizedPolicy(replace(source.checkpoint, calibrated=scales_of_any()), config)
+    observations, noise = [tiny_observation(i, PROMPTS[i % 3]) for i in range(4)], noise_for(eager, 4)
+    found = cosines(actions_of(narrow, observations, noise), actions_of(eager, observations, noise))
+    assert found.min() >= 0.99, found
+    details = {c: narrow.ledger.entries[c].detail for c in ("vision", "kv_cache", "denoise")}
+    assert {c for c, detail in details.items() if precision.upper() in detail} == set(components)
+
+
+def test_the_store_counts_weights_once() -> None:
+    model = on_gpu(random_model(Pi0, SMALL["pi05"]))
+    pipelines = pipelines_of(model, NATIVE)
+    store = pipelines.plan.store
+    assert isinstance(store, Pi0Store)
+    run(pipelines, padded(1, 2, 32, 2), feed_of(model, padded(1, 2, 32, 2), 0))
+    before = prepared_bytes(store)
+    assert before > 0
+    run(pipelines, padded(2, 1, 32, 2), feed_of(model, padded(2, 1, 32, 2), 0))
+    assert prepared_bytes(store) == before
+    form = "streamed" if why_not_streamed(model, "bf16", 1) is None else "layers"
+    assert dataclasses.is_dataclass(store.prepared["denoise", "bf16", form])
