@@ -36,8 +36,11 @@ from vla_accel.errors import EngineError
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.loop import LoopProgram
+from vla_accel.transforms.images import resize
 
 pytestmark = pytest.mark.gpu
+
+VIEWS = ("observation/image", "observation/wrist_image")
 
 
 @pytest.mark.parametrize("kind", ["pi05", "pi0"])
@@ -119,6 +122,19 @@ def test_out_of_memory_during_capture_falls_back_loudly(
         load(folder, replace(NATIVE, strict=True))
     monkeypatch.undo()
     assert used(load(folder))["call"] == "cuda_graph"
+
+
+def test_images_that_the_gpu_fits_are_those_of_the_host(folder: Path) -> None:
+    """Of sizes that change from call to call, one of them the model's."""
+    policy, rng = load(folder), np.random.default_rng(0)
+    for seed, sizes in enumerate((((48, 64), (28, 28)), ((60, 40), (48, 64)), ((28, 28), (28, 28)))):
+        given = tiny_observation(seed) | {
+            key: rng.integers(0, 256, (*size, 3), dtype=np.uint8) for key, size in zip(VIEWS, sizes, strict=True)
+        }
+        fitted = given | {key: resize(given[key], 28, "antialias") for key in VIEWS}
+        noise = noise_for(policy, 1, seed)[0]
+        got, want = (policy.infer(one, noise=noise)["actions"] for one in (given, fitted))
+        np.testing.assert_array_equal(got, want)
 
 
 def test_without_a_graph_the_results_are_the_same(folder: Path) -> None:
