@@ -19,15 +19,17 @@ def quality(results: list[Any]) -> str:
     demo = {r["name"]: r for r in reports if r["weights"] == "demo"}
     played = {r["name"]: r for r in pairs["rows"]}
     reference = pairs["reference"]
-    body = [[f"`{reference}`", "1", with_interval(next(iter(played.values()))["reference"]), "-"]]
+    body = [[f"`{reference}`", "1", "0", with_interval(next(iter(played.values()))["reference"]), "-"]]
     for name, report in demo.items():
         agrees = "" if report["passed"] else ", **too little**"
         row = played.get(name)
         episodes = "-" if row is None else f"{row['lost']} / {row['gained']} of {row['pairs']}"
-        cosine = f"{report['actions']['cosine']:.4f}, {report['threshold']:g} needed{agrees}"
-        body.append([f"`{name}`", cosine, "-" if row is None else with_interval(row["other"]), episodes])
-    header = ["configuration", "cosine of the final actions", "success (95 %)", "lost / gained"]
-    text = f"The bundled checkpoint, beside {reference}; success on the same episodes of {pairs['protocol']['suite']}"
+        cosine = f"{_rest(report, digits=4)}, {report['threshold']:g} needed{agrees}"
+        flips = f"{report['flipped']} of {report['observations'] * report['draws']}"
+        body.append([f"`{name}`", cosine, flips, "-" if row is None else with_interval(row["other"]), episodes])
+    header = ["configuration", "cosine of the final actions", "flips", "success (95 %)", "lost / gained"]
+    text = f"The bundled checkpoint, beside {reference}; flips: chunks of actions in which the gripper's command fell "
+    text += f"the other way, which the cosine leaves out; success on the same episodes of {pairs['protocol']['suite']}"
     text += f"; lost: those that only {reference} won, gained: those that only the configuration won"
     text += "; portable: with the kernels of GPUs other than Hopper's" if any("portable" in n for n in demo) else ""
     old = ["agreement"] if any(former("demo", r.get("fingerprint")) for r in demo.values()) else []
@@ -69,24 +71,26 @@ def parity(results: list[dict[str, Any]]) -> str:
             f"{r['observations']} {'recorded' if r['recorded'] else 'random'}"
             + (f" × {r['draws']}" if r.get("draws", 1) > 1 else ""),
             str(r["num_steps"]),
-            f"{r['actions']['cosine']:.6f}",
+            _rest(r),
             f"{r['threshold']:g}",
+            f"{r['actions']['cosine']:.6f}",
             f"{r['actions']['median_cosine']:.6f}",
             f"{r['actions']['worst_cosine']:.6f}",
             f"{r['robot_actions']['max_error']:.1e}",
             *(percent(r.get(key)) for key in ("sensitivity", "relative_error")),
-            *(("-", "-") if "flipped" not in r else (_flips(r), _rest(r))),
+            _flips(r),
             "yes" if r["passed"] else "**no**",
         ])  # fmt: skip
-    cosines = ["cosine", "needed", "median", "worst"]
-    more = ["another observation", "error beside that", "flipped", "cosine of the rest"]
+    cosines = ["cosine", "needed", "with flips", "median", "worst"]
+    more = ["another observation", "error beside that", "flipped"]
     header = ["configuration", "weights", "observations", "steps", *cosines, "max error", *more, "agrees"]
     where = machines((f"{r['name']} ({r['weights']})", r) for r in results)
     text = (
-        "Cosine of the final actions with FP32 eager, over all observations, of the median one and of the worst; "
-        "largest error in the robot's units; another observation: how much it changes the reference's actions, as a "
-        "share of their norm; flipped: chunks in which a command (the gripper's) fell the other way, with the 95 % "
-        "interval of their share."
+        "Cosine of the final actions with FP32 eager: of the chunks in which no command (the gripper's) fell the other "
+        "way, which is what is judged; with the others; of the median one and of the worst. Largest error in the "
+        "robot's units; another observation: how much it changes the reference's actions, as a share of their norm; "
+        "flipped: chunks in which a command fell the other way, with the 95 % interval of their share, at most 1 % of "
+        "them as far as the interval can tell."
     )
     old = formers(r["name"] for r in results if former(r["weights"], r.get("fingerprint")))
     return rows(header, body) + f"\n{text} {where}.{old}\n"
@@ -97,5 +101,5 @@ def _flips(report: dict[str, Any]) -> str:
     return f"{report['flipped']} ({100 * low:.1f} to {100 * high:.1f} %)"
 
 
-def _rest(report: dict[str, Any]) -> str:
-    return "-" if report["rest_cosine"] is None else f"{report['rest_cosine']:.6f}"
+def _rest(report: dict[str, Any], digits: int = 6) -> str:
+    return "-" if report["rest_cosine"] is None else f"{report['rest_cosine']:.{digits}f}"

@@ -52,7 +52,7 @@ def memory(result: dict[str, Any]) -> str:
     """What `eval.memory` counted: GB of weights by component, a row for each model and configuration."""
     body = [
         [label, _said(one), *(_gb(size) for size in _parts(one["bytes"])), _gb(_total(one))]
-        for model, label in MODELS.items() for one in result["families"][model].values()
+        for model, label in MODELS.items() for one in result["families"].get(model, {}).values()
     ]  # fmt: skip
     return rows(["weights, GB", "", "vision", "prefix", "denoise", "together"], body)
 

@@ -59,11 +59,11 @@ def synthetic(family: str, config: str) -> Job:
     return Job(f"parity_{family}_{config}", command, room="shared")
 
 
-def serving(name: str, policy: str, devices: str) -> Job:
-    """Calls over a server, by one replica or two."""
+def serving(name: str, policy: str, devices: str, gpus: int = 2) -> Job:
+    """Calls over a server, by one replica or by two, which stand beside each other: one machine runs both."""
     options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
     command = f"vla-accel bench-server {options} --output {{json}}"
-    return Job(f"bench_server_{name}_h200", command, gpus=len(devices.split(",")), room="machine")
+    return Job(f"bench_server_{name}h200", command, gpus=gpus, room="machine")
 
 
 def played(folder: str, config: str, options: str = "--trials 50", *needs: str) -> Job:
@@ -122,6 +122,8 @@ JOBS: tuple[Job, ...] = (
           "lerobot"),
     bench("groot", "--model groot --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 --calls 50 "
           "--profile", "lerobot"),
+    bench("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8,native-fp8-decode,native-int8-decode,eager "
+          "--calls 20"),
     bench("portable_pi05", f"--model pi05 {PORTABLE}", "realtime_vla"),
     bench("portable_pi0", f"--model pi0 {PORTABLE}", "realtime_vla"),
     bench("pi05_prompt60", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 60 --calls 60"),
@@ -170,10 +172,11 @@ JOBS: tuple[Job, ...] = (
     # Many at once: simulators, and clients of a server.
     throughput("simulators", "plain:1:4:6:16,plain:1:8:6:16,plain:1:14:12:16", 1),
     throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray"),
-    serving("demo_1", "demo", "cuda:0"),
-    serving("demo_2", "demo", "cuda:0,cuda:1"),
-    serving("pi05_1", "--model pi05", "cuda:0"),
-    serving("pi05_2", "--model pi05", "cuda:0,cuda:1"),
+    serving("", "demo", "cuda:0", gpus=1),
+    serving("demo_1_", "demo", "cuda:0"),
+    serving("demo_2_", "demo", "cuda:0,cuda:1"),
+    serving("pi05_1_", "--model pi05", "cuda:0"),
+    serving("pi05_2_", "--model pi05", "cuda:0,cuda:1"),
     Job("server_faults_h200", "python -m tests.remote.load_server --checkpoint demo --config native --devices "
         "cuda:0,cuda:1 --seconds 60 --output {json}", gpus=2, room="machine"),
     # Without a GPU.

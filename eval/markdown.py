@@ -9,8 +9,13 @@ from typing import Any
 from eval.training import RECORD
 from vla_accel.files import without_folders
 
-MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7"}
+MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7", "pi0_fast": "π0-FAST"}
 """Families as people write them."""
+
+
+def steps_of(kind: str, steps: int) -> str:
+    """Steps of a family's loop, by their name: π0-FAST's are tokens."""
+    return f"{steps} {'token' if kind == 'pi0_fast' else 'step'}{'s' * (steps > 1)}"
 
 
 def rows(header: list[str], body: list[list[str]]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from eval.bench_tables import call
-from eval.markdown import MODELS, former, machines, rows
+from eval.markdown import MODELS, former, machines, rows, steps_of
 
 BUNDLED = {"demo": "pi05", "smolvla_demo": "smolvla"}
 """The family of a bundled checkpoint."""
@@ -46,7 +46,7 @@ def _row(bench: Mapping[str, Any], agreement: Mapping[str, Any], played: Mapping
     return [
         MODELS[kind],
         parameters,
-        f"{model['views']} views, {model['action_horizon']} actions, {steps} step{'s' * (steps > 1)}",
+        f"{model['views']} views, {model['action_horizon']} actions, {steps_of(kind, steps)}",
         "; ".join(f"{row['median_ms']:.2f} ({name.replace('-', ', ', 1)})" for name, row in others.items()) or "-",
         call(found.get("native-bf16")),
         call(found.get("native-fp8")),

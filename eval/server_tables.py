@@ -42,10 +42,11 @@ def server(result: dict[str, Any]) -> str:
 
 
 def server_gpus(results: Sequence[dict[str, Any]]) -> str:
-    """A row a policy, number of replicas and number of clients; needs the picture beside the results."""
+    """A row a policy, number of replicas and number of clients; needs the picture beside the results. Runs of one GPU
+    and of several are only compared where their machine has as many cores, which all of them share."""
     header = ["policy", "GPUs", "clients", "requests/s", "one GPU's", "round trip", "p99", "of it policy"]
     alone = {
-        (result["policy"], row["clients"]): row["per_second"]
+        (result["policy"], result["hardware"]["cores"], row["clients"]): row["per_second"]
         for result in results
         if _gpus(result) == 1
         for row in result["rows"]
@@ -53,7 +54,7 @@ def server_gpus(results: Sequence[dict[str, Any]]) -> str:
     body = []
     for result in sorted(results, key=lambda r: (r["policy"], _gpus(r))):
         for row in result["rows"]:
-            one = alone.get((result["policy"], row["clients"]))
+            one = alone.get((result["policy"], result["hardware"]["cores"], row["clients"]))
             body.append([
                 result["policy"],
                 str(_gpus(result)),

@@ -14,6 +14,10 @@ from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError
 from vla_accel.fp8 import Products
 
+BESIDE = "the first step beside the prefix"
+"""What a loop says in the ledger whose first step runs while the prefix does. In the times of the parts that step is
+the prefix's."""
+
 
 class Program(Protocol):
     """A component written in fused ops: reads and writes static buffers, allocates nothing that outlives a call."""

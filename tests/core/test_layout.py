@@ -69,6 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "measure": {
         "checkpoints",
         "client",
+        "component",
         "config",
         "fp8",
         "latency",

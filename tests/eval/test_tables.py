@@ -16,6 +16,7 @@ from eval.latency_picture import draw
 from eval.markdown import machine
 from eval.models_picture import PUBLISHED, draw_models, sources
 from eval.training import RECORD
+from vla_accel.component import BESIDE
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
 from vla_accel.measure.parity import Agreement, Report
@@ -148,7 +149,7 @@ def bench_report(ceilings: Ceilings | None, baseline: str = "openpi-eager", used
             row["median_ms"] = ms
             if ours:
                 row["parts_ms"] = {"vision": 2.0, "kv_cache": 3.0, "denoise": 0.5 * steps, "transfer": 0.1}
-                row |= rates(row["parts_ms"], work)
+                row |= rates(row)
                 row["share_of_floor"] = row["floors_ms"]["total"] / ms if ceilings else None
             listed.append(row)
     bench.add_speedups(listed, baseline)
@@ -183,6 +184,17 @@ def test_bench_on_a_gpu() -> None:
     )
 
 
+def test_a_step_beside_the_prefix_is_not_in_the_loop_s_rate() -> None:
+    report = bench_report(Ceilings(1e15, 2e15, 4e12))
+    for row in report["rows"][::2]:
+        row["engines"].append(asdict(LedgerEntry("denoise", "native", "native", "", BESIDE)))
+    text = tables.bench(report)
+    assert " | 5.00 (0.50), 360 GB/s | " in text, "nine steps of ten"
+    assert " | 0.50 (0.50) | " in text, "of one step nothing is left to have a rate"
+    assert "is in the time of the KV cache" in text
+    assert "is in the time of" not in tables.bench(bench_report(None))
+
+
 def test_bench_says_what_is_missing_and_what_fell_back() -> None:
     report = bench_report(None, baseline="eager", used="eager")
     report["rows"] = [r for r in report["rows"] if (r["system"], r["steps"]) != ("eager", 1)]
@@ -199,7 +211,7 @@ def test_bench_of_a_checkpoint_with_components_of_its_own() -> None:
     report = bench_report(None)
     report |= {"model": {"name": "toy", "kind": "toy", "action_horizon": 4}, "parts": ["encoder", "decoder"]}
     for row in report["rows"]:
-        row |= {"parts_ms": {"encoder": 1.0, "decoder": 2.0}, "decoder_tflops": 300.0}
+        row |= {"parts_ms": {"encoder": 1.0, "decoder": 2.0}, "work": {"decoder": asdict(Work(6e11))}, "engines": []}
     lines = tables.bench(report).splitlines()
     assert "| system | steps | encoder | decoder | the rest | floor | of the floor |" in lines
     assert "| native-bf16 | 1 | 1.00 | 2.00, 300 TFLOP/s | 2.00 | - | - |" in lines
@@ -214,7 +226,8 @@ def parity_report(name: str, cosine: float, *, steps: int = 10, used: str = "nat
     alike = Agreement(
         cosine=cosine, median_cosine=cosine - 1e-5, worst_cosine=cosine - 1e-4, max_error=0.01, mean_error=0.001
     )
-    report = Report(name, cosine >= 0.998, 0.998, 64, steps, alike, alike, [], {"keys": alike}, ledger(used))
+    report = Report(name, cosine >= 0.998, 0.998, 64, steps, alike, alike, [], {"keys": alike}, ledger(used),
+                    rest_cosine=cosine)  # fmt: skip
     return {**report.as_dict(), "model": {}, "weights": "demo", "fingerprint": WEIGHTS,
             "recorded": "observations.npz", **GPU, **more}  # fmt: skip
 
@@ -227,20 +240,21 @@ def test_parity_reports_are_rows() -> None:
         parity_report("native", 0.5, weights="pi05", recorded=None, **CPU),
     ]
     lines = tables.parity(reports).splitlines()
-    rest = "1.0e-02 | - | - | 0 (0.0 to 5.7 %) | - |"
+    rest = "1.0e-02 | - | - | 0 (0.0 to 5.7 %) |"
     assert lines[2:6] == [
-        f"| native | demo | 64 recorded | 10 | 0.999950 | 0.998 | 0.999940 | 0.999850 | {rest} yes |",
+        f"| native | demo | 64 recorded | 10 | 0.999950 | 0.998 | 0.999950 | 0.999940 | 0.999850 | {rest} yes |",
         "| native (kv_cache ran eager) | demo "
-        f"| 64 recorded | 3 | 0.999900 | 0.998 | 0.999890 | 0.999800 | {rest} yes |",
-        f"| native_fp8 | demo | 64 recorded | 10 | 0.999120 | 0.998 | 0.999110 | 0.999020 | {rest} yes |",
-        f"| native | pi05 | 64 random | 10 | 0.500000 | 0.998 | 0.499990 | 0.499900 | {rest} **no** |",
+        f"| 64 recorded | 3 | 0.999900 | 0.998 | 0.999900 | 0.999890 | 0.999800 | {rest} yes |",
+        f"| native_fp8 | demo | 64 recorded | 10 | 0.999120 | 0.998 | 0.999120 | 0.999110 | 0.999020 | {rest} yes |",
+        f"| native | pi05 | 64 random | 10 | 0.500000 | 0.998 | 0.500000 | 0.499990 | 0.499900 | {rest} **no** |",
     ]
     assert lines[-1].endswith(
         "native_fp8 (demo), native (demo): NVIDIA X, torch 2.11.0; native (pi05): Some CPU, 1 thread, torch 2.13.0."
     )
     drawn = {**reports[0], "draws": 8, "flipped": 3, "rest_cosine": 0.99991}
     (line,) = tables.parity([drawn]).splitlines()[2:3]
-    assert " | 64 recorded × 8 | " in line and line.endswith(" | - | - | 3 (0.2 to 1.7 %) | 0.999910 | yes |")
+    assert " | 64 recorded × 8 | " in line and line.endswith(" | - | - | 3 (0.2 to 1.7 %) | yes |")
+    assert " | 0.999910 | 0.998 | 0.999120 | 0.999110 | " in line
     judged = {**drawn, "sensitivity": 0.4, "relative_error": 0.031}
     assert " | 40.0 % | 3.1 % | 3 (0.2 to 1.7 %) | " in tables.parity([judged])
 
@@ -317,9 +331,9 @@ def test_quality_has_agreement_and_success_of_a_configuration() -> None:
         parity_report("x", 1.0, weights="pi05"),
     ]
     lines = tables.quality([reports, pairs]).splitlines()
-    assert lines[2] == "| `eager_fp32` | 1 | 90.0 % (69.9 to 97.2) | - |"
-    assert lines[3] == "| `native` | 0.9999, 0.998 needed | 80.0 % (58.4 to 91.9) | 2 / 0 of 20 |"
-    assert lines[4] == "| `native_fp8` | 0.5000, 0.998 needed, **too little** | - | - |"
+    assert lines[2] == "| `eager_fp32` | 1 | 0 | 90.0 % (69.9 to 97.2) | - |"
+    assert lines[3] == "| `native` | 0.9999, 0.998 needed | 0 of 64 | 80.0 % (58.4 to 91.9) | 2 / 0 of 20 |"
+    assert lines[4] == "| `native_fp8` | 0.5000, 0.998 needed, **too little** | 0 of 64 | - | - |"
     assert len(lines) == 7, "random weights say little"
     assert "lost: those that only eager_fp32 won" in lines[6] and "portable" not in lines[6]
 

@@ -97,6 +97,8 @@ def test_two_gpus_stand_beside_one() -> None:
     assert lines[2].startswith("| demo | 1 | 1 | 100 | 1.00× |") and lines[5].startswith(
         "| demo | 2 | 4 | 760 | 1.90× |"
     )
+    elsewhere = bench(["cuda:0"], 50.0) | {"hardware": CPU | {"cores": 2}}
+    assert server_gpus([benches[0], elsewhere]).count("| - |") == 2, "a machine with other cores says nothing about it"
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     (axes,) = draw_server_gpus(benches).axes
     assert [line.get_label() for line in axes.lines] == ["demo, 1 GPU", "demo, 2 GPUs"]

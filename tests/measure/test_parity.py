@@ -69,14 +69,24 @@ def test_one_draw_is_what_it_was() -> None:
     assert np.array_equal(once.noises[3], [rng.standard_normal((3, 2)).astype(np.float32) for _ in range(4)][3])
 
 
-def test_flipped_commands_are_counted_and_still_judged() -> None:
-    found = report(Stub(error=0.01, flip=(1, 5)), Stub(), draws=2)
-    assert found.flipped == 2 and found.rest_cosine > 0.9999
-    assert not found.passed and found.actions.cosine < 0.95
+def test_flipped_commands_are_counted_and_judged_by_their_rate_alone() -> None:
+    found = report(Stub(error=0.001, flip=(1, 5)), Stub(), draws=2, threshold=0.999)
+    assert found.flipped == 2 and found.rest_cosine > 0.9999 and found.actions.cosine < 0.95
+    assert not found.passed and not [r for r in found.reasons if "cosine" in r]
+    assert [r for r in found.reasons if r.startswith("commands fell the other way in at least ")]
     assert report(Stub(error=0.9), Stub()).flipped == 0
     everything = report(Stub(flip=(0, 1, 2, 3)), Stub())
-    assert everything.flipped == 4 and everything.rest_cosine is None
+    assert everything.flipped == 4 and everything.rest_cosine is None and not everything.passed
     json.dumps(everything.as_dict())
+
+
+def test_the_cosine_is_of_the_chunks_in_which_no_command_fell_the_other_way() -> None:
+    # One flip of 200 chunks costs the cosine of all 0.0017, which is more than the limit leaves.
+    rare = report(Stub(flip=(7,)), Stub(), count=200, threshold=0.999)
+    assert rare.actions.cosine < 0.999 and rare.rest_cosine == pytest.approx(1)
+    assert [r.partition(" %")[0] for r in rare.reasons] == ["error 16.3"], "all that FP32 is refused for"
+    off = report(Stub(error=0.3, flip=(7,)), Stub(), count=200, threshold=0.999)
+    assert off.flipped == 1 and [r for r in off.reasons if r.startswith(f"cosine {off.rest_cosine:.6f}, ")]
 
 
 def test_the_command_draws(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from vla_accel.files import without_folders
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
 from vla_accel.measure.paced import paced
-from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates
+from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates, steps_timed
 from vla_accel.measure.start import PHASES, starts
 from vla_accel.measure.systems import (
     REALTIME_VLA_STEPS,
@@ -30,7 +30,7 @@ from vla_accel.measure.systems import (
     observer,
     without_graph,
 )
-from vla_accel.models.family import Family, Work, family_named
+from vla_accel.models.family import Family, family_named
 from vla_accel.report.bench import page
 from vla_accel.report.page import check_path, write
 
@@ -94,10 +94,11 @@ def main(chosen: Bench, words: list[str]) -> int:
                 settings = replace(factory.configs[system.name], num_steps=steps, device=str(device))
                 row["start"] = starts(settings, factory.source())
             if "work" in row:
-                row |= rates(row["parts_ms"], {n: Work(**w) for n, w in row["work"].items()})
-            if isinstance(factory, Factory) and family.parts[-1] in row["parts_ms"]:
+                row |= rates(row)
+            inside = steps_timed(steps, row.get("engines", ()))
+            if isinstance(factory, Factory) and family.parts[-1] in row["parts_ms"] and inside:
                 # Of random weights every step is taken: no token ends them early.
-                row["step_ms"] = row["parts_ms"][family.parts[-1]] / steps
+                row["step_ms"] = row["parts_ms"][family.parts[-1]] / inside
         rows += found
         free()
         add_speedups(rows, next((n for n in names if n in family.baselines), "eager"))

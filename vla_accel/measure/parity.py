@@ -1,9 +1,11 @@
 """Agreement of a policy with the FP32 eager reference: the final actions, and component by component for blame.
 
 Both get the same observations and the same noise. Judged on the final actions only: a component may be 0.999 alike and
-ten steps garbage. Three things are asked of them: that they point the same way (cosine), that the error is small beside
-what another observation changes (a policy that ignores its images must fail, however little they matter), and that
-commands, such as a gripper's, do not fall the other way more often than a rate.
+ten steps garbage. Three things are asked of them: that commands, such as a gripper's, do not fall the other way more
+often than a rate; that the chunks in which none did point the same way (cosine); and that the error of all is small
+beside what another observation changes (a policy that ignores its images must fail, however little they matter). A
+command that fell the other way is as large as a whole chunk may differ: the cosine of all chunks would count such once
+more, without an interval, and a handful among a thousand would decide it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Limits:
     """What is asked of the final (normalised) actions.
 
     Attributes:
-        cosine: with the reference, at least.
+        cosine: with the reference, at least, of the chunks in which no command fell the other way.
         relative: root mean square of the error, in units of what another observation changes, at most.
     """
 
@@ -86,9 +88,9 @@ class Report:
 
     `draws`: noises an observation. `flipped`: chunks in which a command fell the other way, as a gripper's does where
     noise decides it, with the 95 % interval of their share (`flipped_low`, `flipped_high`); `rest_cosine`: of the other
-    chunks, None if there are none. `sensitivity`: how much another observation changes the reference's actions, as a
-    share of their norm; `relative_error`: the error in units of that change; both None for a single observation.
-    `reasons`: why it did not pass.
+    chunks, which `threshold` is for, None if there are none. `sensitivity`: how much another observation changes the
+    reference's actions, as a share of their norm; `relative_error`: the error in units of that change; both None for a
+    single observation. `reasons`: why it did not pass.
     """
 
     name: str
@@ -167,9 +169,10 @@ def compare(
     relative = None if not change else _rms(normalised - exact) / change
     flipped = int((~kept).sum())
     low, high = wilson(flipped, len(kept))
+    rest = cosine(normalised[kept], exact[kept]) if kept.any() else None
     reasons = []
-    if not actions.cosine >= limits.cosine:
-        reasons.append(f"cosine {actions.cosine:.6f}, at least {limits.cosine} wanted")
+    if rest is not None and not rest >= limits.cosine:
+        reasons.append(f"cosine {rest:.6f}, at least {limits.cosine} wanted")
     if change == 0:
         reasons.append("another observation changes nothing, so that agreement says nothing")
     if relative is not None and not relative <= limits.relative:
@@ -194,7 +197,7 @@ def compare(
         engines=policy.ledger.as_list(),
         draws=draws,
         flipped=flipped,
-        rest_cosine=cosine(normalised[kept], exact[kept]) if kept.any() else None,
+        rest_cosine=rest,
         flipped_low=low,
         flipped_high=high,
         sensitivity=None if change is None else change / size,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vla_accel.component import BESIDE
 from vla_accel.models.family import Work
 from vla_accel.ops.gpu import Gpu
 
@@ -48,15 +49,22 @@ def add_batch_floors(
             row["floor_ms"] = floors_ms(parts, ceilings, row["batch"])["total"]
 
 
-def rates(parts_ms: Mapping[str, float], work: Mapping[str, Work]) -> dict[str, float]:
-    """What was achieved, from the parts' medians: GB/s of a component that reads, TFLOP/s of another."""
+def steps_timed(steps: int, engines: Sequence[Mapping[str, Any]]) -> int:
+    """Steps in the loop's own time: its first may have run beside the prefix (`engines`, a ledger's lines, say so), and
+    is in the prefix's then."""
+    return steps - any(BESIDE in line.get("detail", "") for line in engines)
+
+
+def rates(row: Mapping[str, Any]) -> dict[str, float]:
+    """What a row of a report achieved, from the parts' medians and what each had to do: TFLOP/s, or GB/s of the
+    component that reads, of the steps in its own time; none for a loop whose one step ran beside the prefix."""
     found = {}
-    for name, w in work.items():
-        if ms := parts_ms.get(name):
-            if w.bytes:
-                found[f"{name}_gb_per_s"] = w.bytes / ms * 1e-6
-            else:
-                found[f"{name}_tflops"] = w.flop / ms * 1e-9
+    for name, one in row["work"].items():
+        if ms := row["parts_ms"].get(name):
+            if not one["bytes"]:
+                found[f"{name}_tflops"] = one["flop"] / ms * 1e-9
+            elif inside := steps_timed(row["steps"], row["engines"]):
+                found[f"{name}_gb_per_s"] = inside / row["steps"] * one["bytes"] / ms * 1e-6
     return found
 
 

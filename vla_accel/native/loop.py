@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.component import FollowingProgram, Program
+from vla_accel.component import BESIDE, FollowingProgram, Program
 from vla_accel.native.ahead import Ahead
 from vla_accel.native.prefix import NativePrefix
 from vla_accel.ops.cuda.denoise import StepTables, StreamedLoop
@@ -29,7 +29,7 @@ class LoopProgram(FollowingProgram):
         if not (isinstance(earlier, NativePrefix) and isinstance(self.loop, StreamedLoop) and self.loop.reads_by_layer):
             return ""
         self.ahead = earlier.go_ahead(outputs)
-        return "the first step beside the prefix"
+        return BESIDE
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         actions = outputs["actions"]

@@ -16,10 +16,11 @@ def page(report: Mapping[str, Any], command: Sequence[str]) -> Page:
     """The page of a report of schema `vla_accel.parity/1`."""
     verdict = "agrees" if report["passed"] else "does NOT agree"
     chunks = report["observations"] * report["draws"]
+    rest = "-" if report["rest_cosine"] is None else f"{report['rest_cosine']:.6f}"
     summary = (
-        f"{report['name']} {verdict} with FP32 eager: cosine of the final actions "
-        f"{report['actions']['cosine']:.6f}, at least {report['threshold']} wanted, over {chunks} chunks of "
-        f"{report['observations']} observations; in {report['flipped']} of them a command fell the other way."
+        f"{report['name']} {verdict} with FP32 eager over {chunks} chunks of {report['observations']} observations; "
+        f"in {report['flipped']} of them a command fell the other way. Cosine of the final actions of the others "
+        f"{rest}, at least {report['threshold']} wanted."
     )
     if report.get("relative_error") is not None:
         summary += f" The error is {report['relative_error']:.1%} of what another observation changes."

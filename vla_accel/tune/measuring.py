@@ -63,6 +63,7 @@ class PolicyBench:
             "threshold": report.threshold,
             "relative_error": report.relative_error,
             **report.actions.__dict__,
+            "cosine": report.actions.cosine if report.rest_cosine is None else report.rest_cosine,
             "flipped": report.flipped,
             "chunks": report.observations * report.draws,
             "components": {name: a.cosine for name, a in report.components.items()},
