@@ -125,9 +125,13 @@ def test_out_of_memory_during_capture_falls_back_loudly(
 
 
 def test_images_that_the_gpu_fits_are_those_of_the_host(folder: Path) -> None:
-    """Of sizes that change from call to call, one of them the model's."""
+    """Of sizes that change from call to call, one of them the model's; those that come again are replayed, until a
+    larger image takes another buffer."""
     policy, rng = load(folder), np.random.default_rng(0)
-    for seed, sizes in enumerate((((48, 64), (28, 28)), ((60, 40), (48, 64)), ((28, 28), (28, 28)))):
+    own, small, large = (28, 28), (48, 64), (90, 120)
+    calls = ((small, own), (small, own), (small, own), ((60, 40), small), (own, own), (own, small), (small, own),
+             (large, small), (small, own), (small, own), (small, own), (large, small), (large, small))  # fmt: skip
+    for seed, sizes in enumerate(calls):
         given = tiny_observation(seed) | {
             key: rng.integers(0, 256, (*size, 3), dtype=np.uint8) for key, size in zip(VIEWS, sizes, strict=True)
         }

@@ -112,8 +112,8 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
 
 
 @functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures of a device: cuBLAS keeps a workspace for every stream it has ever seen."""
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one on which all graphs of a device are recorded: cuBLAS keeps a workspace for every stream it has seen."""
     return torch.cuda.Stream(device)
 
 
@@ -121,7 +121,7 @@ def _capture(engines: Sequence[tuple[str, Engine]], before: Callable[[], None], 
     device = engines[0][1].device
     with torch.cuda.device(device), torch.inference_mode():
         # Compiles kernels, picks algorithms and makes library handles, none of which may happen during capture.
-        side = _capture_stream(device)
+        side = side_stream(device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):

@@ -32,7 +32,7 @@ from vla_accel.models.network import Network
 from vla_accel.numeric import round_up
 from vla_accel.ops.cuda.runtime import on, synchronize
 from vla_accel.pictures import Picture
-from vla_accel.policy.pictures import Pictures
+from vla_accel.policy.sending import Sending
 
 _log = logging.getLogger("vla_accel")
 
@@ -90,12 +90,13 @@ class Pipeline:
             choice = plan.choices[component.name]
             engine = build(component, choice.spec, device=plan.device, ledger=plan.ledger, why=choice.why)
             self.engines.append((component.name, engine))
-        self._join()
+        graphs = plan.device.type == "cuda" and plan.config.cuda_graph
+        self._join(graphs)
         for (_, earlier), (name, engine) in itertools.pairwise(self.engines):
             if beside := engine.follow(earlier):
                 plan.ledger.add(name, beside)
         self.captured: Captured | None = None
-        if plan.device.type == "cuda" and plan.config.cuda_graph:
+        if graphs:
             self._rehearse()
             self.captured = capture(self.engines, _nothing, self._download, plan.ledger)
 
@@ -108,7 +109,7 @@ class Pipeline:
         """A component's engine."""
         return dict(self.engines)[name]
 
-    def _join(self) -> None:
+    def _join(self, graphs: bool) -> None:
         """Bind every input that is an earlier output, and stage the rest.
 
         Host buffers are pinned for a GPU. All inputs of a call share one buffer on either side, so that they travel in
@@ -125,9 +126,9 @@ class Pipeline:
             made |= engine.outputs
         self._given = torch.zeros(end, dtype=torch.uint8, device=self.device)
         self._staged = self._beside(self._given)
+        self._sending = Sending(self._staged, self._given, graphs=graphs)
         self._host: dict[str, np.ndarray] = {}
         self._placed = on_device = dict[str, Tensor]()
-        self._pictures = Pictures(self.device)
         for name, (like, start) in places.items():
             part = slice(start, start + like.nbytes)
             on_device[name] = self._given[part].view(like.dtype).view(like.shape)
@@ -162,7 +163,7 @@ class Pipeline:
         for place in self._host.values():
             place.fill(0)
         self._family.rehearse(self._sizes, self.shape, self._host)
-        self._upload()
+        self._sending.send()
         if self._drawn is not None:
             self._drawn.zero_()
 
@@ -170,9 +171,6 @@ class Pipeline:
         """Run once on any valid inputs, so that the first call finds every kernel compiled."""
         self._rehearse()
         self.run()
-
-    def _upload(self) -> None:
-        self._given.copy_(self._staged, non_blocking=True)
 
     def _download(self) -> None:
         self._answer.copy_(self._result, non_blocking=True)
@@ -198,9 +196,7 @@ class Pipeline:
             for name in self._family.guidance:
                 self._host[name].fill(0)
             self._guided = False
-        self._upload()
-        for number, (place, picture) in enumerate(pictures):
-            self._pictures.put(number, picture, place)
+        self._sending.send(pictures)
         if self._drawn is None or self._noise is None:
             return
         if feed.noise is None:
