@@ -1,6 +1,7 @@
 """Hands requests to whichever replica is idle, in turn, in batches; brings dead replicas back. Knows no sockets.
 
-Work waits in one queue and never at a replica, so nobody waits behind a slow request while a replica is idle.
+Work waits in one queue, so nobody waits behind a slow request while a replica is idle. A replica that is alone is given
+its next turn while it works on one: between two it need not wait for the event loop, which is busy with the answer.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ class Job:
     arrived_s: float
     outcome: asyncio.Future[Answer]
     started_s: float = 0.0
+    """0 while it waits, be it at a replica."""
     deaths: int = 0
     """Replicas that died while they worked on it."""
+
+
+Turn = dict[int, Job]
+"""The jobs that a replica was given together, by index, until they are answered."""
 
 
 class Dispatcher:
@@ -45,7 +51,7 @@ class Dispatcher:
         self.replicas, self.config, self._metrics = replicas, config, metrics
         self._queue: FairQueue[Job] = FairQueue()
         self._idle: deque[Replica] = deque()  # the one that is idle the longest first
-        self._under_way: dict[Replica, dict[int, Job]] = {}
+        self._turns: dict[Replica, list[Turn]] = {}  # of those that work: the turn it is at, and the one behind
         self._pump_at: asyncio.TimerHandle | None = None
         self._reviving: set[asyncio.Task[None]] = set()
         self._max_batch = 1
@@ -71,22 +77,23 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Requests that wait for their turn."""
-        return len(self._queue)
+        behind = (job for turns in self._turns.values() for turn in turns[1:] for job in turn.values())
+        return len(self._queue) + sum(not job.call.dropped for job in behind)
 
     @property
     def running(self) -> int:
         """Requests that a replica works on."""
-        return sum(map(len, self._under_way.values()))
+        return sum(len(turns[0]) for turns in self._turns.values())
 
     @property
     def serving(self) -> list[Replica]:
         """Replicas that are loaded."""
-        return [*self._idle, *self._under_way]
+        return [*self._idle, *self._turns]
 
     @property
     def ready(self) -> int:
         """How many replicas are loaded."""
-        return len(self._idle) + len(self._under_way)
+        return len(self._idle) + len(self._turns)
 
     def submit(self, call: Call, client: Hashable) -> Job:
         """Queue a call; its outcome is an answer, after `request_timeout_s` at the latest."""
@@ -98,10 +105,11 @@ class Dispatcher:
         return job
 
     def give_up(self, job: Job) -> None:
-        """Its client has left. One that has not begun is taken out of the queue; another runs to its end, unheard."""
+        """Its client has left. One that has not begun is taken out of the queue, or is left out by a replica of this
+        process; another runs to its end, unheard."""
         if not job.outcome.done():
             job.outcome.set_exception(ClientGone())
-            self._queue.remove(job.client, job)
+            self._drop(job)
 
     async def close(self) -> None:
         """End the replicas; what is under way may be lost."""
@@ -116,11 +124,11 @@ class Dispatcher:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Give idle replicas what waits; a batch that may still become full is looked at again when its time is up."""
+        """Give replicas what waits; a batch that may still become full is looked at again when its time is up."""
         if self._pump_at is not None:
             self._pump_at.cancel()
             self._pump_at = None
-        while self._idle and (waiting := len(self._queue)):
+        while (waiting := len(self._queue)) and (replica := self._next(waiting)) is not None:
             if waiting < self._max_batch:
                 until = min(job.arrived_s for job in self._queue) + self.config.max_wait_s
                 left = until - time.monotonic()
@@ -128,27 +136,44 @@ class Dispatcher:
                     self._pump_at = self._loop.call_later(left, self._pump)
                     return
             jobs = [self._queue.pop() for _ in range(power_of_two(min(waiting, self._max_batch)))]
-            self._begin(self._idle.popleft(), jobs)
+            self._begin(replica, jobs)
+
+    def _next(self, waiting: int) -> Replica | None:
+        """Whom to give a turn: who is idle; or who works, if there is no other to become idle first, and the turn is
+        as large as one may be."""
+        if self._idle:
+            return self._idle[0]
+        if len(self.replicas) > 1 or waiting < self._max_batch:
+            return None
+        return next((r for r, turns in self._turns.items() if r.takes_ahead and len(turns) == 1), None)
 
     def _begin(self, replica: Replica, jobs: list[Job]) -> None:
         now = time.monotonic()
         for job in jobs:
-            job.started_s = now
             job.call.timing["queue_ms"] = (now - job.arrived_s) * 1e3
             job.call.sent_s = now
-        under_way = dict(enumerate(jobs))
-        self._under_way[replica] = under_way
+        turn: Turn = dict(enumerate(jobs))
+        turns = self._turns.setdefault(replica, [])
+        turns.append(turn)
+        if turns[0] is turn:
+            self._idle.remove(replica)
+            _started(turn, now)
 
         def deliver(answers: list[tuple[int, Answer]]) -> None:
             for index, answer in answers:
-                job = under_way.pop(index)
+                job = turn.pop(index)
                 if not job.outcome.done():  # else its client has given up
                     job.outcome.set_result(answer)
             self._metrics.replica_requests.add(replica.name, len(answers))
-            if not under_way:
-                del self._under_way[replica]
+            if turn:
+                return
+            turns.remove(turn)
+            if turns:
+                _started(turns[0], time.monotonic())
+            else:
+                del self._turns[replica]
                 self._idle.append(replica)
-                self._pump()
+            self._pump()
 
         replica.run([job.call for job in jobs], deliver)
 
@@ -157,19 +182,24 @@ class Dispatcher:
             where = "while it waited for its turn" if not job.started_s else "while the policy computed"
             error = ServerError(f"request: no result within {self.config.request_timeout_s:g} s, {where}")
             job.outcome.set_result(failure(error, "timeout"))
-            self._queue.remove(job.client, job)
+            self._drop(job)
+
+    def _drop(self, job: Job) -> None:
+        """Nobody waits for it any more."""
+        job.call.dropped = True
+        self._queue.remove(job.client, job)
 
     def _died(self, replica: Replica) -> None:
         """Try again, once, what the replica was working on, and bring the replica back."""
         if self._closing:
             return
-        jobs = self._under_way.pop(replica, {})
+        jobs = [job for turn in self._turns.pop(replica, []) for job in turn.values()]
         if replica in self._idle:
             self._idle.remove(replica)
         logger.error("replica %s died with %d requests under way; it is started again", replica.name, len(jobs))
         self._metrics.replica_deaths.add(replica.name)
-        for job in reversed(jobs.values()):
-            job.deaths += 1
+        for job in reversed(jobs):
+            job.deaths += job.started_s > 0
             if job.outcome.done():
                 continue
             if job.deaths > 1:
@@ -199,6 +229,11 @@ class Dispatcher:
             self._idle.append(replica)
             self._pump()
             return
+
+
+def _started(turn: Turn, now: float) -> None:
+    for job in turn.values():
+        job.started_s = now
 
 
 class ClientGone(Exception):

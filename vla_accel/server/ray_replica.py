@@ -58,6 +58,8 @@ class RayReplica:
     An actor whose node is gone is started elsewhere, if there is room.
     """
 
+    takes_ahead = False  # over a network: frames of two turns would be on their way at once
+
     def __init__(self, name: str, ray: Any, load: Callable[[str], Any], place: cluster.Place, max_batch: int) -> None:
         self.name, self._ray, self._load, self._place, self._max_batch = name, ray, load, place, max_batch
         self.hellos, self.batches = {}, False

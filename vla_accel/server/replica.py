@@ -1,7 +1,7 @@
 """Where a policy runs: in a thread of this process, or in a process of its own for each device.
 
-A replica takes some calls, delivers their answers to the event loop, and can be given no more meanwhile. Knows nothing
-about clients, turns or what a call says.
+A replica takes some calls and delivers their answers to the event loop; meanwhile it can be given one turn more, or
+none (`takes_ahead`). Knows nothing about clients or what a call says.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import socket
 import struct
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any, Protocol
@@ -34,8 +35,9 @@ from vla_accel.server.shelf import Shelf
 logger = logging.getLogger("vla_accel.server")
 
 _LENGTH = struct.Struct(">Q")
-_SHARED_BYTES = 2**24
-"""For the frames of one turn; what has no room goes through the socket. Only what is used takes memory."""
+_SHARED_BYTES = 2**25
+"""For the frames of two turns, half of it each; what has no room goes through the socket. Only what is used takes
+memory."""
 _END_S = 5.0
 """How long a process may take to end before it is killed."""
 
@@ -52,8 +54,10 @@ class Replicas:
 
 
 class Replica(Protocol):
-    """One copy of the policies. `hellos` (`Shelf.hellos`) and `batches` are known once it has started."""
+    """One copy of the policies. `hellos` (`Shelf.hellos`) and `batches` are known once it has started; `takes_ahead`:
+    whether it can be given a turn while it works on another."""
 
+    takes_ahead: bool
     name: str
     hellos: dict[str, bytes]
     batches: bool
@@ -75,6 +79,7 @@ class ThreadReplica:
     """A policy in a daemon thread of this process: one that hangs cannot keep the process from ending."""
 
     name = "here"
+    takes_ahead = True
 
     def __init__(self, policy: Any, max_batch: int) -> None:
         self._runner = Runner(Shelf.of(policy), max_batch)
@@ -104,9 +109,19 @@ class ThreadReplica:
             self._loop.call_soon_threadsafe(deliver, answers)
 
 
+@dataclass
+class _Sent:
+    """A turn of another process, and how many of its answers are still to come."""
+
+    deliver: Deliver
+    left: int
+
+
 class ProcessReplica:
     """A policy in a process of its own. What it is sent and what it answers are pickles over a pair of sockets; frames
     stand in memory that both processes see."""
+
+    takes_ahead = True
 
     def __init__(self, name: str, load: Callable[[str], Any], device: str, max_batch: int) -> None:
         self.name, self._load, self._device, self._max_batch = name, load, device, max_batch
@@ -115,7 +130,8 @@ class ProcessReplica:
         self._process: Any = None
         self._pipe: _Pipe | None = None
         self._frames: mmap.mmap | None = None
-        self._deliver: Deliver | None = None
+        self._turns: deque[_Sent] = deque()
+        self._half = 0
 
     async def start(self, on_death: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -141,8 +157,8 @@ class ProcessReplica:
         def received(message: Any) -> None:
             if not ready.done():
                 ready.set_result(message)
-            elif self._deliver is not None:
-                self._deliver(message)
+            else:
+                self._answered(message)
 
         def lost() -> None:
             if ready.done():
@@ -159,29 +175,39 @@ class ProcessReplica:
 
     def run(self, calls: Sequence[Call], deliver: Deliver) -> None:
         assert self._pipe is not None and self._frames is not None
-        frames, taken = self._frames, 0
+        # The turn before may be read, or at work, in the other half; the one before that is answered.
+        frames, start = self._frames, self._half * (len(self._frames) // 2)
+        taken, end = start, start + len(self._frames) // 2
+        self._half = 1 - self._half
         sizes: list[int] = []
-        self._deliver = deliver
+        self._turns.append(_Sent(deliver, len(calls)))
 
         def left(buffer: pickle.PickleBuffer) -> bool:
             """Copy a frame to the memory; True, which leaves it to the pickle, where there is no room."""
             nonlocal taken
             raw = buffer.raw()
-            if taken + len(raw) > len(frames):
+            if taken + len(raw) > end:
                 return True
             frames[taken : taken + len(raw)] = raw
             taken += len(raw)
             sizes.append(len(raw))
             return False
 
-        # The replica has read the frames of its last turn, or there would not be another.
         shared = [replace(c, frame=pickle.PickleBuffer(c.frame)) if isinstance(c.frame, bytes) else c for c in calls]
-        self._pipe.send((sizes, pickle.dumps(shared, protocol=5, buffer_callback=left)))
+        self._pipe.send((start, sizes, pickle.dumps(shared, protocol=5, buffer_callback=left)))
+
+    def _answered(self, answers: list[tuple[int, Answer]]) -> None:
+        turn = self._turns[0]
+        turn.left -= len(answers)
+        if not turn.left:
+            self._turns.popleft()
+        turn.deliver(answers)
 
     async def close(self) -> None:
         if self._pipe is not None:
             self._pipe.close()
         self._frames = None
+        self._turns.clear()
         process, self._process = self._process, None
         if process is not None:
             await asyncio.get_running_loop().run_in_executor(None, _end, process)
@@ -270,10 +296,10 @@ def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, 
             runner.run(_calls(_receive(pipe), frames), lambda answers: _send(pipe, answers))
 
 
-def _calls(sent: tuple[list[int], bytes], frames: memoryview) -> list[Call]:
+def _calls(sent: tuple[int, list[int], bytes], frames: memoryview) -> list[Call]:
     """What `ProcessReplica.run` was given; the frames are views of the shared memory."""
-    sizes, data = sent
-    ends = list(itertools.accumulate(sizes))
+    start, sizes, data = sent
+    ends = [start + size for size in itertools.accumulate(sizes)]
     return pickle.loads(data, buffers=[frames[end - size : end] for size, end in zip(sizes, ends, strict=True)])
 
 

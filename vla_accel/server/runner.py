@@ -27,12 +27,13 @@ _LONGEST_ERROR = 4000
 class Call:
     """A frame as a client sent it. `policy`: the name that its connection asks, "" for the default; `timing`: what is
     known so far of the answer's `server_timing`, milliseconds; `sent_s`: when it was given to a replica
-    (`time.monotonic`, which a machine's processes share)."""
+    (`time.monotonic`, which a machine's processes share); `dropped`: nobody waits for it any more."""
 
     frame: bytes | memoryview | str
     policy: str = ""
     timing: dict[str, float] = field(default_factory=dict)
     sent_s: float = 0.0
+    dropped: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Answer:
     policy: str = ""
     policy_timing: dict[str, Any] = field(default_factory=dict)
 
+
+_DROPPED = Answer("", "dropped")
 
 Deliver = Callable[[list[tuple[int, Answer]]], object]
 """Takes answers as soon as there are some, each with the index of its call."""
@@ -71,6 +74,8 @@ class Runner:
 
     def __init__(self, shelf: Shelf, max_batch: int) -> None:
         self.shelf, self._max_batch = shelf, max_batch
+        self._free_s = 0.0
+        """When the last turn ended."""
 
     def run(self, calls: Sequence[Call], deliver: Deliver) -> None:
         """Answer every call exactly once, whatever the policy raises; a batch's answers leave before the next begins.
@@ -82,8 +87,14 @@ class Runner:
         waiting: list[Entry] = []
         refused: list[tuple[int, Answer]] = []
         for index, call in enumerate(calls):
+            if call.dropped:
+                refused.append((index, _DROPPED))
+                continue
             began = time.monotonic()
-            call.timing["handover_ms"] = (began - call.sent_s) * 1e3
+            # It may have waited here, behind the turn before.
+            ready = max(call.sent_s, self._free_s)
+            call.timing["queue_ms"] = call.timing.get("queue_ms", 0.0) + (ready - call.sent_s) * 1e3
+            call.timing["handover_ms"] = (began - ready) * 1e3
             try:
                 works[index], requests = self._read(call)
                 waiting += [Entry(index, place, works[index].served, r) for place, r in enumerate(requests)]
@@ -106,6 +117,7 @@ class Runner:
                 if len(work.results) == len(work.asked.observations):
                     answers.append((one.call, _answer(work)))
             deliver(answers)
+        self._free_s = time.monotonic()
 
     def _read(self, call: Call) -> tuple[_Work, list[Request]]:
         asked = read(call.frame, named=bool(self.shelf.names))
