@@ -107,7 +107,9 @@ def test_parity_compares_what_the_family_says(capsys: pytest.CaptureFixture[str]
 def test_bench_times_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "--model", "toy", "--steps", "2,1", "--calls", "1", "--device", "cpu", "--batch", "2"]
     assert cli.main(words) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out, err = capsys.readouterr()
+    assert "no GPU: toy at its published size" in err and "preparing eager, 1 step\n" in err
+    report = json.loads(out.splitlines()[-1])
     assert [(r["system"], r["steps"]) for r in report["rows"]] == [
         ("native-bf16", 2), ("eager", 2), ("native-bf16", 1), ("eager", 1),
     ]  # fmt: skip

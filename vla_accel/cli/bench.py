@@ -60,7 +60,9 @@ def main(chosen: Bench, words: list[str]) -> int:
     unknown = [name for name in systems if name not in factory.names]
     if unknown:
         raise ConfigError(f"systems: expected some of {', '.join(factory.names)}, got {', '.join(unknown)}")
-    say(f"loading {', '.join(systems)}")
+    if device.type == "cpu" and isinstance(factory, Factory):
+        said = "takes minutes to load and a call many seconds; for a quick look: vla-accel bench demo"
+        say(f"no GPU: {family.name} at its published size {said}")
     names, left_out = _available(factory, list(systems), sweep[0])
     report: dict[str, Any] = {
         "schema": SCHEMA,
@@ -78,7 +80,10 @@ def main(chosen: Bench, words: list[str]) -> int:
     }
     rows: list[dict[str, Any]] = report["rows"]
     for steps in sweep:
-        made = [factory.make(name, steps) for name in names if _has_steps(factory, name, steps)]
+        made = []
+        for name in [name for name in names if _has_steps(factory, name, steps)]:
+            say(f"preparing {name}, {steps} step{'s' * (steps > 1)}")
+            made.append(factory.make(name, steps))
         processor = factory.processor
         if processor is None:
             raise ConfigError("systems: expected at least one of this package's own beside the others")
