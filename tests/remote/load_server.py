@@ -8,6 +8,7 @@ if an answer was lost. Replicas and clients import this module anew, so torch an
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import signal
@@ -207,6 +208,8 @@ def main() -> int:
 
     words = sys.argv[1:]
     chosen = read(Arguments, words, "python -m tests.remote.load_server")
+    # Rubbish and deaths are sent on purpose, hundreds of them; the report counts what became of each.
+    logging.getLogger("vla_accel.server").setLevel(logging.CRITICAL)
     devices, observation, make = machine.resolve_devices(chosen.devices), None, Loud
     if chosen.checkpoint is not None:
         from vla_accel.checkpoints.loading import load as load_checkpoint
