@@ -322,7 +322,7 @@ def test_assets_come_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "expected --config or --action-horizon"),
+        ((), "action_horizon: expected it, or --config, as no parameter shows it; got neither"),
         (("--config", "pi05_libero", "--action-horizon", "50"), "--action-horizon 50 and --config pi05_libero (10)"),
         (("--config", "pi06"), "config: expected one of pi0_libero, "),
     ],
@@ -338,9 +338,10 @@ def test_a_folder_that_is_not_there_is_said_before_jax_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
-    assert main(["convert", "no/such", str(tmp_path / "out"), "--config", "pi05_libero"]) == 1
-    said = "vla-accel convert: checkpoint: expected a folder with params/, got 'no/such'\n"
-    assert capsys.readouterr().err == said and not list(tmp_path.iterdir())
+    for words in (("--config", "pi05_libero"), ()):
+        assert main(["convert", "no/such", str(tmp_path / "out"), *words]) == 1
+        said = "vla-accel convert: checkpoint: expected a folder with params/, got 'no/such'\n"
+        assert capsys.readouterr().err == said and not list(tmp_path.iterdir())
 
 
 def test_the_command_prints_table_and_line(

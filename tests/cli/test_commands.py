@@ -330,6 +330,13 @@ def test_a_file_of_a_checkpoint_leads_to_its_folder(checkpoint: str, capsys: pyt
     assert capsys.readouterr().err == f"vla-accel parity: {said}\n"
 
 
+def test_a_file_of_no_checkpoint_leads_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes").touch()
+    assert main(["parity", str(tmp_path / "notes"), "--device", "cpu"]) == 1
+    said = f"checkpoint: expected a folder, got the file {str(tmp_path / 'notes')!r}"
+    assert capsys.readouterr().err == f"vla-accel parity: {said}\n"
+
+
 def test_weights_that_may_not_be_read_are_not_called_damaged(
     checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,8 @@ def find(path_or_name: str | Path) -> Path:
     if name and folder.is_dir():  # an empty name would be the current folder
         return folder
     if folder.is_file():
-        raise CheckpointError(f"checkpoint: expected a folder, got the file {name!r}; did you mean {folder.parent}?")
+        hint = f"; did you mean {folder.parent}?" if (folder.parent / "config.json").is_file() else ""
+        raise CheckpointError(f"checkpoint: expected a folder, got the file {name!r}{hint}")
     if not _HUB_NAME.fullmatch(name):
         raise CheckpointError(f"checkpoint: expected a folder or one of {', '.join(NAMED)}, got {name!r}")
     try:

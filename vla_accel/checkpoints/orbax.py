@@ -17,6 +17,12 @@ import numpy as np
 from vla_accel.errors import CheckpointError, DependencyError
 
 
+def check_folder(folder: Path) -> None:
+    """Raises CheckpointError for one that is not there."""
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint: expected a folder with params/, got {str(folder)!r}")
+
+
 class OrbaxParameters:
     """The parameters below a folder.
 
@@ -26,8 +32,7 @@ class OrbaxParameters:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():  # before anybody installs jax for it
-            raise CheckpointError(f"checkpoint: expected a folder with params/, got {str(folder)!r}")
+        check_folder(folder)  # before anybody installs jax for it
         self._orbax, self._jax = _import()
         inner = folder / "params"
         self.folder = (inner if inner.is_dir() else folder).resolve()

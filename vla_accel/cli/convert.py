@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from vla_accel.checkpoints.convert import Report, Row, convert
-from vla_accel.checkpoints.orbax import OrbaxParameters
+from vla_accel.checkpoints.orbax import OrbaxParameters, check_folder
 from vla_accel.cli.asked.policies import Convert
 from vla_accel.errors import ConfigError
 from vla_accel.transforms.robots import OPENPI_CONFIGS
@@ -23,10 +23,11 @@ def main(asked: Convert, words: list[str]) -> int:
     """Convert, print the table and the JSON line. Raises VlaAccelError for anything wrong."""
     if asked.config is not None and asked.config not in OPENPI_CONFIGS:
         raise ConfigError(f"config: expected one of {', '.join(OPENPI_CONFIGS)}, got {asked.config!r}")
+    check_folder(asked.checkpoint)
     known = OPENPI_CONFIGS[asked.config] if asked.config is not None else None
     horizon = asked.action_horizon or (known.action_horizon if known else None)
     if horizon is None:
-        raise ConfigError("expected --config or --action-horizon: no parameter shows the horizon")
+        raise ConfigError("action_horizon: expected it, or --config, as no parameter shows it; got neither")
     if known is not None and horizon != known.action_horizon:
         raise ConfigError(f"--action-horizon {horizon} and --config {asked.config} ({known.action_horizon}) contradict")
 
