@@ -21,7 +21,10 @@ _OTHERS_WRITE = 0o022  # group and world
 def replacing(path: Path) -> Iterator[Path]:
     """A hidden name beside `path`, of the same suffix, to write to; it takes the place of `path` when the block ends
     well, after its content is on the disk, and is removed when the block raises. Folders are made as needed. Raises
-    OutputError where this cannot be, also when the disk becomes full within the block."""
+    OutputError where this cannot be, also when the disk becomes full within the block, and for a device or a pipe,
+    which root could replace."""
+    if _is_special(path):
+        raise OutputError(f"{path}: cannot be written: not a regular file")
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,6 +40,11 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether there is something that is neither a file nor a folder."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 @contextlib.contextmanager
@@ -134,6 +142,8 @@ def require_writable(path: Path, name: str) -> None:
     For before long work whose end would find out."""
     if path.is_dir():
         raise OutputError(f"{name}: expected a file to write, got the folder {path}")
+    if _is_special(path):
+        raise OutputError(f"{name}: expected a regular file to write, got {path}, a device, a pipe or a socket")
     _require_room(path.parent, path, name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import types
 from pathlib import Path
@@ -45,6 +46,20 @@ def test_a_place_that_takes_no_file_is_named(tmp_path: Path) -> None:
             write_there(path)
     assert (tmp_path / "file").read_text() == "old" and not list((tmp_path / "folder").iterdir())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    """By root, in a container, `--output /dev/null` would take the device away from everybody."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for path in (pipe, tmp_path / "link", Path("/dev/null")):
+        with pytest.raises(OutputError, match=f"{path}: cannot be written: not a regular file"):
+            write_there(path)
+        with pytest.raises(OutputError, match=f"output: expected a regular file to write, got {path}, a device"):
+            require_writable(path, "output")
+    assert pipe.is_fifo() and Path("/dev/null").is_char_device()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "pipe"]
 
 
 def test_a_full_disk_is_named_and_other_files_errors_stay_theirs(tmp_path: Path) -> None:
