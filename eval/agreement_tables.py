@@ -25,7 +25,7 @@ def quality(results: list[Any]) -> str:
         row = played.get(name)
         episodes = "-" if row is None else f"{row['lost']} / {row['gained']} of {row['pairs']}"
         cosine = f"{_rest(report, digits=4)}, {report['threshold']:g} needed{agrees}"
-        flips = f"{report['flipped']} of {report['observations'] * report['draws']}"
+        flips = f"{report['flipped']} of {_chunks(report)}"
         body.append([f"`{name}`", cosine, flips, "-" if row is None else with_interval(row["other"]), episodes])
     header = ["configuration", "cosine of the final actions", "flips", "success (95 %)", "lost / gained"]
     text = f"The bundled checkpoint, beside {reference}; flips: chunks of actions in which the gripper's command fell "
@@ -96,8 +96,12 @@ def parity(results: list[dict[str, Any]]) -> str:
     return rows(header, body) + f"\n{text} {where}.{old}\n"
 
 
+def _chunks(report: dict[str, Any]) -> int:
+    return report["observations"] * report["draws"]
+
+
 def _flips(report: dict[str, Any]) -> str:
-    low, high = wilson(report["flipped"], report["observations"] * report.get("draws", 1))
+    low, high = wilson(report["flipped"], _chunks(report))
     return f"{report['flipped']} ({100 * low:.1f} to {100 * high:.1f} %)"
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eval.markdown import bare_command, machine, rows
-from vla_accel.measure.roofline import rates, steps_timed
+from eval.markdown import bare_command, machine, rows, steps_of
+from vla_accel.measure.roofline import steps_timed
 from vla_accel.measure.start import PHASES
 
 PI0_PARTS = ("vision", "kv_cache", "denoise")
@@ -16,12 +16,12 @@ PI0_PARTS = ("vision", "kv_cache", "denoise")
 
 def bench(result: dict[str, Any]) -> str:
     """One `vla-accel bench`: whole calls by system and steps, the components beside their floors, batched calls."""
-    timed = result["rows"]
+    timed, kind = result["rows"], result["model"].get("kind", "")
     steps = list(dict.fromkeys(r["steps"] for r in timed))
     found = {(r["system"], r["steps"]): r for r in timed}
     systems = list(dict.fromkeys(r["system"] for r in timed))
     body = [[_ran(found, s, steps), *(call(found.get((s, n))) for n in steps)] for s in systems]
-    text = rows(["system", *(f"{n} step{'s' * (n > 1)}" for n in steps)], body)
+    text = rows(["system", *(steps_of(kind, n) for n in steps)], body)
     base = next((s for s in ("openpi-eager", "lerobot-eager", "eager") if s in systems), None)
     text += "\nMedian ms of a whole call, NumPy in to NumPy out" + (f"; times as fast as {base}.\n" if base else ".\n")
     inside = [r for r in timed if r["parts_ms"]]
@@ -39,7 +39,7 @@ def bench(result: dict[str, Any]) -> str:
             [[r["system"], str(r["steps"]), *_components(r, parts)] for r in inside],
         )
         text += "\nMedian ms of each component, (its floor), and the rate it reached.\n"
-        if any(steps_timed(r["steps"], r.get("engines") or ()) < r["steps"] for r in inside):
+        if any(steps_timed(r) < r["steps"] for r in inside):
             text += (
                 "The loop's first step runs beside the prefix, and is in the time of the KV cache; the loop's rate is "
                 "of the other steps.\n"
@@ -93,14 +93,13 @@ def call(row: dict[str, Any] | None) -> str:
 def _components(row: dict[str, Any], parts: Sequence[str]) -> list[str]:
     """Cells of each component, of the rest of the call, of its floor."""
     found, floors = row["parts_ms"], row["floors_ms"]
-    rate = rates(row) if row.get("work") else {}
     cells = []
     for name in parts:
         floor = f" ({floors[name]:.2f})" if name in floors else ""
         reached = "".join(
-            f", {rate[key]:.0f} {unit}"
+            f", {row[key]:.0f} {unit}"
             for key, unit in ((f"{name}_tflops", "TFLOP/s"), (f"{name}_gb_per_s", "GB/s"))
-            if key in rate
+            if row.get(key)
         )
         cells.append(f"{found[name]:.2f}{floor}{reached}" if name in found else "-")
     rest = row["median_ms"] - sum(found.get(name, 0.0) for name in parts)

@@ -63,7 +63,7 @@ def serving(name: str, policy: str, devices: str, gpus: int = 2) -> Job:
     """Calls over a server, by one replica or by two, which stand beside each other: one machine runs both."""
     options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
     command = f"vla-accel bench-server {options} --output {{json}}"
-    return Job(f"bench_server_{name}h200", command, gpus=gpus, room="machine")
+    return Job(f"{name}_h200", command, gpus=gpus, room="machine")
 
 
 def played(folder: str, config: str, options: str = "--trials 50", *needs: str) -> Job:
@@ -172,11 +172,11 @@ JOBS: tuple[Job, ...] = (
     # Many at once: simulators, and clients of a server.
     throughput("simulators", "plain:1:4:6:16,plain:1:8:6:16,plain:1:14:12:16", 1),
     throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray"),
-    serving("", "demo", "cuda:0", gpus=1),
-    serving("demo_1_", "demo", "cuda:0"),
-    serving("demo_2_", "demo", "cuda:0,cuda:1"),
-    serving("pi05_1_", "--model pi05", "cuda:0"),
-    serving("pi05_2_", "--model pi05", "cuda:0,cuda:1"),
+    serving("bench_server", "demo", "cuda:0", gpus=1),
+    serving("bench_server_demo_1", "demo", "cuda:0"),
+    serving("bench_server_demo_2", "demo", "cuda:0,cuda:1"),
+    serving("bench_server_pi05_1", "--model pi05", "cuda:0"),
+    serving("bench_server_pi05_2", "--model pi05", "cuda:0,cuda:1"),
     Job("server_faults_h200", "python -m tests.remote.load_server --checkpoint demo --config native --devices "
         "cuda:0,cuda:1 --seconds 60 --output {json}", gpus=2, room="machine"),
     # Without a GPU.

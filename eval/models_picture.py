@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.markdown import MODELS
+from eval.markdown import MODELS, steps_of
 from eval.svg import bar, document, text
 from vla_accel.report import colours
 
@@ -85,7 +85,7 @@ def _group(report: Mapping[str, Any]) -> tuple[str, list[tuple[str, float, str, 
     if other is not None and other.views == model["views"]:
         rows.append((other.who, other.ms, OTHERS, other.how))
     views, actions = model["views"], model["action_horizon"]
-    return f"{MODELS[model['kind']]}, {views} views, {actions} actions, {steps} steps", rows
+    return f"{MODELS[model['kind']]}, {views} views, {actions} actions, {steps_of(model['kind'], steps)}", rows
 
 
 def sources(reports: Sequence[Mapping[str, Any] | None]) -> str:

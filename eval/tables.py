@@ -99,8 +99,11 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
         models,
         (
             *BENCHED,
-            *("bench_pi0_fast_h200?", "openpi_parity_h200", "lerobot_parity_cpu?"),
-            *("libero_paired_h200", "libero_paired_smolvla_h200?"),
+            "bench_pi0_fast_h200?",
+            "openpi_parity_h200",
+            "lerobot_parity_cpu?",
+            "libero_paired_h200",
+            "libero_paired_smolvla_h200?",
         ),
     ),
     "models_sources": (sources, BENCHED),

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.pages import ROOT
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
-from vla_accel.cli import COMMANDS, calibrate, main
+from vla_accel.cli import COMMANDS, calibrate, main, parity
 from vla_accel.cli.asked.policies import Build, Parity, PolicySource, read_former
 from vla_accel.cli.asked.servers import Serve
 from vla_accel.cli.options import told
@@ -97,6 +97,24 @@ def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
     kept = Path(checkpoint) / "parity_native_fp8.json"
     assert "3/3 calls of each" in err and f"kept: {kept}" in err
     kept.unlink()
+
+
+def test_parity_where_no_chunk_is_left_to_judge(
+    checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the gripper's command falls the other way in every one."""
+    compare = parity.compare
+
+    def all_flipped(*given: Any, **options: Any) -> Any:
+        found = compare(*given, **options)
+        reason = f"{found.observations} chunks fell the other way"
+        return dataclasses.replace(found, passed=False, flipped=found.observations, rest_cosine=None, reasons=(reason,))
+
+    monkeypatch.setattr(parity, "compare", all_flipped)
+    words = ["--observations", recorded, "--device", "cpu", "--num-steps", "1"]
+    assert main(["parity", checkpoint, "--config", "native", *words]) == 1
+    out = capsys.readouterr().out
+    assert "a command fell the other way in 3 of 3 chunks" in out and "does NOT agree: 3 chunks fell" in out
 
 
 @pytest.mark.parametrize(

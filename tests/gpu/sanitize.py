@@ -36,7 +36,6 @@ from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.ops.cuda import runtime
-from vla_accel.ops.gpu import Gpu
 
 DEVICE = torch.device("cuda")
 Cases = dict[str, Callable[[], None]]
@@ -81,10 +80,9 @@ def denoise() -> Cases:
     """Every kernel of the streamed loop, with one to four tiles of rows, one sequence and several, for all families."""
     from tests.gpu import test_gpu_smolvla as smolvla
     from tests.support.gpu_policies import BF16_COSINE, cosines, on_gpu
-    from tests.support.streamed_support import loops_inputs, run_loop
+    from tests.support.streamed_support import loop_of, loops_inputs, run_loop
     from vla_accel.native.constants import step_tables
-    from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of
-    from vla_accel.ops.cuda.denoise import StreamedLoop
+    from vla_accel.native.expert import ExpertWeights, _LayerLoop
 
     def run(case: LoopCase) -> None:
         model = random_model(Pi0, case.config)
@@ -97,12 +95,7 @@ def denoise() -> Cases:
             want = run_loop(_LayerLoop(exact, case.config, tables, *sizes), wide, state, noise, "cpu")
             weights = ExpertWeights.of(on_gpu(model), case.precision, streamed=True)
             tables = step_tables(model, weights.normed_products(), case.steps)
-            mix_bias = None if weights.mix is None else weights.mix_bias
-            gpu_here = Gpu.of(DEVICE)
-            assert gpu_here is not None and weights.packed is not None
-            loop = StreamedLoop(
-                gpu_here, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out, mix_bias, *sizes
-            )
+            loop = loop_of(case, weights, tables)
         got = run_loop(loop, inputs, state, noise, "cuda")
         start = noise.numpy()
         # Weights rounded to INT8 are further from float32.

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from tests.support import kernel_cases as cases
-from tests.support.gpu_policies import (
-    DEVICE,
-    NAN,
-)
+from tests.support.gpu_policies import DEVICE, NAN
 from vla_accel.fp8 import E4M3
 
 pytestmark = pytest.mark.gpu

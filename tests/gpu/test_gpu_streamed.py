@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.gpu_policies import (
-    BF16_COSINE,
-    DEVICE,
-    NAN,
-    cosines,
-    on_gpu,
-)
+from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines, on_gpu
 from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, run_loop
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model

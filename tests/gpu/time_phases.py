@@ -26,9 +26,8 @@ from tests.gpu.time_loops import LOOPS, SMOLVLA, inputs_of
 from tests.support.smolvla_loops import Loops
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
-from vla_accel.native.expert import ExpertWeights, sizes_of, steps_of
+from vla_accel.native.expert import ExpertWeights, steps_of, streamed_loop
 from vla_accel.ops.cuda import runtime
-from vla_accel.ops.cuda.denoise import StreamedLoop
 from vla_accel.ops.gpu import Gpu
 
 CASES = ("pi05 H=10 batch 1", "pi05 H=50", "pi0 H=50", *SMOLVLA)
@@ -163,12 +162,9 @@ def measure(name: str, precision: str, device: torch.device) -> dict[str, Any]:
         case = LOOPS[name]
         model = random_model(Pi0, case.config).to(device).to_compute_dtype(torch.bfloat16)
         weights = ExpertWeights.of(model, precision, streamed=True)
-        assert weights.packed is not None
         inputs, state = inputs_of(case, device, torch.bfloat16)
-        loop = StreamedLoop(
-            gpu, sizes_of(case.config), weights.packed, steps_of(model, weights, 1), weights.w_out, weights.b_out,
-            None if weights.mix is None else weights.mix_bias, case.batch, case.prefix_tokens,
-        )  # fmt: skip
+        tables = steps_of(model, weights, 1)
+        loop = streamed_loop(gpu, weights, case.config, tables, case.batch, case.prefix_tokens)
     actions = inputs["noise"].clone()
     loop.run(inputs, state, actions)
     graph = torch.cuda.CUDAGraph()

@@ -4,9 +4,10 @@ of it when the replica dies."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,8 @@ class Told:
         deliver([(index, Answer(frame)) for index, frame in enumerate(frames)])
 
 
-def dispatched(*replicas: Told, max_batch: int = 1) -> tuple[Dispatcher, Any]:
+@contextlib.asynccontextmanager
+async def dispatched(*replicas: Told, max_batch: int = 1) -> AsyncIterator[tuple[Dispatcher, Callable[[str], Job]]]:
     """A dispatcher that has started, and what submits a call to it by its name."""
     metrics = Metrics(clients=int, waiting=int, running=int, replicas=int)
     dispatcher = Dispatcher(replicas, replace(LOCAL, max_batch=max_batch, max_wait_s=0.0), metrics)
@@ -62,26 +64,26 @@ def dispatched(*replicas: Told, max_batch: int = 1) -> tuple[Dispatcher, Any]:
     def submit(frame: str) -> Job:
         return dispatcher.submit(Call(frame), "a client")
 
-    return dispatcher, submit
+    await dispatcher.start()
+    yield dispatcher, submit
+    await dispatcher.close()
 
 
 def test_one_that_is_alone_has_two_turns_and_the_rest_waits_in_the_queue() -> None:
     async def main() -> None:
         alone = Told("0")
-        dispatcher, submit = dispatched(alone)
-        await dispatcher.start()
-        jobs = [submit(name) for name in "abc"]
-        assert [frames for frames, _ in alone.given] == [["a"], ["b"]]
-        assert (dispatcher.running, dispatcher.waiting, dispatcher.ready) == (1, 2, 1)
-        assert [job.started_s > 0 for job in jobs] == [True, False, False]
-        alone.answer()
-        assert [frames for frames, _ in alone.given] == [["b"], ["c"]] and jobs[1].started_s > 0
-        assert jobs[0].outcome.result().message == "a" and not jobs[2].started_s
-        alone.answer()
-        alone.answer()
-        assert (dispatcher.running, dispatcher.waiting, dispatcher.ready) == (0, 0, 1)
-        assert [job.outcome.result().message for job in jobs] == list("abc")
-        await dispatcher.close()
+        async with dispatched(alone) as (dispatcher, submit):
+            jobs = [submit(name) for name in "abc"]
+            assert [frames for frames, _ in alone.given] == [["a"], ["b"]]
+            assert (dispatcher.running, dispatcher.waiting, dispatcher.ready) == (1, 2, 1)
+            assert [job.started_s > 0 for job in jobs] == [True, False, False]
+            alone.answer()
+            assert [frames for frames, _ in alone.given] == [["b"], ["c"]] and jobs[1].started_s > 0
+            assert jobs[0].outcome.result().message == "a" and not jobs[2].started_s
+            alone.answer()
+            alone.answer()
+            assert (dispatcher.running, dispatcher.waiting, dispatcher.ready) == (0, 0, 1)
+            assert [job.outcome.result().message for job in jobs] == list("abc")
 
     asyncio.run(main())
 
@@ -90,12 +92,10 @@ def test_nobody_waits_at_a_replica_where_another_may_become_idle_first() -> None
     async def main() -> None:
         pair = Told("0"), Told("1")
         for replicas, given in ((pair, 1), ((Told("ray", takes_ahead=False),), 1), ((Told("alone"),), 2)):
-            dispatcher, submit = dispatched(*replicas)
-            await dispatcher.start()
-            for name in "abcde":
-                submit(name)
-            assert [len(one.given) for one in replicas] == [given] * len(replicas)
-            await dispatcher.close()
+            async with dispatched(*replicas) as (_, submit):
+                for name in "abcde":
+                    submit(name)
+                assert [len(one.given) for one in replicas] == [given] * len(replicas)
 
     asyncio.run(main())
 
@@ -103,14 +103,12 @@ def test_nobody_waits_at_a_replica_where_another_may_become_idle_first() -> None
 def test_a_batch_is_given_ahead_only_when_it_is_full() -> None:
     async def main() -> None:
         alone = Told("0", batches=True)
-        dispatcher, submit = dispatched(alone, max_batch=2)
-        await dispatcher.start()
-        for name in "ab":
-            submit(name)
-        assert [frames for frames, _ in alone.given] == [["a"]], "b may yet get company"
-        submit("c")
-        assert [frames for frames, _ in alone.given] == [["a"], ["b", "c"]]
-        await dispatcher.close()
+        async with dispatched(alone, max_batch=2) as (_, submit):
+            for name in "ab":
+                submit(name)
+            assert [frames for frames, _ in alone.given] == [["a"]], "b may yet get company"
+            submit("c")
+            assert [frames for frames, _ in alone.given] == [["a"], ["b", "c"]]
 
     asyncio.run(main())
 
@@ -118,22 +116,20 @@ def test_a_batch_is_given_ahead_only_when_it_is_full() -> None:
 def test_a_turn_that_waits_at_a_dead_replica_has_not_died() -> None:
     async def main() -> None:
         alone = Told("0")
-        dispatcher, submit = dispatched(alone)
-        await dispatcher.start()
-        jobs = [submit(name) for name in "abc"]
-        for deaths in (1, 2):
-            alone.given.clear()
-            alone.died()
-            assert [job.deaths for job in jobs] == [deaths, 0, 0]
-            eventually_ready = asyncio.get_running_loop().time() + PATIENCE_S
-            while not dispatcher.ready and asyncio.get_running_loop().time() < eventually_ready:
-                await asyncio.sleep(0)
-        assert "died twice" in jobs[0].outcome.result().message
-        assert [frames for frames, _ in alone.given] == [["b"], ["c"]], "in the order in which they came"
-        alone.answer()
-        alone.answer()
-        assert [job.outcome.result().message for job in jobs[1:]] == ["b", "c"]
-        await dispatcher.close()
+        async with dispatched(alone) as (dispatcher, submit):
+            jobs = [submit(name) for name in "abc"]
+            for deaths in (1, 2):
+                alone.given.clear()
+                alone.died()
+                assert [job.deaths for job in jobs] == [deaths, 0, 0]
+                eventually_ready = asyncio.get_running_loop().time() + PATIENCE_S
+                while not dispatcher.ready and asyncio.get_running_loop().time() < eventually_ready:
+                    await asyncio.sleep(0)
+            assert "died twice" in str(jobs[0].outcome.result().message)
+            assert [frames for frames, _ in alone.given] == [["b"], ["c"]], "in the order in which they came"
+            alone.answer()
+            alone.answer()
+            assert [job.outcome.result().message for job in jobs[1:]] == ["b", "c"]
 
     asyncio.run(main())
 
@@ -174,6 +170,14 @@ def server() -> Iterator[PolicyServer]:
         yield server
 
 
+@pytest.fixture()
+def clients(server: PolicyServer) -> Iterator[list[PolicyClient]]:
+    clients = [PolicyClient(server.address) for _ in range(3)]
+    yield clients
+    for client in clients:
+        client.close()
+
+
 def seen(number: int) -> dict[str, Any]:
     """An observation whose image has this value everywhere."""
     return {**observation(number), "observation/image": np.full((224, 224, 3), number, np.uint8)}
@@ -189,9 +193,10 @@ def ahead(server: PolicyServer, pool: ThreadPoolExecutor, clients: list[PolicyCl
     return asked
 
 
-def test_a_frame_stays_until_its_turn_is_over(server: PolicyServer, tmp_path: Path) -> None:
+def test_a_frame_stays_until_its_turn_is_over(
+    server: PolicyServer, clients: list[PolicyClient], tmp_path: Path
+) -> None:
     """While the process reads it, the next comes to lie beside it."""
-    clients = [PolicyClient(server.address) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
         first = {**seen(7), "prompt": f"wait {tmp_path / 'go'}"}
         asked = ahead(server, pool, clients, first)
@@ -200,12 +205,11 @@ def test_a_frame_stays_until_its_turn_is_over(server: PolicyServer, tmp_path: Pa
             answer, want = future.result(PATIENCE_S), expected_actions(observation(number)["observation/state"])
             np.testing.assert_array_equal(answer["actions"], want)
             assert answer["pixel"] == number
-    for client in clients:
-        client.close()
 
 
-def test_what_waits_at_a_process_that_dies_twice_is_answered(server: PolicyServer, tmp_path: Path) -> None:
-    clients = [PolicyClient(server.address) for _ in range(3)]
+def test_what_waits_at_a_process_that_dies_twice_is_answered(
+    server: PolicyServer, clients: list[PolicyClient], tmp_path: Path
+) -> None:
     retried = metric(server.address, "vla_accel_retried_total")
     with ThreadPoolExecutor(3) as pool:
         asked = ahead(server, pool, clients, {**observation(7), "prompt": f"wait {tmp_path / 'never'}"})
@@ -219,5 +223,3 @@ def test_what_waits_at_a_process_that_dies_twice_is_answered(server: PolicyServe
             asked[0].result(PATIENCE_S)
         assert [future.result(PATIENCE_S)["actions"][0, 0] for future in asked[1:]] == [1, 2]
     assert metric(server.address, "vla_accel_retried_total") > retried
-    for client in clients:
-        client.close()

@@ -16,7 +16,7 @@ from tests.support.streamed_support import LoopCase
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.constants import step_tables
-from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of
+from vla_accel.native.expert import ExpertWeights, _LayerLoop, streamed_loop
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise import StreamedLoop
 
@@ -83,12 +83,8 @@ class Pi0Loops:
         case, model = self.case, random_model(Pi0, self.case.config).to_compute_dtype(torch.bfloat16)
         with torch.inference_mode():
             weights = ExpertWeights.of(model, case.precision, streamed=True)
-            assert weights.packed is not None
             tables = step_tables(model, weights.normed_products(), case.steps)
-            return StreamedLoop(
-                H200, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out,
-                None if weights.mix is None else weights.mix_bias, case.batch, case.prefix_tokens,
-            )  # fmt: skip
+            return streamed_loop(H200, weights, case.config, tables, case.batch, case.prefix_tokens)
 
     def moved(self, loop: Any, inputs: dict[str, Tensor]) -> Tensor:
         """What a loop adds to the noise."""

@@ -18,7 +18,7 @@ from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Kind, Pi0Config
 from vla_accel.models.siglip import SiglipConfig
 from vla_accel.native.constants import step_tables
-from vla_accel.native.expert import ExpertWeights, sizes_of
+from vla_accel.native.expert import ExpertWeights, sizes_of, streamed_loop
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise import StepTables, StreamedLoop, why_not
 from vla_accel.ops.gpu import Gpu
@@ -106,12 +106,8 @@ def recorded_loop(
     model = random_model(case.config)
     with torch.inference_mode():
         weights = ExpertWeights.of(model.to_compute_dtype(torch.bfloat16), case.precision, streamed=True)
-        assert weights.packed is not None
         tables = step_tables(model, weights.normed_products(), case.steps)
-        loop = StreamedLoop(
-            gpu, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out,
-            None if weights.mix is None else weights.mix_bias, case.batch, case.prefix_tokens,
-        )  # fmt: skip
+        loop = streamed_loop(gpu, weights, case.config, tables, case.batch, case.prefix_tokens)
     assert isinstance(loop.module, RecordedModule)
     return loop, loop.module
 
@@ -140,12 +136,10 @@ def loops_inputs(case: LoopCase) -> tuple[dict[str, Tensor], Tensor | None, Tens
 
 
 def loop_of(case: LoopCase, weights: ExpertWeights, tables: StepTables) -> StreamedLoop:
-    gpu, mix_bias = Gpu.of(torch.device("cuda")), None if weights.mix is None else weights.mix_bias
-    assert gpu is not None and weights.packed is not None
-    return StreamedLoop(
-        gpu, sizes_of(case.config), weights.packed, tables, weights.w_out, weights.b_out, mix_bias, case.batch,
-        case.prefix_tokens,
-    )  # fmt: skip
+    """On the GPU at hand."""
+    gpu = Gpu.of(torch.device("cuda"))
+    assert gpu is not None
+    return streamed_loop(gpu, weights, case.config, tables, case.batch, case.prefix_tokens)
 
 
 def run_loop(loop: Any, inputs: dict[str, Tensor], state: Tensor | None, noise: Tensor, device: str) -> np.ndarray:

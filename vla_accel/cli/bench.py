@@ -81,9 +81,10 @@ def main(chosen: Bench, words: list[str]) -> int:
     rows: list[dict[str, Any]] = report["rows"]
     for steps in sweep:
         made = []
-        for name in [name for name in names if _has_steps(factory, name, steps)]:
-            say(f"preparing {name}, {steps} step{'s' * (steps > 1)}")
-            made.append(factory.make(name, steps))
+        for name in names:
+            if _has_steps(factory, name, steps):
+                say(f"preparing {name}, {steps} step{'s' * (steps > 1)}")
+                made.append(factory.make(name, steps))
         processor = factory.processor
         if processor is None:
             raise ConfigError("systems: expected at least one of this package's own beside the others")
@@ -100,7 +101,7 @@ def main(chosen: Bench, words: list[str]) -> int:
                 row["start"] = starts(settings, factory.source())
             if "work" in row:
                 row |= rates(row)
-            inside = steps_timed(steps, row.get("engines", ()))
+            inside = steps_timed(row)
             if isinstance(factory, Factory) and family.parts[-1] in row["parts_ms"] and inside:
                 # Of random weights every step is taken: no token ends them early.
                 row["step_ms"] = row["parts_ms"][family.parts[-1]] / inside

@@ -67,8 +67,10 @@ def main(chosen: Parity, words: list[str]) -> int:
     else:
         error = "" if report.relative_error is None else f"; the error is {100 * report.relative_error:.2f} % of that"
         print(f"another observation changes the actions by {100 * report.sensitivity:.1f} % of their norm{error}")
-    passed = f"agrees: cosine {report.rest_cosine:.6f}, at least {report.threshold} wanted"
-    print(passed if report.passed else f"does NOT agree: {'; '.join(report.reasons)}")
+    if report.passed:
+        print(f"agrees: cosine {report.rest_cosine:.6f}, at least {report.threshold} wanted")
+    else:
+        print(f"does NOT agree: {'; '.join(report.reasons)}")
     for entry in policy.ledger.entries.values():
         if entry.fell_back:
             print(f"that is not {name}: {entry.component} ran in {entry.used}, not in {entry.requested}")

@@ -37,7 +37,7 @@ class Stage:
             # Warming up on what memory happens to hold could index a table out of range.
             buffer.zero_()
         self._graph: Captured | None = (
-            capture([(component.name, self.engine)], _nothing, _nothing, ledger) if self.engine.capturable else None
+            capture([(component.name, self.engine)], _nothing, ledger) if self.engine.capturable else None
         )
         self._note_choices(ledger)
         buffers = [*self.engine.inputs.values(), *self.engine.outputs.values()]

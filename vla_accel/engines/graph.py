@@ -1,4 +1,4 @@
-"""One CUDA graph for a whole call: uploads, every engine, the download, with timing events between them.
+"""One CUDA graph for a whole call: every engine and the download, with timing events between them.
 
 Knows engines and buffers, not policies. Replaying costs one launch; the events inside the graph cost nothing else. A
 last engine whose work may end early (`engines.base.Turns`) has a graph of its own for a turn, which is replayed between
@@ -69,10 +69,8 @@ class Captured:
         return {name: start.elapsed_time(end) for name, start, end in pairs}
 
 
-def capture(
-    engines: Sequence[tuple[str, Engine]], before: Callable[[], None], after: Callable[[], None], ledger: Ledger
-) -> Captured | None:
-    """Capture `before`, the engines in order, and `after`. None where some engine cannot be captured.
+def capture(engines: Sequence[tuple[str, Engine]], after: Callable[[], None], ledger: Ledger) -> Captured | None:
+    """Capture the engines in order, and `after`. None where some engine cannot be captured.
 
     Running out of memory is recorded in the ledger as a fallback from a graph to a stream (or raises, when strict).
     """
@@ -85,7 +83,7 @@ def capture(
     detail = " → ".join(name for name, _ in engines)
     try:
         with phase("capture"):
-            captured = _capture(engines, before, after)
+            captured = _capture(engines, after)
     except torch.OutOfMemoryError as error:
         ledger.record(LedgerEntry("call", GRAPH, STREAM, f"out of memory during capture: {error}", detail))
         return None
@@ -117,7 +115,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _capture(engines: Sequence[tuple[str, Engine]], before: Callable[[], None], after: Callable[[], None]) -> Captured:
+def _capture(engines: Sequence[tuple[str, Engine]], after: Callable[[], None]) -> Captured:
     device = engines[0][1].device
     with torch.cuda.device(device), torch.inference_mode():
         # Compiles kernels, picks algorithms and makes library handles, none of which may happen during capture.
@@ -125,7 +123,6 @@ def _capture(engines: Sequence[tuple[str, Engine]], before: Callable[[], None], 
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                before()
                 for _, engine in engines:
                     engine.run()
                 after()
@@ -137,7 +134,6 @@ def _capture(engines: Sequence[tuple[str, Engine]], before: Callable[[], None], 
         events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(engines) + 1)]
         try:
             with recording(graph, side):
-                before()
                 events[0].record()
                 for (_, engine), event in zip(whole, events[1:], strict=False):
                     engine.run()

@@ -49,10 +49,10 @@ def add_batch_floors(
             row["floor_ms"] = floors_ms(parts, ceilings, row["batch"])["total"]
 
 
-def steps_timed(steps: int, engines: Sequence[Mapping[str, Any]]) -> int:
-    """Steps in the loop's own time: its first may have run beside the prefix (`engines`, a ledger's lines, say so), and
-    is in the prefix's then."""
-    return steps - any(BESIDE in line.get("detail", "") for line in engines)
+def steps_timed(row: Mapping[str, Any]) -> int:
+    """Steps in the loop's own time, of a row of a report: the first may have run beside the prefix, and is in the
+    prefix's then."""
+    return row["steps"] - any(BESIDE in line.get("detail", "") for line in row.get("engines", ()))
 
 
 def rates(row: Mapping[str, Any]) -> dict[str, float]:
@@ -63,7 +63,7 @@ def rates(row: Mapping[str, Any]) -> dict[str, float]:
         if ms := row["parts_ms"].get(name):
             if not one["bytes"]:
                 found[f"{name}_tflops"] = one["flop"] / ms * 1e-9
-            elif inside := steps_timed(row["steps"], row["engines"]):
+            elif inside := steps_timed(row):
                 found[f"{name}_gb_per_s"] = inside / row["steps"] * one["bytes"] / ms * 1e-6
     return found
 

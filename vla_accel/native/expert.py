@@ -137,6 +137,17 @@ def steps_of(
     return step_tables(model, weights.normed_products(), num_steps, max_weight, trained)
 
 
+def streamed_loop(
+    gpu: Gpu, weights: ExpertWeights, config: Pi0Config, tables: StepTables, batch: int, prefix_tokens: int
+) -> StreamedLoop:
+    """The streamed kernels over packed weights."""
+    assert weights.packed is not None
+    return StreamedLoop(
+        gpu, sizes_of(config), weights.packed, tables, weights.w_out, weights.b_out,
+        None if weights.mix is None else weights.mix_bias, batch, prefix_tokens,
+    )  # fmt: skip
+
+
 class NativeDenoise(LoopProgram):
     """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d), `lengths` (B,) int32,
     `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call), or, with trained tables, of
@@ -155,12 +166,7 @@ class NativeDenoise(LoopProgram):
         gpu = Gpu.of(device)
         kind = weights_in(weights.precision)
         if gpu is not None and weights.packed is not None:
-            mix_bias = None if weights.mix is None else weights.mix_bias
-            loop = StreamedLoop(
-                gpu, sizes_of(config), weights.packed, self.tables, weights.w_out, weights.b_out, mix_bias, batch,
-                prefix_tokens,
-            )  # fmt: skip
-            self.loop = loop
+            self.loop = streamed_loop(gpu, weights, config, self.tables, batch, prefix_tokens)
         else:
             self.loop = _LayerLoop(weights, config, self.tables, batch, prefix_tokens)
         self.detail = described(self.loop, kind, why_not_streamed if device.type == "cuda" else None)

@@ -32,14 +32,12 @@ from vla_accel.models.network import Network
 from vla_accel.numeric import round_up
 from vla_accel.ops.cuda.runtime import on, synchronize
 from vla_accel.pictures import Picture
-from vla_accel.policy.sending import Sending
+from vla_accel.policy.sending import ALIGNMENT, Sending, beside
 
 _log = logging.getLogger("vla_accel")
 
 NOISE = "noise"
 """The input that is drawn on the device where none is given."""
-_ALIGNMENT = 256
-"""Bytes; of what CUDA's own allocator gives, which kernels and libraries may count on."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Pipeline:
         self.captured: Captured | None = None
         if graphs:
             self._rehearse()
-            self.captured = capture(self.engines, _nothing, self._download, plan.ledger)
+            self.captured = capture(self.engines, self._download, plan.ledger)
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -122,10 +120,10 @@ class Pipeline:
             for name, like in engine.inputs.items():
                 if name != NOISE and name not in made and name not in places:
                     places[name] = like, end
-                    end += round_up(like.nbytes, _ALIGNMENT)
+                    end += round_up(like.nbytes, ALIGNMENT)
             made |= engine.outputs
         self._given = torch.zeros(end, dtype=torch.uint8, device=self.device)
-        self._staged = self._beside(self._given)
+        self._staged = beside(self._given)
         self._sending = Sending(self._staged, self._given, graphs=graphs)
         self._host: dict[str, np.ndarray] = {}
         self._placed = on_device = dict[str, Tensor]()
@@ -152,12 +150,8 @@ class Pipeline:
         if name not in last.outputs:
             raise EngineError(f"{self._family.name}: expected an output {name} of the last component")
         self._drawn, self._result = noise, last.outputs[name]
-        self._noise = None if noise is None else self._beside(noise)
-        self._answer = self._beside(self._result)
-
-    def _beside(self, buffer: Tensor) -> Tensor:
-        """A host buffer for one on the device."""
-        return torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=self.device.type == "cuda")
+        self._noise = None if noise is None else beside(noise)
+        self._answer = beside(self._result)
 
     def _rehearse(self) -> None:
         for place in self._host.values():
@@ -239,10 +233,6 @@ class Pipeline:
         self._download()
         synchronize(self.device)
         return {n: a.elapsed_time(b) for (n, _), a, b in zip(self.engines, events, events[1:], strict=False)}
-
-
-def _nothing() -> None:
-    """Before a call's graph: its inputs are on their way."""
 
 
 def _write(place: np.ndarray, given: Rows, on_device: Tensor, pictures: list[tuple[Tensor, Picture]]) -> None:

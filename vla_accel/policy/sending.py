@@ -18,8 +18,15 @@ from vla_accel.ops.cuda.runtime import on
 from vla_accel.ops.resize import Fit, fit, fit_of
 from vla_accel.pictures import Picture
 
+ALIGNMENT = 256
+"""Bytes; of what CUDA's own allocator gives, which kernels and libraries may count on."""
 MOST_GRAPHS = 8
 """Sets of image sizes for which a graph is kept; a robot's cameras are one."""
+
+
+def beside(buffer: Tensor) -> Tensor:
+    """A host buffer for one on the device, page-locked for a GPU."""
+    return torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.device.type == "cuda")
 
 
 @dataclass(frozen=True)
@@ -55,8 +62,7 @@ class Sending:
         if not pictures:
             self._given.copy_(self._staged, non_blocking=True)
             return
-        # Aligned as an allocation is: the kernels were compiled for that.
-        starts = [0, *itertools.accumulate(round_up(picture.image.size, 256) for _, picture in pictures)]
+        starts = [0, *itertools.accumulate(round_up(picture.image.size, ALIGNMENT) for _, picture in pictures)]
         if starts[-1] > len(self._host):
             self._recorded.clear()
             self._make_room(starts[-1])
@@ -111,6 +117,6 @@ class Sending:
 
     def _make_room(self, size: int) -> None:
         """Bytes for a call's images, on the host and on the device."""
-        device = self._given.device
-        self._images = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._host, self._raw = self._images.numpy(), torch.empty(size, dtype=torch.uint8, device=device)
+        self._raw = torch.empty(size, dtype=torch.uint8, device=self._given.device)
+        self._images = beside(self._raw)
+        self._host = self._images.numpy()

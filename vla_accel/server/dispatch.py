@@ -145,7 +145,8 @@ class Dispatcher:
             return self._idle[0]
         if len(self.replicas) > 1 or waiting < self._max_batch:
             return None
-        return next((r for r, turns in self._turns.items() if r.takes_ahead and len(turns) == 1), None)
+        alone = self.replicas[0]
+        return alone if alone.takes_ahead and len(self._turns.get(alone, ())) == 1 else None
 
     def _begin(self, replica: Replica, jobs: list[Job]) -> None:
         now = time.monotonic()

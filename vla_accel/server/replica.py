@@ -299,8 +299,8 @@ def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, 
 def _calls(sent: tuple[int, list[int], bytes], frames: memoryview) -> list[Call]:
     """What `ProcessReplica.run` was given; the frames are views of the shared memory."""
     start, sizes, data = sent
-    ends = [start + size for size in itertools.accumulate(sizes)]
-    return pickle.loads(data, buffers=[frames[end - size : end] for size, end in zip(sizes, ends, strict=True)])
+    edges = itertools.accumulate(sizes, initial=start)
+    return pickle.loads(data, buffers=[frames[a:b] for a, b in itertools.pairwise(edges)])
 
 
 def _send(pipe: socket.socket, message: Any) -> None:
