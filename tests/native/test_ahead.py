@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.emulated_loops import Pi0Loops
+from tests.support.smolvla_loops import EXPERTS, Loops
+from tests.support.streamed_support import LOOPS
 from tests.support.tiny_smolvla import tiny_config, tiny_model
 from vla_accel.engines.native import NativeEngine
 from vla_accel.ledger import Ledger, LedgerEntry
@@ -18,6 +21,7 @@ from vla_accel.native import ahead as module
 from vla_accel.native import prefix as prefixes
 from vla_accel.native.ahead import Ahead
 from vla_accel.native.smolvla import SmolVlaPrefix, SmolVlaPrefixWeights
+from vla_accel.ops import suffix
 
 CPU = torch.device("cpu")
 
@@ -124,6 +128,65 @@ def test_layers_completed_one_by_one_are_those_completed_together(every: int, mo
     for name in want:
         assert want[name].isfinite().all()
         torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
+
+
+def pi0_loop(name: str) -> tuple[Any, dict[str, Tensor], Tensor | None, Tensor]:
+    """A loop of fused ops, its inputs, the state's token and the noise."""
+    case = Pi0Loops(LOOPS[name])
+    return case.fused("fp32"), case.inputs(0.0, torch.float32), case.state, case.noise
+
+
+def smolvla_loop(name: str) -> tuple[Any, dict[str, Tensor], Tensor | None, Tensor]:
+    case = Loops(EXPERTS[name], beyond=0.0)
+    return case.fused("fp32", "cpu"), case.placed("cpu", torch.float32), None, case.noise
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [(pi0_loop, "demo"), (pi0_loop, "grouped"), (smolvla_loop, "17 actions"), (smolvla_loop, "three sequences")],
+)
+def test_a_layer_reads_nothing_before_its_turn(made: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values are NaN until a layer has waited for them; and what may start early is what stands behind a
+    kernel of the loop itself."""
+    loop, inputs, state, noise = made(name)
+    want, got = noise.clone(), noise.clone()
+    late = inputs | {key: torch.full_like(inputs[key], float("nan")) for key in ("keys", "values")}
+    told: list[Any] = []
+
+    def wait(layer: int) -> None:
+        told.append(layer)
+        for key in ("keys", "values"):
+            late[key][layer] = inputs[key][layer]
+
+    def noted(name: str) -> Any:
+        run = getattr(suffix, name)
+
+        def op(*given: Any, pdl: bool, **options: Any) -> Any:
+            told.append((name, pdl))
+            return run(*given, pdl=False, **options)
+
+        return op
+
+    for one in ("qkv_rope", "cross_attention", "suffix_attention", "step"):
+        monkeypatch.setattr(suffix, one, noted(one))
+    loop.pdl = True
+    with torch.inference_mode():
+        loop.begin(inputs, state, want)
+        loop.go_on(inputs, state, want)
+        behind = [told.copy(), told.clear()][0]
+        loop.begin(late, state, got, wait)
+        assert torch.isnan(late["keys"]).sum() == 0
+        loop.go_on(late, state, got, joined=True)
+    assert torch.equal(got, want) and torch.isfinite(want).all() and not torch.equal(want, noise)
+    waits = [index for index, one in enumerate(told) if isinstance(one, int)]
+    assert [told[index] for index in waits] == list(range(len(inputs["keys"])))
+    assert all(told[index + 1] in (("qkv_rope", False), ("cross_attention", False)) for index in waits)
+    steps = [pdl for one in told if isinstance(one, tuple) and one[0] == "step" for pdl in one[1:]]
+    assert steps[:2] == [False, False] and all(steps[2:]), "the first of each branch waits for all in front of it"
+    assert [pdl for one, pdl in behind if one == "step"] == [False, *[True] * (len(steps) - 1)]
+    assert all(pdl for one, pdl in behind if one != "step")
+    others = [one for index, one in enumerate(told) if index - 1 not in waits and isinstance(one, tuple)]
+    assert all(pdl for one, pdl in others if one != "step")
 
 
 def test_who_cannot_follow_says_nothing() -> None:

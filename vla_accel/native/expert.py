@@ -20,7 +20,7 @@ from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.native.constants import step_tables
 from vla_accel.native.cuts import Cuts
 from vla_accel.native.fold import fold_norm, plain
-from vla_accel.native.loop import LoopProgram, described
+from vla_accel.native.loop import LayerLoop, LoopProgram, Wait, described
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
@@ -180,7 +180,7 @@ class NativeDenoise(LoopProgram):
         return self.state_token
 
 
-class _LayerLoop:
+class _LayerLoop(LayerLoop):
     """Five kernels a layer and one between steps: any number of rows, any GPU. How each is cut into programs is
     measured on the GPU at hand, over all layers, and remembered; `detail` says what was taken."""
 
@@ -245,24 +245,40 @@ class _LayerLoop:
         for index in range(len(self.weights.layers)):
             {"qkv": self._qkv, "o": self._o, "gate_up": self._gate_up, "down": self._down}[name](0, index, lengths)
 
-    def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
-        """Enqueue the loop: `actions` hold the noise and are integrated in place."""
+    def begin(
+        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, wait: Wait | None = None
+    ) -> None:
         if self.pinned is not None:
             self.pinned.view(-1, self.tokens)[:, self.tokens - self.horizon :].copy_(inputs["weights"] > 0)
         self._between(inputs, actions, state_token, 0)
-        for step in range(self.tables.steps):
-            self._moments(step)
-            for layer in range(len(self.weights.layers)):
-                self._layer(step, layer, inputs)
-            self._between(inputs, actions, state_token, step + 1)
+        self._step(inputs, 0, wait)
+
+    def go_on(
+        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, *, joined: bool = False
+    ) -> None:
+        for step in range(1, self.tables.steps):
+            self._between(inputs, actions, state_token, step, early=step > 1 or not joined)
+            self._step(inputs, step)
+        self._between(inputs, actions, state_token, self.tables.steps, early=self.tables.steps > 1 or not joined)
+
+    def _step(self, inputs: Mapping[str, Tensor], step: int, wait: Wait | None = None) -> None:
+        self._moments(step)
+        for layer in range(len(self.weights.layers)):
+            if wait is not None:
+                wait(layer)
+            self._layer(step, layer, inputs, early=wait is None)
 
     def _moments(self, step: int) -> None:
         """Of the rows that the first layer reads."""
         if self.cuts.moments("down") is not None:
             measure(self.x, self.tables.of(self.tables.input_scale, step, 0), self.first, pdl=self.pdl)
 
-    def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int) -> None:
-        """Finish evaluation step - 1 and prepare evaluation `step`."""
+    def _between(
+        self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int, *,
+        early: bool = True,
+    ) -> None:  # fmt: skip
+        """Finish evaluation step - 1 and prepare evaluation `step`. `early`: it may start before its turn, as what is
+        in front of it is a kernel of this loop."""
         w, tables = self.weights, self.tables
         first, last = step == 0, step == tables.steps
         done = max(step - 1, 0)
@@ -274,7 +290,7 @@ class _LayerLoop:
             self.x, final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, actions, inputs["target"],
             inputs["weights"], tables.w_in, b_in, following, dt=-1.0 / tables.steps, time=tables.times[done],
             gain=tables.gains[done], eps=self.eps, tokens=self.tokens, first=first, last=last,
-            silu=w.mix is not None, pinned=tables.trained, pdl=self.pdl and not first,
+            silu=w.mix is not None, pinned=tables.trained, pdl=self.pdl and early and not first,
         )  # fmt: skip
         if w.mix is not None and not last:
             assert state_token is not None
@@ -283,20 +299,20 @@ class _LayerLoop:
                 self.hidden, w.mix, None, self.x, residual=False, tokens=self.tokens, skip_first=True, pdl=False
             )
 
-    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor]) -> None:
+    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor], *, early: bool = True) -> None:
         lengths = inputs["lengths"]
-        self._qkv(step, index, lengths)
+        self._qkv(step, index, lengths, early=early)
         self._attend(index, inputs)
         self._o(step, index, lengths)
         self._gate_up(step, index, lengths)
         self._down(step, index, lengths)
 
-    def _qkv(self, step: int, index: int, lengths: Tensor) -> None:
+    def _qkv(self, step: int, index: int, lengths: Tensor, *, early: bool = True) -> None:
         t, layer = self.tables, self.weights.layers[index]
         suffix.qkv_rope(
             self.x, layer.qkv, t.of(t.input_scale, step, index), t.of(t.input_shift, step, index), self.cos, self.sin,
-            lengths, self.q, self.k, self.v, eps=self.eps, pinned=self.pinned, pdl=self.pdl, cut=self.cuts.alone("qkv"),
-            moments=self.cuts.read_by(index, self.first),
+            lengths, self.q, self.k, self.v, eps=self.eps, pinned=self.pinned, pdl=self.pdl and early,
+            cut=self.cuts.alone("qkv"), moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
     def _attend(self, index: int, inputs: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,20 +14,47 @@ from vla_accel.native.ahead import Ahead
 from vla_accel.native.prefix import NativePrefix
 from vla_accel.ops.cuda.denoise import StepTables, StreamedLoop
 
+Wait = Callable[[int], None]
+"""Called before a layer that reads the prefix's keys and values of that layer."""
+
+
+class LayerLoop(ABC):
+    """A loop of fused ops, layer by layer: as `StreamedLoop`, begun and gone on with."""
+
+    reads_by_layer = True
+
+    @abstractmethod
+    def begin(
+        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, wait: Wait | None = None
+    ) -> None:
+        """Enqueue the first step; `actions` hold the noise, and are integrated in place. `wait`: with it no layer
+        starts before it is its turn."""
+
+    @abstractmethod
+    def go_on(
+        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, *, joined: bool = False
+    ) -> None:
+        """Enqueue the other steps, and the end. `joined`: something else came between."""
+
+    def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
+        """Enqueue all of it."""
+        self.begin(inputs, state_token, actions)
+        self.go_on(inputs, state_token, actions)
+
 
 class LoopProgram(FollowingProgram):
-    """A `Program` around a loop, a `StreamedLoop` or one of fused ops, that integrates the output `actions` in place.
+    """A `Program` around a loop, a `StreamedLoop` or a `LayerLoop`, that integrates the output `actions` in place.
 
-    The streamed loop's first step runs beside the prefix where both are native: a layer of it waits for that layer's
-    keys and values alone.
+    Its first step runs beside the prefix where both are native: a layer of it waits for that layer's keys and values
+    alone.
     """
 
-    loop: Any
+    loop: StreamedLoop | LayerLoop
     tables: StepTables
     ahead: Ahead | None = None
 
     def follow(self, earlier: Program, outputs: Mapping[str, Tensor]) -> str:
-        if not (isinstance(earlier, NativePrefix) and isinstance(self.loop, StreamedLoop) and self.loop.reads_by_layer):
+        if not (isinstance(earlier, NativePrefix) and self.loop.reads_by_layer):
             return ""
         self.ahead = earlier.go_ahead(outputs)
         return BESIDE

@@ -21,7 +21,7 @@ from vla_accel.native.constants import paired
 from vla_accel.native.cuts import Cuts
 from vla_accel.native.expert import ExpertLayer
 from vla_accel.native.fold import fold_norm, plain
-from vla_accel.native.loop import LoopProgram, described
+from vla_accel.native.loop import LayerLoop, LoopProgram, Wait, described
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.numeric import round_up
 from vla_accel.ops import suffix
@@ -157,7 +157,7 @@ def streamed_loop(
     )  # fmt: skip
 
 
-class _LayerLoop:
+class _LayerLoop(LayerLoop):
     """Four or five kernels a layer and two between steps: any number of rows, any GPU. How each is cut into programs is
     measured on the GPU at hand; `detail` says what was taken."""
 
@@ -218,20 +218,31 @@ class _LayerLoop:
         mix = suffix.project_product(self.hidden, self.weights.mix)
         self.cuts.products("mix", mix, self._mix)
 
-    def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
-        """Enqueue the loop: `actions` hold the noise and are integrated in place. The state is in the prefix:
-        `state_token` is None."""
-        del state_token
+    def begin(
+        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, wait: Wait | None = None
+    ) -> None:
         self._between(inputs, actions, 0)
-        for step in range(self.tables.steps):
-            if self.cuts.moments("down") is not None:
-                measure(self.x, None, self.first, pdl=self.pdl)
-            for index in range(len(self.weights.layers)):
-                self._layer(index, inputs)
-            self._between(inputs, actions, step + 1)
+        self._step(inputs, wait)
 
-    def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, step: int) -> None:
-        """Finish evaluation step - 1 and prepare evaluation `step`."""
+    def go_on(
+        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, *, joined: bool = False
+    ) -> None:
+        for step in range(1, self.tables.steps):
+            self._between(inputs, actions, step, early=step > 1 or not joined)
+            self._step(inputs)
+        self._between(inputs, actions, self.tables.steps, early=self.tables.steps > 1 or not joined)
+
+    def _step(self, inputs: Mapping[str, Tensor], wait: Wait | None = None) -> None:
+        if self.cuts.moments("down") is not None:
+            measure(self.x, None, self.first, pdl=self.pdl)
+        for index in range(len(self.weights.layers)):
+            if wait is not None:
+                wait(index)
+            self._layer(index, inputs, early=wait is None)
+
+    def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, step: int, *, early: bool = True) -> None:
+        """Finish evaluation step - 1 and prepare evaluation `step`. `early`: it may start before its turn, as what is
+        in front of it is a kernel of this loop."""
         w, tables = self.weights, self.tables
         first, last = step == 0, step == tables.steps
         done = max(step - 1, 0)
@@ -240,27 +251,28 @@ class _LayerLoop:
             self.x, tables.final_scale, None, w.w_out, w.b_out, actions, inputs["target"], inputs["weights"],
             tables.w_in, tables.b_in[min(step, tables.steps - 1)], self.hidden, dt=-1.0 / tables.steps,
             time=tables.times[done], gain=tables.gains[done], eps=self.config.expert.eps, tokens=self.horizon,
-            first=first, last=last, silu=True, pinned=tables.trained, pdl=self.pdl and not first,
+            first=first, last=last, silu=True, pinned=tables.trained,
+            pdl=self.pdl and early and not first,
         )  # fmt: skip
         if not last:
             self._mix()
 
-    def _layer(self, index: int, inputs: Mapping[str, Tensor]) -> None:
+    def _layer(self, index: int, inputs: Mapping[str, Tensor], *, early: bool = True) -> None:
         layer, lengths = self.weights.layers[index], inputs["lengths"]
         keys, values = inputs["keys"][index], inputs["values"][index]
         if self.config.crosses(index):
-            self._cross(index, keys, values, lengths)
+            self._cross(index, keys, values, lengths, early=early)
         else:
-            self._qkv(index, lengths)
+            self._qkv(index, lengths, early=early)
             self._attend(keys, values, lengths)
         self._o(layer)
         self._gate_up(layer)
         self._down(layer)
 
-    def _qkv(self, index: int, lengths: Tensor) -> None:
+    def _qkv(self, index: int, lengths: Tensor, *, early: bool = True) -> None:
         suffix.qkv_rope(
             self.x, self.weights.layers[index].qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v,
-            eps=self.config.expert.eps, pdl=self.pdl, cut=self.cuts.alone("qkv"),
+            eps=self.config.expert.eps, pdl=self.pdl and early, cut=self.cuts.alone("qkv"),
             moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
@@ -270,10 +282,10 @@ class _LayerLoop:
             **self.cuts.options("attention"),
         )  # fmt: skip
 
-    def _cross(self, index: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
+    def _cross(self, index: int, keys: Tensor, values: Tensor, lengths: Tensor, *, early: bool = True) -> None:
         suffix.cross_attention(
             self.x, self.weights.layers[index].qkv, self.cos, self.sin, keys, values, lengths, self.context,
-            eps=self.config.expert.eps, pdl=self.pdl, cut=self.cuts.alone("cross"),
+            eps=self.config.expert.eps, pdl=self.pdl and early, cut=self.cuts.alone("cross"),
             moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
