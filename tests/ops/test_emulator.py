@@ -123,6 +123,17 @@ KERNELS = {
       }
     """,
     "no_such_barrier": "mbarrier_wait(smem_of(shared_memory), 0);",
+    "on_a_barrier": """
+      if (threadIdx.x == 0) {
+        mbarrier_init(smem_of(shared_memory + 64), 1);
+        fence_mbarrier_init();
+        mbarrier_arrive(smem_of(shared_memory + 64));
+      }
+      __syncthreads();
+      mbarrier_wait(smem_of(shared_memory + 64), 0);
+      __syncthreads();
+      ((float*)shared_memory)[threadIdx.x] = 1.f;
+    """,
     "not_started": "st_cluster(mapa(smem_of(shared_memory), 1 - blockIdx.x % 2), 1.f);",
     "has_ended": """
       cluster_arrive_relaxed();
@@ -158,6 +169,7 @@ BROKEN = {
     "copy_not_awaited": "with no barrier between|wait for ever",
     "nobody_stores": "these threads wait for ever: 2 at wait_there",
     "no_such_barrier": "mbarrier_wait: there is no barrier at",
+    "on_a_barrier": "the code writes 4 bytes at (64|68), where a barrier lies",
     "not_started": "nothing says yet that block . of the cluster has started",
     "has_ended": "block 0 of the cluster has ended",
     "relaxed": "with no barrier between",

@@ -80,9 +80,10 @@ def test_shared_memory_holds_what_the_kernel_puts_there(name: str, largest: int)
     mt, held, pitch = -(-tokens // 16), held_tiles(tokens), d + 8
     together = min(grouped.units, 2 if mt == 2 else 4)
     sums = WARPS * together * 2 * held * 4 * 128
-    room = max(grouped.units * STAGE_BYTES, (grouped.units - 1) // together * together * STAGE_BYTES + sums)
+    parts = WARPS * 16 * pitch * 4
+    room = max(grouped.units * STAGE_BYTES, (grouped.units - 1) // together * together * STAGE_BYTES + sums, parts)
     product = room + grouped.units * 8 + 4 * 16 * (WARPS * held + mt)
-    areas = -(-max(product, WARPS * 16 * pitch * 4) // 16) * 16
+    areas = -(-product // 16) * 16
     keys = -(-prefix // 16) * 16 + -(-tokens // 16) * 16
     areas += 2 * keys * pitch * 2 + grouped.tiles * 16 * pitch * 2
     areas += grouped.units * tokens * 32
@@ -96,7 +97,7 @@ def test_a_warp_s_parts_lie_as_the_constants_say() -> None:
     """What the test above repeats is the source's."""
     flat = re.sub(r"\s+", " ", SOURCE)
     assert "PARTS = WARPS * 16 * PITCH * 4" in flat and "#define PITCH (D + 8)" in flat
-    assert "PRODUCT = Room<UNITS_EACH>::BYTES + UNITS_EACH * 8 + 4 * 16 * (WARPS * HELD_TILES + MT)" in flat
+    assert "PRODUCT = Room<UNITS_EACH, PARTS>::BYTES + UNITS_EACH * 8 + 4 * 16 * (WARPS * HELD_TILES + MT)" in flat
 
 
 @pytest.mark.parametrize(

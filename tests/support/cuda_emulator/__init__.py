@@ -5,6 +5,7 @@ It says what a kernel computes, and it fails, with a sentence, where a kernel
 
 - reads or writes outside of the shared memory that it asked for, or outside of every tensor it was given;
 - reads or writes, in shared memory, what another warp writes or reads with no barrier between;
+- writes, in shared memory, where a barrier lies, whether it is still used or not;
 - touches memory with an address that is not aligned;
 - waits for ever, or ends while a copy to its memory is under way;
 - uses another block's memory before it is known to have started, or after it has ended;

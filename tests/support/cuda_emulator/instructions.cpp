@@ -129,6 +129,7 @@ void cluster_wait() {
 void mbarrier_init(u32 barrier, u32 arrivals) {
   Block& block = own_block(barrier, "mbarrier_init");
   store(block, barrier, (u64)arrivals, "mbarrier_init");
+  block.memory.hold_barrier(barrier & PLACE, current->warp->clock.seen[current->warp->agent]);
   block.barriers[barrier & PLACE] = {(int)arrivals, (int)arrivals, 0, 0, {}};
 }
 void fence_mbarrier_init() { release(*current->warp, current->warp->fenced); }

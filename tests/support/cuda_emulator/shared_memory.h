@@ -53,6 +53,7 @@ class SharedMemory {
     check(at, count, what, "writes");
     for (uint32_t i = at / 2; i <= (at + count - 1) / 2; ++i) {
       Cell& cell = shadow_[i];
+      if (cell.barrier > base_) fail("%s writes %u bytes at %d, where a barrier lies", what, count, (int)at - (int)STATIC_SHARED);
       if (cell.written > base_ && clock.seen[cell.writer] < cell.written) race(what, "writes", i, "wrote", cell.writer);
       for (int warp = 0; warp < MOST_WARPS; ++warp)
         if (cell.read[warp] > base_ && clock.seen[first_agent_ + warp] < cell.read[warp])
@@ -64,12 +65,17 @@ class SharedMemory {
     }
   }
 
+  // From `stamp` on a barrier lies there, until the block ends: its memory is for nothing else while it is valid.
+  void hold_barrier(uint32_t at, uint32_t stamp) {
+    for (uint32_t i = at / 2; i < at / 2 + 4; ++i) shadow_[i].barrier = stamp;
+  }
+
   unsigned char* const bytes;
   uint32_t size = 0;
 
  private:
   struct Cell {
-    uint32_t written, read_afar, read[MOST_WARPS];
+    uint32_t written, barrier, read_afar, read[MOST_WARPS];
     uint16_t writer, reader_afar;
   };
 

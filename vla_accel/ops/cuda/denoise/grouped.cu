@@ -25,8 +25,10 @@ struct GroupUnits {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     grouped(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, int layer) {
-  constexpr int PARTS = WARPS * 16 * PITCH * 4;  // Every warp's part of a tile's result takes the place of the weights.
-  constexpr int PRODUCT = Room<UNITS_EACH>::BYTES + UNITS_EACH * 8 + 4 * 16 * (WARPS * HELD_TILES + MT);
+  // Every warp's part of a tile's result takes the place of the weights, but never that of their barriers: what is stored
+  // there is lost now and then where processes take turns on the GPU.
+  constexpr int PARTS = WARPS * 16 * PITCH * 4;
+  constexpr int PRODUCT = Room<UNITS_EACH, PARTS>::BYTES + UNITS_EACH * 8 + 4 * 16 * (WARPS * HELD_TILES + MT);
   const u64 at = (u64)step * L + layer;
   const bool crosses = CROSSES(layer);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -35,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   const int keys = own_at + (crosses ? 0 : SUFFIX_KEYS), room = ROUND_UP(c.s, 16) + SUFFIX_KEYS;
   const int all = (GROUP + (crosses ? 0 : 2)) * HEAD_UNITS, mine = (all - rank + GROUP_RANKS - 1) / GROUP_RANKS;
   float* const parts = (float*)shared_memory;  // (WARPS, 16, PITCH)
-  unsigned char* const k_tile = shared_memory + ROUND_UP(PRODUCT > PARTS ? PRODUCT : PARTS, 16);
+  unsigned char* const k_tile = shared_memory + ROUND_UP(PRODUCT, 16);
   unsigned char* const v_tile = k_tile + room * PITCH * 2;
   unsigned char* const q_tile = v_tile + room * PITCH * 2;             // (TILES_EACH, 16, PITCH)
   u16* const own = (u16*)(q_tile + TILES_EACH * 16 * PITCH * 2);       // (UNITS_EACH, T, 2, 8)
@@ -62,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
     const int beyond = cached + i / (D / 8), row = beyond < own_at ? beyond : beyond + T;
     *(uint4*)(v_tile + row * PITCH * 2 + i % (D / 8) * 16) = make_uint4(0, 0, 0, 0);
   }
-  normed_pairs<UNITS_EACH>(
+  normed_pairs<UNITS_EACH, false, PARTS>(
       shared_memory, c, m.weights + m.layer_at + layer * m.layer_bytes, m.in_scale + at * W, GroupUnits{kv, rank, mine}, eps,
       [&](int unit, int row, int column) {
         return rotated_of(m, at, layer, unit / HEAD_UNITS, unit % HEAD_UNITS * 8 + column, (crosses ? 0 : length) + row);

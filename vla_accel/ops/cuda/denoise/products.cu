@@ -154,27 +154,29 @@ struct Units {
 };
 
 // The weights of COUNT units, and after each reduction, from unit `done` on, its sums in their place; the last of them
-// may need more.
-template <int COUNT>
+// may need more, and what comes after the product takes LEAST bytes.
+template <int COUNT, int LEAST = 0>
 struct Room {
   static constexpr int TOGETHER = COUNT < PAIRS ? COUNT : PAIRS, N = TOGETHER * 2 * HELD_TILES * 4;
   static constexpr int LAST = (COUNT - 1) / TOGETHER * TOGETHER * STAGE_BYTES + WARPS * N * 128;
-  static constexpr int BYTES = LAST > COUNT * STAGE_BYTES ? LAST : COUNT * STAGE_BYTES;
+  static constexpr int OWN = LAST > COUNT * STAGE_BYTES ? LAST : COUNT * STAGE_BYTES;
+  static constexpr int BYTES = LEAST > OWN ? LEAST : OWN;
 };
 
 // rstd ∘ ((x ∘ (1 + scale)) Wᵀ) of pairs of tiles. `emit(unit, row, column, first, second, held)` gets both tiles'
 // elements; `hold(unit, row, column)` fetches, before the wait, the constants that emit needs.
 // IN_BATCHES: of many rows a warp holds DEPTH batches of AT_ONCE rounds, and multiplies each as it comes; the factors lie
 // in shared memory. The block then takes half of a multiprocessor's registers, and leaves the other half to another.
-template <int COUNT, bool IN_BATCHES = false, class Dealt, class Hold, class Emit>
+// The barriers lie behind LEAST bytes, which the caller may use afterwards.
+template <int COUNT, bool IN_BATCHES = false, int LEAST = 0, class Dealt, class Hold, class Emit>
 __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& c, const unsigned char* weights,
                                              const float* scale, const Dealt& units, float eps, Hold hold, Emit emit) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, mine = units.count;
   constexpr int TOGETHER = Room<COUNT>::TOGETHER, N = Room<COUNT>::N, EACH = (TOGETHER * MT * 128 + THREADS - 1) / THREADS;
   constexpr int AT_ONCE = 2, DEPTH = 3, BATCHES = ROUNDS(W) / AT_ONCE, LOADED = IN_BATCHES ? DEPTH * AT_ONCE : ROUNDS(W);
-  constexpr int BEHIND = Room<COUNT>::BYTES + (IN_BATCHES ? 2 * W : 0);
+  constexpr int WEIGHTS = Room<COUNT, LEAST>::BYTES, BEHIND = WEIGHTS + (IN_BATCHES ? 2 * W : 0);
   static_assert(!IN_BATCHES || (MT > 2 && COUNT == TOGETHER && BATCHES >= DEPTH && W % (32 * K_WARPS * AT_ONCE) == 0));
-  uint4* factors = (uint4*)(shared + Room<COUNT>::BYTES);
+  uint4* factors = (uint4*)(shared + WEIGHTS);
   Stages stages(shared, smem_of(shared + BEHIND), COUNT);  // A block has at most COUNT units.
   float* squares_at = (float*)(shared + BEHIND + COUNT * 8);
   float* rstd_at = squares_at + WARPS * 16 * HELD_TILES;

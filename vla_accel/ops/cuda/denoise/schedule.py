@@ -37,12 +37,12 @@ def held_tiles(rows: int) -> int:
     return tiles if tiles <= 2 else 1
 
 
-def normed_room(units: int, tiles: int) -> int:
-    """Bytes of a block's weights in a product behind a norm, and of the sums that take their place (`Room` of
-    products.cu)."""
+def normed_room(units: int, tiles: int, least: int = 0) -> int:
+    """Bytes of a block's weights in a product behind a norm, of the sums that take their place, and of `least` for what
+    takes it afterwards (`Room` of products.cu)."""
     together = min(units, 2 if tiles == 2 else 4)
     sums = WARPS * together * 2 * held_tiles(16 * tiles) * 512
-    return max(units * STAGE_BYTES, (units - 1) // together * together * STAGE_BYTES + sums)
+    return max(units * STAGE_BYTES, (units - 1) // together * together * STAGE_BYTES + sums, least)
 
 
 def shared_by(width: int, k: int, packed: int, tiles: int) -> int:
@@ -130,8 +130,9 @@ class Grouped:
         units, tiles = -(-all_units // ranks), -(-all_tiles // ranks)
         rows, pitch = -(-sizes.tokens // 16), 2 * (d + 8)
         keys = round_up(prefix_tokens, 16) + round_up(sizes.tokens, 16)
-        product = normed_room(units, rows) + 8 * units + 4 * 16 * (WARPS * held_tiles(sizes.tokens) + rows)
-        shared = round_up(max(product, WARPS * 16 * 2 * pitch), 16) + (2 * keys + 16 * tiles) * pitch
+        product = normed_room(units, rows, WARPS * 16 * 2 * pitch)
+        product += 8 * units + 4 * 16 * (WARPS * held_tiles(sizes.tokens) + rows)
+        shared = round_up(product, 16) + (2 * keys + 16 * tiles) * pitch
         shared += 32 * units * sizes.tokens + 8 * 16 * WARPS + 8
         rounds = -(-keys // (16 * WARPS))
         if shared > gpu.shared_per_block:
