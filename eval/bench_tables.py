@@ -132,8 +132,8 @@ def starts(result: dict[str, Any]) -> str:
         "1.5 times that + 2",
     ]
     text = (
-        "Seconds from the start of a process to its first action. The first start finds no compiled kernels and no "
-        "tunings, the second those that it left; the file of weights is in memory for both."
+        "Seconds from the start of a process to its first action. The first start finds no compiled kernels, no "
+        "tunings and no bytecode of Python's, the second those that it left; the file of weights is in memory for both."
     )
     return rows(header, body) + f"\n{text} {_conditions(result)}\n"
 

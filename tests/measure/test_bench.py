@@ -92,6 +92,9 @@ def test_two_starts_find_the_cold_one_s_caches(monkeypatch: pytest.MonkeyPatch, 
 
     def run(command: list[str], **options: Any) -> Any:
         cache = Path(options["env"]["XDG_CACHE_HOME"])
+        given = (options["env"][name] for name in ("TRITON_CACHE_DIR", "PYTHONPYCACHEPREFIX"))
+        assert all(Path(place).parent == cache for place in given)
+        assert "PYTHONDONTWRITEBYTECODE" not in options["env"]
         left = [path.name for path in cache.glob("*")]
         asked.append({"what": json.loads(options["input"])["what"], "left": left, "cache": cache})
         cache.mkdir(exist_ok=True)
@@ -99,6 +102,7 @@ def test_two_starts_find_the_cold_one_s_caches(monkeypatch: pytest.MonkeyPatch, 
         return SimpleNamespace(returncode=len(asked) == 6, stdout='a line\n{"first_action": 1.5}\n', stderr="no luck")
 
     monkeypatch.setattr(start.subprocess, "run", run)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     found = start.starts(PolicyConfig(), {"checkpoint": str(folder)})
     assert found["cold"] == found["warm"] == {"first_action": 1.5} and found["file_read"] > 0
     assert [(one["what"], one["left"]) for one in asked] == [("start", []), ("start", ["left"])]

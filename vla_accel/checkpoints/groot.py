@@ -20,6 +20,7 @@ from vla_accel.models.groot import Groot, GrootConfig
 from vla_accel.models.groot_head import HeadConfig
 from vla_accel.models.groot_language import QwenConfig
 from vla_accel.models.groot_vision import QwenVisionConfig
+from vla_accel.models.network import weightless
 
 LEROBOT = "_groot_model."
 _VISION, _LANGUAGE = "backbone.model.model.visual.", "backbone.model.model.language_model."
@@ -74,7 +75,7 @@ def load_groot(
 
     Language layers behind the last that is read, and the other embodiments' weights, are not loaded.
     """
-    with torch.device("meta"):
+    with weightless():
         network = Groot(config)
     prefix = prefix_of(weights.shapes) or ""
     recipe: dict[str, tuple[Piece, ...]] = {

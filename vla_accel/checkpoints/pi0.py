@@ -15,6 +15,7 @@ from vla_accel.checkpoints.checkpoint import account, deferred, read_config, sha
 from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, dialect_of, pieces
 from vla_accel.checkpoints.weights import MemoryWeights, Piece, SafetensorsWeights, Weights
 from vla_accel.errors import CheckpointError
+from vla_accel.models.network import weightless
 from vla_accel.models.pi0 import Pi0, Pi0Config
 
 
@@ -85,5 +86,5 @@ def check_weights(weights: Weights, config: Pi0Config, where: str) -> dict[str, 
 
 
 def _empty(config: Pi0Config) -> Pi0:
-    with torch.device("meta"):
+    with weightless():
         return Pi0(config)

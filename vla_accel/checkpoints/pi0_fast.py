@@ -25,6 +25,7 @@ from vla_accel.checkpoints.lerobot import member
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.models.network import weightless
 from vla_accel.models.pi0_fast import Pi0Fast, Pi0FastConfig
 
 PREFIX = "model."
@@ -41,7 +42,7 @@ def load_weights(
 
     Raises CheckpointError that lists keys missing, left over or misshaped.
     """
-    with torch.device("meta"):
+    with weightless():
         empty = Pi0Fast(config)
     recipe = {name: pieces(name, config) for name in shapes_of(empty)}
     known = {p.name for parts in recipe.values() for p in parts}

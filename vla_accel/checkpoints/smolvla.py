@@ -17,6 +17,7 @@ from vla_accel.checkpoints.lerobot import member
 from vla_accel.checkpoints.stacks import Names, Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.models.network import weightless
 from vla_accel.models.siglip import SiglipConfig
 from vla_accel.models.smollm import SmolLmConfig
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, expert_mlp_dim
@@ -42,7 +43,7 @@ def load_weights(
 
     Raises CheckpointError that lists keys missing, left over or misshaped.
     """
-    with torch.device("meta"):
+    with weightless():
         empty = SmolVla(config)
     recipe = {name: pieces(name, config) for name in shapes_of(empty)}
     known = {p.name for parts in recipe.values() for p in parts} | set(DEAD)

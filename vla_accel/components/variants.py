@@ -20,6 +20,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import FORMATS, NO_SCALES, Scales
 from vla_accel.models.gemma import GemmaLayer, RmsNorm
+from vla_accel.models.network import weightless
 from vla_accel.models.paligemma import PaliGemma, prefix_positions
 from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
@@ -134,7 +135,7 @@ def needs_scales(specs: Mapping[str, EngineSpec]) -> bool:
 
 def _linear(weight: Tensor) -> nn.Linear:
     """A linear layer of its own around a weight: quantising it leaves the model's layer alone."""
-    with torch.device("meta"):
+    with weightless():
         made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     made.weight = nn.Parameter(weight.detach(), requires_grad=False)
     return made

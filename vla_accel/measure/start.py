@@ -28,9 +28,9 @@ _CHUNK = 16 << 20
 
 
 def starts(config: PolicyConfig, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of two starts, `cold` (empty caches of compiled kernels, engines and tunings) and `warm` (those that the
-    cold one left), by phase; `first_action`: from the process's start on. `file_read`: reading the checkpoint's weights
-    alone, as often as it takes to have them in the page cache.
+    """Seconds of two starts, `cold` (empty caches of compiled kernels, engines and tunings, and of Python's bytecode)
+    and `warm` (those that the cold one left), by phase; `first_action`: from the process's start on. `file_read`:
+    reading the checkpoint's weights alone, as often as it takes to have them in the page cache.
 
     `source`: {"checkpoint": …} or {"family", "views", "horizon"} for random weights, which are written to a file
     first. Files are in the page cache for both: the disk is another matter. Raises EngineError where a start fails.
@@ -70,7 +70,8 @@ def _read(folder: Path) -> float:
 
 def _process(what: str, config: PolicyConfig, source: Mapping[str, Any], cache: Path) -> dict[str, float]:
     # What starts later must find what this one leaves, and nothing else.
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TRITON_CACHE_DIR": f"{cache}/triton"}
+    caches = {"XDG_CACHE_HOME": str(cache), "TRITON_CACHE_DIR": f"{cache}/triton", "PYTHONPYCACHEPREFIX": f"{cache}/py"}
+    environment = {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | caches
     asked = {"what": what, "config": asdict(config), "source": dict(source), "began": time.time()}
     command = [sys.executable, "-m", "vla_accel.measure.start"]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, env=environment)
@@ -104,17 +105,16 @@ def _begin(config: PolicyConfig, source: Mapping[str, Any]) -> tuple[Any, dict[s
     from vla_accel.fp8 import read_scales
     from vla_accel.measure.random_policy import random_policy
     from vla_accel.models.family import family_named
+    from vla_accel.models.network import weightless
     from vla_accel.ops.phases import recorded
     from vla_accel.policy import OptimizedPolicy
 
     if "checkpoint" in source:
         policy = OptimizedPolicy.from_pretrained(source["checkpoint"], config)
         return policy, policy.start or {}
-    import torch
-
     with recorded() as spent:
         folder, family = Path(source["weights"]), family_named(source["family"])
-        with torch.device("meta"):
+        with weightless():
             network = family.network(family.published(source["horizon"]))
         model, scales = fitted_own(network, folder), read_scales(folder)
         policy, _ = random_policy(family, config, views=source["views"], model=model, scales=scales)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from vla_accel.ops.phases import phase
 
@@ -34,6 +35,26 @@ class Origin(Protocol):
     def progress(self) -> AbstractContextManager[None]:
         """Inside, what is read is shown on the terminal."""
         ...
+
+
+class _NotDrawn(TorchFunctionMode):
+    """What `torch.nn.init` is asked for is not done."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def weightless() -> Iterator[None]:
+    """Modules made inside are on the meta device, and nobody draws their weights: torch would import its compiler to
+    find out that there is nothing to draw, which took a third of a start."""
+    with _NotDrawn(), torch.device("meta"):
+        yield
 
 
 class Network(nn.Module, ABC):
@@ -104,7 +125,7 @@ class Network(nn.Module, ABC):
 
     def away(self: N, origin: Origin | None) -> N:
         """Another network of these sizes, in eval mode, none of whose weights are there yet."""
-        with torch.device("meta"):
+        with weightless():
             network = type(self)(self.config)
         network.origin = origin
         return network.requires_grad_(False).eval()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.models.gemma import RmsNorm
-from vla_accel.models.network import Network
+from vla_accel.models.network import Network, weightless
 
 N = TypeVar("N", bound=Network)
 
@@ -105,7 +105,7 @@ def drawn_model(
 ) -> N:  # fmt: skip
     """A model of a kind and `config` whose weights are drawn when they are asked for, on `device`, large products in
     `dtype`, in eval mode; `drawn`: what draws them."""
-    with torch.device("meta"):
+    with weightless():
         model = kind(config)
     model.origin = drawn(model, seed, torch.device(device))
     return model.requires_grad_(False).eval().placed(torch.device(device), dtype)
