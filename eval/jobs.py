@@ -109,9 +109,8 @@ def throughput(name: str, cases: str, gpus: int, *needs: str) -> Job:
 
 OURS = "native-bf16,native-fp8,native-fp8-vision"
 SHAPE = "--views 3 --horizon 50 --steps 10 --calls 60"
-PORTABLE = (
-    f"--systems native-bf16,native-fp8,portable-bf16,portable-fp8,portable-int8 {SHAPE} --realtime-vla {{realtime_vla}}"
-)
+PORTABLE = "portable-bf16,portable-fp8,portable-int8"
+BESIDE_REALTIME = f"--systems native-bf16,native-fp8,{PORTABLE} {SHAPE} --realtime-vla {{realtime_vla}}"
 UNDER_STRESS = "--suite libero_spatial,libero_spatial_object --stress {stress} --trials 50"
 
 JOBS: tuple[Job, ...] = (
@@ -124,8 +123,10 @@ JOBS: tuple[Job, ...] = (
           "--profile", "lerobot"),
     bench("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8,native-fp8-decode,native-int8-decode,eager "
           "--calls 20"),
-    bench("portable_pi05", f"--model pi05 {PORTABLE}", "realtime_vla"),
-    bench("portable_pi0", f"--model pi0 {PORTABLE}", "realtime_vla"),
+    bench("portable_pi05", f"--model pi05 {BESIDE_REALTIME}", "realtime_vla"),
+    bench("portable_pi0", f"--model pi0 {BESIDE_REALTIME}", "realtime_vla"),
+    bench("portable_short", f"--model pi05 --systems {PORTABLE} --steps 10 --calls 60 --realtime-vla {{realtime_vla}}",
+          "realtime_vla"),
     bench("pi05_prompt60", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 60 --calls 60"),
     bench("pi05_prompt180", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 180 --calls 60"),
     bench("pi05_batches", f"--model pi05 --systems {OURS} --steps 10 --batch 1,2,4,8,16,32 --calls 60"),
