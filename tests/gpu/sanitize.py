@@ -82,7 +82,7 @@ def denoise() -> Cases:
     from tests.support.gpu_policies import BF16_COSINE, cosines, on_gpu
     from tests.support.streamed_support import loop_of, loops_inputs, run_loop
     from vla_accel.native.constants import step_tables
-    from vla_accel.native.expert import ExpertWeights, _LayerLoop
+    from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop
 
     def run(case: LoopCase) -> None:
         model = random_model(Pi0, case.config)
@@ -92,7 +92,7 @@ def denoise() -> Cases:
             exact = ExpertWeights.of(model, "fp32")
             tables = step_tables(model, exact.normed_products(), case.steps)
             wide = {n: v.float() if n != "lengths" else v for n, v in inputs.items()}
-            want = run_loop(_LayerLoop(exact, case.config, tables, *sizes), wide, state, noise, "cpu")
+            want = run_loop(Pi0LayerLoop(exact, case.config, tables, *sizes), wide, state, noise, "cpu")
             weights = ExpertWeights.of(on_gpu(model), case.precision, streamed=True)
             tables = step_tables(model, weights.normed_products(), case.steps)
             loop = loop_of(case, weights, tables)

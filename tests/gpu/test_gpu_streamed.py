@@ -15,7 +15,7 @@ from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, run_loo
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.constants import step_tables
-from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of
+from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, sizes_of
 from vla_accel.ops.cuda.denoise import why_not
 from vla_accel.ops.gpu import Gpu
 
@@ -41,13 +41,13 @@ def test_the_streamed_loop_agrees_with_the_triton_loop(name: str) -> None:
     with torch.inference_mode():
         exact = ExpertWeights.of(model, "fp32")
         tables = step_tables(model, exact.normed_products(), case.steps)
-        reference = _LayerLoop(exact, config, tables, *sizes)
+        reference = Pi0LayerLoop(exact, config, tables, *sizes)
         want = run_loop(
             reference, {n: v.float() if n != "lengths" else v for n, v in inputs.items()}, state, noise, "cpu"
         )
         weights = ExpertWeights.of(on_gpu(model), case.precision)
         tables = step_tables(model, weights.normed_products(), case.steps)
-        layered = _LayerLoop(weights, config, tables, *sizes)
+        layered = Pi0LayerLoop(weights, config, tables, *sizes)
         streamed = loop_of(case, ExpertWeights.of(model, case.precision, streamed=True), tables)
     triton_actions = run_loop(layered, inputs, state, noise, DEVICE)
     first = run_loop(streamed, inputs, state, noise, DEVICE)

@@ -13,7 +13,7 @@ from tests.support.streamed_support import LOOPS, loops_inputs, run_loop
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native import cuts
-from vla_accel.native.expert import ExpertWeights, _LayerLoop, steps_of
+from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, steps_of
 from vla_accel.ops import autotune
 from vla_accel.ops.gpu import Gpu, assumed
 
@@ -43,10 +43,10 @@ def test_a_measured_loop_agrees_and_is_found_again(
     here = Gpu.of(torch.device(DEVICE))
     assert here is not None
 
-    def loop_of(model: Pi0, precision: str) -> _LayerLoop:
+    def loop_of(model: Pi0, precision: str) -> Pi0LayerLoop:
         weights = ExpertWeights.of(model, precision)
         tables = steps_of(model, weights, case.steps)
-        return _LayerLoop(weights, case.config, tables, case.batch, case.prefix_tokens)
+        return Pi0LayerLoop(weights, case.config, tables, case.batch, case.prefix_tokens)
 
     wide: dict[str, Any] = {n: v.float() if n != "lengths" else v for n, v in inputs.items()}
     with torch.inference_mode():

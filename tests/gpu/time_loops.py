@@ -35,7 +35,7 @@ from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native import smolvla_expert
-from vla_accel.native.expert import ExpertWeights, _LayerLoop, sizes_of, steps_of, why_not_streamed
+from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, sizes_of, steps_of, why_not_streamed
 from vla_accel.ops import linear
 from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.cuda import gemm, runtime
@@ -153,16 +153,16 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
         with steered("reference"):
             exact, tables = weights_in("fp32")
             wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
-            want = velocity(_LayerLoop(exact, case.config, tables, *sizes), wide, state)
+            want = velocity(Pi0LayerLoop(exact, case.config, tables, *sizes), wide, state)
             plain, tables = weights_in("bf16" if here is not None else "fp32")
-            plainly = velocity(_LayerLoop(plain, case.config, tables, *sizes), inputs, state)
+            plainly = velocity(Pi0LayerLoop(plain, case.config, tables, *sizes), inputs, state)
         del exact, plain
         # What plain BF16 loses is lost by rounding alone: a loop of ours may lose twice as much.
         lost = 1 - float(torch.nn.functional.cosine_similarity(plainly, want, dim=0))
         least = min(COSINE, 1 - 2 * lost)
         weights, tables = weights_in("bf16" if here is not None else "fp32")
         ways: dict[str, Callable[[], Any]] = {
-            "triton": functools.partial(_LayerLoop, weights, case.config, tables, *sizes)
+            "triton": functools.partial(Pi0LayerLoop, weights, case.config, tables, *sizes)
         }
         if here is not None:
             ways["portable"] = ways["triton"]

@@ -96,7 +96,7 @@ def launches_of(
             store.denoise(batch, total, 2, of_loop, trained=trained),
         )  # fmt: skip
     loop: Any = getattr(programs[2], "loop", programs[2])
-    assert isinstance(loop, (expert._LayerLoop, smolvla_expert._LayerLoop))
+    assert isinstance(loop, (expert.Pi0LayerLoop, smolvla_expert.SmolVlaLayerLoop))
     # Where the chain's products are the library's, only the loop starts early; a Hopper's are its own.
     loop.pdl = programs[0].pdl = programs[1].pdl = gpu.dependent_launch  # type: ignore[attr-defined]
 
@@ -141,7 +141,7 @@ def recorded(call: Callable[[], None]) -> list[Launch]:
     return found
 
 
-def try_cuts(gpu: Gpu, loop: expert._LayerLoop, tensors: dict[str, Tensor]) -> None:
+def try_cuts(gpu: Gpu, loop: expert.Pi0LayerLoop, tensors: dict[str, Tensor]) -> None:
     """Launch every product and attention of a layer in every cut that is worth measuring."""
     for name, product in loop.products.items():
         first, *others = suffix_tilings.candidates(gpu, product)

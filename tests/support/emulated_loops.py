@@ -16,7 +16,7 @@ from tests.support.streamed_support import LoopCase
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.constants import step_tables
-from vla_accel.native.expert import ExpertWeights, _LayerLoop, streamed_loop
+from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, streamed_loop
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise import StreamedLoop
 
@@ -69,14 +69,14 @@ class Pi0Loops:
         cache = {name: value.masked_fill(behind, beyond).to(dtype) for name, value in self.cache.items()}
         return {**cache, "lengths": self.lengths, **self.guidance}
 
-    def fused(self, precision: str) -> _LayerLoop:
+    def fused(self, precision: str) -> Pi0LayerLoop:
         """The loop of fused ops."""
         case, model = self.case, random_model(Pi0, self.case.config)
         model = model if precision == "fp32" else model.to_compute_dtype(torch.bfloat16)
         with torch.inference_mode():
             weights = ExpertWeights.of(model, precision)
             tables = step_tables(model, weights.normed_products(), case.steps)
-            return _LayerLoop(weights, case.config, tables, case.batch, case.prefix_tokens)
+            return Pi0LayerLoop(weights, case.config, tables, case.batch, case.prefix_tokens)
 
     def streamed(self) -> StreamedLoop:
         """The loop of streamed kernels."""

@@ -25,7 +25,7 @@ from vla_accel.ledger import Ledger
 from vla_accel.models.memory import Counted
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.models.random_weights import random_model
-from vla_accel.native.expert import _LayerLoop
+from vla_accel.native.expert import Pi0LayerLoop
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.ops.cuda.denoise import StreamedLoop
 from vla_accel.policy.pipeline import Feed, Pipelines, Plan
@@ -152,7 +152,7 @@ def scratch_of(program: Any) -> Iterator[Tensor]:
             if isinstance(buffer, Tensor):
                 yield buffer
     loop = getattr(program, "loop", None)
-    if isinstance(loop, _LayerLoop):
+    if isinstance(loop, Pi0LayerLoop):
         for kind, taken in loop.cuts.taken.items():
             yield from taken.workspace[: 2 if kind == "attention" else 1] if taken.workspace is not None else ()
     elif isinstance(loop, StreamedLoop):

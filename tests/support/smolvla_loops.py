@@ -12,7 +12,7 @@ from vla_accel.models.random_weights import random_model
 from vla_accel.models.siglip import SiglipConfig
 from vla_accel.models.smollm import SmolLmConfig
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
-from vla_accel.native.smolvla_expert import ExpertWeights, _LayerLoop, steps_of, streamed_loop
+from vla_accel.native.smolvla_expert import ExpertWeights, SmolVlaLayerLoop, steps_of, streamed_loop
 from vla_accel.ops.cuda.denoise import StreamedLoop
 from vla_accel.ops.gpu import Gpu
 
@@ -89,14 +89,14 @@ class Loops:
     def model(self, device: str, dtype: torch.dtype) -> SmolVla:
         return random_model(SmolVla, self.case.config).to(device).to_compute_dtype(dtype)
 
-    def fused(self, precision: str, device: str) -> _LayerLoop:
+    def fused(self, precision: str, device: str) -> SmolVlaLayerLoop:
         """The loop of fused ops."""
         case = self.case
         model = self.model(device, torch.float32 if precision == "fp32" else torch.bfloat16)
         with torch.inference_mode():
             weights = ExpertWeights.of(model, precision)
             tables = steps_of(self.model(device, torch.float32), case.steps)
-            return _LayerLoop(weights, case.config, tables, len(case.lengths), case.prefix_tokens)
+            return SmolVlaLayerLoop(weights, case.config, tables, len(case.lengths), case.prefix_tokens)
 
     def streamed(self, gpu: Gpu, device: str) -> StreamedLoop:
         """The loop of streamed kernels."""

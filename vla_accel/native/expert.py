@@ -18,18 +18,14 @@ from torch import Tensor
 from vla_accel.models.gemma import GemmaLayer
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.native.constants import step_tables
-from vla_accel.native.cuts import Cuts
 from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.loop import LayerLoop, LoopProgram, Wait, described
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
-from vla_accel.ops.dispatch import dependent_launches
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear, make_linear
-from vla_accel.ops.moments import Moments, measure
-from vla_accel.ops.rows import rope_tables
-from vla_accel.ops.suffix_tilings import Product, SuffixAttention
+from vla_accel.ops.suffix_tilings import Product
 
 
 @dataclass(frozen=True)
@@ -168,7 +164,7 @@ class NativeDenoise(LoopProgram):
         if gpu is not None and weights.packed is not None:
             self.loop = streamed_loop(gpu, weights, config, self.tables, batch, prefix_tokens)
         else:
-            self.loop = _LayerLoop(weights, config, self.tables, batch, prefix_tokens)
+            self.loop = Pi0LayerLoop(weights, config, self.tables, batch, prefix_tokens)
         self.detail = described(self.loop, kind, why_not_streamed if device.type == "cuda" else None)
 
     def prepare(self, inputs: Mapping[str, Tensor], actions: Tensor) -> Tensor | None:
@@ -180,41 +176,19 @@ class NativeDenoise(LoopProgram):
         return self.state_token
 
 
-class _LayerLoop(LayerLoop):
-    """Five kernels a layer and one between steps: any number of rows, any GPU. How each is cut into programs is
-    measured on the GPU at hand, over all layers, and remembered; `detail` says what was taken."""
+class Pi0LayerLoop(LayerLoop):
+    """Five kernels a layer and one between steps."""
 
     def __init__(
         self, weights: ExpertWeights, config: Pi0Config, tables: StepTables, batch: int, prefix_tokens: int
     ) -> None:
-        self.weights, self.tables = weights, tables
-        expert = config.expert
-        self.eps, self.tokens = expert.eps, config.suffix_tokens
-        device, dtype = weights.w_out.device, weights.dtype
-        self.pdl = dependent_launches(device)
-        rows = batch * self.tokens
-
-        def buffer(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.x, self.hidden = buffer(rows, expert.width), buffer(rows, expert.width)
-        self.q = buffer(batch, self.tokens, expert.heads, expert.head_dim)
-        self.k = buffer(batch, self.tokens, expert.kv_heads, expert.head_dim)
-        self.v = torch.zeros_like(self.k)
-        self.context = buffer(rows, expert.heads * expert.head_dim)
-        self.active = buffer(rows, expert.mlp_dim)
-        self.cos, self.sin = rope_tables(prefix_tokens + self.tokens, expert.head_dim, device)
-        self.attention = SuffixAttention(
-            batch, self.tokens, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
-        )
+        device = weights.w_out.device
+        super().__init__(config.expert, tables, batch, config.suffix_tokens, prefix_tokens, weights.dtype, device)
+        self.weights, self.horizon = weights, config.action_horizon
         # Which rows are of pinned actions; a state's never is.
-        self.horizon = config.action_horizon
         pins = tables.trained and tables.adaptive
-        self.pinned = torch.zeros(rows, dtype=torch.int32, device=device) if pins else None
-        self.cuts = Cuts(device)
-        self.first = Moments.like(self.x, expert.width, tables.adaptive)
+        self.pinned = torch.zeros(len(self.x), dtype=torch.int32, device=device) if pins else None
         self._cut()
-        self.detail = self.cuts.detail
 
     @property
     def products(self) -> dict[str, Product]:
@@ -250,35 +224,12 @@ class _LayerLoop(LayerLoop):
     ) -> None:
         if self.pinned is not None:
             self.pinned.view(-1, self.tokens)[:, self.tokens - self.horizon :].copy_(inputs["weights"] > 0)
-        self._between(inputs, actions, state_token, 0)
-        self._step(inputs, 0, wait)
-
-    def go_on(
-        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, *, joined: bool = False
-    ) -> None:
-        for step in range(1, self.tables.steps):
-            self._between(inputs, actions, state_token, step, early=step > 1 or not joined)
-            self._step(inputs, step)
-        self._between(inputs, actions, state_token, self.tables.steps, early=self.tables.steps > 1 or not joined)
-
-    def _step(self, inputs: Mapping[str, Tensor], step: int, wait: Wait | None = None) -> None:
-        self._moments(step)
-        for layer in range(len(self.weights.layers)):
-            if wait is not None:
-                wait(layer)
-            self._layer(step, layer, inputs, early=wait is None)
-
-    def _moments(self, step: int) -> None:
-        """Of the rows that the first layer reads."""
-        if self.cuts.moments("down") is not None:
-            measure(self.x, self.tables.of(self.tables.input_scale, step, 0), self.first, pdl=self.pdl)
+        super().begin(inputs, state_token, actions, wait)
 
     def _between(
         self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int, *,
         early: bool = True,
     ) -> None:  # fmt: skip
-        """Finish evaluation step - 1 and prepare evaluation `step`. `early`: it may start before its turn, as what is
-        in front of it is a kernel of this loop."""
         w, tables = self.weights, self.tables
         first, last = step == 0, step == tables.steps
         done = max(step - 1, 0)
@@ -299,7 +250,7 @@ class _LayerLoop(LayerLoop):
                 self.hidden, w.mix, None, self.x, residual=False, tokens=self.tokens, skip_first=True, pdl=False
             )
 
-    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor], *, early: bool = True) -> None:
+    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor], *, early: bool) -> None:
         lengths = inputs["lengths"]
         self._qkv(step, index, lengths, early=early)
         self._attend(index, inputs)

@@ -10,36 +10,106 @@ import torch
 from torch import Tensor
 
 from vla_accel.component import BESIDE, FollowingProgram, Program
+from vla_accel.models.gemma import GemmaConfig
+from vla_accel.models.smollm import SmolLmConfig
 from vla_accel.native.ahead import Ahead
+from vla_accel.native.cuts import Cuts
 from vla_accel.native.prefix import NativePrefix
 from vla_accel.ops.cuda.denoise import StepTables, StreamedLoop
+from vla_accel.ops.dispatch import dependent_launches
+from vla_accel.ops.moments import Moments, measure
+from vla_accel.ops.rows import rope_tables
+from vla_accel.ops.suffix_tilings import SuffixAttention
 
+Stack = GemmaConfig | SmolLmConfig
 Wait = Callable[[int], None]
 """Called before a layer that reads the prefix's keys and values of that layer."""
 
 
 class LayerLoop(ABC):
-    """A loop of fused ops, layer by layer: as `StreamedLoop`, begun and gone on with."""
+    """A loop of fused ops, layer by layer: as `StreamedLoop`, begun and gone on with. Any number of rows, any GPU. How
+    each op is cut into programs is measured on the GPU at hand, over all layers, and remembered; `detail` says what was
+    taken.
+
+    Rows of the suffix: `x` (B T, W), what the action MLP's first layer makes of them `hidden`, `q`, `k`, `v`
+    (B, T, heads, d), attention's `context` and the gated `active`. `attention`: its sizes, and `pdl`: whether kernels
+    may start early.
+    """
 
     reads_by_layer = True
 
-    @abstractmethod
+    def __init__(
+        self, expert: Stack, tables: StepTables, batch: int, tokens: int, prefix_tokens: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """`tokens`: of a sequence's suffix; `dtype`: of what is computed."""
+        self.tables, self.tokens, self.eps, self.depth = tables, tokens, expert.eps, expert.depth
+        self.pdl = dependent_launches(device)
+        rows = batch * tokens
+
+        def buffer(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.x, self.hidden = buffer(rows, expert.width), buffer(rows, expert.width)
+        self.q = buffer(batch, tokens, expert.heads, expert.head_dim)
+        self.k = buffer(batch, tokens, expert.kv_heads, expert.head_dim)
+        self.v = torch.zeros_like(self.k)
+        self.context = buffer(rows, expert.heads * expert.head_dim)
+        self.active = buffer(rows, expert.mlp_dim)
+        self.cos, self.sin = rope_tables(prefix_tokens + tokens, expert.head_dim, device)
+        self.attention = SuffixAttention(
+            batch, tokens, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
+        )
+        self.cuts = Cuts(device)
+        self.first = Moments.like(self.x, expert.width, tables.adaptive)
+
+    @property
+    def detail(self) -> str:
+        """What was measured, for the ledger."""
+        return self.cuts.detail
+
     def begin(
         self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, wait: Wait | None = None
     ) -> None:
         """Enqueue the first step; `actions` hold the noise, and are integrated in place. `wait`: with it no layer
         starts before it is its turn."""
+        self._between(inputs, actions, state_token, 0)
+        self._step(inputs, 0, wait)
 
-    @abstractmethod
     def go_on(
         self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, *, joined: bool = False
     ) -> None:
         """Enqueue the other steps, and the end. `joined`: something else came between."""
+        for step in range(1, self.tables.steps):
+            self._between(inputs, actions, state_token, step, early=step > 1 or not joined)
+            self._step(inputs, step)
+        self._between(inputs, actions, state_token, self.tables.steps, early=self.tables.steps > 1 or not joined)
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
         """Enqueue all of it."""
         self.begin(inputs, state_token, actions)
         self.go_on(inputs, state_token, actions)
+
+    def _step(self, inputs: Mapping[str, Tensor], step: int, wait: Wait | None = None) -> None:
+        if self.cuts.moments("down") is not None:
+            # Of the rows that the first layer reads, which no product has written.
+            measure(self.x, self.tables.of(self.tables.input_scale, step, 0), self.first, pdl=self.pdl)
+        for layer in range(self.depth):
+            if wait is not None:
+                wait(layer)
+            self._layer(step, layer, inputs, early=wait is None)
+
+    @abstractmethod
+    def _between(
+        self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int, *,
+        early: bool = True,
+    ) -> None:  # fmt: skip
+        """Finish evaluation step - 1 and prepare evaluation `step`. `early`: it may start before its turn, as what is
+        in front of it is a kernel of this loop."""
+
+    @abstractmethod
+    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor], *, early: bool) -> None:
+        """A layer in evaluation `step`; `early` as above."""
 
 
 class LoopProgram(FollowingProgram):

@@ -18,20 +18,16 @@ from torch.nn import functional as F
 from vla_accel.models.rtc import step_gains
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
 from vla_accel.native.constants import paired
-from vla_accel.native.cuts import Cuts
 from vla_accel.native.expert import ExpertLayer
 from vla_accel.native.fold import fold_norm, plain
-from vla_accel.native.loop import LayerLoop, LoopProgram, Wait, described
+from vla_accel.native.loop import LayerLoop, LoopProgram, described
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.numeric import round_up
 from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.cuda.denoise.sizes import WHOLE
-from vla_accel.ops.dispatch import dependent_launches
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import Linear, make_linear
-from vla_accel.ops.moments import Moments, measure
-from vla_accel.ops.rows import rope_tables
 from vla_accel.ops.suffix_tilings import SuffixAttention
 
 
@@ -141,7 +137,7 @@ class NativeDenoise(LoopProgram):
         if gpu is not None and weights.packed is not None:
             self.loop = streamed_loop(gpu, weights, config, tables, batch, prefix_tokens)
         else:
-            self.loop = _LayerLoop(weights, config, tables, batch, prefix_tokens)
+            self.loop = SmolVlaLayerLoop(weights, config, tables, batch, prefix_tokens)
         what = f"{weights_in(weights.precision)}, {self.loop.kernels_a_step} kernels a step"
         self.detail = described(self.loop, what, why_not_streamed if device.type == "cuda" else None)
 
@@ -157,38 +153,19 @@ def streamed_loop(
     )  # fmt: skip
 
 
-class _LayerLoop(LayerLoop):
-    """Four or five kernels a layer and two between steps: any number of rows, any GPU. How each is cut into programs is
-    measured on the GPU at hand; `detail` says what was taken."""
+class SmolVlaLayerLoop(LayerLoop):
+    """Four or five kernels a layer and two between steps."""
 
     def __init__(
         self, weights: ExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int
     ) -> None:
-        self.weights, self.config, self.tables = weights, config, tables
-        expert, self.horizon = config.expert, config.action_horizon
-        device, dtype = weights.w_out.device, weights.dtype
-        self.pdl = dependent_launches(device)
-        rows = batch * self.horizon
-
-        def buffer(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.x, self.hidden = buffer(rows, expert.width), buffer(rows, expert.width)
-        self.q = buffer(batch, self.horizon, expert.heads, expert.head_dim)
-        self.k = buffer(batch, self.horizon, expert.kv_heads, expert.head_dim)
-        self.v = torch.zeros_like(self.k)
-        self.context = buffer(rows, expert.heads * expert.head_dim)
-        self.active = buffer(rows, expert.mlp_dim)
-        sizes = SuffixAttention(
-            batch, self.horizon, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
+        super().__init__(
+            config.expert, tables, batch, config.action_horizon, prefix_tokens, weights.dtype, weights.w_out.device
         )
-        self.cos, self.sin = rope_tables(prefix_tokens + self.horizon, expert.head_dim, device)
-        self.cuts = Cuts(device)
-        self.first = Moments.like(self.x, expert.width, False)
-        self._cut(sizes)
-        crossing = sum(map(config.crosses, range(expert.depth)))
-        self.kernels_a_step = 5 * expert.depth - crossing + 3
-        self.detail = self.cuts.detail
+        self.weights, self.config = weights, config
+        self._cut(self.attention)
+        crossing = sum(map(config.crosses, range(self.depth)))
+        self.kernels_a_step = 5 * self.depth - crossing + 3
 
     def _cut(self, sizes: SuffixAttention) -> None:
         """Choose how products and attention are cut."""
@@ -218,31 +195,11 @@ class _LayerLoop(LayerLoop):
         mix = suffix.project_product(self.hidden, self.weights.mix)
         self.cuts.products("mix", mix, self._mix)
 
-    def begin(
-        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, wait: Wait | None = None
-    ) -> None:
-        self._between(inputs, actions, 0)
-        self._step(inputs, wait)
-
-    def go_on(
-        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, *, joined: bool = False
-    ) -> None:
-        for step in range(1, self.tables.steps):
-            self._between(inputs, actions, step, early=step > 1 or not joined)
-            self._step(inputs)
-        self._between(inputs, actions, self.tables.steps, early=self.tables.steps > 1 or not joined)
-
-    def _step(self, inputs: Mapping[str, Tensor], wait: Wait | None = None) -> None:
-        if self.cuts.moments("down") is not None:
-            measure(self.x, None, self.first, pdl=self.pdl)
-        for index in range(len(self.weights.layers)):
-            if wait is not None:
-                wait(index)
-            self._layer(index, inputs, early=wait is None)
-
-    def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, step: int, *, early: bool = True) -> None:
-        """Finish evaluation step - 1 and prepare evaluation `step`. `early`: it may start before its turn, as what is
-        in front of it is a kernel of this loop."""
+    def _between(
+        self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int, *,
+        early: bool = True,
+    ) -> None:  # fmt: skip
+        del state_token  # The state is in the prefix.
         w, tables = self.weights, self.tables
         first, last = step == 0, step == tables.steps
         done = max(step - 1, 0)
@@ -250,14 +207,15 @@ class _LayerLoop(LayerLoop):
         suffix.step(
             self.x, tables.final_scale, None, w.w_out, w.b_out, actions, inputs["target"], inputs["weights"],
             tables.w_in, tables.b_in[min(step, tables.steps - 1)], self.hidden, dt=-1.0 / tables.steps,
-            time=tables.times[done], gain=tables.gains[done], eps=self.config.expert.eps, tokens=self.horizon,
+            time=tables.times[done], gain=tables.gains[done], eps=self.eps, tokens=self.tokens,
             first=first, last=last, silu=True, pinned=tables.trained,
             pdl=self.pdl and early and not first,
         )  # fmt: skip
         if not last:
             self._mix()
 
-    def _layer(self, index: int, inputs: Mapping[str, Tensor], *, early: bool = True) -> None:
+    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor], *, early: bool) -> None:
+        del step  # No norm depends on it.
         layer, lengths = self.weights.layers[index], inputs["lengths"]
         keys, values = inputs["keys"][index], inputs["values"][index]
         if self.config.crosses(index):
@@ -272,7 +230,7 @@ class _LayerLoop(LayerLoop):
     def _qkv(self, index: int, lengths: Tensor, *, early: bool = True) -> None:
         suffix.qkv_rope(
             self.x, self.weights.layers[index].qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v,
-            eps=self.config.expert.eps, pdl=self.pdl and early, cut=self.cuts.alone("qkv"),
+            eps=self.eps, pdl=self.pdl and early, cut=self.cuts.alone("qkv"),
             moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
@@ -285,7 +243,7 @@ class _LayerLoop(LayerLoop):
     def _cross(self, index: int, keys: Tensor, values: Tensor, lengths: Tensor, *, early: bool = True) -> None:
         suffix.cross_attention(
             self.x, self.weights.layers[index].qkv, self.cos, self.sin, keys, values, lengths, self.context,
-            eps=self.config.expert.eps, pdl=self.pdl and early, cut=self.cuts.alone("cross"),
+            eps=self.eps, pdl=self.pdl and early, cut=self.cuts.alone("cross"),
             moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
@@ -296,7 +254,7 @@ class _LayerLoop(LayerLoop):
 
     def _gate_up(self, layer: ExpertLayer) -> None:
         suffix.gate_up_geglu(
-            self.x, layer.gate_up, None, None, self.active, eps=self.config.expert.eps, silu=True, pdl=self.pdl,
+            self.x, layer.gate_up, None, None, self.active, eps=self.eps, silu=True, pdl=self.pdl,
             cut=self.cuts.alone("gate_up"), moments=self.cuts.moments("o"),
         )  # fmt: skip
 
