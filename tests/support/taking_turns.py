@@ -1,0 +1,99 @@
+"""`python -m tests.support.taking_turns SEED ROUNDS`: Hopper's own kernels again and again, in an order that the seed
+gives. What one computes must stay what it computed first: to the bit where sums have an order, closely where they have
+none. Several such processes at once take turns on the GPU, in the middle of kernels."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tests.ops.test_gemm import TILINGS
+from tests.support import kernel_cases as cases
+from tests.support import kernel_shapes as shapes
+from tests.support.smolvla_loops import EXPERTS, Loops
+from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, reason, run_loop
+from vla_accel.models.pi0 import Pi0
+from vla_accel.models.random_weights import random_model
+from vla_accel.native.constants import step_tables
+from vla_accel.native.expert import ExpertWeights
+from vla_accel.ops.cuda import gemm
+from vla_accel.ops.gpu import Gpu
+
+DEVICE = "cuda"
+# Two views of the vision tower, and prefixes of two and of three.
+ATTENTION = ("self-attention (2, 256, 16, 72) fp8=False", "attention 544 of 256", "attention 800 of 256")
+Run = Callable[[], Tensor]
+
+
+def streamed() -> dict[str, Run]:
+    """The denoise loops of all families. Behind each prefix there is rubbish."""
+    gpu = Gpu.of(torch.device(DEVICE))
+    assert gpu is not None
+
+    def smolvla(name: str) -> Run:
+        loops = Loops(EXPERTS[name])
+        loop, inputs = loops.streamed(gpu, DEVICE), loops.placed(DEVICE)
+        return lambda: loops.moved(loop, inputs)
+
+    def pi0(name: str) -> Run:
+        case = LOOPS[name]
+        model = random_model(Pi0, case.config).to(DEVICE).to_compute_dtype(torch.bfloat16)
+        with torch.inference_mode():
+            weights = ExpertWeights.of(model, case.precision, streamed=True)
+            loop = loop_of(case, weights, step_tables(model, weights.normed_products(), case.steps))
+        inputs, state, noise = loops_inputs(case)
+        return lambda: torch.from_numpy(run_loop(loop, inputs, state, noise, DEVICE))
+
+    runs = {f"SmolVLA, {name}": smolvla(name) for name in EXPERTS}
+    return runs | {f"π0, {name}": pi0(name) for name, case in LOOPS.items() if reason(case) is None}
+
+
+def attention() -> dict[str, Run]:
+    def run(name: str) -> Run:
+        call = shapes.call_of(name, torch.bfloat16)
+        return lambda: cases.outputs_of(call, torch.device(DEVICE), kernel=True, pdl=True)[0].float().cpu()
+
+    return {name: run(name) for name in ATTENTION}
+
+
+def products() -> dict[str, Run]:
+    """One of a prefix, in tilings of every kind."""
+    gpu = Gpu.of(torch.device(DEVICE))
+    assert gpu is not None
+    draw = torch.Generator(device=DEVICE).manual_seed(0)
+    x, weight = (torch.randn(n, 2048, device=DEVICE, generator=draw).bfloat16() for n in (544, 2560))
+    out = torch.empty(544, 2560, dtype=torch.bfloat16, device=DEVICE)
+
+    def run(tiling: gemm.Tiling) -> Run:
+        def call() -> Tensor:
+            gemm.gemm(x, weight, None, out.fill_(float("nan")), tiling=tiling, scale=2048**-0.5, gpu=gpu)
+            return out.float().cpu()
+
+        return call
+
+    return {f"product, {tiling}": run(tiling) for tiling in TILINGS}
+
+
+def main(seed: int, rounds: int) -> None:
+    """Fails at the first result that is another than it was."""
+    order, loops = random.Random(seed), streamed()
+    runs = {**loops, **attention(), **products()}
+    first = {name: run() for name, run in runs.items()}
+    for name, value in first.items():
+        assert bool(torch.isfinite(value).all()), f"{name}: not finite at first"
+    for done in range(rounds):
+        for name in order.sample(list(runs), len(runs)):
+            got, want = runs[name](), first[name]
+            assert bool(torch.isfinite(got).all()), f"{name}: not finite in round {done}"
+            bound = 0.0 if name in loops else 0.02 * float(want.abs().max())
+            away = float((got - want).abs().max())
+            assert away <= bound, f"{name}: {away:.3g} away from its first result in round {done}"
+    print(f"{rounds} rounds of {len(runs)}: the same")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
