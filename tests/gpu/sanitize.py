@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.test_gemm import TILINGS
+from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import _attention, _self_attention
 from tests.support.kernel_shapes import CUTS
@@ -60,10 +61,10 @@ def gemm() -> Cases:
 def attention() -> Cases:
     """Towers and prefixes: whole tiles and parts of one, lengths, clusters of one to three blocks, FP8."""
 
-    def run(name: str, make: Callable[[cases.Draw], cases.Call]) -> None:
-        call = make(cases.Draw(name, torch.bfloat16))
+    def run(name: str, make: Callable[[calls.Draw], calls.Call]) -> None:
+        call = make(calls.Draw(name, torch.bfloat16))
         for pdl in (False, True):
-            cases.check(call, cases.outputs_of(call, DEVICE, kernel=True, pdl=pdl), 0.02, 0.003, 0.006)
+            calls.check(call, calls.outputs_of(call, DEVICE, kernel=True, pdl=pdl), 0.02, 0.003, 0.006)
 
     shapes = {
         "tower 72": _self_attention(1, 256, 2, 72), "tower 72 fp8": _self_attention(2, 200, 1, 72, 200.0),

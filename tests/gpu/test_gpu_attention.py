@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import kernel_cases as cases
+from tests.support import kernel_calls as calls
 from tests.support import kernel_shapes as shapes
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import Attention
@@ -44,7 +44,7 @@ def test_a_kernel_computes_what_its_reference_does(name: str, dtype: torch.dtype
     if dtype == torch.float16 and not name.endswith("fp8=False"):
         pytest.skip("FP16 has one case a shape")
     for pdl in (False, True):
-        cases.check(call, cases.outputs_of(call, GPU, kernel=True, pdl=pdl), 0.02, 0.003, 0.006)
+        calls.check(call, calls.outputs_of(call, GPU, kernel=True, pdl=pdl), 0.02, 0.003, 0.006)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_lengths_are_read_when_the_kernel_runs(sizes: Sizes) -> None:
         lengths.fill_(length)
         graph.replay()
         want = reference.attention(q.float(), k[:, :length].float(), v[:, :length].float(), None).flatten(2)
-        found = cases.difference(out, want)
+        found = calls.difference(out, want)
         assert found.worst <= 0.02 and found.mean <= 0.003, (length, found)
 
 
@@ -132,7 +132,7 @@ def test_a_library_agrees(way: str, quantised: bool, shape: Sizes) -> None:
     want = torch.empty(out.shape, dtype=E4M3.dtype if quantised else torch.float32)
     wide = [x.float().nan_to_num(0.0) for x in host[:3] if x is not None]
     attending.attention(wide[0], wide[1], wide[2], want, host[3], inverse_scale=scale)
-    found = cases.difference(out, want)
+    found = calls.difference(out, want)
     assert found.worst <= (0.13 if quantised else 0.02) and found.mean <= (0.006 if quantised else 0.003), found
 
 

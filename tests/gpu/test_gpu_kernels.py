@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support.gpu_policies import DEVICE, NAN
 from vla_accel.fp8 import E4M3
@@ -16,10 +17,10 @@ pytestmark = pytest.mark.gpu
 def test_a_kernel_computes_what_its_reference_does(name: str) -> None:
     call = cases.call_of(name, torch.bfloat16)
     device = torch.device(DEVICE)
-    for pdl in (False, True) if call.op in cases.TAKES_PDL else (False,):
+    for pdl in (False, True) if call.op in calls.TAKES_PDL else (False,):
         repeat = 3 if call.op == "suffix_attention" else 1
-        got = cases.outputs_of(call, device, kernel=True, pdl=pdl, repeat=repeat)
-        cases.check(call, got, 0.02, 0.003, 0.006)
+        got = calls.outputs_of(call, device, kernel=True, pdl=pdl, repeat=repeat)
+        calls.check(call, got, 0.02, 0.003, 0.006)
 
 
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 64, 128), (17, 1152, 4352), (51, 4352, 1152), (100, 256, 48)])
@@ -45,7 +46,7 @@ def test_a_product_of_cublas(rows: int, k: int, n: int, fp8: bool, what: str) ->
     ops.linear(x, host, want, gelu=what == "gelu")
     with torch.inference_mode():
         ops.linear(x.to(DEVICE), layer(DEVICE), got, gelu=what == "gelu")
-    found = cases.difference(got, want)
+    found = calls.difference(got, want)
     assert found.worst <= 0.03 and found.mean <= 0.004, found
 
 

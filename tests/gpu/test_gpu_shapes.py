@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support import kernel_cases as cases
+from tests.support import kernel_calls as calls
 from tests.support import kernel_shapes as shapes
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +17,7 @@ NAMES = [n for n in shapes.WIDE if not n.startswith(("attention", "self-attentio
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_computes_what_its_reference_does(name: str) -> None:
     call = shapes.call_of(name, torch.bfloat16)
-    for pdl in (False, True) if call.op in cases.TAKES_PDL else (False,):
+    for pdl in (False, True) if call.op in calls.TAKES_PDL else (False,):
         repeat = 3 if call.op == "suffix_attention" else 1
-        got = cases.outputs_of(call, torch.device("cuda"), kernel=True, pdl=pdl, repeat=repeat)
-        cases.check(call, got, 0.02, 0.003, 0.006)
+        got = calls.outputs_of(call, torch.device("cuda"), kernel=True, pdl=pdl, repeat=repeat)
+        calls.check(call, got, 0.02, 0.003, 0.006)

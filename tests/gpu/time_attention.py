@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tests.support import kernel_cases as cases
+from tests.support import kernel_calls as calls
 from vla_accel.errors import VlaAccelError
 from vla_accel.machine import hardware, software
 from vla_accel.ops import attending
@@ -55,7 +55,7 @@ def row(way: str, sizes: Sizes, device: torch.device) -> dict[str, Any]:
         if way == "flash_attn":
             attending.flash_module()
         attend(way, q, k, v, out, lengths)
-        found = cases.difference(out, want)
+        found = calls.difference(out, want)
         right = found.worst <= WORST and found.mean <= MEAN
         told: dict[str, Any] = {"worst": found.worst, "mean": found.mean, "right": right}
         if device.type == "cuda":

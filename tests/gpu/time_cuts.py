@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support import kernel_cases as cases
-from tests.support.kernel_cases import Draw
+from tests.support import kernel_calls as calls
+from tests.support.kernel_calls import Draw
 from vla_accel.ops import suffix, suffix_tilings
 from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.dispatch import steered
@@ -194,7 +194,7 @@ def _measured(
 ) -> dict[str, Any]:  # fmt: skip
     """How far two calls are from the reference, and microseconds a layer; or why it cannot run."""
     try:
-        worst = max(cases.difference(one().float(), want).worst for _ in range(2))
+        worst = max(calls.difference(one().float(), want).worst for _ in range(2))
         ms = (
             milliseconds(lambda: [layer() for layer in layers], bench.device, 1)
             if bench.device.type == "cuda"

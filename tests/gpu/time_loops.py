@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support import kernel_cases as cases
+from tests.support import kernel_calls as calls
 from tests.support.smolvla_loops import FULL as SMOLVLA_FULL
 from tests.support.smolvla_loops import ExpertCase, Loops, expert_of
 from tests.support.streamed_support import FULL, LoopCase, streamable
@@ -68,7 +68,7 @@ TINY = {
 
 def inputs_of(case: LoopCase, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor | None]:
     """keys, values, lengths, guidance and noise, and the state's token."""
-    config, draw = case.config, cases.Draw("loops", dtype)
+    config, draw = case.config, calls.Draw("loops", dtype)
     expert, actions = config.expert, (case.batch, config.action_horizon, config.action_dim)
     cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
     given = {
@@ -205,7 +205,7 @@ def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
         texts = {text for (kind, act, n, k), rows in products for text in sources(gpu, kind, rows, act, n, k)}
         list(pool.map(lambda text: runtime.compile_source(text, launch.ARCHITECTURE), texts))
     for (kind, activation, n, k), rows in products:
-        draw = cases.Draw(f"{n}x{k}", torch.bfloat16)
+        draw = calls.Draw(f"{n}x{k}", torch.bfloat16)
         bias = None if n in (32_768, 2048, 2560) else draw(n).to(device)
         layer = make_linear(
             draw.wide(n, k, scale=k**-0.5).to(device), bias, torch.bfloat16, 4.0 if kind == "fp8" else None
@@ -216,7 +216,7 @@ def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
             way = "library" if tiling is None else str(tiling)
             row: dict[str, Any] = {"gemm": f"{kind} {activation} {rows}x{n}x{k}", "rows": rows, "way": way}
             try:
-                worst = cases.difference(call(tiling).float(), want).worst
+                worst = calls.difference(call(tiling).float(), want).worst
                 row |= {"worst": worst, "right": worst <= WORST}
                 row["us"] = 1e3 * milliseconds(functools.partial(call, tiling), device, 10)
             except unfit() as error:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
@@ -61,17 +62,17 @@ def no_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel's case, by a way: NaN where it must not look, margins checked."""
     call = cases.call_of(name, torch.float32)
-    want = cases.outputs_of(call, CPU, kernel=False)
+    want = calls.outputs_of(call, CPU, kernel=False)
     with monkeypatch.context() as patched:
         patched.setattr(
             attending, "attention", lambda q, k, v, out, lengths, inverse_scale, last=False, **_: attend(
                 way, q, k, v, out, lengths, inverse_scale=inverse_scale, last=last
             )
         )  # fmt: skip
-        got = cases.outputs_of(call, CPU, kernel=True)
+        got = calls.outputs_of(call, CPU, kernel=True)
     for one, right in zip(got, want, strict=True):
-        found = cases.difference(one, right)
-        assert found.worst <= (0.13 if one.dtype == cases.FP8 else 1e-5) and found.mean <= 1e-4, found
+        found = calls.difference(one, right)
+        assert found.worst <= (0.13 if one.dtype == calls.FP8 else 1e-5) and found.mean <= 1e-4, found
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -177,7 +178,7 @@ def test_what_is_measured_is_laid_out_as_the_programs_are(padded: bool, quantise
     sizes = replace(SIZES, padded=padded, quantised=quantised, kv_heads=4)
     q, k, v, out, lengths = attending._tensors(sizes, CPU)
     assert q.shape == k.shape == v.shape == (2, 10, 4, 16) and out.shape == (2, 10, 64)
-    assert (lengths is not None) == padded and (out.dtype == cases.FP8) == quantised
+    assert (lengths is not None) == padded and (out.dtype == calls.FP8) == quantised
     assert not q.is_contiguous() and k.is_contiguous() == padded and k.stride() == v.stride()
 
 

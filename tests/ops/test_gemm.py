@@ -1,5 +1,5 @@
 """The Hopper GEMM (`ops/cuda/gemm/`) against what its source expects, without a GPU: tilings, what
-blocks fetch for each other, tensor maps, launches, and the ops that use them."""
+blocks fetch for each other, tensor maps, launches."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tests.support.gpus import GPUS, H200
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import E4M3
-from vla_accel.ops import gemm_choice, linear, norms
-from vla_accel.ops.autotune import Fastest
+from vla_accel.ops import gemm_choice
 from vla_accel.ops.cuda import gemm, runtime
 from vla_accel.ops.cuda.gemm import TABLES, Tiling, launch, search
 from vla_accel.ops.cuda.gemm.tiling import SHARED_LIMIT
-from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu, assumed
-from vla_accel.ops.linear import Linear, make_linear, pair
 from vla_accel.ops.reference import GATED
 
 SOURCE = runtime.source_of({}, "gemm/epilogue", "gemm/gemm")
@@ -336,219 +332,3 @@ def test_nothing_is_searched_for_where_the_kernel_cannot_run_or_gains_nothing() 
     for n, k in ((2048, 2049), (2040, 2048), (256, 256)):
         assert gemm.searched(H200, BF16, "none", 576, n, k) == [], (n, k)
     assert gemm.searched(H200, BF16, "none", 576, 2048, 2048) != []
-
-
-def test_own_or_library_is_measured_once_while_a_program_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-    way = 1
-
-    def remembered(what: str, ways: dict[str, Any], device: object, repeats: int) -> Fastest:
-        asked.append([what, *ways])
-        return Fastest(list(ways)[way])
-
-    monkeypatch.setattr(gemm_choice, "remembered", remembered)
-    monkeypatch.setattr(gemm_choice, "_KNOWN", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(Gpu, "of", lambda _: H200)
-
-    def measured(rows: int) -> Tiling | None:
-        return gemm_choice.measured(torch.device("cpu"), BF16, "none", rows, 2048, 2048, lambda _: lambda _: None)
-
-    size = (torch.device("cpu"), BF16, "none", 576, 2048, 2048)
-    assert gemm_choice.known(*size) is None and not asked, "a call measures nothing"
-    found = measured(576)
-    assert found is gemm_choice.known(*size) and found == gemm.searched(H200, *size[1:])[0]
-    assert asked[0][:2] == ["GEMM torch.bfloat16 none 576x2048x2048", "library"] and len(asked[0]) > 2
-    assert measured(576) is found and len(asked) == 1
-    way = 0
-    assert measured(584) is None and len(asked) == 2
-    assert measured(584) is None and len(asked) == 2, "the library is an answer, too"
-    # The table is believed, a graph is not disturbed.
-    assert measured(544) == gemm.planned(H200, *size[1:3], 544, 2048, 2048)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert measured(600) is None and len(asked) == 2
-
-
-@pytest.mark.parametrize("activation", list(launch.ACTIVATIONS))
-@pytest.mark.parametrize("fp8", [False, True])
-def test_what_is_measured_is_the_product_with_its_activation(
-    activation: str, fp8: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the library and by a tiling, with the output that the program has."""
-    seen: list[Tensor] = []
-    monkeypatch.setattr(gemm, "gemm", lambda x, weight, bias, out, **_: seen.append(out))
-    monkeypatch.setattr(linear, "library_product", linear.linear)
-    layer = make_linear(draw(64, 32), None if activation in GATED else draw(64), BF16, 4.0 if fp8 else None)
-    call = linear._trial(layer, activation, 6, H200)
-    call(TILINGS[0])
-    (out,) = seen
-    call(None)
-    assert out.shape == (6, 32 if activation in GATED else 64)
-    assert out.dtype == (FP8 if fp8 and activation != "none" else BF16)
-    x = draw(6, 32).to(layer.weight.dtype).float() * layer.input_scale_value
-    y = x @ (layer.weight.float() * layer.weight_scale_value).T + (0 if layer.bias is None else layer.bias.float())
-    if activation == "gelu":
-        y = F.gelu(y, approximate="tanh")
-    elif activation in GATED:
-        gate = y[:, :32]
-        y = (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * y[:, 32:]
-    assert float((out.float() - y).abs().max() / y.abs().max()) < (0.07 if out.dtype == FP8 else 0.02)
-
-
-def test_the_ledger_names_whose_products_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make_linear(torch.zeros(128, 64), None, BF16)
-    products = {"a": (layer, "none"), "b": (layer, "gelu")}
-    assert linear.products_by(8, products) == ("", False)
-    monkeypatch.setattr(
-        gemm, "planned", lambda device, kind, activation, *_: TILINGS[0] if activation == "none" else None
-    )
-    for early in (False, True):
-        monkeypatch.setattr(linear, "dependent_launches", lambda _, early=early: early)
-        with steered("cuda"):
-            assert linear.products_by(8, products) == (", products in CUDA C++: a; cuBLAS: b", early)
-
-
-# -- the ops, on the CPU ----------------------------------------------------------------------------------------------
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-def test_gate_and_up_by_eights_are_the_same_product(fp8: bool) -> None:
-    x, weight, bias = draw(5, 32), draw(48, 32, seed=1), draw(48, seed=2)
-    whole = make_linear(weight, bias, torch.float32, 4.0 if fp8 else None)
-    paired = pair(whole)
-    assert paired.paired and paired.weight.shape == whole.weight.shape and paired.bytes == whole.bytes
-    # Gate's first eight rows, up's first eight, gate's next eight …
-    bits = (lambda t: t.view(torch.uint8)) if fp8 else (lambda t: t)
-    assert torch.equal(bits(paired.weight)[:8], bits(whole.weight)[:8])
-    assert torch.equal(bits(paired.weight)[8:16], bits(whole.weight)[24:32])
-    assert torch.equal(bits(paired.weight)[40:48], bits(whole.weight)[40:48])
-    x = x.to(FP8) if fp8 else x
-    scale = whole.input_scale_value * whole.weight_scale_value
-    gate, up = F.linear(x.float() * scale, whole.weight.float(), bias).chunk(2, 1)
-    want = F.gelu(gate, approximate="tanh") * up
-    for layer in (whole, paired):
-        got, scratch = torch.empty(5, 24), torch.empty(5, 48)
-        linear.gate_up(x, layer, scratch, got, inverse_scale=None)
-        torch.testing.assert_close(got, want)
-        narrow = torch.empty(5, 24).to(FP8)
-        linear.gate_up(x, layer, scratch, narrow, inverse_scale=10.0)
-        assert torch.equal(narrow.float(), (got * 10).clamp(-448, 448).to(FP8).float())
-
-
-def test_halves_that_are_no_eights_stay_as_they_are() -> None:
-    layer = make_linear(draw(24, 8), None, torch.float32)
-    assert pair(layer) is layer
-
-
-def test_linear_gelu_is_linear_and_gelu() -> None:
-    x, layer = draw(3, 16), make_linear(draw(32, 16, seed=1), draw(32, seed=2), torch.float32)
-    want = F.gelu(F.linear(x, layer.weight, layer.bias), approximate="tanh")
-    out = torch.empty(3, 32)
-    linear.linear_gelu(x, layer, out, out, inverse_scale=None)
-    torch.testing.assert_close(out, want)
-    wide, narrow = out.clone(), torch.empty(3, 32).to(FP8)
-    linear.linear_gelu(x, layer, out, narrow, inverse_scale=30.0)
-    assert torch.equal(narrow.float(), (wide * 30).clamp(-448, 448).to(FP8).float())
-
-
-def test_an_own_gemm_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(Gpu, "of", lambda _: H200)
-    monkeypatch.setattr(gemm, "planned", lambda *_: TILINGS[0])
-    monkeypatch.setattr(gemm, "why_not", lambda *_: None)
-    monkeypatch.setattr(gemm, "gemm", lambda x, weight, bias, out, **options: seen.append({"bias": bias, **options}))
-    layer = Linear(torch.zeros(32, 16).to(FP8), torch.ones(32), torch.tensor(0.5), torch.tensor(0.25), 0.5, 0.25)
-    x, out = torch.zeros(2, 16).to(FP8), torch.zeros(2, 32)
-    assert linear.launched_own_gemm(x, layer, out, "gelu", 3.0, True)
-    assert seen == [
-        {
-            "bias": layer.bias,
-            "gpu": H200,
-            "tiling": TILINGS[0],
-            "activation": "gelu",
-            "scale": 0.125,
-            "inverse_scale": 3.0,
-            "dependent": True,
-        }
-    ]
-    # A GeGLU's product has no bias.
-    assert not linear.launched_own_gemm(x, pair(layer), out[:, :16], "geglu", None, True) and len(seen) == 1
-
-
-@pytest.mark.parametrize("offset", [0.0, 300.0])
-def test_norms_inside_the_products_are_the_norms(offset: float) -> None:
-    """A residual of great mean, too: what is normed varies by one part in hundreds."""
-    rows, width, hidden = 7, 192, 40
-    x, a = draw(rows, width) + offset, draw(rows, 32, seed=1)
-    first = make_linear(draw(width, 32, seed=2), draw(width, seed=3), torch.float32)
-    second = norms.with_sums(make_linear(draw(hidden, width, seed=4), draw(hidden, seed=5), torch.float32))
-    moments = torch.full((3, rows, 2), float("nan"))
-    residual = x.clone()
-    norms.residual_linear(a, first, residual, moments)
-    want = x + F.linear(a, first.weight, first.bias)
-    torch.testing.assert_close(residual, want)
-    parts = want.view(rows, 3, 64)
-    torch.testing.assert_close(moments[..., 0].T, parts.mean(2))
-    torch.testing.assert_close(moments[..., 1].T, parts.var(2, unbiased=False) * 64)
-    out = torch.empty(rows, hidden)
-    for layer_norm, gelu in itertools.product((False, True), repeat=2):
-        norms.normed_linear(want, moments, second, out, layer_norm=layer_norm, eps=1e-6, gelu=gelu)
-        normed = F.layer_norm(want, (width,), eps=1e-6) if layer_norm else F.rms_norm(want, (width,), eps=1e-6)
-        expected = F.linear(
-            normed.double(), second.weight.double(), second.bias.double() if second.bias is not None else None
-        )
-        expected = F.gelu(expected, approximate="tanh") if gelu else expected
-        torch.testing.assert_close(out.double(), expected, atol=2e-3 if offset else 2e-5, rtol=1e-4)
-
-
-def test_normed_rows_have_moments_that_change_nothing() -> None:
-    x, layer = (
-        F.layer_norm(draw(5, 128), (128,)),
-        norms.with_sums(make_linear(draw(16, 128, seed=1), None, torch.float32)),
-    )
-    moments, out = norms.moments_buffer(5, 128, x.device, 1e-3), torch.empty(5, 16)
-    for layer_norm in (False, True):
-        norms.normed_linear(x, moments, layer, out, layer_norm=layer_norm, eps=1e-3)
-        torch.testing.assert_close(out, F.linear(x, layer.weight))
-
-
-def test_norms_are_folded_where_every_product_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = [(make_linear(torch.zeros(n, 64), None, BF16), "none") for n in (64, 128)]
-    assert not norms.can_be_inside(8, 64, *products)
-    for known in ((64,), (64, 128)):
-        monkeypatch.setattr(gemm, "planned", lambda *sizes, known=known: TILINGS[0] if sizes[4] in known else None)
-        with steered("cuda"):
-            assert norms.can_be_inside(8, 64, *products) == (len(known) == 2)
-
-
-@pytest.mark.parametrize("silu", [False, True])
-def test_a_norm_inside_gate_and_up_is_the_norm(silu: bool) -> None:
-    rows, width, hidden = 7, 128, 24
-    x, a = draw(rows, width), draw(rows, 32, seed=1)
-    residual, moments = x.clone(), torch.empty(2, rows, 2)
-    norms.residual_linear(a, make_linear(draw(width, 32, seed=2), None, torch.float32), residual, moments)
-    layer = make_linear(draw(2 * hidden, width, seed=3), None, torch.float32)
-    normed = F.rms_norm(residual, (width,), eps=1e-6)
-    want, got = torch.empty(rows, hidden), torch.empty(rows, hidden)
-    linear.gate_up(normed, layer, torch.empty(rows, 2 * hidden), want, inverse_scale=None, silu=silu)
-    norms.normed_gate_up(residual, moments, pair(layer), got, eps=1e-6, silu=silu)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-
-
-def test_gate_and_up_that_are_not_paired_or_quantised_take_no_norm_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "planned", lambda *_: TILINGS[0])
-    plain = make_linear(draw(64, 64), None, BF16)
-    quantised = pair(make_linear(draw(64, 64), None, BF16, 4.0))
-    with steered("cuda"):
-        assert norms.can_be_inside(8, 64, (pair(plain), "swiglu"))
-        assert not norms.can_be_inside(8, 64, (plain, "swiglu"))
-        assert not norms.can_be_inside(8, 64, (quantised, "swiglu"))
-        assert not norms.can_be_inside(8, 80, (pair(plain), "swiglu")), "moments are of 64 columns"
-        persistent = Tiling(2, 1, 2, 136, 3, persistent=True)
-        monkeypatch.setattr(gemm, "planned", lambda *_: persistent)
-        assert linear.has_own_gemm(8, pair(plain), "swiglu")
-        assert not norms.can_be_inside(8, 64, (pair(plain), "swiglu")), "a block has the norms of one tile"

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support import kernel_shapes as shapes
-from tests.support.kernel_cases import FP8, Call, Draw, Empty, Same
+from tests.support.kernel_calls import FP8, Call, Draw, Empty, Same
 from tests.support.kernel_shapes import CUTS, TALL
 from vla_accel.ops import rows
 
@@ -72,7 +73,7 @@ def test_every_kernel_has_cases() -> None:
     """Ops that lead to a kernel, read from their modules' sources."""
     launched = {
         node.func.attr
-        for module in cases.MODULES
+        for module in calls.MODULES
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -92,29 +93,29 @@ def reference_call() -> Call:
 
 def test_agreement_passes_and_a_small_error_does_not() -> None:
     call = reference_call()
-    got = cases.outputs_of(call, CPU, kernel=False)
-    cases.check(call, got, 1e-5, 1e-5, 1e-3)
+    got = calls.outputs_of(call, CPU, kernel=False)
+    calls.check(call, got, 1e-5, 1e-5, 1e-3)
     got[1][2, 7] += 1e-3
     with pytest.raises(AssertionError, match=r"add_norm\.h"):
-        cases.check(call, got, 1e-5, 1e-5, 1e-3)
+        calls.check(call, got, 1e-5, 1e-5, 1e-3)
 
 
 def test_an_element_left_unwritten_is_found() -> None:
     call = reference_call()
-    got = cases.outputs_of(call, CPU, kernel=False)
+    got = calls.outputs_of(call, CPU, kernel=False)
     got[0][0, 0] = float("nan")
     with pytest.raises(AssertionError, match=r"add_norm\.x_out"):
-        cases.check(call, got, 1e-5, 1e-5, 1e-3)
+        calls.check(call, got, 1e-5, 1e-5, 1e-3)
 
 
 def test_fp8_may_be_one_step_off_but_not_everywhere() -> None:
     call = cases.call_of("geglu 3x1152 fp8=True", torch.float32)
-    (want,) = cases.outputs_of(call, CPU, kernel=False)
+    (want,) = calls.outputs_of(call, CPU, kernel=False)
     up = want.float().abs() > 16
     off = torch.where(up & (torch.arange(up.numel()).view(up.shape) % 200 == 0), want.float() * 1.1, want.float())
-    cases.check(call, [off.clamp(-448, 448).to(FP8)], 1e-5, 1e-5, 1e-3)
+    calls.check(call, [off.clamp(-448, 448).to(FP8)], 1e-5, 1e-5, 1e-3)
     with pytest.raises(AssertionError, match="mean="):
-        cases.check(call, [(want.float() * 1.1).clamp(-448, 448).to(FP8)], 1e-5, 1e-5, 1e-3)
+        calls.check(call, [(want.float() * 1.1).clamp(-448, 448).to(FP8)], 1e-5, 1e-5, 1e-3)
 
 
 @pytest.mark.parametrize("what", ["before", "after", "input"])
@@ -130,14 +131,14 @@ def test_writing_where_nothing_should_is_found(what: str, monkeypatch: pytest.Mo
         else:
             out.as_strided((1,), (1,), out.storage_offset() + (-1 if what == "before" else out.numel())).fill_(1.0)
 
-    cases.check(call, cases.outputs_of(call, CPU, kernel=True), 1e-6, 1e-6, 1e-3)
+    calls.check(call, calls.outputs_of(call, CPU, kernel=True), 1e-6, 1e-6, 1e-3)
     monkeypatch.setattr(rows, "gelu", careless)
     with pytest.raises(AssertionError, match="changed its input x" if what == "input" else "outside of a tensor"):
-        cases.outputs_of(call, CPU, kernel=True)
+        calls.outputs_of(call, CPU, kernel=True)
 
 
 def test_arguments_that_share_a_tensor_do() -> None:
     call = cases.call_of("add_norm layer 3x4304 y=3 fp8=False in place", torch.float32)
     assert isinstance(call.arguments["x_out"], Same)
-    placed = cases.Placed(call, CPU, kernel=True)
+    placed = calls.Placed(call, CPU, kernel=True)
     assert placed.arguments["x_out"] is placed.arguments["x"]

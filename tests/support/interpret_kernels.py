@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support import kernel_shapes as shapes
 from tests.support.interpreter import patch_once
@@ -43,7 +44,7 @@ def round_as_hardware_does() -> None:
         if to.is_fp8e4nv() and of.is_fp32():
             flat = torch.from_numpy(values.astype(np.float32, copy=True))
             flat[flat.abs() > 464] = float("nan")
-            return flat.to(cases.FP8).view(torch.uint8).numpy()
+            return flat.to(calls.FP8).view(torch.uint8).numpy()
         return convert(values, of, to, rounding)
 
     interpreter._convert_float = converted
@@ -54,12 +55,12 @@ def run(name: str) -> tuple[str, float]:
     call = shapes.call_of(name, DTYPE)
     try:
         with steered("triton"):
-            got = cases.outputs_of(call, CPU, kernel=True, repeat=2 if call.op == "suffix_attention" else 1)
-        want = cases.outputs_of(call, CPU, kernel=False)
-        cases.check(call, got, WORST, MEAN, FP8_MEAN)
+            got = calls.outputs_of(call, CPU, kernel=True, repeat=2 if call.op == "suffix_attention" else 1)
+        want = calls.outputs_of(call, CPU, kernel=False)
+        calls.check(call, got, WORST, MEAN, FP8_MEAN)
     except Exception as error:
         return f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}", float("nan")
-    wide = [cases.difference(a, b).worst for a, b in zip(got, want, strict=True) if a.dtype != cases.FP8]
+    wide = [calls.difference(a, b).worst for a, b in zip(got, want, strict=True) if a.dtype != calls.FP8]
     return "", max(wide, default=0.0)
 
 

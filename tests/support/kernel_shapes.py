@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tests.support import sequence_cases
+from tests.support.kernel_calls import Call, Draw
 from tests.support.kernel_cases import (
     CASES,
-    Call,
-    Draw,
     _activation,
     _add_norm,
     _attention,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.support.kernel_cases import EPS, Call, Draw, Empty, Part, _moments_of, eight_bit
+from tests.support.kernel_calls import EPS, Call, Draw, Empty, Part, eight_bit
+from tests.support.kernel_cases import _moments_of
 from vla_accel.ops.dit import NormTables
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.test_gemm import TILINGS
-from tests.support import kernel_cases as cases
+from tests.support import kernel_calls as calls
 from tests.support import kernel_shapes as shapes
 from tests.support.smolvla_loops import EXPERTS, Loops
 from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, reason, run_loop
@@ -55,7 +55,7 @@ def streamed() -> dict[str, Run]:
 def attention() -> dict[str, Run]:
     def run(name: str) -> Run:
         call = shapes.call_of(name, torch.bfloat16)
-        return lambda: cases.outputs_of(call, torch.device(DEVICE), kernel=True, pdl=True)[0].float().cpu()
+        return lambda: calls.outputs_of(call, torch.device(DEVICE), kernel=True, pdl=True)[0].float().cpu()
 
     return {name: run(name) for name in ATTENTION}
 

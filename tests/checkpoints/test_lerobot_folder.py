@@ -1,0 +1,178 @@
+"""lerobot's π0 folders to model and transforms: what they say, and what in them is not understood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.support.openpi_dialect import EMBED_TOKENS, LM_HEAD, to_openpi
+from tests.support.published_folders import KINDS, real_config, same_weights, shapes_of, write_lerobot
+from tests.support.tiny import random_state, statistics, tiny_observation
+from vla_accel import PolicyConfig
+from vla_accel.checkpoints.dialects import DEAD
+from vla_accel.checkpoints.loading import load
+from vla_accel.checkpoints.pi0 import check_weights
+from vla_accel.errors import CheckpointError
+from vla_accel.models.pi0 import Kind
+from vla_accel.transforms.robots import PRESETS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("embedding", ["head", "table", "both"])
+def test_a_lerobot_folder(tmp_path: Path, kind: Kind, embedding: str) -> None:
+    made = write_lerobot(tmp_path, kind)
+    state = load_file(tmp_path / "model.safetensors")
+    head, table = f"model.{LM_HEAD}", f"model.{EMBED_TOKENS}"
+    if embedding != "head":
+        state[table] = state[head].clone()
+    if embedding == "table":
+        del state[head]
+    save_file(state, tmp_path / "model.safetensors")
+    checkpoint = load(tmp_path)
+    model, processor = checkpoint.model, checkpoint.processor
+    same_weights(model, made)
+    assert processor.preset == replace(PRESETS["libero"], resize="bilinear", discrete_state_input=None)
+    assert (processor.discrete_state, processor.prompt_state_dim) == (kind == "pi05", 16)
+
+
+def test_lerobots_state_fills_the_prompt(tmp_path: Path) -> None:
+    """The state is padded before it is put into words: zeros are bin 128."""
+    write_lerobot(tmp_path, "pi05")
+    processor = load(tmp_path).processor
+    asked: list[str] = []
+
+    class Spy:
+        def encode(self, text: str, *, add_bos: bool) -> list[int]:
+            asked.append(text)
+            return [1]
+
+        def finish(self, ids: list[int]) -> list[int]:
+            return ids
+
+    observation = tiny_observation()
+    observation["observation/state"] = np.array(statistics()["state"]["q01"])
+    replace(processor, tokenizer=Spy()).prepare(observation)
+    assert asked == [f"Task: pick up the bowl, State: {' '.join(['0'] * 8 + ['128'] * 8)};\nAction: "]
+
+
+def edit_modes(mode: str) -> Callable[[dict[str, Any]], None]:
+    def change(files: dict[str, Any]) -> None:
+        for name in ("policy_preprocessor", "policy_postprocessor"):
+            for step in files[name]["steps"]:
+                if "norm_map" in step["config"]:
+                    step["config"]["norm_map"] = {"STATE": mode, "ACTION": mode, "VISUAL": "IDENTITY"}
+
+    return change
+
+
+@pytest.mark.parametrize("mode", ["QUANTILES", "MEAN_STD", "MIN_MAX", "IDENTITY"])
+def test_lerobots_scaling_by_hand(tmp_path: Path, mode: str) -> None:
+    if mode == "MIN_MAX":
+        with pytest.raises(
+            CheckpointError, match=r"expected observation\.state\.min and observation\.state\.max for MIN_"
+        ):
+            write_lerobot(tmp_path, "pi0", edit_modes(mode))
+            load(tmp_path)
+        return
+    write_lerobot(tmp_path, "pi0", edit_modes(mode))
+    processor = load(tmp_path).processor
+    table = {k: {n: np.array(v, np.float32).astype(np.float64) for n, v in d.items()} for k, d in statistics().items()}
+    raw = np.float32(tiny_observation()["observation/state"]).astype(np.float64)
+    s, a = table["state"], table["actions"]
+    actions = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
+    x = actions[:, :7].astype(np.float64)
+    expected = {
+        "QUANTILES": (2 * (raw - s["q01"]) / (s["q99"] - s["q01"]) - 1, (x + 1) * (a["q99"] - a["q01"]) / 2 + a["q01"]),
+        "MEAN_STD": ((raw - s["mean"]) / (s["std"] + 1e-8), x * a["std"] + a["mean"]),
+        "IDENTITY": (raw, x),
+    }[mode]
+    inputs = processor.prepare(tiny_observation())
+    np.testing.assert_allclose(inputs.state[:8], expected[0], atol=1e-6)
+    np.testing.assert_allclose(processor.finish(actions, inputs), expected[1], atol=1e-12)
+
+
+def test_other_robots_keep_lerobots_keys(tmp_path: Path) -> None:
+    def change(files: dict[str, Any]) -> None:
+        camera = {"type": "VISUAL", "shape": [3, 480, 640]}
+        features = files["config"]["input_features"]
+        del features["observation.images.image2"]
+        features["observation.images.wrist"] = camera
+        rename = {"observation.images.hand": "observation.images.wrist"}
+        files["policy_preprocessor"]["steps"][0]["config"]["rename_map"] = rename
+
+    write_lerobot(tmp_path, "pi05", change)
+    processor = load(tmp_path).processor
+    assert processor.preset.images == ("observation.images.image", "observation.images.hand")
+    picture = np.zeros((28, 28, 3), np.uint8)
+    observation = {"observation.images.hand": picture, "observation.state": np.zeros(8), "task": "pick up the bowl"}
+    assert processor.prepare(observation).images[0].shape == (28, 28, 3)
+    chosen = load(tmp_path, PolicyConfig(preset="libero")).processor
+    assert (chosen.preset.images, chosen.preset.resize) == (PRESETS["libero"].images, "bilinear")
+
+
+def drop(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda files: files.__setitem__(name, None)
+
+
+def put(name: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda files: files[name].__setitem__(key, value)
+
+
+def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda files: files[name]["steps"][index].__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop("policy_preprocessor"), r"expected policy_preprocessor\.json with the statistics, found no such file"),
+        (drop("policy_postprocessor"), r"expected policy_postprocessor\.json"),
+        (put("config", "type", "act"), "expected a policy of type pi0 or pi05 or .*, got .act."),
+        (put("config", "type", "pi0"), "contradict each other: kind: config says pi0, weights say pi05"),
+        (put("config", "use_peft", True), "expected adapter_config.json beside a policy that says use_peft"),
+        (put("config", "min_period", 0.001), r"cannot run with min_period 0\.001 instead of 0\.004"),
+        (put("config", "chunk_size", None), "expected chunk_size of type int, got None"),
+        (put("config", "image_resolution", [28, 56]), "expected a square image_resolution"),
+        (put("config", "image_resolution", [56, 56]), "image_size: config says 56, weights say 28"),
+        (put("config", "output_features", {}), "expected features observation.state and action"),
+        (put("config", "paligemma_variant", "gemma_2b"), "contradict each other: prefix gemma_2b"),
+        (
+            step("policy_preprocessor", 1, "registry_name", "delta_actions"),
+            "expected steps among .*, got delta_actions",
+        ),
+        (step("policy_preprocessor", 2, "state_file", "../x.safetensors"), "expected the statistics of normalizer_pro"),
+        (step("policy_preprocessor", 2, "registry_name", "to_batch_processor"), "expected a normalizer_processor step"),
+        (step("policy_preprocessor", 3, "registry_name", "device_processor"), "expected a tokenizer_processor step"),
+        (edit_modes("QUANTILE10"), "expected MEAN_STD, QUANTILES or MIN_MAX of observation.state, got 'QUANTILE10'"),
+    ],
+)
+def test_what_is_not_understood_in_a_lerobot_folder_is_named(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    write_lerobot(tmp_path, "pi05", change)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_damaged_statistics_of_lerobot_are_named(tmp_path: Path) -> None:
+    write_lerobot(tmp_path, "pi05")
+    (tmp_path / "post.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"post\.safetensors: damaged safetensors file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["pi05", pytest.param("pi0", marks=pytest.mark.slow)])
+def test_every_single_lerobot_key_is_needed(tmp_path: Path, kind: Kind) -> None:
+    made = real_config(kind)
+    names = {f"model.{k}" for k in to_openpi(random_state(made), made)}
+    for name in names - {f"model.{d}" for d in DEAD}:
+        with pytest.raises(CheckpointError, match="1 missing"):
+            check_weights(shapes_of(made, "model.", without=name), made, "x")
+    with pytest.raises(CheckpointError, match=r"1 left over: model\.stray$"):
+        check_weights(shapes_of(made, "model.", extra="model.stray"), made, "x")
