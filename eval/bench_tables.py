@@ -49,6 +49,11 @@ def bench(result: dict[str, Any]) -> str:
     return text + "\n" + _conditions(result)
 
 
+def batches(result: dict[str, Any]) -> str:
+    """Of one `vla-accel bench`, the batched calls only."""
+    return _batches(result["throughput"]) + "\n" + _conditions(result)
+
+
 def _batches(found: list[dict[str, Any]]) -> str:
     """Batched calls, with their floors where they are known."""
     header = ["system", "steps", "batch", "median ms", "observations/s"]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Room = Literal["shared", "alone", "machine"]
+STORED_GPU = "H200"
+"""Runs of other GPUs are not stored under names that say H200, or beside runs of one."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Job:
 
     `room`: "alone" on its GPUs and their cores, because it takes times; "shared", half a GPU and half its cores;
     "machine", nothing beside it. `gpus`: how many at least. `needs`: packages to import, options that must be
-    given. `file`: what it writes within {folder}.
+    given. `file`: what it writes within {folder}. `only`: another GPU whose run this is, and which it needs.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Job:
     room: Room = "alone"
     needs: tuple[str, ...] = ()
     file: str = ""
+    only: str = ""
 
     @property
     def after(self) -> tuple[str, ...]:
@@ -41,9 +44,10 @@ class Job:
         return "/" not in self.name
 
 
-def bench(name: str, options: str, *needs: str) -> Job:
+def bench(name: str, options: str, *needs: str, only: str = "") -> Job:
     """Whole calls of a published size with random weights."""
-    return Job(f"bench_{name}_h200", f"vla-accel bench {options} --output {{json}}", needs=needs)
+    gpu = (only or STORED_GPU).lower()
+    return Job(f"bench_{name}_{gpu}", f"vla-accel bench {options} --output {{json}}", needs=needs, only=only)
 
 
 def parity(config: str) -> Job:
@@ -134,6 +138,10 @@ JOBS: tuple[Job, ...] = (
     bench("camera_smolvla", "--model smolvla --systems native-bf16 --steps 10 --calls 40 --camera 256x256"),
     bench("compile", f"--systems {OURS},openpi-eager,openpi-compile,openpi-max-autotune --steps 10 --batch 1 "
           "--calls 50", "openpi"),
+    bench("pi05", f"--model pi05 --systems {OURS},portable-bf16,portable-fp8 --steps 10 --calls 60", only="H100"),
+    bench("pi05_batches", "--model pi05 --systems native-fp8 --steps 10 --batch 1,4,8,16,32 --calls 40", only="H100"),
+    bench("portable_pi05", f"--model pi05 {BESIDE_REALTIME}", "realtime_vla", only="H100"),
+    bench("pi0", f"--model pi0 --systems {OURS},portable-bf16,portable-fp8 {SHAPE}", only="H100"),
     Job("start_pi05_h200", f"vla-accel bench --model pi05 --systems {OURS} --steps 10 --calls 20 --starts --output "
         "{json}"),
     Job("attention_h200", "python -m tests.gpu.time_attention --output {json}"),

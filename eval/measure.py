@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from eval.jobs import JOBS, Job
+from eval.jobs import JOBS, STORED_GPU, Job
 from eval.markdown import commit
 from eval.places import Place, by_core, gpus, places, room
 from eval.script import run_script
@@ -38,8 +38,6 @@ from vla_accel.files import alone_in, replacing
 ROOT = Path(__file__).parent.parent
 GRACE_S = 10.0
 """Time that an interrupted command has to write what it knows."""
-STORED_GPU = "H200"
-"""Runs of other GPUs are not stored under names that say H200, or beside runs of one."""
 DONE, CONTINUED, FAILED, LEFT_OUT = "done", "to be continued", "failed", "left out"
 
 
@@ -75,15 +73,15 @@ class Outcome:
 
 @dataclass
 class Measuring:
-    """Jobs on the places of a machine. `given`: the options that commands have places for; `unstored`: why nothing of a
-    GPU is stored, None if it is."""
+    """Jobs on the places of a machine. `given`: the options that commands have places for; `models`: names of its
+    GPUs."""
 
     jobs: Sequence[Job]
     places: Sequence[Place]
     work: Path
     results: Path = RESULTS
     given: Mapping[str, str | None] = field(default_factory=dict)
-    unstored: str | None = None
+    models: Sequence[str] = ()
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     running: dict[str, tuple[Job, subprocess.Popen[bytes], list[Place]]] = field(default_factory=dict)
 
@@ -100,6 +98,8 @@ class Measuring:
         gpus = len({place.gpu for place in self.places} - {None})
         if job.gpus > gpus:
             return f"it needs {job.gpus} GPU{'s' * (job.gpus > 1)}, found {gpus}"
+        if job.only and (others := self._others(job.only)):
+            return f"it needs an {job.only}, found an {others[0]}"
         for need in job.needs:
             if need in self.given:
                 if self.given[need] is None:
@@ -209,13 +209,18 @@ class Measuring:
             json.loads(written.read_text())
         except (OSError, ValueError) as error:
             return Outcome(FAILED, f"expected JSON in {written}: {error}")
-        unstored = self.unstored if self._of_gpu(job) else None
-        if job.stored and unstored is None:
+        others = self._others(job.only or STORED_GPU) if self._of_gpu(job) else []
+        if job.stored and not others:
             with replacing(self.results / f"{job.name}.json") as temporary:
                 shutil.copyfile(written, temporary)
         self.made(job).parent.mkdir(parents=True, exist_ok=True)
         os.replace(written, self.made(job))  # last: what is there is stored
-        return Outcome(DONE, f"not stored: {unstored}" if job.stored and unstored else "")
+        why = f"not stored: stored runs are of an {STORED_GPU}, this is an {others[0]}" if others else ""
+        return Outcome(DONE, why if job.stored else "")
+
+    def _others(self, gpu: str) -> list[str]:
+        """The GPUs here that are none of this name."""
+        return [name for name in self.models if gpu not in name]
 
     def _of_gpu(self, job: Job) -> bool:
         """Whether a GPU made it, or what it is made from."""
@@ -307,7 +312,6 @@ def run(arguments: Arguments) -> None:
             raise ConfigError(f"{name.replace('_', '-')}: expected a path that is there, got {path}")
     jobs = chosen(arguments.names or ("*",), JOBS)
     found, names = gpus()
-    others = [name for name in names if STORED_GPU not in name]
     measuring = Measuring(
         jobs,
         places(found, by_core(os.sched_getaffinity(0))),
@@ -317,7 +321,7 @@ def run(arguments: Arguments) -> None:
             "realtime_vla": arguments.realtime_vla and str(arguments.realtime_vla.resolve()),
             "stress": arguments.stress or stored_stress(RESULTS / "libero_stress_h200.json"),
         },
-        unstored=f"stored runs are of an {STORED_GPU}, this is an {others[0]}" if others else None,
+        models=names,
     )
     if arguments.list:
         print("\n".join(_listed(measuring, job) for job in jobs))

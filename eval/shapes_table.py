@@ -20,21 +20,28 @@ OURS = ("native-", "portable-", "realtime-vla")
 
 
 def shapes(results: Sequence[dict[str, Any]]) -> str:
+    """The table of the GPU of most stored runs, and its pictures."""
+    return (
+        f"{calls(results)}\n"
+        f"![Parts of a call, by shape and system, beside the floor](../eval/results/{SHAPES})\n\n"
+        f"![ms an observation against observations in a call, beside the floor](../eval/results/{BATCHES})\n"
+    )
+
+
+def calls(results: Sequence[dict[str, Any]]) -> str:
     """A row for each shape, a column for each system: ms of a whole call, and its floor."""
-    calls = list(_calls(results))
-    systems = list(dict.fromkeys(row["system"] for _, _, row in calls))
-    found = {(shape, row["system"]): row for shape, _, row in calls}
-    lines = dict.fromkeys((shape, row["steps"], _rows_of(result)) for shape, result, row in calls)
+    shown = list(_calls(results))
+    systems = list(dict.fromkeys(row["system"] for _, _, row in shown))
+    found = {(shape, row["system"]): row for shape, _, row in shown}
+    lines = dict.fromkeys((shape, row["steps"], _rows_of(result)) for shape, result, row in shown)
     body = [
         [shape, str(steps), str(count), *(_cell(found.get((shape, system))) for system in systems)]
         for shape, steps, count in lines
     ]
-    where = "; ".join(dict.fromkeys(machine(result) for _, result, _ in calls))
+    where = "; ".join(dict.fromkeys(machine(result) for _, result, _ in shown))
     return (
         f"{rows(['call', 'steps', 'rows', *systems], body)}\n"
-        f"Median ms of a whole call (the floor); rows: of the denoise loop at every step. {where}.\n\n"
-        f"![Parts of a call, by shape and system, beside the floor](../eval/results/{SHAPES})\n\n"
-        f"![ms an observation against observations in a call, beside the floor](../eval/results/{BATCHES})\n"
+        f"Median ms of a whole call (the floor); rows: of the denoise loop at every step. {where}.\n"
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from eval.agreement_tables import lerobot_agreement, openpi_agreement, parity, quality
 from eval.attention_table import attention
-from eval.bench_tables import bench, starts, whole_calls
+from eval.bench_tables import batches, bench, starts, whole_calls
 from eval.gpu_table import gpus, memory
 from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
 from eval.late_table import late
@@ -27,7 +27,7 @@ from eval.model_table import models
 from eval.models_picture import draw_models, sources
 from eval.script import concluded
 from eval.server_tables import faults, server, server_gpus
-from eval.shapes_table import shapes
+from eval.shapes_table import calls, shapes
 from eval.throughput_table import plan, throughput
 from eval.training import RECORD
 from eval.tune_table import tune
@@ -129,6 +129,9 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "late": (late, ("libero_late*_h200", "bench_pi05_h200")),
     "tune_demo": (tune, "tune_demo_h200"),
     "shapes": (shapes, "bench_*_h200"),
+    "shapes_h100": (calls, "bench_*_h100"),
+    "batches": (batches, "bench_pi05_batches_h200"),
+    "batches_h100": (batches, "bench_pi05_batches_h100"),
     "starts": (starts, "start_pi05_h200"),
     "attention": (attention, "attention_h200"),
     "gpus": (gpus, ("memory_counted", "*")),
@@ -150,7 +153,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
 
 NOT_YET = frozenset({
     "server_gpus", "server_faults_gpus", "plan", "throughput", "paired_stress", "late", "tune_demo", "attention",
-    "starts", "bench_smolvla", "bench_groot", "bench_pi0_fast", "lerobot_agreement",
+    "starts", "shapes_h100", "batches_h100", "bench_smolvla", "bench_groot", "bench_pi0_fast", "lerobot_agreement",
 })  # fmt: skip
 """Tables whose runs may be absent: their place says so."""
 

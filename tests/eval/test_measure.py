@@ -269,10 +269,21 @@ def test_another_gpus_runs_are_kept_and_not_stored(toy: str, tmp_path: Path) -> 
         Job("from_it", f"{toy} plain {{json}} {{work}}/times.json", gpus=0),
         Job("cpu", f"{toy} plain {{json}}", gpus=0),
     ]
-    found = played(tmp_path, jobs, unstored="this is another GPU")
-    assert found.outcomes["times"] == found.outcomes["from_it"] == Outcome(DONE, "not stored: this is another GPU")
+    found = played(tmp_path, jobs, models=["NVIDIA L40S"])
+    said = "not stored: stored runs are of an H200, this is an NVIDIA L40S"
+    assert found.outcomes["times"] == found.outcomes["from_it"] == Outcome(DONE, said)
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["cpu.json"]
     assert (tmp_path / "work/times.json").is_file()
+
+
+def test_a_run_of_an_h100_is_stored_from_one_and_made_nowhere_else(toy: str, tmp_path: Path) -> None:
+    jobs = [Job("times_h100", f"{toy} plain {{json}}", only="H100"), Job("times_h200", f"{toy} plain {{json}}")]
+    found = played(tmp_path / "h100", jobs, models=["NVIDIA H100 80GB HBM3"])
+    assert found.outcomes["times_h100"] == Outcome(DONE)
+    assert [path.name for path in (tmp_path / "h100/results").iterdir()] == ["times_h100.json"]
+    found = played(tmp_path / "h200", jobs, models=["NVIDIA H200"])
+    assert found.outcomes["times_h100"] == Outcome(LEFT_OUT, "it needs an H100, found an NVIDIA H200")
+    assert [path.name for path in (tmp_path / "h200/results").iterdir()] == ["times_h200.json"]
 
 
 def test_the_summary_ends_with_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
