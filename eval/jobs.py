@@ -120,6 +120,8 @@ UNDER_STRESS = "--suite libero_spatial,libero_spatial_object --stress {stress} -
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
     bench("pi05", f"--model pi05 --systems {OURS},eager,openpi-eager --steps 10,3,1 --calls 60 --hz 20", "openpi"),
+    bench("pi05_8bit", "--model pi05 --systems native-int8-denoise,native-fp8-int8-denoise,"
+          "native-fp8-vision-int8-denoise --steps 10,3,1 --calls 60"),
     bench("pi0", f"--model pi0 --systems {OURS},eager,openpi-eager {SHAPE} --profile", "openpi"),
     bench("smolvla", f"--model smolvla --systems {OURS},lerobot-eager --steps 10 --batch 1,2,4 --calls 40 --profile",
           "lerobot"),
@@ -157,7 +159,8 @@ JOBS: tuple[Job, ...] = (
     # Agreement with FP32 eager.
     *(parity(config) for config in (
         "native", "native_fp8", "native_fp8_vision", "native_int8", "native_int8_denoise",
-        "eval/configs/native_portable.yaml", "eval/configs/native_portable_fp8.yaml",
+        "eval/configs/native_fp8_vision_int8_denoise.yaml", "eval/configs/native_portable.yaml",
+        "eval/configs/native_portable_fp8.yaml",
     )),
     *(synthetic("pi05", config) for config in ("native", "native_fp8")),
     *(synthetic(family, "native") for family in ("smolvla", "groot")),

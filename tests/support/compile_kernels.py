@@ -212,6 +212,7 @@ def print_compiled(words: list[str], launches_of: Callable[[Gpu, str, int], Iter
             row = {
                 "kernel": launch[0].__name__, "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared,
                 "registers": registers, "spilled": spilled, "fits": made.metadata.shared <= gpu.shared_per_block,
+                "products": sorted(set(re.findall(r"(?:wg)?mma[\w.:]*\.[su]8[\w.:]*", made.asm["ptx"]))),
             }  # fmt: skip
             print(json.dumps(row), flush=True)
     return gpu

@@ -19,12 +19,17 @@ from torch import Tensor
 
 from tests.support.interpreter import patch_once
 from vla_accel.fp8 import INT8
-from vla_accel.ops import attending, linear, rows
+from vla_accel.ops import attending, int8, linear, rows
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.linear import Linear
 
 # Rows of every tile size, columns and depths that end in the middle of a tile.
 PRODUCTS = ((1, 8, 16), (33, 130, 48), (70, 128, 200), (130, 24, 64), (257, 264, 136))
+# Activation, whether gate and up lie in turns, whether the output is quantised.
+INSIDE = (
+    ("gelu", False, True), ("gelu", False, False), ("geglu", False, True), ("geglu", True, True),
+    ("swiglu", True, False),
+)  # fmt: skip
 
 
 def product(rows_: int, n: int, k: int, bias: bool) -> Callable[[Tensor], None]:
@@ -37,6 +42,20 @@ def product(rows_: int, n: int, k: int, bias: bool) -> Callable[[Tensor], None]:
     x, weight, one = whole(rows_, k), whole(n, k), torch.ones(n)
     layer = Linear(weight, whole(n).float() if bias else None, one, torch.ones(()))
     return lambda out: linear.linear(x, layer, out)
+
+
+def with_activation(activation: str, paired: bool, quantised: bool) -> Callable[[Tensor], None]:
+    """Sums of a few units before the activation; quantised, some saturate."""
+    generator = torch.Generator().manual_seed(len(activation))
+    x = torch.randint(-127, 128, (70, 200), generator=generator, dtype=torch.int8)
+    weight = torch.randint(-127, 128, (272, 200), generator=generator, dtype=torch.int8)
+    scale = torch.rand(272, generator=generator) * 4e-5 + 1e-6
+    layer = Linear(weight, torch.randn(272, generator=generator), scale, torch.ones(()), paired=paired)
+
+    def call(out: Tensor) -> None:
+        int8.product(x, layer, out, activation=activation, inverse_scale=40.0 if quantised else None)
+
+    return call
 
 
 def stored(op: str) -> Callable[[Tensor], None]:
@@ -64,6 +83,14 @@ def main() -> None:
         (f"product {shape} bias={bias}", product(*shape, bias), torch.empty(shape[0], shape[1]))
         for shape in PRODUCTS
         for bias in (False, True)
+    ]
+    cases += [
+        (
+            f"inside {activation} paired={paired} quantised={quantised}",
+            with_activation(activation, paired, quantised),
+            torch.empty(70, 272 if activation == "gelu" else 136, dtype=INT8.dtype if quantised else torch.float32),
+        )
+        for activation, paired, quantised in INSIDE
     ]
     cases += [
         (op, stored(op), torch.empty(6, 64, dtype=INT8.dtype)) for op in ("add_norm", "geglu", "gelu", "attention")

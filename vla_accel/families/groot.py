@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -59,10 +59,9 @@ class GrootFamily(Family):
 
     name = "groot"
     parts = ("vision", "kv_cache", "denoise")
-    sizes = {"groot_n17": groot_n17}  # noqa: RUF012
+    sizes: ClassVar = {"groot_n17": groot_n17}
     guidance = ("target", "weights")
-    fp8_systems = {"native-fp8": ("denoise",)}  # noqa: RUF012
-    int8_systems = {"native-int8-denoise": ("denoise",)}  # noqa: RUF012
+    systems: ClassVar = {"native-fp8": {"denoise": "fp8"}, "native-int8-denoise": {"denoise": "int8"}}
     sweep = (4, 2, 1)
     baselines = tuple(groot_lerobot.MODES)
 

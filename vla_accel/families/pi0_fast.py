@@ -36,8 +36,10 @@ class Pi0FastFamily(PromptedFamily):
     sizes: ClassVar[Mapping[str, Callable[..., Pi0FastConfig]]] = {"pi0_fast": pi0_fast}
     result = RESULT
     sweep = (64,)
-    int8_systems: ClassVar = {"native-int8-decode": ("decode",)}
-    fp8_systems: ClassVar = {"native-fp8": ("kv_cache",), "native-fp8-decode": ("kv_cache", "decode")}
+    systems: ClassVar = {
+        "native-fp8": {"kv_cache": "fp8"}, "native-fp8-decode": {"kv_cache": "fp8", "decode": "fp8"},
+        "native-int8-decode": {"decode": "int8"},
+    }  # fmt: skip
 
     # -- the network ----------------------------------------------------------------------------------------------
 

@@ -117,10 +117,15 @@ class DenoisingFamily(PromptedFamily):
 
     parts = ("vision", "kv_cache", "denoise")
     guidance = ("target", "weights")
-    int8_systems: ClassVar = {
-        "native-int8-denoise": ("denoise",), "native-int8": ("kv_cache",), "native-int8-vision": ("vision", "kv_cache"),
-    }  # fmt: skip
-    fp8_systems: ClassVar = {"native-fp8": ("kv_cache",), "native-fp8-vision": ("vision", "kv_cache")}
+    systems: ClassVar = {
+        "native-fp8": {"kv_cache": "fp8"},
+        "native-fp8-vision": {"vision": "fp8", "kv_cache": "fp8"},
+        "native-fp8-int8-denoise": {"kv_cache": "fp8", "denoise": "int8"},
+        "native-fp8-vision-int8-denoise": {"vision": "fp8", "kv_cache": "fp8", "denoise": "int8"},
+        "native-int8-denoise": {"denoise": "int8"},
+        "native-int8": {"kv_cache": "int8"},
+        "native-int8-vision": {"vision": "int8", "kv_cache": "int8"},
+    }
 
     def shallow(self, config: Any, depth: int) -> Any:
         """Prefix and expert; vision stays whole."""

@@ -64,12 +64,8 @@ def counted(name: str) -> dict[str, Count]:
         return Count(low, on_host, weight_bytes(model, family, shape, specs, scales))
 
     found = {"native-bf16": count({})}
-    lower: dict[EnginePrecision, Mapping[str, tuple[str, ...]]] = {
-        "fp8": family.fp8_systems, "int8": family.int8_systems,
-    }  # fmt: skip
-    for precision, systems in lower.items():
-        found |= {system: count(dict.fromkeys(parts, precision)) for system, parts in systems.items()}
-    most = max(family.fp8_systems.values(), key=len, default=())
+    found |= {system: count(dict(low)) for system, low in family.systems.items()}
+    most = max(family.systems_in("fp8").values(), key=len, default=())
     # The last part's weights alone are in FP8, which needs no calibration.
     smallest = count(dict.fromkeys((*most, family.parts[-1]), "fp8"), on_host=True)
     if all(sum(smallest.bytes.values()) < sum(one.bytes.values()) for one in found.values()):

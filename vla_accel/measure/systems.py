@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,21 +26,19 @@ from vla_accel.policy import OptimizedPolicy
 
 
 def configs(family: Family) -> dict[str, PolicyConfig]:
-    """This package's systems by name: eager, native in BF16, and native with what the family can do in FP8."""
+    """This package's systems by name: eager, native in BF16, and native with what the family can do in FP8 and INT8."""
 
-    def config(engine: Any, parts: tuple[str, ...] = (), precision: EnginePrecision = "auto") -> PolicyConfig:
-        specs = {n: EngineSpec(engine, precision=precision if n in parts else "auto") for n in family.parts}
+    def config(engine: Any, low: Mapping[str, EnginePrecision]) -> PolicyConfig:
+        specs = {n: EngineSpec(engine, precision=low.get(n, "auto")) for n in family.parts}
         return PolicyConfig().with_specs(specs)
 
-    native = {"native-bf16": config("native")}
-    native |= {name: config("native", parts, "fp8") for name, parts in family.fp8_systems.items()}
-    native |= {name: config("native", parts, "int8") for name, parts in family.int8_systems.items()}
+    native = {name: config("native", low) for name, low in {"native-bf16": {}, **family.systems}.items()}
     # What a GPU without Hopper's own kernels runs.
     portable = {
         name.replace("native", "portable"): replace(made, native=NativeOptions(kernels="portable"))
         for name, made in native.items()
     }
-    return {"eager": config("eager"), **native, **portable}
+    return {"eager": config("eager", {}), **native, **portable}
 
 
 REALTIME_VLA_STEPS = 10
@@ -58,7 +56,7 @@ class Factory:
         self.family, self.views, self.horizon = family, views, horizon
         self.device, self.ceilings, self.checkout, self.tokens = device, ceilings, checkout, tokens or 20
         self.configs = configs(family)
-        self.default = ("eager", "native-bf16", *family.fp8_systems)
+        self.default = ("eager", "native-bf16", *family.systems_in("fp8"))
         self.baselines = (*family.baselines, *(family.realtime_vla if checkout is not None else ()))
         self.names = (*self.configs, *self.baselines)
         self.model: Network | None = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.component import Component
-from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
+from vla_accel.config import EnginePrecision, EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.errors import ConfigError
 from vla_accel.fp8 import Scales
 from vla_accel.models.network import Network
@@ -224,12 +224,14 @@ class Family(ABC):
     def random_observation(self, transforms: Any, rng: np.random.Generator) -> dict[str, Any]:
         """An observation that suits transforms of this family, of random numbers."""
 
-    int8_systems: Mapping[str, tuple[str, ...]] = {}
-    """The same with components that are in INT8."""
-    fp8_systems: Mapping[str, tuple[str, ...]] = {}
-    """What `bench` can time besides eager and native BF16: names, each with the components that are in FP8."""
+    systems: Mapping[str, Mapping[str, EnginePrecision]] = {}
+    """What `bench` can time besides eager and native BF16: names, each with its components in FP8 or INT8."""
     baselines: tuple[str, ...] = ()
     """Other projects' code for the same model that `bench` can time."""
+
+    def systems_in(self, precision: EnginePrecision) -> dict[str, tuple[str, ...]]:
+        """Of `systems` those that have nothing but this beside BF16, each with its components."""
+        return {name: tuple(parts) for name, parts in self.systems.items() if {*parts.values()} == {precision}}
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Callable[[Mapping[str, Any]], Any]:
         """`infer(observation)` of a baseline with random weights. Raises DependencyError where it is not installed."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vla_accel.fp8 import E4M3, INT8, Format
-from vla_accel.ops.dispatch import dependent_launches, kernels, path
+from vla_accel.ops import int8
+from vla_accel.ops.dispatch import dependent_launches, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.reference import GATED, gating
 from vla_accel.ops.rows import geglu, gelu
@@ -193,8 +194,8 @@ def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any
 
 def block_products(qkv: Linear, o: Linear, gate: Linear, down: Linear, *, silu: bool) -> dict[str, tuple[Linear, str]]:
     """The four products of a language model's block by name, each with its activation: that of `gate`, gate and up,
-    where they are `paired`."""
-    activation = gating(silu) if gate.paired else "none"
+    where it is inside their product: they are `paired`, or in INT8."""
+    activation = gating(silu) if gate.paired or gate.weight.dtype == INT8.dtype else "none"
     return {"qkv": (qkv, "none"), "o": (o, "none"), "gate_up": (gate, activation), "down": (down, "none")}
 
 
@@ -207,6 +208,8 @@ def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[
     """
     own, library = [], []
     for name, (layer, activation) in products.items():
+        if layer.weight.dtype == INT8.dtype:
+            int8.measure(layer, activation, rows)
         (own if has_own_gemm(rows, layer, activation) else library).append(name)
     if not own:
         return "", False
@@ -231,13 +234,13 @@ def library_product(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False
 
 
 def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bool = False) -> None:
-    """out = x Wᵀ + b, then tanh GELU if `gelu` (BF16/FP16 only). x (R, K), out (R, N). INT8 sums exactly.
+    """out = x Wᵀ + b, then tanh GELU if `gelu` (not FP8). x (R, K), out (R, N). INT8 sums exactly.
 
     `pdl`: where the kernel can, it starts before its predecessor has finished, and waits for it itself.
     """
     way = path(x)
     if layer.weight.dtype == INT8.dtype:
-        return _int8_linear(x, layer, out, pdl=pdl)
+        return int8.product(x, layer, out, activation="gelu" if gelu else "none", pdl=pdl)
     if x.is_cuda and way != "reference":
         if way == "cuda" and not gelu and launched_own_gemm(x, layer, out, "none", None, pdl):
             return
@@ -250,21 +253,12 @@ def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bo
     out.copy_(F.gelu(y, approximate="tanh") if gelu else y)
 
 
-def _int8_linear(x: Tensor, layer: Linear, out: Tensor, *, pdl: bool) -> None:
-    assert layer.weight_scale is not None
-    if path(x) != "reference":
-        return kernels("int8").int8_linear(
-            x, layer.weight, layer.weight_scale, layer.input_scale_value, layer.bias, out, pdl=pdl
-        )  # fmt: skip
-    # Float64 holds every sum of 127 x 127 exactly; then in float32, in the kernel's order.
-    y = (x.double() @ layer.weight.double().T).float() * (layer.weight_scale * layer.input_scale_value)
-    out.copy_(y if layer.bias is None else y + layer.bias.float())
-
-
 def linear_gelu(
     x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False
 ) -> None:
     """out = gelu_tanh(x Wᵀ + b). x (R, K), out (R, N), scratch (R, N), which may be used and may be `out`."""
+    if layer.weight.dtype == INT8.dtype:
+        return int8.product(x, layer, out, activation="gelu", inverse_scale=inverse_scale, pdl=pdl)
     if path(x) == "cuda" and launched_own_gemm(x, layer, out, "gelu", inverse_scale, pdl):
         return
     if layer.weight_scale is None and inverse_scale is None:
@@ -279,6 +273,8 @@ def gate_up(
 ) -> None:  # fmt: skip
     """out = gelu_tanh(gate) * up, of gate and up = x Wᵀ + b; `silu`: silu(gate) * up. x (R, K), out (R, H), scratch
     (R, 2 H) may be used."""
+    if layer.weight.dtype == INT8.dtype:
+        return int8.product(x, layer, out, activation=gating(silu), inverse_scale=inverse_scale, pdl=pdl)
     if path(x) == "cuda" and layer.paired and launched_own_gemm(x, layer, out, gating(silu), inverse_scale, pdl):
         return
     linear(x, layer, scratch, pdl=pdl)

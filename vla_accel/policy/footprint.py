@@ -73,7 +73,7 @@ def smaller(
     if gpu is None or not (gpu.fp8 or gpu.int8):
         return
     precision: EnginePrecision = "fp8" if gpu.fp8 else "int8"
-    for parts in (family.fp8_systems if gpu.fp8 else family.int8_systems).values():
+    for parts in family.systems_in(precision).values():
         for base, word in ((specs, ""), (on_host, ", native: {embeddings: host}")):
             text = ", ".join(f"{part}: {{engine: native, precision: {precision}}}" for part in parts)
             chosen = {n: replace(s, engine="native", precision=precision) if n in parts else s for n, s in base.items()}

@@ -1,0 +1,48 @@
+"""A script: compile, without a GPU, products of INT8 by every tile that a build would measure.
+
+    python tests/support/compile_int8.py [VERSION]
+
+for this compute capability, or 9.0. Prints a JSON object a kernel, as compile_kernels.py does.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tests.support.compile_kernels import META, Launch, print_compiled, recorded
+from vla_accel.fp8 import INT8
+from vla_accel.ops import int8
+from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.linear import Linear, make_linear
+from vla_accel.ops.reference import GATED
+
+ROWS, WIDTH, HIDDEN = 544, 2048, 4096
+
+
+def launches_of(gpu: Gpu, precision: str, batch: int) -> Iterator[Launch]:
+    """Each activation by each tile; of INT8 alone."""
+    if precision != "int8":
+        return
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    layer: Linear = make_linear(empty(HIDDEN, WIDTH), None, torch.bfloat16, 1.0, form=INT8)
+    x = empty(ROWS, WIDTH)
+    for tile in int8.searched(gpu, ROWS):
+        for activation in ("none", "gelu", "geglu"):
+            columns = HIDDEN // 2 if activation in GATED else HIDDEN
+            scale, dtype = (None, torch.bfloat16) if activation == "none" else (1.0, torch.int8)
+            out = empty(ROWS, columns, dtype=dtype)
+            yield from recorded(functools.partial(int8._launch, x, layer, out, tile, activation, scale, False))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        print_compiled(sys.argv[1:], launches_of)

@@ -1,0 +1,127 @@
+"""Products of INT8 weights and activations with what follows them inside: sums in int32, which are exact, then scales,
+bias and activation in float32.
+
+Which tiles a product is computed by is measured when a program is built, and remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vla_accel.ops.autotune import remembered
+from vla_accel.ops.dispatch import kernels, path
+from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.reference import GATED
+from vla_accel.ops.rows import geglu, gelu, store
+
+if TYPE_CHECKING:
+    from vla_accel.ops.linear import Linear
+
+CALLS = 10
+"""Calls in a row that are measured together."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block computes: `rows` x `columns` of the sums, `depth` of K at a time, as many as `stages` of them on
+    their way; of gate and up half of the columns each."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}x{self.depth}, {self.warps} warps, {self.stages} stages"
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that its operands take."""
+        return (self.rows + self.columns) * self.depth * self.stages
+
+
+FEW, SOME, MANY = Tile(32, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 8, 3)
+"""Taken where nothing was measured, by the number of rows: what every GPU has room for."""
+TILES = (
+    FEW, SOME, MANY, Tile(32, 128, 128, 4, 4), Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 3),
+    Tile(128, 64, 128, 4, 3), Tile(128, 128, 128, 8, 2), Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 8, 4),
+    Tile(128, 256, 64, 8, 3), Tile(128, 256, 128, 8, 2), Tile(128, 256, 128, 8, 3), Tile(256, 128, 128, 8, 3),
+)  # fmt: skip
+_KNOWN: dict[tuple[torch.device, Gpu, str, int, int, int], Tile] = {}
+
+
+def usual(rows: int) -> Tile:
+    """The tile of a product of so many rows that was not measured."""
+    return MANY if rows > 64 else SOME if rows > 32 else FEW
+
+
+def searched(gpu: Gpu, rows: int) -> list[Tile]:
+    """The tiles that a GPU has room for and that fit the rows; the usual one first."""
+    first = usual(rows)
+    heights = range(first.rows // 2, 2 * first.rows + 1 if rows > first.rows else first.rows + 1)
+    return [first, *(t for t in TILES if t != first and t.shared <= gpu.shared_per_block and t.rows in heights)]
+
+
+def measure(layer: Linear, activation: str, rows: int) -> None:
+    """Find the tile of a product on its weight's GPU; a program asks while it is built. `activation`: none, gelu, geglu
+    or swiglu."""
+    device = layer.weight.device
+    gpu = Gpu.of(device)
+    if gpu is None or path(layer.weight) == "reference":
+        return
+    (n, k), gated = layer.weight.shape, activation in GATED
+    key = (device, gpu, activation, rows, n, k)
+    if key in _KNOWN:
+        return
+    x = torch.randint(-127, 128, (rows, k), dtype=torch.int8, device=device)
+    stored = torch.bfloat16 if activation == "none" else torch.int8
+    out = torch.empty(rows, n // 2 if gated else n, dtype=stored, device=device)
+    inverse_scale = None if activation == "none" else 1.0
+    tiles = {str(tile): tile for tile in searched(gpu, rows)}
+    ways = {
+        name: functools.partial(_launch, x, layer, out, tile, activation, inverse_scale, False)
+        for name, tile in tiles.items()
+    }
+    _KNOWN[key] = tiles[remembered(f"INT8 {activation} {rows}x{n}x{k}", ways, device, CALLS).way]
+
+
+def product(
+    x: Tensor, layer: Linear, out: Tensor, *, activation: str = "none", inverse_scale: float | None = None,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """out = activation(x Wᵀ + b): none, gelu (tanh), or of gate and up geglu or swiglu. x (R, K) and W (N, K) int8; out
+    (R, N), of a gated one (R, N / 2). `inverse_scale`: out is float8_e4m3fn or int8."""
+    if path(x) != "reference":
+        return _launch(x, layer, out, _tile(x, layer, activation), activation, inverse_scale, pdl)
+    assert layer.weight_scale is not None
+    # Float64 holds every sum of 127 x 127 exactly; then in float32, in the kernel's order.
+    y = (x.double() @ layer.weight.double().T).float() * (layer.weight_scale * layer.input_scale_value)
+    if layer.bias is not None:
+        y = y + layer.bias.float()
+    if activation in GATED:
+        geglu(y, out, inverse_scale=inverse_scale, paired=layer.paired, silu=activation == "swiglu")
+    elif activation == "gelu":
+        gelu(y, out, inverse_scale=inverse_scale)
+    else:
+        store(out, y, inverse_scale)
+
+
+def _tile(x: Tensor, layer: Linear, activation: str) -> Tile:
+    gpu, rows, (n, k) = Gpu.of(x.device), len(x), layer.weight.shape
+    known = None if gpu is None else _KNOWN.get((x.device, gpu, activation, rows, n, k))
+    return known or usual(rows)
+
+
+def _launch(
+    x: Tensor, layer: Linear, out: Tensor, tile: Tile, activation: str, inverse_scale: float | None, pdl: bool
+) -> None:  # fmt: skip
+    kernels("int8").int8_linear(
+        x, layer.weight, layer.weight_scale, layer.input_scale_value, layer.bias, out, tile=tile, activation=activation,
+        paired=layer.paired, inverse_scale=inverse_scale, pdl=pdl,
+    )  # fmt: skip
