@@ -34,7 +34,7 @@ from tests.support.gpu_policies import (
 from tests.support.tiny import tiny_observation
 from vla_accel.component import BESIDE
 from vla_accel.config import NativeOptions
-from vla_accel.errors import EngineError
+from vla_accel.errors import EngineError, ObservationError
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.loop import LoopProgram
@@ -199,3 +199,20 @@ def test_threads_may_capture_while_others_run(folders: dict[str, Path]) -> None:
         for _ in range(200):
             np.testing.assert_array_equal(running.infer(observation, noise=noise)["actions"], want)
         assert all(np.isfinite(a).all() for a in busy.result())
+
+
+def test_vision_begins_early_and_calls_between_leave_nothing(folder: Path) -> None:
+    """Refused calls and calls of other shapes, in which the early beginning was in vain; to the bit what a policy
+    without graphs answers, which begins nothing early."""
+    policy, plain = load(folder), load(folder, replace(NATIVE, cuda_graph=False))
+    noise = noise_for(policy, 1)[0]
+    for seed in range(40):
+        given = tiny_observation(seed, PROMPTS[seed % 3])
+        if seed % 4 == 1:
+            with pytest.raises(ObservationError, match="state"):
+                policy.infer(given | {"observation/state": np.zeros(3)}, noise=noise)
+        if seed % 8 == 2:
+            policy.infer_batch([given, given])
+        got, want = (p.infer(given, noise=noise) for p in (policy, plain))
+        np.testing.assert_array_equal(got["actions"], want["actions"])
+        assert min(got["policy_timing"].values()) >= 0

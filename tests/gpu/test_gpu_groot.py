@@ -35,7 +35,7 @@ def test_native_is_as_near_as_eager(groot_folder: Path, batch: int, denoise: Eng
         policy_of(groot_folder, "native", "bf16", **narrow), policy_of(groot_folder, "eager", "bf16"),
         policy_of(groot_folder, "eager", "fp32"),
     )  # fmt: skip
-    assert policies[0].pipelines.newest.captured is not None, "one graph for a whole call"
+    assert policies[0].pipelines.newest.captured is not None, "a whole call in graphs"
     given = [observation(i, PROMPTS[i]) for i in range(batch)]
     rows = []
     for policy in policies:

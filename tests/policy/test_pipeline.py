@@ -62,6 +62,7 @@ def test_a_plain_call_after_a_guided_one_finds_target_and_weights_of_zero(policy
             assert not staged(policy)["target"].any() and not staged(policy)["weights"].any()
 
 
+@torch.inference_mode()
 def test_a_call_that_failed_half_way_guides_nobody(policy: OptimizedPolicy) -> None:
     inputs = [policy.processor.prepare(tiny_observation())]
     policy.infer(tiny_observation())
@@ -174,6 +175,7 @@ def test_a_batch_of_other_views_is_refused_and_the_next_is_not() -> None:
     assert len(policy.infer_batch([three, three])) == 2 and len(policy.infer_batch([one, one])) == 2
 
 
+@torch.inference_mode()
 def test_rows_and_views_must_be_as_many_as_the_shapes(policy: OptimizedPolicy) -> None:
     policy.infer(tiny_observation())
     pipeline, feed = policy._feed([policy.processor.prepare(tiny_observation())], None, None)
@@ -188,6 +190,7 @@ def test_rows_and_views_must_be_as_many_as_the_shapes(policy: OptimizedPolicy) -
     refused(replace(feed, given={**feed.given, "tokens": []}))
 
 
+@torch.inference_mode()
 def test_a_host_input_must_be_there_and_fit(policy: OptimizedPolicy) -> None:
     policy.infer(tiny_observation())
     pipeline, feed = policy._feed([policy.processor.prepare(tiny_observation())], None, None)

@@ -1,8 +1,9 @@
-"""One CUDA graph for a whole call: every engine and the download, with timing events between them.
+"""CUDA graphs for a whole call: every engine and the download, with timing events between them.
 
-Knows engines and buffers, not policies. Replaying costs one launch; the events inside the graph cost nothing else. A
-last engine whose work may end early (`engines.base.Turns`) has a graph of its own for a turn, which is replayed between
-one for all before it and one for all behind it.
+Knows engines and buffers, not policies. The first engine may have a graph of its own, so that it runs while the host
+prepares what only the others need; all others are one graph. Replaying costs a launch each; the events inside cost
+nothing else. A last engine whose work may end early (`engines.base.Turns`) has a graph of its own for a turn, which is
+replayed between one for all before it and one for all behind it.
 """
 
 from __future__ import annotations
@@ -50,15 +51,22 @@ class Turning:
 
 @dataclass
 class Captured:
-    """A graph and the events at its seams: before the first engine and after each. `turning`: what comes behind it."""
+    """A graph and the events at its seams: before the first engine and after each. `lead`: the first engine, if it is
+    not in `graph`; `turning`: what comes behind it."""
 
     graph: torch.cuda.CUDAGraph
     events: list[torch.cuda.Event]
     names: list[str]
+    lead: torch.cuda.CUDAGraph | None = None
     turning: Turning | None = None
 
+    def begin(self) -> None:
+        """Enqueue the first engine on the current stream, if it has a graph of its own."""
+        if self.lead is not None:
+            self.lead.replay()
+
     def replay(self) -> None:
-        """Enqueue everything on the current stream."""
+        """Enqueue everything else on the current stream."""
         self.graph.replay()
         if self.turning is not None:
             self.turning.replay()
@@ -69,8 +77,11 @@ class Captured:
         return {name: start.elapsed_time(end) for name, start, end in pairs}
 
 
-def capture(engines: Sequence[tuple[str, Engine]], after: Callable[[], None], ledger: Ledger) -> Captured | None:
-    """Capture the engines in order, and `after`. None where some engine cannot be captured.
+def capture(
+    engines: Sequence[tuple[str, Engine]], after: Callable[[], None], ledger: Ledger, *, lead: bool = False
+) -> Captured | None:  # fmt: skip
+    """Capture the engines in order, and `after`. None where some engine cannot be captured. `lead`: the first of
+    several gets a graph of its own.
 
     Running out of memory is recorded in the ledger as a fallback from a graph to a stream (or raises, when strict).
     """
@@ -80,10 +91,12 @@ def capture(engines: Sequence[tuple[str, Engine]], after: Callable[[], None], le
         raise EngineError(f"CUDA graph: expected turns of the last engine alone, got them of {', '.join(early)}")
     if stubborn:
         return None
-    detail = " → ".join(name for name, _ in engines)
+    lead = lead and len(engines) > 1
+    names = [name for name, _ in engines]
+    detail = f"{names[0]}, then {' → '.join(names[1:])}" if lead else " → ".join(names)
     try:
         with phase("capture"):
-            captured = _capture(engines, after)
+            captured = _capture(engines, after, lead)
     except torch.OutOfMemoryError as error:
         ledger.record(LedgerEntry("call", GRAPH, STREAM, f"out of memory during capture: {error}", detail))
         return None
@@ -92,8 +105,11 @@ def capture(engines: Sequence[tuple[str, Engine]], after: Callable[[], None], le
 
 
 @contextlib.contextmanager
-def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+def recording(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, behind: torch.cuda.CUDAGraph | None = None
+) -> Iterator[None]:  # fmt: skip
     """What is enqueued inside goes into a graph that is replayed long after; `stream` may have been warmed up on.
+    `behind`: a graph that is always replayed before this one, whose memory it may use again.
 
     The graph owns the workspaces of its matrix products. cuBLAS keeps one for every stream: that of the warm-up lies
     outside the graph's memory, and whoever clears the workspaces (as torch.compile's mode reduce-overhead does when it
@@ -102,7 +118,8 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        pool = None if behind is None else behind.pool()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield
     finally:
         # The graph goes on using these workspaces: the next product of this process must get others.
@@ -115,7 +132,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _capture(engines: Sequence[tuple[str, Engine]], after: Callable[[], None]) -> Captured:
+def _capture(engines: Sequence[tuple[str, Engine]], after: Callable[[], None], lead: bool) -> Captured:
     device = engines[0][1].device
     with torch.cuda.device(device), torch.inference_mode():
         # Compiles kernels, picks algorithms and makes library handles, none of which may happen during capture.
@@ -129,15 +146,23 @@ def _capture(engines: Sequence[tuple[str, Engine]], after: Callable[[], None]) -
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         turns = engines[-1][1].turns()
-        whole = engines if turns is None else engines[:-1]
-        graph, turning = torch.cuda.CUDAGraph(), None
+        last = len(engines) if turns is None else len(engines) - 1
+        first, graph, turning = torch.cuda.CUDAGraph() if lead else None, torch.cuda.CUDAGraph(), None
         events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(engines) + 1)]
-        try:
-            with recording(graph, side):
+
+        def run(begin: int, end: int) -> None:
+            if begin == 0:
                 events[0].record()
-                for (_, engine), event in zip(whole, events[1:], strict=False):
-                    engine.run()
-                    event.record()
+            for (_, engine), event in zip(engines[begin:end], events[begin + 1 :], strict=False):
+                engine.run()
+                event.record()
+
+        try:
+            if first is not None:
+                with recording(first, side):
+                    run(0, 1)
+            with recording(graph, side, first):
+                run(0 if first is None else 1, last)
                 if turns is None:
                     after()
                 else:
@@ -155,4 +180,4 @@ def _capture(engines: Sequence[tuple[str, Engine]], after: Callable[[], None]) -
         except RuntimeError as error:
             names = ", ".join(name for name, _ in engines)
             raise EngineError(f"CUDA graph of {names}: capture failed: {error}") from error
-    return Captured(graph, events, [name for name, _ in engines], turning)
+    return Captured(graph, events, [name for name, _ in engines], first, turning)

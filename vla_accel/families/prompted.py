@@ -72,6 +72,14 @@ class PromptedFamily(Family):
     def prepare(self, transforms: Any, observation: Mapping[str, Any], device: torch.device) -> Inputs:
         return transforms.prepare(observation, fitted=not fits_on(device))
 
+    def ahead(
+        self, transforms: Any, observations: Sequence[Mapping[str, Any]], shape: PromptShape, device: torch.device
+    ) -> dict[str, Rows] | None:  # fmt: skip
+        if len(observations) != shape.batch or not fits_on(device):
+            return None
+        rows = [transforms.pictures(o) for o in observations]
+        return {"images": rows} if all(row is not None and len(row) == shape.views for row in rows) else None
+
     def feed(self, config: Any, inputs: Sequence[Inputs]) -> dict[str, Rows]:
         return {
             "images": [i.pictures for i in inputs],

@@ -179,6 +179,14 @@ class Family(ABC):
         del device
         return transforms.prepare(observation)
 
+    def ahead(
+        self, transforms: Any, observations: Sequence[Mapping[str, Any]], shape: Any, device: torch.device
+    ) -> dict[str, Rows] | None:  # fmt: skip
+        """The host inputs of the first component, as `feed` will have them, where they can be read without the rest of
+        `prepare` and are of this shape; None elsewhere. What is wrong with an observation `prepare` says."""
+        del transforms, observations, shape, device
+        return None
+
     @abstractmethod
     def feed(self, config: Any, inputs: Sequence[Any]) -> dict[str, Rows]:
         """The host inputs of a call from its prepared observations, but for `guidance` and noise."""

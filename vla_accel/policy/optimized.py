@@ -169,21 +169,25 @@ class OptimizedPolicy:
             raise ObservationError("observations: expected at least one, got none")
         with self._lock:
             began = time.perf_counter()
-            inputs = [self.family.prepare(self.processor, o, self.device) for o in observations]
-            family, sizes, rtc = self.family, self.model.config, self.config.rtc
-            guided = guidance(family, sizes, rtc, self.processor, inputs, prev_chunks, inference_delays)
-            pipeline, feed = self._feed(inputs, noise, guided)
-            pipeline.feed(feed, self._noise)
-            launched = time.perf_counter()
+            with self.pipelines.ahead(self.processor, observations) as ahead:
+                inputs = [self.family.prepare(self.processor, o, self.device) for o in observations]
+                family, sizes, rtc = self.family, self.model.config, self.config.rtc
+                guided = guidance(family, sizes, rtc, self.processor, inputs, prev_chunks, inference_delays)
+                pipeline, feed = self._feed(inputs, noise, guided)
+                if ahead is not None and ahead is not pipeline:
+                    ahead.abandon()
+                pipeline.feed(feed, self._noise)
+            # One for each: nothing is shared between results, so that one may be changed.
+            ledgers = [self.ledger.as_list() for _ in inputs]
             result, times = self._run(pipeline)
             returned = time.perf_counter()
             actions = family.normalised(self.processor, result)
             robot = [self.processor.finish(a, i) for a, i in zip(actions, inputs, strict=True)]
             ended = time.perf_counter()
             # Launch, copies and waiting: what of the run is in no component. So the sections add up to the total.
-            transfer = (returned - launched) * 1e3 - sum(times.values())
+            transfer = (returned - pipeline.launched) * 1e3 - sum(times.values())
             sections = {
-                "preprocess": (launched - began) * 1e3,
+                "preprocess": (pipeline.launched - began) * 1e3,
                 **times,
                 "transfer": transfer,
                 "postprocess": (ended - returned) * 1e3,
@@ -192,10 +196,9 @@ class OptimizedPolicy:
             self.latency.add(sample)
             timing = {"infer_ms": sample.total_ms, "total_ms": sample.total_ms}
             timing |= {f"{name}_ms": value for name, value in sections.items()}
-            # Nothing is shared between results, so that one may be changed.
             return [
-                {"actions": a, "state": i.raw_state, "policy_timing": timing.copy(), "engines": self.ledger.as_list()}
-                for a, i in zip(robot, inputs, strict=True)
+                {"actions": a, "state": i.raw_state, "policy_timing": timing.copy(), "engines": engines}
+                for a, i, engines in zip(robot, inputs, ledgers, strict=True)
             ]
 
     def infer_with_internals(

@@ -1,5 +1,5 @@
 """The engines of one shape, joined by the names of their inputs and outputs, with their staging buffers and, on a GPU,
-one CUDA graph.
+two CUDA graphs: the first engine runs while the host prepares what only the others need.
 
 `Pipelines` keeps the most recently used shapes within a memory budget. Knows nothing about observations or robots, and
 no model: the family's components say what there is.
@@ -7,13 +7,15 @@ no model: the family's components say what there is.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ from vla_accel.engines.graph import Captured, capture
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import Scales
 from vla_accel.ledger import Ledger
-from vla_accel.models.family import Family, Rows, Shape, Store
+from vla_accel.models.family import Family, Rows, Shape, Store, Transforms
 from vla_accel.models.memory import Counted
 from vla_accel.models.network import Network
 from vla_accel.numeric import round_up
@@ -80,6 +82,9 @@ class Pipeline:
         self._family, self._sizes = plan.family, plan.model.config
         self._guided = False
         """Whether the staged guidance may differ from zero."""
+        self._begun = False
+        self.launched = 0.0
+        """When the newest call had its first work enqueued, in seconds of `time.perf_counter`."""
         components = plan.family.components(
             plan.model, shape, store=plan.store, scales=plan.scales, rtc=plan.config.rtc
         )  # fmt: skip
@@ -96,7 +101,7 @@ class Pipeline:
         self.captured: Captured | None = None
         if graphs:
             self._rehearse()
-            self.captured = capture(self.engines, self._download, plan.ledger)
+            self.captured = capture(self.engines, self._download, plan.ledger, lead=True)
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -111,27 +116,32 @@ class Pipeline:
         """Bind every input that is an earlier output, and stage the rest.
 
         Host buffers are pinned for a GPU. All inputs of a call share one buffer on either side, so that they travel in
-        one copy; an input that several components have is there once.
+        two copies, the first engine's before the others'; an input that several components have is there once.
         """
         made: dict[str, Tensor] = {}
         places: dict[str, tuple[Tensor, int]] = {}
-        end = 0
-        for _, engine in self.engines:
+        end = first = 0
+        for index, (_, engine) in enumerate(self.engines):
             for name, like in engine.inputs.items():
                 if name != NOISE and name not in made and name not in places:
                     places[name] = like, end
                     end += round_up(like.nbytes, ALIGNMENT)
             made |= engine.outputs
+            if index == 0:
+                first = end
         self._given = torch.zeros(end, dtype=torch.uint8, device=self.device)
         self._staged = beside(self._given)
-        self._sending = Sending(self._staged, self._given, graphs=graphs)
+        self._sending = Sending(self._staged[:first], self._given[:first], graphs=graphs)
+        self._later = slice(first, end)
         self._host: dict[str, np.ndarray] = {}
         self._placed = on_device = dict[str, Tensor]()
         for name, (like, start) in places.items():
             part = slice(start, start + like.nbytes)
             on_device[name] = self._given[part].view(like.dtype).view(like.shape)
             self._host[name] = self._staged[part].view(like.dtype).view(like.shape).numpy()
-        self._fed = [(name, place) for name, place in self._host.items() if name not in self._family.guidance]
+        fed = [(name, place) for name, place in self._host.items() if name not in self._family.guidance]
+        self._first = [(name, place) for name, place in fed if places[name][1] < first]
+        self._others = [(name, place) for name, place in fed if places[name][1] >= first]
         made = {}
         noise: Tensor | None = None
         for component, engine in self.engines:
@@ -158,29 +168,47 @@ class Pipeline:
             place.fill(0)
         self._family.rehearse(self._sizes, self.shape, self._host)
         self._sending.send()
+        self._send_others()
         if self._drawn is not None:
             self._drawn.zero_()
 
     def rehearse(self) -> None:
         """Run once on any valid inputs, so that the first call finds every kernel compiled."""
         self._rehearse()
+        if self.captured is not None:
+            self.captured.begin()
         self.run()
 
     def _download(self) -> None:
         self._answer.copy_(self._result, non_blocking=True)
 
-    def feed(self, feed: Feed, generator: torch.Generator) -> None:
-        """Put a call's inputs into the staging buffers and send them; noise goes to the device, or is drawn there.
+    def _send_others(self) -> None:
+        self._given[self._later].copy_(self._staged[self._later], non_blocking=True)
 
-        The only copy of the images on the host; afterwards they may be overwritten. A host input that no component of
-        this shape has is left out.
+    def begin(self, given: Mapping[str, Rows]) -> None:
+        """Put a call's inputs of the first engine into the staging buffers and send them; where that engine has a CUDA
+        graph of its own, launch it. `feed` and `run` follow, or `abandon`.
+
+        The only copy of the images on the host; afterwards they may be overwritten.
         """
-        given, guidance = feed.given, feed.guidance
-        pictures: list[tuple[Tensor, Picture]] = []
-        for name, place in self._fed:
-            if name not in given:
-                raise EngineError(f"{self._family.name}: its feed lacks {name}; it has {', '.join(given)}")
-            _write(place, given[name], self._placed[name], pictures)
+        self._sending.send(self._write(self._first, given))
+        if self.captured is not None:
+            self.captured.begin()
+        self._begun, self.launched = True, time.perf_counter()
+
+    def abandon(self) -> None:
+        """Forget a call that began and will not be fed; what it sent has left the host after this."""
+        self._begun = False
+        synchronize(self.device)
+
+    def feed(self, feed: Feed, generator: torch.Generator) -> None:
+        """Put a call's inputs into the staging buffers and send them, but for what `begin` has sent; noise goes to the
+        device, or is drawn there. A host input that no component of this shape has is left out."""
+        if not self._begun:
+            self.begin(feed.given)
+        self._begun = False
+        guidance = feed.guidance
+        self._write(self._others, feed.given)
         if guidance is not None:
             self._guided = True
             for name, rows in guidance.items():
@@ -190,26 +218,41 @@ class Pipeline:
             for name in self._family.guidance:
                 self._host[name].fill(0)
             self._guided = False
-        self._sending.send(pictures)
-        if self._drawn is None or self._noise is None:
-            return
-        if feed.noise is None:
-            self._drawn.normal_(generator=generator)
-        else:
-            self._noise.numpy()[:] = feed.noise
-            self._drawn.copy_(self._noise, non_blocking=True)
+        self._send_others()
+        if self._drawn is not None and self._noise is not None:
+            if feed.noise is None:
+                self._drawn.normal_(generator=generator)
+            else:
+                self._noise.numpy()[:] = feed.noise
+                self._drawn.copy_(self._noise, non_blocking=True)
+        if self.captured is None:
+            self.launched = time.perf_counter()
+
+    def _write(
+        self, places: Sequence[tuple[str, np.ndarray]], given: Mapping[str, Rows]
+    ) -> list[tuple[Tensor, Picture]]:  # fmt: skip
+        """Copy what is given to its places on the host; images that are still to be fitted, with theirs on the
+        device."""
+        pictures: list[tuple[Tensor, Picture]] = []
+        for name, place in places:
+            if name not in given:
+                raise EngineError(f"{self._family.name}: its feed lacks {name}; it has {', '.join(given)}")
+            _write(place, given[name], self._placed[name], pictures)
+        if pictures and places is not self._first:
+            raise EngineError(f"{self._family.name}: expected images to be inputs of {self.engines[0][0]} alone")
+        return pictures
 
     def run(self) -> tuple[np.ndarray, dict[str, float]]:
         """The family's `result` and milliseconds by engine.
 
         Returns after the call's one synchronisation. The result is overwritten by the next call.
         """
-        if self.device.type != "cuda":
-            times = self._run_here()
-        elif self.captured is not None:
+        if self.captured is not None:
             self.captured.replay()
             synchronize(self.device)
             times = self.captured.times()
+        elif self.device.type != "cuda":
+            times = self._run_here()
         else:
             with on(self.device):
                 times = self._run_on_stream()
@@ -279,6 +322,24 @@ class Pipelines:
     def bytes(self) -> int:
         """Device memory of the pipelines kept (0 on a CPU)."""
         return sum(size for _, size in self._kept.values())
+
+    @contextlib.contextmanager
+    def ahead(self, transforms: Transforms, observations: Sequence[Mapping[str, Any]]) -> Iterator[Pipeline | None]:
+        """The newest pipeline with the first component of a call on its way, where the observations suit it: the GPU
+        works while the host prepares the rest. None elsewhere. What is raised inside ends that call."""
+        pipeline = self.newest if self._kept else None
+        given = None
+        if pipeline is not None and pipeline.captured is not None:
+            given = self.plan.family.ahead(transforms, observations, pipeline.shape, self.plan.device)
+        if pipeline is None or given is None:
+            yield None
+            return
+        try:
+            pipeline.begin(given)
+            yield pipeline
+        except BaseException:
+            pipeline.abandon()
+            raise
 
     def get(self, shape: Shape) -> Pipeline:
         """The pipeline of a shape, built on first use."""

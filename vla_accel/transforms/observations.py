@@ -43,13 +43,17 @@ class Reader:
         if not isinstance(observation, Mapping):
             raise ObservationError(f"observation: expected a mapping, got {type(observation).__name__}")
         preset = self.preset
-        views = {k: image for k in preset.images if (image := _find(observation, k)) is not _ABSENT}
+        views = self.views(observation)
         states = [_find(observation, k) for k in preset.state]
         prompt: Any = observation.get(preset.prompt, self.default_prompt)
         if prompt is None or len(views) < len(preset.images) or any(s is _ABSENT for s in states):
             self._report_missing(observation, views.keys(), prompt)
         self._refuse_unknown_images(observation)
         return Observed(views, self._state(states), _text(prompt, preset.prompt))
+
+    def views(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+        """The views that are there, by key, in the preset's order; not checked."""
+        return {k: image for k in self.preset.images if (image := _find(observation, k)) is not _ABSENT}
 
     def _report_missing(self, observation: Mapping[str, Any], present: Any, prompt: Any) -> None:
         preset = self.preset

@@ -47,8 +47,7 @@ class Inputs:
         """The images; those that are still to be fitted as `Picture`s."""
         if self.to_fit is None:
             return list(self.images)
-        size, method = self.to_fit
-        return [i if i.shape == (size, size, 3) else Picture(i, size, method) for i in self.images]
+        return [_to_fit(image, *self.to_fit) for image in self.images]
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,22 @@ class Processor:
             name = " and ".join(preset.state)
             raise ObservationError(f"{name}: expected a state in the checkpoint's range, got up to {abs(raw).max():g}")
         return Inputs(images, self._tokens(seen.prompt, normalised), padded, raw, to_fit)
+
+    def pictures(self, observation: Mapping[str, Any]) -> list[np.ndarray | Picture] | None:
+        """What `prepare`, without fitting, has as `Inputs.pictures`; None where an image is to be converted or does
+        not fit."""
+        if not isinstance(observation, Mapping):
+            return None
+        found: list[np.ndarray] = []
+        for key, image in self._reader.views(observation).items():
+            if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
+                return None
+            try:
+                found.append(self._image(to_uint8(image, key), fitted=False))
+            except ObservationError:
+                # `prepare` says what is wrong with it.
+                return None
+        return [_to_fit(image, self.image_size, self.preset.resize) for image in found]
 
     def _image(self, image: np.ndarray, fitted: bool) -> np.ndarray:
         size, method = self.image_size, self.preset.resize
@@ -187,6 +202,10 @@ class Processor:
                 self._prompts.clear()
             self._prompts[prompt] = known
         return known
+
+
+def _to_fit(image: np.ndarray, size: int, method: Resize) -> np.ndarray | Picture:
+    return image if image.shape == (size, size, 3) else Picture(image, size, method)
 
 
 # ALOHA reports a gripper's linear opening, scaled to [0, 1] between these two (metres); π0 was trained on the angle of
