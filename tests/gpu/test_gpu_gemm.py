@@ -16,9 +16,9 @@ from vla_accel.fp8 import E4M3
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import TABLES, Tiling
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.linear import Linear, make_linear, pair
 from vla_accel.ops.reference import GATED
 from vla_accel.ops.rows import add_norm, geglu
+from vla_accel.ops.weights import Linear, make_linear, pair
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ from tests.support.gpu_policies import DEVICE, NAN
 from vla_accel.fp8 import INT8
 from vla_accel.ops import int8
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.reference import GATED
+from vla_accel.ops.weights import Linear, make_linear
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(1, 128, 64), (50, 272, 200), (130, 4352, 1152), (968, 2048, 2048)]

@@ -33,9 +33,10 @@ def test_a_product_of_cublas(rows: int, k: int, n: int, fp8: bool, what: str) ->
     weight, bias = torch.randn(n, k, generator=generator) / k**0.5, torch.randn(n, generator=generator)
     x = torch.randn(rows, k, generator=generator).bfloat16()
     from vla_accel.ops import linear as ops
+    from vla_accel.ops import weights
 
-    def layer(device: str) -> ops.Linear:
-        return ops.make_linear(
+    def layer(device: str) -> weights.Linear:
+        return weights.make_linear(
             weight.to(device), None if what == "plain" else bias.to(device), torch.bfloat16, 6.0 if fp8 else None
         )
 

@@ -32,9 +32,9 @@ from vla_accel.ops import suffix, suffix_tilings
 from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu, assumed
-from vla_accel.ops.linear import Linear
 from vla_accel.ops.rows import rope_tables
 from vla_accel.ops.suffix_tilings import KeySplit, Product, Skinny, SuffixAttention, Tiling
+from vla_accel.ops.weights import Linear
 
 EPS, WORST = 1e-6, 0.02
 """Of an element, relative to itself and the root mean square: BF16's rounding of sums and of GeGLU's input."""

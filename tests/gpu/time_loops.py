@@ -43,7 +43,7 @@ from vla_accel.ops.cuda.denoise import StreamedLoop, why_not
 from vla_accel.ops.cuda.gemm import Tiling, launch
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu, assumed
-from vla_accel.ops.linear import make_linear, pair
+from vla_accel.ops.weights import make_linear, pair
 
 COSINE, WORST = 0.9995, 0.13
 """Of a step's velocity with float32, where plain BF16 does as well; and of an element of a product, where a step of FP8

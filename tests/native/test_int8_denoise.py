@@ -26,7 +26,7 @@ from vla_accel.native import expert, groot_denoise
 from vla_accel.native.store import plain_input
 from vla_accel.ops import suffix
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.linear import Linear
+from vla_accel.ops.weights import Linear
 
 PARTS = ("vision", "kv_cache", "denoise")
 PRODUCTS = {"pi0": 4 * 3, "pi05": 4 * 3, "smolvla": 4 * 3, "groot": 4 * 8}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vla_accel.ops import dispatch, image, linear, rows
+from vla_accel.ops import dispatch, image, linear, rows, weights
 from vla_accel.ops.attending import Sizes, choose
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.dispatch import path, steered
@@ -55,7 +55,7 @@ def test_ops_ask_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "kernels", lambda _: noted)
     monkeypatch.setattr(linear, "launched_own_gemm", lambda *_, **__: noted.calls.append("launched_own_gemm") or True)
     x, out, half = torch.ones(2, 16), torch.empty(2, 8), torch.ones(1, 2, 2, 4, dtype=torch.float16)
-    layer = linear.make_linear(torch.ones(8, 16), torch.zeros(8), torch.float32)
+    layer = weights.make_linear(torch.ones(8, 16), torch.zeros(8), torch.float32)
 
     def calls() -> list[str]:
         noted.calls = []
@@ -75,7 +75,7 @@ def test_ops_ask_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_kernels_are_taken_on_the_cuda_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = linear.make_linear(torch.zeros(128, 64), None, torch.bfloat16)
+    layer = weights.make_linear(torch.zeros(128, 64), None, torch.bfloat16)
     monkeypatch.setattr(gemm, "planned", lambda *_: object())
     for to, taken in (("cuda", True), ("triton", False), ("reference", False)):
         with steered(to):  # type: ignore[arg-type]

@@ -19,8 +19,8 @@ from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import Tiling, launch
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.linear import Linear, make_linear, pair
 from vla_accel.ops.reference import GATED
+from vla_accel.ops.weights import Linear, make_linear, pair
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

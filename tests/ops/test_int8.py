@@ -29,7 +29,8 @@ from vla_accel.ops import int8
 from vla_accel.ops.autotune import Fastest
 from vla_accel.ops.cuda.gemm import planned
 from vla_accel.ops.int8 import searched, usual
-from vla_accel.ops.linear import has_own_gemm, linear, make_linear, pair
+from vla_accel.ops.linear import has_own_gemm, linear
+from vla_accel.ops.weights import make_linear, pair
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("vision", "kv_cache", "denoise")

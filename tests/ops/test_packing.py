@@ -14,7 +14,7 @@ from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise import Packed
 from vla_accel.ops.cuda.denoise.packing import pack, pair_tiles, split_of
 from vla_accel.ops.cuda.denoise.schedule import shared_by
-from vla_accel.ops.linear import Linear
+from vla_accel.ops.weights import Linear
 
 CODE = re.sub(r"//.*", "", runtime.source_of({}, "denoise/core"))
 

@@ -18,8 +18,8 @@ from tests.support.compile_kernels import META, Launch, print_compiled, recorded
 from vla_accel.fp8 import INT8
 from vla_accel.ops import int8
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.reference import GATED
+from vla_accel.ops.weights import Linear, make_linear
 
 ROWS, WIDTH, HIDDEN = 544, 2048, 4096
 

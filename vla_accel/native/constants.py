@@ -10,7 +10,7 @@ from torch import Tensor
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.rtc import step_gains
 from vla_accel.ops.cuda.denoise import StepTables
-from vla_accel.ops.linear import Linear
+from vla_accel.ops.weights import Linear
 
 
 @torch.inference_mode()

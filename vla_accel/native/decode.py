@@ -26,10 +26,10 @@ from vla_accel.native.prefix import PrefixLayer, PrefixWeights
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
 from vla_accel.ops.dispatch import dependent_launches
-from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.rows import add_norm, rope_tables
 from vla_accel.ops.suffix_tilings import SuffixAttention
+from vla_accel.ops.weights import Linear, make_linear
 
 TURN = 4
 """Tokens of a turn. Another turn is always on its way while one is asked whether all is done, so that up to twice as

@@ -24,8 +24,8 @@ from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.suffix_tilings import Product
+from vla_accel.ops.weights import Linear, make_linear
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from vla_accel.ops import suffix
 from vla_accel.ops.attending import attention
 from vla_accel.ops.dispatch import dependent_launches
 from vla_accel.ops.dit import NormTables, flow_step, product
-from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.moments import Moments, measure
+from vla_accel.ops.weights import Linear, make_linear
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from vla_accel.native.stack import Stack, StackSizes, stack_weights
 from vla_accel.native.store import compute_dtype
 from vla_accel.native.vision import VisionLayer
 from vla_accel.ops import norms
-from vla_accel.ops.linear import Linear, block_products, gate_up, linear, make_linear, pair, products_by
+from vla_accel.ops.linear import block_products, gate_up, linear, products_by
 from vla_accel.ops.rows import add_norm
 from vla_accel.ops.sequence import add_at, causal_attention, norm_rope, place_tokens
+from vla_accel.ops.weights import Linear, make_linear, pair
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from vla_accel.native.fold import fold_norm
 from vla_accel.native.stack import Stack, StackSizes, stack_weights
 from vla_accel.native.store import compute_dtype
 from vla_accel.native.vision import VisionLayer, patch_embedding
-from vla_accel.ops.linear import Linear, linear, make_linear, patch_product
+from vla_accel.ops.linear import linear, patch_product
 from vla_accel.ops.rows import add_norm
 from vla_accel.ops.sequence import exact_gelu, patchify_blocks
+from vla_accel.ops.weights import Linear, make_linear
 
 
 @dataclass(frozen=True)

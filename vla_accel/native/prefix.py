@@ -23,8 +23,9 @@ from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import amax_of, compute_dtype, format_of
 from vla_accel.ops import norms
 from vla_accel.ops.attending import Sizes, attend, choose
-from vla_accel.ops.linear import Linear, block_products, gate_up, linear, make_linear, pair, products_by
+from vla_accel.ops.linear import block_products, gate_up, linear, products_by
 from vla_accel.ops.rows import add_norm, embed_norm, rope_cache, rope_tables
+from vla_accel.ops.weights import Linear, make_linear, pair
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class PrefixWeights:
     ) -> PrefixWeights:  # fmt: skip
         """Prepare from a model; `precision` fp32, bf16, or fp8 or int8 (what `QUANTISED` names, but for `keep`, in it,
         the rest BF16); `embeddings`: where the table lies (`config.NativeOptions`); `paired`: gate and up by turns
-        (`ops.linear.pair`), the quickest for many rows, which ops of few rows do not read."""
+        (`ops.weights.pair`), the quickest for many rows, which ops of few rows do not read."""
         config, dtype, form = model.config.prefix, compute_dtype(precision), format_of(precision)
         narrow = QUANTISED["kv_cache"]["native"].without(keep)
         layers = []

@@ -17,8 +17,8 @@ from vla_accel.native.flow import FlowStore
 from vla_accel.native.prefix import NativePrefix, PrefixWeights
 from vla_accel.native.smolvla_expert import ExpertWeights, NativeDenoise, steps_of, why_not_streamed
 from vla_accel.native.store import compute_dtype
-from vla_accel.ops.linear import Linear
 from vla_accel.ops.rows import embed_norm
+from vla_accel.ops.weights import Linear
 
 
 @dataclass(frozen=True)

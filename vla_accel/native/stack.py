@@ -17,10 +17,11 @@ from vla_accel.native.fold import fold_norm
 from vla_accel.native.vision import VisionLayer
 from vla_accel.ops import norms
 from vla_accel.ops.attending import Sizes, attend, choose
-from vla_accel.ops.linear import linear, linear_gelu, make_linear, products_by
+from vla_accel.ops.linear import linear, linear_gelu, products_by
 from vla_accel.ops.norms import with_sums
 from vla_accel.ops.rows import add_norm
 from vla_accel.ops.sequence import norm_rope
+from vla_accel.ops.weights import make_linear
 
 
 def stack_weights(model: Network, name: str, layers: Sequence[object], dtype: torch.dtype) -> tuple[VisionLayer, ...]:

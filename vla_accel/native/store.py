@@ -14,8 +14,8 @@ from vla_accel.fp8 import E4M3, FORMATS, Format, Products, Scales, no_scales
 from vla_accel.models.memory import tensors_in
 from vla_accel.models.network import Network
 from vla_accel.numeric import DTYPES
-from vla_accel.ops.linear import Linear, make_linear
 from vla_accel.ops.phases import phase
+from vla_accel.ops.weights import Linear, make_linear
 
 N = TypeVar("N", bound=Network)
 T = TypeVar("T")

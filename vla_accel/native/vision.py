@@ -22,9 +22,10 @@ from vla_accel.native.store import amax_of, compute_dtype, format_of
 from vla_accel.numeric import round_up
 from vla_accel.ops import norms
 from vla_accel.ops.attending import Sizes, attend, choose
-from vla_accel.ops.linear import Linear, linear, linear_gelu, make_linear, patch_product, products_by
+from vla_accel.ops.linear import linear, linear_gelu, patch_product, products_by
 from vla_accel.ops.norms import with_sums
 from vla_accel.ops.rows import add_norm, by_squares, patchify
+from vla_accel.ops.weights import Linear, make_linear
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from vla_accel.ops import suffix, suffix_tilings
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.linear import Linear
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
+from vla_accel.ops.weights import Linear
 
 Activation = Literal["none", "gelu", "relu"]
 

@@ -20,7 +20,7 @@ from vla_accel.ops.reference import GATED
 from vla_accel.ops.rows import geglu, gelu, store
 
 if TYPE_CHECKING:
-    from vla_accel.ops.linear import Linear
+    from vla_accel.ops.weights import Linear
 
 CALLS = 10
 """Calls in a row that are measured together."""

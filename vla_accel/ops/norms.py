@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from vla_accel.errors import EngineError
 from vla_accel.ops.dispatch import path
-from vla_accel.ops.linear import Linear, has_own_gemm, launched_own_gemm, linear
+from vla_accel.ops.linear import has_own_gemm, launched_own_gemm, linear
 from vla_accel.ops.reference import GATED, MOMENTS_OF, gating
 from vla_accel.ops.rows import geglu
+from vla_accel.ops.weights import Linear
 
 
 def with_sums(layer: Linear) -> Linear:

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from vla_accel.ops import reference, suffix_tilings
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.linear import Linear
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import normed
 from vla_accel.ops.suffix_tilings import Crossing, CrossTile, KeySplit, Product, Skinny, SuffixAttention, Tiling
+from vla_accel.ops.weights import Linear
 
 AttentionWorkspace = tuple[Tensor, Tensor, Tensor]
 """Parts and statistics of programs that share keys, and the counters of those that have arrived."""

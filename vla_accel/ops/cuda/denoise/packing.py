@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.ops.linear import Linear
+from vla_accel.ops.weights import Linear
 
 CHUNK = 1024
 """Columns of K that a kernel waits for at once, where a block has more."""
