@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,8 @@ from vla_accel.families.pi0 import PI0, PI05
 from vla_accel.measure import bench, paced, start
 from vla_accel.measure.bench import System
 from vla_accel.measure.random_policy import random_policy
-from vla_accel.measure.systems import Factory, observer
+from vla_accel.measure.roofline import Ceilings, floors_ms
+from vla_accel.measure.systems import CheckpointFactory, Factory, observer, timed
 from vla_accel.ops import phases
 
 CPU = torch.device("cpu")
@@ -199,6 +200,19 @@ def test_a_prompt_of_so_many_tokens(folder: Path) -> None:
     for tokens in (1, 1000):
         with pytest.raises(ConfigError, match=f"prompt_tokens: .*{tokens}"):
             observer(policy.family, policy.processor, tokens)
+
+
+def test_the_floor_is_of_the_prompt_that_is_timed(folder: Path) -> None:
+    policy = OptimizedPolicy.from_pretrained(folder, {"device": "cpu", "num_steps": 1})
+    rng = np.random.default_rng(0)
+    for tokens in (40, 30):
+        system = timed("ours", policy, 0.0, Ceilings(1e15, 1e15, 1e12), tokens)
+        prepared = policy.processor.prepare(observer(policy.family, policy.processor, tokens)(rng))
+        work = policy.family.work(policy.model.config, prepared, 1, policy.specs)
+        assert system.notes["work"] == {name: asdict(one) for name, one in work.items()}
+        assert system.floors == floors_ms(work, Ceilings(1e15, 1e15, 1e12))
+    factory = CheckpointFactory(str(folder), ["eager"], device="cpu", ceilings=None, tokens=30)
+    assert factory.make("eager", 1).notes["work"] == system.notes["work"], "its factory hands the length on"
 
 
 def test_portable_systems_are_native_ones_without_hopper_s_kernels() -> None:

@@ -137,7 +137,9 @@ def _factory(chosen: Bench, device: str, ceilings: Ceilings | None) -> Factory |
         if wrong:
             raise ConfigError(f"{wrong[0]}: expected none beside checkpoint {chosen.checkpoint}, got {given[wrong[0]]}")
         configs = dict.fromkeys((*chosen.config, "eager"))
-        return CheckpointFactory(chosen.checkpoint, tuple(configs), device=device, ceilings=ceilings)
+        return CheckpointFactory(
+            chosen.checkpoint, tuple(configs), device=device, ceilings=ceilings, tokens=chosen.prompt_tokens
+        )
     if chosen.config != (AUTO,):
         given = ",".join(chosen.config)
         raise ConfigError(f"config: expected a checkpoint beside it; random weights have --systems, got {given}")

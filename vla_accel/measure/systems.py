@@ -43,6 +43,8 @@ def configs(family: Family) -> dict[str, PolicyConfig]:
 
 REALTIME_VLA_STEPS = 10
 """Denoising steps that realtime-vla's kernels are written for."""
+ORDINARY_TOKENS = 20
+"""Of realtime-vla's prompt, unless another length is asked for: about those of this package's example."""
 
 
 class Factory:
@@ -52,9 +54,10 @@ class Factory:
         self, family: Family, *, views: int, horizon: int, device: str | None, ceilings: Ceilings | None,
         checkout: Path | None = None, tokens: int | None = None,
     ) -> None:  # fmt: skip
-        """`checkout`: of realtime-vla, whose systems are then made, too; `tokens`: of the prompt there."""
+        """`checkout`: of realtime-vla, whose systems are then made, too; `tokens`: of the prompt, an ordinary one's
+        if not given."""
         self.family, self.views, self.horizon = family, views, horizon
-        self.device, self.ceilings, self.checkout, self.tokens = device, ceilings, checkout, tokens or 20
+        self.device, self.ceilings, self.checkout, self.tokens = device, ceilings, checkout, tokens
         self.configs = configs(family)
         self.default = ("eager", "native-bf16", *family.systems_in("fp8"))
         self.baselines = (*family.baselines, *(family.realtime_vla if checkout is not None else ()))
@@ -68,7 +71,7 @@ class Factory:
         started = time.perf_counter()
         if self.checkout is not None and name in self.family.realtime_vla:
             infer = self.family.from_checkout(
-                name, self.checkout, views=self.views, horizon=self.horizon, tokens=self.tokens
+                name, self.checkout, views=self.views, horizon=self.horizon, tokens=self.tokens or ORDINARY_TOKENS
             )
             return System(name, infer, steps, time.perf_counter() - started)
         if name in self.family.baselines:
@@ -83,7 +86,7 @@ class Factory:
                     device=self.device, model=self.model,
                 )  # fmt: skip
                 self.policies[name], self.model, self.processor = policy, policy.model, policy.processor
-            system = timed(name, self.policies[name].with_steps(steps), started, self.ceilings)
+            system = timed(name, self.policies[name].with_steps(steps), started, self.ceilings, self.tokens)
         return with_peak(system, loading)
 
     def source(self) -> dict[str, Any]:
@@ -98,8 +101,12 @@ class Factory:
 class CheckpointFactory:
     """Makes the systems of one checkpoint: a policy a configuration, by its name or file."""
 
-    def __init__(self, checkpoint: str, names: Sequence[str], *, device: str | None, ceilings: Ceilings | None) -> None:
-        self.checkpoint, self.device, self.ceilings = checkpoint, device, ceilings
+    def __init__(
+        self, checkpoint: str, names: Sequence[str], *, device: str | None, ceilings: Ceilings | None,
+        tokens: int | None = None,
+    ) -> None:  # fmt: skip
+        """`tokens`: of the prompt, an ordinary one's if not given."""
+        self.checkpoint, self.device, self.ceilings, self.tokens = checkpoint, device, ceilings, tokens
         self.names, self.baselines, self.default = tuple(names), (), tuple(names)
         self.configs = {name: load_config(name) for name in names}
         self.family = family_of(find(checkpoint))
@@ -114,7 +121,7 @@ class CheckpointFactory:
                 settings = self.configs[name]
                 policy = OptimizedPolicy.from_pretrained(self.checkpoint, settings, device=self.device, num_steps=steps)
                 self.policies[name], self.processor = policy, policy.processor
-            system = timed(name, self.policies[name].with_steps(steps), started, self.ceilings)
+            system = timed(name, self.policies[name].with_steps(steps), started, self.ceilings, self.tokens)
         return with_peak(system, loading)
 
     def source(self) -> dict[str, Any]:
@@ -127,12 +134,15 @@ class CheckpointFactory:
         return {"name": self.checkpoint, **policy.metadata["model"]}
 
 
-def timed(name: str, policy: OptimizedPolicy, started: float, ceilings: Ceilings | None) -> System:
-    """A policy as a system, warm. `started`: `time.perf_counter()` before it was made."""
+def timed(
+    name: str, policy: OptimizedPolicy, started: float, ceilings: Ceilings | None, tokens: int | None = None
+) -> System:
+    """A policy as a system, warm. `started`: `time.perf_counter()` before it was made; its work, and so its floors, are
+    of an observation with a prompt of `tokens`, as `observer` makes them. Raises ConfigError as that does."""
     policy.warm_up()
     system = System(name, policy.infer, policy.num_steps, time.perf_counter() - started)
     system.memory = policy.memory()
-    example = policy.processor.prepare(policy.processor.example())
+    example = policy.processor.prepare(policy.processor.example() | _prompt(policy.processor, tokens))
     work = policy.family.work(policy.model.config, example, policy.num_steps, policy.specs)
     if ceilings is not None:
         system.floors = floors_ms(work, ceilings)
@@ -145,7 +155,7 @@ def observer(
 ) -> Callable[[np.random.Generator], dict[str, Any]]:
     """Makes random observations, with a prompt of `tokens` tokens and images of `camera` (height, width) if given.
     Raises ConfigError for a length that the model does not take."""
-    prompt = {} if tokens is None else _prompt(processor, tokens)
+    prompt = _prompt(processor, tokens)
 
     def observe(rng: np.random.Generator) -> dict[str, Any]:
         made = family.random_observation(processor, rng) | prompt
@@ -165,7 +175,10 @@ def camera_size(text: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2])
 
 
-def _prompt(processor: Any, tokens: int) -> dict[str, str]:
+def _prompt(processor: Any, tokens: int | None) -> dict[str, str]:
+    """What an observation says in words so that its prompt has so many tokens; nothing for an ordinary one."""
+    if tokens is None:
+        return {}
     length, told = 0, {}
     for words in range(1, tokens + 1):
         told = processor.example(" ".join(["pick"] * words))
