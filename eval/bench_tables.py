@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.markdown import bare_command, machine, rows, steps_of
-from vla_accel.measure.roofline import steps_timed
+from vla_accel.measure.roofline import Ceilings, add_batch_floors, steps_timed
 from vla_accel.measure.start import PHASES
 
 PI0_PARTS = ("vision", "kv_cache", "denoise")
@@ -27,17 +27,8 @@ def bench(result: dict[str, Any]) -> str:
     inside = [r for r in timed if r["parts_ms"]]
     if inside:
         parts = result.get("parts", PI0_PARTS)
-        text += "\n" + rows(
-            [
-                "system",
-                "steps",
-                *(p.replace("kv_cache", "KV cache") for p in parts),
-                "the rest",
-                "floor",
-                "of the floor",
-            ],
-            [[r["system"], str(r["steps"]), *_components(r, parts)] for r in inside],
-        )
+        body = [[r["system"], str(r["steps"]), *components(r, parts)] for r in inside]
+        text += "\n" + rows(["system", "steps", *component_header(parts)], body)
         text += "\nMedian ms of each component, (its floor), and the rate it reached.\n"
         if any(steps_timed(r) < r["steps"] for r in inside):
             text += (
@@ -45,26 +36,39 @@ def bench(result: dict[str, Any]) -> str:
                 "of the other steps.\n"
             )
     if result["throughput"]:
-        text += "\n" + _batches(result["throughput"])
+        text += "\n" + _batches(result)
     return text + "\n" + _conditions(result)
 
 
 def batches(result: dict[str, Any]) -> str:
     """Of one `vla-accel bench`, the batched calls only."""
-    return _batches(result["throughput"]) + "\n" + _conditions(result)
+    return _batches(result) + "\n" + _conditions(result)
 
 
-def _batches(found: list[dict[str, Any]]) -> str:
-    """Batched calls, with their floors where they are known."""
+def batched(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Batched calls of a report, with the floors of their components where they are known."""
+    found = [dict(row) for row in result["throughput"]]
+    if result["ceilings"]:
+        add_batch_floors(found, result["rows"], Ceilings(**result["ceilings"]))
+    return found
+
+
+def _batches(result: dict[str, Any]) -> str:
+    """Batched calls; their components and floors where the run has them."""
+    found, parts = batched(result), result.get("parts", PI0_PARTS)
     header = ["system", "steps", "batch", "median ms", "observations/s"]
     body = [
         [r["system"], str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}"]
         for r in found
     ]
-    if any("floor_ms" in r for r in found):
+    if any(r.get("parts_ms") for r in found):
+        body = [[*line, *components(r, parts)] for line, r in zip(body, found, strict=True)]
+        told = "\nMedian ms of a call of so many observations and of its components, (their floors).\n"
+        return rows([*header, *component_header(parts)], body) + told
+    if any("floors_ms" in r for r in found):
         header.append("floor ms")
         for line, r in zip(body, found, strict=True):
-            line.append(f"{r['floor_ms']:.2f}" if "floor_ms" in r else "-")
+            line.append(f"{r['floors_ms']['total']:.2f}" if "floors_ms" in r else "-")
     return rows(header, body)
 
 
@@ -95,9 +99,14 @@ def call(row: dict[str, Any] | None) -> str:
     return f"{row['median_ms']:.2f}{speedup}"
 
 
-def _components(row: dict[str, Any], parts: Sequence[str]) -> list[str]:
+def component_header(parts: Sequence[str]) -> list[str]:
+    """The columns of `components`."""
+    return [*(p.replace("kv_cache", "KV cache") for p in parts), "the rest", "floor", "of the floor"]
+
+
+def components(row: dict[str, Any], parts: Sequence[str]) -> list[str]:
     """Cells of each component, of the rest of the call, of its floor."""
-    found, floors = row["parts_ms"], row["floors_ms"]
+    found, floors = row.get("parts_ms", {}), row.get("floors_ms") or {}
     cells = []
     for name in parts:
         floor = f" ({floors[name]:.2f})" if name in floors else ""
@@ -108,12 +117,11 @@ def _components(row: dict[str, Any], parts: Sequence[str]) -> list[str]:
         )
         cells.append(f"{found[name]:.2f}{floor}{reached}" if name in found else "-")
     rest = row["median_ms"] - sum(found.get(name, 0.0) for name in parts)
-    share = row.get("share_of_floor")
     return [
         *cells,
-        f"{rest:.2f}",
+        f"{rest:.2f}" if found else "-",
         f"{floors['total']:.2f}" if floors else "-",
-        f"{100 * share:.0f} %" if share else "-",
+        f"{100 * floors['total'] / row['median_ms']:.0f} %" if floors else "-",
     ]
 
 

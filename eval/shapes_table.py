@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.bench_tables import batched
 from eval.markdown import MODELS, machine, rows
 from eval.script import write_png
 from vla_accel.measure.bench import SCHEMA
-from vla_accel.measure.roofline import Ceilings, add_batch_floors
 from vla_accel.report import charts
 from vla_accel.report.bench import batch_lines, call_parts
 
@@ -60,10 +60,8 @@ def draw_batches(results: Sequence[dict[str, Any]], path: Path) -> None:
     found: dict[str, Any] = {}
     floors: dict[str, Any] = {}
     for result in _published(results):
-        mine = [dict(row) for row in result["throughput"] if row["system"].startswith(OURS)]
+        mine = [row for row in batched(result) if row["system"].startswith(OURS)]
         if len({row["batch"] for row in mine}) > 1:
-            if result["ceilings"]:
-                add_batch_floors(mine, result["rows"], Ceilings(**result["ceilings"]))
             for into, lines in zip((found, floors), batch_lines(mine), strict=True):
                 into |= {f"{_shape(result)}: {system}": points for system, points in lines.items()}
     figure = charts.lines(found, x="observations in a call", y="ms an observation", limits=floors)

@@ -161,6 +161,8 @@ def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[st
         ("native", 2),
         ("eager", 2),
     ]
+    parts = {"preprocess", "vision", "kv_cache", "denoise", "transfer", "postprocess"}
+    assert all({*row["parts_ms"]} == parts for row in report["throughput"])
 
 
 @pytest.mark.slow

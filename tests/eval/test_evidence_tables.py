@@ -11,7 +11,7 @@ import pytest
 
 from eval import pictures, tables
 from eval.attention_table import attention
-from eval.bench_tables import starts
+from eval.bench_tables import batches, starts
 from eval.harness.late import _kind
 from eval.late_table import late
 from eval.libero_tables import stressed
@@ -120,14 +120,28 @@ def test_a_batchs_floor_reads_the_weights_once() -> None:
     found = [dict(row) for row in BATCHES]
     add_batch_floors(found, bench(2, 10, 9.0)["rows"], CEILINGS)
     # Vision: 1 ms of arithmetic an observation; denoise: 1 ms of bytes, whatever the batch.
-    assert [row["floor_ms"] for row in found] == pytest.approx([2.0, 3.0, 9.0])
+    assert [row["floors_ms"]["total"] for row in found] == pytest.approx([2.0, 3.0, 9.0])
+    assert found[2]["floors_ms"]["vision"] == pytest.approx(8.0) and found[2]["floors_ms"]["denoise"] == 1.0
     per_observation, floors = batch_lines(found)
     assert per_observation == {"native-bf16": [(1, 9.0), (2, 9.0), (8, 9.0)]}
     assert floors["native-bf16"] == [(1, pytest.approx(2.0)), (2, pytest.approx(1.5)), (8, pytest.approx(1.125))]
     found[0]["system"] = "another"
-    del found[0]["floor_ms"]
+    del found[0]["floors_ms"]
     add_batch_floors(found, bench(2, 10, 9.0)["rows"], CEILINGS)
-    assert "floor_ms" not in found[0]
+    assert "floors_ms" not in found[0]
+
+
+def test_batches_have_parts_and_floors_where_a_run_keeps_them() -> None:
+    """Runs before that have neither; of those the whole call's floor is computed."""
+    before = batches(bench(2, 10, 9.0, throughput=BATCHES)).splitlines()
+    assert before[0] == "| system | steps | batch | median ms | observations/s | floor ms |"
+    assert before[4] == "| native-bf16 | 10 | 8 | 72.00 | 111 | 9.00 |"
+    parts = {"vision": 9.0, "kv_cache": 2.5, "denoise": 1.25, "transfer": 0.1}
+    kept = [{**row, "parts_ms": parts} for row in BATCHES[2:]]
+    lines = batches(bench(2, 10, 9.0, throughput=kept)).splitlines()
+    assert lines[0].endswith("| observations/s | vision | KV cache | denoise | the rest | floor | of the floor |")
+    cells = "9.00 (8.00) | 2.50 | 1.25 (1.00) | 59.25 | 9.00 | 12 % |"
+    assert lines[2] == f"| native-bf16 | 10 | 8 | 72.00 | 111 | {cells}"
 
 
 PAIRED = {

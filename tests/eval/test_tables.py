@@ -176,7 +176,7 @@ def test_bench_on_a_gpu() -> None:
     row = "| 2.00 (1.00), 500 TFLOP/s | 3.00 (3.00), 1000 TFLOP/s | 5.00 (0.50), 400 GB/s | 4.00 | 4.50 | 32 % |"
     assert "| native-bf16 | 10 " + row in lines
     assert not [line for line in lines if line.startswith("| openpi-eager | 10 ")], "it has no parts"
-    assert "| native-bf16 | 10 | 4 | 20.00 | 200 |" in lines
+    assert "| native-bf16 | 10 | 4 | 20.00 | 200 | 16.50 |" in lines
     assert lines[-1] == (
         "pi05, 2 views, 10 actions, random weights; NVIDIA X, torch 2.11.0; 1 calls of each system, in turns; "
         "`vla-accel bench --output out.json`. Ceilings measured on the same GPU: 1000 TFLOP/s in BF16, 2000 in FP8, "

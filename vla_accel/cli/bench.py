@@ -183,7 +183,7 @@ def _throughput(
             row = run([system], lambda _: {}, calls=max(10, calls // 4))[0]
             say(f"{name}: batches of {batch}")
             rows.append({"system": name, "steps": steps, "batch": batch, "median_ms": row["median_ms"],
-                         "per_second": 1e3 * batch / row["median_ms"]})  # fmt: skip
+                         "per_second": 1e3 * batch / row["median_ms"], "parts_ms": row["parts_ms"]})  # fmt: skip
     return rows
 
 
@@ -241,7 +241,10 @@ def _print(report: dict[str, Any]) -> None:
         print_table(title, ["system", *(n.replace("_", " ") for n in names)], body)
     if report["throughput"]:
         body = [
-            [r["system"], str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}"]
+            [r["system"], str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}",
+             *(f"{r['parts_ms'][n]:.2f}" for n in parts_of),
+             f"{r['floors_ms']['total']:.2f}" if "floors_ms" in r else "-"]
             for r in report["throughput"]
-        ]
-        print_table("batched calls", ["system", "steps", "batch", "median ms", "observations/s"], body)
+        ]  # fmt: skip
+        header = ["system", "steps", "batch", "median ms", "observations/s"]
+        print_table("batched calls", [*header, *(name.replace("_", " ") for name in parts_of), "floor"], body)

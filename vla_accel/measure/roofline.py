@@ -41,12 +41,12 @@ def floors_ms(work: Mapping[str, Work], ceilings: Ceilings, batch: int = 1) -> d
 def add_batch_floors(
     throughput: Sequence[dict[str, Any]], rows: Sequence[Mapping[str, Any]], ceilings: Ceilings
 ) -> None:  # fmt: skip
-    """Add `floor_ms` to batched calls of systems whose work is known from the rows of single ones."""
+    """Add `floors_ms` to batched calls of systems whose work is known from the rows of single ones."""
     works = {(row["system"], row["steps"]): row.get("work") for row in rows}
     for row in throughput:
         if work := works.get((row["system"], row["steps"])):
             parts = {name: Work(**one) for name, one in work.items()}
-            row["floor_ms"] = floors_ms(parts, ceilings, row["batch"])["total"]
+            row["floors_ms"] = floors_ms(parts, ceilings, row["batch"])
 
 
 def steps_timed(row: Mapping[str, Any]) -> int:

@@ -75,8 +75,8 @@ def batch_lines(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Points], d
     floors: dict[str, Points] = {}
     for row in rows:
         found.setdefault(row["system"], []).append((row["batch"], row["median_ms"] / row["batch"]))
-        if row.get("floor_ms"):
-            floors.setdefault(row["system"], []).append((row["batch"], row["floor_ms"] / row["batch"]))
+        if limit := row.get("floors_ms"):
+            floors.setdefault(row["system"], []).append((row["batch"], limit["total"] / row["batch"]))
     return found, floors
 
 
@@ -84,7 +84,7 @@ def _batches(rows: list[dict[str, Any]]) -> Picture:
     found, floors = batch_lines(rows)
     body = [
         [r["system"], Number(r["steps"], "{}"), Number(r["batch"], "{}"), Number(r["median_ms"]),
-         Number(r["per_second"], "{:.0f}"), Number(r.get("floor_ms"))]
+         Number(r["per_second"], "{:.0f}"), Number(r.get("floors_ms", {}).get("total"))]
         for r in rows
     ]  # fmt: skip
     words = "; ".join(f"{name} at {p[-1][0]}: {p[-1][1]:.1f} ms an observation" for name, p in found.items())
