@@ -125,6 +125,27 @@ def components(row: dict[str, Any], parts: Sequence[str]) -> list[str]:
     ]
 
 
+def paced(result: dict[str, Any]) -> str:
+    """Calls at a robot's rate beside calls without a pause, from `vla-accel bench --hz`."""
+    told = [(row, row["paced"]) for row in result["rows"] if "paced" in row]
+    body = [
+        [
+            row["system"], str(row["steps"]), f"{row['median_ms']:.2f}",
+            *(f"{slow[key]:.2f}" for key in ("median_ms", "p90_ms", "max_ms")),
+            f"{slow['late']} of {slow['calls']}",
+            "-" if slow["power_w"] is None else f"{slow['power_w']:.0f}",
+        ]
+        for row, slow in told
+    ]  # fmt: skip
+    rates = " or ".join(dict.fromkeys(f"{slow['hz']:g}" for _, slow in told))
+    header = ["system", "steps", "without pauses", f"at {rates} Hz", "90 % within", "longest", "late", "W"]
+    text = (
+        "ms of a whole call: the median without pauses between calls, and of calls at a rate, between which the GPU "
+        "rests and lowers its clocks; late: calls that began after their time; W: the GPU's mean power meanwhile."
+    )
+    return rows(header, body) + f"\n{text} {_conditions(result)}\n"
+
+
 def starts(result: dict[str, Any]) -> str:
     """Where the seconds of a start go, from `vla-accel bench --starts`."""
     body = []

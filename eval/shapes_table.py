@@ -30,7 +30,7 @@ def shapes(results: Sequence[dict[str, Any]]) -> str:
 
 def calls(results: Sequence[dict[str, Any]]) -> str:
     """A row for each shape, a column for each system: ms of a whole call, and its floor."""
-    shown = list(_calls(results))
+    shown = list(timed_calls(results))
     systems = list(dict.fromkeys(row["system"] for _, _, row in shown))
     found = {(shape, row["system"]): row for shape, _, row in shown}
     lines = dict.fromkeys((shape, row["steps"], _rows_of(result)) for shape, result, row in shown)
@@ -50,7 +50,7 @@ def draw_shapes(results: Sequence[dict[str, Any]], path: Path) -> None:
     bars = [
         charts.Bar(f"{shape}: {row['system']}", call_parts(row), f"{row['median_ms']:.1f} ms",
                    (row["floors_ms"] or {}).get("total"))
-        for shape, _, row in _calls(results)
+        for shape, _, row in timed_calls(results)
     ]  # fmt: skip
     write_png(charts.stacked(bars, unit="median of one call [ms]", narrow=False), path)
 
@@ -59,16 +59,16 @@ def draw_batches(results: Sequence[dict[str, Any]], path: Path) -> None:
     """ms an observation over the batch, a line for each shape and system, dashed for its floor."""
     found: dict[str, Any] = {}
     floors: dict[str, Any] = {}
-    for result in _published(results):
+    for result in published(results):
         mine = [row for row in batched(result) if row["system"].startswith(OURS)]
         if len({row["batch"] for row in mine}) > 1:
             for into, lines in zip((found, floors), batch_lines(mine), strict=True):
-                into |= {f"{_shape(result)}: {system}": points for system, points in lines.items()}
+                into |= {f"{shape_of(result)}: {system}": points for system, points in lines.items()}
     figure = charts.lines(found, x="observations in a call", y="ms an observation", limits=floors)
     write_png(figure, path)
 
 
-def _published(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def published(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those of random weights of a published size; the one with the most batches first. Not π0-FAST, which decodes
     tokens and has no loop over rows."""
     mine = [r for r in results if r.get("schema") == SCHEMA and "views" in r["model"]]
@@ -81,13 +81,13 @@ def _rows_of(result: dict[str, Any]) -> int:
     return result["model"]["action_horizon"] + (result["model"]["kind"] == "pi0")
 
 
-def _calls(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+def timed_calls(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Shape, report and row, of the most steps of each shape and system, each once."""
     seen = set()
-    for result in sorted(_published(results), key=_order):
+    for result in sorted(published(results), key=_order):
         most = max(row["steps"] for row in result["rows"])
         for row in result["rows"]:
-            key = (_shape(result), row["system"])
+            key = (shape_of(result), row["system"])
             if row["steps"] == most and row["system"].startswith(OURS) and key not in seen:
                 seen.add(key)
                 yield key[0], result, row
@@ -101,7 +101,8 @@ def _order(result: dict[str, Any]) -> tuple[int, int, int, int, tuple[int, ...]]
     return place, model["action_horizon"], model["views"], result.get("prompt_tokens") or 0, camera
 
 
-def _shape(result: dict[str, Any]) -> str:
+def shape_of(result: dict[str, Any]) -> str:
+    """What distinguishes a report's calls, in words."""
     model, tokens, camera = result["model"], result.get("prompt_tokens"), result.get("camera")
     prompt = f", prompt of {tokens} tokens" if tokens else ""
     images = f", cameras of {camera[0]} × {camera[1]}" if camera else ""

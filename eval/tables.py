@@ -16,7 +16,8 @@ from typing import Any
 
 from eval.agreement_tables import lerobot_agreement, openpi_agreement, parity, quality
 from eval.attention_table import attention
-from eval.bench_tables import batches, bench, starts, whole_calls
+from eval.bench_tables import batches, bench, paced, starts, whole_calls
+from eval.goals_table import goals
 from eval.gpu_table import gpus, memory
 from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
 from eval.late_table import late
@@ -116,6 +117,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "builds_full": (builds, "tensorrt_rtx_full_width_cpu"),
     "builds_torch": (builds, "torch_tensorrt_h200"),
     "bench_pi05": (bench, "bench_pi05_h200"),
+    "paced": (paced, "bench_pi05_h200"),
     "bench_pi0": (bench, "bench_pi0_h200"),
     "bench_compile": (whole_calls, "bench_compile_h200"),
     "bench_smolvla": (bench, "bench_smolvla_h200"),
@@ -129,6 +131,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "late": (late, ("libero_late*_h200", "bench_pi05_h200")),
     "tune_demo": (tune, "tune_demo_h200"),
     "shapes": (shapes, "bench_*_h200"),
+    "goals": (goals, "bench_*_h200"),
     "shapes_h100": (calls, "bench_*_h100"),
     "batches": (batches, "bench_pi05_batches_h200"),
     "batches_h100": (batches, "bench_pi05_batches_h100"),

@@ -11,7 +11,8 @@ import pytest
 
 from eval import pictures, tables
 from eval.attention_table import attention
-from eval.bench_tables import batches, starts
+from eval.bench_tables import batches, paced, starts
+from eval.goals_table import goals
 from eval.harness.late import _kind
 from eval.late_table import late
 from eval.libero_tables import stressed
@@ -104,6 +105,35 @@ def test_shapes_are_rows_and_each_system_is_there_once() -> None:
     assert "| π0.5, 2 views, 10 actions, prompt of 180 tokens | 10 | 10 | 9.20 (2.00) |" in shapes([again, prompt])
 
 
+def named(result: dict[str, Any], *systems: tuple[str, float]) -> dict[str, Any]:
+    """The same run with these systems, of such ms."""
+    row = result["rows"][0]
+    return {**result, "rows": [{**row, "system": name, "median_ms": ms} for name, ms in systems]}
+
+
+def test_goals_stand_beside_the_times_of_their_calls_and_parts() -> None:
+    base = named(bench(2, 10, 0.0), ("native-fp8", 8.0), ("portable-fp8", 9.0), ("portable-int8", 10.0))
+    large = named(bench(3, 50, 0.0), ("native-bf16", 12.6), ("portable-int8", 10.0))
+    prompt = named(bench(2, 10, 0.0, prompt_tokens=60), ("native-fp8", 9.5))
+    camera = named(bench(2, 10, 0.0, camera=[480, 640]), ("portable-bf16", 9.5))
+    batch = {**BATCHES[2], "system": "native-fp8"}
+    many = {**base, "throughput": [batch, {**batch, "batch": 3}]}
+    lines = goals([many, prompt, camera, large]).splitlines()[2:-2]
+    cells = "1.00 | - | - | {} | 2.00 | {} % |"
+    assert lines == [
+        "| π0.5, 2 views, 10 actions | portable-fp8 | 9.00 | 10.0, met | " + cells.format("8.00", 22),
+        "| π0.5, 2 views, 10 actions | portable-int8 | 10.00 | 9.5, missed by 6 % | " + cells.format("9.00", 20),
+        # 1.1 x (512 + 60) / (512 + 20) x 8
+        "| π0.5, 2 views, 10 actions, prompt of 60 tokens | native-fp8 | 9.50 | 9.5, missed by 0 % | "
+        + cells.format("8.50", 21),
+        "| π0.5, 3 views, 50 actions | native-bf16 | 12.60 | 10.5, missed by 20 % | " + cells.format("11.60", 16),
+        # 280 observations a second
+        "| π0.5, 2 views, 10 actions, batch 8 | native-fp8 | 72.00 | 28.6, missed by 152 % "
+        "| - | - | - | - | 9.00 | 12 % |",
+    ]
+    assert "met" not in goals([named(bench(2, 10, 0.0), ("portable-int8", 10.0))]), "there is no FP8 to hold it against"
+
+
 def test_a_start_has_a_row_without_and_with_what_the_one_before_left() -> None:
     names = ("import", *PHASES, "other", "first_action")
     cold, warm = (dict.fromkeys(names, seconds) for seconds in (3.0, 1.0))
@@ -114,6 +144,21 @@ def test_a_start_has_a_row_without_and_with_what_the_one_before_left() -> None:
     assert lines[2] == "| native-bf16 | first | " + "3.0 | " * len(names) + "2.0 | 5.0 |"
     assert lines[3] == "| native-bf16 | second | " + "1.0 | " * len(names) + "2.0 | 5.0 |"
     assert lines[4] == "", "another project's start is not timed"
+
+
+def test_calls_at_a_rate_stand_beside_calls_without_pauses() -> None:
+    slow = {"hz": 20.0, "calls": 60, "late": 2, "power_w": 203.4, "median_ms": 9.444, "p90_ms": 9.667, "max_ms": 10.3}
+    told = bench(2, 10, 8.66)
+    told["rows"][0]["paced"], told["rows"][1]["paced"] = slow, {**slow, "late": 60, "power_w": None}
+    told["rows"].append({**told["rows"][1], "steps": 3})
+    del told["rows"][2]["paced"]
+    lines = paced({**told, "rows": [{**row, "calls": 60} for row in told["rows"]]}).splitlines()
+    assert lines[0] == "| system | steps | without pauses | at 20 Hz | 90 % within | longest | late | W |"
+    assert lines[2:5] == [
+        "| native-bf16 | 10 | 8.66 | 9.44 | 9.67 | 10.30 | 2 of 60 | 203 |",
+        "| openpi-eager | 10 | 306.00 | 9.44 | 9.67 | 10.30 | 60 of 60 | - |",
+        "",
+    ]
 
 
 def test_a_batchs_floor_reads_the_weights_once() -> None:

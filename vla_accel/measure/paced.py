@@ -32,7 +32,7 @@ def paced(
             wait = begin + number / hz - time.perf_counter()
             if wait > 0:
                 time.sleep(wait)
-            late += wait < 0
+            late += number > 0 and wait < 0
             began = time.perf_counter()
             system.infer(given)
             taken.append((time.perf_counter() - began) * 1e3)
