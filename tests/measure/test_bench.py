@@ -3,10 +3,12 @@ projects' code from a checkout."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,8 @@ from vla_accel.cli import bench as command
 from vla_accel.config.mapping import from_mapping
 from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.families.pi0 import PI0, PI05
-from vla_accel.measure import bench, paced, start
+from vla_accel.measure import bench, paced, start, systems
+from vla_accel.measure import random_policy as random_policy_module
 from vla_accel.measure.bench import System
 from vla_accel.measure.random_policy import random_policy
 from vla_accel.measure.roofline import Ceilings, floors_ms
@@ -194,6 +197,82 @@ def test_memory_is_in_every_row(folder: Path) -> None:
     example = policy.processor.example()
     rows = bench.run([system, other], lambda _: example, calls=1, turn=1, warmup=1)
     assert rows[0]["memory"]["total"] == policy.memory()["total"] > 0 and rows[1]["memory"] is None
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Factory:
+    """Of random weights of a small size, in this process."""
+    sizes = tiny_config("pi05", vocab_size=4000, max_token_len=64)
+    monkeypatch.setattr(type(PI05), "published", lambda self, horizon=None: replace(sizes, action_horizon=horizon))
+    return Factory(PI05, views=2, horizon=5, device="cpu", ceilings=None)
+
+
+def test_a_system_s_memory_is_its_own(small: Factory) -> None:
+    """Whatever else the run has made, such as eager, which reads the whole module."""
+    first = small.make("native-bf16", 2).memory
+    eager = small.make("eager", 2).memory
+    again = small.make("native-bf16", 1).memory
+    assert first and eager and again
+    assert first["unused"] == eager["unused"] == again["unused"] == 0 and eager["total"] > 0
+    assert {n: again["weights"][n] for n in ("vision", "kv_cache")} == {
+        n: first["weights"][n] for n in ("vision", "kv_cache")
+    }
+    observation = small.processor.example()
+    noise = np.zeros((5, small.policies["eager"].model.config.action_dim))
+    ours, theirs = (small.policies[n].infer(observation, noise=noise)["actions"] for n in ("native-bf16", "eager"))
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_scales_are_not_calibrated_while_a_policy_loads(small: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the whole module's memory, which is not the policy's. And once for all systems."""
+    order: list[str] = []
+    calibrated = random_policy_module.calibrate_on_noise
+
+    @contextlib.contextmanager
+    def peak() -> Iterator[list[int]]:
+        order.append("loading")
+        found: list[int] = []
+        yield found
+        order.append("loaded")
+        found.append(7 * len(order))
+
+    def calibrate(*arguments: Any, **options: Any) -> Any:
+        order.append("calibrated")
+        return calibrated(*arguments, **options)
+
+    monkeypatch.setattr(systems, "peak", peak)
+    monkeypatch.setattr(random_policy_module, "calibrate_on_noise", calibrate)
+    small.configs = {name: replace(config, precision="bf16") for name, config in small.configs.items()}
+    made = [small.make(name, steps) for name, steps in (("native-fp8", 2), ("native-int8", 2), ("native-fp8", 1))]
+    assert order == ["calibrated", *["loading", "loaded"] * 3]
+    told = [system.memory["peak_loading"] for system in made if system.memory]
+    assert told == [21, 35, 21], "with other steps nothing is loaded anew"
+
+
+def test_other_projects_code_holds_what_the_allocator_gave(small: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [5 << 30]
+
+    @contextlib.contextmanager
+    def peak() -> Iterator[list[int]]:
+        found: list[int] = []
+        yield found
+        found.append(9 << 30)
+
+    def baseline(name: str, **_: Any) -> Any:
+        there[0] += (6 << 30) if name == "openpi-eager" and there[0] == 5 << 30 else 0
+        return lambda _: {}
+
+    monkeypatch.setattr(systems, "allocated", lambda: there[0])
+    monkeypatch.setattr(systems, "peak", peak)
+    monkeypatch.setattr(PI05, "baseline", baseline, raising=False)
+    held = {"total": 6 << 30, "peak_loading": 9 << 30}
+    assert small.make("openpi-eager", 2).memory == held
+    assert small.make("openpi-eager", 1).memory == held, "its model is there already"
+    assert small.make("openpi-compile", 1).memory == held, "and is the same one"
+    there[0] = 0
+    monkeypatch.setattr(systems, "peak", bench.peak)
+    without = Factory(PI05, views=2, horizon=5, device="cpu", ceilings=None)
+    assert without.make("openpi-eager", 1).memory is None, "on a CPU nobody tells"
 
 
 def test_a_prompt_of_so_many_tokens(folder: Path) -> None:

@@ -23,7 +23,8 @@ SCHEMA = "vla_accel.bench/1"
 @dataclass
 class System:
     """One thing to time. `infer(observation)` returns a mapping that may have `policy_timing` (ms by part). `memory`:
-    bytes as `OptimizedPolicy.memory` says, with `peak_loading` and `peak_running` where a GPU's allocator counted."""
+    bytes as `OptimizedPolicy.memory` says, of another project's code their `total` alone, with `peak_loading` and
+    `peak_running` where a GPU's allocator counted; nothing in it is another system's."""
 
     name: str
     infer: Callable[[dict[str, Any]], Mapping[str, Any]]

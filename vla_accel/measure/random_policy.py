@@ -71,6 +71,19 @@ def random_policy(
     return OptimizedPolicy(Checkpoint(name, family, model, processor, calibrated=scales), settings), exact
 
 
+def noise_scales(
+    family: Family, settings: PolicyConfig, *, horizon: int | None = None, views: int | None = None, seed: int = 0,
+    device: str | None = None,
+) -> Scales | None:  # fmt: skip
+    """The scales that `random_policy` would calibrate for these settings, beforehand; None where it needs none."""
+    if not family.needs_scales(settings.specs(family.parts)):
+        return None
+    where = resolve_device(device or settings.device)
+    config, dtype = family.published(horizon), resolve_dtype(settings, where)
+    model = family.random(config, seed=seed, device=str(where), dtype=dtype)
+    return calibrate_on_noise(family, model, family.stand_in(config, views or family.views), seed=seed)
+
+
 def calibrate_on_noise(family: Family, model: Network, processor: Any, *, count: int = 8, seed: int = 0) -> Scales:
     """FP8 scales from random observations: for measuring, not for acting."""
     rng = np.random.default_rng(seed)

@@ -17,8 +17,9 @@ import torch
 from vla_accel.checkpoints.loading import family_of, find
 from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
+from vla_accel.fp8 import Scales
 from vla_accel.measure.bench import System, peak
-from vla_accel.measure.random_policy import random_policy
+from vla_accel.measure.random_policy import noise_scales, random_policy
 from vla_accel.measure.roofline import Ceilings, floors_ms
 from vla_accel.models.family import Family
 from vla_accel.models.network import Network
@@ -45,10 +46,12 @@ REALTIME_VLA_STEPS = 10
 """Denoising steps that realtime-vla's kernels are written for."""
 ORDINARY_TOKENS = 20
 """Of realtime-vla's prompt, unless another length is asked for: about those of this package's example."""
+_HELD = 1 << 20
+"""Bytes; where making a baseline allocated less, its project's model was there already."""
 
 
 class Factory:
-    """Makes the systems of one model; all of ours share its weights."""
+    """Makes the systems of one model. All of ours have the same weights, and each holds what it needs of them alone."""
 
     def __init__(
         self, family: Family, *, views: int, horizon: int, device: str | None, ceilings: Ceilings | None,
@@ -64,30 +67,53 @@ class Factory:
         self.names = (*self.configs, *self.baselines)
         self.model: Network | None = None
         self.processor: Any = None
+        self.scales: Scales | None = None
         self.policies: dict[str, OptimizedPolicy] = {}
+        self.loading: dict[str, int] = {}
+        """Of each policy, the most bytes that making it took beside what was there."""
+        self.held: dict[str, dict[str, int]] = {}
+        """Of each other project, the memory that its model took when it was made."""
 
     def make(self, name: str, steps: int) -> System:
         """A system by name. Raises ConfigError for an unknown one, DependencyError for a baseline not installed."""
-        started = time.perf_counter()
-        if self.checkout is not None and name in self.family.realtime_vla:
-            infer = self.family.from_checkout(
-                name, self.checkout, views=self.views, horizon=self.horizon, tokens=self.tokens or ORDINARY_TOKENS
-            )
-            return System(name, infer, steps, time.perf_counter() - started)
-        if name in self.family.baselines:
-            infer = self.family.baseline(name, horizon=self.horizon, steps=steps, device=self.device or "cuda")
-            return System(name, infer, steps, time.perf_counter() - started)
+        if name in self.baselines:
+            return self._baseline(name, steps)
         if name not in self.configs:
             raise ConfigError(f"systems: expected some of {', '.join(self.names)}, got {name!r}")
+        if self.scales is None:
+            # Beforehand: a policy that acts has its scales, and calibrating takes the whole module's memory.
+            self.scales = noise_scales(
+                self.family, self.configs[name], horizon=self.horizon, views=self.views, device=self.device
+            )
+        started = time.perf_counter()
         with peak() as loading:
             if name not in self.policies:
                 policy, _ = random_policy(
                     self.family, self.configs[name], horizon=self.horizon, views=self.views, steps=steps,
-                    device=self.device, model=self.model,
+                    device=self.device, scales=self.scales,
                 )  # fmt: skip
                 self.policies[name], self.model, self.processor = policy, policy.model, policy.processor
             system = timed(name, self.policies[name].with_steps(steps), started, self.ceilings, self.tokens)
-        return with_peak(system, loading)
+        return with_peak(system, loading, self.loading)
+
+    def _baseline(self, name: str, steps: int) -> System:
+        """Another project's code. What it holds is what the GPU's allocator gave out while it was made."""
+        free()
+        project, before = name.partition("-")[0], allocated()
+        started = time.perf_counter()
+        with peak() as loading:
+            if self.checkout is not None and name in self.family.realtime_vla:
+                infer = self.family.from_checkout(
+                    name, self.checkout, views=self.views, horizon=self.horizon, tokens=self.tokens or ORDINARY_TOKENS
+                )
+            else:
+                infer = self.family.baseline(name, horizon=self.horizon, steps=steps, device=self.device or "cuda")
+        system = System(name, infer, steps, time.perf_counter() - started)
+        if loading and (total := allocated() - before) > _HELD:
+            self.held[project] = {"total": total, "peak_loading": loading[0]}
+        if project in self.held:
+            system.memory = dict(self.held[project])
+        return system
 
     def source(self) -> dict[str, Any]:
         """What `measure.start` is to start."""
@@ -112,6 +138,7 @@ class CheckpointFactory:
         self.family = family_of(find(checkpoint))
         self.processor: Any = None
         self.policies: dict[str, OptimizedPolicy] = {}
+        self.loading: dict[str, int] = {}
 
     def make(self, name: str, steps: int) -> System:
         """A system by its configuration's name, with weights of its own."""
@@ -122,7 +149,7 @@ class CheckpointFactory:
                 policy = OptimizedPolicy.from_pretrained(self.checkpoint, settings, device=self.device, num_steps=steps)
                 self.policies[name], self.processor = policy, policy.processor
             system = timed(name, self.policies[name].with_steps(steps), started, self.ceilings, self.tokens)
-        return with_peak(system, loading)
+        return with_peak(system, loading, self.loading)
 
     def source(self) -> dict[str, Any]:
         """What `measure.start` is to start."""
@@ -195,11 +222,17 @@ def _prompt(processor: Any, tokens: int | None) -> dict[str, str]:
     return {key: value for key, value in told.items() if isinstance(value, str)}
 
 
-def with_peak(system: System, loading: Sequence[int]) -> System:
-    """The system, whose memory also says how much making it took at most."""
+def with_peak(system: System, loading: Sequence[int], known: dict[str, int]) -> System:
+    """The system, whose memory also says how much making its policy took at most: now, or, if it is in `known`, when
+    it was made for another number of steps."""
     if loading and system.memory is not None:
-        system.memory["peak_loading"] = loading[0]
+        system.memory["peak_loading"] = known.setdefault(system.name, loading[0])
     return system
+
+
+def allocated() -> int:
+    """Bytes that this process has on the GPU now; 0 without one."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def free() -> None:
