@@ -142,7 +142,7 @@ def test_the_fastest_is_measured(sizes: Sizes) -> None:
     assert choice.way in attending.WAYS and f"attention {choice.way}, the fastest (own " in choice.detail
     assert choice.detail.count("µs") >= 2
     if torch.cuda.get_device_capability() == (9, 0):
-        assert choice.way == "own" and "CUDA C++" in choose("own", sizes, GPU).detail
+        assert choice.way == "own" and "(CUDA C++)" in choose("own", sizes, GPU).detail
 
 
 def test_a_shape_that_a_library_cannot_do_is_refused() -> None:

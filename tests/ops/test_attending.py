@@ -16,13 +16,16 @@ from torch import Tensor
 
 from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
+from tests.support.gpus import H200, RTX_4090
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import Attention, load_config
 from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.ops import attending, reference
-from vla_accel.ops.attending import Sizes, attend, choose
+from vla_accel.ops.attending import Sizes, attend, choose, own_kernel
 from vla_accel.ops.autotune import Fastest
+from vla_accel.ops.dispatch import steered
+from vla_accel.ops.gpu import Gpu
 
 CPU = torch.device("cpu")
 ATTENTION = [name for name in cases.CASES if name.startswith(("attention", "self-attention"))]
@@ -166,10 +169,47 @@ def test_auto_measures_where_the_own_kernel_is_tritons(
         return Fastest("sdpa", {"own": 2e-3, "sdpa": 1e-3})
 
     monkeypatch.setattr(attending, "remembered", measured)
-    monkeypatch.setattr(attending, "kernel_name", lambda *_: kernel)
+    monkeypatch.setattr(attending, "own_kernel", lambda *_: (kernel, ""))
     monkeypatch.setattr(attending, "_trial", lambda *_: lambda: None)
     monkeypatch.setattr(attending, "_fastest_tile", lambda *_: None)
     assert choose("auto", SIZES, torch.device(where)).way == way
+
+
+PREFIX = Sizes(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sizes", "reason"),
+    [
+        (H200, PREFIX, None),
+        (RTX_4090, PREFIX, f"it needs compute capability 9.0, {RTX_4090.name} has 8.9"),
+        (
+            H200,
+            replace(PREFIX, head_dim=128),
+            "no kernel is made for 8 heads of 128, 1 key heads, 544 keys with lengths",
+        ),
+        (H200, replace(PREFIX, last=True), "it has no mask for a key that one query sees"),
+        (H200, replace(PREFIX, dtype=torch.float32), "it takes BF16 or FP16 throughout"),
+    ],
+)
+def test_the_ledger_says_which_limit_the_own_kernel_met(
+    gpu: Gpu, sizes: Sizes, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that Triton's runs instead, whether it was asked for or measured."""
+    monkeypatch.setattr(Gpu, "of", lambda _: gpu)
+    monkeypatch.setattr(attending, "_trial", lambda *_: lambda: None)
+    monkeypatch.setattr(attending, "remembered", lambda *_, **__: Fastest("own", {"own": 2e-3}, {}))
+    with steered("cuda"):
+        said = choose("own", sizes, CPU).detail
+        name, why = own_kernel(sizes, CPU)
+    if reason is None:
+        assert said == "attention own (CUDA C++)" and (name, why) == ("CUDA C++", "")
+        return
+    assert said.startswith("attention own (Triton; CUDA C++ out: ") and reason in said and name == "Triton"
+    monkeypatch.setattr(attending, "own_kernel", lambda *_: (name, why))
+    monkeypatch.setattr(attending, "_fastest_tile", lambda *_: None)
+    measured = choose("auto", sizes, torch.device("cuda:0")).detail
+    assert measured.startswith("attention own, the fastest (own 2.0 µs; ") and f"CUDA C++ out: {reason}" in measured
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.ops.test_gemm import BF16, FP8, TILINGS
-from tests.support.gpus import H200
+from tests.support.gpus import H200, RTX_4090
 from vla_accel.ops import gemm_choice, linear, norms
 from vla_accel.ops.autotune import Fastest
 from vla_accel.ops.cuda import gemm
@@ -226,11 +226,41 @@ def test_what_is_measured_is_the_product_with_its_activation(
 def test_the_ledger_names_whose_products_run(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_linear(torch.zeros(128, 64), None, BF16)
     products = {"a": (layer, "none"), "b": (layer, "gelu")}
-    assert linear.products_by(8, products) == ("", False)
+    assert linear.products_by(8, products) == ("", False), "on a CPU nobody asks"
     monkeypatch.setattr(
         gemm, "planned", lambda device, kind, activation, *_: TILINGS[0] if activation == "none" else None
     )
     for early in (False, True):
         monkeypatch.setattr(linear, "dependent_launches", lambda _, early=early: early)
         with steered("cuda"):
-            assert linear.products_by(8, products) == (", products in CUDA C++: a; cuBLAS: b", early)
+            said = ", products in CUDA C++: a; by cuBLAS (CUDA C++ out: there is no GPU): b"
+            assert linear.products_by(8, products) == (said, early)
+
+
+def test_the_ledger_says_why_the_library_takes_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One clause, and products of one reason together."""
+    monkeypatch.setattr(gemm_choice, "_KNOWN", {})
+    monkeypatch.setattr(gemm_choice, "remembered", lambda *_: Fastest("library"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(linear, "_trial", lambda *_: lambda _: None)
+    large = make_linear(torch.empty(2048, 2048, device="meta"), None, BF16)
+    odd = make_linear(torch.empty(2040, 2048, device="meta"), None, BF16)
+    small = make_linear(torch.empty(128, 128, device="meta"), None, BF16)
+    products = {
+        "a": (large, "none"), "b": (odd, "none"), "c": (small, "none"), "d": (large, "geglu"), "e": (large, "gelu"),
+    }  # fmt: skip
+
+    def said(gpu: Gpu, rows: int) -> str:
+        monkeypatch.setattr(Gpu, "of", lambda _: gpu)
+        with steered("cuda"):
+            return linear.products_by(rows, products)[0]
+
+    assert said(H200, 600) == (
+        ", products by cuBLAS (CUDA C++ out: it was measured to be slower): a, e; "
+        "by cuBLAS (CUDA C++ out: it takes weights of whole 32 by 16, this is 2040 by 2048): b; "
+        "by cuBLAS (CUDA C++ out: 600 by 128 by 128 is too small to gain by it): c; "
+        "by cuBLAS (CUDA C++ out: the rows of gate and up do not alternate by eights): d"
+    )
+    assert "(CUDA C++ out: it is tried from 129 to 16384 rows, these are 8): a" in said(H200, 8)
+    reason = f"it needs compute capability 9.0, {RTX_4090.name} has 8.9"
+    assert said(RTX_4090, 600) == f", products by cuBLAS (CUDA C++ out: {reason}): a, b, c, d, e"

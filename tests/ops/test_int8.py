@@ -29,7 +29,7 @@ from vla_accel.ops import int8
 from vla_accel.ops.autotune import Fastest
 from vla_accel.ops.cuda.gemm import planned
 from vla_accel.ops.int8 import searched, usual
-from vla_accel.ops.linear import has_own_gemm, linear
+from vla_accel.ops.linear import has_own_gemm, linear, products_by
 from vla_accel.ops.weights import make_linear, pair
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +193,14 @@ def test_a_measured_tile_is_the_one_that_is_launched(monkeypatch: pytest.MonkeyP
     int8.product(x[:100], layer, out[:100], activation="geglu")
     best = max(searched(RTX_4090, 200), key=str)
     assert best != usual(200) and launched == [usual(200), best, usual(200), usual(100)]
+    # The ledger names it, and calls nothing of ours the library's.
+    plain = make_linear(torch.randn(64, 48), None, torch.bfloat16)
+    monkeypatch.setattr("vla_accel.ops.linear.path", lambda _: "cuda")
+    products = {"gate_up": (layer, "geglu"), "o": (layer, "none"), "qkv": (plain, "none")}
+    reason = f"it needs compute capability 9.0, {RTX_4090.name} has 8.9"
+    assert products_by(200, products) == (
+        f", products in INT8 by Triton ({best}): gate_up, o; by cuBLAS (CUDA C++ out: {reason}): qkv", False
+    )  # fmt: skip
 
 
 # -- in a policy --------------------------------------------------------------------------------------------------

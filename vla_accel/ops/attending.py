@@ -119,10 +119,11 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
     if asked in WAYS and asked != "own":
         _trial(asked, sizes, device)()
         return Choice(asked, f"attention {asked}")
-    name = kernel_name(sizes, device)
+    name, reason = own_kernel(sizes, device)
     tile = _fastest_tile(sizes, device) if name == "Triton" else None
     if asked == "own" or (asked == "auto" and (device.type != "cuda" or name != "Triton")):
-        return Choice("own", f"attention own ({name if tile is None else f'{name} {tile}'})", tile)
+        said = [name if tile is None else f"{name} {tile}", *([f"CUDA C++ out: {reason}"] if reason else [])]
+        return Choice("own", f"attention own ({'; '.join(said)})", tile)
     ways: dict[str, Callable[[], None]] = {}
     out: dict[str, str] = {}
     for way in WAYS:
@@ -140,20 +141,22 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
         found = fastest(ways, device, repeats=CALLS)
     said = [f"{way} {ms * 1e3:.1f} µs" for way, ms in found.times.items()] or ["nothing is measured on a CPU"]
     said += [f"own: {tile}"] if tile is not None else []
-    said += [f"{way} out: {reason}" for way, reason in {**out, **found.out}.items()]
+    out = {**out, **found.out, **({"CUDA C++": reason} if reason else {})}
+    said += [f"{way} out: {why}" for way, why in out.items()]
     return Choice(found.way, f"attention {found.way}, the fastest ({'; '.join(said)})", tile)
 
 
-def kernel_name(sizes: Sizes, device: torch.device) -> str:
-    """What "own" is here."""
-    way = path(device)
-    if way != "cuda":
-        return {"reference": "reference", "triton": "Triton"}[way]
+def own_kernel(sizes: Sizes, device: torch.device) -> tuple[str, str]:
+    """What "own" is here, and why it is not CUDA C++: empty where it is, and where that is no question."""
+    way, gpu = path(device), Gpu.of(device)
+    if way != "cuda" or gpu is None:
+        return "reference" if way == "reference" else "Triton", ""
     if sizes.last:
-        return "Triton"
+        return "Triton", "it has no mask for a key that one query sees"
     from vla_accel.ops.cuda import attention as hopper
 
-    return "CUDA C++" if hopper.kernel_for(Gpu.of(device), *_tensors(sizes, device)) else "Triton"
+    reason = hopper.why_not(gpu, *_tensors(sizes, device))
+    return ("CUDA C++", "") if reason is None else ("Triton", reason)
 
 
 # -- libraries --------------------------------------------------------------------------------------------------------

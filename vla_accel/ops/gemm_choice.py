@@ -35,6 +35,17 @@ def known(device: torch.device, kind: torch.dtype, activation: str, rows: int, n
     return _KNOWN.get((device, gpu, kind, activation, rows, n, k))
 
 
+def why_library(device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> str:
+    """Why `measured` found no tiling, in a clause for the ledger."""
+    gpu = Gpu.of(device)
+    if gpu is None:
+        return "there is no GPU"
+    if reason := gemm.why_not_searched(gpu, rows, n, k):
+        return reason
+    measured = (device, gpu, kind, activation, rows, n, k) in _KNOWN
+    return "it was measured to be slower" if measured else "no tiling of it is known for this size"
+
+
 def measured(
     device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int, trial: Trial
 ) -> gemm.Tiling | None:  # fmt: skip

@@ -98,7 +98,7 @@ def product(
     """out = activation(x Wᵀ + b): none, gelu (tanh), or of gate and up geglu or swiglu. x (R, K) and W (N, K) int8; out
     (R, N), of a gated one (R, N / 2). `inverse_scale`: out is float8_e4m3fn or int8."""
     if path(x) != "reference":
-        return _launch(x, layer, out, _tile(x, layer, activation), activation, inverse_scale, pdl)
+        return _launch(x, layer, out, tile(layer, activation, len(x)), activation, inverse_scale, pdl)
     assert layer.weight_scale is not None
     # Float64 holds every sum of 127 x 127 exactly; then in float32, in the kernel's order.
     y = (x.double() @ layer.weight.double().T).float() * (layer.weight_scale * layer.input_scale_value)
@@ -112,9 +112,11 @@ def product(
         store(out, y, inverse_scale)
 
 
-def _tile(x: Tensor, layer: Linear, activation: str) -> Tile:
-    gpu, rows, (n, k) = Gpu.of(x.device), len(x), layer.weight.shape
-    known = None if gpu is None else _KNOWN.get((x.device, gpu, activation, rows, n, k))
+def tile(layer: Linear, activation: str, rows: int) -> Tile:
+    """The tile that a product of so many rows is launched with: as it was measured, else the usual one."""
+    device, (n, k) = layer.weight.device, layer.weight.shape
+    gpu = Gpu.of(device)
+    known = None if gpu is None else _KNOWN.get((device, gpu, activation, rows, n, k))
     return known or usual(rows)
 
 

@@ -43,20 +43,36 @@ def launched_own_gemm(
 
 
 def has_own_gemm(rows: int, layer: Linear, activation: str, *, normed: bool = False) -> bool:
-    """Whether `launched_own_gemm` would take `rows` rows by this weight; `normed`: with a norm of the rows inside.
-    `activation`: none, gelu, geglu or swiglu.
+    """Whether `launched_own_gemm` would take `rows` rows by this weight; arguments as `why_no_own_gemm` has them."""
+    return why_no_own_gemm(rows, layer, activation, normed=normed) is None
+
+
+def why_no_own_gemm(rows: int, layer: Linear, activation: str, *, normed: bool = False) -> str | None:
+    """Why `launched_own_gemm` would not take `rows` rows by this weight, in a clause; None where it would. `normed`:
+    with a norm of the rows inside; `activation`: none, gelu, geglu or swiglu.
 
     For programs that are being built: where nobody knows, both are measured.
     """
-    if path(layer.weight) != "cuda" or layer.weight.dtype == INT8.dtype:
-        return False
-    from vla_accel.ops.gemm_choice import measured
+    if path(layer.weight) != "cuda":
+        return "it runs on a GPU"
+    if layer.weight.dtype == INT8.dtype:
+        return "INT8 has a kernel of its own"
+    from vla_accel.ops.cuda import gemm
+    from vla_accel.ops.gemm_choice import measured, why_library
 
-    if activation in GATED and (layer.bias is not None or not layer.paired):
-        return False
+    gpu = Gpu.of(layer.weight.device)
+    if gpu is not None and (reason := gemm.why_not_on(gpu)):
+        return reason
+    if activation in GATED and layer.bias is not None:
+        return "its gated products have no bias"
+    if activation in GATED and not layer.paired:
+        return "the rows of gate and up do not alternate by eights"
     (n, k), trial = layer.weight.shape, functools.partial(_trial, layer, activation, rows)
-    tiling = measured(layer.weight.device, layer.weight.dtype, activation, rows, n, k, trial)
-    return tiling is not None and (not normed or tiling.why_not(activation, normed=True) is None)
+    sizes = (layer.weight.device, layer.weight.dtype, activation, rows, n, k)
+    tiling = measured(*sizes, trial)
+    if tiling is None:
+        return why_library(*sizes)
+    return tiling.why_not(activation, normed=True) if normed else None
 
 
 def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any], Tensor]:
@@ -102,18 +118,28 @@ def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[
     """What to add to a program's line in the ledger, and whether its kernels should start before others end.
 
     `products`: by name, each with its activation (none, gelu, geglu, swiglu). The line says whose kernels take them,
-    and is empty where all are the library's: those wait for all before them, and to start early beside them costs more
-    than it saves.
+    and why the library's do; it is empty where no GPU does. Those of the library wait for all before them: where CUDA
+    C++ has none, to start early beside them costs more than it saves.
     """
-    own, library = [], []
+    ways: dict[str, list[str]] = {}
     for name, (layer, activation) in products.items():
-        if layer.weight.dtype == INT8.dtype:
-            int8.measure(layer, activation, rows)
-        (own if has_own_gemm(rows, layer, activation) else library).append(name)
-    if not own:
-        return "", False
-    detail = f", products in CUDA C++: {', '.join(own)}" + (f"; cuBLAS: {', '.join(library)}" if library else "")
-    return detail, all(dependent_launches(layer.weight.device) for layer, _ in products.values())
+        if path(layer.weight) == "reference":
+            return "", False
+        ways.setdefault(_way(rows, layer, activation), []).append(name)
+    early = _OWN in ways and all(dependent_launches(layer.weight.device) for layer, _ in products.values())
+    return ", products " + "; ".join(f"{way}: {', '.join(names)}" for way, names in ways.items()), early
+
+
+_OWN = "in CUDA C++"
+
+
+def _way(rows: int, layer: Linear, activation: str) -> str:
+    """Whose kernel takes a product of a program that is being built, as the ledger puts it."""
+    if layer.weight.dtype == INT8.dtype:
+        int8.measure(layer, activation, rows)
+        return f"in INT8 by Triton ({int8.tile(layer, activation, rows)})"
+    reason = why_no_own_gemm(rows, layer, activation)
+    return _OWN if reason is None else f"by cuBLAS (CUDA C++ out: {reason})"
 
 
 def library_product(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False) -> None:

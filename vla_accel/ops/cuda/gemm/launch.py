@@ -87,10 +87,17 @@ def _map(matrix: Tensor, box: int) -> _Map:
     return _Map.from_buffer_copy(ctypes.string_at(aligned, 128))
 
 
-def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: str) -> str | None:
-    """Why the kernel cannot take these matrices on a GPU; None where it can. Arguments as `gemm` has them."""
+def why_not_on(gpu: Gpu) -> str | None:
+    """Why the kernel cannot run on a GPU, whatever its matrices; None where it can."""
     if gpu.architecture != ARCHITECTURE:
         return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
+    return None
+
+
+def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: str) -> str | None:
+    """Why the kernel cannot take these matrices on a GPU; None where it can. Arguments as `gemm` has them."""
+    if reason := why_not_on(gpu):
+        return reason
     if x.dtype not in _KINDS or weight.dtype != x.dtype:
         return f"x is {x.dtype}, the weight {weight.dtype}; it takes two of BF16, FP16 or FP8"
     wide = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype

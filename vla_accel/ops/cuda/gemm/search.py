@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from vla_accel.numeric import round_up
-from vla_accel.ops.cuda.gemm.launch import ARCHITECTURE
+from vla_accel.ops.cuda.gemm.launch import why_not_on
 from vla_accel.ops.cuda.gemm.tiling import Tiling
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.reference import GATED
@@ -32,9 +32,7 @@ def searched(gpu: Gpu | None, kind: torch.dtype, activation: str, rows: int, n: 
 
     Arguments as `planned` takes them. Tilings of a plain product or of GELU can also take in a norm or a residual.
     """
-    if gpu is None or gpu.architecture != ARCHITECTURE or not LEAST <= rows <= MOST or n % 32 or k % 16:
-        return []
-    if rows * n * k < LEAST_WORK:
+    if gpu is None or why_not_searched(gpu, rows, n, k) is not None:
         return []
     chunks = -(-k * (1 if kind == torch.float8_e4m3fn else 2) // 128)
     found: dict[Tiling, float] = {}
@@ -48,6 +46,19 @@ def searched(gpu: Gpu | None, kind: torch.dtype, activation: str, rows: int, n: 
             if tiling is not None and tiling not in found:
                 found[tiling] = _cost(gpu, tiling, rows, n, chunks)
     return sorted(found, key=lambda tiling: (found[tiling], -tiling.stages))[:MEASURED]
+
+
+def why_not_searched(gpu: Gpu, rows: int, n: int, k: int) -> str | None:
+    """Why nothing is searched for a product of these sizes on a GPU; None where something is."""
+    if reason := why_not_on(gpu):
+        return reason
+    if not LEAST <= rows <= MOST:
+        return f"it is tried from {LEAST} to {MOST} rows, these are {rows}"
+    if n % 32 or k % 16:
+        return f"it takes weights of whole 32 by 16, this is {n} by {k}"
+    if rows * n * k < LEAST_WORK:
+        return f"{rows} by {n} by {k} is too small to gain by it"
+    return None
 
 
 def _deepest(
