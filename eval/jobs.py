@@ -121,7 +121,8 @@ JOBS: tuple[Job, ...] = (
     # Times of whole calls.
     bench("pi05", f"--model pi05 --systems {OURS},eager,openpi-eager --steps 10,3,1 --calls 60 --hz 20", "openpi"),
     bench("pi05_8bit", "--model pi05 --systems native-int8-denoise,native-fp8-int8-denoise,"
-          "native-fp8-vision-int8-denoise --steps 10,3,1 --calls 60"),
+          "native-fp8-vision-int8-denoise,native-fp8-vision-int8-denoise-host,native-int8,native-int8-vision "
+          "--steps 10,3,1 --calls 60"),
     bench("pi0", f"--model pi0 --systems {OURS},eager,openpi-eager {SHAPE} --profile", "openpi"),
     bench("smolvla", f"--model smolvla --systems {OURS},lerobot-eager --steps 10 --batch 1,2,4 --calls 40 --profile",
           "lerobot"),
@@ -160,16 +161,17 @@ JOBS: tuple[Job, ...] = (
     *(parity(config) for config in (
         "native", "native_fp8", "native_fp8_vision", "native_int8", "native_int8_denoise",
         "eval/configs/native_fp8_vision_int8_denoise.yaml", "eval/configs/native_portable.yaml",
-        "eval/configs/native_portable_fp8.yaml",
+        "eval/configs/native_portable_fp8.yaml", "eval/configs/native_portable_int8.yaml",
     )),
     *(synthetic("pi05", config) for config in ("native", "native_fp8")),
     *(synthetic(family, "native") for family in ("smolvla", "groot")),
     # Success. The first names are the reference's.
     *(played("paired", config) for config in (
         "eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8", "eval/configs/native_portable.yaml",
+        "eval/configs/native_portable_int8.yaml",
     )),
     paired("libero_paired_h200", "paired/eager_fp32 paired/native paired/native_fp8 paired/native_fp8_vision "
-           "paired/native_int8 paired/native_portable"),
+           "paired/native_int8 paired/native_portable paired/native_portable_int8"),
     *(played("stress", config, UNDER_STRESS, "stress")
       for config in ("eager_fp32", "native", "native_fp8", "native_fp8_vision")),
     paired("libero_stress_h200", "stress/eager_fp32 stress/native stress/native_fp8 stress/native_fp8_vision"),

@@ -285,6 +285,19 @@ def test_a_prompt_of_so_many_tokens(folder: Path) -> None:
             observer(policy.family, policy.processor, tokens)
 
 
+def test_the_smallest_system_has_its_embeddings_on_the_host() -> None:
+    """All components in 8 bits, and the table that no product reads in host memory; with portable kernels, too."""
+    factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None)
+    for kind in ("native", "portable"):
+        specs = factory.configs[f"{kind}-fp8-vision-int8-denoise-host"].specs(PI05.parts)
+        assert {n: s.precision for n, s in specs.items()} == {"vision": "fp8", "kv_cache": "fp8", "denoise": "int8"}
+        assert {s.native.embeddings for s in specs.values()} == {"host"}
+        assert {s.native.kernels == "portable" for s in specs.values()} == {kind == "portable"}
+    assert [name for name in factory.configs if name.endswith("-host")] == [
+        f"{kind}-fp8-vision-int8-denoise-host" for kind in ("native", "portable")
+    ]
+
+
 def test_the_floor_is_of_the_prompt_that_is_timed(folder: Path) -> None:
     policy = OptimizedPolicy.from_pretrained(folder, {"device": "cpu", "num_steps": 1})
     rng = np.random.default_rng(0)

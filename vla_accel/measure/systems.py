@@ -27,16 +27,21 @@ from vla_accel.policy import OptimizedPolicy
 
 
 def configs(family: Family) -> dict[str, PolicyConfig]:
-    """This package's systems by name: eager, native in BF16, and native with what the family can do in FP8 and INT8."""
+    """This package's systems by name: eager, native in BF16, and native with what the family can do in FP8 and INT8.
+    Those with nothing left in BF16 are there with their embeddings in host memory, too: as small as a policy can be."""
 
     def config(engine: Any, low: Mapping[str, EnginePrecision]) -> PolicyConfig:
         specs = {n: EngineSpec(engine, precision=low.get(n, "auto")) for n in family.parts}
         return PolicyConfig().with_specs(specs)
 
     native = {name: config("native", low) for name, low in {"native-bf16": {}, **family.systems}.items()}
+    native |= {
+        f"{name}-host": replace(native[name], native=NativeOptions(embeddings="host"))
+        for name, low in family.systems.items() if {*low} == {*family.parts}
+    }  # fmt: skip
     # What a GPU without Hopper's own kernels runs.
     portable = {
-        name.replace("native", "portable"): replace(made, native=NativeOptions(kernels="portable"))
+        name.replace("native", "portable"): replace(made, native=replace(made.native, kernels="portable"))
         for name, made in native.items()
     }
     return {"eager": config("eager", {}), **native, **portable}
