@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -49,12 +50,14 @@ SPILLED = 256
 """Bytes a thread may keep in local memory: some around a loop, of sums that fill all 255 registers."""
 
 
-def compiled_for(version: str, folder: Path, *options: str) -> list[dict[str, Any]]:
+def compiled_for(
+    version: str, folder: Path, *options: str, script: str = "compile_kernels.py"
+) -> list[dict[str, Any]]:  # fmt: skip
     if importlib.util.find_spec("triton") is None:
         pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)")
     cache = str(folder)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "compile_kernels.py"), version, *options],
+        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / script), version, *options],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "", "TRITON_CACHE_DIR": cache, "HOME": cache, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -102,6 +105,34 @@ def test_every_kernel_compiles_and_fits_elsewhere(version: str, tmp_path: Path) 
         assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
     for model in ("pi05", "pi05 int8", "pi0", "pi0 int8", *(["pi05 fp8"] if gpu.fp8 else [])):
         assert {row["kernel"] for row in rows if model in row["models"]} >= BY_MODEL[model], model
+
+
+def launched() -> set[str]:
+    """Every Triton kernel of the package: what is compiled, and called by no other kernel."""
+    text = "\n".join(path.read_text() for path in sorted((ROOT / "vla_accel" / "ops" / "kernels").glob("*.py")))
+    names = re.findall(r"^@triton\.jit(?:\(.*\))?\ndef (\w+)\(", text, re.MULTILINE)
+    return {name for name in names if len(re.findall(rf"\b{name}\(", text)) == 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ARCHITECTURES)
+def test_each_kernel_compiles_for_each_capability(version: str, tmp_path: Path) -> None:
+    """SmolVLA's, GR00T's, π0-FAST's, the image models' and loops with INT8 weights, where the models above do not
+    have them: once each, in an ordinary tile."""
+    gpu = ARCHITECTURES[version]
+    rows = compiled_for(version, tmp_path, script="compile_each.py")
+    # Of the ways to attend with very wide heads this one is out where a block has 99 KB.
+    tight = {"_wide_attention"} if gpu.shared_per_block < 100 << 10 else set()
+    for row in rows:
+        assert row["bytes"] > 1000 and row["fits"] == (row["kernel"] not in tight), row
+        assert row["spilled"] <= SPILLED, row
+    everywhere = set().union(*(BY_MODEL[model] for model in ("pi05", "pi05 int8", "pi0", "pi0 int8")))
+    # A GELU of its own comes before a product in FP8 alone.
+    everywhere |= {"_gelu"}
+    assert {row["kernel"] for row in rows} | everywhere == launched()
+    # Where the models above have BF16 loops alone, all products of a loop are here with INT8 weights.
+    loops = {"_cross_attention"} | (set() if version in ("8.7", "9.0") else FEW | MANY - {"_measure"})
+    assert {row["kernel"] for row in rows if row["int8"]} >= loops
 
 
 @pytest.mark.slow

@@ -130,7 +130,8 @@ def recorded(call: Callable[[], None]) -> list[Launch]:
     found: list[Launch] = []
 
     def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        found.append((kernel, args, options))
+        named = tuple(options.pop(name) for name in kernel.arg_names[len(args) :])
+        found.append((kernel, (*args, *named), options))
 
     run, JITFunction.run = JITFunction.run, record  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -213,6 +214,7 @@ def print_compiled(words: list[str], launches_of: Callable[[Gpu, str, int], Iter
                 "kernel": launch[0].__name__, "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared,
                 "registers": registers, "spilled": spilled, "fits": made.metadata.shared <= gpu.shared_per_block,
                 "products": sorted(set(re.findall(r"(?:wg)?mma[\w.:]*\.[su]8[\w.:]*", made.asm["ptx"]))),
+                "int8": "*i8" in source_of(launch)[0].signature.values(),
             }  # fmt: skip
             print(json.dumps(row), flush=True)
     return gpu
