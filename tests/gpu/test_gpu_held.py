@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,42 @@ def test_ten_thousand_calls_take_no_more_memory(demo: OptimizedPolicy) -> None:
         demo.infer(next(observations))
     torch.cuda.synchronize()
     gc.collect()
+    assert torch.cuda.memory_allocated() <= allocated
+    assert torch.cuda.memory_reserved() <= reserved
+    # The latency log holds 10,000 samples of a few hundred bytes.
+    assert _resident() - resident < 64 * 2**20
+
+
+SHAPES = 5
+"""Of `_changing`: one observation in two buckets of prompts; several are always padded to the longest."""
+
+
+def _changing(policy: OptimizedPolicy) -> Iterator[Callable[[], object]]:
+    """Calls without end, each of another shape than the one before: one to four observations, prompts of two lengths;
+    every other one is guided."""
+    short, long = PROMPTS[2], " ".join(["place it"] * 14)
+    seen = {p: [{**demo_observation(policy, seed), "prompt": p} for seed in range(4)] for p in (short, long)}
+    chunk = policy.infer(seen[short][0])["actions"]
+    for guided, batch, prompt in itertools.cycle(itertools.product((False, True), (1, 2, 3, 4), (short, long))):
+        given: dict[str, Any] = {"prev_chunks": [chunk] * batch, "inference_delays": [2] * batch} if guided else {}
+        yield functools.partial(policy.infer_batch, seen[prompt][:batch], **given)
+
+
+@pytest.mark.slow
+def test_ten_thousand_calls_through_changing_shapes_take_no_more_memory(demo: OptimizedPolicy) -> None:
+    policy = demo.with_steps(3)
+    calls = _changing(policy)
+    for call in itertools.islice(calls, 160):
+        call()
+    assert len(policy.pipelines) == SHAPES, "all of them are kept"
+    torch.cuda.synchronize()
+    gc.collect()
+    allocated, reserved, resident = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), _resident()
+    for call in itertools.islice(calls, 10_000):
+        call()
+    torch.cuda.synchronize()
+    gc.collect()
+    assert len(policy.pipelines) == SHAPES
     assert torch.cuda.memory_allocated() <= allocated
     assert torch.cuda.memory_reserved() <= reserved
     # The latency log holds 10,000 samples of a few hundred bytes.
