@@ -27,8 +27,13 @@ def bench(result: dict[str, Any]) -> str:
     inside = [r for r in timed if r["parts_ms"]]
     if inside:
         parts = result.get("parts", PI0_PARTS)
+        header = ["system", "steps", *component_header(parts)]
         body = [[r["system"], str(r["steps"]), *components(r, parts)] for r in inside]
-        text += "\n" + rows(["system", "steps", *component_header(parts)], body)
+        if any("step_ms" in r for r in inside):
+            header.append(f"a {steps_of(kind, 1).split()[1]}")
+            for line, r in zip(body, inside, strict=True):
+                line.append(f"{r['step_ms']:.2f}" if "step_ms" in r else "-")
+        text += "\n" + rows(header, body)
         text += "\nMedian ms of each component, (its floor), and the rate it reached.\n"
         if any(steps_timed(r) < r["steps"] for r in inside):
             text += (

@@ -7,6 +7,7 @@ from typing import Any
 
 from eval.bench_tables import call
 from eval.markdown import MODELS, former, machines, rows, steps_of
+from vla_accel.measure.memory import parameters
 
 BUNDLED = {"demo": "pi05", "smolvla_demo": "smolvla"}
 """The family of a bundled checkpoint."""
@@ -42,10 +43,10 @@ def _row(bench: Mapping[str, Any], agreement: Mapping[str, Any], played: Mapping
     steps = bench["rows"][0]["steps"]
     found = {r["system"]: r for r in bench["rows"] if r["steps"] == steps}
     others = {name: row for name, row in found.items() if name.partition("-")[0] in ("openpi", "lerobot")}
-    parameters, difference = agreement.get(kind, ("-", "-"))
+    count, difference = agreement.get(kind, (None, "-"))
     return [
         MODELS[kind],
-        parameters,
+        _size(count or parameters(kind)),
         f"{model['views']} views, {model['action_horizon']} actions, {steps_of(kind, steps)}",
         "; ".join(f"{row['median_ms']:.2f} ({name.replace('-', ', ', 1)})" for name, row in others.items()) or "-",
         call(found.get("native-bf16")),
@@ -62,15 +63,17 @@ def _memory(row: Mapping[str, Any] | None) -> str:
     return f"{memory.get('peak_running', memory['total']) / 1e9:.1f} GB" if memory else "-"
 
 
-def _agreement(result: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
+
+
+def _agreement(result: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
     """By family: parameters, and the largest difference over all cases."""
     found = result.get("models") or {kind: result[kind] for kind in ("pi0", "pi05")}
     told = {}
     for kind, one in found.items():
         cases = one.get("cases") or [one["batch1"], one["batch3"]]
-        count = one["parameters"]
-        size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
-        told[kind] = (size, f"{max(case['float32_max'] for case in cases):.1e}")
+        told[kind] = (one["parameters"], f"{max(case['float32_max'] for case in cases):.1e}")
     return told
 
 

@@ -197,6 +197,17 @@ def test_a_step_beside_the_prefix_is_not_in_the_loop_s_rate() -> None:
     assert "is in the time of" not in tables.bench(bench_report(None))
 
 
+@pytest.mark.parametrize(("kind", "header"), [("pi05", "a step"), ("pi0_fast", "a token")])
+def test_bench_says_what_a_step_takes(kind: str, header: str) -> None:
+    report = bench_report(Ceilings(1e15, 2e15, 4e12))
+    report["model"]["kind"] = kind
+    report["rows"][0]["step_ms"] = 0.345
+    lines = tables.bench(report).splitlines()
+    assert any(line.endswith(f"| of the floor | {header} |") for line in lines)
+    assert any(line.startswith("| native-bf16 | 10 |") and line.endswith("| 32 % | 0.34 |") for line in lines)
+    assert any(line.startswith("| native-bf16 | 1 |") and line.endswith(" % | - |") for line in lines)
+
+
 def test_bench_says_what_is_missing_and_what_fell_back() -> None:
     report = bench_report(None, baseline="eager", used="eager")
     report["rows"] = [r for r in report["rows"] if (r["system"], r["steps"]) != ("eager", 1)]
@@ -294,7 +305,10 @@ def test_a_model_has_a_row_of_all_that_is_stored_of_it() -> None:
     case = "3 views, 50 actions, 10 steps | 60.00 (lerobot, eager)"
     assert lines[3] == f"| SmolVLA | 402 M | {case} | 14.00, 4.3× | - | 1.3 GB | 2.0e-06 | - |"
     assert len(lines) == 6 and lines[-1].endswith("in BF16. NVIDIA X, torch 2.11.0.")
-    assert tables.models([smolvla]).splitlines()[2].startswith("| SmolVLA | - | "), "what no run says is not there"
+    alone = tables.models([smolvla]).splitlines()[2]
+    assert alone.startswith("| SmolVLA | 403 M | ") and alone.endswith(" | - | - |"), (
+        "what no run says is counted, or not there"
+    )
 
 
 def lerobot_report() -> dict[str, Any]:

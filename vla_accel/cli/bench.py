@@ -210,7 +210,7 @@ def _microseconds(event: Any) -> float:
 def _print(report: dict[str, Any]) -> None:
     timed = ["system", "steps", "median ms", "p10", "p90", "speed-up"]
     parts_of = report["parts"]
-    columns = [*timed, *(name.replace("_", " ") for name in parts_of), "floor", "of floor", "GB"]
+    columns = [*timed, *(name.replace("_", " ") for name in parts_of), "a step", "floor", "of floor", "GB"]
     body = []
     for row in report["rows"]:
         parts, floor, speedup = row["parts_ms"], row["floors_ms"].get("total"), row["speedup"]
@@ -218,6 +218,7 @@ def _print(report: dict[str, Any]) -> None:
             row["system"], str(row["steps"]), f"{row['median_ms']:.2f}", f"{row['p10_ms']:.2f}", f"{row['p90_ms']:.2f}",
             f"{speedup:.1f}×" if speedup else "-",
             *(f"{parts[n]:.2f}" if n in parts else "-" for n in parts_of),
+            f"{row['step_ms']:.2f}" if "step_ms" in row else "-",
             f"{floor:.2f}" if floor else "-", f"{100 * row['share_of_floor']:.0f} %" if floor else "-",
             f"{row['memory']['total'] / 1e9:.2f}" if row["memory"] else "-",
         ])  # fmt: skip

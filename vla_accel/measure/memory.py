@@ -12,6 +12,7 @@ import torch
 from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import family_named
+from vla_accel.models.network import weightless
 from vla_accel.policy.footprint import weight_bytes
 
 SMALLEST = "smallest"
@@ -42,6 +43,14 @@ class Count:
     low: Mapping[str, EnginePrecision]
     on_host: bool
     bytes: Mapping[str, int]
+
+
+def parameters(name: str) -> int:
+    """How many a family's published size has. Raises ConfigError for a family that is not there."""
+    family = family_named(name)
+    with weightless():
+        network = family.network(family.published(None))
+    return sum(parameter.numel() for parameter in network.parameters())
 
 
 def counted(name: str) -> dict[str, Count]:
