@@ -18,6 +18,7 @@ from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import without_folders
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
+from vla_accel.measure.overlap import recorded
 from vla_accel.measure.paced import paced
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates, steps_timed
 from vla_accel.measure.start import PHASES, starts
@@ -28,11 +29,14 @@ from vla_accel.measure.systems import (
     camera_size,
     free,
     observer,
-    without_graph,
 )
 from vla_accel.models.family import Family, family_named
 from vla_accel.report.bench import page
 from vla_accel.report.page import check_path, write
+
+KERNEL_TIMES = ("sum", "overlapped", "idle_before")
+MOST_KERNELS = 30
+"""Of a call that the console lists."""
 
 
 def main(chosen: Bench, words: list[str]) -> int:
@@ -40,6 +44,8 @@ def main(chosen: Bench, words: list[str]) -> int:
     if chosen.report is not None:
         check_path(chosen.report)
     device = resolve_device(chosen.device)
+    if chosen.profile and device.type != "cuda":
+        raise ConfigError(f"profile: expected a GPU, whose kernels it tells, got {device}")
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
     factory = _factory(chosen, str(device), ceilings)
     family = factory.family
@@ -117,7 +123,7 @@ def main(chosen: Bench, words: list[str]) -> int:
         add_batch_floors(report["throughput"], rows, ceilings)
     if chosen.profile:
         write_json(chosen.output, report)
-        report["profile"] = {n: profile(factory, n, sweep[0]) for n in ours}
+        report["kernels"] = {n: profile(factory, n, sweep[0]) for n in ours}
     _print(report)
     write_json(chosen.output, report)
     if chosen.report is not None:
@@ -185,24 +191,13 @@ def _throughput(
     return rows
 
 
-def profile(factory: Factory | CheckpointFactory, name: str, steps: int) -> list[dict[str, Any]]:
-    """Kernels of one call, the longest first: name, times called, microseconds."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    base = factory.policies[name].with_steps(steps)
-    policy = type(base)(base.checkpoint, without_graph(base.config), store=base.store)
+def profile(factory: Factory | CheckpointFactory, name: str, steps: int) -> dict[str, Any]:
+    """The kernels of one call as it runs (`measure.overlap`); `graph`: whether it replays one."""
+    policy = factory.policies[name].with_steps(steps)
     policy.warm_up()
-    observation = base.processor.example()
-    activity = ProfilerActivity.CUDA if policy.device.type == "cuda" else ProfilerActivity.CPU
-    with profiler(activities=[activity], acc_events=True) as recorded:
-        policy.infer(observation)
-    events = sorted(recorded.key_averages(), key=_microseconds, reverse=True)
-    return [{"kernel": e.key[:120], "count": e.count, "us": round(_microseconds(e), 1)} for e in events[:30]]
-
-
-def _microseconds(event: Any) -> float:
-    return float(event.self_device_time_total or event.self_cpu_time_total)
+    observation = policy.processor.example()
+    found = recorded(lambda: policy.infer(observation))
+    return {"steps": steps, "graph": policy.pipelines.newest.captured is not None, **found}
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -243,3 +238,11 @@ def _print(report: dict[str, Any]) -> None:
             for r in report["throughput"]
         ]
         print_table("batched calls", ["system", "steps", "batch", "median ms", "observations/s"], body)
+    for name, told in report.get("kernels", {}).items():
+        whole = (f"{what} {told[f'{what}_us']:.0f}" for what in ("span", "busy", "overlapped", "idle"))
+        body = [
+            [one["name"][:60], str(one["count"]), *(f"{one[f'{what}_us']:.1f}" for what in KERNEL_TIMES)]
+            for one in told["kernels"][:MOST_KERNELS]
+        ]
+        title = f"{name}, kernels of a call in µs under the profiler: {', '.join(whole)}"
+        print_table(title, ["kernel", "times", *(what.replace("_", " ") for what in KERNEL_TIMES)], body)

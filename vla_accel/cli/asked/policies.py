@@ -96,7 +96,8 @@ class Bench:
     calls: Count = 100
     """Timed calls of each system."""
     profile: bool = False
-    """Besides, list the GPU's kernels of one call of each of our systems."""
+    """Besides, list the GPU's kernels of one call of each of our systems, its graph replayed: how long each ran, what
+    of that lay beside others, and how long the GPU was idle before it."""
     device: str = "auto"
     """cpu, cuda or cuda:N."""
     output: OutputFile = None
