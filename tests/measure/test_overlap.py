@@ -51,6 +51,9 @@ def test_calls_are_told_apart_by_the_pauses_between_them() -> None:
     calls = [CALL, later(50_000_000), later(90_000_000)[:2]]
     assert split([one for call in reversed(calls) for one in call], 3) == calls
     assert split(CALL, 1) == [CALL]
+    # Where a long kernel still runs there is no pause.
+    long = [Interval(0, 99, "long"), Interval(1, 2, "short"), Interval(100, 101, "next")]
+    assert split([*long, Interval(150, 151, "other")], 2) == [long, [Interval(150, 151, "other")]]
     lengths = [[Interval(0, end, "k")] for end in (7, 3, 9, 1)]
     assert median_call(lengths) == [Interval(0, 3, "k")] and median_call(lengths[:3]) == [Interval(0, 7, "k")]
 

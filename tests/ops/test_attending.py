@@ -21,8 +21,8 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import Attention, load_config
 from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.ops import attending, reference
-from vla_accel.ops.attending import Sizes, attend, choose
-from vla_accel.ops.autotune import Fastest
+from vla_accel.ops.attending import Choice, Sizes, attend, choose
+from vla_accel.ops.autotune import Fastest, pinned
 
 CPU = torch.device("cpu")
 ATTENTION = [name for name in cases.CASES if name.startswith(("attention", "self-attention"))]
@@ -170,6 +170,8 @@ def test_auto_measures_where_the_own_kernel_is_tritons(
     monkeypatch.setattr(attending, "_trial", lambda *_: lambda: None)
     monkeypatch.setattr(attending, "_fastest_tile", lambda *_: None)
     assert choose("auto", SIZES, torch.device(where)).way == way
+    with pinned():
+        assert choose("auto", SIZES, torch.device(where)) == Choice("own", f"attention own ({kernel})")
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -30,6 +30,7 @@ from vla_accel.models.family import Family, Rows, Shape, Store
 from vla_accel.models.memory import Counted
 from vla_accel.models.network import Network
 from vla_accel.numeric import round_up
+from vla_accel.ops.autotune import pinned
 from vla_accel.ops.cuda.runtime import on, synchronize
 from vla_accel.pictures import Picture
 from vla_accel.policy.sending import ALIGNMENT, Sending, beside
@@ -76,7 +77,7 @@ class Pipeline:
     """The components of one shape, one after the other."""
 
     def __init__(self, plan: Plan, shape: Shape) -> None:
-        self.shape, self.device = shape, plan.device
+        self.shape, self.device, self._pinned = shape, plan.device, plan.config.deterministic
         self._family, self._sizes = plan.family, plan.model.config
         self._guided = False
         """Whether the staged guidance may differ from zero."""
@@ -204,15 +205,13 @@ class Pipeline:
 
         Returns after the call's one synchronisation. The result is overwritten by the next call.
         """
-        if self.device.type != "cuda":
-            times = self._run_here()
-        elif self.captured is not None:
+        if self.captured is not None:
             self.captured.replay()
             synchronize(self.device)
             times = self.captured.times()
         else:
-            with on(self.device):
-                times = self._run_on_stream()
+            with on(self.device), pinned(self._pinned):
+                times = self._run_on_stream() if self.device.type == "cuda" else self._run_here()
         return self._answer.numpy(), times
 
     def _run_here(self) -> dict[str, float]:
@@ -288,7 +287,7 @@ class Pipelines:
             return known[0]
         before = self._allocated() - self.plan.weight_bytes()
         # What is tried while it is built is launched on the current device.
-        with on(self.plan.device):
+        with on(self.plan.device), pinned(self.plan.config.deterministic):
             pipeline = Pipeline(self.plan, shape)
         # Weights are shared by all shapes and stay.
         self._kept[shape] = (pipeline, max(0, self._allocated() - self.plan.weight_bytes() - before))
