@@ -188,6 +188,8 @@ def _conditions(result: dict[str, Any]) -> str:
             f" Ceilings measured on the same GPU: {ceilings['bf16_flops'] * 1e-12:.0f} TFLOP/s in BF16, "
             f"{ceilings['fp8_flops'] * 1e-12:.0f} in FP8, {ceilings['bytes_per_s'] * 1e-9:.0f} GB/s copied."
         )
+    for name, told in result.get("timed_once", {}).items():
+        text += f" {name} was timed at {steps_of(model.get('kind', ''), told['steps'])} alone: {told['why']}."
     if result["left_out"]:
         text += f" Left out: {', '.join(sorted(result['left_out']))} (not installed)."
     return text + "\n"

@@ -197,6 +197,12 @@ def test_a_step_beside_the_prefix_is_not_in_the_loop_s_rate() -> None:
     assert "is in the time of" not in tables.bench(bench_report(None))
 
 
+def test_bench_says_what_was_timed_once() -> None:
+    report = bench_report(Ceilings(1e15, 2e15, 4e12))
+    report["timed_once"] = {"openpi-compile": {"steps": 10, "why": "it takes minutes"}}
+    assert " openpi-compile was timed at 10 steps alone: it takes minutes." in tables.bench(report)
+
+
 def test_bench_says_what_is_missing_and_what_fell_back() -> None:
     report = bench_report(None, baseline="eager", used="eager")
     report["rows"] = [r for r in report["rows"] if (r["system"], r["steps"]) != ("eager", 1)]
@@ -318,6 +324,8 @@ def test_a_run_that_may_be_absent_is_none(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     (tmp_path / "there.json").write_text("[1]")
     assert tables.load(("there?", "not_there?")) == [[1], None]
+    (tmp_path / "other.json").write_text("[2]")
+    assert [tables.load(f"{name}|other") for name in ("there", "not_there", "not|not_there")] == [[1], [2], [2]]
     with pytest.raises(FileNotFoundError):
         tables.load("not_there")
 

@@ -69,9 +69,13 @@ def main(chosen: Bench, words: list[str]) -> int:
     if device.type == "cpu" and isinstance(factory, Factory):
         said = "takes minutes to load and a call many seconds; for a quick look: vla-accel bench demo"
         say(f"no GPU: {family.name} at its published size {said}")
-    names, left_out = _available(factory, list(systems), sweep[0])
+    once = timed_once(factory, systems, sweep)
+    names, left_out = _available(factory, [*systems], sweep[0])
+    for name, told in once.items():
+        say(f"{name}: timed at {told['steps']} steps alone: {told['why']}")
     report: dict[str, Any] = {
         "schema": SCHEMA,
+        "complete": False,
         "command": " ".join(("vla-accel", "bench", *without_folders(words))),
         "hardware": hardware(device),
         "software": software(),
@@ -80,6 +84,7 @@ def main(chosen: Bench, words: list[str]) -> int:
         "prompt_tokens": chosen.prompt_tokens,
         "camera": camera,
         "left_out": left_out,
+        "timed_once": once,
         "parts": family.parts,
         "rows": [],
         "throughput": [],
@@ -88,7 +93,7 @@ def main(chosen: Bench, words: list[str]) -> int:
     for steps in sweep:
         made = []
         for name in names:
-            if _has_steps(factory, name, steps):
+            if name not in once or once[name]["steps"] == steps:
                 say(f"preparing {name}, {steps} step{'s' * (steps > 1)}")
                 made.append(factory.make(name, steps))
         processor = factory.processor
@@ -124,6 +129,7 @@ def main(chosen: Bench, words: list[str]) -> int:
     if chosen.profile:
         write_json(chosen.output, report)
         report["kernels"] = {n: profile(factory, n, sweep[0]) for n in ours}
+    report["complete"] = True
     _print(report)
     write_json(chosen.output, report)
     if chosen.report is not None:
@@ -156,13 +162,24 @@ def _factory(chosen: Bench, device: str, ceilings: Ceilings | None) -> Factory |
     )  # fmt: skip
 
 
-def _has_steps(factory: Factory | CheckpointFactory, name: str, steps: int) -> bool:
-    return name not in factory.family.realtime_vla or steps == REALTIME_VLA_STEPS
+def timed_once(
+    factory: Factory | CheckpointFactory, names: Sequence[str], sweep: Sequence[int]
+) -> dict[str, dict[str, Any]]:
+    """Of several numbers of steps the one at which a system is timed, and why, for those that are timed once. Raises
+    ConfigError where that one was not asked for."""
+    family = factory.family
+    found = dict.fromkeys(family.baselines[1:], (sweep[0], "torch.compile takes minutes for each number"))
+    found |= dict.fromkeys(family.realtime_vla, (REALTIME_VLA_STEPS, "its kernels are written for so many"))
+    asked = {name: {"steps": steps, "why": why} for name, (steps, why) in found.items() if name in names}
+    for name, told in asked.items():
+        if told["steps"] not in sweep:
+            raise ConfigError(f"steps: expected {told['steps']} among them for {name}, got {','.join(map(str, sweep))}")
+    return asked if len(sweep) > 1 else {}
 
 
 def _available(factory: Factory | CheckpointFactory, names: list[str], steps: int) -> tuple[list[str], dict[str, str]]:
     left_out: dict[str, str] = {}
-    for name in [n for n in names if n in factory.baselines and _has_steps(factory, n, steps)]:
+    for name in [n for n in names if n in factory.baselines]:
         try:
             factory.make(name, steps)
         except DependencyError as error:
