@@ -381,6 +381,12 @@ def test_the_picture_shows_what_the_report_says() -> None:
     assert before == draw([report]), "the same bytes each time"
     report["rows"][0]["parts_ms"]["kv_cache"] = 3.5
     assert "<title>kv_cache: 3.50 ms</title>" in draw([report])
+    # A run with more of our systems has more bars.
+    (row,) = (r for r in report["rows"] if r["system"] == "native-bf16" and r["steps"] == 10)
+    for name, label in (("native-fp8-vision", "FP8 prefix, vision"), ("native-int8-denoise", "INT8 expert")):
+        assert label not in draw([report])
+        report["rows"].append({**row, "system": name, "median_ms": 13.0})
+        assert f">{label}<" in draw([report])
 
 
 def test_the_models_picture_has_the_fastest_of_ours_and_of_others() -> None:
