@@ -12,6 +12,10 @@ from vla_accel.measure.start import PHASES
 
 PI0_PARTS = ("vision", "kv_cache", "denoise")
 """Components in reports that do not name their model's."""
+WHOLE = ("span", "busy", "idle", "sum", "overlapped")
+KERNEL_TIMES = ("sum", "overlapped", "idle_before")
+MOST_KERNELS = 8
+"""Of a call that a table lists."""
 
 
 def bench(result: dict[str, Any]) -> str:
@@ -42,6 +46,8 @@ def bench(result: dict[str, Any]) -> str:
             )
     if result["throughput"]:
         text += "\n" + _batches(result)
+    if result.get("kernels"):
+        text += "\n" + _kernels(result["kernels"])
     return text + "\n" + _conditions(result)
 
 
@@ -77,9 +83,31 @@ def _batches(result: dict[str, Any]) -> str:
     return rows(header, body)
 
 
+def _kernels(found: dict[str, dict[str, Any]]) -> str:
+    """A call of each system as the GPU ran it, and its longest kernels."""
+    whole = [
+        [name, str(told["launched"]), *(f"{told[f'{what}_us'] / 1e3:.2f}" for what in WHOLE)]
+        for name, told in found.items()
+    ]
+    by_kernel = [
+        [name, f"`{one['name'][:48]}`", str(one["count"]), *(f"{one[f'{what}_us']:.0f}" for what in KERNEL_TIMES)]
+        for name, told in found.items()
+        for one in told["kernels"][:MOST_KERNELS]
+    ]
+    return (
+        f"{rows(['system', 'kernels', *WHOLE], whole)}\n"
+        "Ms of one call, the median one of some, from its first kernel's begin to its last one's end (span), with its "
+        "graph replayed under the profiler, which makes it longer; sum: of all kernels' durations, busy and what "
+        "overlapped.\n\n"
+        f"{rows(['system', 'kernel', 'times', *(what.replace('_', ' ') for what in KERNEL_TIMES)], by_kernel)}\n"
+        "µs of that call, the longest kernels of each system. A kernel that is launched early waits for the one before "
+        "inside itself: that part of it is overlapped.\n"
+    )
+
+
 def whole_calls(result: dict[str, Any]) -> str:
     """Of one `vla-accel bench`, the whole calls only."""
-    return bench({**result, "rows": [{**r, "parts_ms": {}} for r in result["rows"]], "throughput": []})
+    return bench({**result, "rows": [{**r, "parts_ms": {}} for r in result["rows"]], "throughput": [], "kernels": {}})
 
 
 def _ran(found: dict[tuple[str, int], dict[str, Any]], system: str, steps: list[int]) -> str:
@@ -194,6 +222,8 @@ def _conditions(result: dict[str, Any]) -> str:
             f" Ceilings measured on the same GPU: {ceilings['bf16_flops'] * 1e-12:.0f} TFLOP/s in BF16, "
             f"{ceilings['fp8_flops'] * 1e-12:.0f} in FP8, {ceilings['bytes_per_s'] * 1e-9:.0f} GB/s copied."
         )
+    for name, told in result.get("timed_once", {}).items():
+        text += f" {name} was timed at {steps_of(model.get('kind', ''), told['steps'])} alone: {told['why']}."
     if result["left_out"]:
         text += f" Left out: {', '.join(sorted(result['left_out']))} (not installed)."
     return text + "\n"

@@ -112,6 +112,7 @@ def throughput(name: str, cases: str, gpus: int, *needs: str) -> Job:
 
 
 OURS = "native-bf16,native-fp8,native-fp8-vision"
+INT8_EXPERT = "native-int8-denoise,native-fp8-int8-denoise,native-fp8-vision-int8-denoise"
 SHAPE = "--views 3 --horizon 50 --steps 10 --calls 60"
 PORTABLE = "portable-bf16,portable-fp8,portable-int8"
 BESIDE_REALTIME = f"--systems native-bf16,native-fp8,{PORTABLE} {SHAPE} --realtime-vla {{realtime_vla}}"
@@ -119,10 +120,11 @@ UNDER_STRESS = "--suite libero_spatial,libero_spatial_object --stress {stress} -
 
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
-    bench("pi05", f"--model pi05 --systems {OURS},eager,openpi-eager --steps 10,3,1 --calls 60 --hz 20", "openpi"),
-    bench("pi05_8bit", "--model pi05 --systems native-int8-denoise,native-fp8-int8-denoise,"
-          "native-fp8-vision-int8-denoise,native-fp8-vision-int8-denoise-host,native-int8,native-int8-vision "
-          "--steps 10,3,1 --calls 60"),
+    bench("record", f"--model pi05 --systems {OURS},{INT8_EXPERT},eager,openpi-eager,openpi-max-autotune "
+          "--steps 10,3,1 --calls 60 --realtime-vla {realtime_vla}", "openpi", "realtime_vla"),
+    bench("pi05", f"--model pi05 --systems {OURS} --steps 10,3,1 --calls 60 --hz 20"),
+    bench("pi05_8bit", "--model pi05 --systems native-fp8-vision-int8-denoise-host,native-int8,native-int8-vision "
+          "--steps 10 --calls 60"),
     bench("pi0", f"--model pi0 --systems {OURS},eager,openpi-eager {SHAPE} --profile", "openpi"),
     bench("smolvla", f"--model smolvla --systems {OURS},lerobot-eager --steps 10 --batch 1,2,4 --calls 40 --profile",
           "lerobot"),

@@ -11,8 +11,16 @@ from vla_accel.report import colours
 from vla_accel.report.colours import OTHER
 
 PARTS = {**{name: colours.PARTS[name] for name in ("vision", "kv_cache", "denoise")}, "the rest": colours.PARTS[OTHER]}
-SYSTEMS = {"native-bf16": "BF16", "native-fp8": "FP8 prefix"}
-_LEFT, _WIDTH, _RIGHT = 150, 460, 250  # of the labels, the longest bar and the text behind it, in pixels
+SYSTEMS = {
+    "native-bf16": "BF16",
+    "native-fp8": "FP8 prefix",
+    "native-fp8-vision": "FP8 prefix, vision",
+    "native-int8-denoise": "INT8 expert",
+    "native-fp8-int8-denoise": "FP8 prefix, INT8 expert",
+    "native-fp8-vision-int8-denoise": "FP8 both, INT8 expert",
+}
+"""Labels of the bars; a run need not have all of them."""
+_LEFT, _WIDTH, _RIGHT = 180, 460, 250  # of the labels, the longest bar and the text behind it, in pixels
 _ROW, _GAP, _TOP = 22, 34, 40
 
 

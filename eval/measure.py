@@ -206,9 +206,11 @@ class Measuring:
             return Outcome(FAILED, f"status {status}: {_last_line(self.partial(job, '.log'))}")
         written = self.partial(job) / job.file if job.file else self.partial(job, ".json")
         try:
-            json.loads(written.read_text())
+            found = json.loads(written.read_text())
         except (OSError, ValueError) as error:
             return Outcome(FAILED, f"expected JSON in {written}: {error}")
+        if isinstance(found, dict) and not found.get("complete", True):
+            return Outcome(FAILED, f"expected a complete run in {written}, got one that was cut off")
         others = self._others(job.only or STORED_GPU) if self._of_gpu(job) else []
         if job.stored and not others:
             with replacing(self.results / f"{job.name}.json") as temporary:

@@ -16,7 +16,11 @@ from vla_accel.report import colours
 LOOKED_UP = "2026-11-22"
 _LEFT, _WIDTH, _RIGHT = 150, 380, 290  # of the labels, the longest bar and the text behind it, in pixels
 _ROW, _GAP, _TOP = 22, 34, 12
-LABELS = {"native-fp8": "FP8", "native-fp8-vision": "FP8 with vision"}
+LABELS = {
+    "native-fp8": "FP8",
+    "native-fp8-vision": "FP8 with vision",
+    "native-fp8-vision-int8-denoise": "FP8, INT8 expert",
+}
 PLAIN, FASTEST, OTHERS = colours.LINES[0], colours.LINES[5], colours.LINES[4]
 """Of a call in BF16, of the fastest one, of the published one."""
 

@@ -208,6 +208,12 @@ def test_bench_says_what_a_step_takes(kind: str, header: str) -> None:
     assert any(line.startswith("| native-bf16 | 1 |") and line.endswith(" % | - |") for line in lines)
 
 
+def test_bench_says_what_was_timed_once() -> None:
+    report = bench_report(Ceilings(1e15, 2e15, 4e12))
+    report["timed_once"] = {"openpi-compile": {"steps": 10, "why": "it takes minutes"}}
+    assert " openpi-compile was timed at 10 steps alone: it takes minutes." in tables.bench(report)
+
+
 def test_bench_says_what_is_missing_and_what_fell_back() -> None:
     report = bench_report(None, baseline="eager", used="eager")
     report["rows"] = [r for r in report["rows"] if (r["system"], r["steps"]) != ("eager", 1)]
@@ -332,6 +338,8 @@ def test_a_run_that_may_be_absent_is_none(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     (tmp_path / "there.json").write_text("[1]")
     assert tables.load(("there?", "not_there?")) == [[1], None]
+    (tmp_path / "other.json").write_text("[2]")
+    assert [tables.load(f"{name}|other") for name in ("there", "not_there", "not|not_there")] == [[1], [2], [2]]
     with pytest.raises(FileNotFoundError):
         tables.load("not_there")
 
@@ -387,6 +395,12 @@ def test_the_picture_shows_what_the_report_says() -> None:
     assert before == draw([report]), "the same bytes each time"
     report["rows"][0]["parts_ms"]["kv_cache"] = 3.5
     assert "<title>kv_cache: 3.50 ms</title>" in draw([report])
+    # A run with more of our systems has more bars.
+    (row,) = (r for r in report["rows"] if r["system"] == "native-bf16" and r["steps"] == 10)
+    for name, label in (("native-fp8-vision", "FP8 prefix, vision"), ("native-int8-denoise", "INT8 expert")):
+        assert label not in draw([report])
+        report["rows"].append({**row, "system": name, "median_ms": 13.0})
+        assert f">{label}<" in draw([report])
 
 
 def test_the_models_picture_has_the_fastest_of_ours_and_of_others() -> None:

@@ -35,6 +35,7 @@ from vla_accel import EngineSpec, OptimizedPolicy
 from vla_accel.config import RtcConfig
 from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import EngineError
+from vla_accel.measure import overlap
 
 pytestmark = pytest.mark.gpu
 
@@ -161,6 +162,20 @@ def test_the_breakdown_adds_up(demo: OptimizedPolicy) -> None:
     assert len(demo.latency.samples) == 8
     for sample in demo.latency.samples:
         assert sum(sample.sections.values()) == pytest.approx(sample.total_ms, rel=1e-9)
+
+
+def test_the_kernels_of_a_call_are_those_of_its_graph(demo: OptimizedPolicy) -> None:
+    """Whatever they take: their times add up, and on a Hopper some begin before others end."""
+    observation = demo.processor.example()
+    found = overlap.recorded(lambda: demo.infer(observation))
+    assert demo.pipelines.newest.captured is not None
+    names, total = [one["name"] for one in found["kernels"]], sum(one["count"] for one in found["kernels"])
+    assert not [name for name in names if name.startswith(("cuda", "cuLaunch", "Activity Buffer"))]
+    assert found["launched"] == total > 10 * len(PARTS)
+    assert found["span_us"] == pytest.approx(found["busy_us"] + found["idle_us"])
+    assert found["sum_us"] == pytest.approx(found["busy_us"] + found["overlapped_us"])
+    if torch.cuda.get_device_capability() >= (9, 0):
+        assert found["overlapped_us"] > 0
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -380,3 +380,29 @@ def test_a_run_that_is_cut_off_leaves_its_rows(folder: Path, tmp_path: Path, mon
     assert cli.main(["bench", str(folder), *words.split(), str(output)]) == 130
     report = json.loads(output.read_text())
     assert [row["steps"] for row in report["rows"]] == [2] and report["model"] and report["throughput"] == []
+    assert report["complete"] is False
+
+
+def test_what_compiles_for_minutes_is_timed_once(tmp_path: Path) -> None:
+    factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None, checkout=tmp_path)
+    names = ("native-bf16", "openpi-eager", "openpi-max-autotune", "realtime-vla")
+    found = command.timed_once(factory, names, (3, 10, 1))
+    assert {name: told["steps"] for name, told in found.items()} == {"openpi-max-autotune": 3, "realtime-vla": 10}
+    assert "torch.compile takes minutes" in found["openpi-max-autotune"]["why"]
+    assert command.timed_once(factory, names, (10,)) == command.timed_once(factory, names[:2], (3, 1)) == {}
+    with pytest.raises(ConfigError, match="steps: expected 10 among them for realtime-vla, got 3,1"):
+        command.timed_once(factory, names, (3, 1))
+
+
+def test_a_system_that_is_timed_once_has_no_other_row(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    once = {"native": {"steps": 2, "why": "it is slow"}}
+    monkeypatch.setattr(command, "timed_once", lambda factory, names, sweep: once)
+    words = f"bench {folder} --config native --steps 2,1 --calls 1 --device cpu --prompt-tokens 19"
+    assert cli.main(words.split()) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out.splitlines()[-1])
+    assert [(row["system"], row["steps"]) for row in report["rows"]] == [("native", 2), ("eager", 2), ("eager", 1)]
+    assert report["timed_once"] == once and report["complete"] is True
+    assert "native: timed at 2 steps alone: it is slow" in err

@@ -22,8 +22,8 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import Attention, load_config
 from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.ops import attending, reference
-from vla_accel.ops.attending import Sizes, attend, choose, own_kernel
-from vla_accel.ops.autotune import Fastest
+from vla_accel.ops.attending import Choice, Sizes, attend, choose, own_kernel
+from vla_accel.ops.autotune import Fastest, pinned
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu
 
@@ -173,6 +173,8 @@ def test_auto_measures_where_the_own_kernel_is_tritons(
     monkeypatch.setattr(attending, "_trial", lambda *_: lambda: None)
     monkeypatch.setattr(attending, "_fastest_tile", lambda *_: None)
     assert choose("auto", SIZES, torch.device(where)).way == way
+    with pinned():
+        assert choose("auto", SIZES, torch.device(where)) == Choice("own", f"attention own ({kernel})")
 
 
 PREFIX = Sizes(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)

@@ -13,7 +13,7 @@ import torch
 from tests.support.gpus import H20, H200
 from vla_accel.errors import EngineError
 from vla_accel.ops import autotune
-from vla_accel.ops.autotune import Fastest, fastest, remembered
+from vla_accel.ops.autotune import Fastest, fastest, pinned, remembered
 from vla_accel.ops.gpu import assumed
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -132,6 +132,42 @@ def test_what_was_measured_is_found_again(
         with caplog.at_level(logging.WARNING):
             assert asked("a", "b").way == "a" and measured
         assert "holds no tunings" in caplog.text and len(json.loads(file.read_text())) == 1
+
+
+def test_pinned_takes_the_first_way_that_runs_and_no_measurement(
+    times: dict[Any, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(autotune, "run_once", lambda run, device: run())
+    file = tmp_path / "vla_accel" / "tunings.json"
+    times.update(slow=3.0, quick=1.0)
+
+    def broken() -> None:
+        raise EngineError("it cannot run this\nmore")
+
+    ways: dict[str, Any] = {"broken": broken, "slow": lambda: "slow", "quick": lambda: "quick"}
+    first = Fastest("slow", {}, {"broken": "it cannot run this"})
+    with assumed(H200):
+        with pinned():
+            assert remembered("o", ways, GPU, 7) == fastest(ways, GPU, 7) == first and not file.exists()
+        assert remembered("o", ways, GPU, 7).way == "quick"
+        before = file.read_text()
+        with pinned(), pinned(False):
+            assert remembered("o", ways, GPU, 7) == first, "what was measured before does not count"
+        with pinned(False):
+            assert remembered("o", ways, GPU, 7).way == "quick"
+        assert file.read_text() == before
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pinned(), pytest.raises(torch.OutOfMemoryError):  # which at another start there may be enough of
+        fastest({"large": full, **ways}, GPU, 7)
+    with (
+        pinned(),
+        pytest.raises(RuntimeError, match=r"no way to compute this runs here \(broken: it cannot run this\)"),
+    ):
+        fastest({"broken": broken}, GPU, 7)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.ops.test_gemm import BF16, FP8, TILINGS
 from tests.support.gpus import H200, RTX_4090
-from vla_accel.ops import gemm_choice, linear, norms
+from vla_accel.ops import autotune, gemm_choice, linear, norms
 from vla_accel.ops.autotune import Fastest
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import Tiling, launch
@@ -191,6 +191,10 @@ def test_own_or_library_is_measured_once_while_a_program_is_built(monkeypatch: p
     way = 0
     assert measured(584) is None and len(asked) == 2
     assert measured(584) is None and len(asked) == 2, "the library is an answer, too"
+    with autotune.pinned():
+        assert measured(576) is gemm_choice.known(*size) is None and len(asked) == 2, "only the table counts"
+        assert measured(592) is None and measured(544) is not None and len(asked) == 2
+    assert measured(576) is found
     # The table is believed, a graph is not disturbed.
     assert measured(544) == gemm.planned(H200, *size[1:3], 544, 2048, 2048)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

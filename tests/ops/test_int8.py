@@ -25,7 +25,7 @@ from vla_accel.errors import CheckpointError, EngineError
 from vla_accel.fp8 import E4M3, FORMATS, INT8, no_scales
 from vla_accel.measure.parity import LIMITS, compare, reference_of
 from vla_accel.measure.random_policy import calibrate_on_noise, random_observations
-from vla_accel.ops import int8
+from vla_accel.ops import autotune, int8
 from vla_accel.ops.autotune import Fastest
 from vla_accel.ops.cuda.gemm import planned
 from vla_accel.ops.int8 import searched, usual
@@ -191,8 +191,12 @@ def test_a_measured_tile_is_the_one_that_is_launched(monkeypatch: pytest.MonkeyP
     int8.product(x, layer, out, activation="geglu")
     int8.product(x, layer, out, activation="swiglu")
     int8.product(x[:100], layer, out[:100], activation="geglu")
+    with autotune.pinned():
+        int8.measure(layer, "swiglu", 200)
+        int8.product(x, layer, out, activation="geglu")
+    assert asked == ["INT8 geglu 200x64x48"]
     best = max(searched(RTX_4090, 200), key=str)
-    assert best != usual(200) and launched == [usual(200), best, usual(200), usual(100)]
+    assert best != usual(200) and launched == [usual(200), best, usual(200), usual(100), usual(200)]
     # The ledger names it, and calls nothing of ours the library's.
     plain = make_linear(torch.randn(64, 48), None, torch.bfloat16)
     monkeypatch.setattr("vla_accel.ops.linear.path", lambda _: "cuda")

@@ -18,6 +18,7 @@ from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import without_folders
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
+from vla_accel.measure.overlap import recorded
 from vla_accel.measure.paced import paced
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates, steps_timed
 from vla_accel.measure.start import PHASES, starts
@@ -28,11 +29,14 @@ from vla_accel.measure.systems import (
     camera_size,
     free,
     observer,
-    without_graph,
 )
 from vla_accel.models.family import Family, family_named
 from vla_accel.report.bench import page
 from vla_accel.report.page import check_path, write
+
+KERNEL_TIMES = ("sum", "overlapped", "idle_before")
+MOST_KERNELS = 30
+"""Of a call that the console lists."""
 
 
 def main(chosen: Bench, words: list[str]) -> int:
@@ -40,6 +44,8 @@ def main(chosen: Bench, words: list[str]) -> int:
     if chosen.report is not None:
         check_path(chosen.report)
     device = resolve_device(chosen.device)
+    if chosen.profile and device.type != "cuda":
+        raise ConfigError(f"profile: expected a GPU, whose kernels it tells, got {device}")
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
     factory = _factory(chosen, str(device), ceilings)
     family = factory.family
@@ -63,9 +69,13 @@ def main(chosen: Bench, words: list[str]) -> int:
     if device.type == "cpu" and isinstance(factory, Factory):
         said = "takes minutes to load and a call many seconds; for a quick look: vla-accel bench demo"
         say(f"no GPU: {family.name} at its published size {said}")
-    names, left_out = _available(factory, list(systems), sweep[0])
+    once = timed_once(factory, systems, sweep)
+    names, left_out = _available(factory, [*systems], sweep[0])
+    for name, told in once.items():
+        say(f"{name}: timed at {told['steps']} steps alone: {told['why']}")
     report: dict[str, Any] = {
         "schema": SCHEMA,
+        "complete": False,
         "command": " ".join(("vla-accel", "bench", *without_folders(words))),
         "hardware": hardware(device),
         "software": software(),
@@ -74,6 +84,7 @@ def main(chosen: Bench, words: list[str]) -> int:
         "prompt_tokens": chosen.prompt_tokens,
         "camera": camera,
         "left_out": left_out,
+        "timed_once": once,
         "parts": family.parts,
         "rows": [],
         "throughput": [],
@@ -82,7 +93,7 @@ def main(chosen: Bench, words: list[str]) -> int:
     for steps in sweep:
         made = []
         for name in names:
-            if _has_steps(factory, name, steps):
+            if name not in once or once[name]["steps"] == steps:
                 say(f"preparing {name}, {steps} step{'s' * (steps > 1)}")
                 made.append(factory.make(name, steps))
         processor = factory.processor
@@ -117,7 +128,8 @@ def main(chosen: Bench, words: list[str]) -> int:
         add_batch_floors(report["throughput"], rows, ceilings)
     if chosen.profile:
         write_json(chosen.output, report)
-        report["profile"] = {n: profile(factory, n, sweep[0]) for n in ours}
+        report["kernels"] = {n: profile(factory, n, sweep[0]) for n in ours}
+    report["complete"] = True
     _print(report)
     write_json(chosen.output, report)
     if chosen.report is not None:
@@ -152,13 +164,24 @@ def _factory(chosen: Bench, device: str, ceilings: Ceilings | None) -> Factory |
     )  # fmt: skip
 
 
-def _has_steps(factory: Factory | CheckpointFactory, name: str, steps: int) -> bool:
-    return name not in factory.family.realtime_vla or steps == REALTIME_VLA_STEPS
+def timed_once(
+    factory: Factory | CheckpointFactory, names: Sequence[str], sweep: Sequence[int]
+) -> dict[str, dict[str, Any]]:
+    """Of several numbers of steps the one at which a system is timed, and why, for those that are timed once. Raises
+    ConfigError where that one was not asked for."""
+    family = factory.family
+    found = dict.fromkeys(family.baselines[1:], (sweep[0], "torch.compile takes minutes for each number"))
+    found |= dict.fromkeys(family.realtime_vla, (REALTIME_VLA_STEPS, "its kernels are written for so many"))
+    asked = {name: {"steps": steps, "why": why} for name, (steps, why) in found.items() if name in names}
+    for name, told in asked.items():
+        if told["steps"] not in sweep:
+            raise ConfigError(f"steps: expected {told['steps']} among them for {name}, got {','.join(map(str, sweep))}")
+    return asked if len(sweep) > 1 else {}
 
 
 def _available(factory: Factory | CheckpointFactory, names: list[str], steps: int) -> tuple[list[str], dict[str, str]]:
     left_out: dict[str, str] = {}
-    for name in [n for n in names if n in factory.baselines and _has_steps(factory, n, steps)]:
+    for name in [n for n in names if n in factory.baselines]:
         try:
             factory.make(name, steps)
         except DependencyError as error:
@@ -187,24 +210,13 @@ def _throughput(
     return rows
 
 
-def profile(factory: Factory | CheckpointFactory, name: str, steps: int) -> list[dict[str, Any]]:
-    """Kernels of one call, the longest first: name, times called, microseconds."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    base = factory.policies[name].with_steps(steps)
-    policy = type(base)(base.checkpoint, without_graph(base.config), store=base.store)
+def profile(factory: Factory | CheckpointFactory, name: str, steps: int) -> dict[str, Any]:
+    """The kernels of one call as it runs (`measure.overlap`); `graph`: whether it replays one."""
+    policy = factory.policies[name].with_steps(steps)
     policy.warm_up()
-    observation = base.processor.example()
-    activity = ProfilerActivity.CUDA if policy.device.type == "cuda" else ProfilerActivity.CPU
-    with profiler(activities=[activity], acc_events=True) as recorded:
-        policy.infer(observation)
-    events = sorted(recorded.key_averages(), key=_microseconds, reverse=True)
-    return [{"kernel": e.key[:120], "count": e.count, "us": round(_microseconds(e), 1)} for e in events[:30]]
-
-
-def _microseconds(event: Any) -> float:
-    return float(event.self_device_time_total or event.self_cpu_time_total)
+    observation = policy.processor.example()
+    found = recorded(lambda: policy.infer(observation))
+    return {"steps": steps, "graph": policy.pipelines.newest.captured is not None, **found}
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -249,3 +261,11 @@ def _print(report: dict[str, Any]) -> None:
         ]  # fmt: skip
         header = ["system", "steps", "batch", "median ms", "observations/s"]
         print_table("batched calls", [*header, *(name.replace("_", " ") for name in parts_of), "floor"], body)
+    for name, told in report.get("kernels", {}).items():
+        whole = (f"{what} {told[f'{what}_us']:.0f}" for what in ("span", "busy", "overlapped", "idle"))
+        body = [
+            [one["name"][:60], str(one["count"]), *(f"{one[f'{what}_us']:.1f}" for what in KERNEL_TIMES)]
+            for one in told["kernels"][:MOST_KERNELS]
+        ]
+        title = f"{name}, kernels of a call in µs under the profiler: {', '.join(whole)}"
+        print_table(title, ["kernel", "times", *(what.replace("_", " ") for what in KERNEL_TIMES)], body)

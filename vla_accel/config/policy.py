@@ -184,14 +184,16 @@ class PolicyConfig(Checked):
     `num_steps`: denoising steps; None is what the model was made for (π0, π0.5: 10; GR00T: 4); of π0-FAST the
     tokens that it writes at most. `precision`: dtype of the large products; "auto" is BF16 on a GPU and FP32 on a CPU.
     `device`: "auto", "cpu", "cuda" or "cuda:N". `strict`: a fallback raises instead of being recorded. `seed`: of the
-    noise, where the caller gives none. `default_prompt`: used when an observation carries none. `cuda_graph`: record a
-    whole call into one graph where every engine allows it. `pipeline_memory_gib`: device memory for the buffers and
-    graphs of all shapes together; the least recently used go first. `preset`: the robot's conventions (a name of
-    `vla_accel.transforms.robots` or a YAML file), by default decided from the checkpoint. `checkpoint`: what the
-    checkpoint does not say of itself. `rtc`: how a call that brings the previous chunk is guided by it. `warm_up`:
-    prompts whose engines are built when the policy is loaded, besides those of an ordinary one. `vision`, `kv_cache`,
-    `denoise`: engines of components of these names, and `denoise` of π0-FAST's `decode`, too; `engines`: of any
-    component, by name. `native`: options of every native engine.
+    noise, where the caller gives none. `deterministic`: nothing is chosen by measuring which is the fastest, so that
+    the same call gives the same bits after every start on the same kind of GPU. `default_prompt`: used when an
+    observation carries none. `cuda_graph`: record a whole call into one graph where every engine allows it.
+    `pipeline_memory_gib`: device memory for the buffers and graphs of all shapes together; the least recently used
+    go first. `preset`: the robot's conventions (a name of `vla_accel.transforms.robots` or a YAML file), by default
+    decided from the checkpoint. `checkpoint`: what the checkpoint does not say of itself. `rtc`: how a call that
+    brings the previous chunk is guided by it. `warm_up`: prompts whose engines are built when the policy is loaded,
+    besides those of an ordinary one. `vision`, `kv_cache`, `denoise`: engines of components of these names, and
+    `denoise` of π0-FAST's `decode`, too; `engines`: of any component, by name. `native`: options of every native
+    engine.
     """
 
     num_steps: int | None = None
@@ -199,6 +201,7 @@ class PolicyConfig(Checked):
     device: str = "auto"
     strict: bool = False
     seed: int = 0
+    deterministic: bool = False
     default_prompt: str | None = None
     cuda_graph: bool = True
     pipeline_memory_gib: float = 8.0
@@ -220,6 +223,9 @@ class PolicyConfig(Checked):
             raise ConfigError(f"pipeline_memory_gib: expected 0 or more, got {self.pipeline_memory_gib}")
         if self.num_steps is not None and self.num_steps < 1:
             raise ConfigError(f"num_steps: expected at least 1, got {self.num_steps}")
+        given = {name: getattr(self, name) for name in _FIELDS} | dict(self.engines)
+        if self.deterministic and (timed := [name for name, spec in given.items() if spec.attention == "fastest"]):
+            raise ConfigError(f"deterministic: expected an attention of {timed[0]} that is not measured, got fastest")
 
     def specs(self, parts: Sequence[str]) -> dict[str, EngineSpec]:
         """The engine of each component of a model, `parts`. Raises ConfigError for a component that it lacks."""

@@ -40,6 +40,9 @@ class Engine(ABC):
     ahead_of_time: ClassVar[bool] = False
     """Whether it is built once and kept in the cache of engines, so that `vla-accel build` can build it beforehand."""
 
+    by_time: ClassVar[bool] = False
+    """Whether its builder takes the kernels that it finds the fastest, so that two builds may differ in their bits."""
+
     @classmethod
     def why_not(cls, device: torch.device) -> str | None:
         """Why no component can run in this engine on `device`, and what to type where that helps; None where it can.

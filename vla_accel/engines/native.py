@@ -15,6 +15,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
 from vla_accel.ops.attending import Choice
+from vla_accel.ops.autotune import is_pinned
 from vla_accel.ops.cuda.runtime import on
 from vla_accel.ops.gpu import Gpu, assumed
 
@@ -67,6 +68,8 @@ class NativeEngine(Engine):
             raise EngineError(f"{component.name}: its attention has own kernels only, got {spec.attention}")
         self.capturable = device.type == "cuda"
         self.detail = self.program.detail if self.capturable else f"{self.program.detail}, torch reference ops (no GPU)"
+        if is_pinned():
+            self.detail += ", no way chosen by measurement"
         if self._gpu is not None:
             self.detail += f", portable kernels (as on compute capability {self._gpu.version})"
 

@@ -41,6 +41,7 @@ class TensorrtEngine(Engine):
 
     name: ClassVar[str] = "tensorrt"
     ahead_of_time: ClassVar[bool] = True
+    by_time: ClassVar[bool] = True
     library_name: ClassVar[LibraryName] = "tensorrt"
 
     @classmethod

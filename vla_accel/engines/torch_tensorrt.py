@@ -211,6 +211,7 @@ class TorchTensorrtEngine(Engine):
 
     name: ClassVar[str] = "torch_tensorrt"
     ahead_of_time: ClassVar[bool] = True
+    by_time: ClassVar[bool] = True
 
     @classmethod
     def why_not(cls, device: torch.device) -> str | None:

@@ -247,11 +247,6 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def without_graph(config: PolicyConfig) -> PolicyConfig:
-    """The same engines launched one by one, for a profile."""
-    return replace(config, cuda_graph=False)
-
-
 def describe_sizes(family: Family, config: Any, views: int) -> dict[str, Any]:
     """What was timed, for the record."""
     return {**asdict(config), "kind": family.name, "views": views}

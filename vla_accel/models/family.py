@@ -235,7 +235,7 @@ class Family(ABC):
     systems: Mapping[str, Mapping[str, EnginePrecision]] = {}
     """What `bench` can time besides eager and native BF16: names, each with its components in FP8 or INT8."""
     baselines: tuple[str, ...] = ()
-    """Other projects' code for the same model that `bench` can time."""
+    """Other projects' code for the same model that `bench` can time: first as it is, then through torch.compile."""
 
     def systems_in(self, precision: EnginePrecision) -> dict[str, tuple[str, ...]]:
         """Of `systems` those that have nothing but this beside BF16, each with its components."""

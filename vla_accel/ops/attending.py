@@ -21,7 +21,7 @@ from vla_accel.errors import DependencyError, EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.ops import reference
 from vla_accel.ops.attention_tiles import Tile, tiles
-from vla_accel.ops.autotune import fastest, remembered
+from vla_accel.ops.autotune import fastest, is_pinned, remembered
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.rows import store
@@ -109,7 +109,8 @@ def attend(
 
 def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
     """The way that a program takes: `asked`, or for "fastest" the one that takes the least time on `device`; "auto" is
-    the same where the own kernel is Triton's, and remembers it, and "own" elsewhere. Triton's takes the fastest tile.
+    the same where the own kernel is Triton's, and remembers it, and "own" elsewhere, and inside `autotune.pinned`.
+    Triton's takes the fastest tile.
 
     Raises DependencyError where flash-attn is asked for and missing, EngineError where a way cannot run these sizes:
     each but the own kernels is tried once.
@@ -121,7 +122,7 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
         return Choice(asked, f"attention {asked}")
     name, reason = own_kernel(sizes, device)
     tile = _fastest_tile(sizes, device) if name == "Triton" else None
-    if asked == "own" or (asked == "auto" and (device.type != "cuda" or name != "Triton")):
+    if asked == "own" or (asked == "auto" and (device.type != "cuda" or name != "Triton" or is_pinned())):
         said = [name if tile is None else f"{name} {tile}", *([f"CUDA C++ out: {reason}"] if reason else [])]
         return Choice("own", f"attention own ({'; '.join(said)})", tile)
     ways: dict[str, Callable[[], None]] = {}

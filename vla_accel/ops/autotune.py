@@ -1,10 +1,13 @@
 """The quickest of some ways to compute the same thing, measured on the machine at hand, as it will run: in a graph.
 
-What was found can be remembered in the user's cache folder, by GPU, versions and this package's kernels.
+What was found can be remembered in the user's cache folder, by GPU, versions and this package's kernels. Inside
+`pinned` nothing is measured: ways differ in the order of their sums, and which is the quickest from start to start.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import hashlib
 import importlib.metadata
@@ -12,7 +15,7 @@ import importlib.util
 import itertools
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +37,7 @@ ROUNDS = 5
 class Fastest:
     """The way taken, milliseconds a call of every way that was measured, and why the others are out.
 
-    On a CPU, where these choices do not matter, the first way is taken and nothing is measured: `times` is empty.
+    On a CPU, where these choices do not matter, and inside `pinned`, nothing is measured: `times` is empty.
     """
 
     way: str
@@ -42,13 +45,43 @@ class Fastest:
     out: Mapping[str, str] = field(default_factory=dict)
 
 
+_PINNED: contextvars.ContextVar[bool] = contextvars.ContextVar("nothing is measured", default=False)
+
+
+@contextlib.contextmanager
+def pinned(pin: bool = True) -> Iterator[None]:
+    """Within it the first way that runs is taken, and no measurement counts, made before or now: for `deterministic:
+    true`, where a policy is built and wherever it runs. False changes nothing."""
+    token = _PINNED.set(pin or _PINNED.get())
+    try:
+        yield
+    finally:
+        _PINNED.reset(token)
+
+
+def is_pinned() -> bool:
+    """Whether this runs inside `pinned`. Who keeps what was measured elsewhere than in `remembered` asks it."""
+    return _PINNED.get()
+
+
 def fastest(candidates: Mapping[str, Callable[[], object]], device: torch.device, repeats: int = 5) -> Fastest:
     """Measure every candidate on a GPU, `repeats` calls to a graph. One that cannot run here (an unsupported shape, too
-    little memory) is out; none left is an error. While a graph is captured, the first is taken unmeasured."""
+    little memory) is out; none left is an error. While a graph is captured, the first is taken unmeasured; inside
+    `pinned` the first that runs, and there too little memory is an error, as it may come and go."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return Fastest(next(iter(candidates)))
     times: dict[str, float] = {}
     out: dict[str, str] = {}
+    if is_pinned():
+        for name, run in candidates.items():
+            try:
+                run_once(run, device)
+                return Fastest(name, out=out)
+            except torch.OutOfMemoryError:
+                raise
+            except unfit() as error:
+                out[name] = str(error).splitlines()[0]
+        raise _none_runs(out)
     with phase("compile"):
         compile_all(candidates.values(), device)
     for name, run in candidates.items():
@@ -58,8 +91,12 @@ def fastest(candidates: Mapping[str, Callable[[], object]], device: torch.device
         except unfit() as error:
             out[name] = str(error).splitlines()[0]
     if not times:
-        raise RuntimeError(f"no way to compute this runs here ({'; '.join(f'{n}: {r}' for n, r in out.items())})")
+        raise _none_runs(out)
     return Fastest(min(times, key=lambda n: times[n]), times, out)
+
+
+def _none_runs(out: Mapping[str, str]) -> RuntimeError:
+    return RuntimeError(f"no way to compute this runs here ({'; '.join(f'{n}: {r}' for n, r in out.items())})")
 
 
 def remembered(
@@ -69,8 +106,9 @@ def remembered(
     the same GPU (or what a GPU is assumed to be), with the same versions of torch, triton and this package's kernels.
 
     Kept in `tunings.json` in the user's cache folder. A file that cannot be read is written anew, and the log says so.
+    Inside `pinned` it is neither read nor written.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or is_pinned() or torch.cuda.is_current_stream_capturing():
         return fastest(candidates, device, repeats)
     path = cache_folder() / "tunings.json"
     said = json.dumps([what, sorted(candidates), str(Gpu.of(device)), _versions()])
@@ -125,6 +163,12 @@ def compile_all(calls: Collection[Callable[[], object]], device: torch.device) -
     if len(calls) > 1 and importlib.util.find_spec("triton") is not None:
         with torch.inference_mode(), torch.cuda.device(device):
             kernels("compiling").compile_side_by_side(calls, unfit())
+
+
+def run_once(run: Callable[[], object], device: torch.device) -> None:
+    """One call on a GPU, to see whether it can be made."""
+    with torch.inference_mode(), torch.cuda.device(device):
+        run()
 
 
 def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:

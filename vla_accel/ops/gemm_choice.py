@@ -1,6 +1,7 @@
 """Own GEMM or the library's, where no table says which is the faster: measured when a program is built, and remembered.
 
-Nothing is measured while a graph is captured, nor on a GPU that was handed in: there only what is known counts.
+Nothing is measured while a graph is captured, nor on a GPU that was handed in: there only what is known counts. Inside
+`autotune.pinned` only the table counts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from vla_accel.ops.autotune import remembered
+from vla_accel.ops.autotune import is_pinned, remembered
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.gpu import Gpu
 
@@ -30,7 +31,7 @@ def known(device: torch.device, kind: torch.dtype, activation: str, rows: int, n
     """
     gpu = Gpu.of(device)
     found = gemm.planned(gpu, kind, activation, rows, n, k)
-    if found is not None or gpu is None:
+    if found is not None or gpu is None or is_pinned():
         return found
     return _KNOWN.get((device, gpu, kind, activation, rows, n, k))
 
@@ -53,7 +54,9 @@ def measured(
     gpu, sizes = Gpu.of(device), (kind, activation, rows, n, k)
     found = known(device, *sizes)
     key = (device, gpu, *sizes)
-    if found is not None or gpu is None or key in _KNOWN or torch.cuda.is_current_stream_capturing():
+    if found is not None or gpu is None or key in _KNOWN:
+        return found
+    if is_pinned() or torch.cuda.is_current_stream_capturing():
         return found
     tilings = {str(tiling): tiling for tiling in gemm.searched(gpu, *sizes)}
     if tilings:

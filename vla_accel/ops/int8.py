@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vla_accel.ops.autotune import remembered
+from vla_accel.ops.autotune import is_pinned, remembered
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.reference import GATED
@@ -57,7 +57,7 @@ _KNOWN: dict[tuple[torch.device, Gpu, str, int, int, int], Tile] = {}
 
 
 def usual(rows: int) -> Tile:
-    """The tile of a product of so many rows that was not measured."""
+    """The tile of a product of so many rows that was not measured, or is `autotune.pinned`."""
     return MANY if rows > 64 else SOME if rows > 32 else FEW
 
 
@@ -73,7 +73,7 @@ def measure(layer: Linear, activation: str, rows: int) -> None:
     or swiglu."""
     device = layer.weight.device
     gpu = Gpu.of(device)
-    if gpu is None or path(layer.weight) == "reference":
+    if gpu is None or is_pinned() or path(layer.weight) == "reference":
         return
     (n, k), gated = layer.weight.shape, activation in GATED
     key = (device, gpu, activation, rows, n, k)
@@ -116,7 +116,7 @@ def tile(layer: Linear, activation: str, rows: int) -> Tile:
     """The tile that a product of so many rows is launched with: as it was measured, else the usual one."""
     device, (n, k) = layer.weight.device, layer.weight.shape
     gpu = Gpu.of(device)
-    known = None if gpu is None else _KNOWN.get((device, gpu, activation, rows, n, k))
+    known = None if gpu is None or is_pinned() else _KNOWN.get((device, gpu, activation, rows, n, k))
     return known or usual(rows)
 
 

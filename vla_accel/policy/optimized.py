@@ -72,6 +72,10 @@ class OptimizedPolicy:
             for engine in (spec.engine, *spec.fallback):
                 if engine not in (*ENGINES, "auto"):
                     raise ConfigError(f"{part}.engine: expected one of auto, {', '.join(ENGINES)}, got {engine!r}")
+                if config.deterministic and engine != "auto" and ENGINES[engine].by_time:
+                    raise ConfigError(
+                        f"deterministic: {part}: {engine} takes the kernels that it measures as the fastest"
+                    )
         self.choices = choose(specs, self.device, dtype, self._shown(specs))
         self.specs = {name: choice.spec for name, choice in self.choices.items()}
         """The engine that each component is built with; "auto" is resolved."""

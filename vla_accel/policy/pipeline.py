@@ -32,6 +32,7 @@ from vla_accel.models.family import Family, Rows, Shape, Store, Transforms
 from vla_accel.models.memory import Counted
 from vla_accel.models.network import Network
 from vla_accel.numeric import round_up
+from vla_accel.ops.autotune import pinned
 from vla_accel.ops.cuda.runtime import on, synchronize
 from vla_accel.pictures import Picture
 from vla_accel.policy.sending import ALIGNMENT, Sending, beside
@@ -78,7 +79,7 @@ class Pipeline:
     """The components of one shape, one after the other."""
 
     def __init__(self, plan: Plan, shape: Shape) -> None:
-        self.shape, self.device = shape, plan.device
+        self.shape, self.device, self._pinned = shape, plan.device, plan.config.deterministic
         self._family, self._sizes = plan.family, plan.model.config
         self._guided = False
         """Whether the staged guidance may differ from zero."""
@@ -254,8 +255,8 @@ class Pipeline:
         elif self.device.type != "cuda":
             times = self._run_here()
         else:
-            with on(self.device):
-                times = self._run_on_stream()
+            with on(self.device), pinned(self._pinned):
+                times = self._run_on_stream() if self.device.type == "cuda" else self._run_here()
         return self._answer.numpy(), times
 
     def _run_here(self) -> dict[str, float]:
@@ -349,7 +350,7 @@ class Pipelines:
             return known[0]
         before = self._allocated() - self.plan.weight_bytes()
         # What is tried while it is built is launched on the current device.
-        with on(self.plan.device):
+        with on(self.plan.device), pinned(self.plan.config.deterministic):
             pipeline = Pipeline(self.plan, shape)
         # Weights are shared by all shapes and stay.
         self._kept[shape] = (pipeline, max(0, self._allocated() - self.plan.weight_bytes() - before))

@@ -78,7 +78,7 @@ class Bench:
     """Length of the prompt in tokens; an ordinary one of about 20 if not given."""
     steps: Annotated[Listed[int], Within(1)] = ()
     """Denoising steps, one run after the other; if not given the family's sweep: 10,3,1, GR00T's 4,2,1; of
-    pi0_fast tokens, 64."""
+    pi0_fast tokens, 64. What torch.compile compiles is timed at the first alone."""
     camera: Annotated[str | None, tyro.conf.arg(metavar="HEIGHTxWIDTH", help_behavior_hint="")] = None
     """Of our systems alone: size of the cameras' images, e.g. 480x640, which a policy fits to its own; if not given
     they come fitted."""
@@ -96,7 +96,8 @@ class Bench:
     calls: Count = 100
     """Timed calls of each system."""
     profile: bool = False
-    """Besides, list the GPU's kernels of one call of each of our systems."""
+    """Besides, list the GPU's kernels of one call of each of our systems, its graph replayed: how long each ran, what
+    of that lay beside others, and how long the GPU was idle before it."""
     device: str = "auto"
     """cpu, cuda or cuda:N."""
     output: OutputFile = None
