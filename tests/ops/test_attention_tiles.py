@@ -37,7 +37,7 @@ def test_the_fastest_tile_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> 
             call()
         return Fastest(str(best) if what.startswith("tile of") else "own", {"own": 2e-3})
 
-    monkeypatch.setattr(attending, "kernel_name", lambda *_: "Triton")
+    monkeypatch.setattr(attending, "own_kernel", lambda *_: ("Triton", ""))
     monkeypatch.setattr(attending, "remembered", measured)
     monkeypatch.setattr(attending, "attention", lambda *_, tile, **__: asked.append(tile))
     made = attending._tensors
