@@ -1,9 +1,9 @@
 """Own GEMM or the library's: measured when a program is built, and remembered. The candidates are the table's tiling,
 or where it has none a few that are searched for, and the library.
 
-Nothing is measured while a graph is captured, and inside `autotune.pinned`; there, and where no program asked, the table
-is believed. It also is of a product that takes a norm in or adds to the residual: the library cannot, so that it is no
-candidate, and the table's tilings were timed within their chains.
+Nothing is measured while a graph is captured, and inside `autotune.pinned`; there, and where no program asked, the
+table is believed. It also is of a product that takes a norm in or adds to the residual: the library cannot, so that it
+is no candidate, and the table's tilings were timed within their chains.
 """
 
 from __future__ import annotations
