@@ -194,11 +194,64 @@ def test_own_or_library_is_measured_once_while_a_program_is_built(monkeypatch: p
     with autotune.pinned():
         assert measured(576) is gemm_choice.known(*size) is None and len(asked) == 2, "only the table counts"
         assert measured(592) is None and measured(544) is not None and len(asked) == 2
+        assert gemm_choice.why_library(*size) == "no tiling of it is known for this size"
     assert measured(576) is found
-    # The table is believed, a graph is not disturbed.
-    assert measured(544) == gemm.planned(H200, *size[1:3], 544, 2048, 2048)
+    # A graph is not disturbed.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert measured(600) is None and len(asked) == 2
+
+
+def test_the_table_s_tiling_is_measured_against_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone; inside a chain, where the library cannot take its place, and before it was measured it is believed."""
+    way, asked = 0, list[list[str]]()
+
+    def remembered(what: str, ways: dict[str, Any], device: object, repeats: int) -> Fastest:
+        asked.append(list(ways))
+        return Fastest(list(ways)[way])
+
+    monkeypatch.setattr(gemm_choice, "remembered", remembered)
+    monkeypatch.setattr(gemm_choice, "_KNOWN", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Gpu, "of", lambda _: H200)
+    cpu = torch.device("cpu")
+
+    def measured(rows: int, *, inside: bool = False) -> Tiling | None:
+        trial: Any = lambda _: lambda _: None  # noqa: E731
+        return gemm_choice.measured(cpu, BF16, "none", rows, 2048, 2048, trial, inside=inside)
+
+    table = gemm.planned(H200, BF16, "none", 544, 2048, 2048)
+    assert table is not None
+    assert gemm_choice.known(cpu, BF16, "none", 544, 2048, 2048) == table, "before anybody asked"
+    assert measured(544, inside=True) == table and not asked
+    assert measured(544) is None and asked == [["library", str(table)]]
+    assert gemm_choice.known(cpu, BF16, "none", 544, 2048, 2048) is None
+    assert gemm_choice.known(cpu, BF16, "none", 544, 2048, 2048, inside=True) == table
+    assert gemm_choice.why_library(cpu, BF16, "none", 544, 2048, 2048) == "it was measured to be slower"
+    way = 1
+    assert measured(520) == gemm.planned(H200, BF16, "none", 520, 2048, 2048) is not None and len(asked) == 2
+    assert measured(520) is not None and len(asked) == 2
+
+
+def test_a_product_that_takes_a_norm_in_is_launched_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the plain one was measured to be slower than the library's: then the library runs that."""
+    launched: list[str] = []
+    monkeypatch.setattr(Gpu, "of", lambda _: H200)
+    monkeypatch.setattr(gemm, "planned", lambda *_: TILINGS[0])
+    monkeypatch.setattr(gemm, "why_not", lambda *_: None)
+    monkeypatch.setattr(gemm, "gemm", lambda *_, **options: launched.extend(options.keys() & {"norm", "moments"}))
+    layer = make_linear(torch.zeros(64, 64), None, BF16)
+    x, out = torch.zeros(8, 64, dtype=BF16), torch.zeros(8, 64, dtype=BF16)
+    key = (x.device, H200, BF16, "none", 8, 64, 64)
+    monkeypatch.setattr(gemm_choice, "_KNOWN", {key: None})
+    with steered("cuda"):
+        assert not linear.launched_own_gemm(x, layer, out, "none", None, True)
+        moments = torch.zeros(1, 8, 2)
+        norms.normed_linear(x, moments, layer, out, layer_norm=False, eps=1e-6, pdl=True)
+        norms.residual_linear(x, layer, out, moments, pdl=True)
+        assert launched == ["norm", "moments"]
+        assert not linear.has_own_gemm(8, layer, "none") and linear.has_own_gemm(8, layer, "none", inside=True)
+        said = ", products by cuBLAS (CUDA C++ out: it was measured to be slower): a; in CUDA C++: b"
+        assert linear.products_by(8, {"a": (layer, "none"), "b": (layer, "none")}, {"b"})[0] == said
 
 
 @pytest.mark.parametrize("activation", list(launch.ACTIVATIONS))

@@ -112,8 +112,10 @@ def test_no_hopper_kernel_is_taken_for_integers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("vla_accel.ops.gpu.Gpu.of", lambda _: H200)
     weight = torch.empty(2048, 2048, device="meta")
     assert planned(H200, torch.bfloat16, "none", 544, 2048, 2048) is not None
-    assert has_own_gemm(544, make_linear(weight, None, torch.bfloat16), "none")
-    assert not has_own_gemm(544, make_linear(weight, None, torch.bfloat16, 1.0, form=INT8), "none")
+    for inside in (True, False):
+        quantised = make_linear(weight, None, torch.bfloat16, 1.0, form=INT8)
+        assert not has_own_gemm(544, quantised, "none", inside=inside)
+    assert has_own_gemm(544, make_linear(weight, None, torch.bfloat16), "none", inside=True)
 
 
 # -- kernels ------------------------------------------------------------------------------------------------------

@@ -105,8 +105,8 @@ class NativeReader:
         cos, sin = language_rope(config, self.places.positions, torch.float32)
         self.cos, self.sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
         four = block_products(first.qkv, first.o, first.gate_up, first.down, silu=True)
-        products, self.pdl = products_by(rows, four)
         self.norms_inside = first.gate_up.paired and norms.can_be_inside(rows, width, *four.values())
+        products, self.pdl = products_by(rows, four, four if self.norms_inside else ())
         products += ", norms inside" if self.norms_inside else ""
         head = model.config.head
         sizes = StackSizes(batch, layout.tokens, head.vl_heads, head.eps, padded=True)

@@ -133,11 +133,13 @@ class NativePrefix:
         products, self.pdl, self.norms_inside, self.mlp_norms_inside = "", False, False, False
         if first.o is not None and first.gate_up is not None and first.down is not None:
             four = block_products(first.qkv, first.o, first.gate_up, first.down, silu=weights.silu)
-            products, self.pdl = products_by(rows, four)
             self.norms_inside = norms.can_be_inside(rows, width, four["down"], four["qkv"])
             self.mlp_norms_inside = first.gate_up.paired and norms.can_be_inside(
                 rows, width, four["o"], four["gate_up"]
             )
+            taking = {"down", "qkv"} if self.norms_inside else set()
+            taking |= {"o", "gate_up"} if self.mlp_norms_inside else set()
+            products, self.pdl = products_by(rows, four, taking)
         self.detail += products
         if weights.table.device != device:
             self.detail += ", embeddings on the host"

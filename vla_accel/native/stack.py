@@ -72,9 +72,9 @@ class Stack:
             "qkv": (first.qkv, "none"), "out": (first.out, "none"), "fc1": (first.fc1, "gelu"),
             "fc2": (first.fc2, "none"),
         }  # fmt: skip
-        products, self.pdl = products_by(rows, four)
-        self.detail = f", {self.attention.detail}{products}"
         self.norms_inside = norms.can_be_inside(rows, width, *four.values())
+        products, self.pdl = products_by(rows, four, four if self.norms_inside else ())
+        self.detail = f", {self.attention.detail}{products}"
         if self.norms_inside:
             self.detail += ", norms inside"
 

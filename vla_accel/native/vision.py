@@ -152,9 +152,9 @@ class NativeVision:
             "qkv": (first.qkv, "none"), "out": (first.out, "none"), "fc1": (first.fc1, "gelu"),
             "fc2": (first.fc2, "none"),
         }  # fmt: skip
-        products, self.pdl = products_by(rows, four)
-        self.detail += products
         self.norms_inside = not quantised and norms.can_be_inside(rows, width, *four.values())
+        products, self.pdl = products_by(rows, four, four if self.norms_inside else ())
+        self.detail += products
         if self.norms_inside:
             self.detail += ", norms inside"
         self.moments = norms.moments_buffer(rows, width, device)

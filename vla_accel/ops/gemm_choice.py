@@ -1,7 +1,9 @@
-"""Own GEMM or the library's, where no table says which is the faster: measured when a program is built, and remembered.
+"""Own GEMM or the library's: measured when a program is built, and remembered. The candidates are the table's tiling,
+or where it has none a few that are searched for, and the library.
 
-Nothing is measured while a graph is captured, nor on a GPU that was handed in: there only what is known counts. Inside
-`autotune.pinned` only the table counts.
+Nothing is measured while a graph is captured, and inside `autotune.pinned`; there, and where no program asked, the
+table is believed. It also is of a product that takes a norm in or adds to the residual: the library cannot, so that it
+is no candidate, and the table's tilings were timed within their chains.
 """
 
 from __future__ import annotations
@@ -24,16 +26,19 @@ CALLS = 10
 _KNOWN: dict[tuple[torch.device, Gpu | None, torch.dtype, str, int, int, int], gemm.Tiling | None] = {}
 
 
-def known(device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> gemm.Tiling | None:
-    """The tiling that is faster than the library: by the table, or as it was measured; None where none is known to be.
+def known(
+    device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int, *, inside: bool = False
+) -> gemm.Tiling | None:  # fmt: skip
+    """The tiling that is faster than the library: as it was measured, else by the table; None where none is known.
 
-    Arguments as `gemm.planned` takes them.
+    Arguments as `gemm.planned` takes them; `inside`: of a product that takes a norm in or adds to the residual, for
+    which the table comes first.
     """
     gpu = Gpu.of(device)
-    found = gemm.planned(gpu, kind, activation, rows, n, k)
-    if found is not None or gpu is None or is_pinned():
-        return found
-    return _KNOWN.get((device, gpu, kind, activation, rows, n, k))
+    table = gemm.planned(gpu, kind, activation, rows, n, k)
+    if gpu is None or is_pinned() or (inside and table is not None):
+        return table
+    return _KNOWN.get((device, gpu, kind, activation, rows, n, k), table)
 
 
 def why_library(device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> str:
@@ -41,26 +46,25 @@ def why_library(device: torch.device, kind: torch.dtype, activation: str, rows: 
     gpu = Gpu.of(device)
     if gpu is None:
         return "there is no GPU"
-    if reason := gemm.why_not_searched(gpu, rows, n, k):
-        return reason
-    measured = (device, gpu, kind, activation, rows, n, k) in _KNOWN
-    return "it was measured to be slower" if measured else "no tiling of it is known for this size"
+    if not is_pinned() and (device, gpu, kind, activation, rows, n, k) in _KNOWN:
+        return "it was measured to be slower"
+    return gemm.why_not_searched(gpu, rows, n, k) or "no tiling of it is known for this size"
 
 
 def measured(
-    device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int, trial: Trial
+    device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int, trial: Trial, *,
+    inside: bool = False,
 ) -> gemm.Tiling | None:  # fmt: skip
     """`known`, and measured first where that is needed and can be done; a program asks while it is built."""
     gpu, sizes = Gpu.of(device), (kind, activation, rows, n, k)
-    found = known(device, *sizes)
+    table = gemm.planned(gpu, *sizes)
     key = (device, gpu, *sizes)
-    if found is not None or gpu is None or key in _KNOWN:
-        return found
-    if is_pinned() or torch.cuda.is_current_stream_capturing():
-        return found
-    tilings = {str(tiling): tiling for tiling in gemm.searched(gpu, *sizes)}
-    if tilings:
-        call = trial(gpu)
-        ways = {text: functools.partial(call, tilings.get(text)) for text in (LIBRARY, *tilings)}
-        _KNOWN[key] = tilings.get(remembered(f"GEMM {kind} {activation} {rows}x{n}x{k}", ways, device, CALLS).way)
-    return known(device, *sizes)
+    asked = key in _KNOWN or is_pinned() or (inside and table is not None)
+    if gpu is not None and not asked and not torch.cuda.is_current_stream_capturing():
+        found = gemm.searched(gpu, *sizes) if table is None else [table]
+        tilings = {str(tiling): tiling for tiling in found}
+        if tilings:
+            call = trial(gpu)
+            ways = {text: functools.partial(call, tilings.get(text)) for text in (LIBRARY, *tilings)}
+            _KNOWN[key] = tilings.get(remembered(f"GEMM {kind} {activation} {rows}x{n}x{k}", ways, device, CALLS).way)
+    return known(device, *sizes, inside=inside)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -24,14 +24,15 @@ from vla_accel.ops.weights import Linear
 def launched_own_gemm(
     x: Tensor, layer: Linear, out: Tensor, activation: str, inverse_scale: float | None, pdl: bool, **norms: Any
 ) -> bool:
-    """Launch the project's own Hopper GEMM where it is the fastest. False where it is not: nothing was launched."""
+    """Launch the project's own Hopper GEMM where it is the fastest. False where it is not: nothing was launched.
+    `norms`: what `gemm` takes of a norm of x, or of a residual, which the library cannot."""
     from vla_accel.ops.cuda import gemm
     from vla_accel.ops.gemm_choice import known
 
     gpu = Gpu.of(x.device)
     if gpu is None or gemm.why_not(gpu, x, layer.weight, out, activation) is not None:
         return False
-    tiling = known(x.device, x.dtype, activation, len(x), *layer.weight.shape)
+    tiling = known(x.device, x.dtype, activation, len(x), *layer.weight.shape, inside=bool(norms))
     if tiling is None or (activation in GATED and layer.bias is not None):
         return False
     scale = layer.input_scale_value * layer.weight_scale_value
@@ -42,14 +43,14 @@ def launched_own_gemm(
     return True
 
 
-def has_own_gemm(rows: int, layer: Linear, activation: str, *, normed: bool = False) -> bool:
+def has_own_gemm(rows: int, layer: Linear, activation: str, *, inside: bool = False) -> bool:
     """Whether `launched_own_gemm` would take `rows` rows by this weight; arguments as `why_no_own_gemm` has them."""
-    return why_no_own_gemm(rows, layer, activation, normed=normed) is None
+    return why_no_own_gemm(rows, layer, activation, inside=inside) is None
 
 
-def why_no_own_gemm(rows: int, layer: Linear, activation: str, *, normed: bool = False) -> str | None:
-    """Why `launched_own_gemm` would not take `rows` rows by this weight, in a clause; None where it would. `normed`:
-    with a norm of the rows inside; `activation`: none, gelu, geglu or swiglu.
+def why_no_own_gemm(rows: int, layer: Linear, activation: str, *, inside: bool = False) -> str | None:
+    """Why `launched_own_gemm` would not take `rows` rows by this weight, in a clause; None where it would. `inside`:
+    with a norm of the rows inside, or added to the residual; `activation`: none, gelu, geglu or swiglu.
 
     For programs that are being built: where nobody knows, both are measured.
     """
@@ -69,10 +70,10 @@ def why_no_own_gemm(rows: int, layer: Linear, activation: str, *, normed: bool =
         return "the rows of gate and up do not alternate by eights"
     (n, k), trial = layer.weight.shape, functools.partial(_trial, layer, activation, rows)
     sizes = (layer.weight.device, layer.weight.dtype, activation, rows, n, k)
-    tiling = measured(*sizes, trial)
+    tiling = measured(*sizes, trial, inside=inside)
     if tiling is None:
         return why_library(*sizes)
-    return tiling.why_not(activation, normed=True) if normed else None
+    return tiling.why_not(activation, normed=True) if inside and activation in GATED else None
 
 
 def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any], Tensor]:
@@ -114,18 +115,21 @@ def block_products(qkv: Linear, o: Linear, gate: Linear, down: Linear, *, silu: 
     return {"qkv": (qkv, "none"), "o": (o, "none"), "gate_up": (gate, activation), "down": (down, "none")}
 
 
-def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[str, bool]:
+def products_by(
+    rows: int, products: Mapping[str, tuple[Linear, str]], inside: Collection[str] = ()
+) -> tuple[str, bool]:  # fmt: skip
     """What to add to a program's line in the ledger, and whether its kernels should start before others end.
 
-    `products`: by name, each with its activation (none, gelu, geglu, swiglu). The line says whose kernels take them,
-    and why the library's do; it is empty where no GPU does. Those of the library wait for all before them: where CUDA
+    `products`: by name, each with its activation (none, gelu, geglu, swiglu); `inside`: those of them that take a norm
+    in or add to the residual (`norms.can_be_inside`). The line says whose kernels take them, and why the library's do;
+    it is empty where no GPU does. Those of the library wait for all before them: where CUDA
     C++ has none, to start early beside them costs more than it saves.
     """
     ways: dict[str, list[str]] = {}
     for name, (layer, activation) in products.items():
         if path(layer.weight) == "reference":
             return "", False
-        ways.setdefault(_way(rows, layer, activation), []).append(name)
+        ways.setdefault(_way(rows, layer, activation, name in inside), []).append(name)
     early = _OWN in ways and all(dependent_launches(layer.weight.device) for layer, _ in products.values())
     return ", products " + "; ".join(f"{way}: {', '.join(names)}" for way, names in ways.items()), early
 
@@ -133,12 +137,12 @@ def products_by(rows: int, products: Mapping[str, tuple[Linear, str]]) -> tuple[
 _OWN = "in CUDA C++"
 
 
-def _way(rows: int, layer: Linear, activation: str) -> str:
+def _way(rows: int, layer: Linear, activation: str, inside: bool) -> str:
     """Whose kernel takes a product of a program that is being built, as the ledger puts it."""
     if layer.weight.dtype == INT8.dtype:
         int8.measure(layer, activation, rows)
         return f"in INT8 by Triton ({int8.tile(layer, activation, rows)})"
-    reason = why_no_own_gemm(rows, layer, activation)
+    reason = why_no_own_gemm(rows, layer, activation, inside=inside)
     return _OWN if reason is None else f"by cuBLAS (CUDA C++ out: {reason})"
 
 

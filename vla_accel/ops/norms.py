@@ -35,7 +35,7 @@ def can_be_inside(rows: int, width: int, *products: tuple[Linear, str]) -> bool:
     quantised = any(kind in GATED and layer.weight_scale is not None for layer, kind in products)
     if quantised or width % MOMENTS_OF:
         return False
-    return all(has_own_gemm(rows, layer, kind, normed=kind in GATED) for layer, kind in products)
+    return all(has_own_gemm(rows, layer, kind, inside=True) for layer, kind in products)
 
 
 def moments_buffer(rows: int, width: int, device: torch.device, eps: float | None = None) -> Tensor:

@@ -1,4 +1,5 @@
-"""Which tiling is fast for which GEMM, by architecture: what was measured, and nothing else."""
+"""Which tiling is fast for which GEMM, by architecture: what was measured, and nothing else. Whoever builds a program
+measures it against the library on the GPU at hand (`vla_accel.ops.gemm_choice`)."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ TABLES: dict[str, Table] = {"sm_90a": {
 
 
 def planned(gpu: Gpu | None, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> Tiling | None:
-    """The tiling that makes this GEMM faster than the library's on a GPU; None where none is known to.
+    """The tiling that made this GEMM faster than the library's on a GPU of this architecture; None where none did.
 
     `kind`: dtype of both operands. `rows` (M) by a weight (n, k).
     """
