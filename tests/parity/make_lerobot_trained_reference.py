@@ -1,4 +1,4 @@
-"""Write a small π0.5 checkpoint of lerobot that was trained with clean prefixes, and the chunks lerobot's own code gives.
+"""Write a small π0.5 checkpoint of lerobot as one trained with clean prefixes, and the chunks lerobot's own code gives.
 
 Run it with an interpreter that has lerobot at the commit of its pull request 4056 (CONTRIBUTING names the packages)::
 
@@ -8,8 +8,8 @@ It writes ``DIR/pi05/``:
 
 - ``checkpoint/``: what ``policy.save_pretrained`` and the two processors' ``save_pretrained`` write, nothing edited,
   and a small ``tokenizer.json`` in place of PaliGemma's, which is not free to ship.
-- ``robot.npz``: an observation (``images`` uint8 (2, H, W, 3), ``state`` (8,)), ``noise`` (2, horizon, 32) of a first and
-  a second call, ``first`` (horizon, 7), what lerobot answers without a previous chunk, in the robot's units.
+- ``robot.npz``: an observation (``images`` uint8 (2, H, W, 3), ``state`` (8,)), ``noise`` (2, horizon, 32) of a first
+  and a second call, ``first`` (horizon, 7), what lerobot answers without a previous chunk, in the robot's units.
 - ``cases.json``: by case `steps`, `played` (how many actions of ``first`` were executed when the second call began),
   `delay`, and `actions` (horizon, 7), what lerobot's ``predict_action_chunk`` answers to the second call in
   ``mode="trained"``, after its postprocessor.
@@ -96,7 +96,7 @@ def build() -> Any:
 
 
 def robot_cases(policy: Any, processors: tuple[Any, Any], rng: np.random.Generator) -> tuple[dict[str, Any], list[Any]]:
-    """One observation asked about twice: the second call pins what the robot plays of the first one's chunk meanwhile."""
+    """One observation asked about twice: the second call pins what the robot plays of the first chunk meanwhile."""
     preprocess, postprocess = processors
     images = np.repeat(rng.integers(0, 256, (2, 1, 1, 3), dtype=np.uint8), CAMERA, 1).repeat(CAMERA, 2)
     state = rng.uniform(-1, 1, 8).astype(np.float32)
