@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,7 +73,9 @@ def serving(name: str, policy: str, devices: str, gpus: int = 2) -> Job:
 
 
 def played(folder: str, config: str, options: str = "--trials 50", *needs: str) -> Job:
-    """Episodes of one configuration, for `paired`."""
+    """Episodes of one configuration, for `paired`. Two share a GPU and its cores: what takes the time is simulators, of
+    which a run alone would have one more (throughput_simulators_h200: each keeps a core busy, the GPU is idle most of
+    the time), and two runs start, and end with fewer episodes than simulators, at the same time."""
     name = config.rpartition("/")[2].removesuffix(".yaml")
     command = f"python -m eval.libero --config {config} --steps 10 {options} --workers {{workers}} --device cuda"
     return Job(
@@ -80,9 +83,9 @@ def played(folder: str, config: str, options: str = "--trials 50", *needs: str) 
     )
 
 
-def paired(name: str, runs: str) -> Job:
-    """A comparison of runs, FOLDER/CONFIGURATION, with the first of them."""
-    files = " ".join(f"{{work}}/{run}.json" for run in runs.split())
+def paired(name: str, runs: Sequence[Job]) -> Job:
+    """A comparison of runs of `played` with the first of them."""
+    files = " ".join(f"{{work}}/{run.name}.json" for run in runs)
     note = (
         "Several runs shared a machine, each with simulators that shared one policy and the GPU, which also rendered."
     )
@@ -117,6 +120,12 @@ SHAPE = "--views 3 --horizon 50 --steps 10 --calls 60"
 PORTABLE = "portable-bf16,portable-fp8,portable-int8"
 BESIDE_REALTIME = f"--systems native-bf16,native-fp8,{PORTABLE} {SHAPE} --realtime-vla {{realtime_vla}}"
 UNDER_STRESS = "--suite libero_spatial,libero_spatial_object --stress {stress} --trials 50"
+COMPARED = (
+    "eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8", "native_int8_denoise",
+    "eval/configs/native_portable.yaml",
+)  # fmt: skip
+PAIRED = [played("paired", config) for config in COMPARED]
+STRESSED = [played("stress", config, UNDER_STRESS, "stress") for config in COMPARED]
 
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
@@ -166,14 +175,10 @@ JOBS: tuple[Job, ...] = (
     *(synthetic("pi05", config) for config in ("native", "native_fp8")),
     *(synthetic(family, "native") for family in ("smolvla", "groot")),
     # Success. The first names are the reference's.
-    *(played("paired", config) for config in (
-        "eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8", "eval/configs/native_portable.yaml",
-    )),
-    paired("libero_paired_h200", "paired/eager_fp32 paired/native paired/native_fp8 paired/native_fp8_vision "
-           "paired/native_int8 paired/native_portable"),
-    *(played("stress", config, UNDER_STRESS, "stress")
-      for config in ("eager_fp32", "native", "native_fp8", "native_fp8_vision")),
-    paired("libero_stress_h200", "stress/eager_fp32 stress/native stress/native_fp8 stress/native_fp8_vision"),
+    *PAIRED,
+    paired("libero_paired_h200", PAIRED),
+    *STRESSED,
+    paired("libero_stress_h200", STRESSED),
     late("plain"),
     late("rtc"),
     *(job for suite in ("libero_spatial", "libero_object") for job in stored(
