@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.harness.late import SAID, draw
-from eval.markdown import bare_command, former, formers, machines, rows
+from eval.markdown import bare_command, doubts, machines, rows
 
 PICTURE = "libero_late_h200.png"
 
@@ -31,9 +31,7 @@ def late(results: Sequence[Any]) -> str:
     header = ["ticks late", "ms", *(SAID[kind] for kind in kinds), "so late would be"]
     counts = ", ".join(dict.fromkeys(str(row["steps"]) for row in found.values()))
     where = machines((bare_command(grid["command"]), grid["policy"]) for grid in grids)
-    old = formers(
-        bare_command(g["command"]) for g in grids if former(g["policy"].get("policy"), g["policy"].get("weights"))
-    )
+    old = doubts((bare_command(g["command"]), g["policy"].get("policy"), g["policy"].get("weights")) for g in grids)
     notes = "".join(dict.fromkeys(f" {grid['note']}" for grid in grids if grid["note"]))
     text = (
         f"Success (Wilson, 95 %), {counts} denoising steps; a tick is {1e3 / hz:.0f} ms. So late would be: π0.5 at its "
