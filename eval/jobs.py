@@ -65,8 +65,8 @@ def synthetic(family: str, config: str) -> Job:
 
 
 def serving(name: str, policy: str, devices: str, gpus: int = 2) -> Job:
-    """Calls over a server, by one replica or by two. Those of one GPU and of two stand beside each other, so that one
-    machine runs both: their names, and no other's, are bench_server_*."""
+    """Calls over a server, by one process beside it or by two. Those of one GPU and of two stand beside each other, so
+    that one machine runs both: their names, and no other's, are bench_server_*."""
     options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
     command = f"vla-accel bench-server {options} --output {{json}}"
     return Job(f"{name}_h200", command, gpus=gpus, room="machine")
@@ -190,11 +190,14 @@ JOBS: tuple[Job, ...] = (
     # Many at once: simulators, and clients of a server.
     throughput("simulators", "plain:1:4:6:16,plain:1:8:6:16,plain:1:14:12:16", 1),
     throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray"),
-    serving("bench_server", "demo", "cuda:0", gpus=1),
+    # In the server's own process, as `vla-accel serve demo` has it.
+    Job("bench_server_h200", "vla-accel bench-server demo --config native --device cuda --clients 1,4,16,64 "
+        "--seconds 2 --output {json}", room="machine"),
     serving("bench_server_demo_1", "demo", "cuda:0"),
     serving("bench_server_demo_2", "demo", "cuda:0,cuda:1"),
     serving("bench_server_pi05_1", "--model pi05", "cuda:0"),
     serving("bench_server_pi05_2", "--model pi05", "cuda:0,cuda:1"),
+    serving("server_once_demo", "demo", "cuda:0", gpus=1),
     serving("server_twice_demo", "demo", "cuda:0,cuda:0", gpus=1),
     Job("server_faults_h200", "python -m tests.remote.load_server --checkpoint demo --config native --devices "
         "cuda:0,cuda:1 --seconds 60 --output {json}", gpus=2, room="machine"),

@@ -35,6 +35,7 @@ def server(result: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {value:.2f}" for name, value in one["parts_ms"].items())
     woken = f", {costs['bare_socket_woken_ms']:.2f} after a pause" if "bare_socket_woken_ms" in costs else ""
     policy = "a policy that costs nothing" if result["policy"] == "nothing" else result["policy"]
+    policy += ", in a process of its own" if result["devices"] else ", in the server's process"
     client, place = costs["client_ms"], f"{machine(result)}, {result['hardware']['cores']} cores"
     return (
         rows(header, body)

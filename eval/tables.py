@@ -146,7 +146,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "server_faults": (faults, "server_faults_cpu"),
     "server_gpus": (server_gpus, "bench_server_*_h200"),
     "server_faults_gpus": (faults, "server_faults_h200"),
-    "server_twice": (server_twice, ("bench_server_h200?", "server_twice_*_h200")),
+    "server_twice": (server_twice, ("server_once_demo_h200?", "server_twice_*_h200")),
     "server_faults_twice": (faults, "server_faults_twice_h200"),
     "throughput": (throughput, "throughput_*"),
     "plan": (plan, "throughput_*"),
