@@ -6,7 +6,7 @@ from typing import Any
 
 from eval.bench_tables import fell_back
 from eval.libero_tables import with_interval
-from eval.markdown import MODELS, former, formers, machine, machines, percent, rows
+from eval.markdown import MODELS, doubts, machine, machines, percent, rows
 from vla_accel.measure.proportion import wilson
 
 
@@ -32,9 +32,9 @@ def quality(results: list[Any]) -> str:
     text += f"the other way, which the cosine leaves out; success on the same episodes of {pairs['protocol']['suite']}"
     text += f"; lost: those that only {reference} won, gained: those that only the configuration won"
     text += "; portable: with the kernels of GPUs other than Hopper's" if any("portable" in n for n in demo) else ""
-    old = ["agreement"] if any(former("demo", r.get("fingerprint")) for r in demo.values()) else []
-    old += ["success"] if any(former(p["policy"], p.get("weights")) for p in pairs["policies"].values()) else []
-    return rows(header, body) + f"\n{text}. [Results](docs/results.md) has the runs.{formers(old)}\n"
+    runs = [("agreement", "demo", r.get("fingerprint")) for r in demo.values()]
+    runs += [("success", p["policy"], p.get("weights")) for p in pairs["policies"].values()]
+    return rows(header, body) + f"\n{text}. [Results](docs/results.md) has the runs.{doubts(runs)}\n"
 
 
 def openpi_agreement(result: dict[str, Any]) -> str:
@@ -92,7 +92,7 @@ def parity(results: list[dict[str, Any]]) -> str:
         "flipped: chunks in which a command fell the other way, with the 95 % interval of their share, at most 1 % of "
         "them as far as the interval can tell."
     )
-    old = formers(r["name"] for r in results if former(r["weights"], r.get("fingerprint")))
+    old = doubts((r["name"], r["weights"], r.get("fingerprint")) for r in results)
     return rows(header, body) + f"\n{text} {where}.{old}\n"
 
 

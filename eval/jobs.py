@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,14 +65,17 @@ def synthetic(family: str, config: str) -> Job:
 
 
 def serving(name: str, policy: str, devices: str, gpus: int = 2) -> Job:
-    """Calls over a server, by one replica or by two, which stand beside each other: one machine runs both."""
+    """Calls over a server, by one process beside it or by two. Those of one GPU and of two stand beside each other, so
+    that one machine runs both: their names, and no other's, are bench_server_*."""
     options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
     command = f"vla-accel bench-server {options} --output {{json}}"
     return Job(f"{name}_h200", command, gpus=gpus, room="machine")
 
 
 def played(folder: str, config: str, options: str = "--trials 50", *needs: str) -> Job:
-    """Episodes of one configuration, for `paired`."""
+    """Episodes of one configuration, for `paired`. Two share a GPU and its cores: what takes the time is simulators, of
+    which a run alone would have one more (throughput_simulators_h200: each keeps a core busy, the GPU is idle most of
+    the time), and two runs start, and end with fewer episodes than simulators, at the same time."""
     name = config.rpartition("/")[2].removesuffix(".yaml")
     command = f"python -m eval.libero --config {config} --steps 10 {options} --workers {{workers}} --device cuda"
     return Job(
@@ -79,9 +83,9 @@ def played(folder: str, config: str, options: str = "--trials 50", *needs: str) 
     )
 
 
-def paired(name: str, runs: str) -> Job:
-    """A comparison of runs, FOLDER/CONFIGURATION, with the first of them."""
-    files = " ".join(f"{{work}}/{run}.json" for run in runs.split())
+def paired(name: str, runs: Sequence[Job]) -> Job:
+    """A comparison of runs of `played` with the first of them."""
+    files = " ".join(f"{{work}}/{run.name}.json" for run in runs)
     note = (
         "Several runs shared a machine, each with simulators that shared one policy and the GPU, which also rendered."
     )
@@ -99,9 +103,9 @@ def stored(name: str, options: str, gpus: int) -> tuple[Job, Job]:
 
 
 def late(chunking: str) -> Job:
-    """Success against latency, with one kind of chunks."""
+    """Success against latency, with one kind of chunks; openpi's call on an H200 comes five ticks late."""
     command = f"python -m eval.libero.late --config native --trials 30 --steps 10 --chunkings {chunking}"
-    options = "--workers {workers} --device cuda --output {json}"
+    options = "--ticks 0,1,2,4,5,8 --workers {workers} --device cuda --output {json}"
     return Job(f"libero_late_{chunking}_h200", f"{command} {options}", room="shared", needs=("libero",))
 
 
@@ -117,6 +121,12 @@ SHAPE = "--views 3 --horizon 50 --steps 10 --calls 60"
 PORTABLE = "portable-bf16,portable-fp8,portable-int8"
 BESIDE_REALTIME = f"--systems native-bf16,native-fp8,{PORTABLE} {SHAPE} --realtime-vla {{realtime_vla}}"
 UNDER_STRESS = "--suite libero_spatial,libero_spatial_object --stress {stress} --trials 50"
+COMPARED = (
+    "eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8", "native_int8_denoise",
+    "eval/configs/native_portable.yaml", "eval/configs/native_portable_int8.yaml",
+)  # fmt: skip
+PAIRED = [played("paired", config) for config in COMPARED]
+STRESSED = [played("stress", config, UNDER_STRESS, "stress") for config in COMPARED]
 
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
@@ -168,15 +178,10 @@ JOBS: tuple[Job, ...] = (
     *(synthetic("pi05", config) for config in ("native", "native_fp8")),
     *(synthetic(family, "native") for family in ("smolvla", "groot")),
     # Success. The first names are the reference's.
-    *(played("paired", config) for config in (
-        "eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8", "eval/configs/native_portable.yaml",
-        "eval/configs/native_portable_int8.yaml",
-    )),
-    paired("libero_paired_h200", "paired/eager_fp32 paired/native paired/native_fp8 paired/native_fp8_vision "
-           "paired/native_int8 paired/native_portable paired/native_portable_int8"),
-    *(played("stress", config, UNDER_STRESS, "stress")
-      for config in ("eager_fp32", "native", "native_fp8", "native_fp8_vision")),
-    paired("libero_stress_h200", "stress/eager_fp32 stress/native stress/native_fp8 stress/native_fp8_vision"),
+    *PAIRED,
+    paired("libero_paired_h200", PAIRED),
+    *STRESSED,
+    paired("libero_stress_h200", STRESSED),
     late("plain"),
     late("rtc"),
     *(job for suite in ("libero_spatial", "libero_object") for job in stored(
@@ -188,13 +193,19 @@ JOBS: tuple[Job, ...] = (
     # Many at once: simulators, and clients of a server.
     throughput("simulators", "plain:1:4:6:16,plain:1:8:6:16,plain:1:14:12:16", 1),
     throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray"),
-    serving("bench_server", "demo", "cuda:0", gpus=1),
+    # In the server's own process, as `vla-accel serve demo` has it.
+    Job("bench_server_h200", "vla-accel bench-server demo --config native --device cuda --clients 1,4,16,64 "
+        "--seconds 2 --output {json}", room="machine"),
     serving("bench_server_demo_1", "demo", "cuda:0"),
     serving("bench_server_demo_2", "demo", "cuda:0,cuda:1"),
     serving("bench_server_pi05_1", "--model pi05", "cuda:0"),
     serving("bench_server_pi05_2", "--model pi05", "cuda:0,cuda:1"),
+    serving("server_once_demo", "demo", "cuda:0", gpus=1),
+    serving("server_twice_demo", "demo", "cuda:0,cuda:0", gpus=1),
     Job("server_faults_h200", "python -m tests.remote.load_server --checkpoint demo --config native --devices "
         "cuda:0,cuda:1 --seconds 60 --output {json}", gpus=2, room="machine"),
+    Job("server_faults_twice_h200", "python -m tests.remote.load_server --checkpoint demo --config native --devices "
+        "cuda:0,cuda:0 --seconds 30 --output {json}", room="machine"),
     # Without a GPU.
     Job("bench_server_cpu", "vla-accel bench-server --seconds 5 --device cpu --output {json}", gpus=0, room="machine"),
     Job("server_faults_cpu", "python -m tests.remote.load_server --output {json}", gpus=0, room="machine"),

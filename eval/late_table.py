@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from eval.harness.late import SAID, draw
-from eval.markdown import bare_command, former, formers, machines, rows
+from eval.markdown import bare_command, doubts, machines, rows
 
 PICTURE = "libero_late_h200.png"
 
 
 def late(results: Sequence[Any]) -> str:
-    """A row for each latency, a column for each kind of chunks.
+    """A row for each latency that was played or that a system has, a column for each kind of chunks.
 
     `results`: grids, such as one with plain chunks and one of a policy that was trained for others; and a `vla-accel
     bench`, whose systems would be so late.
@@ -26,18 +26,16 @@ def late(results: Sequence[Any]) -> str:
     body = [
         [str(ticks), f"{1e3 * ticks / hz:.0f}", *(_rate(found.get((kind, ticks))) for kind in kinds),
          ", ".join(systems.get(ticks, ())) or "-"]
-        for ticks in sorted({ticks for _, ticks in found})
+        for ticks in sorted({*(ticks for _, ticks in found), *systems})
     ]  # fmt: skip
     header = ["ticks late", "ms", *(SAID[kind] for kind in kinds), "so late would be"]
     counts = ", ".join(dict.fromkeys(str(row["steps"]) for row in found.values()))
     where = machines((bare_command(grid["command"]), grid["policy"]) for grid in grids)
-    old = formers(
-        bare_command(g["command"]) for g in grids if former(g["policy"].get("policy"), g["policy"].get("weights"))
-    )
+    old = doubts((bare_command(g["command"]), g["policy"].get("policy"), g["policy"].get("weights")) for g in grids)
     notes = "".join(dict.fromkeys(f" {grid['note']}" for grid in grids if grid["note"]))
     text = (
         f"Success (Wilson, 95 %), {counts} denoising steps; a tick is {1e3 / hz:.0f} ms. So late would be: π0.5 at its "
-        f"published size, by the median of a call in [the table above](#latency). {where}; "
+        f"published size, by the median of a call in [the table above](#latency). A dash: not played. {where}; "
         f"`{bare_command(grids[0]['command'])}`.{notes}{old}"
     )
     return (

@@ -6,7 +6,7 @@ from typing import Any
 
 from eval.bench_tables import fell_back
 from eval.harness.statistics import smallest_difference
-from eval.markdown import bare_command, former, formers, machine, machines, percent, rows
+from eval.markdown import bare_command, doubts, machine, machines, percent, rows
 from eval.paired_picture import PICTURE as STRESS_PICTURE
 from eval.training import runs_of
 
@@ -116,7 +116,7 @@ def paired(result: dict[str, Any]) -> str:
         "errors",
     ]
     where = machines(result["policies"].items())
-    old = formers(name for name, run in result["policies"].items() if former(run.get("policy"), run.get("weights")))
+    old = doubts((name, run.get("policy"), run.get("weights")) for name, run in result["policies"].items())
     note = f" {result['note']}" if result.get("note") else ""
     text = (
         f"Same tasks, initial states and seeds. Lost: pairs that only {reference} won; gained: pairs that only the run "
@@ -143,7 +143,7 @@ def _where(*results: dict[str, Any]) -> str:
         policy, limit = result["policy"], result["protocol"]["max_steps"]
         limit = limit if isinstance(limit, int) else " and ".join(map(str, limit))
         note = f" {result['note']}" if result.get("note") else ""
-        old = formers([result["protocol"]["suite"]] if former(policy.get("name"), policy.get("weights")) else [])
+        old = doubts([(result["protocol"]["suite"], policy.get("name"), policy.get("weights"))])
         told.append(
             f"{machine(result['launches'][-1])}; {result['episodes_s'] / 60:.0f} minutes of episodes, {limit} actions "
             f"at most; `{bare_command(result['command'])}`.{note}{old}\n"

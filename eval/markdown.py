@@ -46,16 +46,27 @@ def machines(results: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
     return "; ".join(f"{', '.join(dict.fromkeys(names))}: {place}" for place, names in where.items())
 
 
-def former(checkpoint: str | None, weights: str | None) -> bool:
-    """Whether a run of the bundled checkpoint was made with other weights than it has now. `weights`: the fingerprint
-    that the run tells."""
-    return checkpoint == "demo" and weights != json.loads(RECORD.read_text())["weights"]
+def doubt(checkpoint: str | None, weights: str | None) -> str:
+    """What is to be said of the weights of a run, whose fingerprint it tells: that they are not those that the bundled
+    checkpoint has now, or that nothing tells which they are; else nothing."""
+    if weights is None:
+        return "weights without a fingerprint"
+    others = checkpoint == "demo" and weights != json.loads(RECORD.read_text())["weights"]
+    return "its former weights" if others else ""
 
 
-def formers(names: Iterable[str]) -> str:
-    """A sentence on the runs that are `former`; empty without any."""
-    told = ", ".join(dict.fromkeys(names))
-    return f" **Made with the weights that the bundled checkpoint had before: {told}.**" if told else ""
+def doubts(runs: Iterable[tuple[str, str | None, str | None]]) -> str:
+    """Sentences on the runs, (name, checkpoint, weights), of which there is a `doubt`; empty without any."""
+    told: dict[str, list[str]] = {}
+    for name, checkpoint, weights in runs:
+        told.setdefault(doubt(checkpoint, weights), []).append(name)
+    sentences = {
+        "its former weights": "Made with the weights that the bundled checkpoint had before",
+        "weights without a fingerprint": "Nothing tells which weights these runs had, which carry no fingerprint",
+    }
+    return "".join(
+        f" **{said}: {', '.join(dict.fromkeys(told[kind]))}.**" for kind, said in sentences.items() if kind in told
+    )
 
 
 def commit(result: Mapping[str, Any]) -> str:

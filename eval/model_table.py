@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from eval.bench_tables import call
-from eval.markdown import MODELS, former, machines, rows, steps_of
+from eval.markdown import MODELS, doubt, machines, rows, steps_of
 from vla_accel.measure.memory import parameters
 
 BUNDLED = {"demo": "pi05", "smolvla_demo": "smolvla"}
@@ -82,5 +82,5 @@ def _native(pairs: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         kind = BUNDLED.get(pairs["policies"].get(row["name"], {}).get("policy"))
         if kind and row["name"] == "native" and row["other"]["rate"] is not None:
             rate, run = row["other"], pairs["policies"][row["name"]]
-            before = " (its former weights)" if former(run["policy"], run.get("weights")) else ""
-            yield kind, f"{100 * rate['rate']:.1f} % of {rate['episodes']}{before}"
+            said = doubt(run["policy"], run.get("weights"))
+            yield kind, f"{100 * rate['rate']:.1f} % of {rate['episodes']}" + (f" ({said})" if said else "")

@@ -55,6 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--lerobot-python", default=None, help="interpreter of an environment with lerobot (see CONTRIBUTING)"
     )
     parser.addoption(
+        "--lerobot-main-python",
+        default=None,
+        help="interpreter of an environment with lerobot's main branch (see CONTRIBUTING)",
+    )
+    parser.addoption(
         "--groot-python", default=None, help="interpreter of an environment with lerobot's GR00T (see CONTRIBUTING)"
     )
     parser.addoption(

@@ -258,6 +258,13 @@ def test_tied_embeddings_that_differ_are_refused() -> None:
         load_tensors(theirs, CONFIG, "memory")
 
 
+def test_a_head_of_lerobots_that_its_training_left_behind_is_not_read() -> None:
+    theirs = to_openpi(random_state(CONFIG), CONFIG)
+    theirs[EMBED_TOKENS] = theirs[LM_HEAD] + 1
+    model = load_tensors({f"model.{name}": value for name, value in theirs.items()}, CONFIG, "memory")
+    torch.testing.assert_close(model.embed.weight, theirs[EMBED_TOKENS], rtol=0, atol=0)
+
+
 def test_the_other_kind_is_refused() -> None:
     theirs = to_openpi(random_state(tiny_config("pi0")), tiny_config("pi0"))
     with pytest.raises(CheckpointError, match=r"does not fit pi05: .*missing: .*time_mlp_in"):

@@ -41,9 +41,14 @@ def test_a_lerobot_folder(tmp_path: Path, kind: Kind, embedding: str) -> None:
     assert (processor.discrete_state, processor.prompt_state_dim) == (kind == "pi05", 16)
 
 
-def test_lerobots_state_fills_the_prompt(tmp_path: Path) -> None:
-    """The state is padded before it is put into words: zeros are bin 128."""
-    write_lerobot(tmp_path, "pi05")
+def newer(files: dict[str, Any]) -> None:
+    files["config"]["use_relative_actions"] = False
+
+
+@pytest.mark.parametrize(("change", "filling"), [(lambda files: None, 8), (newer, 0)], ids=["0.4", "0.5.1"])
+def test_lerobots_state_in_the_prompt(tmp_path: Path, change: Callable[[dict[str, Any]], None], filling: int) -> None:
+    """Up to 0.4 the state is padded before it is put into words: zeros are bin 128."""
+    write_lerobot(tmp_path, "pi05", change)
     processor = load(tmp_path).processor
     asked: list[str] = []
 
@@ -58,7 +63,7 @@ def test_lerobots_state_fills_the_prompt(tmp_path: Path) -> None:
     observation = tiny_observation()
     observation["observation/state"] = np.array(statistics()["state"]["q01"])
     replace(processor, tokenizer=Spy()).prepare(observation)
-    assert asked == [f"Task: pick up the bowl, State: {' '.join(['0'] * 8 + ['128'] * 8)};\nAction: "]
+    assert asked == [f"Task: pick up the bowl, State: {' '.join(['0'] * 8 + ['128'] * filling)};\nAction: "]
 
 
 def edit_modes(mode: str) -> Callable[[dict[str, Any]], None]:

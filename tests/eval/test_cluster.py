@@ -86,7 +86,7 @@ class Killer(threading.Thread):
 
 @pytest.mark.slow
 def test_whatever_dies_each_episode_counts_once(tmp_path: Path, checkpoint: Path) -> None:
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=io.StringIO(), width=400)
     evaluate(request(checkpoint, tmp_path / "plain.json", toy.SEEING), console)
     with cluster_of({"num_cpus": 1}, {"num_cpus": 1}) as cluster:
         output = tmp_path / "ray.json"
@@ -105,6 +105,11 @@ def test_whatever_dies_each_episode_counts_once(tmp_path: Path, checkpoint: Path
     assert "task 0, trial 0, 2 steps is played again: its simulator on node" in said
     assert "task 1, trial 0, 2 steps is played again: the policy on node" in said
     assert "task 2, trial 0, 2 steps is played again: its simulator on node" in said
+    lines = [re.findall(r"; ([\d.]+/\w{6}): (\d+) by (\d+)", line) for line in said.splitlines()]
+    progress = [nodes for nodes in lines if nodes]
+    assert [sum(int(played) for _, played, _ in nodes) for nodes in progress] == [*range(1, 1 + len(played))]
+    assert len({name for nodes in progress for name, _, _ in nodes}) == 2
+    assert sum(int(simulators) for _, _, simulators in progress[-1]) == 1, "the node that is gone has none"
     assert result["launches"][0]["workers"] == 2 and result["summary"]["rows"][0]["breakdown"]["engines"]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from eval import throughput
-from eval.server_tables import draw_server_gpus, server_gpus
+from eval import tables, throughput
+from eval.server_tables import draw_server_gpus, server, server_gpus, server_twice
 from eval.throughput import Arguments, Case, Watch, figures, told
 from eval.throughput_table import plan
 from eval.throughput_table import throughput as table
@@ -103,6 +103,34 @@ def test_two_gpus_stand_beside_one() -> None:
     (axes,) = draw_server_gpus(benches).axes
     assert [line.get_label() for line in axes.lines] == ["demo, 1 GPU", "demo, 2 GPUs"]
     assert list(axes.lines[1].get_ydata()) == [190, 760] and axes.lines[0].get_color() != axes.lines[1].get_color()
+
+
+def test_two_processes_of_one_gpu_stand_beside_one() -> None:
+    twice = [bench(["cuda:0", "cuda:0"], 130.0)]
+    lines = server_twice((bench(["cuda:0"], 100.0), twice)).splitlines()
+    assert lines[0].startswith("| policy | processes on one GPU |") and lines[5].startswith(
+        "| demo | 2 | 4 | 520 | 1.30×"
+    )
+    assert server_twice((None, twice)).count("| - |") == 2
+
+
+def test_runs_whose_clients_counted_seconds_of_their_own_say_so() -> None:
+    early, later = (
+        bench(["cuda:0"], 1.0) | {"software": {"torch": "2", "commit": c}} for c in ("871309144fff", "c9bf374")
+    )
+    assert "counted seconds of its own" in server_gpus([early, later])
+    assert "counted seconds of its own" not in server_gpus([later])
+
+
+def test_what_the_server_adds_is_judged_by_the_goal() -> None:
+    def told(added: float) -> str:
+        result = tables.load("bench_server_cpu")
+        result["rows"][0]["added_ms"]["p50"] = added
+        result["rows"][0]["parts_ms"] = {"first": 0.1, "second": 0.4, "third": 0.2}
+        return server(result)
+
+    assert "is missed by 0.25 ms. Most of the 0.75 is second (0.40), then third (0.20)." in told(0.75)
+    assert "call is met." in told(0.5)
 
 
 def test_a_plan_is_the_measured_rate_times_its_nodes() -> None:

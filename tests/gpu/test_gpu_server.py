@@ -1,8 +1,9 @@
 """The server on GPUs: replicas answer as the policy in this process does, a GPU may stand twice in the list, and one
-that dies comes back on its own device."""
+that dies comes back on its own device; a policy that is put away leaves the GPU."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -16,7 +17,7 @@ pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 from tests.support.server_support import metric
 from tests.support.waiting import eventually
 from vla_accel import OptimizedPolicy
-from vla_accel.cli.serve import Load
+from vla_accel.cli.serve import Load, LoadSeveral
 from vla_accel.client import PolicyClient
 from vla_accel.machine import resolve_devices
 from vla_accel.server import Replicas, ServerConfig, background
@@ -46,6 +47,35 @@ def test_replicas_on_gpus_answer_as_the_policy_here_and_one_that_dies_comes_back
         eventually(lambda: server.dispatcher.ready == len(devices) - 1)
         eventually(lambda: server.dispatcher.ready == len(devices), within_s=300)
         assert metric(server.address, f'vla_accel_replica_deaths_total{{replica="0 {devices[0]}"}}') == 1
+
+
+def in_use() -> int:
+    """Bytes that this process's tensors and graphs have reserved on the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def test_a_policy_that_is_put_away_leaves_the_gpu() -> None:
+    load = Load("demo", "native", 3)
+    policy = load("cuda")
+    observation = policy.processor.example()
+    expected = policy.infer(observation)["actions"]
+    weights = sum(tensor.numel() for tensor in policy.model.state_dict().values())
+    del policy
+    before = in_use()  # what stays with the process, such as cuBLAS's workspaces, is there from the first call on
+    policy, size = load.sized("cuda")
+    assert size > weights, "at least a byte each"
+    del policy
+    assert in_use() - before < size / 2
+
+    shelf = LoadSeveral({"one": load, "two": load}, budget=3 * size // 2)("cuda")
+    shelf.start()
+    assert shelf.loaded == ["one"], "both are loaded at the start, and one has room"
+    for name in ("two", "one", "two"):
+        answer = shelf.get(name).policy.infer(observation)  # its first noise is the configured seed's
+        np.testing.assert_allclose(answer["actions"], expected, rtol=0, atol=1e-3)
+        assert shelf.loaded == [name] and in_use() - before < 3 * size // 2
 
 
 def test_the_driver_tells_memory_and_clock() -> None:

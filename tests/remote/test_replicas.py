@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -20,11 +21,20 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
-from tests.support.server_support import ProcessPolicy, Unloadable, expected_actions, local, metric, observation
+from tests.support.server_support import (
+    ProcessPolicy,
+    RawClient,
+    Unloadable,
+    expected_actions,
+    local,
+    metric,
+    observation,
+)
 from tests.support.waiting import PATIENCE_S, eventually
 from vla_accel.client import PolicyClient
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ServerError
 from vla_accel.machine import devices, resolve_devices
+from vla_accel.remote import wire
 from vla_accel.server import PolicyServer, Replicas, background
 from vla_accel.server.dispatch import Dispatcher
 from vla_accel.server.metrics import Metrics
@@ -73,6 +83,19 @@ def test_idle_replicas_take_turns(server: PolicyServer) -> None:
     with PolicyClient(server.address) as client:
         used = [client.infer(observation(i))["pid"] for i in range(4)]
     assert used[:2] == used[2:] and set(used) == set(pids(server))
+
+
+def test_requests_of_one_connection_are_answered_in_order(server: PolicyServer, tmp_path: Path) -> None:
+    """All are sent before the first is answered, which waits while the other replica has nothing to do."""
+    with contextlib.closing(RawClient(server.address)) as client:
+        client.send(wire.pack(waiting(tmp_path / "go")))
+        for index in range(1, 6):
+            client.send(wire.pack(observation(index)))
+        eventually(lambda: metric(server.address, "vla_accel_running_requests") == 1)
+        (tmp_path / "go").touch()
+        answers = [wire.unpack_map(client.frame()[1]) for _ in range(6)]
+    assert [answer["actions"][0, 0] for answer in answers] == [7, 1, 2, 3, 4, 5]
+    assert {answer["pid"] for answer in answers} == set(pids(server))
 
 
 def test_killing_a_replica_in_mid_load_loses_no_answer(server: PolicyServer, tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from eval.harness.pages import run_page
+from eval.harness.pages import paired_page, run_page
+from eval.harness.pairs import compare
 from tests.support.reports import ROOT
 from tests.tune.test_search import ALL, Machine, candidate
 from vla_accel.report import bench, parity, tune
@@ -41,7 +43,24 @@ def stored(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "eval/results" / f"{name}.json").read_text())
 
 
-def tuned(folder: Path) -> dict[str, Any]:
+def compared(folder: Path) -> tuple[Page, dict[str, Any]]:
+    """A stored run beside itself, but for what either of them is said to have lost, with a film of each episode."""
+    results = {}
+    for name, lost in (("reference", {0}), ("other", {3, 7})):
+        run, films = stored("libero_spatial_quick_cpu"), folder / name
+        films.mkdir()
+        for number, episode in enumerate(run["episodes"]):
+            episode |= {"success": number not in lost, "video": f"{number}.gif"}
+        run["videos"] = [str(films / episode["video"]) for episode in run["episodes"]]
+        for path in run["videos"]:
+            Image.new("RGB", (128, 64), "teal").save(path)
+        results[name] = run
+    report = compare(results["reference"], {"other": results["other"]}, "reference")
+    made = {"note": "a note", "command": ["python", "-m", "eval.paired"], **report}
+    return paired_page(made, results), made
+
+
+def tuned(folder: Path) -> tuple[Page, dict[str, Any]]:
     """A search among candidates whose truth is known."""
     machine = Machine()
     with Journal(folder / "journal.jsonl", {}) as journal:
@@ -53,23 +72,28 @@ def tuned(folder: Path) -> dict[str, Any]:
     for row in made["tried"]:
         if row["latency"]:
             row["latency"] |= {"parts_ms": {"vision": 1.0}, "engines": []}
-    return made
+    return tune.page(made), made
 
 
-PAGES: dict[str, tuple[Callable[[dict[str, Any]], Page], str | None]] = {
-    "run": (run_page, "libero_spatial_quick_cpu"),
-    "bench": (bench.page, "bench_pi0_h200"),
-    "parity": (lambda report: parity.page(report, ["vla-accel", "parity"]), "parity_native_fp8"),
-    "tune": (tune.page, None),
+def of(make: Callable[[dict[str, Any]], Page], name: str) -> Callable[[Path], tuple[Page, dict[str, Any]]]:
+    """The page of a stored run, and that run."""
+    return lambda _: (make(stored(name)), stored(name))
+
+
+PAGES: dict[str, Callable[[Path], tuple[Page, dict[str, Any]]]] = {
+    "run": of(run_page, "libero_spatial_quick_cpu"),
+    "paired": compared,
+    "bench": of(bench.page, "bench_pi0_h200"),
+    "parity": of(lambda report: parity.page(report, ["vla-accel", "parity"]), "parity_native_fp8"),
+    "tune": tuned,
 }
 
 
 @pytest.fixture(scope="module", params=PAGES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    make, name = PAGES[request.param]
     folder = tmp_path_factory.mktemp("reports")
-    result = tuned(folder) if name is None else stored(name)
-    return write(make(result), folder / f"{request.param}.html"), result
+    page, result = PAGES[request.param](folder)
+    return write(page, folder / f"{request.param}.html"), result
 
 
 def opened(browser: Any, path: Path, width: int) -> tuple[Any, list[str]]:
@@ -112,12 +136,21 @@ def test_the_figures_are_the_jsons(browser: Any, made: tuple[Path, dict[str, Any
         expected = {row["latency"]["median_ms"] for row in result["tried"] if row["latency"]}
         expected |= {s[n] for s in played for n in ("lost", "pairs", "lower_bound", "tango_95_low")}
         assert {row["name"] for row in result["tried"]} <= set(page.get_by_role("rowheader").all_inner_texts())
+    elif "reference" in result and "rows" in result:
+        names = ("pairs", "both", "lost", "gained", "neither", "mcnemar_exact_p")
+        expected = {row[name] for row in result["rows"] for name in names}
+        expected |= {row[side]["wilson_95_low"] for row in result["rows"] for side in ("reference", "other")}
+        differing = sum(len(row["discordant"]) for row in result["rows"])
+        assert page.get_by_role("table", name="Episodes that only one of them won").get_by_role("row").count() == (
+            1 + differing
+        )
     elif "rows" in result:
         expected = {r["median_ms"] for r in result["rows"]} | {r["per_second"] for r in result["throughput"]}
     else:
         expected = {d["max_error"] for d in result["dimensions"]} | {result["actions"]["cosine"]}
     assert expected <= shown
-    for name, version in result.get("software", {}).items():
+    told = result.get("software") or result.get("policies", {}).get("reference", {}).get("software", {})
+    for name, version in told.items():
         assert page.get_by_role("row", name=f"{name.replace('_', ' ')} {version}", exact=True).count() == 1
 
 
@@ -137,6 +170,18 @@ def test_it_is_read_by_keyboard_and_by_screen_readers(browser: Any, made: tuple[
     assert page.evaluate("document.activeElement.closest('main') !== null")
     wide = "[...document.querySelectorAll('.wide')].filter(e => e.scrollWidth > e.clientWidth)"
     assert page.evaluate(f"{wide}.every(e => e.tabIndex === 0)")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_films_of_a_lost_episode_stand_side_by_side(browser: Any, tmp_path: Path, width: int) -> None:
+    """Or below each other where there is no room: the reference first, lost ones before gained ones."""
+    page, wrong = opened(browser, write(compared(tmp_path)[0], tmp_path / "paired.html"), width)
+    films = page.evaluate("[...document.querySelectorAll('.film')].map(e => [e.innerText.trim(), e.offsetLeft])")
+    assert wrong == [] and [label for label, _ in films] == ["reference", "other"] * 3
+    beside = [left < right for (_, left), (_, right) in zip(films[::2], films[1::2], strict=True)]
+    assert beside == [width > 600] * 3
+    titles = page.get_by_role("figure").filter(has=page.locator(".films")).locator("figcaption").all_inner_texts()
+    assert [title.split(" ")[1] for title in titles] == ["lost", "lost", "gained"]
 
 
 NAMED = """e => (e.getAttribute('aria-label') || e.getAttribute('aria-labelledby') || e.alt || e.title ||

@@ -29,7 +29,7 @@ _STACKS = {
     "prefix": _ROOT + "paligemma.model.language_model.",
     "expert": _ROOT + "gemma_expert.model.",
 }
-# One table under two names; savers keep either or both.
+# One table under two names; savers keep either or both. The first is what is read.
 EMBEDDINGS = (_STACKS["prefix"] + "embed_tokens.weight", _ROOT + "paligemma.lm_head.weight")
 NAMES = Names(_TOWER, _PROJECTOR, _STACKS, EMBEDDINGS[0])
 # Never read by the model: the expert's head, and the prefix's final norm (only K and V leave the prefix). The last

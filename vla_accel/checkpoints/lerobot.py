@@ -54,7 +54,8 @@ class Processors:
 
 @dataclass(frozen=True)
 class LerobotFolder:
-    """What a folder says. `prompt_state_dim`: numbers of the state in π0.5's prompt; `tokenizer`: hub name."""
+    """What a folder says. `prompt_state_dim`: to how many numbers π0.5's prompt fills the state up, None where it does
+    not; `tokenizer`: hub name."""
 
     kind: str
     horizon: int
@@ -62,7 +63,7 @@ class LerobotFolder:
     max_token_len: int
     image_size: int
     variants: tuple[str | None, str | None]
-    prompt_state_dim: int
+    prompt_state_dim: int | None
     preset: Preset
     state: Normaliser
     actions: Normaliser
@@ -95,7 +96,8 @@ def read_folder(folder: Path) -> LerobotFolder:
         max_token_len=int(longest),
         image_size=int(resolution[0]),
         variants=(config.get("paligemma_variant"), config.get("action_expert_variant")),
-        prompt_state_dim=member(config, "max_state_dim", int, path),
+        # lerobot filled the state up before 0.5. Folders name this key since 0.5.1; 0.5.0's look like older ones.
+        prompt_state_dim=None if "use_relative_actions" in config else member(config, "max_state_dim", int, path),
         preset=told.preset,
         state=told.state,
         actions=told.actions,

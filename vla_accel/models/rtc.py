@@ -111,8 +111,8 @@ class Pinned:
     not zero are the target's, at flow time 0, in every evaluation and in the end; the others see them as they are.
 
     `embedding` and `modulations`: the model's `conditioning` of t = 0, one row. Source: Black, Ren, Equi, Levine,
-    "Training-Time Action Conditioning for Efficient Real-Time Chunking" (2025), with their time reversed; lerobot's
-    `hard_prefix`.
+    "Training-Time Action Conditioning for Efficient Real-Time Chunking" (2025), with their time reversed; for π0.5
+    lerobot's `hard_prefix` (pull request 4056).
     """
 
     target: Tensor
