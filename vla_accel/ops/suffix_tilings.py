@@ -217,16 +217,19 @@ class SuffixAttention:
 @dataclass(frozen=True)
 class KeySplit:
     """How a suffix's attention is cut (`kernels/attention.py`): rows and keys of a tile, tiles of the prefix's keys a
-    program, stages of keys on their way, warps. With one tile its keys are fetched before the wait."""
+    program, stages of keys on their way, warps. With one tile its keys are fetched before the wait. `joined`: the last
+    of the prefix's programs takes the suffix's keys too, and one that has all stores what it computes."""
 
     rows: int
     keys: int
     tiles: int
     stages: int
     warps: int
+    joined: bool = False
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.keys}, {self.tiles} tiles, {self.stages} stages, {self.warps} warps"
+        more = ", joined" if self.joined else ""
+        return f"{self.rows}x{self.keys}, {self.tiles} tiles, {self.stages} stages, {self.warps} warps{more}"
 
     def prefix_splits(self, sizes: SuffixAttention) -> int:
         """Programs that share the prefix's keys."""
@@ -234,7 +237,7 @@ class KeySplit:
 
     def splits(self, sizes: SuffixAttention) -> int:
         """Programs that share all keys."""
-        return self.prefix_splits(sizes) + -(-sizes.tokens // self.keys)
+        return self.prefix_splits(sizes) + (0 if self.joined else -(-sizes.tokens // self.keys))
 
     def row_tiles(self, sizes: SuffixAttention) -> int:
         """Tiles of queries of a head of keys."""
@@ -260,13 +263,27 @@ def key_splits(gpu: Gpu | None, sizes: SuffixAttention) -> list[KeySplit]:
     chips, limit = (128, 1 << 30) if gpu is None else (gpu.multiprocessors, gpu.shared_per_block)
     first = KeySplit(16, 64, 1, 1, 4) if sizes.rows <= 128 else KeySplit(64, 64, 1, 1, 8)
     found = []
-    for rows, keys, tiles in itertools.product((16, 32, 64), (32, 64), (2, 4, 8, 16, 32)):
+    for rows, keys, tiles in itertools.product((16, 32, 64, 128), (32, 64), (2, 4, 8, 16, 32)):
+        if rows > 64 > keys:
+            continue  # Its sums and the probabilities of so few keys do not lie in registers alike.
         stages = [n for n in (3, 2, 1) if KeySplit(rows, keys, tiles, n, 4).shared(sizes) <= limit]
         if stages and rows <= max(16, _power_of_two(sizes.rows)) and keys * tiles < 2 * max(sizes.prefix_tokens, keys):
             found.append(KeySplit(rows, keys, tiles, stages[0], 4 if rows <= 32 else 8))
     found.sort(key=lambda cut: (abs(math.log2(cut.blocks(sizes) / chips)), cut.splits(sizes), -cut.keys))
     fits = [first] if first.shared(sizes) <= limit else []
-    return [*fits, *found[:MOST_TRIED]] if sizes.rows <= 128 else [*found[:MOST_TRIED], *fits]
+    kept = [*fits, *found[:MOST_TRIED]] if sizes.rows <= 128 else [*found[:MOST_TRIED], *fits]
+    return kept if sizes.batch == 1 else [*kept, *_joined(sizes, chips, found)]
+
+
+def _joined(sizes: SuffixAttention, chips: int, cuts: list[KeySplit]) -> list[KeySplit]:
+    """Where sequences are several, those of `cuts` with the suffix's keys beside the prefix's: by themselves, and
+    shared by as many programs as keep the chip busy."""
+    found = [replace(cut, joined=True) for cut in cuts]
+    whole = [cut for cut in found if cut.splits(sizes) == 1]
+    whole = list({cut.rows: cut for cut in sorted(whole, key=lambda cut: (-cut.tiles, cut.keys))}.values())
+    shared = [cut for cut in found if cut.splits(sizes) > 1]
+    shared.sort(key=lambda cut: (abs(math.log2(cut.blocks(sizes) / chips)), cut.splits(sizes), -cut.keys))
+    return [*whole, *shared[: MOST_TRIED // 2]]
 
 
 @dataclass(frozen=True)
