@@ -10,8 +10,13 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
+from vla_accel.ops.cuda.gemm.few import few
+from vla_accel.ops.cuda.gemm.tiling import Tiling as GemmTiling
 from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.reference import MOMENTS_OF
 
+MANY = 33
+"""Rows from which on a product may also be the library's or the own GEMM's."""
 MOST_TRIED = 6
 """Cuts that are measured of one product before the best one's variants: each is a kernel to compile at the first
 start."""
@@ -116,10 +121,48 @@ class Pipelined:
         return blocks * self.rows * self.columns, blocks // self.split
 
 
-Tiling = Skinny | Pipelined
+@dataclass(frozen=True)
+class Library:
+    """The library's product, its sums in memory in the rows' dtype, and a kernel behind it (`kernels/around.py`)."""
+
+    def __str__(self) -> str:
+        return "cuBLAS"
 
 
-def why_not(gpu: Gpu | None, product: Product, tiling: Tiling) -> str | None:
+@dataclass(frozen=True)
+class Own:
+    """Hopper's own GEMM with a suffix's epilogues (`cuda/gemm/suffix.cu`)."""
+
+    tiling: GemmTiling
+
+    def __str__(self) -> str:
+        t = self.tiling
+        more = (f", K in {t.split}" if t.split > 1 else "") + (", room for two" if t.resident == 2 else "")
+        return f"own GEMM {t.weight_rows}x{t.tokens}, {t.stages} stages{more}"
+
+
+TritonTiling = Skinny | Pipelined
+Tiling = TritonTiling | Library | Own
+
+
+def beside(gpu: Gpu | None, product: Product) -> list[Library | Own]:
+    """Ways without Triton that are worth measuring beside its best: for many rows and weights that are as the rows are.
+    They take and write moments of the rows, and no pinned ones."""
+    if product.rows < MANY or product.weight != product.activation:
+        return []
+    n = product.groups * product.sides * product.columns
+    own = few(gpu, product.rows, n, product.k, product.sides * product.columns if product.sides > 1 else 0)
+    return [Library(), *(Own(tiling) for tiling in (own if product.activation == 2 else ()))]
+
+
+def moments_columns(product: Product, cut: Pipelined | Library | Own) -> int:
+    """Columns of the tiles in which a product writes moments of its rows."""
+    if isinstance(cut, Pipelined):
+        return cut.columns
+    return product.columns if isinstance(cut, Library) else MOMENTS_OF
+
+
+def why_not(gpu: Gpu | None, product: Product, tiling: TritonTiling) -> str | None:
     """Why a GPU cannot run a product with this tiling; None where it can. Without a GPU there are no limits."""
     if tiling.shared(product) > (1 << 30 if gpu is None else gpu.shared_per_block):
         return f"{tiling} needs {tiling.shared(product)} bytes of shared memory a block"
@@ -132,12 +175,12 @@ def why_not(gpu: Gpu | None, product: Product, tiling: Tiling) -> str | None:
     return None
 
 
-def candidates(gpu: Gpu | None, product: Product) -> list[Tiling]:
+def candidates(gpu: Gpu | None, product: Product) -> list[TritonTiling]:
     """The cuts worth measuring on a GPU, all of which it can run; the one to take unmeasured comes first."""
     return [*_skinny(gpu, product), *_pipelined(gpu, product, (1, 2, 4, 8))[:MOST_TRIED]]
 
 
-def variants(gpu: Gpu | None, product: Product, cut: Tiling) -> list[Tiling]:
+def variants(gpu: Gpu | None, product: Product, cut: TritonTiling) -> list[TritonTiling]:
     """The cut, and others of its tile: with so few stages that the next kernel's programs find room beside its own,
     with less of K a stage, with weights sent for ahead where kernels can start early, with tiles that come by TMA where
     there is one, and with weights as the first operand where it is multiplied by 64 rows at a time."""
@@ -166,12 +209,12 @@ def unshared(gpu: Gpu | None, product: Product) -> list[Pipelined]:
     return _pipelined(gpu, product, (1,))[:MOST_TRIED]
 
 
-def default(gpu: Gpu | None, product: Product) -> Tiling:
+def default(gpu: Gpu | None, product: Product) -> TritonTiling:
     """The cut for one product alone: measured by nobody, and without a workspace."""
     return [*_skinny(gpu, product), *_pipelined(gpu, product, (1,))][0]
 
 
-def _skinny(gpu: Gpu | None, product: Product) -> list[Tiling]:
+def _skinny(gpu: Gpu | None, product: Product) -> list[Skinny]:
     cut = Skinny.of(product, gpu)
     return [] if why_not(gpu, product, cut) else [cut]
 
