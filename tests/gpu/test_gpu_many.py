@@ -149,9 +149,12 @@ def test_a_loop_of_them_agrees_and_repeats_itself(name: str, begins: str, monkey
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             loop.run(placed, token, actions)
+        replayed = []
         for _ in range(20):
             for buffer in (*scratch_of(loop), *between(loop)):
                 buffer.fill_(NAN)
             actions.copy_(noise)
             graph.replay()
-            assert torch.equal(actions.cpu(), torch.from_numpy(got))
+            replayed.append(actions.cpu())
+        assert all(torch.equal(other, replayed[0]) for other in replayed)
+        assert cosines(replayed[0].numpy() - start, want - start).min() >= BF16_COSINE
