@@ -307,14 +307,14 @@ def key_splits(gpu: Gpu | None, sizes: SuffixAttention) -> list[KeySplit]:
     first = KeySplit(16, 64, 1, 1, 4) if sizes.rows <= 128 else KeySplit(64, 64, 1, 1, 8)
     found = []
     for rows, keys, tiles in itertools.product((16, 32, 64, 128), (32, 64), (2, 4, 8, 16, 32)):
-        if rows > 64 > keys:
-            continue  # Its sums and the probabilities of so few keys do not lie in registers alike.
         stages = [n for n in (3, 2, 1) if KeySplit(rows, keys, tiles, n, 4).shared(sizes) <= limit]
         if stages and rows <= max(16, _power_of_two(sizes.rows)) and keys * tiles < 2 * max(sizes.prefix_tokens, keys):
             found.append(KeySplit(rows, keys, tiles, stages[0], 4 if rows <= 32 else 8))
     found.sort(key=lambda cut: (abs(math.log2(cut.blocks(sizes) / chips)), cut.splits(sizes), -cut.keys))
     fits = [first] if first.shared(sizes) <= limit else []
-    kept = [*fits, *found[:MOST_TRIED]] if sizes.rows <= 128 else [*found[:MOST_TRIED], *fits]
+    # The sums of taller tiles fill the registers: programs that share keys would spill what they hand over.
+    parts = [cut for cut in found if cut.rows <= 64][:MOST_TRIED]
+    kept = [*fits, *parts] if sizes.rows <= 128 else [*parts, *fits]
     return kept if sizes.batch == 1 else [*kept, *_joined(sizes, chips, found)]
 
 
@@ -323,8 +323,8 @@ def _joined(sizes: SuffixAttention, chips: int, cuts: list[KeySplit]) -> list[Ke
     shared by as many programs as keep the chip busy."""
     found = [replace(cut, joined=True) for cut in cuts]
     whole = [cut for cut in found if cut.splits(sizes) == 1]
-    whole = list({cut.rows: cut for cut in sorted(whole, key=lambda cut: (-cut.tiles, cut.keys))}.values())
-    shared = [cut for cut in found if cut.splits(sizes) > 1]
+    whole = list({cut.rows: cut for cut in sorted(whole, key=lambda cut: (cut.keys, -cut.tiles))}.values())
+    shared = [cut for cut in found if cut.splits(sizes) > 1 and cut.rows <= 64]
     shared.sort(key=lambda cut: (abs(math.log2(cut.blocks(sizes) / chips)), cut.splits(sizes), -cut.keys))
     return [*whole, *shared[: MOST_TRIED // 2]]
 
