@@ -2,24 +2,27 @@
 kernels and by the library's: is it right, and how fast is it?
 
     python -m tests.gpu.time_loops --output runs/loops.jsonl [--only TEXT]
+    python -m tests.gpu.time_loops --many --output runs/many.jsonl [--only TEXT] [--ways WAY …]
     TRITON_INTERPRET=1 python -m tests.gpu.time_loops --tiny --output runs/loops.jsonl    # without a GPU: is it right?
 
 Loops: all layers of the expert, one step, streamed (Hopper's CUDA C++), in Triton as it is built here, and in Triton as
 a portable GPU would build it; microseconds a layer, and the cosine with the float32 reference, judged beside plain
-BF16's. GEMMs: row counts between those of the table, the library beside what is searched for. A JSON object a line, as
-soon as it is known. Ends with 1 where one is wrong.
+BF16's. With --many, instead, loops of many rows, ten steps: products in Triton, by the library, by the own GEMM, and as
+they are chosen; and every time that the choice was made by. GEMMs: row counts between those of the table, the library
+beside what is searched for. A JSON object a line, as soon as it is known. Ends with 1 where one is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,9 +37,9 @@ from tests.support.streamed_support import FULL, LoopCase, streamable
 from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
-from vla_accel.native import smolvla_expert
+from vla_accel.native import cuts, smolvla_expert
 from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, sizes_of, steps_of, why_not_streamed
-from vla_accel.ops import linear
+from vla_accel.ops import autotune, linear
 from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.cuda import gemm, runtime
 from vla_accel.ops.cuda.denoise import StreamedLoop, why_not
@@ -60,6 +63,15 @@ SMOLVLA = {
     f"smolvla {keys} keys": ExpertCase(expert_of(**SMOLVLA_FULL, depth=16), keys, (keys - 12,), steps=1)
     for keys in (177, 145)
 }
+MANY = {
+    **{f"pi05 H=10 batch {n}": LoopCase(streamable("pi05", **DEEP), n, 554, steps=10) for n in (16, 32, 8)},
+    **{f"pi05 H=50 batch {n}": LoopCase(streamable("pi05", **DEEP, horizon=50), n, 554, steps=10) for n in (4, 1)},
+    "pi05 H=10 batch 4": LoopCase(streamable("pi05", **DEEP), 4, 554, steps=10),
+}
+"""Those of up to 64 rows have streamed kernels on Hopper, too."""
+PREFERRED = {"triton": "pipelined", "library": "cuBLAS", "own": "own GEMM", "chosen": ""}
+"""How the names begin of what is taken of a product in each way to build a loop, where any is among its choices."""
+TINY_MANY = {"pi05": LoopCase(streamable("pi05", width=64, mlp=128, heads=2, horizon=17), 2, 40, steps=1)}
 TINY = {
     "pi05": LoopCase(streamable("pi05", width=64, mlp=128, heads=2, horizon=18), 1, 40),
     "pi0": LoopCase(streamable("pi0", width=64, mlp=128, heads=2), 2, 40),
@@ -89,9 +101,10 @@ def velocity(loop: Any, inputs: dict[str, Tensor], state: Tensor | None) -> Tens
 
 def timed(
     name: str, rows: int, depth: int, ways: dict[str, Callable[[], Any]], inputs: dict[str, Tensor],
-    state: Tensor | None, want: Tensor, least: float,
+    state: Tensor | None, want: Tensor, least: float, repeats: int = 4,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """A row for each of `ways` to build a loop, whose first step should add `want`, with a cosine of `least`."""
+    """A row for each of `ways` to build a loop, which should add `want`, with a cosine of `least`. `depth`: layers of a
+    run."""
     device = want.device
     here = Gpu.of(device)
     gpus = {"triton": here, "portable": None if here is None else here.portable}
@@ -107,8 +120,8 @@ def timed(
                 row["how"] = getattr(loop, "detail", "")
                 if here is not None:
                     actions = inputs["noise"].clone()
-                    ms = milliseconds(functools.partial(loop.run, inputs, state, actions), device, 4)
-                    row["us_a_layer"] = 1e3 * ms / depth
+                    ms = milliseconds(functools.partial(loop.run, inputs, state, actions), device, repeats)
+                    row |= {"us_a_layer": 1e3 * ms / depth, "ms": ms}
         except unfit() as error:
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         yield row
@@ -135,6 +148,68 @@ def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
                     other = Loops(dataclasses.replace(case, precision=precision))
                     ways[way] = functools.partial(other.streamed, here, place)
         yield from timed(name, config.action_horizon, config.expert.depth, ways, inputs, None, want, COSINE)
+
+
+@contextlib.contextmanager
+def preferring(name: str, seen: Callable[[str, autotune.Fastest], None]) -> Iterator[None]:
+    """Within it a loop's cuts are chosen among those whose name begins so, where there are any. `seen`: told of all
+    that is measured."""
+
+    def among(what: str, ways: Mapping[str, Any], device: torch.device, repeats: int = 5) -> autotune.Fastest:
+        wanted = {way: run for way, run in ways.items() if way.startswith(name)}
+        found = autotune.remembered(what, wanted or ways, device, repeats)
+        seen(what, found)
+        return found
+
+    before, cuts.remembered = cuts.remembered, among
+    try:
+        yield
+    finally:
+        cuts.remembered = before
+
+
+def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Rows for each of `ways` to build a loop of many rows, and for all that was measured meanwhile."""
+    here = Gpu.of(device)
+    dtype = torch.bfloat16 if here is not None else torch.float32
+    prepared: dict[Any, tuple[Any, ...]] = {}
+    for name, case in chosen.items():
+        # Weights do not depend on how many actions there are.
+        alike = dataclasses.replace(case.config, action_horizon=0)
+        if alike not in prepared:
+            prepared.clear()
+            model = random_model(Pi0, case.config).to(device)
+            made = (ExpertWeights.of(model, precision) for precision in ("fp32", "bf16" if here else "fp32"))
+            prepared[alike] = tuple((weights, steps_of(model, weights, case.steps)) for weights in made)
+            del model
+        (exact, wide_tables), (weights, tables) = prepared[alike]
+        sizes = (case.batch, case.prefix_tokens)
+        inputs, state = inputs_of(case, device, dtype)
+        with steered("reference"):
+            wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
+            want = velocity(Pi0LayerLoop(exact, case.config, wide_tables, *sizes), wide, state)
+            plainly = velocity(Pi0LayerLoop(weights, case.config, tables, *sizes), inputs, state)
+        lost = 1 - float(torch.nn.functional.cosine_similarity(plainly, want, dim=0))
+        rows, depth = case.batch * case.config.suffix_tokens, case.config.expert.depth
+        told: list[dict[str, Any]] = []
+        for way in ways:
+            measured: dict[str, dict[str, Any]] = {}
+
+            def note(what: str, found: autotune.Fastest, depth: int = depth, into: Any = measured) -> None:
+                layers = 1 if what.startswith("attention") else depth
+                us = {n: round(1e3 * ms / layers, 2) for n, ms in sorted(found.times.items(), key=lambda w: w[1])}
+                into[what] = {"us": us, "out": dict(found.out)}
+
+            build = functools.partial(Pi0LayerLoop, weights, case.config, tables, *sizes)
+            with preferring(PREFERRED[way], note):
+                # A loop of so many steps has so many times the layers.
+                yield from timed(
+                    name, rows, depth * case.steps, {way: build}, inputs, state, want, min(COSINE, 1 - 2 * lost), 1
+                )
+            for what, row in measured.items():
+                if row not in told:
+                    told.append(row)
+                    yield {"measured": what, "rows": rows, **row}
 
 
 def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[str, Any]]:
@@ -228,6 +303,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", default="", help="loops whose name holds this text, and no GEMMs")
+    parser.add_argument("--many", action="store_true", help="loops of many rows alone, by every way")
+    parser.add_argument(
+        "--ways", nargs="+", choices=PREFERRED, default=list(PREFERRED), help="of --many, all if left out"
+    )
     parser.add_argument("--tiny", action="store_true", help="small loops on a CPU, in Triton's interpreter")
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else "cuda")
@@ -238,6 +317,10 @@ def main() -> int:
         () if options.tiny else smolvla_loops(device, options.only),
         gemms(device) if here is not None and not options.only else (),
     )
+    if options.many:
+        rows = many(
+            device, {n: c for n, c in (TINY_MANY if options.tiny else MANY).items() if options.only in n}, options.ways
+        )
     options.output.parent.mkdir(parents=True, exist_ok=True)
     wrong = count = 0
     with torch.inference_mode(), options.output.open("w") as file:

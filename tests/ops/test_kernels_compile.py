@@ -25,7 +25,8 @@ from vla_accel.errors import EngineError
 from vla_accel.native import smolvla_expert
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise.schedule import THREADS, Schedule
-from vla_accel.ops.cuda.gemm import Tiling, launch, searched
+from vla_accel.ops.cuda.gemm import Tiling, launch, searched, suffix
+from vla_accel.ops.cuda.gemm.few import few
 
 ROOT = Path(__file__).parents[2]
 FITTING = {"_filtered", "_sampled"}
@@ -33,6 +34,7 @@ ROWS = {"_patchify", "_add_norm", "_embed_norm", "_geglu", "_rope_cache", "_atte
 # What takes the denoise loop's products and attention: of up to 16 rows, and of more.
 FEW = {"_qkv_rope", "_gate_up_geglu", "_project"}
 MANY = {"_measure", "_qkv_rope_pipelined", "_gate_up_pipelined", "_project_pipelined"}
+AROUND = {"_heads_around", "_geglu_around", "_residual_around"}
 INT8 = {"_int8_linear", "_int8_gated"}
 BY_MODEL = {
     "pi05": ROWS | FEW | {"_suffix_attention"},
@@ -105,6 +107,8 @@ def test_every_kernel_compiles_and_fits_elsewhere(version: str, tmp_path: Path) 
         assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
     for model in ("pi05", "pi05 int8", "pi0", "pi0 int8", *(["pi05 fp8"] if gpu.fp8 else [])):
         assert {row["kernel"] for row in rows if model in row["models"]} >= BY_MODEL[model], model
+    if version == "8.6":
+        assert {row["kernel"] for row in rows if "pi0" in row["models"]} >= AROUND
 
 
 def launched() -> set[str]:
@@ -312,6 +316,23 @@ def test_gated_products_with_a_norm_compile(nvrtc: ctypes.CDLL, monkeypatch: pyt
         assert tiling.why_not("swiglu", normed=True) is None
         text = launch.source(torch.bfloat16, False, "swiglu", tiling, norm="rms", k=k)
         check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [80, 160, 200, 320])
+def test_products_of_a_suffix_compile(rows: int, nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
+    kinds = (
+        (suffix.HEADS, 2560, 1024, 256, "none"), (suffix.ONTO, 1024, 2048, 0, "none"),
+        (suffix.GATED, 8192, 1024, 8192, "geglu"), (suffix.GATED, 8192, 1024, 8192, "swiglu"),
+        (suffix.ONTO, 1024, 4096, 0, "none"),
+    )  # fmt: skip
+    for kind, n, k, paired, activation in kinds:
+        for tiling in few(H200, rows, n, k, paired):
+            size = ctypes.sizeof(suffix._SuffixCall)
+            text = suffix.source(torch.bfloat16, kind, activation, tiling)
+            text += f'static_assert(sizeof(Call) == {size}, "Call");\n'
+            check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
 
 
 def test_a_source_that_does_not_compile_says_where(nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,3 +148,31 @@ def test_compiled_kernels_are_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(EngineError, match="may be written to by others"):
         found("a")
     runtime.compiled.cache_clear()
+
+
+def test_kernels_are_compiled_side_by_side_before_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, here = Machine(monkeypatch), threading.get_ident()
+    monkeypatch.setattr(runtime, "_LOADED", {})
+    beside: list[tuple[str, bool]] = []
+
+    def compiled(source: str, _: str) -> bytes:
+        beside.append((source, threading.get_ident() != here))
+        if source == "broken":
+            raise EngineError("does not compile")
+        return b""
+
+    monkeypatch.setattr(runtime, "compiled", compiled)
+
+    def launch(source: str) -> None:
+        runtime.load_module(source, {"f": 0}, "sm_90a", FIRST).launch("f", 1, 32, ())
+
+    launch("old")
+    with runtime.compiled_side_by_side():
+        for source in ("old", "new", "broken"):
+            launch(source)
+    assert len(machine.launches) == 2, "what is loaded is launched"
+    assert sorted(beside) == [("broken", True), ("new", True), ("old", False)]
+    launch("new")
+    assert len(machine.launches) == 3 and beside[3:] == [("new", False)]
+    with pytest.raises(EngineError, match="does not compile"):
+        launch("broken")

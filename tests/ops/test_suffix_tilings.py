@@ -102,6 +102,20 @@ def test_parts_have_room() -> None:
     assert cut.workspace(sizes) == (2 * 13 * 5 * 32 * 256, 2 * 2 * 13 * 5 * 32, 2 * 13)
 
 
+def test_a_batch_s_programs_may_have_all_keys_of_a_sequence() -> None:
+    sizes = SuffixAttention(16, 10, 554, 8, 1, 256)
+    for gpu in (H200, A100, RTX_4090, ORIN):
+        found = [cut for cut in key_splits(gpu, sizes) if cut.joined]
+        whole = [cut for cut in found if cut.splits(sizes) == 1]
+        assert whole and all(cut.blocks(sizes) == 16 * cut.row_tiles(sizes) for cut in whole)
+        assert all(cut.shared(sizes) <= gpu.shared_per_block and cut.tiles > 1 for cut in found)
+        assert not any(cut.joined for cut in key_splits(gpu, dataclasses.replace(sizes, batch=1)))
+    # On Hopper a tile may hold all queries of a sequence: its keys are read once.
+    assert {cut.row_tiles(sizes) for cut in key_splits(H200, sizes) if cut.joined} >= {1, 2, 3, 5}
+    cut = KeySplit(32, 64, 4, 3, 4)
+    assert (cut.splits(sizes), dataclasses.replace(cut, joined=True).splits(sizes)) == (4, 3)
+
+
 def test_few_are_tried() -> None:
     for gpu in ARCHITECTURES.values():
         for product in products(320).values():

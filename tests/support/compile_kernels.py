@@ -44,6 +44,8 @@ from vla_accel.native.smolvla import SmolVlaStore
 from vla_accel.ops import resize, suffix, suffix_tilings
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.moments import Moments
+from vla_accel.ops.suffix_tilings import Library
 
 # What Triton's own assembler, of CUDA 12.9, calls what CUDA 13 renamed.
 TARGETS = {"11.0": 101}
@@ -143,13 +145,24 @@ def recorded(call: Callable[[], None]) -> list[Launch]:
 
 
 def try_cuts(gpu: Gpu, loop: expert.Pi0LayerLoop, tensors: dict[str, Tensor]) -> None:
-    """Launch every product and attention of a layer in every cut that is worth measuring."""
+    """Launch every product and attention of a layer in every cut that is worth measuring, and what stands around the
+    library's products."""
     for name, product in loop.products.items():
         first, *others = suffix_tilings.candidates(gpu, product)
         for cut in (*suffix_tilings.variants(gpu, product, first), *others):
             loop.cuts.taken[name] = Taken(cut, suffix.product_workspace(product, META, cut))
             loop.every(name, tensors["lengths"])
-    for cut in suffix_tilings.key_splits(gpu, loop.attention):
+    if loop.pinned is None and all(Library() in suffix_tilings.beside(gpu, p) for p in loop.products.values()):
+        for name, product in loop.products.items():
+            of = loop.x if name in ("o", "down") else None
+            moments = None if of is None else Moments.like(of, product.columns, loop.tables.adaptive)
+            workspace = suffix.product_workspace(product, META, Library())
+            loop.cuts.taken[name] = Taken(Library(), workspace, moments)
+        for name in loop.products:
+            loop.every(name, tensors["lengths"])
+    # The cuts of a batch, of which what is compiled here does not know.
+    several = suffix_tilings.key_splits(gpu, dataclasses.replace(loop.attention, batch=8))
+    for cut in dict.fromkeys((*suffix_tilings.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
         loop.cuts.taken["attention"] = Taken(cut, suffix.suffix_workspace(loop.attention, META, cut))
         loop._attend(0, tensors)
 

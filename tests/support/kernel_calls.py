@@ -17,7 +17,7 @@ from vla_accel.ops import moments as moment_ops
 from vla_accel.ops import rows as row_ops
 from vla_accel.ops.dit import NormTables
 from vla_accel.ops.moments import Moments
-from vla_accel.ops.suffix_tilings import KeySplit, Pipelined, Product, SuffixAttention
+from vla_accel.ops.suffix_tilings import KeySplit, Library, Pipelined, Product, SuffixAttention
 from vla_accel.ops.weights import Linear, make_linear
 
 MARGIN = 1024  # elements; keeps the alignment that compilers count on
@@ -61,7 +61,7 @@ class Workspace:
     """What programs of these sizes keep between them, in this cut."""
 
     sizes: SuffixAttention | Product
-    cut: KeySplit | Pipelined
+    cut: KeySplit | Pipelined | Library
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,10 @@ class Placed:
         return inside
 
     def _workspace(self, value: Workspace) -> tuple[Tensor, ...] | None:
+        if isinstance(value.cut, Library):
+            assert isinstance(value.sizes, Product)
+            shape, kind = (value.sizes.rows, value.sizes.columns), self.call.arguments["layer"].weight.dtype
+            return (self._guarded(_fill_nan(torch.empty(shape, dtype=kind))),) if self.kernel else None
         *parts, counters = value.cut.workspace(value.sizes)  # type: ignore[arg-type]
         if not self.kernel or not counters:
             return None if len(parts) == 1 else tuple(torch.empty(0) for _ in range(3))

@@ -20,7 +20,18 @@ from vla_accel.ops.attention_tiles import Tile
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import rope_tables
-from vla_accel.ops.suffix_tilings import CrossTile, KeySplit, Pipelined, Product, SuffixAttention, Tiling, key_splits
+from vla_accel.ops.suffix_tilings import (
+    CrossTile,
+    KeySplit,
+    Library,
+    Own,
+    Pipelined,
+    Product,
+    SuffixAttention,
+    Tiling,
+    key_splits,
+    moments_columns,
+)
 
 
 def _add_norm(rows: int, width: int, y: int | None, layer: bool, scale: float | None, alias: bool) -> Callable:
@@ -197,6 +208,8 @@ def _qkv_rope(
             "k": Empty((batch, tokens, kv_heads, head_dim), draw.dtype),
             "v": Empty((batch, tokens, kv_heads, head_dim), draw.dtype), "eps": EPS, "cut": cut,
         }  # fmt: skip
+        if isinstance(cut, Library):
+            arguments["workspace"] = Workspace(Product(batch * tokens, width, columns), cut)
         if moments:
             arguments["moments"] = _moments_of(arguments["x"], arguments["scale"], moments)
         arguments |= {"pinned": draw.integers(2, batch * tokens, dtype=torch.int32)} if pinned else {}
@@ -242,6 +255,8 @@ def _gate_up(
             "eps": EPS, "cut": cut,
         }  # fmt: skip
         arguments |= {"silu": True} if silu else {}
+        if isinstance(cut, Library):
+            arguments["workspace"] = Workspace(Product(rows, width, 2 * hidden), cut)
         if moments:
             arguments["moments"] = _moments_of(arguments["x"], arguments["scale"], moments)
         arguments |= {"pinned": draw.integers(2, rows, dtype=torch.int32)} if pinned else {}
@@ -266,21 +281,36 @@ def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: Tiling | No
             "a": draw(rows, k), "layer": draw.linear(n, k, weights=eight_bit(what), bias="b" in what),
             "gate": draw.wide(*two, n) if "g" in what else None, "x": draw(rows, n), "residual": "r" in what,
             "tokens": tokens, "skip_first": "s" in what, "cut": cut,
-            "workspace": Workspace(Product(rows, k, n), cut) if isinstance(cut, Pipelined) else None,
+            "workspace": Workspace(Product(rows, k, n), cut) if isinstance(cut, (Pipelined, Library)) else None,
         }  # fmt: skip
         arguments |= {"pinned": draw.integers(2, rows, dtype=torch.int32)} if two else {}
         if "m" not in what:
             return Call("project", arguments, ("x",))
-        assert isinstance(cut, Pipelined)
-        tiles = -(-n // cut.columns)
+        assert isinstance(cut, (Pipelined, Library, Own))
+        columns = moments_columns(Product(rows, k, n), cut)
+        tiles = -(-n // columns)
         scaled = Empty((rows, n), draw.dtype) if "n" in what else None
         sums, squares = Empty((tiles, rows), torch.float32), Empty((tiles, rows), torch.float32)
-        arguments["moments"] = Moments(sums, squares, scaled, cut.columns)  # type: ignore[arg-type]
+        arguments["moments"] = Moments(sums, squares, scaled, columns)  # type: ignore[arg-type]
         arguments["next_scale"] = draw.wide(n, scale=0.3) if scaled else None
         names = ("sums", "squares", "scaled") if scaled else ("sums", "squares")
         return Call("project", arguments, ("x", *(f"moments.{name}" for name in names)))
 
     return call
+
+
+def _library_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
+    """What stands around a library's product: moments in one tile and in several, with and without shift and scale."""
+    for shape in ((1, 5, 96, 2, 1, 64), (3, 13, 128, 3, 2, 72)):
+        for adaptive, columns in ((True, 32), (False, shape[2])):
+            name = f"qkv_rope {shape} adaptive={adaptive} by the library"
+            yield name, _qkv_rope(*shape, adaptive, "", Library(), columns)
+    for rows, width, hidden in ((7, 128, 72), (39, 64, 600)):
+        for adaptive, silu in ((True, False), (False, True)):
+            name = f"gate_up_geglu {rows}x{width}x{hidden} silu={silu} by the library"
+            yield name, _gate_up(rows, width, hidden, adaptive, "", Library(), silu, 16)
+    for shape in ((5, 72, 100, 1, "grmn"), (39, 200, 64, 1, "rm"), (21, 24, 64, 7, "bs"), (6, 128, 40, 1, "gbr")):
+        yield f"project {shape} by the library", _project(*shape, Library())
 
 
 def _step(batch: int, tokens: int, horizon: int, width: int, actions: int, what: str) -> Callable:
@@ -373,6 +403,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     ):  # fmt: skip
         yield f"step {shape}", _step(*shape)
     yield from _smolvla_cases()
+    yield from _library_cases()
     yield from _pinned_cases()
 
 

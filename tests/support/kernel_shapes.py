@@ -110,8 +110,10 @@ def _cuts() -> Cases:
         yield f"project 51x528 {cut}", _project(51, 100, 528, 51, "gr" + narrow[0].replace("f", "8"), cut)
         shared = dataclasses.replace(cut, split=4)
         yield f"project 10x528 {shared}", _project(10, 40, 528, 1, "brmn", shared)
-    for sizes in ((16, 32, 2, 2, 4), (64, 16, 4, 1, 8), (32, 16, 8, 3, 4), (16, 64, 1, 1, 4)):
-        cut = KeySplit(*sizes)
+    # Joined: of two parts, of one, and of one where the suffix's keys fill several tiles.
+    joined = (KeySplit(16, 32, 2, 2, 4, True), KeySplit(16, 32, 4, 2, 4, True), KeySplit(64, 16, 8, 1, 8, True))
+    for sizes in ((16, 32, 2, 2, 4), (64, 16, 4, 1, 8), (32, 16, 8, 3, 4), (16, 64, 1, 1, 4), *joined):
+        cut = sizes if isinstance(sizes, KeySplit) else KeySplit(*sizes)
         for shape in (
             (10, 70, 8, 1, 64, [70, 40], False), (17, 100, 4, 1, 72, [90, 1], True), (51, 33, 2, 2, 16, [33, 0], True),
         ):  # fmt: skip

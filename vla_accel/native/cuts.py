@@ -17,9 +17,23 @@ from vla_accel.ops import suffix, suffix_tilings
 from vla_accel.ops.autotune import remembered
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
-from vla_accel.ops.suffix_tilings import Crossing, CrossTile, KeySplit, Pipelined, Product, SuffixAttention, Tiling
+from vla_accel.ops.suffix_tilings import (
+    Crossing,
+    CrossTile,
+    KeySplit,
+    Library,
+    Own,
+    Pipelined,
+    Product,
+    Skinny,
+    SuffixAttention,
+    Tiling,
+)
 
 Cut = Tiling | KeySplit | CrossTile
+
+WITH_MOMENTS = (Pipelined, Library, Own)
+"""Ways of a product that write moments for the norm behind it, each in tiles of its own."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +79,19 @@ class Cuts:
 
     def products(
         self, kind: str, product: Product, run: Callable[[], object], *, shared: bool = True, of: Tensor | None = None,
-        scaled: bool = False,
+        scaled: bool = False, beside: bool = False,
     ) -> None:  # fmt: skip
         """Choose for a product. `run`: it in all layers, with what `options`, `alone` and `moments` say at that time.
-        Not `shared`: its programs share no K. `of`: rows whose moments it writes, `scaled` or not."""
+        Not `shared`: its programs share no K. `of`: rows whose moments it writes, `scaled` or not. `beside`: where rows
+        are many, the library and the own GEMM are tried beside Triton's best; it reads or writes moments."""
         gpu = Gpu.of(self.device)
 
         def among(what: str, cuts: Sequence[Tiling]) -> Tiling:
             ways = []
             for cut in cuts:
                 moments = None
-                if of is not None and isinstance(cut, Pipelined):
-                    moments = Moments.like(of, cut.columns, scaled)
+                if of is not None and isinstance(cut, WITH_MOMENTS):
+                    moments = Moments.like(of, suffix_tilings.moments_columns(product, cut), scaled)
                 ways.append(Taken(cut, suffix.product_workspace(product, self.device, cut), moments))
             self._choose(kind, what, ways, run, 1)
             return self.alone(kind)
@@ -84,7 +99,11 @@ class Cuts:
         best = among(
             str(product), suffix_tilings.candidates(gpu, product) if shared else suffix_tilings.unshared(gpu, product)
         )
-        among(f"{product}, {best}", suffix_tilings.variants(gpu, product, best))
+        assert isinstance(best, (Skinny, Pipelined))
+        best = among(f"{product}, {best}", suffix_tilings.variants(gpu, product, best))
+        others = suffix_tilings.beside(gpu, product) if beside else []
+        if others:
+            among(f"{product}, {best}, without Triton", [best, *others])
 
     def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
         """Choose for `suffix_attention`; as `products`."""

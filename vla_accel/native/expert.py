@@ -209,7 +209,9 @@ class Pi0LayerLoop(LayerLoop):
         for name in ("o", "down", "qkv", "gate_up"):
             of = self.x if name in ("o", "down") and self.pinned is None else None
             run = functools.partial(self.every, name, lengths)
-            self.cuts.products(name, self.products[name], run, of=of, scaled=self.tables.adaptive)
+            self.cuts.products(
+                name, self.products[name], run, of=of, scaled=self.tables.adaptive, beside=self.pinned is None
+            )
         cache = torch.zeros(1, sizes.batch, sizes.prefix_tokens, *self.k.shape[2:], dtype=self.k.dtype, device=device)
         inputs = {"keys": cache, "values": cache, "lengths": lengths + sizes.prefix_tokens}
         self.cuts.attention("attention", sizes, functools.partial(self._attend, 0, inputs))
@@ -263,7 +265,7 @@ class Pi0LayerLoop(LayerLoop):
         suffix.qkv_rope(
             self.x, layer.qkv, t.of(t.input_scale, step, index), t.of(t.input_shift, step, index), self.cos, self.sin,
             lengths, self.q, self.k, self.v, eps=self.eps, pinned=self.pinned, pdl=self.pdl and early,
-            cut=self.cuts.alone("qkv"), moments=self.cuts.read_by(index, self.first),
+            **self.cuts.options("qkv"), moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
     def _attend(self, index: int, inputs: Mapping[str, Tensor]) -> None:
@@ -283,7 +285,7 @@ class Pi0LayerLoop(LayerLoop):
         t, layer = self.tables, self.weights.layers[index]
         suffix.gate_up_geglu(
             self.x, layer.gate_up, t.of(t.post_scale, step, index), t.of(t.post_shift, step, index), self.active,
-            eps=self.eps, pinned=self.pinned, pdl=self.pdl, cut=self.cuts.alone("gate_up"),
+            eps=self.eps, pinned=self.pinned, pdl=self.pdl, **self.cuts.options("gate_up"),
             moments=self.cuts.moments("o"),
         )  # fmt: skip
 

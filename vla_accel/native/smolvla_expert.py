@@ -182,12 +182,15 @@ class SmolVlaLayerLoop(LayerLoop):
                 op(layer)
 
         # What writes moments comes before what reads them.
-        self.cuts.products("o", suffix.project_product(self.context, o), lambda: every(self._o), of=self.x)
-        self.cuts.products("down", suffix.project_product(self.active, down), lambda: every(self._down), of=self.x)
-        self.cuts.products("gate_up", suffix.gate_up_product(self.x, gate_up), lambda: every(self._gate_up))
+        self.cuts.products("o", suffix.project_product(self.context, o), lambda: every(self._o), of=self.x, beside=True)
+        self.cuts.products(
+            "down", suffix.project_product(self.active, down), lambda: every(self._down), of=self.x, beside=True
+        )
+        product = suffix.gate_up_product(self.x, gate_up)
+        self.cuts.products("gate_up", product, lambda: every(self._gate_up), beside=True)
         if whole:
             product = suffix.qkv_product(self.x, layers[whole[0]].qkv, self.q, self.k)
-            self.cuts.products("qkv", product, lambda: [self._qkv(i, lengths) for i in whole])
+            self.cuts.products("qkv", product, lambda: [self._qkv(i, lengths) for i in whole], beside=True)
             self.cuts.attention("attention", sizes, lambda: self._attend(cache, cache, full))
         if crossing:
             sizes_of = suffix.crossing(self.x, layers[crossing[0]].qkv, cache)
@@ -230,7 +233,7 @@ class SmolVlaLayerLoop(LayerLoop):
     def _qkv(self, index: int, lengths: Tensor, *, early: bool = True) -> None:
         suffix.qkv_rope(
             self.x, self.weights.layers[index].qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v,
-            eps=self.eps, pdl=self.pdl and early, cut=self.cuts.alone("qkv"),
+            eps=self.eps, pdl=self.pdl and early, **self.cuts.options("qkv"),
             moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
@@ -255,7 +258,7 @@ class SmolVlaLayerLoop(LayerLoop):
     def _gate_up(self, layer: ExpertLayer) -> None:
         suffix.gate_up_geglu(
             self.x, layer.gate_up, None, None, self.active, eps=self.eps, silu=True, pdl=self.pdl,
-            cut=self.cuts.alone("gate_up"), moments=self.cuts.moments("o"),
+            **self.cuts.options("gate_up"), moments=self.cuts.moments("o"),
         )  # fmt: skip
 
     def _down(self, layer: ExpertLayer) -> None:

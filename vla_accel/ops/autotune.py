@@ -23,6 +23,7 @@ import torch
 
 from vla_accel.errors import VlaAccelError
 from vla_accel.files import cache_folder, replacing
+from vla_accel.ops.cuda.runtime import compiled_side_by_side
 from vla_accel.ops.dispatch import kernels
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.phases import phase
@@ -159,9 +160,9 @@ def unfit() -> tuple[type[Exception], ...]:
 
 
 def compile_all(calls: Collection[Callable[[], object]], device: torch.device) -> None:
-    """Compile what calls on a GPU launch of Triton's kernels, side by side."""
+    """Compile what calls on a GPU launch of Triton's kernels and of CUDA C++, side by side."""
     if len(calls) > 1 and importlib.util.find_spec("triton") is not None:
-        with torch.inference_mode(), torch.cuda.device(device):
+        with torch.inference_mode(), torch.cuda.device(device), compiled_side_by_side():
             kernels("compiling").compile_side_by_side(calls, unfit())
 
 

@@ -3,7 +3,7 @@
 Conventions as in `vla_accel.ops.rows`. FP8 and INT8 weights are widened in registers, activations are never quantised.
 `cut`: how a kernel is cut into programs, one of `suffix_tilings.candidates`; None takes the first. `pinned` (R,) int32,
 0 or 1: what depends on the flow's time, scale, shift or gate, has two rows then, (2, ·), each row of x takes its own,
-and no moments travel.
+and no moments travel. A cut that is `Library` or `Own` takes rows with moments, none that are pinned (`ops/many.py`).
 """
 
 from __future__ import annotations
@@ -14,35 +14,51 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_accel.ops import reference, suffix_tilings
+from vla_accel.ops import many, reference, suffix_tilings
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import normed
-from vla_accel.ops.suffix_tilings import Crossing, CrossTile, KeySplit, Product, Skinny, SuffixAttention, Tiling
+from vla_accel.ops.suffix_tilings import (
+    Crossing,
+    CrossTile,
+    KeySplit,
+    Library,
+    Own,
+    Product,
+    Skinny,
+    SuffixAttention,
+    Tiling,
+)
 from vla_accel.ops.weights import Linear
 
 AttentionWorkspace = tuple[Tensor, Tensor, Tensor]
 """Parts and statistics of programs that share keys, and the counters of those that have arrived."""
-ProductWorkspace = tuple[Tensor, Tensor]
-"""Parts of programs that share K, and the counters of those that have arrived."""
+ProductWorkspace = tuple[Tensor, ...]
+"""Parts of programs that share K, and the counters of those that have arrived; of the library's product its sums."""
 
 
 def qkv_rope(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
     q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None = None, pdl: bool = False,
-    cut: Tiling | None = None, moments: Moments | None = None,
+    cut: Tiling | None = None, workspace: ProductWorkspace | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, q/k/v projection and rotation of the suffix. FP8 and INT8 weights are widened, the activations are not
     quantised.
 
     x (B * T, W); `scale` (W,) float32 of the norm (1 + scale) or None; `shift` (N,) float32: the norm's shift times
     the weight; positions start at lengths[b]; q (B, T, heads, d), k, v (B, T, kv_heads, d), contiguous.
-    `moments`: of x, with this scale, where they were written beside it.
+    `moments`: of x, with this scale, where they were written beside it. `workspace`: as `product_workspace` makes it.
     """
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), qkv_product(x, layer, q, k))
+        if isinstance(cut, (Library, Own)):
+            assert pinned is None
+            return many.qkv_rope(
+                x, layer, shift, cos, sin, lengths, q, k, v, eps=eps, pdl=pdl, cut=cut, workspace=workspace,
+                moments=moments,
+            )  # fmt: skip
         return _kernels(cut).qkv_rope(
             x, layer.weight, layer.sums_scale, scale, shift, cos, sin, lengths, q, k, v, eps=eps,
             pinned=pinned, pdl=pdl, cut=cut, **_reading(cut, moments),
@@ -71,8 +87,15 @@ def suffix_workspace(sizes: SuffixAttention, device: torch.device, cut: KeySplit
 
 
 def product_workspace(product: Product, device: torch.device, cut: Tiling) -> ProductWorkspace | None:
-    """What `project` keeps between programs that share K; None where none do. Its counters are as above."""
-    if isinstance(cut, Skinny) or cut.split == 1 or path(device) == "reference":
+    """What `project` keeps between programs that share K, and any product by the library between its kernels; None
+    where there is nothing. Its counters are as above."""
+    if isinstance(cut, (Skinny, Own)) or path(device) == "reference":
+        return None
+    if isinstance(cut, Library):
+        columns = product.groups * product.sides * product.columns
+        dtype = torch.bfloat16 if product.activation == 2 else torch.float32
+        return (torch.empty(product.rows, columns, dtype=dtype, device=device),)
+    if cut.split == 1:
         return None
     parts, counters = cut.workspace(product)
     return torch.empty(parts, device=device), torch.zeros(counters, dtype=torch.int32, device=device)
@@ -148,6 +171,12 @@ def project(
     """
     if path(a) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(a.device), project_product(a, layer))
+        if isinstance(cut, (Library, Own)):
+            assert pinned is None
+            return many.project(
+                a, layer, gate, x, residual=residual, tokens=tokens, skip_first=skip_first, pdl=pdl, cut=cut,
+                workspace=workspace, moments=moments, next_scale=next_scale,
+            )  # fmt: skip
         return _kernels(cut).project(
             a, layer.weight, layer.sums_scale, layer.bias, gate, x, residual=residual, tokens=tokens,
             skip_first=skip_first, pinned=pinned, pdl=pdl, cut=cut, workspace=workspace,
@@ -171,12 +200,17 @@ def project(
 def gate_up_geglu(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, out: Tensor, *, eps: float,
     silu: bool = False, pinned: Tensor | None = None, pdl: bool = False, cut: Tiling | None = None,
-    moments: Moments | None = None,
+    workspace: ProductWorkspace | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, gate and up projections and GeGLU of the suffix, or SwiGLU with `silu`: x (R, W) to out (R, H). As
     `qkv_rope` otherwise."""
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), gate_up_product(x, layer))
+        if isinstance(cut, (Library, Own)):
+            assert pinned is None
+            return many.gate_up_geglu(
+                x, layer, shift, out, eps=eps, silu=silu, pdl=pdl, cut=cut, workspace=workspace, moments=moments
+            )
         return _kernels(cut).gate_up_geglu(
             x, layer.weight, layer.sums_scale, scale, shift, out, eps=eps, silu=silu, pinned=pinned, pdl=pdl,
             cut=cut, **_reading(cut, moments),

@@ -10,8 +10,13 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
+from vla_accel.ops.cuda.gemm.few import few
+from vla_accel.ops.cuda.gemm.tiling import Tiling as GemmTiling
 from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.reference import MOMENTS_OF
 
+MANY = 33
+"""Rows from which on a product may also be the library's or the own GEMM's."""
 MOST_TRIED = 6
 """Cuts that are measured of one product before the best one's variants: each is a kernel to compile at the first
 start."""
@@ -116,10 +121,48 @@ class Pipelined:
         return blocks * self.rows * self.columns, blocks // self.split
 
 
-Tiling = Skinny | Pipelined
+@dataclass(frozen=True)
+class Library:
+    """The library's product, its sums in memory in the rows' dtype, and a kernel behind it (`kernels/around.py`)."""
+
+    def __str__(self) -> str:
+        return "cuBLAS"
 
 
-def why_not(gpu: Gpu | None, product: Product, tiling: Tiling) -> str | None:
+@dataclass(frozen=True)
+class Own:
+    """Hopper's own GEMM with a suffix's epilogues (`cuda/gemm/suffix.cu`)."""
+
+    tiling: GemmTiling
+
+    def __str__(self) -> str:
+        t = self.tiling
+        more = (f", K in {t.split}" if t.split > 1 else "") + (", room for two" if t.resident == 2 else "")
+        return f"own GEMM {t.weight_rows}x{t.tokens}, {t.stages} stages{more}"
+
+
+TritonTiling = Skinny | Pipelined
+Tiling = TritonTiling | Library | Own
+
+
+def beside(gpu: Gpu | None, product: Product) -> list[Library | Own]:
+    """Ways without Triton that are worth measuring beside its best: for many rows and weights that are as the rows are.
+    They take and write moments of the rows, and no pinned ones."""
+    if product.rows < MANY or product.weight != product.activation:
+        return []
+    n = product.groups * product.sides * product.columns
+    own = few(gpu, product.rows, n, product.k, product.sides * product.columns if product.sides > 1 else 0)
+    return [Library(), *(Own(tiling) for tiling in (own if product.activation == 2 else ()))]
+
+
+def moments_columns(product: Product, cut: Pipelined | Library | Own) -> int:
+    """Columns of the tiles in which a product writes moments of its rows."""
+    if isinstance(cut, Pipelined):
+        return cut.columns
+    return product.columns if isinstance(cut, Library) else MOMENTS_OF
+
+
+def why_not(gpu: Gpu | None, product: Product, tiling: TritonTiling) -> str | None:
     """Why a GPU cannot run a product with this tiling; None where it can. Without a GPU there are no limits."""
     if tiling.shared(product) > (1 << 30 if gpu is None else gpu.shared_per_block):
         return f"{tiling} needs {tiling.shared(product)} bytes of shared memory a block"
@@ -132,12 +175,12 @@ def why_not(gpu: Gpu | None, product: Product, tiling: Tiling) -> str | None:
     return None
 
 
-def candidates(gpu: Gpu | None, product: Product) -> list[Tiling]:
+def candidates(gpu: Gpu | None, product: Product) -> list[TritonTiling]:
     """The cuts worth measuring on a GPU, all of which it can run; the one to take unmeasured comes first."""
     return [*_skinny(gpu, product), *_pipelined(gpu, product, (1, 2, 4, 8))[:MOST_TRIED]]
 
 
-def variants(gpu: Gpu | None, product: Product, cut: Tiling) -> list[Tiling]:
+def variants(gpu: Gpu | None, product: Product, cut: TritonTiling) -> list[TritonTiling]:
     """The cut, and others of its tile: with so few stages that the next kernel's programs find room beside its own,
     with less of K a stage, with weights sent for ahead where kernels can start early, with tiles that come by TMA where
     there is one, and with weights as the first operand where it is multiplied by 64 rows at a time."""
@@ -166,12 +209,12 @@ def unshared(gpu: Gpu | None, product: Product) -> list[Pipelined]:
     return _pipelined(gpu, product, (1,))[:MOST_TRIED]
 
 
-def default(gpu: Gpu | None, product: Product) -> Tiling:
+def default(gpu: Gpu | None, product: Product) -> TritonTiling:
     """The cut for one product alone: measured by nobody, and without a workspace."""
     return [*_skinny(gpu, product), *_pipelined(gpu, product, (1,))][0]
 
 
-def _skinny(gpu: Gpu | None, product: Product) -> list[Tiling]:
+def _skinny(gpu: Gpu | None, product: Product) -> list[Skinny]:
     cut = Skinny.of(product, gpu)
     return [] if why_not(gpu, product, cut) else [cut]
 
@@ -217,16 +260,19 @@ class SuffixAttention:
 @dataclass(frozen=True)
 class KeySplit:
     """How a suffix's attention is cut (`kernels/attention.py`): rows and keys of a tile, tiles of the prefix's keys a
-    program, stages of keys on their way, warps. With one tile its keys are fetched before the wait."""
+    program, stages of keys on their way, warps. With one tile its keys are fetched before the wait. `joined`: the last
+    of the prefix's programs takes the suffix's keys too, and one that has all stores what it computes."""
 
     rows: int
     keys: int
     tiles: int
     stages: int
     warps: int
+    joined: bool = False
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.keys}, {self.tiles} tiles, {self.stages} stages, {self.warps} warps"
+        more = ", joined" if self.joined else ""
+        return f"{self.rows}x{self.keys}, {self.tiles} tiles, {self.stages} stages, {self.warps} warps{more}"
 
     def prefix_splits(self, sizes: SuffixAttention) -> int:
         """Programs that share the prefix's keys."""
@@ -234,7 +280,7 @@ class KeySplit:
 
     def splits(self, sizes: SuffixAttention) -> int:
         """Programs that share all keys."""
-        return self.prefix_splits(sizes) + -(-sizes.tokens // self.keys)
+        return self.prefix_splits(sizes) + (0 if self.joined else -(-sizes.tokens // self.keys))
 
     def row_tiles(self, sizes: SuffixAttention) -> int:
         """Tiles of queries of a head of keys."""
@@ -260,13 +306,27 @@ def key_splits(gpu: Gpu | None, sizes: SuffixAttention) -> list[KeySplit]:
     chips, limit = (128, 1 << 30) if gpu is None else (gpu.multiprocessors, gpu.shared_per_block)
     first = KeySplit(16, 64, 1, 1, 4) if sizes.rows <= 128 else KeySplit(64, 64, 1, 1, 8)
     found = []
-    for rows, keys, tiles in itertools.product((16, 32, 64), (32, 64), (2, 4, 8, 16, 32)):
+    for rows, keys, tiles in itertools.product((16, 32, 64, 128), (32, 64), (2, 4, 8, 16, 32)):
         stages = [n for n in (3, 2, 1) if KeySplit(rows, keys, tiles, n, 4).shared(sizes) <= limit]
         if stages and rows <= max(16, _power_of_two(sizes.rows)) and keys * tiles < 2 * max(sizes.prefix_tokens, keys):
             found.append(KeySplit(rows, keys, tiles, stages[0], 4 if rows <= 32 else 8))
     found.sort(key=lambda cut: (abs(math.log2(cut.blocks(sizes) / chips)), cut.splits(sizes), -cut.keys))
     fits = [first] if first.shared(sizes) <= limit else []
-    return [*fits, *found[:MOST_TRIED]] if sizes.rows <= 128 else [*found[:MOST_TRIED], *fits]
+    # The sums of taller tiles fill the registers: programs that share keys would spill what they hand over.
+    parts = [cut for cut in found if cut.rows <= 64][:MOST_TRIED]
+    kept = [*fits, *parts] if sizes.rows <= 128 else [*parts, *fits]
+    return kept if sizes.batch == 1 else [*kept, *_joined(sizes, chips, found)]
+
+
+def _joined(sizes: SuffixAttention, chips: int, cuts: list[KeySplit]) -> list[KeySplit]:
+    """Where sequences are several, those of `cuts` with the suffix's keys beside the prefix's: by themselves, and
+    shared by as many programs as keep the chip busy."""
+    found = [replace(cut, joined=True) for cut in cuts]
+    whole = [cut for cut in found if cut.splits(sizes) == 1]
+    whole = list({cut.rows: cut for cut in sorted(whole, key=lambda cut: (cut.keys, -cut.tiles))}.values())
+    shared = [cut for cut in found if cut.splits(sizes) > 1 and cut.rows <= 64]
+    shared.sort(key=lambda cut: (abs(math.log2(cut.blocks(sizes) / chips)), cut.splits(sizes), -cut.keys))
+    return [*whole, *shared[: MOST_TRIED // 2]]
 
 
 @dataclass(frozen=True)

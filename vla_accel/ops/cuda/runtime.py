@@ -6,6 +6,7 @@ A launch can be captured into a CUDA graph. Arguments are ctypes values, structu
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import glob
@@ -13,7 +14,8 @@ import hashlib
 import logging
 import os
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +164,36 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
 
 
+_COMPILERS: contextvars.ContextVar[ThreadPoolExecutor | None] = contextvars.ContextVar("compilers", default=None)
+
+
+@contextlib.contextmanager
+def compiled_side_by_side() -> Iterator[None]:
+    """Within it kernels of this thread that are not loaded yet are only sent to the compiler, not launched; at its end
+    all are compiled. What is wrong with one is said where it is loaded."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        token = _COMPILERS.set(pool)
+        try:
+            yield
+        finally:
+            _COMPILERS.reset(token)
+
+
+class _Sent:
+    """Takes the place of a module that is being compiled."""
+
+    def launch(self, *_: Any, **__: Any) -> None:
+        """Nothing."""
+
+
 def load_module(source: str, shared: Mapping[str, int], architecture: str, device: torch.device) -> Module:
     """A `Module`, loaded once for all who ask for the same: code is never unloaded."""
     source = "".join(f"#define {name} {value}\n" for name, value in MACROS.items()) + source
     key = (source, tuple(sorted(shared.items())), architecture, str(device))
+    compilers = _COMPILERS.get()
+    if key not in _LOADED and compilers is not None:
+        compilers.submit(compiled, source, architecture)
+        return _Sent()  # type: ignore[return-value]
     if key not in _LOADED:
         _LOADED[key] = Module(source, shared, architecture, device)
     return _LOADED[key]

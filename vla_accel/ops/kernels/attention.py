@@ -92,8 +92,8 @@ def attention(
 
 
 @triton.jit
-def _combined(part, best, total, part_ptr, stat_ptr, count_ptr, out_ptr, query, real_row, in_d, split, group,
-              SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _shared(part, best, total, part_ptr, stat_ptr, count_ptr, out_ptr, query, real_row, in_d, split, group,
+            SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Stores a program's sums over its keys; the last program of a group combines all of them and stores the output."""
     d = tl.arange(0, BLOCK_D)
     local = tl.arange(0, BLOCK_M)
@@ -125,6 +125,19 @@ def _combined(part, best, total, part_ptr, stat_ptr, count_ptr, out_ptr, query, 
         out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + query, out.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & in_d[None, :])
         tl.store(count_ptr + group, 0)
+
+
+@triton.jit
+def _combined(part, best, total, part_ptr, stat_ptr, count_ptr, out_ptr, query, real_row, in_d, split, group,
+              SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Stores the output of a program's sums over its keys: at once of one that has all, else by `_shared`."""
+    if SPLITS == 1:
+        # A row beyond the last token has no keys; it is not stored, but must not divide by zero.
+        out = part / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out_ptr + query, out.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & in_d[None, :])
+    else:
+        _shared(part, best, total, part_ptr, stat_ptr, count_ptr, out_ptr, query, real_row, in_d, split, group, SPLITS,
+                BLOCK_M, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
@@ -181,10 +194,10 @@ def _suffix_attention(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, part_pt
 @triton.jit
 def _suffix_attention_split(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, part_ptr, stat_ptr, count_ptr, out_ptr,
                             tokens, prefix_tokens, scale, SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr,
-                            TILES: tl.constexpr, ROW_TILES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-                            HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-                            BLOCK_N: tl.constexpr, STATE_FIRST: tl.constexpr, CAUSAL: tl.constexpr,
-                            PDL: tl.constexpr):  # fmt: skip
+                            TILES: tl.constexpr, SUFFIX: tl.constexpr, JOINED: tl.constexpr,
+                            ROW_TILES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+                            HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                            STATE_FIRST: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     tile, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -217,23 +230,32 @@ def _suffix_attention_split(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, p
             v = tl.load(pv_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
             part = tl.dot(p.to(v.dtype), v, part * shrink[:, None])
             best = new_best
+    # The suffix's keys: a tile for each program behind those of the prefix, or all for the last of these.
+    if JOINED:
+        mine, base = split == PREFIX_SPLITS - 1, 0
     else:
-        key = (split - PREFIX_SPLITS) * BLOCK_N + n
-        real = key < tokens
-        place = ((batch * tokens + key) * KV_HEADS + kv_head) * HEAD_DIM
-        k = tl.load(sk_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
-        allowed = real_row[:, None] & real[None, :]
-        if STATE_FIRST:
-            # π0's state token attends to the prefix and itself, not to the actions.
-            allowed = allowed & ((token[:, None] > 0) | (key[None, :] == 0))
-        if CAUSAL:
-            allowed = allowed & (key[None, :] <= token[:, None])
-        s = tl.where(allowed, tl.dot(q, k) * scale, -float("inf"))
-        best = tl.max(s, 1)
-        p = tl.exp2(s - tl.where(best == -float("inf"), 0.0, best)[:, None])
-        total = tl.sum(p, 1)
-        v = tl.load(sv_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
-        part = tl.dot(p.to(v.dtype), v)
+        mine, base = split >= PREFIX_SPLITS, (split - PREFIX_SPLITS) * BLOCK_N
+    if mine:
+        for start in tl.range(0, SUFFIX, BLOCK_N, num_stages=1):
+            key = base + start + n
+            real = key < tokens
+            place = ((batch * tokens + key) * KV_HEADS + kv_head) * HEAD_DIM
+            k = tl.load(sk_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
+            allowed = real_row[:, None] & real[None, :]
+            if STATE_FIRST:
+                # π0's state token attends to the prefix and itself, not to the actions.
+                allowed = allowed & ((token[:, None] > 0) | (key[None, :] == 0))
+            if CAUSAL:
+                allowed = allowed & (key[None, :] <= token[:, None])
+            s = tl.where(allowed, tl.dot(q, k) * scale, -float("inf"))
+            new_best = tl.maximum(best, tl.max(s, 1))
+            safe = tl.where(new_best == -float("inf"), 0.0, new_best)
+            p = tl.exp2(s - safe[:, None])
+            shrink = tl.exp2(best - safe)
+            total = total * shrink + tl.sum(p, 1)
+            v = tl.load(sv_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
+            part = tl.dot(p.to(v.dtype), v, part * shrink[:, None])
+            best = new_best
     _combined(part, best, total, part_ptr, stat_ptr, count_ptr, out_ptr, query, real_row, in_d, split,
               pair * ROW_TILES + tile, SPLITS, BLOCK_M, BLOCK_D)  # fmt: skip
 
@@ -259,4 +281,6 @@ def suffix_attention(
     if cut.tiles == 1:
         _suffix_attention[(splits, row_tiles, batch * kv_heads)](*arguments, *shape, **options)
     else:
-        _suffix_attention_split[(row_tiles, splits, batch * kv_heads)](*arguments, cut.tiles, *shape, **options)
+        _suffix_attention_split[(row_tiles, splits, batch * kv_heads)](
+            *arguments, cut.tiles, tokens if cut.joined else cut.keys, cut.joined, *shape, **options
+        )  # fmt: skip

@@ -5,8 +5,8 @@
 // pass over the rows: the product that writes x (RESIDUAL) also writes the moments of every 64 columns, and the product
 // that reads x (NORM) multiplies it as it is, and scales and shifts the sums: norm(x) W = rstd (x W - mean (1 W)).
 //
-// Macros besides `gemm.cu`'s: RESIDUAL (out += the product), NORM (0 none, 1 RMSNorm, 2 LayerNorm), MOMENTS (K / 64: a
-// row of x has so many pairs of moments).
+// Macros besides `gemm.cu`'s: RESIDUAL (out += the product), NORM (0 none, 1 RMSNorm, 2 LayerNorm, 3 RMSNorm by
+// suffix.cu's moments), MOMENTS (K / 64: a row of x has so many pairs of moments), SUFFIX (suffix.cu).
 
 #define TILE_W (64 * BLOCKS * GROUPS)
 #define TILE_T (PARTS * WIDTH)
@@ -32,6 +32,9 @@ struct Call {
   const float2* moments;
   const float* weight_sums;  // (N,): 1 W
   float eps;
+#if SUFFIX
+  Suffix s;
+#endif
 };
 
 __device__ __forceinline__ float gelu(float x) {
@@ -68,6 +71,18 @@ __device__ __forceinline__ u32 quantize4(u32 a, u32 b, float inverse) {
 // RMSNorm. The three warps that would be idle do it, in the time that a tile's first chunks take.
 __device__ __forceinline__ void load_norms(u32 norms, int token, const Call& c) {
   for (int t = threadIdx.x - CONSUMERS - 32; t < TILE_T; t += NORMING) {
+#if NORM == 3
+    // The second number of a pair is the token's position.
+    float squares = 0.f;
+    int position = 0;
+    if (token + t < c.rows) {
+#pragma unroll 8
+      for (int i = 0; i < c.s.tiles; ++i) squares += c.s.squares[(u64)i * c.rows + token + t];
+      if (SUFFIX == 3) position = c.s.lengths[(token + t) / c.s.tokens] + (token + t) % c.s.tokens;
+    }
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(norms + t * 8),
+                 "f"(rsqrtf(squares / c.s.width + c.eps) * c.scale), "f"(__int_as_float(position)) : "memory");
+#else
     // Means count from the first one, so that nothing cancels: var = (Σ inside / 64 + Σ (mean_i - mean)²) / MOMENTS.
     float first = 0.f, one = 0.f, two = 0.f, inside = 0.f;
     if (token + t < c.rows) {
@@ -86,6 +101,7 @@ __device__ __forceinline__ void load_norms(u32 norms, int token, const Call& c) 
     const float factor = rsqrtf((inside / 64.f + two) / MOMENTS + c.eps) * c.scale;
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(norms + t * 8), "f"(factor),
                  "f"(NORM == 2 ? -factor * (first + apart) : 0.f) : "memory");
+#endif
   }
   asm volatile("bar.arrive 14, %0;" ::"n"(CONSUMERS + NORMING) : "memory");
 }
@@ -139,10 +155,43 @@ __device__ __forceinline__ uint4 add_residual(const uint4& v, const uint4& held,
 }
 #endif
 
+#if SUFFIX == 1
+// This adds to the residual as `add_residual` does, and writes the rounded sum, scaled for the next norm, and its
+// moments. `in`: whether these eight columns are in the tensor.
+__device__ __forceinline__ uint4 add_gated(const uint4& v, const uint4& held, bool in, int token, int to, int tile,
+                                           const Call& c) {
+  float r[8];
+  const uint4 sum = make_uint4(add_two(v.x, held.x, r[0], r[1]), add_two(v.y, held.y, r[2], r[3]),
+                               add_two(v.z, held.z, r[4], r[5]), add_two(v.w, held.w, r[6], r[7]));
+  if (c.s.squares_out) {
+    float one = 0.f, two = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) one += r[i], two += r[i] * r[i];
+    one = sum_of_eight(one);
+    two = sum_of_eight(two);
+    if (in && to % 64 == 0) {
+      c.s.sums_out[(u64)tile * c.rows + token] = one;
+      c.s.squares_out[(u64)tile * c.rows + token] = two;
+    }
+  }
+  if (in && c.s.scaled) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) r[i] *= 1.f + __ldg(c.s.next_scale + to + i);
+    *(uint4*)(c.s.scaled + (u64)token * c.columns + to) = make_uint4(
+        pack_half2(r[0], r[1]), pack_half2(r[2], r[3]), pack_half2(r[4], r[5]), pack_half2(r[6], r[7]));
+  }
+  return sum;
+}
+#endif
+
 // A thread has two weight rows of a block of 64, whose first row is `column`: their bias and their sums. A gated
 // product has neither.
 struct Rows {
   float first_bias, second_bias, first_sum, second_sum;
+#if SUFFIX
+  float first_gate, second_gate;
+  int pair;  // Where the pair's rotation is in a table's row; negative for values, which have none.
+#endif
 };
 __device__ __forceinline__ Rows load_rows(const Call& c, int column) {
   Rows rows = {0.f, 0.f, 0.f, 0.f};
@@ -151,6 +200,19 @@ __device__ __forceinline__ Rows load_rows(const Call& c, int column) {
     if (at < c.columns) rows.first_bias = widen(__ldg(c.bias + at));
     if (at + 8 < c.columns) rows.second_bias = widen(__ldg(c.bias + at + 8));
   }
+#if SUFFIX == 1
+  rows.first_gate = c.s.gate && at < c.columns ? __ldg(c.s.gate + at) : 1.f;
+  rows.second_gate = c.s.gate && at + 8 < c.columns ? __ldg(c.s.gate + at + 8) : 1.f;
+#elif SUFFIX
+  // `column` is of the output, of which a gated product has one for a pair.
+  const int size = 2 * c.s.half, first = column * (64 / COLUMNS) + ((threadIdx.x & 127) >> 5) * 16;
+  const int pair = pair_of(first % size, threadIdx.x & 31), group = first / size;
+  if (c.s.shift) {
+    rows.first_bias = __ldg(c.s.shift + group * size + pair);
+    rows.second_bias = __ldg(c.s.shift + group * size + c.s.half + pair);
+  }
+  rows.pair = SUFFIX == 3 && group < c.s.heads + c.s.kv_heads ? pair : -1;
+#endif
   if (NORM == 2) {
     if (at < c.columns) rows.first_sum = __ldg(c.weight_sums + at);
     if (at + 8 < c.columns) rows.second_sum = __ldg(c.weight_sums + at + 8);
@@ -186,6 +248,22 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
 #else
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = fmaf(sums[4 * j + i], c.scale, v[i]);
+#endif
+#if SUFFIX == 1
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] *= i < 2 ? rows.first_gate : rows.second_gate;
+#elif SUFFIX == 3
+    if (rows.pair >= 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        // Shares of a tile's tokens may end beyond it, where nobody has said a position.
+        if (token + j * 8 + lane % 4 * 2 + i >= end) continue;
+        const int place = __float_as_int(n[i * 2 + 1]) * c.s.half + rows.pair;
+        const float cos = __ldg(c.s.cos + place), sin = __ldg(c.s.sin + place), low = v[i], high = v[i + 2];
+        v[i] = low * cos - high * sin;
+        v[i + 2] = high * cos + low * sin;
+      }
+    }
 #endif
     if (GATED) {
 #pragma unroll
@@ -232,14 +310,20 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
     v = make_uint4(quantize4(v.x, v.y, c.inverse), quantize4(v.z, v.w, c.inverse), quantize4(w.x, w.y, c.inverse),
                    quantize4(w.z, w.w, c.inverse));
 #endif
-#if RESIDUAL
+#if SUFFIX == 1
+    v = add_gated(v, held[n], token + t < end && to < c.columns, token + t, to, column / 64, c);
+#elif RESIDUAL
     float2 moments;
     v = add_residual(v, held[n], moments);
     if (piece == 0 && token + t < end && to < c.columns)
       c.moments_out[(u64)(column / 64) * c.rows + token + t] = moments;
 #endif
+#if SUFFIX == 3
+    if (token + t < end) *(uint4*)head_columns((u16*)c.out, to, token + t, c.s) = v;
+#else
     if (token + t < end && to < c.columns)
       *(uint4*)((unsigned char*)c.out + ((u64)(token + t) * c.columns + to) * (NARROW ? 1 : 2)) = v;
+#endif
   }
   // The staging may be written again.
   asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");

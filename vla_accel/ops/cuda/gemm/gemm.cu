@@ -100,9 +100,14 @@ extern "C" __global__ void __maxnreg__(LIMIT)
       const auto fetch_weights = [&](int tile, int chunk, int stage) {
         const int row = (tile / c.token_tiles * ACROSS + across) * TILE_W + w_start;
         const u32 to = base + stage * STAGE + w_start * 128;
+#if SUFFIX >= 2
+        tma_load_5d(to, weights, chunk * CHUNK, row % (2 * c.s.half) / 16, row / (2 * c.s.half), full + stage * 8,
+                    once);
+#else
 #pragma unroll
         for (int i = 0; i < W_ROWS; i += W_BOX)
           tma_load_2d(to + i * 128, weights, chunk * CHUNK, row + i, full + stage * 8, same_weights, once);
+#endif
       };
       const auto fetch_tokens = [&](int tile, int chunk, int stage) {
         const int row = (tile % c.token_tiles * ALONG + along) * TILE_T + t_start;

@@ -43,20 +43,23 @@ class Norm:
 
 def source(
     kind: torch.dtype, fp8_out: bool, activation: str, tiling: Tiling, *, residual: bool = False, norm: str = "none",
-    k: int = 0,
+    k: int = 0, suffix: int = 0,
 ) -> str:  # fmt: skip
     """The CUDA C++ of one kernel. `kind`: dtype of both operands; `fp8_out`: it writes FP8; `residual`: the product is
-    added to what `out` holds; `norm` of the rows of x: none, rms or layer; `k`: their width, for a norm."""
+    added to what `out` holds; `norm` of the rows of x: none, rms, layer, or squares, by a suffix's moments; `k`: their
+    width, for a norm; `suffix`: what it does for a suffix's rows (`suffix.cu`)."""
     memory = tiling.memory(activation, norm != "none")
     sizes = {
         "KIND": _KINDS[kind], "NARROW": int(fp8_out), "ACTIVATION": ACTIVATIONS[activation], "GROUPS": tiling.groups,
         "BLOCKS": tiling.blocks, "PARTS": tiling.parts, "WIDTH": tiling.width, "STAGES": tiling.stages,
         "ACROSS": tiling.across, "ALONG": tiling.along, "SPLIT": tiling.split,
         **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tiling.registers, strict=True)),
-        "RESIDUAL": int(residual), "NORM": ("none", "rms", "layer").index(norm), "MOMENTS": k // MOMENTS_OF,
+        "RESIDUAL": int(residual), "NORM": ("none", "rms", "layer", "squares").index(norm), "MOMENTS": k // MOMENTS_OF,
         "STAGING": memory.staging, "EXCHANGE": memory.exchange, "BARRIERS": memory.barriers,
+        "SUFFIX": suffix,
     }  # fmt: skip
-    return source_of(sizes, "gemm/epilogue", "gemm/gemm", generated=wgmma("wgmma", tiling.width, _WGMMA[kind]))
+    files = ("gemm/suffix", "gemm/epilogue", "gemm/gemm")
+    return source_of(sizes, *files, generated=wgmma("wgmma", tiling.width, _WGMMA[kind]))
 
 
 class _Map(ctypes.Structure):

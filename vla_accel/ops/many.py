@@ -1,0 +1,83 @@
+"""Products of many rows of a suffix without Triton's: by the library, with kernels around it, or by Hopper's own GEMM.
+
+The ops are those of `vla_accel.ops.suffix`, for rows whose moments are written beside them: what is multiplied is
+x ∘ (1 + scale) as it was stored there, or x, and the norm is a factor of the sums. The library rounds the sums to the
+rows' dtype before that; the own GEMM does not, but for what it adds to a residual.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vla_accel.ops.dispatch import kernels
+from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.linear import library_product
+from vla_accel.ops.moments import Moments
+from vla_accel.ops.suffix_tilings import Library, Own
+from vla_accel.ops.weights import Linear
+
+
+def qkv_rope(
+    x: Tensor, layer: Linear, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, *, eps: float, pdl: bool, cut: Library | Own, workspace: tuple[Tensor, ...] | None,
+    moments: Moments | None,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.suffix.qkv_rope`."""
+    assert moments is not None
+    x = x if moments.scaled is None else moments.scaled
+    if isinstance(cut, Own):
+        from vla_accel.ops.cuda.gemm import suffix
+
+        return suffix.heads(
+            x, layer.weight, moments.squares, shift, cos, sin, lengths, q, k, v, gpu=_gpu(x), tiling=cut.tiling,
+            eps=eps, dependent=pdl,
+        )  # fmt: skip
+    y = _product(x, layer, workspace)
+    kernels("around").heads(y, moments, x.shape[1], shift, cos, sin, lengths, q, k, v, eps=eps, pdl=pdl)
+
+
+def gate_up_geglu(
+    x: Tensor, layer: Linear, shift: Tensor | None, out: Tensor, *, eps: float, silu: bool, pdl: bool,
+    cut: Library | Own, workspace: tuple[Tensor, ...] | None, moments: Moments | None,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.suffix.gate_up_geglu`."""
+    assert moments is not None
+    x = x if moments.scaled is None else moments.scaled
+    if isinstance(cut, Own):
+        from vla_accel.ops.cuda.gemm import suffix
+
+        return suffix.gated(
+            x, layer.weight, moments.squares, shift, out, gpu=_gpu(x), tiling=cut.tiling, eps=eps, silu=silu,
+            dependent=pdl,
+        )  # fmt: skip
+    y = _product(x, layer, workspace)
+    kernels("around").geglu(y, moments, x.shape[1], shift, out, eps=eps, silu=silu, pdl=pdl)
+
+
+def project(
+    a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool, tokens: int, skip_first: bool,
+    pdl: bool, cut: Library | Own, workspace: tuple[Tensor, ...] | None, moments: Moments | None,
+    next_scale: Tensor | None,
+) -> None:  # fmt: skip
+    """See `vla_accel.ops.suffix.project`. The own GEMM adds to a residual, without a bias and to every row."""
+    if isinstance(cut, Own):
+        from vla_accel.ops.cuda.gemm import suffix
+
+        assert residual and not skip_first and layer.bias is None
+        return suffix.onto(a, layer.weight, gate, x, moments, next_scale, gpu=_gpu(x), tiling=cut.tiling, dependent=pdl)
+    kernels("around").onto(
+        _product(a, layer, workspace), gate, x, residual=residual, tokens=tokens, skip_first=skip_first,
+        moments=moments, next_scale=next_scale, pdl=pdl,
+    )  # fmt: skip
+
+
+def _product(x: Tensor, layer: Linear, workspace: tuple[Tensor, ...] | None) -> Tensor:
+    assert workspace is not None
+    library_product(x, layer, workspace[0])
+    return workspace[0]
+
+
+def _gpu(x: Tensor) -> Gpu:
+    gpu = Gpu.of(x.device)
+    assert gpu is not None
+    return gpu
