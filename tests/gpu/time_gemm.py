@@ -264,9 +264,10 @@ def prefix(views: int, fp8: bool) -> Chain:
     program = NativePrefix(weights, 1, views * TOKENS, PROMPT)
     rows, kind = views * TOKENS + PROMPT, FP8 if fp8 else DTYPE
     inputs = {
-        "image_tokens": normal(1, views * TOKENS, w), "lengths": torch.tensor([rows - 12], dtype=torch.int32).to(DEVICE),
+        "image_tokens": normal(1, views * TOKENS, w),
         "tokens": torch.randint(0, 1000, (1, PROMPT), device=DEVICE),
-    }  # fmt: skip
+        "lengths": torch.full((1,), rows - 12, dtype=torch.int32, device=DEVICE),
+    }
     out = torch.zeros(2, len(layers), 1, rows, 1, d, dtype=DTYPE, device=DEVICE)
     inside, mlp_inside = program.norms_inside, program.mlp_norms_inside
     products = [
