@@ -1,12 +1,12 @@
 // The epilogue takes the sums of `gemm.cu` to memory: bias, activation, rounding, the residual, the norms on either
-// side.
+// side, rotary positions.
 //
 // A norm without weights (they are folded into the product that follows) needs two numbers of a row, so it costs no
 // pass over the rows: the product that writes x (RESIDUAL) also writes the moments of every 64 columns, and the product
 // that reads x (NORM) multiplies it as it is, and scales and shifts the sums: norm(x) W = rstd (x W - mean (1 W)).
 //
 // Macros besides `gemm.cu`'s: RESIDUAL (out += the product), NORM (0 none, 1 RMSNorm, 2 LayerNorm), MOMENTS (K / 64: a
-// row of x has so many pairs of moments).
+// row of x has so many pairs of moments), HEADS and KV_HEADS (with ROPE: of queries, and of keys and of values).
 
 #define TILE_W (64 * BLOCKS * GROUPS)
 #define TILE_T (PARTS * WIDTH)
@@ -32,6 +32,12 @@ struct Call {
   const float2* moments;
   const float* weight_sums;  // (N,): 1 W
   float eps;
+  // With ROPE keys (rows, KV_HEADS, ROPE) and values go elsewhere than to `out`. `cosines` and `sines` are (places,
+  // ROPE / 2); a row's place is its number modulo `places`.
+  int places;
+  const float* cosines;
+  const float* sines;
+  u16 *keys, *values;
 };
 
 __device__ __forceinline__ float gelu(float x) {
@@ -139,6 +145,68 @@ __device__ __forceinline__ uint4 add_residual(const uint4& v, const uint4& held,
 }
 #endif
 
+#if ROPE
+// What the 64 columns from `column` on are: 32 of a head's first half, then the 32 that turn with them (`weight_row`);
+// of a head of values, 64 as they are. A thread takes eight of either half of a token at a time.
+template <int COUNT>
+struct Turn {
+  static constexpr int TIMES = (COUNT * 32 + 127) / 128;
+  float4 cosines[TIMES][2], sines[TIMES][2];
+
+  __device__ __forceinline__ void load(int token, int end, int column, const Call& c) {
+    const int from = column % ROPE / 64 * 32;
+#pragma unroll
+    for (int n = 0; n < TIMES; ++n) {
+      const int i = (threadIdx.x & 127) + 128 * n, t = i / 4;
+      if (i >= COUNT * 32 || token + t >= end || column / ROPE >= HEADS + KV_HEADS) continue;
+      const u64 at = (u64)((token + t) % c.places) * (ROPE / 2) + from + i % 4 * 8;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        cosines[n][j] = __ldg((const float4*)(c.cosines + at) + j);
+        sines[n][j] = __ldg((const float4*)(c.sines + at) + j);
+      }
+    }
+  }
+
+  // (a, b) become (a cos - b sin, b cos + a sin), each two numbers.
+  static __device__ __forceinline__ void turn(u32& a, u32& b, float cos0, float cos1, float sin0, float sin1) {
+    const float a0 = widen((u16)a), a1 = widen((u16)(a >> 16)), b0 = widen((u16)b), b1 = widen((u16)(b >> 16));
+    a = pack_half2(a0 * cos0 - b0 * sin0, a1 * cos1 - b1 * sin1);
+    b = pack_half2(b0 * cos0 + a0 * sin0, b1 * cos1 + a1 * sin1);
+  }
+
+  __device__ __forceinline__ void store(u32 staging, int token, int end, int column, const Call& c) const {
+    const int head = column / ROPE, within = column % ROPE;
+    const bool turned = head < HEADS + KV_HEADS;
+    if (column >= c.columns) return;
+#pragma unroll
+    for (int n = 0; n < TIMES; ++n) {
+      const int i = (threadIdx.x & 127) + 128 * n, t = i / 4, eight = i % 4;
+      if (i >= COUNT * 32 || token + t >= end) continue;
+      const u32 from = staging + t * PITCH + eight * 16;
+      uint4 a, b;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w) : "r"(from));
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w) : "r"(from + 64));
+      if (turned) {
+        const float4 c0 = cosines[n][0], c1 = cosines[n][1], s0 = sines[n][0], s1 = sines[n][1];
+        turn(a.x, b.x, c0.x, c0.y, s0.x, s0.y);
+        turn(a.y, b.y, c0.z, c0.w, s0.z, s0.w);
+        turn(a.z, b.z, c1.x, c1.y, s1.x, s1.y);
+        turn(a.w, b.w, c1.z, c1.w, s1.z, s1.w);
+      }
+      const u64 row = token + t;
+      u16* to = (u16*)c.out + row * c.columns + head * ROPE;
+      if (head >= HEADS) to = c.keys + (row * KV_HEADS + head - HEADS) * ROPE;
+      if (!turned) to = c.values + (row * KV_HEADS + head - HEADS - KV_HEADS) * ROPE;
+      to += (turned ? within / 2 : within) + eight * 8;
+      *(uint4*)to = a;
+      *(uint4*)(to + (turned ? ROPE / 2 : 32)) = b;
+    }
+  }
+};
+#endif
+
 // A thread has two weight rows of a block of 64, whose first row is `column`: their bias and their sums. A gated
 // product has neither.
 struct Rows {
@@ -215,7 +283,14 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
   if (MATRICES % 2)
     asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at + (MATRICES - 1) * STEP),
                  "r"(packed[MATRICES - 1]) : "memory");
+#if ROPE
+  Turn<COUNT> turn;
+  turn.load(token, end, column, c);
+#endif
   asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+#if ROPE
+  turn.store(staging, token, end, column, c);
+#else
   constexpr int EACH = NARROW ? 16 : 8, PIECES = COLUMNS / EACH;  // A thread has EACH columns, a token PIECES threads.
 #pragma unroll
   for (int n = 0; n < (COUNT * 8 * PIECES + 127) / 128; ++n) {
@@ -241,6 +316,7 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
     if (token + t < end && to < c.columns)
       *(uint4*)((unsigned char*)c.out + ((u64)(token + t) * c.columns + to) * (NARROW ? 1 : 2)) = v;
   }
+#endif
   // The staging may be written again.
   asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
 }
