@@ -42,22 +42,14 @@ struct Call {
 
 __device__ __forceinline__ float gelu(float x) {
   const float u = x * fmaf(0.0356774081f * x, x, 0.7978845608f), h = 0.5f * x;
-  float t;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(u));
-  return fmaf(h, t, h);
+  return fmaf(h, tanh_fast(u), h);
 }
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 __device__ __forceinline__ u32 pack_half2(float low, float high) {
   return KIND == 1 ? pack_f16x2(low, high) : pack_bf16x2(low, high);
 }
 __device__ __forceinline__ float widen(u16 v) {
-#if KIND == 1
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-  return f;
-#else
-  return __uint_as_float((u32)v << 16);
-#endif
+  return KIND == 1 ? widen_f16(v) : __uint_as_float((u32)v << 16);
 }
 // This scales two 16-bit values and rounds them to E4M3, saturated.
 __device__ __forceinline__ u32 quantize2(u32 two, float inverse) {
@@ -90,13 +82,12 @@ __device__ __forceinline__ void load_norms(u32 norms, int token, const Call& c) 
     const float apart = one / MOMENTS;
     if (NORM == 2) two -= one * apart;
     const float factor = rsqrtf((inside / 64.f + two) / MOMENTS + c.eps) * c.scale;
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(norms + t * 8), "f"(factor),
-                 "f"(NORM == 2 ? -factor * (first + apart) : 0.f) : "memory");
+    st_shared_f2(norms + t * 8, factor, NORM == 2 ? -factor * (first + apart) : 0.f);
   }
-  asm volatile("bar.arrive 14, %0;" ::"n"(CONSUMERS + NORMING) : "memory");
+  bar_arrive<CONSUMERS + NORMING>(14);
 }
 __device__ __forceinline__ void wait_for_norms() {
-  asm volatile("bar.sync 14, %0;" ::"n"(CONSUMERS + NORMING) : "memory");
+  bar_sync<CONSUMERS + NORMING>(14);
 }
 #endif
 
@@ -111,9 +102,7 @@ __device__ __forceinline__ void load_residual(uint4 (&held)[(COUNT + 1) / 2], in
     const int i = (threadIdx.x & 127) + 128 * n, t = i / 8, to = column + i % 8 * 8;
     held[n] = make_uint4(0, 0, 0, 0);
     if (i < COUNT * 64 && token + t < end && to < c.columns)
-      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(held[n].x), "=r"(held[n].y), "=r"(held[n].z), "=r"(held[n].w)
-                   : "l"((u16*)c.out + (u64)(token + t) * c.columns + to) : "memory");
+      held[n] = ld_global_v4((u16*)c.out + (u64)(token + t) * c.columns + to);
   }
 }
 
@@ -184,10 +173,7 @@ struct Turn {
       const int i = (threadIdx.x & 127) + 128 * n, t = i / 4, eight = i % 4;
       if (i >= COUNT * 32 || token + t >= end) continue;
       const u32 from = staging + t * PITCH + eight * 16;
-      uint4 a, b;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w) : "r"(from));
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w) : "r"(from + 64));
+      uint4 a = ld_shared_v4(from), b = ld_shared_v4(from + 64);
       if (turned) {
         const float4 c0 = cosines[n][0], c1 = cosines[n][1], s0 = sines[n][0], s1 = sines[n][1];
         turn(a.x, b.x, c0.x, c0.y, s0.x, s0.y);
@@ -243,9 +229,8 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = i < 2 ? rows.first_bias : rows.second_bias;
 #if NORM
-    float n[4];  // (factor, shift) of two tokens
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(n[0]), "=f"(n[1]), "=f"(n[2]), "=f"(n[3]) : "r"(norms + (j * 8 + lane % 4 * 2) * 8));
+    const float4 two = ld_shared_f4(norms + (j * 8 + lane % 4 * 2) * 8);
+    const float n[4] = {two.x, two.y, two.z, two.w};  // (factor, shift) of two tokens
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (NORM == 2) v[i] = fmaf(n[i % 2 * 2 + 1], i < 2 ? rows.first_sum : rows.second_sum, v[i]);
@@ -275,19 +260,16 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
   constexpr int FOURS = MATRICES / 4 * 4;
 #pragma unroll
   for (int i = 0; i < FOURS; i += 4)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at + i * STEP),
-                 "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]), "r"(packed[i + 3]) : "memory");
+    stmatrix_x4_trans(at + i * STEP, packed[i], packed[i + 1], packed[i + 2], packed[i + 3]);
   if (MATRICES % 4 >= 2)
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at + FOURS * STEP),
-                 "r"(packed[FOURS % MATRICES]), "r"(packed[(FOURS + 1) % MATRICES]) : "memory");
+    stmatrix_x2_trans(at + FOURS * STEP, packed[FOURS % MATRICES], packed[(FOURS + 1) % MATRICES]);
   if (MATRICES % 2)
-    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at + (MATRICES - 1) * STEP),
-                 "r"(packed[MATRICES - 1]) : "memory");
+    stmatrix_x1_trans(at + (MATRICES - 1) * STEP, packed[MATRICES - 1]);
 #if ROPE
   Turn<COUNT> turn;
   turn.load(token, end, column, c);
 #endif
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+  bar_sync<128>(1 + group);
 #if ROPE
   turn.store(staging, token, end, column, c);
 #else
@@ -298,12 +280,9 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
     if (i >= COUNT * 8 * PIECES) break;  // With RESIDUAL these are whole warps, whose sums may shuffle.
     const int t = i / PIECES, piece = i % PIECES, to = column + piece * EACH;
     const u32 from = staging + t * PITCH + piece * EACH * 2;
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+    uint4 v = ld_shared_v4(from);
 #if NARROW
-    uint4 w;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from + 16));
+    const uint4 w = ld_shared_v4(from + 16);
     v = make_uint4(quantize4(v.x, v.y, c.inverse), quantize4(v.z, v.w, c.inverse), quantize4(w.x, w.y, c.inverse),
                    quantize4(w.z, w.w, c.inverse));
 #endif
@@ -318,5 +297,5 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
   }
 #endif
   // The staging may be written again.
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+  bar_sync<128>(1 + group);
 }
