@@ -80,7 +80,8 @@ def source(
         "STAGING": memory.staging, "EXCHANGE": memory.exchange, "BARRIERS": memory.barriers,
         **dict(zip(("ROPE", "HEADS", "KV_HEADS"), rope, strict=True)),
     }  # fmt: skip
-    return source_of(sizes, "gemm/epilogue", "gemm/gemm", generated=wgmma(f"wgmma_{_WGMMA[kind]}", tiling.width, _WGMMA[kind]))
+    product = wgmma(f"wgmma_{_WGMMA[kind]}", tiling.width, _WGMMA[kind])
+    return source_of(sizes, "gemm/epilogue", "gemm/gemm", generated=product)
 
 
 class _Map(ctypes.Structure):
