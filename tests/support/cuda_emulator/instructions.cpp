@@ -100,6 +100,21 @@ void __syncthreads() {
     warp.clock.seen[warp.agent] = ++block.cluster->stamps[warp.agent];
   }
 }
+// Threads of whole warps.
+void emulator::arrive_at_part(u32 barrier, int threads, bool waits) {
+  if (barrier < 1 || barrier > 15) fail("bar: a block has barriers 1 to 15 for parts of it, got %u", barrier);
+  Rendezvous& here = current->block->parts[barrier];
+  uint32_t phase = 0;
+  meet(waits ? "bar_sync" : "bar_arrive", [&](Warp& warp) {
+    release(warp, here.next);
+    for (auto& lane : warp.lane) lane.word[0] = here.phase;
+    for (int i = 0; i < LANES; ++i) arrive(here, threads);
+  });
+  phase = current->warp->lane[current->lane].word[0];
+  if (!waits) return;
+  wait("bar_sync", has_passed, &here, phase);
+  current->warp->clock.join(here.released);
+}
 void __syncwarp() {
   meet("__syncwarp", [](Warp&) {});
 }
@@ -130,7 +145,7 @@ void mbarrier_init(u32 barrier, u32 arrivals) {
   Block& block = own_block(barrier, "mbarrier_init");
   store(block, barrier, (u64)arrivals, "mbarrier_init");
   block.memory.hold_barrier(barrier & PLACE, current->warp->clock.seen[current->warp->agent]);
-  block.barriers[barrier & PLACE] = {(int)arrivals, (int)arrivals, 0, 0, {}};
+  block.barriers[barrier & PLACE] = {(int)arrivals, (int)arrivals, 0, 0, {}, false};
 }
 void fence_mbarrier_init() { release(*current->warp, current->warp->fenced); }
 void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
@@ -142,10 +157,20 @@ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   here.complete();
 }
 void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
+void mbarrier_arrive_remote(u32 barrier, u32 rank) {
+  if (machine.cluster_size < 2) return mbarrier_arrive(barrier);
+  const u32 there = mapa(barrier, (int)rank);
+  Barrier& afar = barrier_of(block_of(there, "mbarrier_arrive_remote"), there, "mbarrier_arrive_remote");
+  if (afar.pending == 0) fail("mbarrier_arrive_remote: all of %d arrivals have come", afar.expected);
+  release(*current->warp, afar.released);
+  --afar.pending;
+  afar.complete();
+}
 void mbarrier_wait(u32 barrier, u32 parity) {
   Barrier& here = barrier_of(own_block(barrier, "mbarrier_wait"), barrier, "mbarrier_wait");
   wait("mbarrier_wait", [](const Thread& t) { return (((const Barrier*)t.object)->phase & 1) != t.value; }, &here, parity);
   current->warp->clock.join(here.released);
+  current->behind |= here.behind;
 }
 void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   check_alignment(to, 16, "bulk_load");
@@ -155,8 +180,41 @@ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   Block& block = own_block(to, "bulk_load");
   barrier_of(own_block(barrier, "bulk_load"), barrier, "bulk_load");
   block.cluster->copies.push_back(
-      {&block, to & PLACE, bytes, barrier & PLACE, (const unsigned char*)from, current->warp->clock, "bulk_load"});
+      {&block, to & PLACE, bytes, barrier & PLACE, (const unsigned char*)from, current->warp->clock, "bulk_load",
+       current->waited, {}});
   ++block.copies;
+}
+// A tensor map here is: the matrix, its columns, rows, bytes of a row, bytes of a number, columns and rows of a box, all
+// as u64. A box has rows of 128 bytes, swizzled; what is outside of the matrix is zero.
+void emulator::tma_load_box(u32 to, const u64 (&map)[16], int x, int y, u32 barrier, u32 mask) {
+  const auto* matrix = (const unsigned char*)map[0];
+  const int64_t columns = (int64_t)map[1], rows = (int64_t)map[2], stride = (int64_t)map[3], size = (int64_t)map[4];
+  const u32 bytes = (u32)(map[6] * 128);
+  if ((int64_t)map[5] * size != 128 || map[6] > 256) fail("tma_load_2d: the map is of no boxes of 128 bytes and 256 rows");
+  check_alignment(to, 128, "tma_load_2d");
+  if (mask == 0) mask = 1u << current->block->rank;
+  std::vector<unsigned char> box(bytes);
+  for (int64_t row = y; row < y + (int64_t)map[6]; ++row) {
+    const int64_t there = std::min<int64_t>(128, (columns - x) * size);
+    if (x < 0 || row < 0 || row >= rows || there <= 0) continue;
+    const unsigned char* from = matrix + row * stride + x * size;
+    machine.global.read(from, (size_t)there, current->waited, "tma_load_2d");
+    for (int64_t i = 0; i < there; ++i) {
+      const u32 at = (to & PLACE) + (u32)((row - y) * 128 + i);
+      box[(at ^ (at >> 7 & 7) << 4) - (to & PLACE)] = from[i];
+    }
+  }
+  for (u32 rank = 0; mask >> rank; ++rank) {
+    if (!(mask >> rank & 1)) continue;
+    const auto there = [&](u32 address) { return (address & PLACE) | rank << RANK; };
+    Block& block = block_of(there(to), "tma_load_2d");
+    barrier_of(block, there(barrier), "tma_load_2d");
+    block.cluster->copies.push_back(
+        {&block, to & PLACE, bytes, barrier & PLACE, nullptr, current->warp->clock, "tma_load_2d",
+         current->waited, box});
+    block.cluster->copies.back().from = block.cluster->copies.back().box.data();
+    ++block.copies;
+  }
 }
 // The store may come late, too, but nobody can tell: whoever does not wait for the barrier is found by the clocks.
 void st_async(u32 to, u32 barrier, u32 a, u32 b, u32 c, u32 d) {
@@ -186,7 +244,7 @@ static T load_global(const void* p, bool ordered, const char* what) {
 template <class T>
 static void store_global(T* p, T value, const char* what) {
   check_alignment((size_t)p, sizeof(T), what);
-  machine.global.write(p, sizeof(T), current->waited || current->block->waited, what);
+  machine.global.write(p, sizeof(T), current->waited || current->behind || current->block->waited, what);
   *p = value;
 }
 void st_relaxed(u16* to, u16 v) { store_global(to, v, "st_relaxed"); }
@@ -204,6 +262,7 @@ void wait_there(uint4& v, const void* p) {
   wait("wait_there", are_there, p);
   v = load_global<uint4>(p, true, "wait_there");
 }
+uint4 ld_global_v4(const void* p) { return load_global<uint4>(p, current->waited || current->block->waited, "ld_global_v4"); }
 uint4 ld_cg_v4(const void* p) { return load_global<uint4>(p, current->waited || current->block->waited, "ld_cg_v4"); }
 
 // -- shared memory -----------------------------------------------------------------------------------------------------
@@ -234,6 +293,14 @@ void ld_shared_v2(u32& a, u32& b, u32 address) {
   b = v.y;
 }
 void st_shared(u32 address, u32 v) { store(own_block(address, "st_shared"), address, v, "st_shared"); }
+uint4 ld_shared_v4(u32 address) { return load<uint4>(own_block(address, "ld_shared_v4"), address, "ld_shared_v4"); }
+float4 ld_shared_f4(u32 address) { return load<float4>(own_block(address, "ld_shared_f4"), address, "ld_shared_f4"); }
+void st_shared_f2(u32 address, float a, float b) {
+  store(own_block(address, "st_shared_f2"), address, make_float2(a, b), "st_shared_f2");
+}
+void st_cluster_f4(u32 address, float a, float b, float c, float d) {
+  store(block_of(address, "st_cluster_f4"), address, make_float4(a, b, c, d), "st_cluster_f4");
+}
 
 // -- plain accesses: the compiler announces each (-fsanitize=thread), and bad alignment (-fsanitize=alignment) ---------
 
@@ -250,7 +317,7 @@ static void access(const void* p, size_t bytes, bool writes) {
   } else {
     const bool waited = current->waited || block.waited;
     if (writes)
-      machine.global.write(p, bytes, waited, "the code");
+      machine.global.write(p, bytes, waited || current->behind, "the code");
     else
       machine.global.read(p, bytes, waited, "the code");
   }

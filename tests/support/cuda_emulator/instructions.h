@@ -8,6 +8,15 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
+// What several of these share; no names of the kernels.
+namespace emulator {
+  void tma_load_box(u32 to, const u64 (&map)[16], int x, int y, u32 barrier, u32 mask);
+  void store_matrices(u32 address, const u32* r, int count);
+  void arrive_at_part(u32 barrier, int threads, bool waits);
+  void wgmma_of_shared(float* d, int count, u64 a, u64 b, int more, int kind);
+  float widen_e4m3(unsigned char v);
+}  // namespace emulator
+
 // -- dependent launches: kernels run one after the other; a read too early is found all the same (global_memory.h) -----
 
 inline void inject_delay(u32) {}
@@ -19,10 +28,19 @@ void griddepcontrol_wait();
 void mbarrier_init(u32 barrier, u32 arrivals);
 void fence_mbarrier_init();
 void mbarrier_arrive(u32 barrier);
+void mbarrier_arrive_remote(u32 barrier, u32 rank);
 void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes);
 void mbarrier_wait(u32 barrier, u32 parity);
 inline void mbarrier_wait_cluster(u32 barrier, u32 parity) { mbarrier_wait(barrier, parity); }
 void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier);
+template <class Map>
+inline void tma_load_2d(u32 to, const Map& map, int x, int y, u32 barrier, u16 mask, u64) {
+  emulator::tma_load_box(to, map.opaque, x, y, barrier, mask);
+}
+template <class Map>
+inline void prefetch_tensormap(const Map&) {}
+inline u64 policy_evict_first() { return 0; }
+inline u64 policy_evict_last() { return 0; }
 void st_async(u32 to, u32 barrier, u32 a, u32 b, u32 c, u32 d);
 inline void fence_proxy_async() {}
 
@@ -32,6 +50,7 @@ void st_relaxed(u16* to, u16 v);
 uint4 ld_relaxed_v4(const void* p);
 void wait_there(uint4& v, const void* p);
 uint4 ld_cg_v4(const void* p);
+uint4 ld_global_v4(const void* p);
 inline float ld_cg(const float* p) { return *p; }
 
 // -- clusters ----------------------------------------------------------------------------------------------------------
@@ -44,11 +63,39 @@ float ld_cluster(u32 address, int rank);
 void st_cluster(u32 address, float v);
 void st_cluster_v2(u32 address, float a, float b);
 void st_cluster_v4(u32 address, const uint4& v);
+void st_cluster_f4(u32 address, float a, float b, float c, float d);
+
+// -- parts of a block --------------------------------------------------------------------------------------------------
+
+template <int COUNT>
+inline void setmaxnreg_dec() {}
+template <int COUNT>
+inline void setmaxnreg_inc() {}
+template <int THREADS>
+inline void bar_sync(u32 barrier) {
+  emulator::arrive_at_part(barrier, THREADS, true);
+}
+template <int THREADS>
+inline void bar_arrive(u32 barrier) {
+  emulator::arrive_at_part(barrier, THREADS, false);
+}
 
 // -- this block's shared memory, by address ----------------------------------------------------------------------------
 
 void ld_shared_v2(u32& a, u32& b, u32 address);
 void st_shared(u32 address, u32 v);
+uint4 ld_shared_v4(u32 address);
+float4 ld_shared_f4(u32 address);
+void st_shared_f2(u32 address, float a, float b);
+inline void stmatrix_x4_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  const u32 r[4] = {a, b, c, d};
+  emulator::store_matrices(address, r, 4);
+}
+inline void stmatrix_x2_trans(u32 address, u32 a, u32 b) {
+  const u32 r[2] = {a, b};
+  emulator::store_matrices(address, r, 2);
+}
+inline void stmatrix_x1_trans(u32 address, u32 a) { emulator::store_matrices(address, &a, 1); }
 void ldmatrix_x4(u32 (&r)[4], u32 address);
 void ldmatrix_x4_trans(u32 (&r)[4], u32 address);
 
@@ -58,6 +105,7 @@ inline float exp2_fast(float x) {
   const float y = exp2f(x);
   return y < 1.17549435e-38f ? 0.f : y;
 }
+inline float tanh_fast(float x) { return tanhf(x); }
 inline u16 round_bf16(float x) {
   const u32 bits = bits_as<u32>(x);
   return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -67,6 +115,9 @@ inline u32 scaled(u32 v, u32 s) {
   const auto one = [](u32 a, u32 b) { return fmaf(bits_as<float>(a), bits_as<float>(b), bits_as<float>(a)); };
   return pack_bf16x2(one(v << 16, s << 16), one(v & 0xffff0000u, s & 0xffff0000u));
 }
+float widen_f16(u16 v);
+u32 pack_f16x2(float low, float high);
+u16 pack_e4m3x2(float low, float high);
 template <int FIRST>
 inline u32 widened_pair(u32 bytes) {
   return pack_bf16x2((int8_t)(bytes >> 8 * FIRST), (int8_t)(bytes >> 8 * (FIRST + 1)));
@@ -85,4 +136,16 @@ void wgmma_of_registers(float* d, int count, const u32 (&a)[4], u64 b, int more)
 template <int COUNT>
 inline void wgmma(float (&d)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int more) {
   wgmma_of_registers(d, COUNT, {a0, a1, a2, a3}, b, more);
+}
+template <int COUNT>
+inline void wgmma_bf16(float (&d)[COUNT], u64 a, u64 b, int more) {
+  emulator::wgmma_of_shared(d, COUNT, a, b, more, 0);
+}
+template <int COUNT>
+inline void wgmma_f16(float (&d)[COUNT], u64 a, u64 b, int more) {
+  emulator::wgmma_of_shared(d, COUNT, a, b, more, 1);
+}
+template <int COUNT>
+inline void wgmma_e4m3(float (&d)[COUNT], u64 a, u64 b, int more) {
+  emulator::wgmma_of_shared(d, COUNT, a, b, more, 2);
 }

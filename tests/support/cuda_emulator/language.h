@@ -75,6 +75,7 @@ inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
 template <class T>
 inline T __ldg(const T* p) {
   return *p;

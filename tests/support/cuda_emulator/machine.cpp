@@ -94,6 +94,7 @@ static void arrive_copy(Cluster& cluster, size_t which) {
   Barrier& barrier = block.barriers.at(copy.barrier);
   barrier.released.join(clock);
   barrier.bytes -= (int)copy.bytes;
+  barrier.behind |= copy.waited;
   barrier.complete();
   machine.progress = true;
 }
@@ -112,6 +113,7 @@ static void begin_cluster(int first_block) {
     block->rank = rank;
     block->engine = rank * (warps + 1) + warps;
     block->rendezvous = {};
+    block->parts.clear();
     block->barriers.clear();
     block->left = machine.threads;
     block->copies = 0;
@@ -131,7 +133,7 @@ static void begin_cluster(int first_block) {
       thread.warp = &warp;
       thread.index = i;
       thread.lane = i % LANES;
-      thread.done = thread.started = thread.waited = false;
+      thread.done = thread.started = thread.waited = thread.behind = false;
       thread.ready = nullptr;
       thread.cluster_phase = thread.cluster_arrivals = thread.cluster_waits = 0;
     }

@@ -28,6 +28,7 @@ struct Thread {
   int index, lane;
   bool done, started;
   bool waited;  // for the kernels before
+  bool behind;  // It comes after a thread that has waited, by what that one fetched: it may write.
   // What it waits for: `ready` looks at `object` and `value`.
   const char* what;
   Ready ready;
@@ -68,6 +69,7 @@ struct Barrier {
   int expected, pending, bytes;
   uint32_t phase;
   Clock released;
+  bool behind = false;  // What it waits for was fetched by a thread that had waited for the kernels before.
 
   void complete() {
     if (pending || bytes) return;
@@ -83,6 +85,7 @@ struct Block {
   std::vector<std::unique_ptr<Thread>> threads;
   std::vector<Warp> warps;
   Rendezvous rendezvous;
+  std::map<uint32_t, Rendezvous> parts;  // barriers of some of its threads, by their number
   std::map<uint32_t, Barrier> barriers;  // by their place in shared memory
   int left, copies;                      // threads, and copies to its shared memory that are under way
   bool waited;                           // for the kernels before, by a counter
@@ -95,6 +98,8 @@ struct Copy {
   const unsigned char* from;
   Clock clock;
   const char* what;
+  bool waited;                     // whoever asked for it had, for the kernels before
+  std::vector<unsigned char> box;  // what a tensor map makes of it; `from` lies in it
 };
 
 struct Cluster {

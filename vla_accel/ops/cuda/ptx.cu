@@ -12,6 +12,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+__device__ __forceinline__ float tanh_fast(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // -- dependent launches -----------------------------------------------------------------------------------------------
 
 // Tests set INJECT_DELAY (microseconds). A warp then sleeps between 0 and INJECT_DELAY at two places whose order must
@@ -41,8 +47,61 @@ __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcon
 __device__ __forceinline__ void ld_shared_v2(u32& a, u32& b, u32 address) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(address));
 }
+__device__ __forceinline__ uint4 ld_shared_v4(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ float4 ld_shared_f4(u32 address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+  return v;
+}
 __device__ __forceinline__ void st_shared(u32 address, u32 v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+__device__ __forceinline__ void st_shared_f2(u32 address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+// These store matrices of 8 x 8 numbers of 16 bits, transposed. Lanes 8 i to 8 i + 7 give the addresses of the rows of
+// matrix i; lane 4 g + t holds columns g of rows 2 t and 2 t + 1.
+__device__ __forceinline__ void stmatrix_x4_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ void stmatrix_x2_trans(u32 address, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
+               : "memory");
+}
+__device__ __forceinline__ void stmatrix_x1_trans(u32 address, u32 a) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address), "r"(a) : "memory");
+}
+// A load that stays where it is written.
+__device__ __forceinline__ uint4 ld_global_v4(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
+// -- parts of a block -------------------------------------------------------------------------------------------------
+
+// A warpgroup gives registers away, or takes them.
+template <int COUNT>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+// One of a block's sixteen barriers, for THREADS of its threads: those that wait for it, and those that only arrive.
+template <int THREADS>
+__device__ __forceinline__ void bar_sync(u32 barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+template <int THREADS>
+__device__ __forceinline__ void bar_arrive(u32 barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
 // -- barriers in shared memory ----------------------------------------------------------------------------------------
@@ -141,6 +200,9 @@ __device__ __forceinline__ u32 mapa(u32 address, int rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
+__device__ __forceinline__ void st_cluster_f4(u32 to, float a, float b, float c, float d) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
 // This stores 16 bytes in another block's shared memory, and that block's barrier counts them. What waits there
 // for all of them may read them; the barrier of a cluster, as a release, waits for the block's writes to the whole GPU. In
 // a launch without clusters it is an illegal instruction.
@@ -155,6 +217,17 @@ __device__ __forceinline__ void st_async(u32 to, u32 barrier, u32 a, u32 b, u32 
 struct alignas(64) TensorMap {
   u64 opaque[16];
 };
+// What the L2 cache should do with what is loaded: drop it first, or last.
+__device__ __forceinline__ u64 policy_evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ u64 policy_evict_last() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -199,6 +272,11 @@ __device__ __forceinline__ u32 pack_f16x2(float low, float high) {
   u32 v;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
+}
+__device__ __forceinline__ float widen_f16(u16 v) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+  return f;
 }
 // Values beyond ±448 become ±448.
 __device__ __forceinline__ u16 pack_e4m3x2(float low, float high) {

@@ -109,12 +109,6 @@ __device__ __forceinline__ float2 unpack_half2(u32 v) {
 #endif
 }
 
-__device__ __forceinline__ uint4 ld_shared_v4(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
-}
-
 // -- the kernel -------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(384, 1)

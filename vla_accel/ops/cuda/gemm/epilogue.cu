@@ -1,12 +1,13 @@
 // The epilogue takes the sums of `gemm.cu` to memory: bias, activation, rounding, the residual, the norms on either
-// side.
+// side, rotary positions.
 //
 // A norm without weights (they are folded into the product that follows) needs two numbers of a row, so it costs no
 // pass over the rows: the product that writes x (RESIDUAL) also writes the moments of every 64 columns, and the product
 // that reads x (NORM) multiplies it as it is, and scales and shifts the sums: norm(x) W = rstd (x W - mean (1 W)).
 //
 // Macros besides `gemm.cu`'s: RESIDUAL (out += the product), NORM (0 none, 1 RMSNorm, 2 LayerNorm, 3 RMSNorm by
-// suffix.cu's moments), MOMENTS (K / 64: a row of x has so many pairs of moments), SUFFIX (suffix.cu).
+// suffix.cu's moments), MOMENTS (K / 64: a row of x has so many pairs of moments), SUFFIX (suffix.cu), HEADS and KV_HEADS
+// (with ROPE: of queries, and of keys and of values).
 
 #define TILE_W (64 * BLOCKS * GROUPS)
 #define TILE_T (PARTS * WIDTH)
@@ -32,6 +33,12 @@ struct Call {
   const float2* moments;
   const float* weight_sums;  // (N,): 1 W
   float eps;
+  // With ROPE keys (rows, KV_HEADS, ROPE) and values go elsewhere than to `out`. `cosines` and `sines` are (places,
+  // ROPE / 2); a row's place is its number modulo `places`.
+  int places;
+  const float* cosines;
+  const float* sines;
+  u16 *keys, *values;
 #if SUFFIX
   Suffix s;
 #endif
@@ -39,22 +46,14 @@ struct Call {
 
 __device__ __forceinline__ float gelu(float x) {
   const float u = x * fmaf(0.0356774081f * x, x, 0.7978845608f), h = 0.5f * x;
-  float t;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(u));
-  return fmaf(h, t, h);
+  return fmaf(h, tanh_fast(u), h);
 }
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 __device__ __forceinline__ u32 pack_half2(float low, float high) {
   return KIND == 1 ? pack_f16x2(low, high) : pack_bf16x2(low, high);
 }
 __device__ __forceinline__ float widen(u16 v) {
-#if KIND == 1
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-  return f;
-#else
-  return __uint_as_float((u32)v << 16);
-#endif
+  return KIND == 1 ? widen_f16(v) : __uint_as_float((u32)v << 16);
 }
 // This scales two 16-bit values and rounds them to E4M3, saturated.
 __device__ __forceinline__ u32 quantize2(u32 two, float inverse) {
@@ -80,8 +79,7 @@ __device__ __forceinline__ void load_norms(u32 norms, int token, const Call& c) 
       for (int i = 0; i < c.s.tiles; ++i) squares += c.s.squares[(u64)i * c.rows + token + t];
       if (SUFFIX == 3) position = c.s.lengths[(token + t) / c.s.tokens] + (token + t) % c.s.tokens;
     }
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(norms + t * 8),
-                 "f"(rsqrtf(squares / c.s.width + c.eps) * c.scale), "f"(__int_as_float(position)) : "memory");
+    st_shared_f2(norms + t * 8, rsqrtf(squares / c.s.width + c.eps) * c.scale, __int_as_float(position));
 #else
     // Means count from the first one, so that nothing cancels: var = (Σ inside / 64 + Σ (mean_i - mean)²) / MOMENTS.
     float first = 0.f, one = 0.f, two = 0.f, inside = 0.f;
@@ -99,14 +97,13 @@ __device__ __forceinline__ void load_norms(u32 norms, int token, const Call& c) 
     const float apart = one / MOMENTS;
     if (NORM == 2) two -= one * apart;
     const float factor = rsqrtf((inside / 64.f + two) / MOMENTS + c.eps) * c.scale;
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(norms + t * 8), "f"(factor),
-                 "f"(NORM == 2 ? -factor * (first + apart) : 0.f) : "memory");
+    st_shared_f2(norms + t * 8, factor, NORM == 2 ? -factor * (first + apart) : 0.f);
 #endif
   }
-  asm volatile("bar.arrive 14, %0;" ::"n"(CONSUMERS + NORMING) : "memory");
+  bar_arrive<CONSUMERS + NORMING>(14);
 }
 __device__ __forceinline__ void wait_for_norms() {
-  asm volatile("bar.sync 14, %0;" ::"n"(CONSUMERS + NORMING) : "memory");
+  bar_sync<CONSUMERS + NORMING>(14);
 }
 #endif
 
@@ -121,9 +118,7 @@ __device__ __forceinline__ void load_residual(uint4 (&held)[(COUNT + 1) / 2], in
     const int i = (threadIdx.x & 127) + 128 * n, t = i / 8, to = column + i % 8 * 8;
     held[n] = make_uint4(0, 0, 0, 0);
     if (i < COUNT * 64 && token + t < end && to < c.columns)
-      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(held[n].x), "=r"(held[n].y), "=r"(held[n].z), "=r"(held[n].w)
-                   : "l"((u16*)c.out + (u64)(token + t) * c.columns + to) : "memory");
+      held[n] = ld_global_v4((u16*)c.out + (u64)(token + t) * c.columns + to);
   }
 }
 
@@ -184,6 +179,65 @@ __device__ __forceinline__ uint4 add_gated(const uint4& v, const uint4& held, bo
 }
 #endif
 
+#if ROPE
+// What the 64 columns from `column` on are: 32 of a head's first half, then the 32 that turn with them (`weight_row`);
+// of a head of values, 64 as they are. A thread takes eight of either half of a token at a time.
+template <int COUNT>
+struct Turn {
+  static constexpr int TIMES = (COUNT * 32 + 127) / 128;
+  float4 cosines[TIMES][2], sines[TIMES][2];
+
+  __device__ __forceinline__ void load(int token, int end, int column, const Call& c) {
+    const int from = column % ROPE / 64 * 32;
+#pragma unroll
+    for (int n = 0; n < TIMES; ++n) {
+      const int i = (threadIdx.x & 127) + 128 * n, t = i / 4;
+      if (i >= COUNT * 32 || token + t >= end || column / ROPE >= HEADS + KV_HEADS) continue;
+      const u64 at = (u64)((token + t) % c.places) * (ROPE / 2) + from + i % 4 * 8;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        cosines[n][j] = __ldg((const float4*)(c.cosines + at) + j);
+        sines[n][j] = __ldg((const float4*)(c.sines + at) + j);
+      }
+    }
+  }
+
+  // (a, b) become (a cos - b sin, b cos + a sin), each two numbers.
+  static __device__ __forceinline__ void turn(u32& a, u32& b, float cos0, float cos1, float sin0, float sin1) {
+    const float a0 = widen((u16)a), a1 = widen((u16)(a >> 16)), b0 = widen((u16)b), b1 = widen((u16)(b >> 16));
+    a = pack_half2(a0 * cos0 - b0 * sin0, a1 * cos1 - b1 * sin1);
+    b = pack_half2(b0 * cos0 + a0 * sin0, b1 * cos1 + a1 * sin1);
+  }
+
+  __device__ __forceinline__ void store(u32 staging, int token, int end, int column, const Call& c) const {
+    const int head = column / ROPE, within = column % ROPE;
+    const bool turned = head < HEADS + KV_HEADS;
+    if (column >= c.columns) return;
+#pragma unroll
+    for (int n = 0; n < TIMES; ++n) {
+      const int i = (threadIdx.x & 127) + 128 * n, t = i / 4, eight = i % 4;
+      if (i >= COUNT * 32 || token + t >= end) continue;
+      const u32 from = staging + t * PITCH + eight * 16;
+      uint4 a = ld_shared_v4(from), b = ld_shared_v4(from + 64);
+      if (turned) {
+        const float4 c0 = cosines[n][0], c1 = cosines[n][1], s0 = sines[n][0], s1 = sines[n][1];
+        turn(a.x, b.x, c0.x, c0.y, s0.x, s0.y);
+        turn(a.y, b.y, c0.z, c0.w, s0.z, s0.w);
+        turn(a.z, b.z, c1.x, c1.y, s1.x, s1.y);
+        turn(a.w, b.w, c1.z, c1.w, s1.z, s1.w);
+      }
+      const u64 row = token + t;
+      u16* to = (u16*)c.out + row * c.columns + head * ROPE;
+      if (head >= HEADS) to = c.keys + (row * KV_HEADS + head - HEADS) * ROPE;
+      if (!turned) to = c.values + (row * KV_HEADS + head - HEADS - KV_HEADS) * ROPE;
+      to += (turned ? within / 2 : within) + eight * 8;
+      *(uint4*)to = a;
+      *(uint4*)(to + (turned ? ROPE / 2 : 32)) = b;
+    }
+  }
+};
+#endif
+
 // A thread has two weight rows of a block of 64, whose first row is `column`: their bias and their sums. A gated
 // product has neither.
 struct Rows {
@@ -237,9 +291,8 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = i < 2 ? rows.first_bias : rows.second_bias;
 #if NORM
-    float n[4];  // (factor, shift) of two tokens
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(n[0]), "=f"(n[1]), "=f"(n[2]), "=f"(n[3]) : "r"(norms + (j * 8 + lane % 4 * 2) * 8));
+    const float4 two = ld_shared_f4(norms + (j * 8 + lane % 4 * 2) * 8);
+    const float n[4] = {two.x, two.y, two.z, two.w};  // (factor, shift) of two tokens
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (NORM == 2) v[i] = fmaf(n[i % 2 * 2 + 1], i < 2 ? rows.first_sum : rows.second_sum, v[i]);
@@ -285,15 +338,19 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
   constexpr int FOURS = MATRICES / 4 * 4;
 #pragma unroll
   for (int i = 0; i < FOURS; i += 4)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at + i * STEP),
-                 "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]), "r"(packed[i + 3]) : "memory");
+    stmatrix_x4_trans(at + i * STEP, packed[i], packed[i + 1], packed[i + 2], packed[i + 3]);
   if (MATRICES % 4 >= 2)
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at + FOURS * STEP),
-                 "r"(packed[FOURS % MATRICES]), "r"(packed[(FOURS + 1) % MATRICES]) : "memory");
+    stmatrix_x2_trans(at + FOURS * STEP, packed[FOURS % MATRICES], packed[(FOURS + 1) % MATRICES]);
   if (MATRICES % 2)
-    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at + (MATRICES - 1) * STEP),
-                 "r"(packed[MATRICES - 1]) : "memory");
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+    stmatrix_x1_trans(at + (MATRICES - 1) * STEP, packed[MATRICES - 1]);
+#if ROPE
+  Turn<COUNT> turn;
+  turn.load(token, end, column, c);
+#endif
+  bar_sync<128>(1 + group);
+#if ROPE
+  turn.store(staging, token, end, column, c);
+#else
   constexpr int EACH = NARROW ? 16 : 8, PIECES = COLUMNS / EACH;  // A thread has EACH columns, a token PIECES threads.
 #pragma unroll
   for (int n = 0; n < (COUNT * 8 * PIECES + 127) / 128; ++n) {
@@ -301,12 +358,9 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
     if (i >= COUNT * 8 * PIECES) break;  // With RESIDUAL these are whole warps, whose sums may shuffle.
     const int t = i / PIECES, piece = i % PIECES, to = column + piece * EACH;
     const u32 from = staging + t * PITCH + piece * EACH * 2;
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+    uint4 v = ld_shared_v4(from);
 #if NARROW
-    uint4 w;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from + 16));
+    const uint4 w = ld_shared_v4(from + 16);
     v = make_uint4(quantize4(v.x, v.y, c.inverse), quantize4(v.z, v.w, c.inverse), quantize4(w.x, w.y, c.inverse),
                    quantize4(w.z, w.w, c.inverse));
 #endif
@@ -325,6 +379,7 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
       *(uint4*)((unsigned char*)c.out + ((u64)(token + t) * c.columns + to) * (NARROW ? 1 : 2)) = v;
 #endif
   }
+#endif
   // The staging may be written again.
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+  bar_sync<128>(1 + group);
 }

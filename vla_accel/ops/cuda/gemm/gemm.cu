@@ -19,7 +19,15 @@
 // tanh GELU, 2 GeGLU and 3 SwiGLU of weight rows by turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH, STAGES,
 // ACROSS, ALONG, SPLIT, STAGING, EXCHANGE and BARRIERS (where in shared memory the output is staged, others' sums
 // arrive and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of either
-// kind). `wgmma`, one product of WIDTH tokens, is generated (`wgmma.py`).
+// kind), ROPE (the width of a head whose halves are rotated; 0 for none). WGMMA, one product of WIDTH tokens, is
+// generated (`wgmma.py`).
+#if KIND == 2
+#define WGMMA wgmma_e4m3
+#elif KIND == 1
+#define WGMMA wgmma_f16
+#else
+#define WGMMA wgmma_bf16
+#endif
 
 // COUNT blocks fetch a tile for each other: each fetches a share of it, a multiple of eight rows. Where COUNT such
 // shares are more than the tile, they overlap and write the same rows twice.
@@ -32,6 +40,10 @@
 #define W_BOX (W_ROWS > 256 ? W_ROWS / 2 : W_ROWS)
 #define T_BOX (T_ROWS > 256 ? T_ROWS / 2 : T_ROWS)
 #define CHUNK (KIND == 2 ? 128 : 64)
+#if ROPE
+#undef W_BOX
+#define W_BOX 32
+#endif
 
 // This arrives at another block's barrier with the release of this block only: the others read nothing that it wrote,
 // and a release to the cluster would cost a memory barrier for each stage.
@@ -47,6 +59,16 @@ __device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier, u32 rank) {
 
 // Operands have swizzled rows of 128 bytes, so groups of eight rows are 1024 bytes apart.
 __device__ __forceinline__ u64 operand(u32 address) { return wgmma_descriptor(address, 16, 1024, true); }
+
+// Which row of the weight is row `row` of the tiles; boxes of rows begin at multiples of 32. Of a head that is rotated
+// the tiles have 32 rows of its first half, then the 32 of its second half that turn with them.
+__device__ __forceinline__ int weight_row(int row) {
+#if ROPE
+  const int within = row % ROPE;
+  if (row / ROPE < HEADS + KV_HEADS) return row - within + within / 64 * 32 + within / 32 % 2 * (ROPE / 2);
+#endif
+  return row;
+}
 
 #if RESIDUAL
 #define HELD(m, n) held[m][n]
@@ -86,11 +108,9 @@ extern "C" __global__ void __maxnreg__(LIMIT)
 #endif
 
   if (warp >= CONSUMERS / 32) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCHING));
+    setmaxnreg_dec<FETCHING>();
     if (threadIdx.x == CONSUMERS) {
-      u64 once, often;
-      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+      const u64 once = policy_evict_first(), often = policy_evict_last();
       u16 same_weights = 0, same_tokens = 0;
       if (ALONG > 1)
         for (int i = 0; i < ALONG; ++i) same_weights |= 1 << (across + ACROSS * (i + ALONG * part));
@@ -106,7 +126,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
 #else
 #pragma unroll
         for (int i = 0; i < W_ROWS; i += W_BOX)
-          tma_load_2d(to + i * 128, weights, chunk * CHUNK, row + i, full + stage * 8, same_weights, once);
+          tma_load_2d(to + i * 128, weights, chunk * CHUNK, weight_row(row + i), full + stage * 8, same_weights, once);
 #endif
       };
       const auto fetch_tokens = [&](int tile, int chunk, int stage) {
@@ -148,7 +168,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
       cluster_wait();
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
+    setmaxnreg_inc<MULTIPLYING>();
     const int group = warp >> 2;
 #if RESIDUAL
     griddepcontrol_wait();  // These threads, too, read what older kernels wrote.
@@ -176,7 +196,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
           for (int m = 0; m < BLOCKS; ++m)
 #pragma unroll
             for (int n = 0; n < PARTS; ++n)
-              wgmma(sums[m][n], operand(a + m * 64 * 128 + k * 32), operand(b + n * WIDTH * 128 + k * 32),
+              WGMMA(sums[m][n], operand(a + m * 64 * 128 + k * 32), operand(b + n * WIDTH * 128 + k * 32),
                     chunk > first || k > 0);
         wgmma_commit();
         if (chunk > first) {
@@ -199,12 +219,12 @@ extern "C" __global__ void __maxnreg__(LIMIT)
       wgmma_wait<0>();
       release((done - 1) % STAGES);
 #if NORM
-      wait_for_norms();
+      if (tile == mine) wait_for_norms();  // Of all tiles of a block the tokens are the same.
 #endif
 #if SPLIT == 1
 #if STAGING == 0
       // The staging takes the place of stages that others may still read.
-      asm volatile("bar.sync 15, %0;" ::"n"(CONSUMERS) : "memory");
+      bar_sync<CONSUMERS>(15);
 #endif
       const u32 staging = base + STAGING + group * WIDTH * PITCH;
 #pragma unroll
@@ -251,9 +271,8 @@ extern "C" __global__ void __maxnreg__(LIMIT)
 #pragma unroll
             for (int j = 0; j < 4; ++j) total[m][i * 4 + j] = v[j];
           } else {
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                             there + (((part - (part > q)) * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16),
-                         "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+            const u32 to = there + (((part - (part > q)) * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16;
+            st_cluster_f4(to, v[0], v[1], v[2], v[3]);
           }
         }
     }
@@ -268,10 +287,9 @@ extern "C" __global__ void __maxnreg__(LIMIT)
       for (int q = 0; q < SPLIT - 1; ++q)
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) {
-          float v[4];
-          asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                       : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                       : "r"(base + EXCHANGE + threadIdx.x * 16 + ((q * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16));
+          const float4 four =
+              ld_shared_f4(base + EXCHANGE + threadIdx.x * 16 + ((q * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16);
+          const float v[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
           for (int j = 0; j < 4; ++j) total[m][i * 4 + j] += v[j];
         }

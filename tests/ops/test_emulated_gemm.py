@@ -1,0 +1,188 @@
+"""The Hopper GEMM (`ops/cuda/gemm/`) itself, in the emulator, against float32: what blocks fetch for each other, what
+they add up, and every epilogue."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.cuda_emulator import EmulatedModule
+from tests.support.gpus import H200, MIG_SLICE
+from vla_accel.fp8 import E4M3
+from vla_accel.ops.cuda import gemm, runtime
+from vla_accel.ops.cuda.gemm import Tiling, launch
+from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.reference import GATED
+from vla_accel.ops.rows import rope_cache, rope_tables
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, E4M3.dtype
+TILINGS = (
+    Tiling(1, 1, 1, 64, 4), Tiling(2, 1, 1, 40, 3), Tiling(1, 2, 1, 56, 3), Tiling(2, 1, 2, 24, 3),
+    Tiling(1, 1, 1, 64, 3, 2, 1), Tiling(2, 1, 1, 32, 3, 1, 2), Tiling(1, 1, 1, 40, 3, 2, 2),
+    Tiling(2, 1, 1, 40, 3, split=2), Tiling(1, 1, 1, 48, 3, 2, 1, 3), Tiling(1, 1, 1, 40, 3, resident=2),
+    Tiling(2, 1, 1, 32, 3, persistent=True), Tiling(1, 1, 2, 24, 3, 2, 1, persistent=True),
+)  # fmt: skip
+QUICK = (1, 6, 7, 11)
+SOME = [t if i in QUICK else pytest.param(t, marks=pytest.mark.slow) for i, t in enumerate(TILINGS)]
+FEW = replace(MIG_SLICE, multiprocessors=6)
+"""Of these fewer are there than tiles."""
+Multiply = Callable[..., None]
+
+
+def mapped(matrix: Tensor, box: int) -> launch._Map:
+    """A tensor map as the emulator reads it (`tma_load_box`), at a multiple of 64 bytes."""
+    size = matrix.element_size()
+    fields = (matrix.data_ptr(), matrix.shape[1], matrix.shape[0], matrix.shape[1] * size, size, 128 // size, box)
+    memory = bytearray(192)
+    at = -ctypes.addressof((ctypes.c_char * 192).from_buffer(memory)) % 64
+    memory[at : at + 56] = b"".join(field.to_bytes(8, "little") for field in fields)
+    return launch._Map.from_buffer(memory, at)
+
+
+@pytest.fixture
+def multiply(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Multiply:
+    """`gemm.gemm` by an emulated kernel, which may touch its operands alone."""
+    touched: list[Tensor] = []
+
+    def load(source: str, shared: dict[str, int], *rest: Any) -> EmulatedModule:
+        module = EmulatedModule(source, shared, *rest, folder=emulated)
+        module.allow(*touched)
+        return module
+
+    monkeypatch.setattr(runtime, "load_module", load)
+    monkeypatch.setattr(launch, "_map", mapped)
+
+    def call(*operands: Tensor | None, gpu: Gpu = H200, **options: Any) -> None:
+        norm, rope = options.get("norm"), options.get("rope")
+        given = [*operands, options.get("moments")]
+        given += [] if norm is None else [norm.moments, norm.weight_sums]
+        given += [] if rope is None else [rope.cos, rope.sin, rope.keys, rope.values]
+        touched[:] = [tensor for tensor in given if tensor is not None]
+        gemm.gemm(*operands, gpu=gpu, **options)  # type: ignore[arg-type]
+
+    return call
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, activation: str) -> Tensor:
+    y = x.float() @ weight.float().T * scale
+    y = y if bias is None else y + bias.float()
+    if activation == "gelu":
+        return F.gelu(y, approximate="tanh")
+    if activation in GATED:
+        gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
+        return ((F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up).flatten(1)
+    return y
+
+
+def room(rows: int, columns: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows to write, and these between rows of NaN that stay so."""
+    whole = torch.full((rows + 2, columns), float("nan")).to(kind)
+    return whole[1:-1], whole
+
+
+def is_close(got: Tensor, want: Tensor, kind: torch.dtype) -> None:
+    error = (got.float() - want).norm() / want.norm()
+    assert error < {FP8: 0.03, BF16: 0.004, FP16: 0.001}[kind], error
+
+
+def moments_of(x: Tensor) -> Tensor:
+    parts = x.float().unflatten(1, (-1, 64)).transpose(0, 1)
+    return torch.stack((parts.mean(2), parts.var(2, unbiased=False) * 64), 2)
+
+
+@pytest.mark.parametrize("tiling", SOME)
+@pytest.mark.parametrize("kind", [BF16, pytest.param(FP16, marks=pytest.mark.slow), FP8])
+def test_tilings_compute_the_product(tiling: Tiling, kind: torch.dtype, multiply: Multiply) -> None:
+    rows, n, k = 101, 176, 528 if kind == FP8 else 272
+    x, weight = drawn(rows, k).to(kind), drawn(n, k, seed=1).to(kind)
+    wide = BF16 if kind == FP8 else kind
+    bias = drawn(n, seed=2).to(wide)
+    out, whole = room(rows, n, wide)
+    for gpu in (H200, FEW):
+        multiply(x, weight, bias, out, gpu=gpu, tiling=tiling, scale=0.05)
+        is_close(out, product(x, weight, bias, 0.05, "none"), wide)
+        assert whole[0].isnan().all() and whole[-1].isnan().all()
+
+
+@pytest.mark.parametrize("activation", ["gelu", "geglu", "swiglu"])
+@pytest.mark.parametrize(("kind", "narrow"), [(BF16, False), (FP8, True)])
+def test_epilogues(activation: str, kind: torch.dtype, narrow: bool, multiply: Multiply) -> None:
+    rows, n, k = 75, 192, 256
+    x, weight = drawn(rows, k).to(kind), drawn(n, k, seed=1).to(kind)
+    bias = None if activation in GATED else drawn(n, seed=2).bfloat16()
+    out, _ = room(rows, n // 2 if activation in GATED else n, FP8 if narrow else BF16)
+    for tiling in (TILINGS[0], TILINGS[2], TILINGS[7]):
+        multiply(
+            x, weight, bias, out, tiling=tiling, activation=activation, scale=k**-0.5,
+            inverse_scale=40.0 if narrow else None,
+        )  # fmt: skip
+        want = product(x, weight, bias, k**-0.5, activation)
+        is_close(out, (want * 40).clamp(-448, 448) if narrow else want, out.dtype)
+
+
+@pytest.mark.parametrize("tiling", [*SOME[:4], *SOME[5:9]])
+def test_a_residual_and_its_moments(tiling: Tiling, multiply: Multiply) -> None:
+    rows, n, k = 101, 192, 320
+    x, weight, bias = drawn(rows, k).bfloat16(), drawn(n, k, seed=1).bfloat16(), drawn(n, seed=2).bfloat16()
+    onto, whole = room(rows, n, BF16)
+    before = drawn(rows, n, seed=3).bfloat16()
+    onto.copy_(before)
+    moments = torch.full((n // 64, rows, 2), float("nan"))
+    multiply(x, weight, bias, onto, tiling=tiling, scale=0.05, moments=moments)
+    is_close(onto, before.float() + product(x, weight, bias, 0.05, "none"), BF16)
+    torch.testing.assert_close(moments, moments_of(onto), atol=1e-4, rtol=1e-4)
+    assert whole[0].isnan().all() and whole[-1].isnan().all()
+
+
+@pytest.mark.parametrize("tiling", SOME)
+@pytest.mark.parametrize("norm", [pytest.param("rms", marks=pytest.mark.slow), "layer", "gated"])
+def test_norms_of_the_rows(tiling: Tiling, norm: str, multiply: Multiply) -> None:
+    """Persistent blocks have several tiles, of the same tokens."""
+    rows, n, k, activation = 101, 832, 192, "geglu" if norm == "gated" else "none"
+    x, weight = (2 * drawn(rows, k) + 1).bfloat16(), drawn(n, k, seed=1).bfloat16()
+    out, _ = room(rows, n // 2 if activation in GATED else n, BF16)
+    sums = weight.float().sum(1) if norm == "layer" else None
+    given = gemm.Norm(moments_of(x), sums, 1e-6)
+    multiply(x, weight, None, out, gpu=FEW, tiling=tiling, activation=activation, scale=0.07, norm=given)
+    normed = (F.layer_norm if norm == "layer" else F.rms_norm)(x.float(), (k,), eps=1e-6)
+    is_close(out, product(normed, weight, None, 0.07, activation), BF16)
+
+
+@pytest.mark.parametrize("tiling", SOME)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"),
+    [(2, 1, 128), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((3, 2, 64), (1, 1, 192)))],
+)
+def test_rotary_positions(tiling: Tiling, heads: int, kv_heads: int, width: int, multiply: Multiply) -> None:
+    """As the product and then `rope_cache` give, whose own places behind the queries are not written here."""
+    batch, tokens, k = 2, 51, 192
+    rows, n = batch * tokens, (heads + 2 * kv_heads) * width
+    cos, sin = rope_tables(tokens + 3, width, torch.device("cpu"))
+    for kind, normed in itertools.product((BF16, FP16), (False, True)):
+        x, weight = drawn(rows, k).to(kind), (drawn(n, k, seed=1) * k**-0.5).to(kind)
+        norm = gemm.Norm(moments_of(x), None, 1e-6) if normed else None
+        of_x = F.rms_norm(x.float(), (k,), eps=1e-6) if normed else x
+        plain = product(of_x, weight, None, 1.0, "none")
+        want, got = (torch.full((2, batch, tokens, kv_heads, width), float("nan")) for _ in range(2))
+        rope_cache(plain, cos, sin, want[0], want[1], heads)
+        got = got.to(kind)
+        out, whole = room(rows, n, kind)
+        rope = gemm.Rope(cos, sin, got[0], got[1], heads)
+        multiply(x, weight, None, out, tiling=tiling, norm=norm, rope=rope)
+        is_close(out[:, : heads * width], plain[:, : heads * width], kind)
+        is_close(got[0], want[0], kind)
+        is_close(got[1], want[1], kind)
+        assert whole[:, heads * width :].isnan().all() and whole[0].isnan().all() and whole[-1].isnan().all()
