@@ -20,41 +20,34 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
+from tests.gpu import chains
+from tests.gpu.chains import CHAINS, DEVICE, DTYPE, FP8, Chain, Product
 from vla_accel.fp8 import E4M3
 from vla_accel.machine import hardware, software
-from vla_accel.native.prefix import NativePrefix, PrefixLayer, PrefixWeights
-from vla_accel.native.vision import NativeVision, VisionLayer, VisionWeights
+from vla_accel.native.prefix import NativePrefix
 from vla_accel.numeric import round_up
-from vla_accel.ops import gemm_choice
+from vla_accel.ops import gemm_choice, norms, rotary
 from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import Tiling, launch
 from vla_accel.ops.cuda.runtime import compiled
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.linear import library_product
-from vla_accel.ops.norms import with_sums
+from vla_accel.ops.linear import block_products, library_product
 from vla_accel.ops.reference import GATED, MOMENTS_OF
 from vla_accel.ops.rows import geglu, gelu
-from vla_accel.ops.weights import Linear, make_linear, pair
+from vla_accel.ops.weights import Linear
 
-DTYPE, FP8, DEVICE = torch.bfloat16, E4M3.dtype, torch.device("cuda")
-WIDTH, MLP, HEADS, TOKENS = 1152, 4352, 16, 256
-"""SigLIP's, its MLP padded as at load."""
-PREFIX_WIDTH, PREFIX_MLP, PREFIX_HEADS, HEAD_DIM, PROMPT = 2048, 16_384, 8, 256, 32
-LAYERS, DEPTHS = {"vision": 9, "prefix": 4}, {"vision": 27, "prefix": 17}
-"""Layers of a chain, whose weights are more than an L2 cache holds; those of the model with all four products."""
 ROUNDS, REPLAYS = 5, 3
 APART = 0.1
 """What a chain's output may differ from today's, relative: sums in another order, rounded in FP8."""
@@ -64,46 +57,6 @@ WORTH, MOST = 1.45, 80
 """Beyond so many times the best estimate a tiling is left out, and so are all but the first so many."""
 TOGETHER, GAIN = 6, 0.998
 """Of each product, so many are tried beside the best of the others; what must be left of the chain's time."""
-
-
-@dataclass(frozen=True)
-class Product:
-    """A product of a chain, as its kernel is launched there."""
-
-    name: str
-    kind: torch.dtype
-    activation: str
-    rows: int
-    n: int
-    k: int
-    residual: bool = False
-    norm: str = "none"
-
-    @property
-    def key(self) -> tuple[torch.dtype, str, int, int]:
-        return self.kind, self.activation, self.n, self.k
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.k * self.kind.itemsize // 128)
-
-    @property
-    def narrow(self) -> bool:
-        """Whether it writes FP8."""
-        return self.kind == FP8 and self.activation != "none"
-
-    def source(self, tiling: Tiling) -> str:
-        width = self.k if self.norm != "none" else 0
-        return launch.source(
-            self.kind, self.narrow, self.activation, tiling, residual=self.residual, norm=self.norm, k=width
-        )
-
-    def fits(self, tiling: Tiling) -> bool:
-        """Whether the kernel takes it."""
-        if -(-self.chunks // tiling.split) * (tiling.split - 1) >= self.chunks:
-            return False
-        options = {"residual": self.residual, "normed": self.norm != "none"}
-        return tiling.why_not(self.activation, **options) is None
 
 
 def cycles(gpu: Gpu, product: Product, tiling: Tiling) -> float:
@@ -157,133 +110,6 @@ def candidates(gpu: Gpu, product: Product, each: int) -> list[Tiling]:
     return list(dict.fromkeys([*first, *order[:MOST], *lean]))
 
 
-# -- chains -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Chain:
-    """A program with random weights. `taken`: the tilings that take the place of today's, by product."""
-
-    name: str
-    run: Callable[[], None]
-    out: Tensor
-    products: list[Product]
-    weights: dict[str, list[Linear]]
-    depth: int
-    layers: int
-    detail: str
-    taken: dict[tuple[torch.dtype, str, int, int], Tiling] = field(default_factory=dict)
-
-    def graph(self, taken: Mapping[tuple[torch.dtype, str, int, int], Tiling]) -> torch.cuda.CUDAGraph:
-        """The program with these tilings, run once and captured."""
-        self.taken.clear()
-        self.taken.update(taken)
-        self.run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run()
-        self.taken.clear()
-        return graph
-
-
-def steer(at_hand: list[Chain]) -> None:
-    """From now on the GEMM takes what the last of these chains says, or else what it takes today."""
-    known = gemm_choice.known
-
-    def taken(device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> Tiling | None:
-        mine = at_hand[-1].taken.get((kind, activation, n, k)) if at_hand else None
-        return mine or known(device, kind, activation, rows, n, k)
-
-    gemm_choice.known = taken
-
-
-def normal(*shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(shape, device=DEVICE, dtype=DTYPE) * scale
-
-
-def layer_of(n: int, k: int, bias: bool, amax: float | None) -> Linear:
-    return make_linear(normal(n, k, scale=k**-0.5), normal(n, scale=0.1) if bias else None, DTYPE, amax)
-
-
-def vision(views: int, fp8: bool, by_view: bool = False) -> Chain:
-    """`by_view`: each view in a branch of the graph, all with the same tilings."""
-    amax = (lambda value: value) if fp8 else (lambda value: None)
-    layers = tuple(
-        VisionLayer(
-            with_sums(layer_of(3 * WIDTH, WIDTH, True, amax(5.0))), layer_of(WIDTH, WIDTH, True, amax(1.0)),
-            with_sums(layer_of(MLP, WIDTH, True, amax(5.0))), layer_of(WIDTH, MLP, True, amax(5.0)),
-        )
-        for _ in range(LAYERS["vision"])
-    )  # fmt: skip
-    weights = VisionWeights(
-        normal(WIDTH, 2 * 592, scale=0.001), normal(TOKENS, WIDTH).float(), layers,
-        layer_of(PREFIX_WIDTH, WIDTH, True, None), DTYPE, HEADS, 1e-6, 224, 14, 1,
-    )  # fmt: skip
-    each = 1 if by_view else views
-    programs = [NativeVision(weights, 1, each) for _ in range(views // each)]
-    images = torch.randint(0, 256, (len(programs), 1, each, 224, 224, 3), dtype=torch.uint8, device=DEVICE)
-    out = torch.empty(len(programs), 1, each * TOKENS, PREFIX_WIDTH, dtype=DTYPE, device=DEVICE)
-    streams = [torch.cuda.Stream() for _ in programs]
-
-    def run() -> None:
-        if not by_view:
-            return programs[0]({"images": images[0]}, {"image_tokens": out[0]})
-        here = torch.cuda.current_stream()
-        for program, given, made, stream in zip(programs, images, out, streams, strict=True):
-            stream.wait_stream(here)
-            with torch.cuda.stream(stream):
-                program({"images": given}, {"image_tokens": made})
-        for stream in streams:
-            here.wait_stream(stream)
-
-    rows, kind, inside = each * TOKENS, FP8 if fp8 else DTYPE, programs[0].norms_inside
-    norm = "layer" if inside else "none"
-    products = [
-        Product("qkv", kind, "none", rows, 3 * WIDTH, WIDTH, norm=norm),
-        Product("out", kind, "none", rows, WIDTH, WIDTH, residual=inside),
-        Product("fc1", kind, "gelu", rows, MLP, WIDTH, norm=norm),
-        Product("fc2", kind, "none", rows, WIDTH, MLP, residual=inside),
-    ]
-    of = {p.name: [getattr(layer, p.name) for layer in layers] for p in products}
-    name = f"vision {'fp8' if fp8 else 'bf16'}{' by view' if by_view else ''}"
-    return Chain(name, run, out, products, of, DEPTHS["vision"], LAYERS["vision"], programs[0].detail)
-
-
-def prefix(views: int, fp8: bool) -> Chain:
-    amax, d, columns = (lambda value: value) if fp8 else (lambda value: None), HEAD_DIM, PREFIX_HEADS + 2
-    w, mlp = PREFIX_WIDTH, PREFIX_MLP
-    layers = [
-        PrefixLayer(
-            layer_of(columns * d, w, False, None), layer_of(w, PREFIX_HEADS * d, False, amax(1.0)),
-            pair(layer_of(2 * mlp, w, False, amax(5.0))), layer_of(w, mlp, False, amax(5.0)),
-        )
-        for _ in range(LAYERS["prefix"])
-    ]  # fmt: skip
-    layers.append(PrefixLayer(layer_of(2 * d, w, False, None), None, None, None))
-    weights = PrefixWeights(normal(1000, w, scale=w**-0.5), tuple(layers), DTYPE, PREFIX_HEADS, 1, d, 1e-6)
-    program = NativePrefix(weights, 1, views * TOKENS, PROMPT)
-    rows, kind = views * TOKENS + PROMPT, FP8 if fp8 else DTYPE
-    inputs = {
-        "image_tokens": normal(1, views * TOKENS, w),
-        "tokens": torch.randint(0, 1000, (1, PROMPT), device=DEVICE),
-        "lengths": torch.full((1,), rows - 12, dtype=torch.int32, device=DEVICE),
-    }
-    out = torch.zeros(2, len(layers), 1, rows, 1, d, dtype=DTYPE, device=DEVICE)
-    inside, mlp_inside = program.norms_inside, program.mlp_norms_inside
-    products = [
-        Product("qkv", DTYPE, "none", rows, columns * d, w, norm="rms" if inside else "none"),
-        Product("o", kind, "none", rows, w, PREFIX_HEADS * d, residual=mlp_inside),
-        Product("gate_up", kind, "geglu", rows, 2 * mlp, w, norm="rms" if mlp_inside else "none"),
-        Product("down", kind, "none", rows, w, mlp, residual=inside),
-    ]
-    of = {p.name: [getattr(layer, p.name) for layer in layers[:-1]] for p in products}
-    return Chain(
-        f"prefix {'fp8' if fp8 else 'bf16'}", lambda: program(inputs, {"keys": out[0], "values": out[1]}), out,
-        products, of, DEPTHS["prefix"], LAYERS["prefix"], program.detail,
-    )  # fmt: skip
-
-
 # -- right and quick --------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +129,12 @@ def error_of(product: Product, layer: Linear, tiling: Tiling, gpu: Gpu) -> float
         moments = torch.stack((parts.mean(2), parts.var(2, unbiased=False) * MOMENTS_OF), 2)
         options["norm"] = gemm.Norm(moments, layer.sums if product.norm == "layer" else None, 1e-6)
         wide = (F.layer_norm if product.norm == "layer" else F.rms_norm)(wide, (product.k,), eps=1e-6)
+    if product.rope[0]:
+        options["rope"] = unturned(product)
     gemm.gemm(x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=product.activation, **options)
+    if product.rope[0]:
+        caches = (options["rope"].keys.flatten(0, 1).flatten(1), options["rope"].values.flatten(0, 1).flatten(1))
+        out = torch.cat((out[:, : -2 * caches[0].shape[1]], *caches), 1)
     want = wide @ layer.weight.float().T * layer.weight_scale_value
     if layer.bias is not None:
         want = want + layer.bias.float()
@@ -319,6 +150,14 @@ def error_of(product: Product, layer: Linear, tiling: Tiling, gpu: Gpu) -> float
     ):
         return float("inf")
     return float((out.float() - want).norm() / want.norm())
+
+
+def unturned(product: Product) -> gemm.Rope:
+    """Rotary positions by angles of zero."""
+    width, heads, kv_heads = product.rope
+    cos = torch.ones(product.rows, width // 2, device=DEVICE)
+    keys, values = (torch.zeros(1, product.rows, kv_heads, width, dtype=DTYPE, device=DEVICE) for _ in range(2))
+    return gemm.Rope(cos, torch.zeros_like(cos), keys, values, heads)
 
 
 def bound(product: Product) -> float:
@@ -346,7 +185,7 @@ def in_turns(graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int = ROUNDS) -
 def alone(chain: Chain, product: Product, tiling: Tiling | None, gpu: Gpu) -> float:
     """Microseconds of one product without its chain, every layer's weight in turn; by the library for None, with what
     it needs beside it for the activation, but no norm and no residual."""
-    x = normal(product.rows, product.k).to(product.kind)
+    x = chains.normal(product.rows, product.k).to(product.kind)
     columns = product.n // 2 if product.activation in GATED else product.n
     whole = torch.empty(product.rows, product.n, dtype=DTYPE, device=DEVICE)
     out = torch.empty(product.rows, columns, dtype=FP8 if product.narrow else DTYPE, device=DEVICE)
@@ -417,6 +256,31 @@ def saving(ms: Mapping[str, float], chain: Chain) -> dict[str, float]:
     }  # fmt: skip
 
 
+def inside_or_behind(chain: Chain) -> dict[str, Any]:
+    """What a prefix saves by rotary positions inside q/k/v, and by the norm before gate/up inside it: each put where it
+    is not now, all else as it is."""
+    program = chain.program
+    if not isinstance(program, NativePrefix):
+        return {}
+    w, rows = program.weights, len(program.x)
+    first = w.layers[0]
+    assert first.o is not None and first.gate_up is not None and first.down is not None
+    four = block_products(first.qkv, first.o, first.gate_up, first.down, silu=w.silu)
+    can_be = {
+        "rope_inside": rotary.can_be_inside(rows, first.qkv, w.head_dim, normed=program.norms_inside),
+        "mlp_norms_inside": norms.can_be_inside(rows, w.table.shape[1], four["o"], four["gate_up"]),
+    }
+    found = {}
+    for name in (name for name, possible in can_be.items() if possible):
+        kept, graphs = getattr(program, name), {}
+        for inside in (True, False):
+            setattr(program, name, inside)
+            graphs["mine" if inside else "kept"] = chain.graph({})
+        setattr(program, name, kept)
+        found[name] = {"taken": kept, **saving(in_turns(graphs, 4 * ROUNDS), chain)}
+    return found
+
+
 def together(chain: Chain, best: list[list[Tiling]], until: float) -> dict[str, Any]:
     """The best of every product, one product after the other beside what was taken for the others; twice over."""
     taken: dict[tuple[torch.dtype, str, int, int], Tiling] = {}
@@ -461,21 +325,13 @@ def as_compiled(tilings: list[Tiling], jobs: list[Future[None]], until: float) -
             yield tiling
 
 
-CHAINS: dict[str, Callable[[int], Chain]] = {
-    "vision bf16": lambda views: vision(views, False), "vision fp8": lambda views: vision(views, True),
-    "prefix bf16": lambda views: prefix(views, False), "prefix fp8": lambda views: prefix(views, True),
-    "vision bf16 by view": lambda views: vision(views, False, True),
-    "vision fp8 by view": lambda views: vision(views, True, True),
-}  # fmt: skip
-
-
 def measure(options: argparse.Namespace, report: dict[str, Any], pool: ProcessPoolExecutor) -> None:
     """Fills `report["chains"]`. Each chain has an equal share of the time that is left, each product of a chain's."""
     end, gpu = time.monotonic() + options.seconds, Gpu.of(DEVICE)
     assert gpu is not None
     names = [name for name in CHAINS if options.only in name]
     at_hand: list[Chain] = []
-    steer(at_hand)
+    chains.steer(at_hand)
     for index, name in enumerate(names):
         begin = time.monotonic()
         until = begin + (end - begin) / (len(names) - index)
@@ -488,7 +344,9 @@ def measure(options: argparse.Namespace, report: dict[str, Any], pool: ProcessPo
             [pool.submit(compile_one, product.source(tiling)) for tiling in tilings]
             for product, tilings in zip(chain.products, tried, strict=True)
         ]
-        row: dict[str, Any] = {"chain": name, "program": chain.detail, "products": []}
+        row: dict[str, Any] = {"chain": name, "program": chain.program.detail, "inside": inside_or_behind(chain)}
+        row["products"] = []
+        print(json.dumps({"chain": name, "inside": row["inside"]}), flush=True)
         report["chains"].append(row)
         best: list[list[Tiling]] = []
         for place, product in enumerate(chain.products):

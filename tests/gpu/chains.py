@@ -1,0 +1,200 @@
+"""Vision and prefix of π0.5 as chains of kernels to measure: the programs themselves at full width, some layers of
+random weights, in a CUDA graph, whose GEMMs take other tilings than today's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vla_accel.fp8 import E4M3
+from vla_accel.native.prefix import NativePrefix, PrefixLayer, PrefixWeights
+from vla_accel.native.vision import NativeVision, VisionLayer, VisionWeights
+from vla_accel.ops import gemm_choice
+from vla_accel.ops.cuda.gemm import Tiling, launch
+from vla_accel.ops.norms import with_sums
+from vla_accel.ops.weights import Linear, make_linear, pair
+
+DTYPE, FP8, DEVICE = torch.bfloat16, E4M3.dtype, torch.device("cuda")
+WIDTH, MLP, HEADS, TOKENS = 1152, 4352, 16, 256
+"""SigLIP's, its MLP padded as at load."""
+PREFIX_WIDTH, PREFIX_MLP, PREFIX_HEADS, HEAD_DIM, PROMPT = 2048, 16_384, 8, 256, 32
+LAYERS, DEPTHS = {"vision": 9, "prefix": 4}, {"vision": 27, "prefix": 17}
+"""Layers of a chain, whose weights are more than an L2 cache holds; those of the model with all four products."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a chain, as its kernel is launched there."""
+
+    name: str
+    kind: torch.dtype
+    activation: str
+    rows: int
+    n: int
+    k: int
+    residual: bool = False
+    norm: str = "none"
+    rope: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def key(self) -> tuple[torch.dtype, str, int, int]:
+        return self.kind, self.activation, self.n, self.k
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.k * self.kind.itemsize // 128)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether it writes FP8."""
+        return self.kind == FP8 and self.activation != "none"
+
+    def source(self, tiling: Tiling) -> str:
+        width = self.k if self.norm != "none" else 0
+        return launch.source(
+            self.kind, self.narrow, self.activation, tiling, residual=self.residual, norm=self.norm, k=width,
+            rope=self.rope,
+        )  # fmt: skip
+
+    def fits(self, tiling: Tiling) -> bool:
+        """Whether the kernel takes it."""
+        if -(-self.chunks // tiling.split) * (tiling.split - 1) >= self.chunks:
+            return False
+        options = {"residual": self.residual, "normed": self.norm != "none", "turned": self.rope[0] > 0}
+        return tiling.why_not(self.activation, **options) is None
+
+
+@dataclass
+class Chain:
+    """A program with random weights. `taken`: the tilings that take the place of today's, by product."""
+
+    name: str
+    run: Callable[[], None]
+    out: Tensor
+    products: list[Product]
+    weights: dict[str, list[Linear]]
+    depth: int
+    layers: int
+    program: NativeVision | NativePrefix
+    taken: dict[tuple[torch.dtype, str, int, int], Tiling] = field(default_factory=dict)
+
+    def graph(self, taken: Mapping[tuple[torch.dtype, str, int, int], Tiling]) -> torch.cuda.CUDAGraph:
+        """The program with these tilings, run once and captured."""
+        self.taken.clear()
+        self.taken.update(taken)
+        self.run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run()
+        self.taken.clear()
+        return graph
+
+
+def steer(at_hand: list[Chain]) -> None:
+    """From now on the GEMM takes what the last of these chains says, or else what it takes today."""
+    known = gemm_choice.known
+
+    def taken(device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> Tiling | None:
+        mine = at_hand[-1].taken.get((kind, activation, n, k)) if at_hand else None
+        return mine or known(device, kind, activation, rows, n, k)
+
+    gemm_choice.known = taken
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=DTYPE) * scale
+
+
+def layer_of(n: int, k: int, bias: bool, amax: float | None) -> Linear:
+    return make_linear(normal(n, k, scale=k**-0.5), normal(n, scale=0.1) if bias else None, DTYPE, amax)
+
+
+def vision(views: int, fp8: bool, by_view: bool = False) -> Chain:
+    """`by_view`: each view in a branch of the graph, all with the same tilings."""
+    amax = (lambda value: value) if fp8 else (lambda value: None)
+    layers = tuple(
+        VisionLayer(
+            with_sums(layer_of(3 * WIDTH, WIDTH, True, amax(5.0))), layer_of(WIDTH, WIDTH, True, amax(1.0)),
+            with_sums(layer_of(MLP, WIDTH, True, amax(5.0))), layer_of(WIDTH, MLP, True, amax(5.0)),
+        )
+        for _ in range(LAYERS["vision"])
+    )  # fmt: skip
+    weights = VisionWeights(
+        normal(WIDTH, 2 * 592, scale=0.001), normal(TOKENS, WIDTH).float(), layers,
+        layer_of(PREFIX_WIDTH, WIDTH, True, None), DTYPE, HEADS, 1e-6, 224, 14, 1,
+    )  # fmt: skip
+    each = 1 if by_view else views
+    programs = [NativeVision(weights, 1, each) for _ in range(views // each)]
+    images = torch.randint(0, 256, (len(programs), 1, each, 224, 224, 3), dtype=torch.uint8, device=DEVICE)
+    out = torch.empty(len(programs), 1, each * TOKENS, PREFIX_WIDTH, dtype=DTYPE, device=DEVICE)
+    streams = [torch.cuda.Stream() for _ in programs]
+
+    def run() -> None:
+        if not by_view:
+            return programs[0]({"images": images[0]}, {"image_tokens": out[0]})
+        here = torch.cuda.current_stream()
+        for program, given, made, stream in zip(programs, images, out, streams, strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                program({"images": given}, {"image_tokens": made})
+        for stream in streams:
+            here.wait_stream(stream)
+
+    rows, kind, inside = each * TOKENS, FP8 if fp8 else DTYPE, programs[0].norms_inside
+    norm = "layer" if inside else "none"
+    products = [
+        Product("qkv", kind, "none", rows, 3 * WIDTH, WIDTH, norm=norm),
+        Product("out", kind, "none", rows, WIDTH, WIDTH, residual=inside),
+        Product("fc1", kind, "gelu", rows, MLP, WIDTH, norm=norm),
+        Product("fc2", kind, "none", rows, WIDTH, MLP, residual=inside),
+    ]
+    of = {p.name: [getattr(layer, p.name) for layer in layers] for p in products}
+    name = f"vision {'fp8' if fp8 else 'bf16'}{' by view' if by_view else ''}"
+    return Chain(name, run, out, products, of, DEPTHS["vision"], LAYERS["vision"], programs[0])
+
+
+def prefix(views: int, fp8: bool) -> Chain:
+    amax, d, columns = (lambda value: value) if fp8 else (lambda value: None), HEAD_DIM, PREFIX_HEADS + 2
+    w, mlp = PREFIX_WIDTH, PREFIX_MLP
+    layers = [
+        PrefixLayer(
+            layer_of(columns * d, w, False, None), layer_of(w, PREFIX_HEADS * d, False, amax(1.0)),
+            pair(layer_of(2 * mlp, w, False, amax(5.0))), layer_of(w, mlp, False, amax(5.0)),
+        )
+        for _ in range(LAYERS["prefix"])
+    ]  # fmt: skip
+    layers.append(PrefixLayer(layer_of(2 * d, w, False, None), None, None, None))
+    weights = PrefixWeights(normal(1000, w, scale=w**-0.5), tuple(layers), DTYPE, PREFIX_HEADS, 1, d, 1e-6)
+    program = NativePrefix(weights, 1, views * TOKENS, PROMPT)
+    rows, kind = views * TOKENS + PROMPT, FP8 if fp8 else DTYPE
+    inputs = {
+        "image_tokens": normal(1, views * TOKENS, w),
+        "tokens": torch.randint(0, 1000, (1, PROMPT), device=DEVICE),
+        "lengths": torch.full((1,), rows - 12, dtype=torch.int32, device=DEVICE),
+    }
+    out = torch.zeros(2, len(layers), 1, rows, 1, d, dtype=DTYPE, device=DEVICE)
+    inside, mlp_inside = program.norms_inside, program.mlp_norms_inside
+    rope = (d, PREFIX_HEADS, 1) if program.rope_inside else (0, 0, 0)
+    products = [
+        Product("qkv", DTYPE, "none", rows, columns * d, w, norm="rms" if inside else "none", rope=rope),
+        Product("o", kind, "none", rows, w, PREFIX_HEADS * d, residual=mlp_inside),
+        Product("gate_up", kind, "geglu", rows, 2 * mlp, w, norm="rms" if mlp_inside else "none"),
+        Product("down", kind, "none", rows, w, mlp, residual=inside),
+    ]
+    of = {p.name: [getattr(layer, p.name) for layer in layers[:-1]] for p in products}
+    return Chain(
+        f"prefix {'fp8' if fp8 else 'bf16'}", lambda: program(inputs, {"keys": out[0], "values": out[1]}), out,
+        products, of, DEPTHS["prefix"], LAYERS["prefix"], program,
+    )  # fmt: skip
+
+
+CHAINS: dict[str, Callable[[int], Chain]] = {
+    "vision bf16": lambda views: vision(views, False), "vision fp8": lambda views: vision(views, True),
+    "prefix bf16": lambda views: prefix(views, False), "prefix fp8": lambda views: prefix(views, True),
+    "vision bf16 by view": lambda views: vision(views, False, True),
+    "vision fp8 by view": lambda views: vision(views, True, True),
+}  # fmt: skip
