@@ -9,7 +9,8 @@ It says what a kernel computes, and it fails, with a sentence, where a kernel
 - touches memory with an address that is not aligned;
 - waits for ever, or ends while a copy to its memory is under way;
 - uses another block's memory before it is known to have started, or after it has ended;
-- reads, before griddepcontrol.wait, what a kernel before it wrote, or writes anything before it.
+- reads, before griddepcontrol.wait, what a kernel before it wrote, or writes anything before it; a thread that has not
+  waited may write once it has what one that has waited fetched.
 
 Warps run in an order that a seed gives; copies come late. What it does not see: time; kernels that overlap (one runs
 after the other); fences, for memory is never stale; races between lanes of a warp, and between blocks in global memory;
