@@ -252,8 +252,6 @@ class Pipeline:
             self.captured.replay()
             synchronize(self.device)
             times = self.captured.times()
-        elif self.device.type != "cuda":
-            times = self._run_here()
         else:
             with on(self.device), pinned(self._pinned):
                 times = self._run_on_stream() if self.device.type == "cuda" else self._run_here()
