@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def replacing(path: Path) -> Iterator[Path]:
     which root could replace."""
     if _is_special(path):
         raise OutputError(f"{path}: cannot be written: not a regular file")
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_native_id()}{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -146,3 +148,17 @@ def test_a_record_names_files_without_the_folders_of_one_machine() -> None:
     words += ["--stress=noise=0.1,latency=2", "--policy", "ws://host:8000", "lerobot/smolvla_base"]
     told = ["bench", "demo", "--config", "runs/a.yaml,native,b.yaml", "--output=x.json", *words[5:]]
     assert without_folders(words) == told
+
+
+def test_threads_that_write_the_same_file_do_not_meet(tmp_path: Path) -> None:
+    path, both = tmp_path / "file.txt", threading.Barrier(2)
+
+    def write(text: str) -> Path:
+        with replacing(path) as temporary:
+            temporary.write_text(text)
+            both.wait(10)
+        return temporary
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(write, ("one", "two"))
+    assert first != second and path.read_text() in ("one", "two") and [*tmp_path.iterdir()] == [path]

@@ -98,9 +98,11 @@ def steer(at_hand: list[Chain]) -> None:
     """From now on the GEMM takes what the last of these chains says, or else what it takes today."""
     known = gemm_choice.known
 
-    def taken(device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> Tiling | None:
+    def taken(
+        device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int, *, inside: bool = False
+    ) -> Tiling | None:  # fmt: skip
         mine = at_hand[-1].taken.get((kind, activation, n, k)) if at_hand else None
-        return mine or known(device, kind, activation, rows, n, k)
+        return mine or known(device, kind, activation, rows, n, k, inside=inside)
 
     gemm_choice.known = taken
 

@@ -14,7 +14,7 @@ import hashlib
 import logging
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
 
 
-_COMPILERS: contextvars.ContextVar[ThreadPoolExecutor | None] = contextvars.ContextVar("compilers", default=None)
+_SEND: contextvars.ContextVar[Callable[[str, str], object] | None] = contextvars.ContextVar("compiler", default=None)
 
 
 @contextlib.contextmanager
@@ -172,11 +172,13 @@ def compiled_side_by_side() -> Iterator[None]:
     """Within it kernels of this thread that are not loaded yet are only sent to the compiler, not launched; at its end
     all are compiled. What is wrong with one is said where it is loaded."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        token = _COMPILERS.set(pool)
+        # A kernel that is launched in every layer is compiled once.
+        send = functools.cache(functools.partial(pool.submit, compiled))
+        token = _SEND.set(send)
         try:
             yield
         finally:
-            _COMPILERS.reset(token)
+            _SEND.reset(token)
 
 
 class _Sent:
@@ -190,9 +192,9 @@ def load_module(source: str, shared: Mapping[str, int], architecture: str, devic
     """A `Module`, loaded once for all who ask for the same: code is never unloaded."""
     source = "".join(f"#define {name} {value}\n" for name, value in MACROS.items()) + source
     key = (source, tuple(sorted(shared.items())), architecture, str(device))
-    compilers = _COMPILERS.get()
-    if key not in _LOADED and compilers is not None:
-        compilers.submit(compiled, source, architecture)
+    send = _SEND.get()
+    if key not in _LOADED and send is not None:
+        send(source, architecture)
         return _Sent()  # type: ignore[return-value]
     if key not in _LOADED:
         _LOADED[key] = Module(source, shared, architecture, device)
