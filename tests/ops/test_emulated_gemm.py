@@ -3,7 +3,6 @@ they add up, and every epilogue."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.cuda_emulator import EmulatedModule
+from tests.support.cuda_emulator import EmulatedDriver, EmulatedModule
 from tests.support.gpus import H200, MIG_SLICE
 from vla_accel.fp8 import E4M3
 from vla_accel.ops.cuda import gemm, runtime
@@ -38,16 +37,6 @@ FEW = replace(MIG_SLICE, multiprocessors=6)
 Multiply = Callable[..., None]
 
 
-def mapped(matrix: Tensor, box: int) -> launch._Map:
-    """A tensor map as the emulator reads it (`tma_load_box`), at a multiple of 64 bytes."""
-    size = matrix.element_size()
-    fields = (matrix.data_ptr(), matrix.shape[1], matrix.shape[0], matrix.shape[1] * size, size, 128 // size, box)
-    memory = bytearray(192)
-    at = -ctypes.addressof((ctypes.c_char * 192).from_buffer(memory)) % 64
-    memory[at : at + 56] = b"".join(field.to_bytes(8, "little") for field in fields)
-    return launch._Map.from_buffer(memory, at)
-
-
 @pytest.fixture
 def multiply(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Multiply:
     """`gemm.gemm` by an emulated kernel, which may touch its operands alone."""
@@ -59,7 +48,7 @@ def multiply(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Multiply:
         return module
 
     monkeypatch.setattr(runtime, "load_module", load)
-    monkeypatch.setattr(launch, "_map", mapped)
+    monkeypatch.setattr(launch, "driver", EmulatedDriver)
 
     def call(*operands: Tensor | None, gpu: Gpu = H200, **options: Any) -> None:
         norm, rope = options.get("norm"), options.get("rope")

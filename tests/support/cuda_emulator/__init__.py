@@ -17,7 +17,10 @@ after the other); fences, for memory is never stale; races between lanes of a wa
 registers. Its sums of products are rounded once a term, in order, which tensor cores do otherwise.
 """
 
+from tests.support.cuda_emulator.driver import EmulatedDriver
 from tests.support.cuda_emulator.module import EmulatedModule, EmulationError, compiler
 from tests.support.cuda_emulator.translate import Untranslatable, instructions, translate
 
-__all__ = ["EmulatedModule", "EmulationError", "Untranslatable", "compiler", "instructions", "translate"]
+__all__ = [
+    "EmulatedDriver", "EmulatedModule", "EmulationError", "Untranslatable", "compiler", "instructions", "translate",
+]  # fmt: skip

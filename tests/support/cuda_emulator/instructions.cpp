@@ -184,34 +184,44 @@ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
        current->waited, {}});
   ++block.copies;
 }
-// A tensor map here is: the matrix, its columns, rows, bytes of a row, bytes of a number, columns and rows of a box, all
-// as u64. A box has rows of 128 bytes, swizzled; what is outside of the matrix is zero.
-void emulator::tma_load_box(u32 to, const u64 (&map)[16], int x, int y, u32 barrier, u32 mask) {
-  const auto* matrix = (const unsigned char*)map[0];
-  const int64_t columns = (int64_t)map[1], rows = (int64_t)map[2], stride = (int64_t)map[3], size = (int64_t)map[4];
-  const u32 bytes = (u32)(map[6] * 128);
-  if ((int64_t)map[5] * size != 128 || map[6] > 256) fail("tma_load_2d: the map is of no boxes of 128 bytes and 256 rows");
-  check_alignment(to, 128, "tma_load_2d");
+// A tensor map here is what driver.py wrote. A box has rows of 128 bytes, one after the other along each dimension,
+// swizzled; what is outside of the tensor is zero.
+void emulator::tma_load_box(u32 to, const u64 (&map)[16], std::initializer_list<int> place, u32 barrier, u32 mask,
+                            const char* what) {
+  const u64 *sizes = map + 2, *strides = map + 7, *sides = map + 11;
+  const int64_t size = (int64_t)(map[1] >> 32), x = place.begin()[0];
+  const u32 rank = (u32)map[1];
+  if (rank != place.size()) fail("%s: expected a map of %zu dimensions, got one of %u", what, place.size(), rank);
+  u64 rows = 1;
+  for (u32 d = 1; d < rank; ++d) rows *= sides[d];
+  const u32 bytes = (u32)(rows * 128);
+  check_alignment(to, 128, what);
   if (mask == 0) mask = 1u << current->block->rank;
   std::vector<unsigned char> box(bytes);
-  for (int64_t row = y; row < y + (int64_t)map[6]; ++row) {
-    const int64_t there = std::min<int64_t>(128, (columns - x) * size);
-    if (x < 0 || row < 0 || row >= rows || there <= 0) continue;
-    const unsigned char* from = matrix + row * stride + x * size;
-    machine.global.read(from, (size_t)there, current->waited, "tma_load_2d");
+  const int64_t there = std::min<int64_t>(128, ((int64_t)sizes[0] - x) * size);
+  for (u64 row = 0; row < rows; ++row) {
+    bool inside = x >= 0 && there > 0;
+    const unsigned char* from = (const unsigned char*)map[0] + x * size;
+    u64 rest = row;
+    for (u32 d = 1; d < rank; rest /= sides[d++]) {
+      const int64_t at = place.begin()[d] + (int64_t)(rest % sides[d]);
+      inside = inside && at >= 0 && at < (int64_t)sizes[d];
+      from += at * (int64_t)strides[d - 1];
+    }
+    if (!inside) continue;
+    machine.global.read(from, (size_t)there, current->waited, what);
     for (int64_t i = 0; i < there; ++i) {
-      const u32 at = (to & PLACE) + (u32)((row - y) * 128 + i);
+      const u32 at = (to & PLACE) + (u32)(row * 128 + i);
       box[(at ^ (at >> 7 & 7) << 4) - (to & PLACE)] = from[i];
     }
   }
   for (u32 rank = 0; mask >> rank; ++rank) {
     if (!(mask >> rank & 1)) continue;
     const auto there = [&](u32 address) { return (address & PLACE) | rank << RANK; };
-    Block& block = block_of(there(to), "tma_load_2d");
-    barrier_of(block, there(barrier), "tma_load_2d");
+    Block& block = block_of(there(to), what);
+    barrier_of(block, there(barrier), what);
     block.cluster->copies.push_back(
-        {&block, to & PLACE, bytes, barrier & PLACE, nullptr, current->warp->clock, "tma_load_2d",
-         current->waited, box});
+        {&block, to & PLACE, bytes, barrier & PLACE, nullptr, current->warp->clock, what, current->waited, box});
     block.cluster->copies.back().from = block.cluster->copies.back().box.data();
     ++block.copies;
   }

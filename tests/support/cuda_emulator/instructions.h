@@ -2,6 +2,8 @@
 // of what it knows: translate.py takes the names from here, drops the functions of these names from the source, and
 // refuses one that wraps an instruction and is not here. What is not computed in place is in instructions.cpp.
 #pragma once
+#include <initializer_list>
+
 #include "language.h"
 
 typedef unsigned int u32;
@@ -10,7 +12,8 @@ typedef unsigned short u16;
 
 // What several of these share; no names of the kernels.
 namespace emulator {
-  void tma_load_box(u32 to, const u64 (&map)[16], int x, int y, u32 barrier, u32 mask);
+  void tma_load_box(u32 to, const u64 (&map)[16], std::initializer_list<int> place, u32 barrier, u32 mask,
+                    const char* what);
   void store_matrices(u32 address, const u32* r, int count);
   void arrive_at_part(u32 barrier, int threads, bool waits);
   void wgmma_of_shared(float* d, int count, u64 a, u64 b, int more, int kind);
@@ -35,7 +38,11 @@ inline void mbarrier_wait_cluster(u32 barrier, u32 parity) { mbarrier_wait(barri
 void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier);
 template <class Map>
 inline void tma_load_2d(u32 to, const Map& map, int x, int y, u32 barrier, u16 mask, u64) {
-  emulator::tma_load_box(to, map.opaque, x, y, barrier, mask);
+  emulator::tma_load_box(to, map.opaque, {x, y}, barrier, mask, "tma_load_2d");
+}
+template <class Map>
+inline void tma_load_5d(u32 to, const Map& map, int x, int eights, int group, u32 barrier, u64) {
+  emulator::tma_load_box(to, map.opaque, {x, 0, 0, eights, group}, barrier, 0, "tma_load_5d");
 }
 template <class Map>
 inline void prefetch_tensormap(const Map&) {}

@@ -45,11 +45,17 @@ __attribute__((const)) unsigned char* dynamic_shared();
 // The place of the source's `number`-th declaration of static shared memory, the same in every block.
 __attribute__((const)) void* static_shared(int number, size_t bytes, size_t alignment);
 
-// A kernel's arguments arrive as addresses of values, as the driver takes them.
+// A kernel's arguments arrive as addresses of values, as the driver takes them, wherever these lie.
+template <class Value>
+__attribute__((no_sanitize("thread", "alignment"))) Value copied(const void* from) {
+  Value value;
+  __builtin_memcpy(&value, from, sizeof(value));
+  return value;
+}
 template <class... Parameters, size_t... I>
 __attribute__((no_sanitize("thread", "alignment"))) void call(void (*kernel)(Parameters...), void** arguments,
                                                               std::index_sequence<I...>) {
-  kernel(*(std::remove_cv_t<std::remove_reference_t<Parameters>>*)arguments[I]...);
+  kernel(copied<std::remove_cv_t<std::remove_reference_t<Parameters>>>(arguments[I])...);
 }
 template <class... Parameters>
 void call(void (*kernel)(Parameters...), void** arguments) {
