@@ -24,7 +24,7 @@ import torch
 from vla_accel.errors import VlaAccelError
 from vla_accel.files import cache_folder, replacing
 from vla_accel.ops.cuda.runtime import compiled_side_by_side
-from vla_accel.ops.dispatch import kernels
+from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.phases import phase
 
@@ -69,7 +69,7 @@ def fastest(candidates: Mapping[str, Callable[[], object]], device: torch.device
     """Measure every candidate on a GPU, `repeats` calls to a graph. One that cannot run here (an unsupported shape, too
     little memory) is out; none left is an error. While a graph is captured, the first is taken unmeasured; inside
     `pinned` the first that runs, and there too little memory is an error, as it may come and go."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if not _counts(device):
         return Fastest(next(iter(candidates)))
     times: dict[str, float] = {}
     out: dict[str, str] = {}
@@ -96,6 +96,11 @@ def fastest(candidates: Mapping[str, Callable[[], object]], device: torch.device
     return Fastest(min(times, key=lambda n: times[n]), times, out)
 
 
+def _counts(device: torch.device) -> bool:
+    """Whether it matters which way is taken, and can be measured: not where every way is the torch reference."""
+    return device.type == "cuda" and path(device) != "reference" and not torch.cuda.is_current_stream_capturing()
+
+
 def _none_runs(out: Mapping[str, str]) -> RuntimeError:
     return RuntimeError(f"no way to compute this runs here ({'; '.join(f'{n}: {r}' for n, r in out.items())})")
 
@@ -109,7 +114,7 @@ def remembered(
     Kept in `tunings.json` in the user's cache folder. A file that cannot be read is written anew, and the log says so.
     Inside `pinned` it is neither read nor written.
     """
-    if device.type != "cuda" or is_pinned() or torch.cuda.is_current_stream_capturing():
+    if is_pinned() or not _counts(device):
         return fastest(candidates, device, repeats)
     path = cache_folder() / "tunings.json"
     said = json.dumps([what, sorted(candidates), str(Gpu.of(device)), _versions()])
