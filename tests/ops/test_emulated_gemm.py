@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.cuda_emulator import EmulatedDriver, EmulatedModule
+from tests.support.emulated_gemm import BF16, FP8, FP16, EmulatedGemm, drawn, is_close, room
 from tests.support.gpus import H200, MIG_SLICE
-from vla_accel.fp8 import E4M3
-from vla_accel.ops.cuda import gemm, runtime
-from vla_accel.ops.cuda.gemm import Tiling, launch
+from vla_accel.ops.cuda import gemm
+from vla_accel.ops.cuda.gemm import Tiling
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.reference import GATED
 from vla_accel.ops.rows import rope_cache, rope_tables
 
-BF16, FP16, FP8 = torch.bfloat16, torch.float16, E4M3.dtype
 TILINGS = (
     Tiling(1, 1, 1, 64, 4), Tiling(2, 1, 1, 40, 3), Tiling(1, 2, 1, 56, 3), Tiling(2, 1, 2, 24, 3),
     Tiling(1, 1, 1, 64, 3, 2, 1), Tiling(2, 1, 1, 32, 3, 1, 2), Tiling(1, 1, 1, 40, 3, 2, 2),
@@ -39,30 +37,20 @@ Multiply = Callable[..., None]
 
 @pytest.fixture
 def multiply(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Multiply:
-    """`gemm.gemm` by an emulated kernel, which may touch its operands alone."""
-    touched: list[Tensor] = []
+    """`gemm.gemm` by an emulated kernel."""
+    gemms = EmulatedGemm(monkeypatch, emulated)
 
-    def load(source: str, shared: dict[str, int], *rest: Any) -> EmulatedModule:
-        module = EmulatedModule(source, shared, *rest, folder=emulated)
-        module.allow(*touched)
-        return module
-
-    monkeypatch.setattr(runtime, "load_module", load)
-    monkeypatch.setattr(launch, "driver", EmulatedDriver)
-
-    def call(*operands: Tensor | None, gpu: Gpu = H200, **options: Any) -> None:
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gpu: Gpu = H200, **options: Any) -> None:
         norm, rope = options.get("norm"), options.get("rope")
-        given = [*operands, options.get("moments")]
-        given += [] if norm is None else [norm.moments, norm.weight_sums]
-        given += [] if rope is None else [rope.cos, rope.sin, rope.keys, rope.values]
-        touched[:] = [tensor for tensor in given if tensor is not None]
-        gemm.gemm(*operands, gpu=gpu, **options)  # type: ignore[arg-type]
+        constant, produced = [weight, bias], [x, out, options.get("moments")]
+        if norm is not None:
+            constant, produced = [*constant, norm.weight_sums], [*produced, norm.moments]
+        if rope is not None:
+            constant, produced = [*constant, rope.cos, rope.sin], [*produced, rope.keys, rope.values]
+        gemms.touch(constant, produced)
+        gemm.gemm(x, weight, bias, out, gpu=gpu, **options)
 
     return call
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, activation: str) -> Tensor:
@@ -74,17 +62,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, activa
         gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
         return ((F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up).flatten(1)
     return y
-
-
-def room(rows: int, columns: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows to write, and these between rows of NaN that stay so."""
-    whole = torch.full((rows + 2, columns), float("nan")).to(kind)
-    return whole[1:-1], whole
-
-
-def is_close(got: Tensor, want: Tensor, kind: torch.dtype) -> None:
-    error = (got.float() - want).norm() / want.norm()
-    assert error < {FP8: 0.03, BF16: 0.004, FP16: 0.001}[kind], error
 
 
 def moments_of(x: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ inline To bits_as(From from) {
   return to;
 }
 inline float __int_as_float(int v) { return bits_as<float>(v); }
+inline int __float_as_int(float v) { return bits_as<int>(v); }
 inline float __uint_as_float(unsigned v) { return bits_as<float>(v); }
 inline unsigned __float_as_uint(float v) { return bits_as<unsigned>(v); }
 inline int min(int a, int b) { return a < b ? a : b; }
