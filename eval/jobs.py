@@ -163,7 +163,8 @@ JOBS: tuple[Job, ...] = (
         "eval/configs/native_portable_fp8.yaml",
     )),
     *(synthetic("pi05", config) for config in ("native", "native_fp8")),
-    *(synthetic(family, "native") for family in ("smolvla", "groot")),
+    *(synthetic("smolvla", config) for config in ("native", "native_fp8")),
+    *(synthetic("groot", config) for config in ("native", "native_fp8_denoise")),
     # Success. The first names are the reference's.
     *(played("paired", config) for config in (
         "eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8", "eval/configs/native_portable.yaml",
