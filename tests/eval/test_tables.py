@@ -300,7 +300,10 @@ def test_a_model_has_a_row_of_all_that_is_stored_of_it() -> None:
 def lerobot_report() -> dict[str, Any]:
     """What `tests/parity/compare_with_lerobot.py` stores."""
     case = {"case": "batch 3", "batch": 3, "views": 2, "steps": 10, "actions_rms": 1.25}
-    cases = [{**case, "float32_max": 2e-6}, {**case, "case": "a camera less", "views": 1, "float32_max": 1e-6}]
+    low = {"bfloat16_rms_to_float32": 0.012, "lerobot_bfloat16_rms_to_float32": 0.013}
+    low["lerobot_autocast_rms_to_float32"] = 0.005
+    less = {**case, "case": "a camera less", "views": 1, "float32_max": 1e-6}
+    cases = [{**case, "float32_max": 2e-6, **low}, less]
     versions = {"lerobot": "0.6.1", "torch": "2.11.0"}
     return {**CPU, "models": {"smolvla": {"versions": versions, "parameters": 401_900_000, "cases": cases}}}
 
@@ -308,10 +311,11 @@ def lerobot_report() -> dict[str, Any]:
 def test_agreement_with_lerobot_has_a_row_a_case() -> None:
     lines = tables.lerobot_agreement(lerobot_report()).splitlines()
     assert lines[2:4] == [
-        "| SmolVLA | batch 3 | 3 | 2 | 10 | 1.25 | 2.0e-06 |",
-        "| SmolVLA | a camera less | 3 | 1 | 10 | 1.25 | 1.0e-06 |",
+        "| SmolVLA | batch 3 | 3 | 2 | 10 | 1.25 | 2.0e-06 | 1.2e-02 | 1.3e-02 | 5.0e-03 |",
+        "| SmolVLA | a camera less | 3 | 1 | 10 | 1.25 | 1.0e-06 | - | - | - |",
     ]
-    assert lines[-1] == "Beside lerobot 0.6.1, torch 2.11.0. Ours: Some CPU, 1 thread, torch 2.13.0."
+    told = "Beside lerobot 0.6.1, torch 2.11.0. Ours: Some CPU, 1 thread, torch 2.13.0."
+    assert lines[-1].endswith(f"rms difference from lerobot's FP32. {told}")
 
 
 def test_a_run_that_may_be_absent_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
