@@ -60,8 +60,8 @@ def lerobot_agreement(result: dict[str, Any]) -> str:
     header = ["model", "case", "batch", "views", "steps", "rms of the actions", "FP32, largest difference"]
     header += ["our BF16", "lerobot's BF16", "lerobot's autocast"]
     beside = {", ".join(f"{n} {v}" for n, v in sorted(m["versions"].items())) for m in result["models"].values()}
-    text = "BF16: with weights in BF16; autocast: with weights in FP32, as lerobot's policy runs GR00T, where sums stay in "
-    text += f"FP32; rms difference from lerobot's FP32. Beside {'; '.join(sorted(beside))}. Ours: {machine(result)}."
+    text = "BF16: with weights in BF16; autocast: with weights and sums in FP32, as lerobot's policy runs GR00T; rms "
+    text += f"difference from lerobot's FP32. Beside {'; '.join(sorted(beside))}. Ours: {machine(result)}."
     return rows(header, body) + f"\n{text}\n"
 
 

@@ -23,6 +23,7 @@ class Job:
     `room`: "alone" on its GPUs and their cores, because it takes times; "shared", half a GPU and half its cores;
     "machine", nothing beside it. `gpus`: how many at least. `needs`: packages to import, options that must be
     given. `file`: what it writes within {folder}. `only`: another GPU whose run this is, and which it needs.
+    `checkpoint`: a bundled one that it plays, besides the one that is always there.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Job:
     needs: tuple[str, ...] = ()
     file: str = ""
     only: str = ""
+    checkpoint: str = ""
 
     @property
     def after(self) -> tuple[str, ...]:
@@ -70,13 +72,12 @@ def serving(name: str, policy: str, devices: str, gpus: int = 2) -> Job:
     return Job(f"{name}_h200", command, gpus=gpus, room="machine")
 
 
-def played(folder: str, config: str, options: str = "--trials 50", *needs: str) -> Job:
+def played(folder: str, config: str, options: str = "--trials 50", *needs: str, checkpoint: str = "") -> Job:
     """Episodes of one configuration, for `paired`."""
     name = config.rpartition("/")[2].removesuffix(".yaml")
     command = f"python -m eval.libero --config {config} --steps 10 {options} --workers {{workers}} --device cuda"
-    return Job(
-        f"{folder}/{name}", f"{command} --retry-errors --output {{json}}", room="shared", needs=("libero", *needs)
-    )
+    command += f" --retry-errors{checkpoint and f' --policy {checkpoint}'} --output {{json}}"
+    return Job(f"{folder}/{name}", command, room="shared", needs=("libero", *needs), checkpoint=checkpoint)
 
 
 def paired(name: str, runs: str) -> Job:
@@ -171,6 +172,8 @@ JOBS: tuple[Job, ...] = (
     )),
     paired("libero_paired_h200", "paired/eager_fp32 paired/native paired/native_fp8 paired/native_fp8_vision "
            "paired/native_int8 paired/native_portable"),
+    *(played("paired_smolvla", config, checkpoint="smolvla_demo") for config in ("eager_fp32", "native", "native_fp8")),
+    paired("libero_paired_smolvla_h200", "paired_smolvla/eager_fp32 paired_smolvla/native paired_smolvla/native_fp8"),
     *(played("stress", config, UNDER_STRESS, "stress")
       for config in ("eager_fp32", "native", "native_fp8", "native_fp8_vision")),
     paired("libero_stress_h200", "stress/eager_fp32 stress/native stress/native_fp8 stress/native_fp8_vision"),

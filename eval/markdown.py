@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from eval.training import RECORD
+from eval.training import record_of
 from vla_accel.files import without_folders
 
 MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7", "pi0_fast": "π0-FAST"}
@@ -47,9 +47,10 @@ def machines(results: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def former(checkpoint: str | None, weights: str | None) -> bool:
-    """Whether a run of the bundled checkpoint was made with other weights than it has now. `weights`: the fingerprint
+    """Whether a run of a bundled checkpoint was made with other weights than it has now. `weights`: the fingerprint
     that the run tells."""
-    return checkpoint == "demo" and weights != json.loads(RECORD.read_text())["weights"]
+    path = record_of(checkpoint)
+    return path is not None and weights != json.loads(path.read_text())["weights"]
 
 
 def formers(names: Iterable[str]) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval import paired, store, tables
+from eval import markdown, paired, store, tables
 from eval.harness.statistics import smallest_difference
 from eval.latency_picture import draw
 from eval.markdown import machine
 from eval.models_picture import PUBLISHED, draw_models, sources
-from eval.training import RECORD
+from vla_accel.checkpoints.loading import NAMED
 from vla_accel.component import BESIDE
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
@@ -121,7 +121,7 @@ def test_parts_of_one_name_are_one_row_of_the_builds() -> None:
     )
 
 
-WEIGHTS = json.loads(RECORD.read_text())["weights"]
+WEIGHTS = tables.load("training/demo")["weights"]
 GPU = {"hardware": {"device": "cuda", "gpu": "NVIDIA X"}, "software": {"torch": "2.11.0"}}
 CPU = {"hardware": {"device": "cpu", "cpu": "Some CPU", "threads": 1}, "software": {"torch": "2.13.0"}}
 
@@ -367,6 +367,21 @@ def test_runs_of_former_weights_are_named() -> None:
     assert "had before" not in tables.latency(stored)
     stored["policy"]["weights"] = None
     assert tables.latency(stored).endswith(f" {said.format('libero_spatial')}\n")
+
+
+def test_another_bundled_checkpoint_has_its_own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not markdown.former("other_demo", "of others"), "it is not bundled"
+    with pytest.raises(FileNotFoundError, match="record of a bundled checkpoint other_demo, found none"):
+        tables.load("training/other_demo")
+    monkeypatch.setitem(NAMED, "other_demo", tmp_path)
+    assert not markdown.former("other_demo", "of others"), "nothing is known of how it was trained"
+    record = {**tables.load("training/demo"), "weights": "these", "gpu": "NVIDIA X", "gpus": 3, "earlier": []}
+    (tmp_path / "training.json").write_text(json.dumps(record))
+    assert markdown.former("other_demo", "of others") and not markdown.former("other_demo", "these")
+    assert not markdown.former("demo", WEIGHTS) and markdown.former("demo", "these")
+    lines = tables.training(tables.load("training/other_demo")).splitlines()
+    assert "; 3 NVIDIA X, " in lines[2]
+    assert "; 2 NVIDIA H200, " in tables.training(tables.load("training/demo")), "a record that does not tell"
 
 
 def test_the_picture_shows_what_the_report_says() -> None:

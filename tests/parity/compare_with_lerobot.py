@@ -10,9 +10,9 @@ With lerobot's interpreter, then with this package's, on the CPU (12 GB of memor
 π0-FAST is compared at a small size (`DIR/pi0_fast/apart`), its tokens' actions as lerobot makes them of any tokens.
 Batch 1 and 3, a camera less, padded prompts, on weights of lerobot's that ours reads from the file. In float32 actions
 must agree to 1e-4. With weights in bfloat16 ours must be about as near to lerobot's float32 as lerobot's code is with
-such weights: SmolVLA's dtypes are those that its checkpoint loads in, GR00T's those of Isaac-GR00T. lerobot's own policy
-runs GR00T with float32 weights under autocast, which is said beside it, without a bound. Not π0-FAST: one token that
-another rounding decides changes all behind it. The exit status is 1 if a bound is broken.
+such weights: SmolVLA's dtypes are those that its checkpoint loads in, GR00T's those of Isaac-GR00T. lerobot's policy
+itself runs GR00T with float32 weights under autocast, which is said beside it, without a bound. Not π0-FAST: one token
+that another rounding decides changes all behind it. The exit status is 1 if a bound is broken.
 """
 
 from __future__ import annotations

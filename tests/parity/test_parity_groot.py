@@ -4,8 +4,8 @@ saves them.
 Needs an interpreter with lerobot 0.6.1 installed, given as ``--groot-python=PATH``; without it every test here is
 skipped and says so. lerobot runs in its own process through ``tests/parity/make_groot_reference.py``, which knows
 nothing of this package. Covers float32 on the CPU: the model alone (batch 1 and 3, a missing camera, padded prompts, a
-previous chunk), and whole observations from uint8 images to a robot's actions. And bfloat16: the model alone, as near to
-float32 as lerobot's is with weights in BF16.
+previous chunk), and whole observations from uint8 images to a robot's actions. And bfloat16: the model alone, as near
+to float32 as lerobot's is with weights in BF16.
 """
 
 from __future__ import annotations

@@ -25,7 +25,16 @@ from vla_accel.models.family import FAMILIES, Family, family_named
 from vla_accel.models.network import Network
 
 ASSETS = Path(__file__).parents[1] / "assets"
-NAMED = {"demo": ASSETS / "pi05_demo"}
+
+
+def bundled(assets: Path) -> dict[str, Path]:
+    """The checkpoints in a folder by name: π0.5's is "demo", any other has its folder's."""
+    demo = {"demo": assets / "pi05_demo"}
+    return demo | {p.parent.name: p.parent for p in sorted(assets.glob("*/config.json")) if p.parent != demo["demo"]}
+
+
+NAMED = bundled(ASSETS)
+"""The folders of the bundled checkpoints."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "assets/**")
 
