@@ -295,6 +295,8 @@ def test_a_model_has_a_row_of_all_that_is_stored_of_it() -> None:
     assert lines[3] == f"| SmolVLA | 402 M | {case} | 14.00, 4.3× | - | 1.3 GB | 2.0e-06 | - |"
     assert len(lines) == 6 and lines[-1].endswith("in BF16. NVIDIA X, torch 2.11.0.")
     assert tables.models([smolvla]).splitlines()[2].startswith("| SmolVLA | - | "), "what no run says is not there"
+    small = {**smolvla, "model": {**smolvla["model"], "kind": "pi0_fast"}}
+    assert tables.models([small, lerobot]).splitlines()[2].startswith("| π0-FAST | - | "), "a small model's are not its"
 
 
 def lerobot_report() -> dict[str, Any]:
@@ -305,14 +307,17 @@ def lerobot_report() -> dict[str, Any]:
     less = {**case, "case": "a camera less", "views": 1, "float32_max": 1e-6}
     cases = [{**case, "float32_max": 2e-6, **low}, less]
     versions = {"lerobot": "0.6.1", "torch": "2.11.0"}
-    return {**CPU, "models": {"smolvla": {"versions": versions, "parameters": 401_900_000, "cases": cases}}}
+    tiny = {"versions": versions, "parameters": 1_000_000, "size": "small", "cases": [less]}
+    large = {"versions": versions, "parameters": 401_900_000, "size": "published", "cases": cases}
+    return {**CPU, "models": {"smolvla": large, "pi0_fast": tiny}}
 
 
 def test_agreement_with_lerobot_has_a_row_a_case() -> None:
     lines = tables.lerobot_agreement(lerobot_report()).splitlines()
-    assert lines[2:4] == [
+    assert lines[2:5] == [
         "| SmolVLA | batch 3 | 3 | 2 | 10 | 1.25 | 2.0e-06 | 1.2e-02 | 1.3e-02 | 5.0e-03 |",
         "| SmolVLA | a camera less | 3 | 1 | 10 | 1.25 | 1.0e-06 | - | - | - |",
+        "| π0-FAST, small | a camera less | 3 | 1 | 10 | 1.25 | 1.0e-06 | - | - | - |",
     ]
     told = "Beside lerobot 0.6.1, torch 2.11.0. Ours: Some CPU, 1 thread, torch 2.13.0."
     assert lines[-1].endswith(f"rms difference from lerobot's FP32. {told}")

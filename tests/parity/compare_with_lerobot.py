@@ -36,6 +36,7 @@ from vla_accel.files import replacing
 from vla_accel.machine import hardware, software
 from vla_accel.models.groot import Groot, overlap_weights
 from vla_accel.models.groot_language import Layout
+from vla_accel.models.network import Network, weightless
 from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.models.smolvla import SmolVla
 from vla_accel.transforms.fast import FastProcessor
@@ -157,8 +158,15 @@ def compare(folder: Path) -> tuple[str, dict[str, Any]]:
             row["lerobot_autocast_rms_to_float32"] = rms(theirs_in["autocast"][key] - theirs)
         print(json.dumps(row), file=sys.stderr, flush=True)
         rows.append(row)
-    parameters = sum(p.numel() for p in checkpoint.model.parameters())
-    return checkpoint.family.name, {"versions": versions, "parameters": parameters, "cases": rows}
+    family, parameters = checkpoint.family, count(checkpoint.model)
+    with weightless():
+        size = "published" if parameters == count(family.network(family.published(None))) else "small"
+    return family.name, {"versions": versions, "parameters": parameters, "size": size, "cases": rows}
+
+
+def count(model: Network) -> int:
+    """Its weights."""
+    return sum(p.numel() for p in model.parameters())
 
 
 def agrees(row: Mapping[str, Any]) -> bool:

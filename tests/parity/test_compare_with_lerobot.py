@@ -50,7 +50,7 @@ def test_it_tells_whether_actions_agree(
     monkeypatch.setattr("sys.argv", ["compare", str(tmp_path), "--output", str(output)])
     assert compare_with_lerobot.main() == status
     found = json.loads(output.read_text())["models"]["smolvla"]
-    assert found["versions"] == {"lerobot": "0.6.1"}
+    assert found["versions"] == {"lerobot": "0.6.1"} and found["size"] == "small"
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     (row,) = found["cases"]
     assert (row["case"], row["batch"], row["views"], row["steps"]) == ("batch 3", 3, 2, 2)

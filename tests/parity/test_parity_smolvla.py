@@ -119,4 +119,5 @@ def test_published_size(
     command = [sys.executable, "-m", "tests.parity.compare_with_lerobot", str(folder / "full"), "--output", str(output)]
     assert subprocess.run(command, cwd=Path(__file__).parents[2], check=False).returncode == 0
     (model,) = json.loads(output.read_text())["models"].values()
+    assert model["size"] == "published"
     assert [(row["batch"], row["views"]) for row in model["cases"]] == [(1, 2), (3, 2), (1, 1)]
