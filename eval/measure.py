@@ -31,7 +31,7 @@ from eval.markdown import commit
 from eval.places import Place, by_core, gpus, places, room
 from eval.script import run_script
 from eval.store import RESULTS
-from vla_accel.checkpoints.loading import NAMED
+from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.cli.options import File, Folder, Seconds, Text, Written
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import alone_in, replacing

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vla_accel.checkpoints.loading import NAMED
+from vla_accel.checkpoints.bundled import NAMED
 
 UNTOLD = "NVIDIA H200"
 """The GPUs of the runs whose record does not name them."""

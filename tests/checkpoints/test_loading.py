@@ -22,8 +22,9 @@ from tests.support.published_folders import (
 )
 from tests.support.tiny import statistics, write_tiny_checkpoint
 from vla_accel import PolicyConfig
+from vla_accel.checkpoints.bundled import NAMED, bundled
 from vla_accel.checkpoints.dialects import Stated, infer_config
-from vla_accel.checkpoints.loading import NAMED, bundled, find, load
+from vla_accel.checkpoints.loading import find, load
 from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError

@@ -21,7 +21,8 @@ from eval.libero.demo.objective import Trainee, augment, initialise
 from eval.libero.demo.recipes import RECIPES
 from eval.libero.suites import LiberoTask
 from tests.support.tiny_smolvla import tiny_config, tiny_model
-from vla_accel.checkpoints.loading import NAMED, load
+from vla_accel.checkpoints.bundled import NAMED
+from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.machine import hardware

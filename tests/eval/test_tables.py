@@ -15,7 +15,7 @@ from eval.harness.statistics import smallest_difference
 from eval.latency_picture import draw
 from eval.markdown import machine
 from eval.models_picture import PUBLISHED, draw_models, sources
-from vla_accel.checkpoints.loading import NAMED
+from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.component import BESIDE
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
