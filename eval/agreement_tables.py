@@ -50,15 +50,21 @@ def openpi_agreement(result: dict[str, Any]) -> str:
 
 
 def lerobot_agreement(result: dict[str, Any]) -> str:
-    """`tests/parity/compare_with_lerobot.py` at the published size: final actions of both codes on the same weights."""
-    body = [
-        [MODELS[kind], row["case"], str(row["batch"]), str(row["views"]), str(row["steps"]),
-         f"{row['actions_rms']:.2f}", f"{row['float32_max']:.1e}"]
-        for kind, model in result["models"].items() for row in model["cases"]
-    ]  # fmt: skip
+    """`tests/parity/compare_with_lerobot.py`: final actions of both codes on the same weights."""
+    low = [f"{whose}_rms_to_float32" for whose in ("bfloat16", "lerobot_bfloat16", "lerobot_autocast")]
+    body = []
+    for kind, model in result["models"].items():
+        name = MODELS[kind] + (", small" if model.get("size") == "small" else "")
+        for row in model["cases"]:
+            about = (name, row["case"], row["batch"], row["views"], row["steps"], f"{row['actions_rms']:.2f}")
+            rounded = [f"{row[n]:.1e}" if n in row else "-" for n in low]
+            body.append([*map(str, about), f"{row['float32_max']:.1e}", *rounded])
     header = ["model", "case", "batch", "views", "steps", "rms of the actions", "FP32, largest difference"]
+    header += ["our BF16", "lerobot's BF16", "lerobot's autocast"]
     beside = {", ".join(f"{n} {v}" for n, v in sorted(m["versions"].items())) for m in result["models"].values()}
-    return rows(header, body) + f"\nBeside {'; '.join(sorted(beside))}. Ours: {machine(result)}.\n"
+    text = "BF16: with weights in BF16; autocast: with weights and sums in FP32, as lerobot's policy runs GR00T; rms "
+    text += f"difference from lerobot's FP32. Beside {'; '.join(sorted(beside))}. Ours: {machine(result)}."
+    return rows(header, body) + f"\n{text}\n"
 
 
 def parity(results: list[dict[str, Any]]) -> str:

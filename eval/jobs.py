@@ -24,6 +24,7 @@ class Job:
     `room`: "alone" on its GPUs and their cores, because it takes times; "shared", half a GPU and half its cores;
     "machine", nothing beside it. `gpus`: how many at least. `needs`: packages to import, options that must be
     given. `file`: what it writes within {folder}. `only`: another GPU whose run this is, and which it needs.
+    `checkpoint`: a bundled one that it plays, besides the one that is always there.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Job:
     needs: tuple[str, ...] = ()
     file: str = ""
     only: str = ""
+    checkpoint: str = ""
 
     @property
     def after(self) -> tuple[str, ...]:
@@ -72,15 +74,14 @@ def serving(name: str, policy: str, devices: str, gpus: int = 2) -> Job:
     return Job(f"{name}_h200", command, gpus=gpus, room="machine")
 
 
-def played(folder: str, config: str, options: str = "--trials 50", *needs: str) -> Job:
+def played(folder: str, config: str, options: str = "--trials 50", *needs: str, checkpoint: str = "") -> Job:
     """Episodes of one configuration, for `paired`. Two share a GPU and its cores: what takes the time is simulators, of
     which a run alone would have one more (throughput_simulators_h200: each keeps a core busy, the GPU is idle most of
     the time), and two runs start, and end with fewer episodes than simulators, at the same time."""
     name = config.rpartition("/")[2].removesuffix(".yaml")
     command = f"python -m eval.libero --config {config} --steps 10 {options} --workers {{workers}} --device cuda"
-    return Job(
-        f"{folder}/{name}", f"{command} --retry-errors --output {{json}}", room="shared", needs=("libero", *needs)
-    )
+    command += f" --retry-errors{checkpoint and f' --policy {checkpoint}'} --output {{json}}"
+    return Job(f"{folder}/{name}", command, room="shared", needs=("libero", *needs), checkpoint=checkpoint)
 
 
 def paired(name: str, runs: Sequence[Job]) -> Job:
@@ -126,6 +127,9 @@ COMPARED = (
     "eval/configs/native_portable.yaml", "eval/configs/native_portable_int8.yaml",
 )  # fmt: skip
 PAIRED = [played("paired", config) for config in COMPARED]
+SMOLVLA = [
+    played("paired_smolvla", config, checkpoint="smolvla_demo") for config in ("eager_fp32", "native", "native_fp8")
+]
 STRESSED = [played("stress", config, UNDER_STRESS, "stress") for config in COMPARED]
 
 JOBS: tuple[Job, ...] = (
@@ -176,10 +180,13 @@ JOBS: tuple[Job, ...] = (
         "eval/configs/native_portable_fp8.yaml", "eval/configs/native_portable_int8.yaml",
     )),
     *(synthetic("pi05", config) for config in ("native", "native_fp8")),
-    *(synthetic(family, "native") for family in ("smolvla", "groot")),
+    *(synthetic("smolvla", config) for config in ("native", "native_fp8")),
+    *(synthetic("groot", config) for config in ("native", "native_fp8_denoise")),
     # Success. The first names are the reference's.
     *PAIRED,
     paired("libero_paired_h200", PAIRED),
+    *SMOLVLA,
+    paired("libero_paired_smolvla_h200", SMOLVLA),
     *STRESSED,
     paired("libero_stress_h200", STRESSED),
     late("plain"),

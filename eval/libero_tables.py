@@ -8,7 +8,7 @@ from eval.bench_tables import fell_back
 from eval.harness.statistics import smallest_difference
 from eval.markdown import bare_command, doubts, machine, machines, percent, rows
 from eval.paired_picture import PICTURE as STRESS_PICTURE
-from eval.training import runs_of
+from eval.training import UNTOLD, runs_of
 
 
 def success(results: list[dict[str, Any]]) -> str:
@@ -68,8 +68,8 @@ def training(record: dict[str, Any]) -> str:
     runs = [
         [
             f"run {i} of {len(trained)}" + (", from scratch" if i == 1 else ""),
-            f"{', '.join(run['suites'])}; {run['gpus']} NVIDIA H200, {run['seconds'] / 60:.1f} minutes; {run['steps']} "
-            f"steps of {run['batch']} observations x {settings['samples']} draws",
+            f"{', '.join(run['suites'])}; {run['gpus']} {run.get('gpu', UNTOLD)}, {run['seconds'] / 60:.1f} minutes; "
+            f"{run['steps']} steps of {run['batch']} observations x {settings['samples']} draws",
         ]
         for i, run in enumerate(trained, 1)
     ]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from eval.training import RECORD
+from eval.training import record_of
 from vla_accel.files import without_folders
 
 MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7", "pi0_fast": "π0-FAST"}
@@ -51,7 +51,8 @@ def doubt(checkpoint: str | None, weights: str | None) -> str:
     checkpoint has now, or that nothing tells which they are; else nothing."""
     if weights is None:
         return "weights without a fingerprint"
-    others = checkpoint == "demo" and weights != json.loads(RECORD.read_text())["weights"]
+    path = record_of(checkpoint)
+    others = path is not None and weights != json.loads(path.read_text())["weights"]
     return "its former weights" if others else ""
 
 

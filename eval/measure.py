@@ -31,6 +31,7 @@ from eval.markdown import commit
 from eval.places import Place, by_core, gpus, places, room
 from eval.script import run_script
 from eval.store import RESULTS
+from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.cli.options import File, Folder, Seconds, Text, Written
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import alone_in, replacing
@@ -100,6 +101,8 @@ class Measuring:
             return f"it needs {job.gpus} GPU{'s' * (job.gpus > 1)}, found {gpus}"
         if job.only and (others := self._others(job.only)):
             return f"it needs an {job.only}, found an {others[0]}"
+        if job.checkpoint and job.checkpoint not in NAMED:
+            return f"it needs the bundled checkpoint {job.checkpoint}, found {', '.join(NAMED)}"
         for need in job.needs:
             if need in self.given:
                 if self.given[need] is None:

@@ -68,8 +68,9 @@ def _size(count: int) -> str:
 
 
 def _agreement(result: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
-    """By family: parameters, and the largest difference over all cases."""
+    """By family: parameters, and the largest difference over all cases, of those compared at their published size."""
     found = result.get("models") or {kind: result[kind] for kind in ("pi0", "pi05")}
+    found = {kind: one for kind, one in found.items() if one.get("size") != "small"}
     told = {}
     for kind, one in found.items():
         cases = one.get("cases") or [one["batch1"], one["batch3"]]

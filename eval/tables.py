@@ -30,12 +30,14 @@ from eval.script import concluded
 from eval.server_tables import faults, server, server_gpus, server_twice
 from eval.shapes_table import calls, shapes
 from eval.throughput_table import plan, throughput
-from eval.training import RECORD
+from eval.training import record_of
 from eval.tune_table import tune
 from vla_accel.cli.options import read
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
+TRAINING = "training/"
+"""Before a bundled checkpoint's name: the record of how it was trained."""
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -64,7 +66,12 @@ def load(name: str | tuple[str, ...]) -> Any:
         if not paths:
             raise FileNotFoundError(f"eval/results: expected at least one {name}.json, found none")
         return [json.loads(path.read_text()) for path in paths]
-    path = RECORD if name == "training" else RESULTS / f"{name}.json"
+    path = RESULTS / f"{name}.json"
+    if name.startswith(TRAINING):
+        checkpoint = name.removeprefix(TRAINING)
+        path = record_of(checkpoint)
+        if path is None:
+            raise FileNotFoundError(f"training: expected the record of a bundled checkpoint {checkpoint}, found none")
     return json.loads(path.read_text())
 
 
@@ -117,7 +124,8 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "quality": (quality, ("parity_*", "libero_paired_h200")),
     "success": (success, ("libero_spatial_demo_h200", "libero_object_demo_h200")),
     "tasks": (tasks, ("libero_spatial_demo_h200", "libero_object_demo_h200")),
-    "training": (training, "training"),
+    "training": (training, f"{TRAINING}demo"),
+    "training_smolvla": (training, f"{TRAINING}smolvla_demo"),
     "latency_cpu": (latency, "libero_spatial_quick_cpu"),
     "builds_demo": (builds, "tensorrt_rtx_demo_cpu"),
     "builds_full": (builds, "tensorrt_rtx_full_width_cpu"),
@@ -133,6 +141,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "lerobot_agreement": (lerobot_agreement, "lerobot_parity_cpu"),
     "parity_demo": (parity, "parity_*"),
     "paired_libero": (paired, "libero_paired_h200"),
+    "paired_smolvla": (paired, "libero_paired_smolvla_h200"),
     "paired_stress": (stressed, "libero_stress_h200"),
     "late": (late, ("libero_late*_h200", RECORD_RUN)),
     "tune_demo": (tune, "tune_demo_h200"),
@@ -166,6 +175,7 @@ NOT_YET = frozenset({
     "server_gpus", "server_faults_gpus", "server_twice", "server_faults_twice", "plan", "throughput",
     "paired_stress", "late", "tune_demo", "attention", "starts", "shapes_h100", "batches_h100", "bench_smolvla",
     "bench_groot", "bench_pi0_fast", "lerobot_agreement",
+    "paired_smolvla", "training_smolvla",
 })  # fmt: skip
 """Tables whose runs may be absent: their place says so."""
 

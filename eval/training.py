@@ -6,16 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parent.parent / "vla_accel" / "assets" / "pi05_demo" / "training.json"
-"""Of the bundled π0.5."""
+from vla_accel.checkpoints.bundled import NAMED
+
+UNTOLD = "NVIDIA H200"
+"""The GPUs of the runs whose record does not name them."""
+
+
+def record_of(checkpoint: str | None) -> Path | None:
+    """The record of a bundled checkpoint; None for any other, and for one that has none."""
+    path = NAMED[checkpoint] / "training.json" if checkpoint in NAMED else None
+    return path if path is not None and path.is_file() else None
 
 
 def runs_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The training runs that a record tells of, the oldest first; `batch`: of all GPUs together."""
+    """The training runs that a record tells of, the oldest first; `batch`: of all GPUs together, which are `gpu`."""
     settings = record["settings"]
     last = {
         "suites": settings["suites"],
         **{name: record[name] for name in ("gpus", "steps", "seconds")},
+        "gpu": record.get("gpu", UNTOLD),
         "batch": record["gpus"] * settings["batch"],
     }
     return [*record.get("earlier", []), last]

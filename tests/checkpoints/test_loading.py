@@ -22,6 +22,7 @@ from tests.support.published_folders import (
 )
 from tests.support.tiny import statistics, write_tiny_checkpoint
 from vla_accel import PolicyConfig
+from vla_accel.checkpoints.bundled import NAMED, bundled
 from vla_accel.checkpoints.dialects import Stated, infer_config
 from vla_accel.checkpoints.loading import find, load
 from vla_accel.checkpoints.pi0 import check_weights
@@ -97,8 +98,19 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["dmeo", "a/b/c", "/no/such/folder", ""])
 def test_names_that_are_neither(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
-    with pytest.raises(CheckpointError, match=rf"expected a folder or one of demo, got '{name}'"):
+    with pytest.raises(CheckpointError, match=rf"expected a folder or one of demo.*, got '{name}'"):
         find(name)
+
+
+def test_bundled_checkpoints_are_found_by_their_folders(tmp_path: Path) -> None:
+    (tmp_path / "pi05_demo").mkdir()
+    assert bundled(tmp_path) == {"demo": tmp_path / "pi05_demo"}
+    for name in ("pi05_demo", "other_demo"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "no_checkpoint").mkdir()
+    assert bundled(tmp_path) == {"demo": tmp_path / "pi05_demo", "other_demo": tmp_path / "other_demo"}
+    assert all((folder / "config.json").is_file() for folder in NAMED.values()), "a name without a checkpoint"
 
 
 def test_our_own_folder(tmp_path: Path) -> None:

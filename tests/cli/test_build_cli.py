@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import groot_folders, tiny_smolvla
 from tests.support.tiny import write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
 from vla_accel.cli import main
-from vla_accel.config import load_config
+from vla_accel.config import load_config, shipped_configs
 from vla_accel.engines import torch_tensorrt_versions
 from vla_accel.engines.tensorrt_plan import obtain
 from vla_accel.errors import ConfigError, EngineError
@@ -215,6 +217,27 @@ def test_an_interrupted_build_keeps_what_is_whole(
     monkeypatch.undo()
     assert run(*words) == 0
     assert [r["built"] for r in last_line(capsys)["engines"]] == [False, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("write", "shipped"),
+    [(tiny_smolvla.write_lerobot, "tensorrt_rtx"), (groot_folders.write_isaac, "tensorrt_rtx_bf16")],
+    ids=["smolvla", "groot"],
+)
+def test_other_families_build(write: Callable[[Path], object], shipped: str, tmp_path: Path, capsys: Any) -> None:
+    """All that a shipped configuration names is in an engine, whose graph is what the module computes."""
+    folder, config, manifest = tmp_path / "checkpoint", tmp_path / "config.yaml", tmp_path / "manifest.json"
+    write(folder)
+    config.write_text(shipped_configs()[shipped].read_text() + "num_steps: 2\n")
+    where = ("--targets", "sm89", "--cache", tmp_path / "cache", "--manifest", manifest)
+    assert run("build", folder, "--config", config, *where) == 0
+    capsys.readouterr()
+    engines = json.loads(manifest.read_text())["engines"]
+    assert [e["component"] for e in engines] == ["vision", "kv_cache", "denoise"]
+    for engine in engines:
+        assert engine["similarity"] > 0.9999 and engine["bytes"] > 0
+        assert engine["coverage"]["in_engine"] == engine["coverage"]["operators"]
 
 
 def test_sized_models_for_measuring() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from vla_accel import OptimizedPolicy
+from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.checkpoint import read_tensors
-from vla_accel.checkpoints.loading import NAMED
 from vla_accel.policy.agreement import weights_of
 from vla_accel.transforms.normalisation import load_statistics
 from vla_accel.transforms.tokenizer import SmallTokenizer, tokenize_prompt

@@ -22,7 +22,7 @@ import pytest
 
 from tests.support import toy_command
 from tests.support.pages import PAGES, ROOT, Command, commands, inline_commands, text_of, unfenced
-from vla_accel.checkpoints.loading import NAMED
+from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.cli import COMMANDS, main
 from vla_accel.config import load_config
 from vla_accel.measure.recording import save_observations

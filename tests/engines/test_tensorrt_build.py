@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tests.support.scales import scales_of_any
 from tests.support.small_components import small
-from vla_accel.checkpoints.loading import NAMED, load
+from vla_accel.checkpoints.bundled import NAMED
+from vla_accel.checkpoints.loading import load
 from vla_accel.component import Component, Island, TensorSpec
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
 from vla_accel.components.variants import QuantisedKvCache

@@ -21,9 +21,11 @@ from eval.libero.demo.objective import Trainee, augment, initialise
 from eval.libero.demo.recipes import RECIPES
 from eval.libero.suites import LiberoTask
 from tests.support.tiny_smolvla import tiny_config, tiny_model
-from vla_accel.checkpoints.loading import NAMED, load
+from vla_accel.checkpoints.bundled import NAMED
+from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.machine import hardware
 from vla_accel.measure.recording import load_observations
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.gemma import GemmaConfig
@@ -281,7 +283,8 @@ def exported(start: Path, run: Path, steps: int, **more: object) -> FlowNetwork:
     model = load(start, dtype=torch.float32).model
     assert isinstance(model, FlowNetwork)
     config = {"suites": ["libero_spatial"], "start": str(start), "batch": 3}
-    note = {"steps": steps, "config": config, "history": [], "done": False, "world": 1, "seconds": 2, **more}
+    about = {"done": False, "world": 1, "gpu": "NVIDIA X", "seconds": 2, **more}
+    note = {"steps": steps, "config": config, "history": [], **about}
     train.export(model, model.state_dict(), start, run, note)
     return model
 
@@ -310,12 +313,40 @@ def test_a_killed_run_leaves_a_checkpoint_that_is_published(
     # What the first weights knew was trained before; a run that starts from this one counts both.
     demo = assets.earlier_training("demo")
     assert record["earlier"] == demo and not (output / assets.EARLIER).exists()
-    mine = {"suites": ["libero_spatial"], "gpus": 1, "steps": 200, "seconds": 2, "batch": 3}
+    mine = {"suites": ["libero_spatial"], "gpus": 1, "gpu": "NVIDIA X", "steps": 200, "seconds": 2, "batch": 3}
     assert assets.earlier_training(str(output)) == [*demo, mine]
     assert sum(p.stat().st_size for p in output.iterdir()) <= RECIPES[family].limit
     if family == "smolvla":
         policy = OptimizedPolicy.from_pretrained(output, device="cpu", num_steps=1)
         assert policy.infer(back.processor.example())["actions"].shape == (10, 7)
+
+
+def test_a_checkpoint_tells_the_machine_that_trained_it(started: dict[str, Path], tmp_path: Path) -> None:
+    model = load(started["smolvla"], dtype=torch.float32).model
+    config = train.TrainConfig(str(started["smolvla"]), "states", str(tmp_path))
+    told: Any = SimpleNamespace(
+        config=config, step=5, world=1, device=torch.device("cpu"), began=0.0, history=[],
+        trainee=SimpleNamespace(policy=model), average=SimpleNamespace(state=model.state_dict),
+    )  # fmt: skip
+    train.Run.export(told, done=True)
+    assert read_json(tmp_path / "000005" / "log.json")["gpu"] == hardware(torch.device("cpu"))["cpu"]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_does_not_begin_where_another_lies(
+    resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Its first checkpoints would be the oldest, which go, and the other's would be published."""
+    monkeypatch.setattr(train, "worker", lambda *_: pytest.fail("begun"))
+    (tmp_path / "000200").mkdir()
+    config = train.TrainConfig("start", "states", str(tmp_path), resume=str(tmp_path) if resumed else "")
+    with pytest.raises(ConfigError, match=r"out: expected a folder without checkpoints, found .*/000200; give the run"):
+        train.main(config)
+    begun: list[Any] = []
+    monkeypatch.setattr(train, "worker", lambda *words: begun.append(words))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    train.main(replace(config, out=str(tmp_path / "another")))
+    assert len(begun) == 1
 
 
 def test_publishing_refuses_a_run_that_lacks_weights(started: dict[str, Path], tmp_path: Path) -> None:

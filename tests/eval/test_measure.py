@@ -295,6 +295,21 @@ def test_a_run_of_an_h100_is_stored_from_one_and_made_nowhere_else(toy: str, tmp
     assert [path.name for path in (tmp_path / "h200/results").iterdir()] == ["times_h200.json"]
 
 
+def test_a_job_whose_checkpoint_is_not_bundled_is_left_out(
+    toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [Job("paired_other/native", f"{toy} plain {{json}}", gpus=0, checkpoint="other_demo")]
+    jobs.append(Job("compared", f"{toy} plain {{json}} {{work}}/paired_other/native.json", gpus=0))
+    found = played(tmp_path / "without", jobs)
+    assert found.outcomes["paired_other/native"].kind == LEFT_OUT
+    assert found.outcomes["paired_other/native"].why.startswith(
+        "it needs the bundled checkpoint other_demo, found demo"
+    )
+    assert found.outcomes["compared"] == Outcome(LEFT_OUT, "it is made from paired_other/native")
+    monkeypatch.setitem(measure.NAMED, "other_demo", tmp_path)
+    assert played(tmp_path / "with", jobs[:1]).outcomes["paired_other/native"] == Outcome(DONE)
+
+
 def test_the_summary_ends_with_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
     measure.report({"one": Outcome(DONE)})
     assert json.loads(capsys.readouterr().out)[DONE] == {"one": ""}

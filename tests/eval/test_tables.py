@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval import paired, store, tables
+from eval import markdown, paired, store, tables
 from eval.harness.statistics import smallest_difference
 from eval.latency_picture import draw
 from eval.markdown import machine
 from eval.models_picture import PUBLISHED, draw_models, sources
-from eval.training import RECORD
+from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.component import BESIDE
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
@@ -121,7 +121,7 @@ def test_parts_of_one_name_are_one_row_of_the_builds() -> None:
     )
 
 
-WEIGHTS = json.loads(RECORD.read_text())["weights"]
+WEIGHTS = tables.load("training/demo")["weights"]
 GPU = {"hardware": {"device": "cuda", "gpu": "NVIDIA X"}, "software": {"torch": "2.11.0"}}
 CPU = {"hardware": {"device": "cpu", "cpu": "Some CPU", "threads": 1}, "software": {"torch": "2.13.0"}}
 
@@ -315,23 +315,32 @@ def test_a_model_has_a_row_of_all_that_is_stored_of_it() -> None:
     assert alone.startswith("| SmolVLA | 403 M | ") and alone.endswith(" | - | - |"), (
         "what no run says is counted, or not there"
     )
+    small = {**smolvla, "model": {**smolvla["model"], "kind": "pi0_fast"}}
+    assert tables.models([small, lerobot]).splitlines()[2].startswith("| π0-FAST | - | "), "a small model's are not its"
 
 
 def lerobot_report() -> dict[str, Any]:
     """What `tests/parity/compare_with_lerobot.py` stores."""
     case = {"case": "batch 3", "batch": 3, "views": 2, "steps": 10, "actions_rms": 1.25}
-    cases = [{**case, "float32_max": 2e-6}, {**case, "case": "a camera less", "views": 1, "float32_max": 1e-6}]
+    low = {"bfloat16_rms_to_float32": 0.012, "lerobot_bfloat16_rms_to_float32": 0.013}
+    low["lerobot_autocast_rms_to_float32"] = 0.005
+    less = {**case, "case": "a camera less", "views": 1, "float32_max": 1e-6}
+    cases = [{**case, "float32_max": 2e-6, **low}, less]
     versions = {"lerobot": "0.6.1", "torch": "2.11.0"}
-    return {**CPU, "models": {"smolvla": {"versions": versions, "parameters": 401_900_000, "cases": cases}}}
+    tiny = {"versions": versions, "parameters": 1_000_000, "size": "small", "cases": [less]}
+    large = {"versions": versions, "parameters": 401_900_000, "size": "published", "cases": cases}
+    return {**CPU, "models": {"smolvla": large, "pi0_fast": tiny}}
 
 
 def test_agreement_with_lerobot_has_a_row_a_case() -> None:
     lines = tables.lerobot_agreement(lerobot_report()).splitlines()
-    assert lines[2:4] == [
-        "| SmolVLA | batch 3 | 3 | 2 | 10 | 1.25 | 2.0e-06 |",
-        "| SmolVLA | a camera less | 3 | 1 | 10 | 1.25 | 1.0e-06 |",
+    assert lines[2:5] == [
+        "| SmolVLA | batch 3 | 3 | 2 | 10 | 1.25 | 2.0e-06 | 1.2e-02 | 1.3e-02 | 5.0e-03 |",
+        "| SmolVLA | a camera less | 3 | 1 | 10 | 1.25 | 1.0e-06 | - | - | - |",
+        "| π0-FAST, small | a camera less | 3 | 1 | 10 | 1.25 | 1.0e-06 | - | - | - |",
     ]
-    assert lines[-1] == "Beside lerobot 0.6.1, torch 2.11.0. Ours: Some CPU, 1 thread, torch 2.13.0."
+    told = "Beside lerobot 0.6.1, torch 2.11.0. Ours: Some CPU, 1 thread, torch 2.13.0."
+    assert lines[-1].endswith(f"rms difference from lerobot's FP32. {told}")
 
 
 def test_a_run_that_may_be_absent_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,6 +397,22 @@ def test_runs_of_other_weights_are_named() -> None:
     for name in ("demo", "published"):
         stored["policy"] |= {"name": name, "weights": None}
         assert tables.latency(stored).endswith(f" {untold.format('libero_spatial')}\n")
+
+
+def test_another_bundled_checkpoint_has_its_own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    former = "its former weights"
+    assert not markdown.doubt("other_demo", "of others"), "it is not bundled"
+    with pytest.raises(FileNotFoundError, match="record of a bundled checkpoint other_demo, found none"):
+        tables.load("training/other_demo")
+    monkeypatch.setitem(NAMED, "other_demo", tmp_path)
+    assert not markdown.doubt("other_demo", "of others"), "nothing is known of how it was trained"
+    record = {**tables.load("training/demo"), "weights": "these", "gpu": "NVIDIA X", "gpus": 3, "earlier": []}
+    (tmp_path / "training.json").write_text(json.dumps(record))
+    assert markdown.doubt("other_demo", "of others") == former and not markdown.doubt("other_demo", "these")
+    assert not markdown.doubt("demo", WEIGHTS) and markdown.doubt("demo", "these") == former
+    lines = tables.training(tables.load("training/other_demo")).splitlines()
+    assert "; 3 NVIDIA X, " in lines[2]
+    assert "; 2 NVIDIA H200, " in tables.training(tables.load("training/demo")), "a record that does not tell"
 
 
 def test_the_picture_shows_what_the_report_says() -> None:

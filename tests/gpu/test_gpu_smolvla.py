@@ -66,7 +66,7 @@ def test_fp32_native_is_eager(tmp_path: Path) -> None:
     "low", [{}, {"kv_cache": "fp8"}, {"vision": "fp8", "kv_cache": "fp8"}, {"denoise": "int8"}], ids=str
 )
 def test_published_size(low: dict[str, str]) -> None:
-    """Random weights: native against FP32 eager, as near as eager BF16 is; FP8 and INT8 by their own threshold."""
+    """Random weights: native against FP32 eager, as near as eager BF16 is; FP8 and INT8 within `parity`'s limits."""
     config = settings("bf16", "native", **low)
     policy, exact = random_policy(SMOLVLA, config, with_reference=True)
     assert exact is not None
@@ -76,7 +76,7 @@ def test_published_size(low: dict[str, str]) -> None:
     assert policy.ledger.entries["denoise"].detail.startswith("streamed CUDA kernels" if hopper else "fused ops")
     assert {e["used"] for e in policy.ledger.as_list()} == {"native", "cuda_graph"}
     if low:
-        assert report.actions.cosine > 0.9
+        assert report.passed, report.reasons
         return
     plain, _ = random_policy(SMOLVLA, settings("bf16", "eager"))
     eager = compare(plain, exact, given, name="eager")

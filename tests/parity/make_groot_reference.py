@@ -10,15 +10,18 @@ With random weights at a small size it writes:
   and a small ``tokenizer.json`` in place of Qwen's; ``DIR/lerobot/``: the same weights as ``policy.save_pretrained``
   and the two processors' ``save_pretrained`` write them, nothing edited.
 - ``DIR/model.safetensors``: ``{case}.{pixels,tokens,state,noise}`` as lerobot's model got them (text tokens alone) and
-  ``{case}.steps{n}`` as it answered, float32 (B, horizon, 132), normalised. ``rtc.*``: a call with a previous chunk.
+  ``{case}.steps{n}`` as it answered, float32 (B, horizon, 132), normalised; ``{case}.autocast_steps{n}``: with these
+  weights under autocast to BF16, as lerobot's policy calls it, where what layers add up stays in float32;
+  ``{case}.bf16_steps{n}``: with weights in BF16 besides, as Isaac-GR00T loads them. ``rtc.*``: a call with a previous
+  chunk.
 - ``DIR/robot.npz``: whole observations (``images`` uint8 (N, views, H, W, 3), ``state``, ``noise``) and what lerobot's
   processors made of them: ``text{i}``, ``patches{i}``, and ``actions`` (N, rows, 7); ``tasks.json``: the instructions.
 
 ``--kept`` writes, besides, names and shapes of lerobot's tensors and some numbers of its answers into a JSON file: with
 the weights of `groot_weights`, what tests/models/groot_reference.json has.
-``--full`` writes the published size instead, and no checkpoint but ``DIR/isaac`` (16 GB of memory, 7 of disk).
+``--full`` writes the published size instead, and no checkpoint but ``DIR/isaac`` (11 GB of memory, 7 of disk).
 
-Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose. The chat template is written here
+All else is float32 on the CPU. This file imports nothing of vla_accel on purpose. The chat template is written here
 from Qwen's published form: the file of the gated tokenizer is not to be had.
 """
 
@@ -116,15 +119,32 @@ SMALL = {
 }  # fmt: skip
 
 
+class Kept(torch.nn.Linear):
+    """A float32 layer whose weights, all of which BF16 holds, lie in memory as BF16 if there are many."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None):
+        self.narrow = in_features * out_features >= 1 << 20
+        super().__init__(in_features, out_features, bias, device, torch.bfloat16 if self.narrow else dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(x, self.weight.float(), bias)
+
+
 def build(full: bool) -> Any:
     """lerobot's model, float32, random, no weight zero or one."""
     small = mock.patch.object(groot_n1_7, "_cosmos_reason2_qwen3_vl_config", small_backbone)
     if full:
-        model = groot_n1_7.GR00TN17(groot_n1_7.GR00TN17Config(), load_backbone_weights=False)
+        with mock.patch.object(torch.nn, "Linear", Kept):
+            model = groot_n1_7.GR00TN17(groot_n1_7.GR00TN17Config(), load_backbone_weights=False)
     else:
         with small:
             model = groot_n1_7.GR00TN17(groot_n1_7.GR00TN17Config(**SMALL), load_backbone_weights=False)
-    model = model.float().eval()
+    model = model.eval().requires_grad_(False)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not (isinstance(module, Kept) and module.narrow):
+                parameter.data = parameter.data.float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Values that BF16 holds, as published checkpoints have.
@@ -219,6 +239,29 @@ def answer(model: Any, pixels: torch.Tensor, text: torch.Tensor, state: torch.Te
         return model.get_action(given, options)["action_pred"]
 
 
+def ask(model: Any, case: dict[str, torch.Tensor], steps: int) -> torch.Tensor:
+    """One call, or one a row where prompts are not of one length."""
+    if len(case["lengths"].unique()) == 1:
+        return answer(model, case["pixels"], case["tokens"], case["state"], case["noise"], steps)
+    rows = [
+        answer(model, case["pixels"][r : r + 1], case["tokens"][r : r + 1, :n], case["state"][r : r + 1],
+               case["noise"][r : r + 1], steps)
+        for r, n in enumerate(case["lengths"].tolist())
+    ]  # fmt: skip
+    return torch.cat(rows)
+
+
+def bf16_cases(model: Any, cases: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The answers of a model in BF16, to what float32 was asked."""
+    found = {}
+    for key in [k for k in cases if ".autocast_steps" in k]:
+        name, _, steps = key.partition(".autocast_steps")
+        case = {k.removeprefix(f"{name}."): v for k, v in cases.items() if k.startswith(f"{name}.")}
+        with torch.autocast("cpu", torch.bfloat16):
+            found[f"{name}.bf16_steps{steps}"] = ask(model, case, int(steps)).float().contiguous()
+    return found
+
+
 def model_cases(model: Any, full: bool) -> dict[str, torch.Tensor]:
     """Batch 1 and 3, one view and two; rows of other lengths are called alone: lerobot lets padding leak between."""
     ids = {n: SPECIAL.index(f"<|{n}|>") for n in ("vision_start", "vision_end")}
@@ -241,17 +284,11 @@ def model_cases(model: Any, full: bool) -> dict[str, torch.Tensor]:
         }
         for view in range(views):
             given["tokens"][:, 3 + 2 * view], given["tokens"][:, 4 + 2 * view] = ids["vision_start"], ids["vision_end"]
-        for steps in STEPS[:1] if full else STEPS:
-            if len(set(lengths)) == 1:
-                found = answer(model, given["pixels"], given["tokens"], given["state"], given["noise"], steps)
-            else:
-                rows = [
-                    answer(model, given["pixels"][r : r + 1], given["tokens"][r : r + 1, :n], given["state"][r : r + 1],
-                           given["noise"][r : r + 1], steps)
-                    for r, n in enumerate(lengths)
-                ]  # fmt: skip
-                found = torch.cat(rows)
-            given[f"steps{steps}"] = found
+        counts = STEPS[:1] if full else STEPS
+        answers = {f"steps{n}": ask(model, given, n) for n in counts}
+        with torch.autocast("cpu", torch.bfloat16):
+            answers |= {f"autocast_steps{n}": ask(model, given, n).float() for n in counts}
+        given |= answers
         tensors.update({f"{name}.{k}": v.contiguous() for k, v in given.items()})
 
     if full:
@@ -339,12 +376,13 @@ def main() -> None:
     model, tokenizer = build(args.full), small_tokenizer()
     cases = model_cases(model, args.full)
     versions = {n: importlib.metadata.version(n) for n in ("lerobot", "torch", "transformers")}
-    save_file(cases, str(args.out / "model.safetensors"), versions)
     # In its own place: at full size there is no room for both.
-    write_isaac(model.bfloat16(), args.out / "isaac", tokenizer)
+    model = model.bfloat16()
+    save_file(cases | bf16_cases(model, cases), str(args.out / "model.safetensors"), versions)
+    write_isaac(model, args.out / "isaac", tokenizer)
     if args.kept is not None:
         shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
-        answers = {n: v[..., ::3, :4].numpy().round(7).tolist() for n, v in cases.items() if "steps" in n}
+        answers = {n: v[..., ::3, :4].numpy().round(7).tolist() for n, v in cases.items() if ".steps" in n}
         args.kept.write_text(json.dumps({"shapes": shapes, "answers": answers}) + "\n")
     if not args.full:
         np.savez(args.out / "robot.npz", **robot_cases(args.out / "isaac", args.out / "lerobot", tokenizer))

@@ -11,12 +11,14 @@ the published size. For each it writes ``DIR/VARIANT/``:
 - ``checkpoint/``: what ``policy.save_pretrained`` and the two processors' ``save_pretrained`` write, nothing edited,
   and a small ``tokenizer.json`` in place of SmolVLM2's.
 - ``model.safetensors``: ``{case}.{images,tokens,token_mask,state,noise}`` as lerobot's model got them and
-  ``{case}.steps{n}`` as it answered, float32 (B, horizon, 32), normalised.
+  ``{case}.steps{n}`` as it answered, float32 (B, horizon, 32), normalised; ``{case}.bf16_steps{n}``: as it answers in
+  the dtypes that its published checkpoint loads in, BF16 but for the small projections and those of the prefix's keys
+  and values.
 - ``robot.npz``: whole observations (``images`` uint8 (N, views, H, W, 3), ``state`` (N, n), ``noise``) and ``actions``
   after lerobot's pre- and postprocessor; in the first the last camera is missing (`base`). ``tasks.json`` has the
   instructions.
 
-Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose.
+All else is float32 on the CPU. This file imports nothing of vla_accel on purpose.
 """
 
 from __future__ import annotations
@@ -126,32 +128,39 @@ def statistics(rng: np.random.Generator, state: int, action: int) -> dict[str, A
     return table
 
 
-def model_case(
-    policy: Any, batch: int, views: int, steps: tuple[int, ...], generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """The model alone, with padded prompts."""
+def model_case(policy: Any, batch: int, views: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """What the model alone is given, with padded prompts."""
     length, config = 16, policy.config
     vocabulary = policy.model.vlm_with_expert.config.text_config.vocab_size
     lengths = torch.tensor([9, length, 5])[:batch]
     token_mask = torch.arange(length)[None] < lengths[:, None]
     side = config.resize_imgs_with_padding[0]
-    case = {
+    return {
         "images": torch.rand(batch, views, 3, side, side, generator=generator) * 2 - 1,
         "tokens": torch.randint(1, vocabulary, (batch, length), generator=generator) * token_mask,
         "token_mask": token_mask,
         "state": torch.randn(batch, config.max_state_dim, generator=generator),
         "noise": torch.randn(batch, config.chunk_size, config.max_action_dim, generator=generator),
     }
-    images = [case["images"][:, v] for v in range(views)]
-    masks = [torch.ones(batch, dtype=torch.bool) for _ in images]
-    for count in steps:
-        config.num_steps = count
-        with torch.no_grad():
-            case[f"steps{count}"] = policy.model.sample_actions(
-                images, masks, case["tokens"], token_mask, case["state"], noise=case["noise"].clone()
-            )
-    config.num_steps = 10
-    return case
+
+
+@torch.no_grad()
+def answer(policy: Any, case: dict[str, torch.Tensor], steps: int) -> torch.Tensor:
+    """lerobot's actions (B, horizon, 32), float32."""
+    images = list(case["images"].unbind(1))
+    masks = [torch.ones(len(image), dtype=torch.bool) for image in images]
+    with mock.patch.object(policy.config, "num_steps", steps):
+        given = (case[n] for n in ("tokens", "token_mask", "state"))
+        return policy.model.sample_actions(images, masks, *given, noise=case["noise"].clone()).float()
+
+
+def to_bfloat16(policy: Any) -> None:
+    """In place, the dtypes in which lerobot runs a published checkpoint: it makes the crossing layers' projections of
+    keys and values, which are square, and the small ones itself, in float32."""
+    for name, parameter in policy.model.vlm_with_expert.named_parameters():
+        crossing = "lm_expert" in name and name.endswith(("k_proj.weight", "v_proj.weight"))
+        if not (crossing and parameter.shape[0] == parameter.shape[1]):
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def robot_cases(policy: Any, variant: str, processors: tuple[Any, Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -191,14 +200,16 @@ def write_variant(variant: str, out: Path, seed: int) -> None:
     cases = {"batch1": (1, views, (1, 10)), "batch3": (3, views, (10,)), "missing": (1, views - 1, (10,))}
     if variant == "full":
         cases = {"batch1": (1, 2, (10,)), "batch3": (3, 2, (10,)), "missing": (1, 1, (10,))}
-    tensors: dict[str, torch.Tensor] = {}
-    for case, (batch, seen, steps) in cases.items():
-        made = model_case(policy, batch, seen, steps, generator)
-        tensors |= {f"{case}.{name}": value.contiguous() for name, value in made.items()}
-    versions = {n: importlib.metadata.version(n) for n in ("lerobot", "torch")}
-    save_file(tensors, str(out / "model.safetensors"), versions | {"transformers": transformers.__version__})
+    made = {name: model_case(policy, batch, seen, generator) for name, (batch, seen, _) in cases.items()}
+    answers = {name: {f"steps{n}": answer(policy, made[name], n) for n in steps} for name, (*_, steps) in cases.items()}
     if variant != "full":
         np.savez(out / "robot.npz", **robot_cases(policy, variant, processors, rng))
+    to_bfloat16(policy)
+    for name, (*_, steps) in cases.items():
+        answers[name] |= {f"bf16_steps{n}": answer(policy, made[name], n) for n in steps}
+    tensors = {f"{c}.{n}": v.contiguous() for c in cases for n, v in (made[c] | answers[c]).items()}
+    versions = {n: importlib.metadata.version(n) for n in ("lerobot", "torch")}
+    save_file(tensors, str(out / "model.safetensors"), versions | {"transformers": transformers.__version__})
     (out / "tasks.json").write_text(json.dumps(TASKS))
     print(f"{variant}: {sorted(p.name for p in folder.iterdir())}")
 

@@ -19,10 +19,13 @@ from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.models.smolvla import SmolVla
 
 
-@pytest.mark.parametrize(("moved", "status"), [(0.0, 0), (1e-3, 1)])
+@pytest.mark.parametrize(
+    ("moved", "nearer", "status"), [(0.0, 1.0, 0), (1e-3, 1.0, 1), (0.0, 2.0, 1)], ids=["agrees", "float32", "bfloat16"]
+)
 def test_it_tells_whether_actions_agree(
-    moved: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moved: float, nearer: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`moved`: lerobot's float32 from ours; `nearer`: its bfloat16 to its float32 than ours is to ours."""
     (tmp_path / "checkpoint").mkdir()
     write_lerobot(tmp_path / "checkpoint")
     model = load(tmp_path / "checkpoint", device="cpu", dtype=torch.float32).model.whole()
@@ -37,16 +40,26 @@ def test_it_tells_whether_actions_agree(
         "batch3.noise": torch.randn(3, config.action_horizon, config.action_dim, generator=generator),
     }
     answer = compare_with_lerobot.ask_smolvla(model, given, "batch3", 2)
-    save_file(given | {"batch3.steps2": answer + moved}, tmp_path / "model.safetensors", {"lerobot": "0.6.1"})
+    low = load(tmp_path / "checkpoint", device="cpu", dtype=torch.bfloat16).model
+    assert isinstance(low, SmolVla)
+    rounded = compare_with_lerobot.ask_smolvla(low, given, "batch3", 2).float()
+    theirs = {"steps2": answer + moved, "bf16_steps2": answer + moved + (rounded - answer) / nearer}
+    given |= {f"batch3.{name}": value for name, value in theirs.items()}
+    save_file(given, tmp_path / "model.safetensors", {"lerobot": "0.6.1"})
     output = tmp_path / "report.json"
     monkeypatch.setattr("sys.argv", ["compare", str(tmp_path), "--output", str(output)])
     assert compare_with_lerobot.main() == status
     found = json.loads(output.read_text())["models"]["smolvla"]
-    assert found["versions"] == {"lerobot": "0.6.1"}
+    assert found["versions"] == {"lerobot": "0.6.1"} and found["size"] == "small"
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     (row,) = found["cases"]
     assert (row["case"], row["batch"], row["views"], row["steps"]) == ("batch 3", 3, 2, 2)
     assert row["float32_max"] == pytest.approx(moved, abs=1e-5)
+    error = compare_with_lerobot.rms(rounded - answer)
+    assert row["lerobot_bfloat16_rms_to_float32"] == pytest.approx(error / nearer, rel=1e-3)
+    if not moved:
+        assert row["bfloat16_rms_to_float32"] == pytest.approx(error, rel=1e-3)
+        assert row["bfloat16_rms_to_lerobot_bfloat16"] == pytest.approx(error - error / nearer, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize(("moved", "status"), [(0.0, 0), (1e-3, 1)])

@@ -4,7 +4,8 @@ saves them.
 Needs an interpreter with lerobot 0.6.1 installed, given as ``--groot-python=PATH``; without it every test here is
 skipped and says so. lerobot runs in its own process through ``tests/parity/make_groot_reference.py``, which knows
 nothing of this package. Covers float32 on the CPU: the model alone (batch 1 and 3, a missing camera, padded prompts, a
-previous chunk), and whole observations from uint8 images to a robot's actions.
+previous chunk), and whole observations from uint8 images to a robot's actions. And bfloat16: the model alone, as near
+to float32 as lerobot's is with weights in BF16.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.parity.compare_with_lerobot import ACTIONS_ATOL, ask_groot
+from tests.parity.compare_with_lerobot import ACTIONS_ATOL, BF16_RATIO, ask_groot
+from tests.support.agreement import assert_as_near
 from tests.support.groot_folders import REFERENCE
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import OptimizedPolicy
@@ -53,6 +55,17 @@ def test_model(reference: Path, case: str, record_property: Any) -> None:
     for steps in (4,) if case == "rtc" else (4, 2):
         ours = ask_groot(model, tensors, case, steps)
         check(ours, tensors[f"{case}.steps{steps}"], f"{case}, {steps} steps", record_property)
+
+
+@pytest.mark.parametrize("case", ["batch1", "batch3", "missing camera", "padded"])
+def test_bfloat16_is_as_near_as_lerobots(reference: Path, case: str) -> None:
+    """Of weights in BF16, to lerobot's float32."""
+    model = load(reference / "isaac", dtype=torch.bfloat16).model.whole()
+    assert isinstance(model, Groot)
+    tensors = load_file(reference / "model.safetensors")
+    for steps in (4, 2):
+        exact, theirs = (tensors[f"{case}.{n}{steps}"] for n in ("steps", "bf16_steps"))
+        assert_as_near(ask_groot(model, tensors, case, steps), theirs, exact, BF16_RATIO)
 
 
 @pytest.mark.parametrize("form", ["isaac", "lerobot"])

@@ -6,7 +6,7 @@ this package.
 
 Covers float32 on the CPU: the model alone (batch 1 and 3, a camera less, padded prompts, the shapes of `smolvla_base`
 and of the LIBERO checkpoints, the published size), and whole observations from uint8 images, state and task to a
-robot's actions, through lerobot's saved processors.
+robot's actions, through lerobot's saved processors. And bfloat16: the model alone, as near to float32 as lerobot's is.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.parity.compare_with_lerobot import ACTIONS_ATOL, ask_smolvla
+from tests.parity.compare_with_lerobot import ACTIONS_ATOL, BF16_RATIO, ask_smolvla
+from tests.support.agreement import assert_as_near
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import OptimizedPolicy
+from vla_accel.checkpoints.loading import load
 from vla_accel.models.smolvla import SmolVla
 
 pytestmark = pytest.mark.parity
@@ -35,8 +38,9 @@ SCRIPT = Path(__file__).parent / "make_smolvla_reference.py"
 
 @dataclass(frozen=True)
 class Reference:
-    """lerobot's folder as a policy of ours, and what lerobot was given and answered."""
+    """lerobot's folder, it as a policy of ours, and what lerobot was given and answered."""
 
+    folder: Path
     policy: OptimizedPolicy
     tensors: dict[str, Tensor]
     robot: dict[str, np.ndarray]
@@ -59,9 +63,8 @@ def read(folder: Path) -> Reference:
     policy = OptimizedPolicy.from_pretrained(folder / "checkpoint", "eager_fp32", device="cpu")
     assert isinstance(policy.model, SmolVla)
     robot = dict(np.load(folder / "robot.npz")) if (folder / "robot.npz").is_file() else {}
-    return Reference(
-        policy, load_file(folder / "model.safetensors"), robot, json.loads((folder / "tasks.json").read_text())
-    )
+    tensors, tasks = load_file(folder / "model.safetensors"), json.loads((folder / "tasks.json").read_text())
+    return Reference(folder / "checkpoint", policy, tensors, robot, tasks)
 
 
 def check(ours: np.ndarray, theirs: np.ndarray, what: str, record_property: Any) -> None:
@@ -82,6 +85,14 @@ def compare(reference: Reference, case: str, steps: int, record_property: Any) -
 @pytest.mark.parametrize(("case", "steps"), [("batch1", 1), ("batch1", 10), ("batch3", 10), ("missing", 10)])
 def test_model(reference: Reference, case: str, steps: int, record_property: Any) -> None:
     compare(reference, case, steps, record_property)
+
+
+@pytest.mark.parametrize(("case", "steps"), [("batch1", 1), ("batch1", 10), ("batch3", 10), ("missing", 10)])
+def test_bfloat16_is_as_near_as_lerobots(reference: Reference, case: str, steps: int) -> None:
+    model = load(reference.folder, dtype=torch.bfloat16).model
+    assert isinstance(model, SmolVla)
+    exact, theirs = (reference.tensors[f"{case}.{n}{steps}"] for n in ("steps", "bf16_steps"))
+    assert_as_near(ask_smolvla(model, reference.tensors, case, steps), theirs, exact, BF16_RATIO)
 
 
 def test_whole_observations(reference: Reference, record_property: Any) -> None:
@@ -108,4 +119,5 @@ def test_published_size(
     command = [sys.executable, "-m", "tests.parity.compare_with_lerobot", str(folder / "full"), "--output", str(output)]
     assert subprocess.run(command, cwd=Path(__file__).parents[2], check=False).returncode == 0
     (model,) = json.loads(output.read_text())["models"].values()
+    assert model["size"] == "published"
     assert [(row["batch"], row["views"]) for row in model["cases"]] == [(1, 2), (3, 2), (1, 1)]

@@ -96,8 +96,8 @@ class FakeEnv:
 
 def write_checkpoint(folder: Path) -> Path:
     """A random checkpoint of the demo's architecture: it loads and acts, and knows nothing."""
+    from vla_accel.checkpoints.bundled import NAMED
     from vla_accel.checkpoints.checkpoint import save_checkpoint
-    from vla_accel.checkpoints.loading import NAMED
     from vla_accel.models.pi0 import Pi0, pi05_demo
 
     torch.manual_seed(0)

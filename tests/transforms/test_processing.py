@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import TOKENIZER, WORDS, statistics, tiny_observation
-from vla_accel.checkpoints.loading import NAMED
+from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.errors import CheckpointError, ObservationError, VlaAccelError
 from vla_accel.transforms.normalisation import Normaliser, Statistics, load_statistics
 from vla_accel.transforms.processing import Processor

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.lora import Folded, check_base, is_adapter, read_lora
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import PolicyConfig
@@ -24,8 +25,6 @@ from vla_accel.fp8 import Scales, scales_for
 from vla_accel.models.family import FAMILIES, Family, family_named
 from vla_accel.models.network import Network
 
-ASSETS = Path(__file__).parents[1] / "assets"
-NAMED = {"demo": ASSETS / "pi05_demo"}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "assets/**")
 

@@ -31,7 +31,10 @@ class Reader:
 
     def __init__(self, preset: Preset, default_prompt: str | None = None) -> None:
         self.preset, self.default_prompt = preset, default_prompt
+        # Where cameras are side by side: mappings of them alone, and keys alike but for the camera's name (lerobot's).
         self._siblings: dict[str, frozenset[str]] = {}
+        beside = {k.rpartition(".")[0] for k in (*preset.state, preset.prompt)}
+        self._alike = {k.rpartition(".")[0] for k in preset.optional_images} - beside - {""}
         others = {key.rpartition("/")[0] for key in (*preset.state, preset.prompt)}
         for key in (*preset.images, *preset.ignored_images):
             parent, _, name = key.rpartition("/")
@@ -48,7 +51,7 @@ class Reader:
         prompt: Any = observation.get(preset.prompt, self.default_prompt)
         if prompt is None or len(views) < len(preset.images) or any(s is _ABSENT for s in states):
             self._report_missing(observation, views.keys(), prompt)
-        self._refuse_unknown_images(observation)
+        self._refuse_unknown_images(observation, views)
         return Observed(views, self._state(states), _text(prompt, preset.prompt))
 
     def views(self, observation: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,8 +70,14 @@ class Reader:
             found = ", ".join(map(str, observation)) or "nothing"
             raise ObservationError(f"observation: missing {', '.join(missing)}; got {found}")
 
-    def _refuse_unknown_images(self, observation: Mapping[str, Any]) -> None:
-        """In a mapping of cameras alone, a misspelt optional one would be a masked view: a silent loss of success."""
+    def _refuse_unknown_images(self, observation: Mapping[str, Any], views: Mapping[str, Any]) -> None:
+        """Among cameras alone, a misspelt optional one would be a masked view: a silent loss of success."""
+        known = (*self.preset.images, *self.preset.ignored_images)
+        alike = [k for k in map(str, observation) if k.rpartition(".")[0] in self._alike and k not in known]
+        # A robot may have more cameras than the model sees.
+        if alike and len(views) < len(self.preset.images):
+            expected = ", ".join(self.preset.images)
+            raise ObservationError(f"observation: expected some of {expected}, got also {', '.join(sorted(alike))}")
         for parent, known in self._siblings.items():
             given = observation.get(parent)
             if isinstance(given, Mapping) and not known.issuperset(given):

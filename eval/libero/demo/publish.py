@@ -55,6 +55,7 @@ def main(arguments: Arguments) -> None:
         "settings": {k: v for k, v in log["config"].items() if k not in _PLACES},
         "earlier": json.loads(earlier.read_text()) if earlier.is_file() else [],
         "gpus": log["world"],
+        "gpu": log["gpu"],
         "steps": log["steps"],
         "seconds": log["seconds"],
         "history": log["history"],

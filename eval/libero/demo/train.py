@@ -4,7 +4,8 @@
 GPU, each with its own collectors and its own store of observations on the device. Collectors ask for actions between
 two optimisation steps, so the states come from the policy as it is now; some of its episodes are trials from start
 states that are held out, and success in them is printed. `--start` is a checkpoint of `assets`; `--out` gets whole
-checkpoints as the run goes, of which the newest is what a killed run leaves (`--resume DIR` goes on from it).
+checkpoints as the run goes, of which the newest is what a killed run leaves (`--resume DIR` goes on from it, with an
+`--out` of its own).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from eval.script import run_script
 from vla_accel.checkpoints.loading import load
 from vla_accel.cli.options import Listed, Words
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.machine import hardware
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import LIBERO
@@ -334,6 +336,7 @@ class Run:
             "config": dataclasses.asdict(self.config),
             "steps": self.step,
             "world": self.world,
+            "gpu": device_name(self.device),
             "seconds": round(time.time() - self.began),
             "done": done,
             "history": self.history,
@@ -370,8 +373,17 @@ def worker(rank: int, world: int, config: TrainConfig, port: int) -> None:
     Run(rank, world, config, port).loop()
 
 
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or the CPU's."""
+    told = hardware(device)
+    return told.get("gpu") or told["cpu"]
+
+
 def main(config: TrainConfig) -> None:
-    """Start one process a GPU."""
+    """Start one process a GPU. Raises ConfigError for an `out` with checkpoints: a run counts its steps from 0, so that
+    its own would be taken for older ones, and go."""
+    if found := _checkpoints(Path(config.out)):
+        raise ConfigError(f"out: expected a folder without checkpoints, found {found[-1]}; give the run one of its own")
     world = len(config.devices) or max(1, torch.cuda.device_count())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
