@@ -152,7 +152,8 @@ JOBS: tuple[Job, ...] = (
           "realtime_vla"),
     bench("pi05_prompt60", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 60 --calls 60"),
     bench("pi05_prompt180", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 180 --calls 60"),
-    bench("pi05_batches", f"--model pi05 --systems {OURS} --steps 10 --batch 1,2,4,8,16,32 --calls 60"),
+    bench("pi05_batches", "--model pi05 --systems native-fp8,native-fp8-vision --steps 10 --batch 1,4,8,16,32 "
+          "--calls 40"),
     bench("camera_pi05", "--model pi05 --systems native-fp8 --steps 10 --calls 40 --camera 480x640"),
     bench("camera_smolvla", "--model smolvla --systems native-bf16 --steps 10 --calls 40 --camera 256x256"),
     bench("compile", f"--systems {OURS},openpi-eager,openpi-compile,openpi-max-autotune --steps 10 --batch 1 "

@@ -316,7 +316,8 @@ def test_a_model_has_a_row_of_all_that_is_stored_of_it() -> None:
         "what no run says is counted, or not there"
     )
     small = {**smolvla, "model": {**smolvla["model"], "kind": "pi0_fast"}}
-    assert tables.models([small, lerobot]).splitlines()[2].startswith("| π0-FAST | - | "), "a small model's are not its"
+    row = tables.models([small, lerobot]).splitlines()[2]
+    assert row.startswith("| π0-FAST | 2.92 B | ") and row.endswith(" | - | - |"), "a small model's are not its"
 
 
 def lerobot_report() -> dict[str, Any]:
