@@ -136,7 +136,9 @@ JOBS: tuple[Job, ...] = (
     # Times of whole calls.
     bench("record", f"--model pi05 --systems {OURS},{INT8_EXPERT},eager,openpi-eager,openpi-max-autotune "
           "--steps 10,3,1 --calls 60 --realtime-vla {realtime_vla}", "openpi", "realtime_vla"),
-    bench("pi05", f"--model pi05 --systems {OURS} --steps 10,3,1 --calls 60 --hz 20"),
+    bench("pi05", f"--model pi05 --systems {OURS},eager,openpi-eager --steps 10,3,1 --calls 60 --hz 20", "openpi"),
+    bench("pi05_alone", f"--model pi05 --systems {OURS} --steps 10,3,1 --calls 60 --hz 20"),
+    bench("pi05_profile", f"--model pi05 --systems {OURS} --steps 10 --calls 60 --profile"),
     bench("pi05_8bit", "--model pi05 --systems native-fp8-vision-int8-denoise-host,native-int8,native-int8-vision "
           "--steps 10 --calls 60"),
     bench("pi0", f"--model pi0 --systems {OURS},eager,openpi-eager {SHAPE} --profile", "openpi"),
@@ -164,6 +166,7 @@ JOBS: tuple[Job, ...] = (
     bench("pi0", f"--model pi0 --systems {OURS},portable-bf16,portable-fp8 {SHAPE}", only="H100"),
     Job("start_pi05_h200", f"vla-accel bench --model pi05 --systems {OURS} --steps 10 --calls 20 --starts --output "
         "{json}"),
+    Job("fp8_accumulation_h200", "python -m tests.gpu.accumulation --count 8 --draws 2 --output {json}"),
     Job("attention_h200", "python -m tests.gpu.time_attention --output {json}"),
     Job("sd_unet_h200", "vla-accel bench-unet --img2img --rounds 3 --output {json}", needs=("diffusers",)),
     Job("qwen_image_h200", "vla-accel bench-qwen --steps 4 --rounds 3 --transformer native --output {json}",

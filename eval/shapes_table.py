@@ -60,8 +60,8 @@ def draw_batches(results: Sequence[dict[str, Any]], path: Path) -> None:
     found: dict[str, Any] = {}
     floors: dict[str, Any] = {}
     for result in published(results):
-        mine = [row for row in batched(result) if row["system"].startswith(OURS)]
-        if len({row["batch"] for row in mine}) > 1:
+        if len({row["batch"] for row in result["throughput"]}) > 1:
+            mine = [row for row in batched(result) if row["system"].startswith(OURS)]
             for into, lines in zip((found, floors), batch_lines(mine), strict=True):
                 into |= {f"{shape_of(result)}: {system}": points for system, points in lines.items()}
     figure = charts.lines(found, x="observations in a call", y="ms an observation", limits=floors)

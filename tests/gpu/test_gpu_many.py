@@ -29,7 +29,10 @@ from vla_accel.ops.suffix_tilings import Library, Own, Product, SuffixAttention,
 
 pytestmark = pytest.mark.gpu
 
-WORST, MEAN = 0.02, 0.003
+WORST = {Library: 0.03, Own: 0.02}
+"""The library rounds a product to BF16 before the norm's factor and the gate, the own GEMM does not: of 655,360 elements
+the worst is 0.024 off in the same arithmetic on a CPU, and 0.016."""
+MEAN = 0.003
 SUFFIXES = ((16, 10), (32, 10), (4, 50), (5, 7))
 """Sequences, and tokens of each."""
 
@@ -73,7 +76,7 @@ def test_a_product_is_that_of_float32(name: str, batch: int, tokens: int, adapti
     compile_all(runs.values(), device)
     for cut, run in runs.items():
         found = [calls.difference(a, b) for a, b in zip(run(), wanted[type(cut)], strict=True)]
-        if not all(d.worst <= WORST and d.mean <= MEAN for d in found):
+        if not all(d.worst <= WORST[type(cut)] and d.mean <= MEAN for d in found):
             wrong.append((str(cut), found))
     assert not wrong
 
@@ -93,7 +96,7 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
         want = want or calls.outputs_of(call, torch.device("cpu"), kernel=False)
         got = calls.outputs_of(call, device, kernel=True, pdl=pdl, repeat=3)
         found = calls.difference(got[0], want[0])
-        if not (found.worst <= WORST and found.mean <= MEAN):
+        if not (found.worst <= WORST[Own] and found.mean <= MEAN):
             wrong.append((cut, found))
     assert not wrong
 
