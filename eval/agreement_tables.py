@@ -113,3 +113,22 @@ def _flips(report: dict[str, Any]) -> str:
 
 def _rest(report: dict[str, Any], digits: int = 6) -> str:
     return "-" if report["rest_cosine"] is None else f"{report['rest_cosine']:.{digits}f}"
+
+
+def sums(result: dict[str, Any]) -> str:
+    """Of `tests.gpu.accumulation`: what FP8 products lose by how they are summed, and what that does to actions."""
+    ways = ("exact, rounded to BF16", "cuBLAS, fast accumulation, float32 out", "cuBLAS, without it, float32 out",
+            "cuBLAS, fast accumulation, bfloat16 out", "cuBLAS, without it, bfloat16 out")  # fmt: skip
+    body = []
+    for one in result["products"]:
+        errors = {way["way"]: way["error"] for way in one["ways"]}
+        cells = (f"{1e3 * errors[way]:.2f}" for way in ways)
+        body.append([f"{one['product']}, {one['rows']} × {one['n']} × {one['k']}", one["operands"], *cells])
+    text = rows(["product", "operands", *ways], body)
+    text += "\nrms error of E4M3 products beside exact ones of the same operands, in thousandths.\n\n"
+    body = [
+        [", ".join(one["fp8"]), one["way"], f"{one['judged_cosine']:.5f}", f"{one['flipped']} of {one['chunks']}"]
+        for one in result["actions"]
+    ]
+    text += rows(["in FP8", "summed", "cosine of the final actions", "flips"], body)
+    return f"{text}\nThe bundled checkpoint beside FP32 on images of {result['images']}. {machine(result)}.\n"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.agreement_tables import lerobot_agreement, openpi_agreement, parity, quality
+from eval.agreement_tables import lerobot_agreement, openpi_agreement, parity, quality, sums
 from eval.attention_table import attention
 from eval.bench_tables import batches, bench, paced, starts, whole_calls
 from eval.goals_table import goals
@@ -142,6 +142,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "openpi_agreement": (openpi_agreement, "openpi_parity_h200"),
     "lerobot_agreement": (lerobot_agreement, "lerobot_parity_cpu"),
     "parity_demo": (parity, "parity_*"),
+    "fp8_sums": (sums, "fp8_accumulation_h200"),
     "paired_libero": (paired, "libero_paired_h200"),
     "paired_smolvla": (paired, "libero_paired_smolvla_h200"),
     "paired_stress": (stressed, "libero_stress_h200"),

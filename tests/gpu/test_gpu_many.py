@@ -30,8 +30,8 @@ from vla_accel.ops.suffix_tilings import Library, Own, Product, SuffixAttention,
 pytestmark = pytest.mark.gpu
 
 WORST = {Library: 0.03, Own: 0.02}
-"""The library rounds a product to BF16 before the norm's factor and the gate, the own GEMM does not: of 655,360 elements
-the worst is 0.024 off in the same arithmetic on a CPU, and 0.016."""
+"""The library rounds a product to BF16 before the norm's factor and the gate, the own GEMM does not: of 655,360
+elements the worst is 0.024 off in the same arithmetic on a CPU, and 0.016."""
 MEAN = 0.003
 SUFFIXES = ((16, 10), (32, 10), (4, 50), (5, 7))
 """Sequences, and tokens of each."""

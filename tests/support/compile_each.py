@@ -17,7 +17,8 @@ from torch import Tensor
 from tests.support import compile_decode, compile_groot, compile_int8, compile_kernels
 from tests.support.compile_kernels import META, MODELS, Launch, print_compiled, recorded, source_of
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.kernels import image
+from vla_accel.ops.kernels import around, image
+from vla_accel.ops.moments import Moments
 from vla_accel.ops.sums import GroupNorm, Sum
 
 EVERYWHERE = ("pi05", "pi05 fp8", "pi05 int8", "pi0", "pi0 int8")
@@ -58,8 +59,32 @@ def others(gpu: Gpu) -> Iterator[Launch]:
         yield from itertools.chain(*compile_groot.launches_of(gpu, precision, 1).values())
         yield from compile_decode.launches_of(gpu, precision, 1)
         yield from compile_int8.launches_of(gpu, precision, 1)
-    for call in images():
+    for call in (*around_products(), *images()):
         yield from recorded(call)
+
+
+def around_products() -> Iterator[Callable[[], Any]]:
+    """Calls of what stands around the library's products, of a batch of eight of π0.5."""
+    width, hidden, heads, head_dim, rows, tokens = 1024, 4096, 8, 256, 80, 10
+
+    def half(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=META)
+
+    def wide(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=META)
+
+    x, q, k = half(rows, width), half(8, tokens, heads, head_dim), half(8, tokens, 1, head_dim)
+    moments, angles = Moments.like(x, width, True), wide(600, head_dim // 2)
+    lengths = torch.empty(8, dtype=torch.int32, device=META)
+    made = half(rows, (heads + 2) * head_dim)
+    norm = {"eps": 1e-6, "pdl": False}
+    yield lambda: around.heads(made, moments, width, wide(made.shape[1]), angles, angles, lengths, q, k, k, **norm)
+    out = half(rows, hidden)
+    yield lambda: around.geglu(half(rows, 2 * hidden), moments, width, wide(2 * hidden), out, silu=False, **norm)
+    yield lambda: around.onto(
+        x, wide(width), x, residual=True, tokens=tokens, skip_first=False, moments=moments, next_scale=wide(width),
+        pdl=False,
+    )  # fmt: skip
 
 
 def images() -> Iterator[Callable[[], Any]]:
