@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.ops.test_gemm import TILINGS
+from tests.support.gemm_reference import product
 from vla_accel.fp8 import E4M3
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import TABLES, Tiling
@@ -42,18 +43,6 @@ def times(*operands: Tensor | None, **options: Any) -> None:
     gemm.gemm(*operands, gpu=gpu, **options)  # type: ignore[arg-type]
 
 
-def expected(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, activation: str) -> Tensor:
-    y = x.float() @ weight.float().T * scale
-    if bias is not None:
-        y = y + bias.float()
-    if activation == "gelu":
-        return F.gelu(y, approximate="tanh")
-    if activation in GATED:
-        gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
-        return ((F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up).flatten(1)
-    return y
-
-
 def check(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: str, narrow: bool) -> None:
     draw = torch.Generator(device=DEVICE).manual_seed(rows)
     x = torch.randn(rows, k, device=DEVICE, generator=draw).to(kind)
@@ -67,7 +56,7 @@ def check(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activati
     inverse = 30.0 if narrow else None
     options = {"activation": activation, "scale": k**-0.5, "inverse_scale": inverse}
     times(x, weight, bias, out, tiling=tiling, **options)
-    want = expected(x, weight, bias, k**-0.5, activation) * (inverse or 1.0)
+    want = product(x, weight, bias, k**-0.5, activation) * (inverse or 1.0)
     want = want.clamp(-448, 448) if narrow else want
     error = (out.float() - want).norm() / want.norm()
     assert error < (0.04 if narrow else 0.006), (error, rows, n, k)
@@ -115,7 +104,7 @@ def check_norms_inside(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: 
         before, onto = whole.clone(), whole[8:-8]
         moments = torch.full((n // 64 + 2, rows, 2), float("nan"), device=DEVICE)
         times(x, weight, bias, onto, moments=moments[1:-1], **options)
-        y = expected(x, weight, bias, k**-0.5, "none").to(wide).float()
+        y = product(x, weight, bias, k**-0.5, "none").to(wide).float()
         want = before[8:-8].float() + y
         # The product is rounded, and so is the sum; the tensor cores add up FP8 products in fewer bits than float32.
         slack = 0.03 * (y.abs() + 1) if kind == FP8 else 1e-3
@@ -135,7 +124,7 @@ def check_norms_inside(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: 
             norm = gemm.Norm(moments, kept, 1e-6)
             times(x, weight, bias, out, norm=norm, activation=activation, **options)
             normed = F.layer_norm if kept is not None else F.rms_norm
-            want = expected(normed(x.float(), (k,), eps=1e-6), weight, bias, k**-0.5, activation)
+            want = product(normed(x.float(), (k,), eps=1e-6), weight, bias, k**-0.5, activation)
             assert (out.float() - want).norm() / want.norm() < 0.006, (rows, n, k, kept is None)
 
 

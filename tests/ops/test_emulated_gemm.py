@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.emulated_gemm import BF16, FP8, FP16, EmulatedGemm, drawn, is_close, room
+from tests.support.gemm_reference import product
 from tests.support.gpus import H200, MIG_SLICE
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import Tiling
@@ -51,17 +52,6 @@ def multiply(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Multiply:
         gemm.gemm(x, weight, bias, out, gpu=gpu, **options)
 
     return call
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, activation: str) -> Tensor:
-    y = x.float() @ weight.float().T * scale
-    y = y if bias is None else y + bias.float()
-    if activation == "gelu":
-        return F.gelu(y, approximate="tanh")
-    if activation in GATED:
-        gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
-        return ((F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up).flatten(1)
-    return y
 
 
 def moments_of(x: Tensor) -> Tensor:
