@@ -37,7 +37,6 @@ class Product:
     k: int
     residual: bool = False
     norm: str = "none"
-    rope: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def key(self) -> tuple[torch.dtype, str, int, int]:
@@ -54,16 +53,14 @@ class Product:
 
     def source(self, tiling: Tiling) -> str:
         width = self.k if self.norm != "none" else 0
-        return launch.source(
-            self.kind, self.narrow, self.activation, tiling, residual=self.residual, norm=self.norm, k=width,
-            rope=self.rope,
-        )  # fmt: skip
+        options = {"residual": self.residual, "norm": self.norm, "k": width}
+        return launch.source(self.kind, self.narrow, self.activation, tiling, **options)
 
     def fits(self, tiling: Tiling) -> bool:
         """Whether the kernel takes it."""
         if -(-self.chunks // tiling.split) * (tiling.split - 1) >= self.chunks:
             return False
-        options = {"residual": self.residual, "normed": self.norm != "none", "turned": self.rope[0] > 0}
+        options = {"residual": self.residual, "normed": self.norm != "none"}
         return tiling.why_not(self.activation, **options) is None
 
 
@@ -180,9 +177,8 @@ def prefix(views: int, fp8: bool) -> Chain:
     }
     out = torch.zeros(2, len(layers), 1, rows, 1, d, dtype=DTYPE, device=DEVICE)
     inside, mlp_inside = program.norms_inside, program.mlp_norms_inside
-    rope = (d, PREFIX_HEADS, 1) if program.rope_inside else (0, 0, 0)
     products = [
-        Product("qkv", DTYPE, "none", rows, columns * d, w, norm="rms" if inside else "none", rope=rope),
+        Product("qkv", DTYPE, "none", rows, columns * d, w, norm="rms" if inside else "none"),
         Product("o", kind, "none", rows, w, PREFIX_HEADS * d, residual=mlp_inside),
         Product("gate_up", kind, "geglu", rows, 2 * mlp, w, norm="rms" if mlp_inside else "none"),
         Product("down", kind, "none", rows, w, mlp, residual=inside),

@@ -1,5 +1,5 @@
-"""What tests on a GPU share: neither cuts nor ways of attention or of the prefix are measured, which would compile some
-thirty kernels a model, and let two policies that are compared bit for bit choose differently."""
+"""What tests on a GPU share: neither cuts nor ways of attention are measured, which would compile some thirty kernels a
+model, and let two policies that are compared bit for bit choose differently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.gpu_policies import NATIVE, SMALL, save
 from vla_accel import OptimizedPolicy
-from vla_accel.native import cuts, prefix
+from vla_accel.native import cuts
 from vla_accel.ops import attending
 from vla_accel.ops.autotune import Fastest
 
@@ -26,7 +26,6 @@ def untuned() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuts, "remembered", first)
         patch.setattr(attending, "remembered", first)
-        patch.setattr(prefix, "remembered", first)
         yield
 
 

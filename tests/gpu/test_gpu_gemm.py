@@ -18,7 +18,7 @@ from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import TABLES, Tiling
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.reference import GATED
-from vla_accel.ops.rows import add_norm, geglu, rope_cache, rope_tables
+from vla_accel.ops.rows import add_norm, geglu
 from vla_accel.ops.weights import Linear, make_linear, pair
 
 pytestmark = pytest.mark.gpu
@@ -143,61 +143,6 @@ def test_gated_products_take_an_rms_norm_in(activation: str) -> None:
         if -(-18 // tiling.split) * (tiling.split - 1) < 18:
             for rows in (1, 177, 531):
                 check_norms_inside(tiling, torch.bfloat16, rows, 640, 1152, activation)
-
-
-@pytest.mark.parametrize("activation", ["geglu", "swiglu"])
-@pytest.mark.parametrize("rows", [100, 544, 800, 1500])
-def test_a_block_has_the_norms_of_all_its_tiles(activation: str, rows: int) -> None:
-    """Persistent blocks, more tiles than blocks: each has the same tokens in all of its tiles."""
-    for tiling in (Tiling(2, 1, 2, 136, 4, persistent=True), Tiling(2, 1, 1, 72, 4, 2, 1, persistent=True)):
-        check_norms_inside(tiling, torch.bfloat16, rows, 32_768, 1152, activation)
-
-
-ROTATED = (
-    Tiling(1, 1, 1, 184, 6), Tiling(2, 1, 1, 160, 5), Tiling(1, 1, 1, 136, 3, resident=2), Tiling(1, 2, 1, 112, 4),
-    Tiling(2, 1, 1, 136, 4, 1, 2), Tiling(2, 1, 1, 136, 5, 2, 1, split=2), Tiling(2, 1, 2, 136, 3, persistent=True),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("tiling", ROTATED)
-@pytest.mark.parametrize(
-    ("batch", "tokens", "heads", "kv_heads", "width"),
-    [(1, 544, 8, 1, 256), (1, 800, 8, 1, 256), (2, 151, 15, 5, 64), (3, 77, 2, 2, 128), (1, 1, 8, 1, 256)],
-)
-def test_rotary_positions_inside_the_product_are_those_behind_it(
-    tiling: Tiling, batch: int, tokens: int, heads: int, kv_heads: int, width: int
-) -> None:
-    """As the product and then `rope_cache` give; with an RMSNorm before it, too."""
-    rows, n, k = batch * tokens, (heads + 2 * kv_heads) * width, 2048
-    draw = torch.Generator(device=DEVICE).manual_seed(rows)
-    cos, sin = rope_tables(tokens + 5, width, DEVICE)
-    for kind, normed in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)):
-        x = torch.randn(rows, k, device=DEVICE, generator=draw).to(kind)
-        weight = (torch.randn(n, k, device=DEVICE, generator=draw) * k**-0.5).to(kind)
-        parts = x.float().view(rows, -1, 64).transpose(0, 1)
-        moments = torch.stack((parts.mean(2), parts.var(2, unbiased=False) * 64), 2)
-        norm = gemm.Norm(moments, None, 1e-6) if normed else None
-
-        def nan(*shape: int, kind: torch.dtype = kind) -> Tensor:
-            return torch.full(shape, float("nan"), device=DEVICE, dtype=kind)
-
-        plain, whole = nan(rows, n), nan(rows + 2, n)
-        want, got = (nan(2, batch + 2, tokens, kv_heads, width) for _ in range(2))
-        times(x, weight, None, plain, tiling=tiling, norm=norm)
-        rope_cache(plain, cos, sin, want[0, 1:-1], want[1, 1:-1], heads)
-        rope = gemm.Rope(cos, sin, got[0, 1:-1], got[1, 1:-1], heads)
-        times(x, weight, None, whole[1:-1], tiling=tiling, norm=norm, rope=rope)
-        # Both round the product and then the turned numbers; the compilers may fuse multiplications otherwise.
-        atol = 0.02 if kind == torch.bfloat16 else 0.003
-        columns = heads * width
-        torch.testing.assert_close(whole[1:-1, :columns], plain[:, :columns], atol=atol, rtol=0.01)
-        torch.testing.assert_close(got[:, 1:-1], want[:, 1:-1], atol=atol, rtol=0.01)
-        same = (whole[1:-1, :columns] == plain[:, :columns]).float().mean()
-        assert same > 0.95 and (got[:, 1:-1] == want[:, 1:-1]).float().mean() > 0.95, same
-        assert torch.equal(got[1, 1:-1], want[1, 1:-1]), "values are as they are"
-        # What lies around, and the columns of keys and values, are left alone.
-        assert whole[0].isnan().all() and whole[-1].isnan().all() and whole[:, columns:].isnan().all()
-        assert got[:, 0].isnan().all() and got[:, -1].isnan().all()
 
 
 SEARCHED = (

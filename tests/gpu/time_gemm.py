@@ -35,15 +35,14 @@ from tests.gpu import chains
 from tests.gpu.chains import CHAINS, DEVICE, DTYPE, FP8, Chain, Product
 from vla_accel.fp8 import E4M3
 from vla_accel.machine import hardware, software
-from vla_accel.native.prefix import NativePrefix
 from vla_accel.numeric import round_up
-from vla_accel.ops import gemm_choice, norms, rotary
+from vla_accel.ops import gemm_choice
 from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import Tiling, launch
 from vla_accel.ops.cuda.runtime import compiled
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.linear import block_products, library_product
+from vla_accel.ops.linear import library_product
 from vla_accel.ops.reference import GATED, MOMENTS_OF
 from vla_accel.ops.rows import geglu, gelu
 from vla_accel.ops.weights import Linear
@@ -129,12 +128,7 @@ def error_of(product: Product, layer: Linear, tiling: Tiling, gpu: Gpu) -> float
         moments = torch.stack((parts.mean(2), parts.var(2, unbiased=False) * MOMENTS_OF), 2)
         options["norm"] = gemm.Norm(moments, layer.sums if product.norm == "layer" else None, 1e-6)
         wide = (F.layer_norm if product.norm == "layer" else F.rms_norm)(wide, (product.k,), eps=1e-6)
-    if product.rope[0]:
-        options["rope"] = unturned(product)
     gemm.gemm(x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=product.activation, **options)
-    if product.rope[0]:
-        caches = (options["rope"].keys.flatten(0, 1).flatten(1), options["rope"].values.flatten(0, 1).flatten(1))
-        out = torch.cat((out[:, : -2 * caches[0].shape[1]], *caches), 1)
     want = wide @ layer.weight.float().T * layer.weight_scale_value
     if layer.bias is not None:
         want = want + layer.bias.float()
@@ -150,14 +144,6 @@ def error_of(product: Product, layer: Linear, tiling: Tiling, gpu: Gpu) -> float
     ):
         return float("inf")
     return float((out.float() - want).norm() / want.norm())
-
-
-def unturned(product: Product) -> gemm.Rope:
-    """Rotary positions by angles of zero."""
-    width, heads, kv_heads = product.rope
-    cos = torch.ones(product.rows, width // 2, device=DEVICE)
-    keys, values = (torch.zeros(1, product.rows, kv_heads, width, dtype=DTYPE, device=DEVICE) for _ in range(2))
-    return gemm.Rope(cos, torch.zeros_like(cos), keys, values, heads)
 
 
 def bound(product: Product) -> float:
@@ -256,31 +242,6 @@ def saving(ms: Mapping[str, float], chain: Chain) -> dict[str, float]:
     }  # fmt: skip
 
 
-def inside_or_behind(chain: Chain) -> dict[str, Any]:
-    """What a prefix saves by rotary positions inside q/k/v, and by the norm before gate/up inside it: each put where it
-    is not now, all else as it is."""
-    program = chain.program
-    if not isinstance(program, NativePrefix):
-        return {}
-    w, rows = program.weights, len(program.x)
-    first = w.layers[0]
-    assert first.o is not None and first.gate_up is not None and first.down is not None
-    four = block_products(first.qkv, first.o, first.gate_up, first.down, silu=w.silu)
-    can_be = {
-        "rope_inside": rotary.can_be_inside(rows, first.qkv, w.head_dim, normed=program.norms_inside),
-        "mlp_norms_inside": norms.can_be_inside(rows, w.table.shape[1], four["o"], four["gate_up"]),
-    }
-    found = {}
-    for name in (name for name, possible in can_be.items() if possible):
-        kept, graphs = getattr(program, name), {}
-        for inside in (True, False):
-            setattr(program, name, inside)
-            graphs["mine" if inside else "kept"] = chain.graph({})
-        setattr(program, name, kept)
-        found[name] = {"taken": kept, **saving(in_turns(graphs, 4 * ROUNDS), chain)}
-    return found
-
-
 def together(chain: Chain, best: list[list[Tiling]], until: float) -> dict[str, Any]:
     """The best of every product, one product after the other beside what was taken for the others; twice over."""
     taken: dict[tuple[torch.dtype, str, int, int], Tiling] = {}
@@ -344,9 +305,7 @@ def measure(options: argparse.Namespace, report: dict[str, Any], pool: ProcessPo
             [pool.submit(compile_one, product.source(tiling)) for tiling in tilings]
             for product, tilings in zip(chain.products, tried, strict=True)
         ]
-        row: dict[str, Any] = {"chain": name, "program": chain.program.detail, "inside": inside_or_behind(chain)}
-        row["products"] = []
-        print(json.dumps({"chain": name, "inside": row["inside"]}), flush=True)
+        row: dict[str, Any] = {"chain": name, "program": chain.program.detail, "products": []}
         report["chains"].append(row)
         best: list[list[Tiling]] = []
         for place, product in enumerate(chain.products):

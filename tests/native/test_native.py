@@ -3,7 +3,6 @@ the fused ops' torch references. What the kernels compute is tested in test_kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +22,7 @@ from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.siglip import SiglipConfig
-from vla_accel.native import prefix as native_prefix
-from vla_accel.ops import norms, rotary
-from vla_accel.ops.autotune import Fastest
+from vla_accel.ops import norms
 from vla_accel.ops.gpu import Gpu, assumed
 
 FP32 = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
@@ -85,37 +82,6 @@ def test_norms_inside_the_products_agree_with_eager(
         np.testing.assert_allclose([r["actions"] for r in results], want, rtol=0, atol=2e-4)
     details = {e["component"]: str(e["detail"]) for e in results[0]["engines"]}
     assert "norms inside" in details["vision"] and "norm of q/k/v and gate/up inside" in details["kv_cache"]
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_what_is_inside_a_prefix_product_is_what_was_faster(
-    inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both ways are tried on rows of numbers, in all layers; the faster one is taken, and the ledger says so."""
-    vision = SiglipConfig(width=128, depth=1, mlp_dim=80, heads=2, image_size=28, patch_size=14)
-    prefix = GemmaConfig(width=192, depth=4, mlp_dim=96, heads=4, kv_heads=2, head_dim=6)
-    write_tiny_checkpoint(
-        tmp_path, "pi05", vision=vision, prefix=prefix, expert=replace(tiny_config("pi05").expert, depth=4)
-    )
-    asked: dict[str, list[str]] = {}
-
-    def remembered(what: str, ways: Mapping[str, Callable[[], object]], device: object, repeats: int) -> Fastest:
-        asked[what.split(" of ")[0]] = list(ways)
-        for call in ways.values():
-            call()
-        return Fastest("inside" if inside else "behind")
-
-    monkeypatch.setattr(native_prefix, "remembered", remembered)
-    monkeypatch.setattr(norms, "can_be_inside", lambda *_: True)
-    monkeypatch.setattr(rotary, "can_be_inside", lambda *_, **__: True)
-    eager, native = (OptimizedPolicy.from_pretrained(tmp_path, c) for c in (EAGER, NATIVE))
-    observation, start = tiny_observation(0, PROMPTS[0]), noise(eager, 1)[0]
-    result, want = (policy.infer(observation, noise=start) for policy in (native, eager))
-    np.testing.assert_allclose(result["actions"], want["actions"], rtol=0, atol=2e-4)
-    assert asked == {"norm before gate/up": ["inside", "behind"], "rotary positions": ["behind", "inside"]}
-    detail = next(str(e["detail"]) for e in result["engines"] if e["component"] == "kv_cache")
-    assert ("norm of q/k/v and gate/up inside, rotary positions inside" in detail) == inside
-    assert inside or ("norm of q/k/v inside" in detail and "rotary" not in detail)
 
 
 def test_one_pipeline_serves_a_bucket_of_prompts(folder: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,6 +120,7 @@ def test_a_residual_and_norms_take_room() -> None:
     many = (Tiling(1, 1, 1, width, stages) for stages, width in sizes)
     full = next(t for t in many if t.memory("none").size <= 232_448 < t.memory("none", True).size)
     assert full.why_not() is None and "shared memory" in (full.why_not(normed=True) or "")
+    assert "norms of one" in (Tiling(2, 1, 2, 136, 3, persistent=True).why_not(normed=True) or "")
 
 
 @pytest.mark.parametrize(("key", "least", "most", "tiling"), TABLE)
@@ -239,105 +239,6 @@ def test_a_launch_takes_moments_and_a_norm(monkeypatch: pytest.MonkeyPatch) -> N
         assert recorder.shared == plain + 8 * TILINGS[0].tokens
 
 
-@pytest.mark.parametrize("rows", [100, 272, 300, 700, 4000])
-def test_all_tiles_of_a_block_have_the_same_norms(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that takes several tiles fetches the norms of its tokens once: it goes on by whole columns of tiles."""
-    recorder = Recorder(monkeypatch)
-    x, weight, out = operands(rows, 32_768, 128, BF16, "geglu")
-    norm = gemm.Norm(torch.zeros(2, rows, 2), None, 1e-6)
-    for gpu, across in itertools.product((H200, GPUS["MIG slice"]), (1, 2)):
-        tiling = Tiling(2, 1, 1, 72, 4, across, persistent=True)
-        for given in (None, norm):
-            gemm.gemm(x, weight, None, out, gpu=gpu, tiling=tiling, activation="geglu", norm=given)
-            got = recorder.launches[-1]
-            step, most = got["blocks"] // across, gpu.multiprocessors // across
-            if given is not None and got["token_tiles"] > most:
-                assert step == got["tiles"], "each block has one tile"
-            elif given is not None:
-                assert step % got["token_tiles"] == 0 and most - got["token_tiles"] < step <= most
-            else:
-                assert step == min(got["tiles"], most)
-
-
-# -- rotary positions -------------------------------------------------------------------------------------------------
-
-HEAD, QUERIES, KV = 128, 3, 2
-
-
-def heads_of(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor, gemm.Rope]:
-    """x, weight, out and the rotation of rows of two sequences."""
-    x, weight, out = operands(rows, (QUERIES + 2 * KV) * HEAD, k, BF16)
-    keys, values = (torch.zeros(2, rows // 2, KV, HEAD, dtype=BF16) for _ in range(2))
-    cos, sin = (torch.zeros(rows, HEAD // 2) for _ in range(2))
-    return x, weight, out, gemm.Rope(cos, sin, keys, values, QUERIES)
-
-
-def weight_row(row: int) -> int:
-    """`weight_row` of the source, for the heads above."""
-    body = SOURCE[SOURCE.index("int weight_row(int row)") :]
-    within = eval(
-        body[body.index("within = ") + 9 : body.index(";", body.index("within = "))], {"row": row, "ROPE": HEAD}
-    )
-    condition, found = re.findall(r"if \((.*)\) return (.*);", body)[0]
-    names = {"row": row, "within": within, "ROPE": HEAD, "HEADS": QUERIES, "KV_HEADS": KV}
-    return eval(found.replace("/", "//"), names) if eval(condition.replace("/", "//"), names) else row
-
-
-def test_halves_that_turn_together_lie_in_one_tile() -> None:
-    rows = [weight_row(row) + i for row in range(0, (QUERIES + 2 * KV) * HEAD, 32) for i in range(32)]
-    assert sorted(rows) == list(range(len(rows)))
-    for column in range(0, len(rows), 64):
-        block, turned = rows[column : column + 64], column < (QUERIES + KV) * HEAD
-        for first, second in zip(block[:32], block[32:], strict=True):
-            assert second - first == (HEAD // 2 if turned else 32) and first // HEAD == second // HEAD == column // HEAD
-        # What `Turn` writes a token's columns of this block to.
-        within = column % HEAD
-        assert block[0] % HEAD == (within // 2 if turned else within)
-
-
-def test_a_launch_takes_rotary_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
-    x, weight, out, rope = heads_of(100, 192)
-    norm = gemm.Norm(torch.zeros(3, 100, 2), None, 1e-6)
-    for tiling in (TILINGS[0], TILINGS[1], Tiling(2, 1, 1, 88, 3, 1, 2), Tiling(2, 1, 1, 136, 4, split=2)):
-        gemm.gemm(x, weight, None, out, gpu=H200, tiling=tiling, norm=norm, rope=rope)
-        got = recorder.launches[-1]
-        assert got["places"] == 50 and got["keys"] == rope.keys.data_ptr() and got["values"] == rope.values.data_ptr()
-        assert got["cosines"] == rope.cos.data_ptr() and got["sines"] == rope.sin.data_ptr()
-        assert recorder.maps[-2][-1] == [64, 32], "boxes of half a head's 32 rows"
-        for line in (f"#define ROPE {HEAD}\n", f"#define HEADS {QUERIES}\n", f"#define KV_HEADS {KV}\n"):
-            assert line in recorder.source
-    gemm.gemm(x, weight, None, out, gpu=H200, tiling=TILINGS[0])
-    assert "#define ROPE 0\n" in recorder.source and recorder.launches[-1]["keys"] is None
-
-
-def test_rotary_positions_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    Recorder(monkeypatch)
-    x, weight, out, rope = heads_of(100, 192)
-    sums = gemm.Norm(torch.zeros(3, 100, 2), torch.zeros(len(weight)), 1e-6)
-    odd = torch.zeros(2, 50, KV, 96, dtype=BF16)
-    wrong = [
-        ({}, {"activation": "gelu"}, "only a plain product"),
-        ({}, {"norm": sums}, "only a plain product"),
-        ({"keys": odd, "values": odd}, {}, "heads of 96"),
-        ({"heads": 4}, {}, "4 heads"),
-        ({"keys": rope.keys[:, :49].contiguous()}, {}, "the keys"),
-        ({"values": rope.values.float()}, {}, "got torch.bfloat16 and torch.float32"),
-        ({"values": rope.values.transpose(0, 1).contiguous().transpose(0, 1)}, {}, "contiguous"),
-        ({"values": misaligned(rope.values)}, {}, "16 bytes"),
-        ({"sin": rope.sin[:49]}, {}, r"\(≥ 50, 64\)"),
-        ({"cos": rope.cos.double()}, {}, "got torch.float64"),
-        ({}, {"tiling": Tiling(1, 1, 1, 64, 4, along=3)}, "halves of heads"),
-        ({}, {"tiling": Tiling(1, 1, 1, 64, 4, along=4)}, "halves of heads"),
-    ]  # fmt: skip
-    for changed, options, text in wrong:
-        with pytest.raises(EngineError, match=text):
-            given = replace(rope, **changed)
-            gemm.gemm(x, weight, None, out, gpu=H200, rope=given, **{"tiling": TILINGS[0], **options})
-    with pytest.raises(EngineError, match="only a plain product"):
-        gemm.gemm(x, weight, out[0], out, gpu=H200, tiling=TILINGS[0], rope=rope)
-
-
 def test_moments_and_norms_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Recorder(monkeypatch)
     x, weight, out = operands(100, 128, 192, BF16)
@@ -353,6 +254,7 @@ def test_moments_and_norms_that_do_not_fit_are_refused(monkeypatch: pytest.Monke
         ((x, weight, None, out), {"norm": gemm.Norm(norm.moments, torch.zeros(64), 1e-6)}, "128 weight rows"),
         ((x, weight, None, out[:, :64].contiguous()), {"norm": norm, "activation": "swiglu"}, "before swiglu"),
         ((*quantised, None, out), {"norm": norm}, "only BF16"),
+        ((x, weight, None, out), {"norm": norm, "tiling": Tiling(2, 1, 2, 136, 3, persistent=True)}, "norms of one"),
     ]  # fmt: skip
     for arguments, options, text in wrong:
         with pytest.raises(EngineError, match=text):

@@ -13,15 +13,13 @@ from torch.nn import functional as F
 
 from tests.ops.test_gemm import BF16, FP8, TILINGS
 from tests.support.gpus import H200, RTX_4090
-from vla_accel.errors import EngineError
-from vla_accel.ops import autotune, gemm_choice, linear, norms, rotary
+from vla_accel.ops import autotune, gemm_choice, linear, norms
 from vla_accel.ops.autotune import Fastest
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import Tiling, launch
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.reference import GATED
-from vla_accel.ops.rows import rope_tables
 from vla_accel.ops.weights import Linear, make_linear, pair
 
 
@@ -164,62 +162,8 @@ def test_gate_and_up_that_are_not_paired_or_quantised_take_no_norm_in(monkeypatc
         assert not norms.can_be_inside(8, 80, (pair(plain), "swiglu")), "moments are of 64 columns"
         persistent = Tiling(2, 1, 2, 136, 3, persistent=True)
         monkeypatch.setattr(gemm, "planned", lambda *_: persistent)
-        assert norms.can_be_inside(8, 64, (pair(plain), "swiglu"))
-        full = Tiling(3, 1, 1, 176, 4, persistent=True)
-        assert full.why_not("swiglu") is None and full.why_not("swiglu", normed=True) is not None
-        monkeypatch.setattr(gemm, "planned", lambda *_: full)
         assert linear.has_own_gemm(8, pair(plain), "swiglu")
-        assert not norms.can_be_inside(8, 64, (pair(plain), "swiglu")), "no room for the norms of its tokens"
-
-
-def rotated_by(x: Tensor, layer: Linear, moments: Tensor | None, inside: bool) -> tuple[Tensor, ...]:
-    """Queries, keys and values of two sequences of five rows, by `rotary.cached`: two heads of queries, one of keys."""
-    cos, sin = rope_tables(7, 64, x.device)
-    qkv, keys, values = torch.zeros(10, 256), torch.zeros(2, 5, 1, 64), torch.zeros(2, 5, 1, 64)
-    rotary.cached(x, moments, layer, qkv, cos, sin, keys, values, 2, eps=1e-6, inside=inside)
-    return qkv, keys, values
-
-
-def test_rotary_positions_are_of_the_normed_product() -> None:
-    x, layer = draw(10, 128), make_linear(draw(256, 128, seed=1), None, torch.float32)
-    normed = F.rms_norm(x, (128,), eps=1e-6)
-    parts = x.view(10, 2, 64).transpose(0, 1)
-    moments = torch.stack((parts.mean(2), parts.var(2, unbiased=False) * 64), 2)
-    cos, sin = (table[:5].repeat(2, 1)[:, None] for table in rope_tables(7, 64, x.device))
-    a, b = F.linear(normed, layer.weight).view(10, 4, 2, 32).unbind(2)
-    want = torch.cat((a * cos - b * sin, b * cos + a * sin), 2)
-    for given, of_rows in ((normed, None), (x, moments)):
-        qkv, keys, values = rotated_by(given, layer, of_rows, False)
-        torch.testing.assert_close(qkv.view(10, 4, 64)[:, :2], want[:, :2], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(keys.view(10, 64), want[:, 2], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(values.view(10, 64), torch.cat((a, b), 2)[:, 3], atol=1e-4, rtol=1e-4)
-
-
-def test_rotary_positions_go_into_an_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, biased = make_linear(draw(256, 128), None, BF16), make_linear(draw(256, 128), draw(256), BF16)
-    assert not rotary.can_be_inside(8, layer, 64, normed=False), "not on a CPU"
-    monkeypatch.setattr(gemm, "planned", lambda *_: TILINGS[0])
-    with steered("cuda"):
-        assert rotary.can_be_inside(8, layer, 64, normed=True)
-        assert not rotary.can_be_inside(8, layer, 96, normed=True), "half a head is no whole boxes"
-        assert not rotary.can_be_inside(8, biased, 64, normed=False)
-        for tiling in (None, Tiling(1, 1, 1, 64, 4, along=4)):
-            monkeypatch.setattr(gemm, "planned", lambda *_, tiling=tiling: tiling)
-            assert not rotary.can_be_inside(8, layer, 64, normed=False), tiling
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(Gpu, "of", lambda _: H200)
-    monkeypatch.setattr(gemm, "planned", lambda *_: TILINGS[0])
-    monkeypatch.setattr(gemm, "why_not", lambda *_: None)
-    monkeypatch.setattr(gemm, "gemm", lambda x, weight, bias, out, **options: seen.append(options))
-    moments = torch.zeros(2, 10, 2)
-    with steered("cuda"):
-        _, keys, values = rotated_by(torch.zeros(10, 128), layer, moments, True)
-    rope, norm = seen[0]["rope"], seen[0]["norm"]
-    assert rope.sizes == (64, 2, 1) and rope.keys is keys and rope.values is values
-    assert norm.moments is moments and norm.weight_sums is None and norm.eps == 1e-6
-    monkeypatch.setattr(gemm, "planned", lambda *_: None)
-    with steered("cuda"), pytest.raises(EngineError, match=r"10 rows by a weight \(256, 128\)"):
-        rotated_by(torch.zeros(10, 128), layer, moments, True)
+        assert not norms.can_be_inside(8, 64, (pair(plain), "swiglu")), "a block has the norms of one tile"
 
 
 def test_own_or_library_is_measured_once_while_a_program_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from vla_accel.errors import EngineError
 from vla_accel.native import smolvla_expert
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise.schedule import THREADS, Schedule
-from vla_accel.ops.cuda.gemm import Tiling, launch, planned, searched, suffix
+from vla_accel.ops.cuda.gemm import Tiling, launch, searched, suffix
 from vla_accel.ops.cuda.gemm.few import few
 
 ROOT = Path(__file__).parents[2]
@@ -332,25 +332,6 @@ def test_products_of_a_suffix_compile(rows: int, nvrtc: ctypes.CDLL, monkeypatch
             size = ctypes.sizeof(suffix._SuffixCall)
             text = suffix.source(torch.bfloat16, kind, activation, tiling)
             text += f'static_assert(sizeof(Call) == {size}, "Call");\n'
-            check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [544, 800])
-@pytest.mark.parametrize("norm", ["none", "rms"])
-def test_the_prefixs_products_compile_with_what_is_inside(
-    rows: int, norm: str, nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rotary positions inside q/k/v, a norm inside a persistent gate/up."""
-    monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
-    qkv = planned(H200, torch.bfloat16, "none", rows, 2560, 2048)
-    gate_up = planned(H200, torch.bfloat16, "geglu", rows, 32_768, 2048)
-    assert qkv is not None and gate_up is not None and gate_up.persistent
-    assert qkv.why_not(normed=True, turned=True) is None and gate_up.why_not("geglu", normed=True) is None
-    for dtype in (torch.bfloat16, torch.float16):
-        turned = launch.source(dtype, False, "none", qkv, norm=norm, k=2048, rope=(256, 8, 1))
-        gated = launch.source(dtype, False, "geglu", gate_up, norm=norm, k=2048)
-        for tiling, text in ((qkv, turned), (gate_up, gated)):
             check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
 
 

@@ -6,7 +6,7 @@ expert both read, nothing after the last layer's keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -21,9 +21,8 @@ from vla_accel.models.smollm import SmolLmLayer
 from vla_accel.native.ahead import Ahead
 from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import amax_of, compute_dtype, format_of
-from vla_accel.ops import norms, rotary
+from vla_accel.ops import norms
 from vla_accel.ops.attending import Sizes, attend, choose
-from vla_accel.ops.autotune import remembered
 from vla_accel.ops.linear import block_products, gate_up, linear, products_by
 from vla_accel.ops.rows import add_norm, embed_norm, rope_cache, rope_tables
 from vla_accel.ops.weights import Linear, make_linear, pair
@@ -144,6 +143,9 @@ class NativePrefix:
         self.detail += products
         if weights.table.device != device:
             self.detail += ", embeddings on the host"
+        inside = [n for n, is_so in (("q/k/v", self.norms_inside), ("gate/up", self.mlp_norms_inside)) if is_so]
+        if inside:
+            self.detail += f", norm of {' and '.join(inside)} inside"
         self.moments = norms.moments_buffer(rows, width, device)
         self.normed = norms.moments_buffer(rows, width, device, weights.eps)
 
@@ -161,44 +163,6 @@ class NativePrefix:
         self.cos, self.sin = rope_tables(self.tokens, weights.head_dim, device)
         self.ahead: Ahead | None = None
         """Where it says which layers are done."""
-        if self.mlp_norms_inside:
-            self.mlp_norms_inside = self._faster(
-                "norm before gate/up", ("inside", "behind"), lambda layer, inside: self._gate_up(layer, inside)
-            )
-        self.rope_inside = first.o is not None and rotary.can_be_inside(
-            rows, first.qkv, weights.head_dim, normed=self.norms_inside
-        )
-        if self.rope_inside:
-            shape = (batch, self.tokens, weights.kv_heads, weights.head_dim)
-            keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-            self.rope_inside = self._faster(
-                "rotary positions", ("behind", "inside"),
-                lambda layer, inside: self._cached(layer, self.h, self.normed, keys, values, inside),
-            )  # fmt: skip
-        inside = [n for n, is_so in (("q/k/v", self.norms_inside), ("gate/up", self.mlp_norms_inside)) if is_so]
-        if inside:
-            self.detail += f", norm of {' and '.join(inside)} inside"
-        if self.rope_inside:
-            self.detail += ", rotary positions inside"
-
-    def _faster(self, what: str, ways: tuple[str, str], run: Callable[[PrefixLayer, bool], object]) -> bool:
-        """Whether "inside" is the faster of two ways, measured over all layers; the first where nothing is measured."""
-        draw = torch.Generator(self.x.device).manual_seed(0)
-        for buffer in (self.x, self.h, self.context):
-            buffer.copy_(torch.randn(buffer.shape, generator=draw, device=buffer.device))
-
-        def call(inside: bool) -> Callable[[], None]:
-            def all_layers() -> None:
-                for layer in self.weights.layers[:-1]:
-                    run(layer, inside)
-
-            return all_layers
-
-        first = self.weights.layers[0]
-        products = [p for p in (first.qkv, first.o, first.gate_up, first.down) if p is not None]
-        sizes = ", ".join(f"{tuple(p.weight.shape)} {p.weight.dtype}" for p in products)
-        said = f"{what} of {len(self.x)} rows by {sizes}"
-        return remembered(said, {way: call(way == "inside") for way in ways}, self.x.device, 1).way == "inside"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, lengths, pdl = self.weights, inputs["lengths"], self.pdl
@@ -219,13 +183,24 @@ class NativePrefix:
                 rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0, pdl=pdl)
                 self._reached(index)
                 break
-            self._cached(layer, x, moments, keys, values, self.rope_inside)
+            if self.norms_inside:
+                norms.normed_linear(x, moments, layer.qkv, self.qkv, layer_norm=False, eps=w.eps, pdl=pdl)
+            else:
+                linear(self.h, layer.qkv, self.qkv, pdl=pdl)
+            rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads, pdl=pdl)
             self._reached(index)
             attend(
                 self.attention.way, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
                 last=self.state_last, tile=self.attention.tile, pdl=pdl,
             )  # fmt: skip
-            self._gate_up(layer, self.mlp_norms_inside)
+            active = {"inverse_scale": layer.down.inverse_scale, "silu": w.silu, "pdl": pdl}
+            if self.mlp_norms_inside:
+                norms.residual_linear(self.context, layer.o, self.x, self.moments, pdl=pdl)
+                norms.normed_gate_up(self.x, self.moments, layer.gate_up, self.active, eps=w.eps, **active)
+            else:
+                linear(self.context, layer.o, self.y, pdl=pdl)
+                self._residual(self.h_mlp, layer.gate_up)
+                gate_up(self.h_mlp, layer.gate_up, self.gate_up, self.active, **active)
             if self.norms_inside:
                 x, moments = self.x, self.moments
                 norms.residual_linear(self.active, layer.down, x, moments, pdl=pdl)
@@ -234,29 +209,6 @@ class NativePrefix:
                 self._residual(self.h, w.layers[index + 1].qkv)
         if self.ahead is None:
             self.finish(outputs)
-
-    def _cached(
-        self, layer: PrefixLayer, x: Tensor, moments: Tensor, keys: Tensor, values: Tensor, inside: bool
-    ) -> None:
-        """Queries, and keys and values to their cache, with their positions inside the product or behind it."""
-        w, inside = self.weights, inside and keys.dtype == self.qkv.dtype
-        rotary.cached(
-            x, moments if self.norms_inside else None, layer.qkv, self.qkv, self.cos, self.sin, keys, values, w.heads,
-            eps=w.eps, inside=inside, pdl=self.pdl,
-        )  # fmt: skip
-
-    def _gate_up(self, layer: PrefixLayer, inside: bool) -> None:
-        """The output projection, the residual, gate and up, with the norm between them inside these or behind."""
-        w, pdl = self.weights, self.pdl
-        assert layer.o is not None and layer.gate_up is not None and layer.down is not None
-        active = {"inverse_scale": layer.down.inverse_scale, "silu": w.silu, "pdl": pdl}
-        if inside:
-            norms.residual_linear(self.context, layer.o, self.x, self.moments, pdl=pdl)
-            norms.normed_gate_up(self.x, self.moments, layer.gate_up, self.active, eps=w.eps, **active)
-        else:
-            linear(self.context, layer.o, self.y, pdl=pdl)
-            self._residual(self.h_mlp, layer.gate_up)
-            gate_up(self.h_mlp, layer.gate_up, self.gate_up, self.active, **active)
 
     def embed(self, inputs: Mapping[str, Tensor]) -> None:
         """The rows of the stack, and their norm."""

@@ -1,13 +1,12 @@
 // The epilogue takes the sums of `gemm.cu` to memory: bias, activation, rounding, the residual, the norms on either
-// side, rotary positions.
+// side.
 //
 // A norm without weights (they are folded into the product that follows) needs two numbers of a row, so it costs no
 // pass over the rows: the product that writes x (RESIDUAL) also writes the moments of every 64 columns, and the product
 // that reads x (NORM) multiplies it as it is, and scales and shifts the sums: norm(x) W = rstd (x W - mean (1 W)).
 //
 // Macros besides `gemm.cu`'s: RESIDUAL (out += the product), NORM (0 none, 1 RMSNorm, 2 LayerNorm, 3 RMSNorm by
-// suffix.cu's moments), MOMENTS (K / 64: a row of x has so many pairs of moments), SUFFIX (suffix.cu), HEADS and KV_HEADS
-// (with ROPE: of queries, and of keys and of values).
+// suffix.cu's moments), MOMENTS (K / 64: a row of x has so many pairs of moments), SUFFIX (suffix.cu).
 
 #define TILE_W (64 * BLOCKS * GROUPS)
 #define TILE_T (PARTS * WIDTH)
@@ -33,12 +32,6 @@ struct Call {
   const float2* moments;
   const float* weight_sums;  // (N,): 1 W
   float eps;
-  // With ROPE keys (rows, KV_HEADS, ROPE) and values go elsewhere than to `out`. `cosines` and `sines` are (places,
-  // ROPE / 2); a row's place is its number modulo `places`.
-  int places;
-  const float* cosines;
-  const float* sines;
-  u16 *keys, *values;
 #if SUFFIX
   Suffix s;
 #endif
@@ -179,65 +172,6 @@ __device__ __forceinline__ uint4 add_gated(const uint4& v, const uint4& held, bo
 }
 #endif
 
-#if ROPE
-// What the 64 columns from `column` on are: 32 of a head's first half, then the 32 that turn with them (`weight_row`);
-// of a head of values, 64 as they are. A thread takes eight of either half of a token at a time.
-template <int COUNT>
-struct Turn {
-  static constexpr int TIMES = (COUNT * 32 + 127) / 128;
-  float4 cosines[TIMES][2], sines[TIMES][2];
-
-  __device__ __forceinline__ void load(int token, int end, int column, const Call& c) {
-    const int from = column % ROPE / 64 * 32;
-#pragma unroll
-    for (int n = 0; n < TIMES; ++n) {
-      const int i = (threadIdx.x & 127) + 128 * n, t = i / 4;
-      if (i >= COUNT * 32 || token + t >= end || column / ROPE >= HEADS + KV_HEADS) continue;
-      const u64 at = (u64)((token + t) % c.places) * (ROPE / 2) + from + i % 4 * 8;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        cosines[n][j] = __ldg((const float4*)(c.cosines + at) + j);
-        sines[n][j] = __ldg((const float4*)(c.sines + at) + j);
-      }
-    }
-  }
-
-  // (a, b) become (a cos - b sin, b cos + a sin), each two numbers.
-  static __device__ __forceinline__ void turn(u32& a, u32& b, float cos0, float cos1, float sin0, float sin1) {
-    const float a0 = widen((u16)a), a1 = widen((u16)(a >> 16)), b0 = widen((u16)b), b1 = widen((u16)(b >> 16));
-    a = pack_half2(a0 * cos0 - b0 * sin0, a1 * cos1 - b1 * sin1);
-    b = pack_half2(b0 * cos0 + a0 * sin0, b1 * cos1 + a1 * sin1);
-  }
-
-  __device__ __forceinline__ void store(u32 staging, int token, int end, int column, const Call& c) const {
-    const int head = column / ROPE, within = column % ROPE;
-    const bool turned = head < HEADS + KV_HEADS;
-    if (column >= c.columns) return;
-#pragma unroll
-    for (int n = 0; n < TIMES; ++n) {
-      const int i = (threadIdx.x & 127) + 128 * n, t = i / 4, eight = i % 4;
-      if (i >= COUNT * 32 || token + t >= end) continue;
-      const u32 from = staging + t * PITCH + eight * 16;
-      uint4 a = ld_shared_v4(from), b = ld_shared_v4(from + 64);
-      if (turned) {
-        const float4 c0 = cosines[n][0], c1 = cosines[n][1], s0 = sines[n][0], s1 = sines[n][1];
-        turn(a.x, b.x, c0.x, c0.y, s0.x, s0.y);
-        turn(a.y, b.y, c0.z, c0.w, s0.z, s0.w);
-        turn(a.z, b.z, c1.x, c1.y, s1.x, s1.y);
-        turn(a.w, b.w, c1.z, c1.w, s1.z, s1.w);
-      }
-      const u64 row = token + t;
-      u16* to = (u16*)c.out + row * c.columns + head * ROPE;
-      if (head >= HEADS) to = c.keys + (row * KV_HEADS + head - HEADS) * ROPE;
-      if (!turned) to = c.values + (row * KV_HEADS + head - HEADS - KV_HEADS) * ROPE;
-      to += (turned ? within / 2 : within) + eight * 8;
-      *(uint4*)to = a;
-      *(uint4*)(to + (turned ? ROPE / 2 : 32)) = b;
-    }
-  }
-};
-#endif
-
 // A thread has two weight rows of a block of 64, whose first row is `column`: their bias and their sums. A gated
 // product has neither.
 struct Rows {
@@ -343,14 +277,7 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
     stmatrix_x2_trans(at + FOURS * STEP, packed[FOURS % MATRICES], packed[(FOURS + 1) % MATRICES]);
   if (MATRICES % 2)
     stmatrix_x1_trans(at + (MATRICES - 1) * STEP, packed[MATRICES - 1]);
-#if ROPE
-  Turn<COUNT> turn;
-  turn.load(token, end, column, c);
-#endif
   bar_sync<128>(1 + group);
-#if ROPE
-  turn.store(staging, token, end, column, c);
-#else
   constexpr int EACH = NARROW ? 16 : 8, PIECES = COLUMNS / EACH;  // A thread has EACH columns, a token PIECES threads.
 #pragma unroll
   for (int n = 0; n < (COUNT * 8 * PIECES + 127) / 128; ++n) {
@@ -379,7 +306,6 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
       *(uint4*)((unsigned char*)c.out + ((u64)(token + t) * c.columns + to) * (NARROW ? 1 : 2)) = v;
 #endif
   }
-#endif
   // The staging may be written again.
   bar_sync<128>(1 + group);
 }

@@ -19,8 +19,7 @@
 // tanh GELU, 2 GeGLU and 3 SwiGLU of weight rows by turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH, STAGES,
 // ACROSS, ALONG, SPLIT, STAGING, EXCHANGE and BARRIERS (where in shared memory the output is staged, others' sums
 // arrive and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of either
-// kind), ROPE (the width of a head whose halves are rotated; 0 for none). WGMMA, one product of WIDTH tokens, is
-// generated (`wgmma.py`).
+// kind). WGMMA, one product of WIDTH tokens, is generated (`wgmma.py`).
 #if KIND == 2
 #define WGMMA wgmma_e4m3
 #elif KIND == 1
@@ -40,10 +39,6 @@
 #define W_BOX (W_ROWS > 256 ? W_ROWS / 2 : W_ROWS)
 #define T_BOX (T_ROWS > 256 ? T_ROWS / 2 : T_ROWS)
 #define CHUNK (KIND == 2 ? 128 : 64)
-#if ROPE
-#undef W_BOX
-#define W_BOX 32
-#endif
 
 // This arrives at another block's barrier with the release of this block only: the others read nothing that it wrote,
 // and a release to the cluster would cost a memory barrier for each stage.
@@ -59,16 +54,6 @@ __device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier, u32 rank) {
 
 // Operands have swizzled rows of 128 bytes, so groups of eight rows are 1024 bytes apart.
 __device__ __forceinline__ u64 operand(u32 address) { return wgmma_descriptor(address, 16, 1024, true); }
-
-// Which row of the weight is row `row` of the tiles; boxes of rows begin at multiples of 32. Of a head that is rotated
-// the tiles have 32 rows of its first half, then the 32 of its second half that turn with them.
-__device__ __forceinline__ int weight_row(int row) {
-#if ROPE
-  const int within = row % ROPE;
-  if (row / ROPE < HEADS + KV_HEADS) return row - within + within / 64 * 32 + within / 32 % 2 * (ROPE / 2);
-#endif
-  return row;
-}
 
 #if RESIDUAL
 #define HELD(m, n) held[m][n]
@@ -126,7 +111,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
 #else
 #pragma unroll
         for (int i = 0; i < W_ROWS; i += W_BOX)
-          tma_load_2d(to + i * 128, weights, chunk * CHUNK, weight_row(row + i), full + stage * 8, same_weights, once);
+          tma_load_2d(to + i * 128, weights, chunk * CHUNK, row + i, full + stage * 8, same_weights, once);
 #endif
       };
       const auto fetch_tokens = [&](int tile, int chunk, int stage) {
@@ -219,7 +204,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
       wgmma_wait<0>();
       release((done - 1) % STAGES);
 #if NORM
-      if (tile == mine) wait_for_norms();  // Of all tiles of a block the tokens are the same.
+      wait_for_norms();
 #endif
 #if SPLIT == 1
 #if STAGING == 0

@@ -25,8 +25,6 @@ _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 _WGMMA = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
 _MAP_TYPES = {torch.bfloat16: 9, torch.float16: 6, torch.float8_e4m3fn: 0}  # CUtensorMapDataType; bytes for FP8
 _SWIZZLE_128, _PROMOTE_256 = 3, 3
-HALF = 32
-"""Rows of half a head that a tile has beside those which turn with them."""
 ACTIVATIONS = {"none": 0, "gelu": 1, "geglu": 2, "swiglu": 3}
 
 
@@ -43,34 +41,13 @@ class Norm:
     eps: float
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions of a product that makes queries, keys and values, whose heads come in this order.
-
-    `cos`, `sin` (≥ S, d / 2) float32; `keys`, `values` (B, S, kv_heads, d) in the product's dtype are written in place
-    of the product's last columns. d is a multiple of 64; a row's position is its place in its sequence.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    keys: Tensor
-    values: Tensor
-    heads: int
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Width of a head; heads of queries, of keys and of values."""
-        return self.keys.shape[3], self.heads, self.keys.shape[2]
-
-
 def source(
     kind: torch.dtype, fp8_out: bool, activation: str, tiling: Tiling, *, residual: bool = False, norm: str = "none",
-    k: int = 0, rope: tuple[int, int, int] = (0, 0, 0), suffix: int = 0,
+    k: int = 0, suffix: int = 0,
 ) -> str:  # fmt: skip
     """The CUDA C++ of one kernel. `kind`: dtype of both operands; `fp8_out`: it writes FP8; `residual`: the product is
     added to what `out` holds; `norm` of the rows of x: none, rms, layer, or squares, by a suffix's moments; `k`: their
-    width, for a norm; `rope`: as `Rope.sizes`, a width of 0 for none; `suffix`: what it does for a suffix's rows
-    (`suffix.cu`)."""
+    width, for a norm; `suffix`: what it does for a suffix's rows (`suffix.cu`)."""
     memory = tiling.memory(activation, norm != "none")
     sizes = {
         "KIND": _KINDS[kind], "NARROW": int(fp8_out), "ACTIVATION": ACTIVATIONS[activation], "GROUPS": tiling.groups,
@@ -79,7 +56,7 @@ def source(
         **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tiling.registers, strict=True)),
         "RESIDUAL": int(residual), "NORM": ("none", "rms", "layer", "squares").index(norm), "MOMENTS": k // MOMENTS_OF,
         "STAGING": memory.staging, "EXCHANGE": memory.exchange, "BARRIERS": memory.barriers,
-        "SUFFIX": suffix, **dict(zip(("ROPE", "HEADS", "KV_HEADS"), rope, strict=True)),
+        "SUFFIX": suffix,
     }  # fmt: skip
     files = ("gemm/suffix", "gemm/epilogue", "gemm/gemm")
     return source_of(sizes, *files, generated=wgmma(f"wgmma_{_WGMMA[kind]}", tiling.width, _WGMMA[kind]))
@@ -94,7 +71,6 @@ class _Call(ctypes.Structure):
         ("bias", ctypes.c_void_p), ("out", ctypes.c_void_p), ("scale", ctypes.c_float), ("inverse", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("rows", "columns", "chunks", "token_tiles", "tiles")),
         *((name, ctypes.c_void_p) for name in ("moments_out", "moments", "weight_sums")), ("eps", ctypes.c_float),
-        ("places", ctypes.c_int), *((name, ctypes.c_void_p) for name in ("cosines", "sines", "keys", "values")),
     ]  # fmt: skip
 
 
@@ -114,11 +90,6 @@ def _map(matrix: Tensor, box: int) -> _Map:
     return _Map.from_buffer_copy(ctypes.string_at(aligned, 128))
 
 
-def wide_of(x: Tensor) -> torch.dtype:
-    """The dtype of 16 bits of products of these rows."""
-    return torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
-
-
 def why_not_on(gpu: Gpu) -> str | None:
     """Why the kernel cannot run on a GPU, whatever its matrices; None where it can."""
     if gpu.architecture != ARCHITECTURE:
@@ -132,8 +103,9 @@ def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: str) -
         return reason
     if x.dtype not in _KINDS or weight.dtype != x.dtype:
         return f"x is {x.dtype}, the weight {weight.dtype}; it takes two of BF16, FP16 or FP8"
-    if out.dtype not in (wide_of(x), torch.float8_e4m3fn):
-        return f"out is {out.dtype}; for {x.dtype} it is {wide_of(x)} or FP8"
+    wide = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
+    if out.dtype not in (wide, torch.float8_e4m3fn):
+        return f"out is {out.dtype}; for {x.dtype} it is {wide} or FP8"
     (rows, k), (n, k_weight) = x.shape, weight.shape
     columns = n // 2 if activation in GATED else n
     if k != k_weight or out.shape != (rows, columns) or (activation in GATED and n % 16):
@@ -150,27 +122,21 @@ def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: str) -
 def gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gpu: Gpu, tiling: Tiling, activation: str = "none",
     scale: float = 1.0, inverse_scale: float | None = None, moments: Tensor | None = None, norm: Norm | None = None,
-    rope: Rope | None = None, dependent: bool = True,
+    dependent: bool = True,
 ) -> None:  # fmt: skip
     """out = activation(scale * x weightᵀ + bias), times `inverse_scale` and saturated where out is float8_e4m3fn.
 
     x (M, K), weight (N, K), bias (N,), out (M, N), or (M, N / 2) for "geglu" and "swiglu", whose weight rows alternate:
     eight of gate, eight of up. `moments` (N / 64, M, 2) float32: the product is added to `out`, and the new rows'
-    moments are written (see `Norm`). `norm`: x is normed first, unrounded. `rope`: queries are rotated, keys, too,
-    which go to their cache as values do. `dependent`: may start before its predecessor on the stream has finished.
-    Raises EngineError for what the kernel cannot take.
+    moments are written (see `Norm`). `norm`: x is normed first, unrounded. `dependent`: may start before its
+    predecessor on the stream has finished. Raises EngineError for what the kernel cannot take.
     """
     from vla_accel.ops.cuda.runtime import load_module
 
     chunks = -(-x.shape[1] * x.element_size() // 128)
-    options = {"residual": moments is not None, "normed": norm is not None, "turned": rope is not None}
+    options = {"residual": moments is not None, "normed": norm is not None}
     reason = why_not(gpu, x, weight, out, activation) or tiling.why_not(activation, **options)
     reason = reason or _why_no_norms(x, weight, out, activation, moments, norm)
-    if rope is not None:
-        layer_norm = norm is not None and norm.weight_sums is not None
-        plain = activation == "none" and moments is None and bias is None and not layer_norm
-        plain = plain and out.dtype == wide_of(x)
-        reason = reason or _why_no_rope(rope, out, plain)
     if activation in GATED and bias is not None:
         reason = reason or "a gated product has no bias"
     if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
@@ -180,13 +146,11 @@ def gemm(
     fp8_out = out.dtype == torch.float8_e4m3fn
     kind = "none" if norm is None else "rms" if norm.weight_sums is None else "layer"
     width = 0 if norm is None else x.shape[1]
-    heads = (0, 0, 0) if rope is None else rope.sizes
-    text = source(x.dtype, fp8_out, activation, tiling, residual=moments is not None, norm=kind, k=width, rope=heads)
+    text = source(x.dtype, fp8_out, activation, tiling, residual=moments is not None, norm=kind, k=width)
     shared = tiling.memory(activation, norm is not None).size
     module = load_module(text, {"gemm": shared}, ARCHITECTURE, x.device)
     rows, n = x.shape[0], weight.shape[0]
     boxes = [share // 2 if share > 256 else share for share in tiling.shares]
-    boxes[0] = HALF if rope is not None else boxes[0]
     maps = (_map(weight, boxes[0]), _map(x, boxes[1]))
     token_tiles = -(-rows // (tiling.tokens * tiling.along))
     tiles = token_tiles * -(-n // (tiling.weight_rows * tiling.across))
@@ -194,14 +158,10 @@ def gemm(
         _address(bias), out.data_ptr(), scale, inverse_scale or 1.0, rows, out.shape[1], chunks, token_tiles, tiles,
         _address(moments), None if norm is None else _address(norm.moments),
         None if norm is None else _address(norm.weight_sums), 0.0 if norm is None else norm.eps,
-        *((1, None, None, None, None) if rope is None else _places(rope)),
     )  # fmt: skip
     clusters = tiles
     if tiling.persistent:
         clusters = min(tiles, gpu.multiprocessors * tiling.resident // tiling.cluster)
-        if norm is not None:
-            # Of all tiles of a block the tokens are the same, and so are their norms.
-            clusters = clusters // token_tiles * token_tiles or tiles
     module.launch(
         "gemm", clusters * tiling.cluster, tiling.threads, (*maps, call), cluster=tiling.cluster, dependent=dependent
     )
@@ -209,33 +169,6 @@ def gemm(
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _places(rope: Rope) -> tuple[int, int, int, int, int]:
-    """The last fields of a call."""
-    tensors = (rope.cos, rope.sin, rope.keys, rope.values)
-    return rope.keys.shape[1], *(tensor.data_ptr() for tensor in tensors)  # type: ignore[return-value]
-
-
-def _why_no_rope(rope: Rope, out: Tensor, plain: bool) -> str | None:
-    """Why the kernel cannot rotate with these; None where it can. `plain`: the product has no activation, bias,
-    residual or LayerNorm."""
-    (width, heads, kv_heads), (batch, places) = rope.sizes, rope.keys.shape[:2]
-    if not plain or width % 64:
-        return f"only a plain product is rotated, with heads of whole 64, got heads of {width}"
-    if out.shape != (batch * places, (heads + 2 * kv_heads) * width):
-        return f"out is {tuple(out.shape)}, the keys {tuple(rope.keys.shape)} beside {heads} heads of queries"
-    tensors = (rope.keys, rope.values, rope.cos, rope.sin)
-    if any(cache.dtype != out.dtype for cache in tensors[:2]):
-        return f"keys and values are in {out.dtype}, got {rope.keys.dtype} and {rope.values.dtype}"
-    if any(tensor.data_ptr() % 16 or not tensor.is_contiguous() for tensor in tensors):
-        return "keys, values, cos and sin are contiguous and begin at multiples of 16 bytes"
-    if rope.values.shape != rope.keys.shape:
-        return f"the keys are {tuple(rope.keys.shape)}, the values {tuple(rope.values.shape)}"
-    for table in (rope.cos, rope.sin):
-        if table.dtype != torch.float32 or table.shape[1:] != (width // 2,) or len(table) < places:
-            return f"cos and sin are float32 (≥ {places}, {width // 2}), got {table.dtype} {tuple(table.shape)}"
-    return None
 
 
 def _why_no_norms(

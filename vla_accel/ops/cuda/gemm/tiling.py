@@ -102,18 +102,16 @@ class Tiling:
     def _limit(self) -> int:
         return min(SHARED_LIMIT, SHARED_MULTIPROCESSOR // self.resident - 1024)
 
-    def why_not(
-        self, activation: str = "none", *, residual: bool = False, normed: bool = False, turned: bool = False
-    ) -> str | None:  # fmt: skip
-        """Why the kernel cannot run with this tiling; None where it can. `turned`: with rotary positions."""
+    def why_not(self, activation: str = "none", *, residual: bool = False, normed: bool = False) -> str | None:
+        """Why the kernel cannot run with this tiling; None where it can."""
         if self.width % 8 or not 8 <= self.width <= 256:
             return f"a width of {self.width} is no multiple of 8 up to 256"
         if self.split > 1 and self.persistent:
             return "a split tile cannot be persistent"
         if max(self.shares) > 512 or self.cluster > 16 or any(share > 256 and share % 16 for share in self.shares):
             return "it fetches too many rows, or its cluster is too large"
-        if turned and (self.shares[0] % 32 or self.shares[0] * self.along != self.weight_rows):
-            return "its blocks share weights in other pieces than the halves of heads"
+        if normed and self.persistent:
+            return "a block that takes several tiles has the norms of one"
         if self.memory(activation, normed).size > self._limit:
             return "it needs too much shared memory"
         accumulators = self.blocks * self.tokens // 2
