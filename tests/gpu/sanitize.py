@@ -4,10 +4,10 @@
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitize gemm
     python -m tests.gpu.sanitize --delays 20
 
-Groups: gemm, attention, denoise (CUDA C++), triton, image; all without one. Prints a JSON object on its last line and
-ends with 1 where a case failed. `--delays`: each warp waits up to so many microseconds between letting the successor
-start and what it writes, and before it makes what others wait for: an order that only luck keeps shows as a wrong
-result.
+Groups: gemm, suffix, attention, denoise (CUDA C++), triton, image; all without one. Prints a JSON object on its last
+line and ends with 1 where a case failed. `--delays`: each warp waits up to so many microseconds between letting the
+successor start and what it writes, and before it makes what others wait for: an order that only luck keeps shows as a
+wrong result.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.ops.cuda import runtime
+from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.suffix_tilings import Own, Product, beside
 
 DEVICE = torch.device("cuda")
 Cases = dict[str, Callable[[], None]]
@@ -55,6 +57,34 @@ def gemm() -> Cases:
         found[f"geglu fp8 {i}"] = lambda t=tiling: gpu.check(t, E4M3.dtype, 100, 320, 1536, "geglu", True)
         found[f"norms {i}"] = lambda t=tiling: gpu.check_norms_inside(t, torch.bfloat16, 100, 320, 1536)
     found["chain"] = gpu.test_a_chain_of_dependent_launches_is_ordered
+    return found
+
+
+def suffix() -> Cases:
+    """What the GEMM does for a suffix's rows, at a third of their widths: every tiling of 33 and 80 rows that a build
+    measures."""
+    found: Cases = {}
+
+    def run(name: str, make: Callable[[calls.Draw], calls.Call]) -> None:
+        call = make(calls.Draw(name, torch.bfloat16))
+        for pdl in (False, True):
+            calls.check(call, calls.outputs_of(call, DEVICE, kernel=True, pdl=pdl), 0.02, 0.003, 0.006)
+
+    for batch, tokens in ((1, 33), (2, 40)):
+        rows = batch * tokens
+        made = {
+            "qkv_rope": (Product(rows, 512, 128, 6, 2), lambda c, b=batch, t=tokens: cases._qkv_rope(
+                b, t, 512, 4, 1, 256, True, "", c, moments=64)),
+            "gate_up_geglu": (Product(rows, 512, 1024, 1, 2), lambda c, r=rows: cases._gate_up(
+                r, 512, 1024, True, "", c, moments=64)),
+            "project": (Product(rows, 1024, 512), lambda c, r=rows, t=tokens: cases._project(
+                r, 512, 1024, t, "grmn", c)),
+        }  # fmt: skip
+        for op, (product, make) in made.items():
+            for cut in beside(Gpu.of(DEVICE), product):
+                if isinstance(cut, Own):
+                    name = f"{op} {rows} {cut}"
+                    found[name] = lambda n=name, m=make, c=cut: run(n, m(c))
     return found
 
 
@@ -203,7 +233,7 @@ def image() -> Cases:
 
 
 GROUPS: dict[str, Callable[[], Cases]] = {
-    "gemm": gemm, "attention": attention, "denoise": denoise, "triton": triton, "image": image,
+    "gemm": gemm, "suffix": suffix, "attention": attention, "denoise": denoise, "triton": triton, "image": image,
 }  # fmt: skip
 
 
