@@ -69,14 +69,14 @@ def test_ten_thousand_calls_take_no_more_memory(demo: OptimizedPolicy) -> None:
     assert _resident() - resident < 64 * 2**20
 
 
-SHAPES = 5
-"""Of `_changing`: one observation in two buckets of prompts; several are always padded to the longest."""
+SHAPES = 8
+"""Of `_changing`: one to four observations, in two buckets of prompts."""
 
 
 def _changing(policy: OptimizedPolicy) -> Iterator[Callable[[], object]]:
     """Calls without end, each of another shape than the one before: one to four observations, prompts of two lengths;
     every other one is guided."""
-    short, long = PROMPTS[2], " ".join(["place it"] * 14)
+    short, long = PROMPTS[2], " ".join(["place it"] * 20)
     seen = {p: [{**demo_observation(policy, seed), "prompt": p} for seed in range(4)] for p in (short, long)}
     chunk = policy.infer(seen[short][0])["actions"]
     for guided, batch, prompt in itertools.cycle(itertools.product((False, True), (1, 2, 3, 4), (short, long))):
@@ -85,8 +85,8 @@ def _changing(policy: OptimizedPolicy) -> Iterator[Callable[[], object]]:
 
 
 @pytest.mark.slow
-def test_ten_thousand_calls_through_changing_shapes_take_no_more_memory(demo: OptimizedPolicy) -> None:
-    policy = demo.with_steps(3)
+def test_ten_thousand_calls_through_changing_shapes_take_no_more_memory(folders: dict[str, Path]) -> None:
+    policy = load(folders["pi0"])
     calls = _changing(policy)
     for call in itertools.islice(calls, 160):
         call()
