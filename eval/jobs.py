@@ -134,7 +134,8 @@ STRESSED = [played("stress", config, UNDER_STRESS, "stress") for config in COMPA
 
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
-    bench("record", f"--model pi05 --systems {OURS},{INT8_EXPERT},eager,openpi-eager,openpi-max-autotune "
+    bench("record", f"--model pi05 --systems {OURS},{INT8_EXPERT},eager,openpi-eager,openpi-max-autotune,"
+          "realtime-vla "
           "--steps 10,3,1 --calls 60 --realtime-vla {realtime_vla}", "openpi", "realtime_vla"),
     bench("pi05", f"--model pi05 --systems {OURS},eager,openpi-eager --steps 10,3,1 --calls 60 --hz 20", "openpi"),
     bench("pi05_alone", f"--model pi05 --systems {OURS} --steps 10,3,1 --calls 60 --hz 20"),
@@ -150,8 +151,8 @@ JOBS: tuple[Job, ...] = (
           "--calls 20"),
     bench("portable_pi05", f"--model pi05 {BESIDE_REALTIME}", "realtime_vla"),
     bench("portable_pi0", f"--model pi0 {BESIDE_REALTIME}", "realtime_vla"),
-    bench("portable_short", f"--model pi05 --systems {PORTABLE} --steps 10 --calls 60 --realtime-vla {{realtime_vla}}",
-          "realtime_vla"),
+    bench("portable_short", f"--model pi05 --systems {PORTABLE},realtime-vla --steps 10 --calls 60 --realtime-vla "
+          "{realtime_vla}", "realtime_vla"),
     bench("pi05_prompt60", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 60 --calls 60"),
     bench("pi05_prompt180", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 180 --calls 60"),
     bench("pi05_batches", "--model pi05 --systems native-fp8,native-fp8-vision --steps 10 --batch 1,4,8,16,32 "

@@ -423,5 +423,5 @@ def test_a_jobs_words_are_its_commands(job: Job, tmp_path: Path, monkeypatch: py
         load_config(config)
     if job.name.startswith("bench_") and getattr(options, "systems", ()):
         family = family_named(options.model or "pi05")
-        factory = Factory(family, views=2, horizon=10, device="cpu", ceilings=None)
+        factory = Factory(family, views=2, horizon=10, device="cpu", ceilings=None, checkout=options.realtime_vla)
         assert set(options.systems) <= set(factory.names)

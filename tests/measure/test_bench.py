@@ -383,6 +383,48 @@ def test_a_run_that_is_cut_off_leaves_its_rows(folder: Path, tmp_path: Path, mon
     assert report["complete"] is False
 
 
+def test_which_systems_take_turns(tmp_path: Path) -> None:
+    def chosen(*named: str, checkout: Path | None = tmp_path, fitted: bool = True) -> tuple[str, ...]:
+        factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None, checkout=checkout)
+        return command._systems(factory, named, fitted=fitted)
+
+    ours, both = ("native-bf16", "native-fp8", "native-fp8-vision", "eager"), ("realtime-vla", "realtime-vla-autotune")
+    assert chosen() == (*ours, "openpi-eager", *both) and chosen(checkout=None) == (*ours, "openpi-eager")
+    assert chosen("eager") == ("eager", *both) and chosen("eager", checkout=None) == ("eager",)
+    assert chosen("eager", "realtime-vla") == ("eager", "realtime-vla")
+    assert chosen(fitted=False) == ours and chosen("native-fp8", fitted=False) == ("native-fp8",)
+    with pytest.raises(ConfigError, match="camera: expected systems that fit images themselves, got openpi-eager"):
+        chosen("eager", "openpi-eager", fitted=False)
+
+
+def test_a_baseline_is_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """`eager` stands for another project's code, and `native_fp8` for one that is not installed."""
+    made: list[tuple[str, int]] = []
+    real = command.CheckpointFactory.make
+
+    def make(self: Any, name: str, steps: int) -> System:
+        made.append((name, steps))
+        if name == "native_fp8":
+            raise DependencyError("nothing to import")
+        return real(self, name, steps)
+
+    monkeypatch.setattr(command.CheckpointFactory, "make", make)
+    monkeypatch.setattr(command, "_systems", lambda factory, named, fitted: ("native", "eager", "native_fp8"))
+    initial = command.CheckpointFactory.__init__
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        initial(self, *arguments, **options)
+        self.baselines = ("eager", "native_fp8")
+
+    monkeypatch.setattr(command.CheckpointFactory, "__init__", init)
+    words = f"bench {folder} --config native,native_fp8 --steps 2,1 --calls 1 --device cpu --prompt-tokens 19"
+    assert cli.main(words.split()) == 0
+    out, err = capsys.readouterr()
+    assert made == [("eager", 2), ("native_fp8", 2), ("native", 2), ("native", 1), ("eager", 1)]
+    assert json.loads(out.splitlines()[-1])["left_out"] == {"native_fp8": "nothing to import"}
+    assert "left out: native_fp8: nothing to import" in err
+
+
 def test_what_compiles_for_minutes_is_timed_once(tmp_path: Path) -> None:
     factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None, checkout=tmp_path)
     names = ("native-bf16", "openpi-eager", "openpi-max-autotune", "realtime-vla")

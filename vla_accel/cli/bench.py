@@ -4,7 +4,7 @@ or lerobot's code, in turns; a table and one JSON line."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,19 +50,8 @@ def main(chosen: Bench, words: list[str]) -> int:
     factory = _factory(chosen, str(device), ceilings)
     family = factory.family
     sweep = chosen.steps or family.sweep
-    # The quickest first; of the baselines the one that needs no compilation.
-    systems = factory.names
-    if isinstance(factory, Factory):
-        others = (*factory.baselines[:1], *factory.baselines[len(family.baselines) :])
-        systems = chosen.systems or (*factory.default[1:], "eager")
-        # A checkout that was given takes its turns whatever else does.
-        added = others if not chosen.systems else factory.baselines[len(family.baselines) :]
-        systems = tuple(dict.fromkeys((*systems, *added)))
     camera = camera_size(chosen.camera)
-    if camera is not None:
-        systems = chosen.systems or [name for name in systems if name not in factory.baselines]
-        if others := [name for name in systems if name in factory.baselines]:
-            raise ConfigError(f"camera: expected systems that fit images themselves, got {', '.join(others)}")
+    systems = _systems(factory, chosen.systems, fitted=camera is None)
     unknown = [name for name in systems if name not in factory.names]
     if unknown:
         raise ConfigError(f"systems: expected some of {', '.join(factory.names)}, got {', '.join(unknown)}")
@@ -70,7 +59,9 @@ def main(chosen: Bench, words: list[str]) -> int:
         said = "takes minutes to load and a call many seconds; for a quick look: vla-accel bench demo"
         say(f"no GPU: {family.name} at its published size {said}")
     once = timed_once(factory, systems, sweep)
-    names, left_out = _available(factory, [*systems], sweep[0])
+    at = {name: once[name]["steps"] if name in once else sweep[0] for name in systems}
+    ready, left_out = _baselines(factory, {name: at[name] for name in systems if name in factory.baselines})
+    names = [name for name in systems if name not in left_out]
     for name, told in once.items():
         say(f"{name}: timed at {told['steps']} steps alone: {told['why']}")
     report: dict[str, Any] = {
@@ -95,7 +86,7 @@ def main(chosen: Bench, words: list[str]) -> int:
         for name in names:
             if name not in once or once[name]["steps"] == steps:
                 say(f"preparing {name}, {steps} step{'s' * (steps > 1)}")
-                made.append(factory.make(name, steps))
+                made.append(ready.pop(name, None) or factory.make(name, steps))
         processor = factory.processor
         if processor is None:
             raise ConfigError("systems: expected at least one of this package's own beside the others")
@@ -164,6 +155,22 @@ def _factory(chosen: Bench, device: str, ceilings: Ceilings | None) -> Factory |
     )  # fmt: skip
 
 
+def _systems(factory: Factory | CheckpointFactory, named: tuple[str, ...], *, fitted: bool) -> tuple[str, ...]:
+    """What is timed, those that are named or the quickest first; of the baselines the one that needs no compilation.
+    `fitted`: images come in the model's size; only systems of this package fit others. A checkout that was given takes
+    its turns whatever else does, with all its systems where none of them is named."""
+    if not isinstance(factory, Factory):
+        return factory.names
+    if not fitted:
+        if others := [name for name in named if name in factory.baselines]:
+            raise ConfigError(f"camera: expected systems that fit images themselves, got {', '.join(others)}")
+        return named or tuple(dict.fromkeys((*factory.default[1:], "eager")))
+    first = len(factory.family.baselines)
+    systems = named or (*factory.default[1:], "eager", *factory.baselines[: min(1, first)])
+    of_checkout = factory.baselines[first:]
+    return tuple(dict.fromkeys(systems if {*named} & {*of_checkout} else (*systems, *of_checkout)))
+
+
 def timed_once(
     factory: Factory | CheckpointFactory, names: Sequence[str], sweep: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
@@ -179,15 +186,19 @@ def timed_once(
     return asked if len(sweep) > 1 else {}
 
 
-def _available(factory: Factory | CheckpointFactory, names: list[str], steps: int) -> tuple[list[str], dict[str, str]]:
+def _baselines(
+    factory: Factory | CheckpointFactory, names: Mapping[str, int]
+) -> tuple[dict[str, System], dict[str, str]]:
+    """Systems of other projects by name, each made for its number of steps, and why others are left out."""
+    ready: dict[str, System] = {}
     left_out: dict[str, str] = {}
-    for name in [n for n in names if n in factory.baselines]:
+    for name, steps in names.items():
         try:
-            factory.make(name, steps)
+            ready[name] = factory.make(name, steps)
         except DependencyError as error:
             left_out[name] = str(error)
             say(f"left out: {name}: {error}")
-    return [n for n in names if n not in left_out], left_out
+    return ready, left_out
 
 
 def _throughput(

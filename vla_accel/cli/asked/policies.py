@@ -73,7 +73,8 @@ class Bench:
     openpi-compile, openpi-max-autotune; for SmolVLA and GR00T lerobot-eager, lerobot-compile. If not given: eager,
     native's but INT8, and the other project's eager code, which is left out, loudly, where it is not installed."""
     realtime_vla: Folder = None
-    """Of random weights: a checkout of realtime-vla, whose code takes its turns, too, at ten steps."""
+    """Of random weights: a checkout of realtime-vla, whose code takes its turns, too, at ten steps: both its kinds, or
+    those that --systems names."""
     prompt_tokens: Number = None
     """Length of the prompt in tokens; an ordinary one of about 20 if not given."""
     steps: Annotated[Listed[int], Within(1)] = ()
