@@ -160,6 +160,19 @@ def test_tilings_that_are_searched_for_compute_the_product(rows: int, n: int, k:
         check_norms_inside(tiling, torch.bfloat16, rows, n, k, activation)
 
 
+@pytest.mark.parametrize(("rows", "n", "k", "activation"), [
+    (2176, 32_768, 2048, "geglu"), (2176, 2048, 16_384, "none"), (8704, 2048, 2048, "none"),
+    (4096, 4352, 1152, "gelu"), (17_408, 2560, 2048, "none"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", [torch.bfloat16, FP8])
+def test_tilings_for_a_batch_compute_the_product(
+    rows: int, n: int, k: int, activation: str, kind: torch.dtype
+) -> None:  # fmt: skip
+    """Of π0.5, two views each: clusters that share tokens, and persistent blocks."""
+    for tiling in gemm.searched(Gpu.of(DEVICE), kind, activation, rows, n, k):
+        check(tiling, kind, rows, n, k, activation, kind == FP8 and activation != "none")
+
+
 @pytest.mark.parametrize("key", list(TABLES["sm_90a"]))
 def test_the_tilings_in_use(key: tuple[str, str, int, int]) -> None:
     kind, activation, n, k = key

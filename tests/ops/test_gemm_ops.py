@@ -318,6 +318,6 @@ def test_the_ledger_says_why_the_library_takes_a_product(monkeypatch: pytest.Mon
         "by cuBLAS (CUDA C++ out: 600 by 128 by 128 is too small to gain by it): c; "
         "by cuBLAS (CUDA C++ out: the rows of gate and up do not alternate by eights): d"
     )
-    assert "(CUDA C++ out: it is tried from 129 to 16384 rows, these are 8): a" in said(H200, 8)
+    assert "(CUDA C++ out: it is tried from 129 to 32768 rows, these are 8): a" in said(H200, 8)
     reason = f"it needs compute capability 9.0, {RTX_4090.name} has 8.9"
     assert said(RTX_4090, 600) == f", products by cuBLAS (CUDA C++ out: {reason}): a, b, c, d, e"

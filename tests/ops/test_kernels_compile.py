@@ -308,6 +308,16 @@ def test_the_products_that_are_searched_for_compile(
 
 
 @pytest.mark.slow
+def test_a_batchs_products_compile(nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every choice for gate and up of 16 sequences."""
+    monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
+    for kind in (torch.bfloat16, torch.float8_e4m3fn):
+        for tiling in searched(H200, kind, "geglu", 8704, 32_768, 2048):
+            text = launch.source(kind, kind != torch.bfloat16, "geglu", tiling)
+            check_it_fits_a_hopper(runtime.compile_source(text, launch.ARCHITECTURE), tiling)
+
+
+@pytest.mark.slow
 def test_gated_products_with_a_norm_compile(nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first choices for SmolVLA's and GR00T's language models."""
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)

@@ -5,6 +5,8 @@ Plain arithmetic; whoever builds a program measures them against the library (`v
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from vla_accel.numeric import round_up
@@ -13,18 +15,33 @@ from vla_accel.ops.cuda.gemm.tiling import Tiling
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.reference import GATED
 
-LEAST, MOST = 129, 16_384
+LEAST, MOST = 129, 32_768
 """Rows that are searched for: fewer are better served by skinny tiles, more by the library."""
-KINDS = ((1, 1, 1, False), (2, 1, 1, False), (3, 1, 1, False), (2, 1, 2, False), (2, 1, 3, False), (2, 2, 1, True))
-"""Groups, parts, split and persistence of the table's tilings: others may be right, but were run less."""
+KINDS = tuple(
+    Tiling(groups, 1, parts, 8, 3, split=split, persistent=persistent)
+    for groups, parts, split, persistent in (
+        (1, 1, 1, False), (2, 1, 1, False), (3, 1, 1, False), (2, 1, 2, False), (2, 1, 3, False), (2, 2, 1, True),
+    )
+)  # fmt: skip
+"""The table's, of any width and at least so many stages: others may be right, but were run less."""
 MEASURED = 3
 """Tilings that are measured: each is compiled at the first start."""
+MANY = 1024
+"""Beyond so many rows tiles are large, and what multiprocessors get from the cache is as much as it gives."""
+KINDS_OF_MANY = tuple(
+    Tiling(2, 1, parts, 8, 4, across=across, persistent=persistent)
+    for parts, persistent in ((1, False), (2, True)) for across in (1, 2)
+)  # fmt: skip
+"""Of each of these the best `BEST` are measured; two blocks may share their tokens."""
+BEST = 2
 LEAST_WORK = 1 << 27
 """Multiplications of a product that is worth compiling kernels for: smaller ones take a launch's time in any case."""
 NARROWEST = 16
 """Tokens of a tile at least, where tiles are as many as there are multiprocessors."""
 OVERHEAD = 192
 """What a block takes beside its products, in products of 64 x 8 x 64: start, first stage, epilogue."""
+MORE = 3
+"""Tiles of tokens that are tried beyond the fewest."""
 
 
 def searched(gpu: Gpu | None, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> list[Tiling]:
@@ -35,17 +52,23 @@ def searched(gpu: Gpu | None, kind: torch.dtype, activation: str, rows: int, n: 
     if gpu is None or why_not_searched(gpu, rows, n, k) is not None:
         return []
     chunks = -(-k * (1 if kind == torch.float8_e4m3fn else 2) // 128)
-    found: dict[Tiling, float] = {}
-    for groups, parts, split, persistent in KINDS:
+    many = rows > MANY
+    costs: dict[Tiling, float] = {}
+    for kind_of in KINDS_OF_MANY if many else KINDS:
+        found: dict[Tiling, float] = {}
         # Token tiles of equal width, so that none is mostly padding: few, or up to one for each multiprocessor.
-        least = -(-rows // (parts * 256))
-        whole = gpu.multiprocessors // (-(-n // (64 * groups)) * split)
-        for tiles in (*range(least, least + 4), *range(least + 4, min(whole, rows // (parts * NARROWEST)) + 1)):
-            width = round_up(-(-rows // (tiles * parts)), 8)
-            tiling = _deepest(activation, groups, parts, width, split, persistent, chunks)
-            if tiling is not None and tiling not in found:
-                found[tiling] = _cost(gpu, tiling, rows, n, chunks)
-    return sorted(found, key=lambda tiling: (found[tiling], -tiling.stages))[:MEASURED]
+        least = -(-rows // (kind_of.parts * 256))
+        whole = gpu.multiprocessors // (-(-n // kind_of.weight_rows) * kind_of.split)
+        most = max(least * (2 if many else 1) + MORE, min(whole, rows // (kind_of.parts * NARROWEST)))
+        for tiles in range(least, most + 1):
+            width = round_up(-(-rows // (tiles * kind_of.parts)), 8)
+            tiling = _deepest(activation, replace(kind_of, width=width), chunks)
+            if tiling is not None:
+                found.setdefault(tiling, _cost(gpu, tiling, rows, n, chunks))
+        best = sorted(found, key=lambda tiling: (found[tiling], -tiling.stages))
+        costs |= {tiling: found[tiling] for tiling in (best[:BEST] if many else best)}
+    order = sorted(costs, key=lambda tiling: (costs[tiling], -tiling.stages))
+    return order if many else order[:MEASURED]
 
 
 def why_not_searched(gpu: Gpu, rows: int, n: int, k: int) -> str | None:
@@ -61,25 +84,23 @@ def why_not_searched(gpu: Gpu, rows: int, n: int, k: int) -> str | None:
     return None
 
 
-def _deepest(
-    activation: str, groups: int, parts: int, width: int, split: int, persistent: bool, chunks: int
-) -> Tiling | None:  # fmt: skip
-    """With as many stages as there is room for, and at least three; None where the kernel cannot run it."""
-    if -(-chunks // split) * (split - 1) >= chunks:
+def _deepest(activation: str, tiling: Tiling, chunks: int) -> Tiling | None:
+    """With as many stages as there is room for, and at least its own; None where the kernel cannot run it."""
+    if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
         return None
-    for stages in range(8, 2, -1):
-        tiling = Tiling(groups, 1, parts, width, stages, split=split, persistent=persistent)
-        reasons = [tiling.why_not(activation)]
+    for stages in range(8, tiling.stages - 1, -1):
+        deeper = replace(tiling, stages=stages)
+        reasons = [deeper.why_not(activation)]
         if activation not in GATED:
-            reasons += [tiling.why_not(activation, normed=True), tiling.why_not(activation, residual=True)]
+            reasons += [deeper.why_not(activation, normed=True), deeper.why_not(activation, residual=True)]
         if not any(reasons):
-            return tiling
+            return deeper
     return None
 
 
 def _cost(gpu: Gpu, tiling: Tiling, rows: int, n: int, chunks: int) -> float:
     """Waves of blocks, times the products that each makes."""
-    blocks = -(-rows // tiling.tokens) * -(-n // tiling.weight_rows) * tiling.split
+    blocks = -(-rows // tiling.tokens) * round_up(-(-n // tiling.weight_rows), tiling.across) * tiling.split
     waves = -(-blocks // gpu.multiprocessors)
     products = tiling.weight_rows // 64 * tiling.tokens // 8 * -(-chunks // tiling.split)
     # A persistent block fetches its next tile while it ends this one.
