@@ -27,7 +27,7 @@ from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.cuda.denoise.sizes import WHOLE
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.suffix_tilings import SuffixAttention
+from vla_accel.ops.key_tilings import SuffixAttention
 from vla_accel.ops.weights import Linear, make_linear
 
 
