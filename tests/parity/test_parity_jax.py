@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.support.in_memory import load_file_or_folder
 from tests.support.reference_script import make_reference, python_of
 from vla_accel.checkpoints.dialects import Stated, infer_config
-from vla_accel.checkpoints.pi0 import load_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.cli import main
 from vla_accel.models.pi0 import Pi0
@@ -48,10 +48,9 @@ def converted(
     assert main(["convert", str(source), str(output), "--action-horizon", "6", "--precision", "float32"]) == 0
     written = json.loads((output / "config.json").read_text())
     assert (written["pi05"], written["action_horizon"]) == (request.param == "pi05", 6)
-    weights = SafetensorsWeights(output)
-    config = infer_config(weights.shapes, "", Stated(action_horizon=6), str(output))
+    config = infer_config(SafetensorsWeights(output).shapes, "", Stated(action_horizon=6), str(output))
     assert config.kind == request.param
-    return load_weights(weights, config, str(output)), dict(np.load(source / "reference.npz"))
+    return load_file_or_folder(output, config), dict(np.load(source / "reference.npz"))
 
 
 @pytest.mark.parametrize("steps", [1, 10])

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.in_memory import load_file_or_folder
 from tests.support.reference_script import make_reference, python_of
-from vla_accel.checkpoints.pi0 import load_checkpoint
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.models.siglip import SiglipConfig
@@ -96,7 +96,7 @@ def reference(request: pytest.FixtureRequest, reference_folder: Path) -> Referen
     """openpi's checkpoint in our model, in float32."""
     folder = reference_folder / request.param
     config = our_config(json.loads((folder / "config.json").read_text()))
-    model = load_checkpoint(folder / "model.safetensors", config)
+    model = load_file_or_folder(folder / "model.safetensors", config)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     return Reference(
         model,

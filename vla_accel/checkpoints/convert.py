@@ -39,18 +39,6 @@ class Parameters(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
-class ParameterTree:
-    """`Parameters` from arrays in memory: a flat mapping of names to arrays."""
-
-    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
-        self._arrays = arrays
-        self.shapes: dict[str, tuple[int, ...]] = {k: v.shape for k, v in arrays.items()}
-        self.dtypes: dict[str, str] = {k: str(v.dtype) for k, v in arrays.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        return self._arrays[name]
-
-
 @dataclass(frozen=True)
 class Row:
     """What became of one part of one JAX parameter. `rms`: root mean square of its values, as a check."""

@@ -17,7 +17,7 @@ from vla_accel.checkpoints.checkpoint import is_own, read_config, shapes_of
 from vla_accel.checkpoints.dialects import Stated, dialect_of, infer_config, places
 from vla_accel.checkpoints.lerobot import is_lerobot, read_folder
 from vla_accel.checkpoints.lora import Folded, read_lora
-from vla_accel.checkpoints.pi0 import deferred_weights
+from vla_accel.checkpoints.pi0 import load_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
@@ -78,7 +78,7 @@ def load_folder(
         preset=described.preset,
         prompt_state_dim=described.prompt_state_dim,
     )
-    model = deferred_weights(weights, config, str(folder), device=device, dtype=dtype)
+    model = load_weights(weights, config, str(folder), device=device, dtype=dtype)
     if lora is not None:
         assert model.origin is not None
         shapes = shapes_of(model)
