@@ -78,7 +78,6 @@ def convert(
     precision: StoredPrecision = "mixed",
     source: str = "memory",
     assets: Path | None = None,
-    max_token_len: int | None = None,
     discrete_state_input: bool | None = None,
     preset: str | None = None,
     unused_head: bool = False,
@@ -89,7 +88,7 @@ def convert(
 
     Args: `action_horizon`: of the model, which no parameter shows; `precision`: "mixed" keeps in float32 what openpi
     computes in float32 and the rest in bfloat16, the others cast everything; `assets`: folder of statistics to copy;
-    `max_token_len`, `discrete_state_input`, `preset`: written into config.json for loaders that ask; `unused_head`:
+    `discrete_state_input`, `preset`: written into config.json for loaders that ask; `unused_head`:
     also write the expert's output head, as zeros: nothing reads it, but openpi's own loader insists on it;
     `lora_scale`: alpha / rank of the attention's LoRA adapters, which are folded in (`jax_lora`); `advance`: called
     with each source's name.
@@ -98,9 +97,7 @@ def convert(
     parameters = FoldedParameters(parameters, lora_scale, source)
     places = targets(parameters.shapes, source)
     shapes = {t.name: t.shape for t in places}
-    stated = Stated(
-        action_horizon=action_horizon, max_token_len=max_token_len, discrete_state_input=discrete_state_input
-    )
+    stated = Stated(action_horizon=action_horizon, discrete_state_input=discrete_state_input)
     config = infer_config(shapes, "", stated, source)
     recipe = check_weights(_Shapes(shapes), config, source)
     wide = {part.name for name, parts in recipe.items() if Pi0.kept_wide(name) for part in parts} | {DEAD[1]}
