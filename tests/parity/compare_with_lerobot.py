@@ -32,7 +32,7 @@ from torch import Tensor
 from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.families.pi0_fast import PI0_FAST
-from vla_accel.files import replacing
+from vla_accel.files import write_json
 from vla_accel.machine import hardware, software
 from vla_accel.models.groot import Groot, overlap_weights
 from vla_accel.models.groot_language import Layout
@@ -185,8 +185,7 @@ def main() -> int:
         "schema": "vla_accel.lerobot_parity/1", "hardware": hardware(torch.device("cpu")), "software": software(),
         "models": models,
     }  # fmt: skip
-    with replacing(args.output) as temporary:
-        temporary.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(args.output, report)
     return int(not all(agrees(row) for m in models.values() for row in m["cases"]))
 
 

@@ -6,7 +6,6 @@ stored: see `Parameters`.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from vla_accel.checkpoints.jax_lora import FoldedParameters
 from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.errors import CheckpointError
-from vla_accel.files import replacing
+from vla_accel.files import replacing, write_json
 from vla_accel.models.pi0 import Pi0, Pi0Config
 
 StoredPrecision = Literal["mixed", "bfloat16", "float32"]
@@ -140,8 +139,7 @@ def convert(
         rows=rows,
     )
     for file, content in (("config.json", written), ("conversion.json", report.as_dict())):
-        with replacing(output / file) as temporary:
-            temporary.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(output / file, content)
     return report
 
 
