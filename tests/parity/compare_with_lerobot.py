@@ -29,6 +29,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tests.support.agreement import ACTIONS_ATOL, rms
 from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.families.pi0_fast import PI0_FAST
@@ -41,8 +42,6 @@ from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.models.smolvla import SmolVla
 from vla_accel.transforms.fast import FastProcessor
 
-ACTIONS_ATOL = 1e-4
-"""Rounding is 1e-6; the least visible wrong formula moves the actions 1e-3."""
 BF16_RATIO = 1.5
 """Ours to lerobot's float32, beside lerobot's own bfloat16 to it: as near, within the spread of two roundings."""
 BOS = 2
@@ -120,11 +119,6 @@ def answers(weights: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
         found[key] = ask(model, tensors, case, int(steps)).float()
         print(f"{checkpoint.family.name} {dtype} {key}", file=sys.stderr, flush=True)
     return checkpoint, found
-
-
-def rms(difference: Tensor) -> float:
-    """Root mean square."""
-    return float(difference.double().square().mean().sqrt())
 
 
 def compare(folder: Path) -> tuple[str, dict[str, Any]]:

@@ -29,6 +29,9 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
+
+from tests.support.agreement import rms  # noqa: E402
+
 FP32_ATOL = 1e-4
 # Ours to openpi's float32, beside openpi's own bfloat16 to it: as near, within the spread of two roundings.
 BF16_RATIO = 1.5
@@ -94,10 +97,6 @@ def sizes_of(name: str, reference: Any) -> Any:
             expert=tower(64, depth=18, mlp_dim=176, num_heads=8, num_kv_heads=1, head_dim=32),
         )
     return reference.SIZES[name]
-
-
-def rms(difference: torch.Tensor) -> float:
-    return float(difference.double().square().mean().sqrt())
 
 
 @torch.no_grad()

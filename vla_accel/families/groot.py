@@ -17,7 +17,7 @@ from vla_accel.component import Component
 from vla_accel.components.groot import CACHE, groot_components
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.errors import ConfigError, ObservationError
-from vla_accel.families import groot_lerobot, groot_stand_in
+from vla_accel.families import groot_lerobot, groot_stand_in, stand_in
 from vla_accel.families.groot_folder import load_folder
 from vla_accel.families.prompted import TextFamily
 from vla_accel.fp8 import Scales
@@ -180,7 +180,7 @@ class GrootFamily(TextFamily):
         return groot_stand_in.processor(config, views)
 
     def random_observation(self, transforms: GrootProcessor, rng: np.random.Generator) -> dict[str, Any]:
-        return groot_stand_in.observation(transforms, rng)
+        return stand_in.observation(transforms.preset, transforms.cropping.target, rng)
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Callable[[Mapping[str, Any]], Any]:
         return groot_lerobot.sampler(horizon, device, name, steps)

@@ -129,7 +129,8 @@ class PromptedFamily(TextFamily):
         return stand_in.processor(config, views)
 
     def random_observation(self, transforms: Processor, rng: np.random.Generator) -> dict[str, Any]:
-        return stand_in.observation(transforms, rng)
+        side = transforms.image_size
+        return stand_in.observation(transforms.preset, (side, side), rng)
 
     # -- FP8 ------------------------------------------------------------------------------------------------------
 
