@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from eval.script import run_script, write_text
+from eval.script import run_script
 from vla_accel.cli.options import Listed, Written
-from vla_accel.files import without_folders
+from vla_accel.files import without_folders, write_json
 from vla_accel.measure.memory import counted
 
 
@@ -34,7 +34,7 @@ def run(arguments: Arguments) -> None:
     found = {name: {system: asdict(one) for system, one in counts.items()} for name, counts in families.items()}
     command = ["python", "-m", "eval.memory", *without_folders(sys.argv[1:])]
     report = {"schema": "vla_accel.memory/1", "command": command, "families": found}
-    write_text(arguments.output, json.dumps(report, indent=1) + "\n")
+    write_json(arguments.output, report)
     print(json.dumps({"stored": arguments.output.name, "families": list(found)}))
 
 

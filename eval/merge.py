@@ -19,11 +19,12 @@ import tyro
 from eval.harness.figures import draw_result
 from eval.harness.merge import merge
 from eval.harness.pages import run_page
-from eval.harness.report import read_result, write_json
+from eval.harness.report import read_result
 from eval.harness.tables import print_summary, run_title, stderr_console
 from eval.script import run_script
 from vla_accel.cli.options import OutputFile, Written
 from vla_accel.errors import ConfigError
+from vla_accel.files import write_json
 from vla_accel.report import page
 
 
@@ -51,7 +52,7 @@ def run(arguments: Arguments) -> None:
     result = merge(parts, ["python", "-m", "eval.merge", *(path.name for path in arguments.parts)])
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     result["figure"] = draw_result(result, arguments.output)
-    write_json(arguments.output, result)
+    write_json(arguments.output, result, allow_nan=False)
     if arguments.report is not None:
         print(f"report: {page.write(run_page(result), arguments.report)}", file=sys.stderr)
     print_summary(stderr_console(), result["summary"], title=run_title(result))

@@ -53,10 +53,10 @@ PUBLISHED = {
 """By family."""
 
 
-def draw_models(reports: Sequence[Mapping[str, Any] | None]) -> str:
-    """A group of bars for each `vla-accel bench` report, of its first number of steps; None is a run that is not
-    stored. Returns the SVG file's text."""
-    groups = [_group(report) for report in reports if report is not None]
+def draw_models(reports: Sequence[Mapping[str, Any]]) -> str:
+    """A group of bars for each `vla-accel bench` report, of its first number of steps. Returns the SVG file's
+    text."""
+    groups = [_group(report) for report in reports]
     scale, y, body = _WIDTH / max(ms for _, rows in groups for _, ms, _, _ in rows), _TOP, []
     for title, rows in groups:
         y += 18
@@ -92,9 +92,9 @@ def _group(report: Mapping[str, Any]) -> tuple[str, list[tuple[str, float, str, 
     return f"{MODELS[model['kind']]}, {views} views, {actions} actions, {steps_of(model['kind'], steps)}", rows
 
 
-def sources(reports: Sequence[Mapping[str, Any] | None]) -> str:
+def sources(reports: Sequence[Mapping[str, Any]]) -> str:
     """What stands below the picture: whose figures these are, and how they differ."""
-    known = {report["model"]["kind"] for report in reports if report is not None} & PUBLISHED.keys()
+    known = {report["model"]["kind"] for report in reports} & PUBLISHED.keys()
     pages = {PUBLISHED[kind].who: PUBLISHED[kind].page for kind in sorted(known)}
     names = ", ".join(f"[{who}]({page})" for who, page in sorted(pages.items()))
     return (

@@ -22,9 +22,10 @@ from eval.harness.benchmark import schema
 from eval.harness.pages import paired_page, run_page
 from eval.harness.pairs import compare
 from eval.harness.report import read_result
-from eval.script import run_script, write_text
+from eval.script import run_script
 from vla_accel.cli.options import OutputFile, Words
 from vla_accel.errors import ConfigError
+from vla_accel.files import write_json
 from vla_accel.report.page import check_path, write
 
 
@@ -103,7 +104,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     }
     _print(report)
     if arguments.output is not None:
-        write_text(arguments.output, json.dumps(report, indent=1) + "\n")
+        write_json(arguments.output, report)
     if arguments.report is not None:
         print(f"report: {write(paired_page(report, results), arguments.report)}", file=sys.stderr)
     print(json.dumps(report))

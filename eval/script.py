@@ -41,9 +41,3 @@ def write_png(figure: Any, path: Path) -> None:
     """Write a matplotlib figure, whole or not at all."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=130)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(text)

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import tyro
 
 from eval.harness.report import read_result
-from eval.script import run_script, write_text
+from eval.script import run_script
 from vla_accel.cli.options import Words
 from vla_accel.errors import ConfigError
-from vla_accel.files import without_folders
+from vla_accel.files import replacing, without_folders
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -62,7 +62,8 @@ def run(arguments: Arguments) -> None:
     lines = ",\n".join("  " + json.dumps(e) for e in episodes)
     text = json.dumps(head, indent=1)[:-2] + ',\n "episodes": [\n' + lines + "\n ]\n}\n"
     json.loads(text)
-    write_text(target, text)
+    with replacing(target) as temporary:
+        temporary.write_text(text)
     print(json.dumps({"stored": target.name, "bytes": target.stat().st_size}))
 
 

@@ -105,7 +105,7 @@ def builds(result: dict[str, Any]) -> str:
 
 RECORD_RUN = "bench_record_h200|bench_pi05_h200"
 """Whole calls of π0.5 by number of steps, every system in one run; until that is stored the run of some of them."""
-BENCHED = (RECORD_RUN, "bench_pi0_h200", "bench_smolvla_h200?", "bench_groot_h200?")
+BENCHED = (RECORD_RUN, "bench_pi0_h200", "bench_smolvla_h200", "bench_groot_h200")
 """Whole calls of each model at its published size, but for π0-FAST, whose time is its tokens'."""
 
 TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
@@ -113,9 +113,9 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
         models,
         (
             *BENCHED,
-            "bench_pi0_fast_h200?",
+            "bench_pi0_fast_h200",
             "openpi_parity_h200",
-            "lerobot_parity_cpu?",
+            "lerobot_parity_cpu",
             "libero_paired_h200",
             "libero_paired_smolvla_h200?",
         ),
@@ -175,10 +175,8 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 
 NOT_YET = frozenset({
-    "server_gpus", "server_faults_gpus", "server_twice", "server_faults_twice", "plan", "throughput",
-    "paired_stress", "late", "tune_demo", "attention", "starts", "shapes_h100", "batches_h100", "bench_smolvla",
-    "bench_groot", "bench_pi0_fast", "lerobot_agreement",
-    "paired_smolvla", "training_smolvla",
+    "server_twice", "server_faults_twice", "paired_stress", "late", "tune_demo", "batches_h100", "paired_smolvla",
+    "training_smolvla",
 })  # fmt: skip
 """Tables whose runs may be absent: their place says so."""
 

@@ -25,9 +25,10 @@ import numpy as np
 
 from eval.harness.log import log_path
 from eval.places import by_core
-from eval.script import run_script, write_text
+from eval.script import run_script
 from vla_accel.cli.options import Count, Listed, OutputFolder, Seconds, Words, Written
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.files import write_json
 
 SCHEMA = "vla_accel.throughput/1"
 _EVERY_S = 0.25
@@ -100,7 +101,7 @@ def run(arguments: Arguments) -> None:
         except EngineError as error:
             row["error"] = str(error)
         report["rows"].append(row)
-        write_text(arguments.output, json.dumps(report, indent=1) + "\n")
+        write_json(arguments.output, report)
         print(json.dumps({"case": name, **row}), flush=True)
     if failed := [name for name, row in zip(arguments.case, report["rows"], strict=True) if "error" in row]:
         raise EngineError(f"cases that failed: {', '.join(failed)}")

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import hashlib
 import io
+import json
 import os
 import tempfile
 import threading
@@ -41,6 +42,12 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: object, *, allow_nan: bool = True) -> None:
+    """Write JSON, whole or not at all, as `replacing` does. `allow_nan`: else ValueError for what is no number."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, allow_nan=allow_nan) + "\n")
 
 
 def _is_special(path: Path) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.errors import CheckpointError, EngineError
-from vla_accel.files import replacing
+from vla_accel.files import write_json
 
 FILE = "fp8_scales.json"
 FORMAT = "vla_accel.fp8_scales/2"
@@ -143,8 +143,7 @@ class Scales:
             "fingerprint": self.fingerprint,
             "amax": {name: float(f"{value:.6g}") for name, value in self.amax.items()},
         }
-        with replacing(folder / FILE) as temporary:
-            temporary.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(folder / FILE, content)
         return folder / FILE
 
 

@@ -1,4 +1,4 @@
-"""Small arithmetic that several parts share: dtypes by their names, sizes rounded up, the cosine of two results."""
+"""Small arithmetic that several parts share: dtypes by name, sizes rounded up, powers of two, cosines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple that is not below `size`."""
     return -(-size // multiple) * multiple
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below `n` (1 or more)."""
+    return 1 << (n - 1).bit_length()
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:

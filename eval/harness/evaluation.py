@@ -29,6 +29,7 @@ from eval.harness.stored import stored_like
 from eval.harness.tables import print_summary, run_title
 from vla_accel import latency
 from vla_accel.errors import ConfigError
+from vla_accel.files import write_json
 from vla_accel.report import page
 
 
@@ -128,7 +129,7 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
     beside = request.beside if request.beside is not None else stored_like(result, request.benchmark.name)
     result["figure"] = figures.draw_result(result, output, beside)
     result["elapsed_s"] = round(time.perf_counter() - start, 3)
-    report.write_json(output, result)
+    write_json(output, result, allow_nan=False)
     made = request.report or (output.with_suffix(".html") if request.quick else None)
     if made is not None:
         page.write(run_page(result, beside), made)

@@ -19,12 +19,11 @@ from eval.harness.benchmark import Benchmark, schema
 from eval.harness.evaluation import evaluate
 from eval.harness.pairs import described
 from eval.harness.policies import Chunking
-from eval.harness.report import write_json
 from eval.harness.tables import stderr_console
 from eval.script import concluded
 from vla_accel.cli.options import Listed, Within, Words, read
 from vla_accel.errors import ConfigError, DependencyError
-from vla_accel.files import replacing, without_folders
+from vla_accel.files import replacing, without_folders, write_json
 from vla_accel.report.colours import PARTS
 
 SAID = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking"}
@@ -95,7 +94,7 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
         "policy": {name: value for name, value in described(first).items() if name != "chunking"},
         "rows": rows,
     }
-    write_json(output, grid)
+    write_json(output, grid, allow_nan=False)
     return {**grid, "output": str(output), "figure": str(draw(grid, output.with_suffix(".png")))}
 
 

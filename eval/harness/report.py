@@ -22,7 +22,6 @@ from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult
 from eval.harness.statistics import Rate, fit_line, goals_to_json, rate_goals
 from vla_accel.errors import ConfigError
-from vla_accel.files import replacing
 from vla_accel.report.colours import OTHER
 
 WHOLES = ("total", "wall", "infer")  # timings that span several parts
@@ -148,13 +147,6 @@ def summarise_run(
         "denoise_fit": _denoise_fit(by_steps),
         "warnings": warnings,
     }
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write `data` to `path` in one go: a reader sees the old file or the new one, never half."""
-    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1, allow_nan=False)
-        file.write("\n")
 
 
 def mean_parts(breakdown: Mapping[str, Any]) -> dict[str, float]:

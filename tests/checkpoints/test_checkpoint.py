@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.in_memory import load_file_or_folder, load_tensors
 from tests.support.openpi_dialect import EMBED_TOKENS, EXPERT, LANGUAGE, LM_HEAD, ROOT, TOWER, to_openpi
 from tests.support.tiny import random_state, tiny_config
 from vla_accel.checkpoints.checkpoint import save_checkpoint
-from vla_accel.checkpoints.pi0 import load_checkpoint, load_tensors
 from vla_accel.errors import CheckpointError
 from vla_accel.models.pi0 import Kind, Pi0
 
@@ -42,12 +42,12 @@ def equal_weights(model: Pi0, state: dict[str, Tensor]) -> None:
 def test_round_trip(tmp_path: Path, kind: Kind, dtype: torch.dtype) -> None:
     config, state = tiny_config(kind), random_state(tiny_config(kind), dtype=dtype)
     save_checkpoint(state, config, tmp_path / "new" / "folder")
-    model = load_checkpoint(tmp_path / "new" / "folder")
+    model = load_file_or_folder(tmp_path / "new" / "folder")
     assert model.config == config
     equal_weights(model, state)
     assert not model.training and not any(p.requires_grad or p.is_meta for p in model.parameters())
     assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == ["config.json", "model.safetensors"]
-    equal_weights(load_checkpoint(tmp_path / "new" / "folder" / "model.safetensors"), state)
+    equal_weights(load_file_or_folder(tmp_path / "new" / "folder" / "model.safetensors", config), state)
     for file in (tmp_path / "new" / "folder").iterdir():
         assert file.stat().st_mode & 0o444 == 0o444, f"{file.name} is not readable by all"
 
@@ -79,7 +79,7 @@ def broken(folder: Path, change: str) -> str:
 def test_a_wrong_key_is_named(folder: Path, change: str) -> None:
     message = broken(folder, change)
     with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(folder)
+        load_file_or_folder(folder)
 
 
 def test_several_wrong_keys_are_all_counted(folder: Path) -> None:
@@ -88,7 +88,7 @@ def test_several_wrong_keys_are_all_counted(folder: Path) -> None:
     state = {k: v for k, v in state.items() if k not in gone} | {"stray": torch.zeros(1)}
     save_file(state, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(folder)
+        load_file_or_folder(folder)
     text = str(caught.value)
     assert f"{len(gone)} missing: " in text and f" and {len(gone) - 8} more" in text and "1 left over: stray" in text
 
@@ -113,24 +113,19 @@ def test_a_damaged_file_is_named(folder: Path, damage: str) -> None:
         }[damage]
     )
     with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged safetensors file"):
-        load_checkpoint(folder)
-
-
-def test_no_such_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere: no such file or folder"):
-        load_checkpoint(tmp_path / "nowhere")
+        load_file_or_folder(folder)
 
 
 def test_no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"expected config\.json, found model\.safetensors"):
-        load_checkpoint(folder)
+        load_file_or_folder(folder)
 
 
 def test_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"expected model\.safetensors, found config\.json"):
-        load_checkpoint(folder)
+        load_file_or_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +149,7 @@ def test_a_bad_config_is_named(folder: Path, path: tuple[str, ...], value: objec
     place[path[-1]] = value
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=message) as caught:
-        load_checkpoint(folder)
+        load_file_or_folder(folder)
     assert "config.json" in str(caught.value)
 
 
@@ -162,7 +157,7 @@ def test_a_bad_config_is_named(folder: Path, path: tuple[str, ...], value: objec
 def test_an_unreadable_config_is_named(folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        load_checkpoint(folder)
+        load_file_or_folder(folder)
 
 
 def test_weights_in_several_files(folder: Path) -> None:
@@ -172,10 +167,10 @@ def test_weights_in_several_files(folder: Path) -> None:
     save_file({n: state[n] for n in names[:9]}, folder / "model-00001-of-00002.safetensors")
     save_file({n: state[n] for n in names[9:]}, folder / "model-00002-of-00002.safetensors")
     save_file({"scale": torch.ones(1)}, folder / "calibration.safetensors")
-    equal_weights(load_checkpoint(folder), state)
+    equal_weights(load_file_or_folder(folder), state)
     save_file({n: state[n] for n in names[8:]}, folder / "model-00002-of-00002.safetensors")
     with pytest.raises(CheckpointError, match=rf"key {names[8]} is in more than one file"):
-        load_checkpoint(folder)
+        load_file_or_folder(folder)
 
 
 # -- openpi's dialect ---------------------------------------------------------------------------------------------
@@ -195,7 +190,7 @@ def test_openpi_weights_load_to_the_same_tensors(tmp_path: Path, kind: Kind, emb
     equal_weights(load_tensors(theirs, config, "memory"), state)
     assert theirs.keys() == before.keys(), "the caller's mapping was changed"
     save_file(theirs, tmp_path / "model.safetensors")
-    equal_weights(load_checkpoint(tmp_path, config), state)
+    equal_weights(load_file_or_folder(tmp_path, config), state)
 
 
 def test_pieces_of_one_matrix_may_differ_in_dtype() -> None:

@@ -16,14 +16,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.support.in_memory import ParameterTree, load_file_or_folder
 from tests.support.jax_dialect import jax_shapes, jax_tree
 from tests.support.openpi_dialect import EMBED_TOKENS, LM_HEAD, ROOT, TOWER, to_openpi
 from tests.support.tiny import random_state, tiny_config
-from vla_accel.checkpoints.convert import ParameterTree, convert
+from vla_accel.checkpoints.convert import convert
 from vla_accel.checkpoints.dialects import Stated, infer_config
 from vla_accel.checkpoints.jax_layout import targets
 from vla_accel.checkpoints.orbax import OrbaxParameters
-from vla_accel.checkpoints.pi0 import load_checkpoint
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.cli import main
 from vla_accel.cli.convert import table
@@ -171,7 +171,7 @@ def test_the_result_loads(converted: tuple[Any, ...]) -> None:
         "pi05": config.kind == "pi05",
         "max_token_len": 200 if config.kind == "pi05" else 48,
     }
-    state = load_checkpoint(folder, config).state_dict()
+    state = load_file_or_folder(folder, config).state_dict()
     close(state["embed.weight"], tree["PaliGemma/llm/embedder/input_embedding"])
     for file in folder.iterdir():
         assert file.stat().st_mode & stat.S_IROTH, f"{file.name} is not readable by all"

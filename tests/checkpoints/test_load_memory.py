@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 from vla_accel.config.mapping import from_mapping
 import rich.progress, safetensors
-from vla_accel.checkpoints.pi0 import load_checkpoint, load_tensors
+from tests.support.in_memory import load_file_or_folder, load_tensors
 from vla_accel.models.pi0 import Pi0, Pi0Config, pi05_demo
 
 SMALL = pi05_demo(vocab_size=8)
@@ -54,7 +54,7 @@ config = from_mapping(Pi0Config, json.loads(sys.argv[2]))
 load_tensors({k: torch.zeros(v.shape) for k, v in small().items()}, SMALL, "warm")
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")
-model = load_checkpoint(sys.argv[1], config, dtype=getattr(torch, sys.argv[3]))
+model = load_file_or_folder(Path(sys.argv[1]), config, dtype=getattr(torch, sys.argv[3]))
 weights = sum(p.numel() * p.element_size() for p in model.parameters())
 print(json.dumps({"weights": weights, "peak": status("VmHWM") - before}))
 """
@@ -65,7 +65,8 @@ def measure(path: Path, dtype: str) -> float:
     from dataclasses import asdict
 
     command = [sys.executable, "-c", SCRIPT, str(path), json.dumps(asdict(CONFIG)), dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     told = json.loads(done.stdout)
     assert told["weights"] > 250 << 20
     print(f"{path.name} as {dtype}: {told['peak'] / 2**20:.0f} MiB for {told['weights'] / 2**20:.0f} MiB of weights")

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.in_memory import ParameterTree
 from tests.support.jax_dialect import jax_tree
 from tests.support.openpi_dialect import EXPERT, LANGUAGE, TOWER
 from tests.support.published_folders import real_config, write_lerobot, write_openpi
 from tests.support.tiny import tiny_config, tiny_observation, write_tiny_checkpoint
-from vla_accel.checkpoints.convert import ParameterTree, convert
+from vla_accel.checkpoints.convert import convert
 from vla_accel.checkpoints.jax_lora import FoldedParameters
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.lora import CONFIG, WEIGHTS, read_lora

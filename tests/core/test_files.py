@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import threading
@@ -13,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from vla_accel.errors import ConfigError, OutputError
-from vla_accel.files import LineFile, replacing, require_writable, require_writable_folder, without_folders
+from vla_accel.files import LineFile, replacing, require_writable, require_writable_folder, without_folders, write_json
 
 
 def test_the_old_content_stands_until_the_block_ends(tmp_path: Path) -> None:
@@ -162,3 +163,17 @@ def test_threads_that_write_the_same_file_do_not_meet(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(write, ("one", "two"))
     assert first != second and path.read_text() in ("one", "two") and [*tmp_path.iterdir()] == [path]
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "result.json"
+    write_json(path, {"a": 1})
+    for bad in ({"a": float("nan")}, {"a": object()}):
+        with pytest.raises((ValueError, TypeError)):
+            write_json(path, {"padding": "x" * 100_000, **bad}, allow_nan=False)
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+    with path.open() as reader:  # who reads meanwhile keeps the old file, whole
+        write_json(path, {"a": 2})
+        assert json.load(reader) == {"a": 1}
+    assert json.loads(path.read_text()) == {"a": 2}

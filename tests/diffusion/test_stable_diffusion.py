@@ -15,11 +15,12 @@ diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
 from eval.image_tables import unets  # noqa: E402
 from tests.support.agreement import RATIO  # noqa: E402
+from tests.support.pictures import read_parameters  # noqa: E402
 from vla_accel import cli, latency  # noqa: E402
 from vla_accel.cli import bench_unet  # noqa: E402
 from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.diffusion.models import random_stable_diffusion  # noqa: E402
-from vla_accel.diffusion.picture import load_image, read_parameters, save_png, to_uint8  # noqa: E402
+from vla_accel.diffusion.picture import load_image, save_png, to_uint8  # noqa: E402
 from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, load_parts, make_scheduler  # noqa: E402
 from vla_accel.errors import CheckpointError, ConfigError, EngineError  # noqa: E402
 

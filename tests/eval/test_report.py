@@ -219,20 +219,6 @@ def test_the_target_table_names_what_is_in_the_way() -> None:
     assert "denoise is the largest part, and making it faster alone can be enough." in text
 
 
-def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "result.json"
-    report.write_json(path, {"a": 1})
-    for bad in ({"a": float("nan")}, {"a": object()}):
-        with pytest.raises((ValueError, TypeError)):
-            report.write_json(path, {"padding": "x" * 100_000, **bad})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert [p.name for p in path.parent.iterdir()] == ["result.json"]
-    with path.open() as reader:  # who reads meanwhile keeps the old file, whole
-        report.write_json(path, {"a": 2})
-        assert json.load(reader) == {"a": 1}
-    assert json.loads(path.read_text()) == {"a": 2}
-
-
 def test_the_latency_picture_is_a_png_of_stacked_bars(tmp_path: Path) -> None:
     bars = [Bar(str(n), {**PARTS, "denoise": 2.0 + 3.0 * n}) for n in (1, 10)]
     path = figures.draw_latency(tmp_path / "p" / "x.png", bars, title="t", target_hz=20)

@@ -21,11 +21,12 @@ from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native import cuts
 from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, steps_of
-from vla_accel.ops import suffix_tilings
+from vla_accel.ops import key_tilings, suffix_tilings
 from vla_accel.ops.autotune import Fastest, compile_all
 from vla_accel.ops.dispatch import dependent_launches
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.suffix_tilings import Library, Own, Product, SuffixAttention, Tiling
+from vla_accel.ops.key_tilings import SuffixAttention
+from vla_accel.ops.suffix_tilings import Library, Own, Product, Tiling
 
 pytestmark = pytest.mark.gpu
 
@@ -87,7 +88,7 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
     device, prefix = torch.device(DEVICE), 554
     lengths = [prefix - 7 * b for b in range(batch - 1)] + [5]
     called, wrong, want = {}, [], None
-    for cut in suffix_tilings.key_splits(Gpu.of(device), SuffixAttention(batch, tokens, prefix, 8, 1, 256)):
+    for cut in key_tilings.key_splits(Gpu.of(device), SuffixAttention(batch, tokens, prefix, 8, 1, 256)):
         made = cases._suffix_attention(tokens, prefix, 8, 1, 256, lengths, tokens == 50, cut)
         called[str(cut)] = made(Draw(f"attention {batch}", torch.bfloat16))
     pdl = dependent_launches(device)

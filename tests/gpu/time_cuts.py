@@ -28,12 +28,13 @@ from torch import Tensor
 
 from tests.support import kernel_calls as calls
 from tests.support.kernel_calls import Draw
-from vla_accel.ops import suffix, suffix_tilings
+from vla_accel.ops import key_tilings, suffix, suffix_tilings
 from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu, assumed
+from vla_accel.ops.key_tilings import KeySplit, SuffixAttention
 from vla_accel.ops.rows import rope_tables
-from vla_accel.ops.suffix_tilings import KeySplit, Product, Skinny, SuffixAttention, Tiling
+from vla_accel.ops.suffix_tilings import Product, Skinny, Tiling
 from vla_accel.ops.weights import Linear
 
 EPS, WORST = 1e-6, 0.02
@@ -182,7 +183,7 @@ def attention(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
 
     with steered("reference"):
         want = run(None, suffix.suffix_workspace(sizes, bench.device), wide=True)
-    for cut in dict.fromkeys((before, *suffix_tilings.key_splits(gpu, sizes))):
+    for cut in dict.fromkeys((before, *key_tilings.key_splits(gpu, sizes))):
         with _kernels(bench.device):
             one = functools.partial(run, cut, suffix.suffix_workspace(sizes, bench.device, cut))
             row = {"op": "attention", "rows": bench.rows, "cut": str(cut), "until_now": cut == before}

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.parity.groot_weights import draw
 from tests.support.groot_folders import CONFIG, REFERENCE, SPECIAL, tensors
+from tests.support.in_memory import MemoryWeights
 from vla_accel.checkpoints.groot import infer_config, load_groot
-from vla_accel.checkpoints.weights import MemoryWeights
 from vla_accel.errors import ConfigError
 from vla_accel.models.groot import Groot, GrootConfig, groot_n17, overlap_weights
 from vla_accel.models.groot_head import HeadConfig

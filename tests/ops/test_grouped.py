@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tests.support.gpus import H200
 from tests.support.smolvla_loops import EXPERTS, FULL, Loops, expert_of
 from tests.support.streamed_support import ROOM, RecordedModule
-from vla_accel.native.smolvla_expert import ExpertWeights, sizes_of, steps_of
+from vla_accel.native.smolvla_expert import SmolVlaExpertWeights, sizes_of, steps_of
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise import launch, schedule, why_not
 from vla_accel.ops.cuda.denoise.schedule import MAX_CLUSTER, STAGE_BYTES, WARPS, Grouped, Schedule, held_tiles
@@ -165,8 +165,8 @@ def test_what_a_model_lacks_of_the_width_is_zero(precision: str) -> None:
     """Packed and unpacked again, products after a norm are the layers' own, and zero beyond; so are the constants."""
     loops = Loops(EXPERTS["16 actions"])
     with torch.inference_mode():
-        own = ExpertWeights.of(loops.model("cpu", torch.bfloat16), precision)
-        wide = ExpertWeights.of(loops.model("cpu", torch.bfloat16), precision, streamed=True)
+        own = SmolVlaExpertWeights.of(loops.model("cpu", torch.bfloat16), precision)
+        wide = SmolVlaExpertWeights.of(loops.model("cpu", torch.bfloat16), precision, streamed=True)
         tables, padded = (steps_of(loops.model("cpu", torch.float32), 3, streamed=s) for s in (False, True))
     assert wide.packed is not None and not wide.layers and own.packed is None
     e, sizes = loops.case.config.expert, sizes_of(loops.case.config)

@@ -8,20 +8,8 @@ import pytest
 
 from tests.support.gpus import A100, ARCHITECTURES, GPUS, H200, ORIN, RTX_4090
 from vla_accel.ops import suffix_tilings
-from vla_accel.ops.suffix_tilings import (
-    Crossing,
-    KeySplit,
-    Pipelined,
-    Product,
-    Skinny,
-    SuffixAttention,
-    candidates,
-    crossings,
-    default,
-    key_splits,
-    variants,
-    why_not,
-)
+from vla_accel.ops.key_tilings import Crossing, KeySplit, SuffixAttention, crossings, key_splits
+from vla_accel.ops.suffix_tilings import Pipelined, Product, Skinny, candidates, default, variants, why_not
 
 
 def products(rows: int) -> dict[str, Product]:

@@ -29,10 +29,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tests.support.agreement import ACTIONS_ATOL, rms
 from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.families.pi0_fast import PI0_FAST
-from vla_accel.files import replacing
+from vla_accel.files import write_json
 from vla_accel.machine import hardware, software
 from vla_accel.models.groot import Groot, overlap_weights
 from vla_accel.models.groot_language import Layout
@@ -41,8 +42,6 @@ from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.models.smolvla import SmolVla
 from vla_accel.transforms.fast import FastProcessor
 
-ACTIONS_ATOL = 1e-4
-"""Rounding is 1e-6; the least visible wrong formula moves the actions 1e-3."""
 BF16_RATIO = 1.5
 """Ours to lerobot's float32, beside lerobot's own bfloat16 to it: as near, within the spread of two roundings."""
 BOS = 2
@@ -122,11 +121,6 @@ def answers(weights: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
     return checkpoint, found
 
 
-def rms(difference: Tensor) -> float:
-    """Root mean square."""
-    return float(difference.double().square().mean().sqrt())
-
-
 def compare(folder: Path) -> tuple[str, dict[str, Any]]:
     """A family's name, and what a folder of lerobot's is beside ours."""
     weights = next(p for p in (folder / "checkpoint", folder / "isaac") if p.is_dir())
@@ -185,8 +179,7 @@ def main() -> int:
         "schema": "vla_accel.lerobot_parity/1", "hardware": hardware(torch.device("cpu")), "software": software(),
         "models": models,
     }  # fmt: skip
-    with replacing(args.output) as temporary:
-        temporary.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(args.output, report)
     return int(not all(agrees(row) for m in models.values() for row in m["cases"]))
 
 

@@ -29,6 +29,9 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
+
+from tests.support.agreement import rms  # noqa: E402
+
 FP32_ATOL = 1e-4
 # Ours to openpi's float32, beside openpi's own bfloat16 to it: as near, within the spread of two roundings.
 BF16_RATIO = 1.5
@@ -96,10 +99,6 @@ def sizes_of(name: str, reference: Any) -> Any:
     return reference.SIZES[name]
 
 
-def rms(difference: torch.Tensor) -> float:
-    return float(difference.double().square().mean().sqrt())
-
-
 @torch.no_grad()
 def randomise(model: Any, reference: Any, generator: torch.Generator) -> None:
     """As the reference script does; at the published depths, what each layer adds is made smaller, so that the
@@ -155,7 +154,7 @@ def compare(family: str, sizes: Any, reference: Any, device: str, folder: Path, 
     answers: dict[str, dict[int, torch.Tensor]] = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         clock = time.perf_counter()
-        ours = load_weights(weights, config, str(path), device=device, dtype=dtype)
+        ours = load_weights(weights, config, str(path), device=device, dtype=dtype).whole()
         found["load_seconds"][name] = round(time.perf_counter() - clock, 1)
         found["parameters"] = sum(p.numel() for p in ours.parameters())
         answers[name] = {

@@ -20,6 +20,7 @@ training, or the rotation that lerobot's LIBERO environment applies.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -27,7 +28,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -114,27 +115,41 @@ def small_tokenizer(words: Sequence[str] = WORDS) -> Any:
     )
 
 
-def build(family: str) -> Any:
-    """lerobot's policy at the small size. Its sizes are constants; they are edited in the Hugging Face config on its
-    way into the constructor, which leaves lerobot's code as it is."""
-    module = modeling_pi05 if family == "pi05" else modeling_pi0
-    config_class = PI05Config if family == "pi05" else PI0Config
-    paligemma, gemma = module.PaliGemmaForConditionalGeneration, module.GemmaForCausalLM
+@contextlib.contextmanager
+def small(module: Any, paligemma: str, gemma: str | None = None, *, vocab: int = VOCAB) -> Iterator[None]:
+    """Models that a module of lerobot's makes of its classes of these names have the small size. Its sizes are
+    constants; they are edited in the Hugging Face config on its way into the constructor, which leaves lerobot's code
+    as it is."""
+    make_paligemma = getattr(module, paligemma)
 
-    def make_paligemma(config: Any) -> Any:
-        config.text_config.vocab_size = VOCAB
+    def made(config: Any) -> Any:
+        config.text_config.vocab_size = vocab
         for name, value in VISION.items():
             setattr(config.vision_config, name, value)
         config.vision_config.projection_dim = PREFIX["width"]
-        return paligemma(config=config)
-
-    def make_expert(config: Any) -> Any:
-        config.vocab_size = VOCAB
-        return gemma(config=config)
+        return make_paligemma(config=config)
 
     def sizes(variant: str) -> Any:
         return module.GemmaConfig(**(PREFIX if variant == "gemma_2b" else EXPERT))
 
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(module, paligemma, made))
+        patches.enter_context(mock.patch.object(module, "get_gemma_config", sizes))
+        if gemma is not None:
+            make_expert = getattr(module, gemma)
+
+            def made_expert(config: Any) -> Any:
+                config.vocab_size = vocab
+                return make_expert(config=config)
+
+            patches.enter_context(mock.patch.object(module, gemma, made_expert))
+        yield
+
+
+def build(family: str) -> Any:
+    """lerobot's policy at the small size."""
+    module = modeling_pi05 if family == "pi05" else modeling_pi0
+    config_class = PI05Config if family == "pi05" else PI0Config
     features = {k: PolicyFeature(FeatureType.VISUAL, (3, CAMERA, CAMERA)) for k in IMAGES}
     features["observation.state"] = PolicyFeature(FeatureType.STATE, (8,))
     config = config_class(
@@ -146,11 +161,7 @@ def build(family: str) -> Any:
         device="cpu",
     )
     policy_class = modeling_pi05.PI05Policy if family == "pi05" else modeling_pi0.PI0Policy
-    with (
-        mock.patch.object(module, "PaliGemmaForConditionalGeneration", make_paligemma),
-        mock.patch.object(module, "GemmaForCausalLM", make_expert),
-        mock.patch.object(module, "get_gemma_config", sizes),
-    ):
+    with small(module, "PaliGemmaForConditionalGeneration", "GemmaForCausalLM"):
         return policy_class(config).eval()
 
 

@@ -30,14 +30,11 @@ import torch
 # isort: split
 from make_lerobot_reference import (
     CAMERA,
-    EXPERT,
     HORIZON,
     IMAGES,
-    PREFIX,
     TASKS,
-    VISION,
-    VOCAB,
     randomise,
+    small,
     small_tokenizer,
     statistics,
     write_variants,
@@ -57,25 +54,7 @@ CASES = ((1, 1, 1), (3, 1, 2), (10, 2, 4), (10, 3, 2), (10, 1, 0))
 
 
 def build() -> Any:
-    """lerobot's policy at a small size. Its sizes are constants; they are edited in the Hugging Face config on its way
-    into the constructor, which leaves lerobot's code as it is."""
-    module = modeling_pi05
-    paligemma, gemma = module.PaliGemmaForConditionalGenerationWithPiGemma, module.PiGemmaForCausalLM
-
-    def make_paligemma(config: Any) -> Any:
-        config.text_config.vocab_size = VOCAB
-        for name, value in VISION.items():
-            setattr(config.vision_config, name, value)
-        config.vision_config.projection_dim = PREFIX["width"]
-        return paligemma(config=config)
-
-    def make_expert(config: Any) -> Any:
-        config.vocab_size = VOCAB
-        return gemma(config=config)
-
-    def sizes(variant: str) -> Any:
-        return module.GemmaConfig(**(PREFIX if variant == "gemma_2b" else EXPERT))
-
+    """lerobot's policy at a small size."""
     features = {k: PolicyFeature(FeatureType.VISUAL, (3, CAMERA, CAMERA)) for k in IMAGES}
     config = PI05Config(
         input_features={**features, "observation.state": PolicyFeature(FeatureType.STATE, (8,))},
@@ -87,12 +66,8 @@ def build() -> Any:
         rtc_config=RTCConfig(mode="trained"),
         device="cpu",
     )
-    with (
-        mock.patch.object(module, "PaliGemmaForConditionalGenerationWithPiGemma", make_paligemma),
-        mock.patch.object(module, "PiGemmaForCausalLM", make_expert),
-        mock.patch.object(module, "get_gemma_config", sizes),
-    ):
-        return module.PI05Policy(config).eval()
+    with small(modeling_pi05, "PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM"):
+        return modeling_pi05.PI05Policy(config).eval()
 
 
 def robot_cases(policy: Any, processors: tuple[Any, Any], rng: np.random.Generator) -> tuple[dict[str, Any], list[Any]]:

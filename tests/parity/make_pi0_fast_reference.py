@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # isort: split
-from make_lerobot_reference import PREFIX, TASKS, VISION, WORDS, small_tokenizer, statistics, write_variants
+from make_lerobot_reference import TASKS, WORDS, small, small_tokenizer, statistics, write_variants
 
 # isort: split
 # After make_lerobot_reference, which steps over what lerobot imports and its policies do not need.
@@ -73,18 +73,8 @@ def fast_tokenizer(rng: np.random.Generator, folder: Path) -> Any:
 
 
 def build(text: Any, fast: Any) -> Any:
-    """lerobot's policy at a small size. Its sizes are constants; they are edited in the Hugging Face config on its way
-    into the constructor, which leaves lerobot's code as it is."""
+    """lerobot's policy at a small size."""
     module = modeling_pi0_fast
-    paligemma = module.PaliGemmaForConditionalGenerationWithPiGemma
-
-    def make(config: Any) -> Any:
-        config.text_config.vocab_size = VOCAB
-        for name, value in VISION.items():
-            setattr(config.vision_config, name, value)
-        config.vision_config.projection_dim = PREFIX["width"]
-        return paligemma(config=config)
-
     features = {k: PolicyFeature(FeatureType.VISUAL, (3, CAMERA, CAMERA)) for k in IMAGES}
     config = PI0FastConfig(
         input_features={**features, "observation.state": PolicyFeature(FeatureType.STATE, (8,))},
@@ -94,8 +84,7 @@ def build(text: Any, fast: Any) -> Any:
         validate_action_token_prefix=False, device="cpu",
     )  # fmt: skip
     with (
-        mock.patch.object(module, "PaliGemmaForConditionalGenerationWithPiGemma", make),
-        mock.patch.object(module, "get_gemma_config", lambda variant: module.GemmaConfig(**PREFIX)),
+        small(module, "PaliGemmaForConditionalGenerationWithPiGemma", vocab=VOCAB),
         mock.patch.object(module.AutoProcessor, "from_pretrained", lambda *a, **k: fast),
         mock.patch.object(module.AutoTokenizer, "from_pretrained", lambda *a, **k: text),
     ):

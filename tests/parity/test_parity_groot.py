@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.parity.compare_with_lerobot import ACTIONS_ATOL, BF16_RATIO, ask_groot
-from tests.support.agreement import assert_as_near
+from tests.parity.compare_with_lerobot import BF16_RATIO, ask_groot
+from tests.support.agreement import assert_as_near, assert_same
 from tests.support.groot_folders import REFERENCE
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import OptimizedPolicy
@@ -40,13 +40,6 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return make_reference(python, SCRIPT, folder, "--kept", str(folder / "kept.json"))
 
 
-def check(ours: Any, theirs: Any, what: str, record_property: Any) -> None:
-    difference = float(np.abs(np.asarray(ours, np.float64) - np.asarray(theirs)).max())
-    record_property("max_abs_difference", difference)
-    print(f"{what}: largest difference {difference:.1e}")
-    assert difference <= ACTIONS_ATOL
-
-
 @pytest.mark.parametrize("case", ["batch1", "batch3", "missing camera", "padded", "rtc"])
 def test_model(reference: Path, case: str, record_property: Any) -> None:
     model = load(reference / "isaac", dtype=torch.float32).model.whole()
@@ -54,7 +47,7 @@ def test_model(reference: Path, case: str, record_property: Any) -> None:
     tensors = load_file(reference / "model.safetensors")
     for steps in (4,) if case == "rtc" else (4, 2):
         ours = ask_groot(model, tensors, case, steps)
-        check(ours, tensors[f"{case}.steps{steps}"], f"{case}, {steps} steps", record_property)
+        assert_same(ours, tensors[f"{case}.steps{steps}"], f"{case}, {steps} steps", record_property)
 
 
 @pytest.mark.parametrize("case", ["batch1", "batch3", "missing camera", "padded"])
@@ -84,7 +77,7 @@ def test_whole_observations(reference: Path, form: str, record_property: Any) ->
         np.testing.assert_array_equal(inputs.tokens, robot[f"text{i}"])
         np.testing.assert_allclose(inputs.state, robot[f"state{i}"][0, 0], atol=1e-6)
         found = policy.infer(observation, noise=robot["noise"][i])["actions"]
-        check(found, robot["actions"][i], f"{form}, observation {i}", record_property)
+        assert_same(found, robot["actions"][i], f"{form}, observation {i}", record_property)
 
 
 def test_what_is_kept_is_what_it_answers(reference: Path) -> None:

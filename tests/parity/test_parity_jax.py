@@ -18,9 +18,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.support.agreement import assert_same
+from tests.support.in_memory import load_file_or_folder
 from tests.support.reference_script import make_reference, python_of
 from vla_accel.checkpoints.dialects import Stated, infer_config
-from vla_accel.checkpoints.pi0 import load_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.cli import main
 from vla_accel.models.pi0 import Pi0
@@ -28,8 +29,6 @@ from vla_accel.models.pi0 import Pi0
 pytestmark = pytest.mark.parity
 
 SCRIPT = Path(__file__).parent / "make_jax_reference.py"
-# XLA on the CPU and torch round differently; the least visible wrong layout moves the actions by more than 1e-1.
-ACTIONS_ATOL = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +47,9 @@ def converted(
     assert main(["convert", str(source), str(output), "--action-horizon", "6", "--precision", "float32"]) == 0
     written = json.loads((output / "config.json").read_text())
     assert (written["pi05"], written["action_horizon"]) == (request.param == "pi05", 6)
-    weights = SafetensorsWeights(output)
-    config = infer_config(weights.shapes, "", Stated(action_horizon=6), str(output))
+    config = infer_config(SafetensorsWeights(output).shapes, "", Stated(action_horizon=6), str(output))
     assert config.kind == request.param
-    return load_weights(weights, config, str(output)), dict(np.load(source / "reference.npz"))
+    return load_file_or_folder(output, config), dict(np.load(source / "reference.npz"))
 
 
 @pytest.mark.parametrize("steps", [1, 10])
@@ -69,10 +67,7 @@ def test_actions(converted: tuple[Pi0, dict[str, np.ndarray]], case: str, steps:
         num_steps=steps,
     )
     theirs = given[f"steps{steps}"]
-    difference = float((ours.double() - theirs.double()).abs().max())
-    record_property("max_abs_difference", difference)
-    print(f"{model.config.kind} {case}, {steps} steps: largest difference {difference:.1e}")
-    assert ours.shape == theirs.shape and difference <= ACTIONS_ATOL
+    assert_same(ours, theirs, f"{model.config.kind} {case}, {steps} steps", record_property)
 
 
 def test_the_report_names_every_parameter(reference_folder: Path, tmp_path: Path) -> None:

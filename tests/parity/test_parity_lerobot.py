@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.agreement import assert_same
 from tests.support.reference_script import make_reference, python_of
 from vla_accel.checkpoints.loading import load
 from vla_accel.models.pi0 import Pi0
@@ -29,8 +30,6 @@ from vla_accel.transforms.processing import Processor
 pytestmark = pytest.mark.parity
 
 SCRIPT = Path(__file__).parent / "make_lerobot_reference.py"
-# Rounding in lerobot itself (float32) is about 5e-6; the least visible wrong formula moves the actions 5e-4.
-ACTIONS_ATOL = 1e-4
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,6 @@ def reference(request: pytest.FixtureRequest, reference_folder: Path) -> Referen
     return Reference(model, processor, load_file(folder / "model.safetensors"), robot, tasks)
 
 
-def check(ours: np.ndarray, theirs: np.ndarray, what: str, record_property: Any) -> None:
-    assert ours.shape == theirs.shape and np.isfinite(ours).all()
-    difference = float(np.abs(ours.astype(np.float64) - theirs).max())
-    record_property("max_abs_difference", difference)
-    print(f"{what}: largest difference {difference:.1e}, actions' rms {np.sqrt((theirs**2).mean()):.2f}")
-    assert difference <= ACTIONS_ATOL
-
-
 @pytest.mark.parametrize("steps", [1, 10])
 @pytest.mark.parametrize("case", ["batch1", "batch3"])
 def test_model(reference: Reference, case: str, steps: int, record_property: Any) -> None:
@@ -79,7 +70,7 @@ def test_model(reference: Reference, case: str, steps: int, record_property: Any
         *(given[n] for n in ("images", "image_mask", "tokens", "token_mask", "state", "noise")), num_steps=steps
     )
     theirs = given[f"steps{steps}"].numpy()
-    check(ours.numpy(), theirs, f"{reference.model.config.kind} {case}, {steps} steps", record_property)
+    assert_same(ours.numpy(), theirs, f"{reference.model.config.kind} {case}, {steps} steps", record_property)
 
 
 def test_whole_observations(reference: Reference, record_property: Any) -> None:
@@ -108,7 +99,7 @@ def test_whole_observations(reference: Reference, record_property: Any) -> None:
         answers.append(reference.processor.finish(actions[0].numpy(), inputs))
     ours = np.stack(answers)
     flat = f"{model.config.kind} whole observation, flat images"
-    check(ours[:1], robot["actions"][:1], flat, record_property)
+    assert_same(ours[:1], robot["actions"][:1], flat, record_property)
     # Where images are resized, lerobot keeps fractions of a grey level and we whole ones: 1/510 of a pixel's range.
     difference = float(np.abs(ours[1:] - robot["actions"][1:]).max())
     print(f"{model.config.kind} whole observation, resized images: largest difference {difference:.1e}")

@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.parity.compare_with_lerobot import ACTIONS_ATOL, ask_pi0_fast, write_pi0_fast
+from tests.parity.compare_with_lerobot import ask_pi0_fast, write_pi0_fast
+from tests.support.agreement import assert_same
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import OptimizedPolicy
 from vla_accel.config import load_config
@@ -70,9 +71,7 @@ def test_model(reference: Reference, case: str, record_property: Any) -> None:
     if case == "batch1":
         assert not theirs[:, STEPS // 2 + 1 :].any(), "lerobot stops"
     ours = ask_pi0_fast(reference.policy.processor, model, tensors, case, STEPS)
-    difference = float((ours - tensors[f"{case}.steps{STEPS}"]).abs().max())
-    record_property("max_abs_difference", difference)
-    assert difference <= ACTIONS_ATOL
+    assert_same(ours, tensors[f"{case}.steps{STEPS}"], case, record_property)
 
 
 def test_some_tokens_make_actions(reference: Reference) -> None:
@@ -88,6 +87,4 @@ def test_whole_observations(reference: Reference, record_property: Any) -> None:
     for i, task in enumerate(reference.tasks):
         observation = {key: robot["images"][i, view] for view, key in enumerate(preset.images)}
         observation |= {preset.state[0]: robot["state"][i], preset.prompt: task}
-        difference = float(np.abs(policy.infer(observation)["actions"] - robot["actions"][i]).max())
-        record_property("max_abs_difference", difference)
-        assert difference <= ACTIONS_ATOL
+        assert_same(policy.infer(observation)["actions"], robot["actions"][i], task, record_property)

@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.parity.compare_with_lerobot import ACTIONS_ATOL, BF16_RATIO, ask_smolvla
-from tests.support.agreement import assert_as_near
+from tests.parity.compare_with_lerobot import BF16_RATIO, ask_smolvla
+from tests.support.agreement import assert_as_near, assert_same
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import OptimizedPolicy
 from vla_accel.checkpoints.loading import load
@@ -67,19 +67,13 @@ def read(folder: Path) -> Reference:
     return Reference(folder / "checkpoint", policy, tensors, robot, tasks)
 
 
-def check(ours: np.ndarray, theirs: np.ndarray, what: str, record_property: Any) -> None:
-    assert ours.shape == theirs.shape and np.isfinite(ours).all()
-    difference = float(np.abs(ours.astype(np.float64) - theirs).max())
-    record_property("max_abs_difference", difference)
-    print(f"{what}: largest difference {difference:.1e}, actions' rms {np.sqrt((theirs**2).mean()):.2f}")
-    assert difference <= ACTIONS_ATOL
-
-
 def compare(reference: Reference, case: str, steps: int, record_property: Any) -> None:
     model = reference.policy.model
     assert isinstance(model, SmolVla)
     ours = ask_smolvla(model, reference.tensors, case, steps)
-    check(ours.numpy(), reference.tensors[f"{case}.steps{steps}"].numpy(), f"{case}, {steps} steps", record_property)
+    assert_same(
+        ours.numpy(), reference.tensors[f"{case}.steps{steps}"].numpy(), f"{case}, {steps} steps", record_property
+    )
 
 
 @pytest.mark.parametrize(("case", "steps"), [("batch1", 1), ("batch1", 10), ("batch3", 10), ("missing", 10)])
@@ -105,7 +99,7 @@ def test_whole_observations(reference: Reference, record_property: Any) -> None:
         observation = {key: robot["images"][i, view] for view, key in enumerate(keys)}
         observation |= {preset.state[0]: robot["state"][i], preset.prompt: task}
         ours = policy.infer(observation, noise=robot["noise"][i])["actions"]
-        check(ours, robot["actions"][i], f"whole observation, {len(keys)} cameras", record_property)
+        assert_same(ours, robot["actions"][i], f"whole observation, {len(keys)} cameras", record_property)
 
 
 @pytest.mark.slow

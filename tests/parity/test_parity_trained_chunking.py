@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.agreement import ACTIONS_ATOL, assert_same
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import RtcConfig
@@ -26,7 +27,6 @@ from vla_accel.config import RtcConfig
 pytestmark = pytest.mark.parity
 
 SCRIPT = Path(__file__).parent / "make_lerobot_trained_reference.py"
-ACTIONS_ATOL = 1e-4
 EAGER = PolicyConfig(
     precision="fp32", device="cpu", denoise=EngineSpec("eager"), rtc=RtcConfig(trained=True, max_delay=4)
 )
@@ -70,10 +70,7 @@ def test_the_second_chunk_is_lerobots(reference: Reference, config: PolicyConfig
         policy, delay, theirs = policies[case["steps"]], case["delay"], np.array(case["actions"])
         left = first[case["played"] :]
         ours = reference.ask(policy, 1, prev_chunk=left, inference_delay=delay)
-        difference = float(np.abs(ours - theirs).max())
-        record_property("max_abs_difference", difference)
-        print(f"{case['steps']} steps, delay {delay}: largest difference {difference:.1e}")
-        assert difference <= ACTIONS_ATOL
+        assert_same(ours, theirs, f"{case['steps']} steps, delay {delay}", record_property)
         np.testing.assert_allclose(theirs[:delay], left[:delay], rtol=0, atol=1e-5)
         moved = float(np.abs(theirs - reference.ask(policy, 1))[delay:].max())
         assert (moved > 100 * ACTIONS_ATOL) == (delay > 0), "the others see what is pinned"

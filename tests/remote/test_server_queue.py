@@ -331,37 +331,20 @@ def test_shutdown_finishes_running_and_waiting_requests() -> None:
             clients[0].infer(observation(1))
 
 
-def test_the_grace_period_ends() -> None:
+@pytest.mark.parametrize(("grace_s", "signals"), [(0.2, 1), (60, 2)], ids=["the period ends", "a second signal"])
+def test_a_server_that_stops_waits_no_longer_than_it_should(grace_s: float, signals: int) -> None:
     policy = EchoPolicy()
     policy.gate.clear()
     try:
         with (
-            background(policy, local(grace_s=0.2)) as server,
+            background(policy, local(grace_s=grace_s)) as server,
             ThreadPoolExecutor(1) as pool,
             PolicyClient(server.address) as client,
         ):
             future = pool.submit(client.infer, observation(1))
             assert policy.entered.acquire(timeout=PATIENCE_S)
-            server.stop_soon()
-            with pytest.raises(ServerError, match="no answer"):
-                future.result(PATIENCE_S)
-    finally:
-        policy.gate.set()
-
-
-def test_a_second_signal_does_not_wait() -> None:
-    policy = EchoPolicy()
-    policy.gate.clear()
-    try:
-        with (
-            background(policy, local(grace_s=60)) as server,
-            ThreadPoolExecutor(1) as pool,
-            PolicyClient(server.address) as client,
-        ):
-            future = pool.submit(client.infer, observation(1))
-            assert policy.entered.acquire(timeout=PATIENCE_S)
-            server.stop_soon()
-            server.stop_soon()
+            for _ in range(signals):
+                server.stop_soon()
             with pytest.raises(ServerError, match="no answer"):
                 future.result(PATIENCE_S)
     finally:

@@ -41,7 +41,7 @@ from vla_accel.native import smolvla as smolvla_programs
 from vla_accel.native.cuts import Taken
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.native.smolvla import SmolVlaStore
-from vla_accel.ops import resize, suffix, suffix_tilings
+from vla_accel.ops import key_tilings, resize, suffix, suffix_tilings
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
@@ -161,8 +161,8 @@ def try_cuts(gpu: Gpu, loop: expert.Pi0LayerLoop, tensors: dict[str, Tensor]) ->
         for name in loop.products:
             loop.every(name, tensors["lengths"])
     # The cuts of a batch, of which what is compiled here does not know.
-    several = suffix_tilings.key_splits(gpu, dataclasses.replace(loop.attention, batch=8))
-    for cut in dict.fromkeys((*suffix_tilings.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
+    several = key_tilings.key_splits(gpu, dataclasses.replace(loop.attention, batch=8))
+    for cut in dict.fromkeys((*key_tilings.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
         loop.cuts.taken["attention"] = Taken(cut, suffix.suffix_workspace(loop.attention, META, cut))
         loop._attend(0, tensors)
 

@@ -16,8 +16,9 @@ from vla_accel.ops import attending, dit, linear, sequence, suffix
 from vla_accel.ops import moments as moment_ops
 from vla_accel.ops import rows as row_ops
 from vla_accel.ops.dit import NormTables
+from vla_accel.ops.key_tilings import KeySplit, SuffixAttention
 from vla_accel.ops.moments import Moments
-from vla_accel.ops.suffix_tilings import KeySplit, Library, Pipelined, Product, SuffixAttention
+from vla_accel.ops.suffix_tilings import Library, Pipelined, Product
 from vla_accel.ops.weights import Linear, make_linear
 
 MARGIN = 1024  # elements; keeps the alignment that compilers count on

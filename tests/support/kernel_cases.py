@@ -17,21 +17,11 @@ from torch import Tensor
 
 from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, Workspace, eight_bit
 from vla_accel.ops.attention_tiles import Tile
+from vla_accel.ops.key_tilings import CrossTile, KeySplit, SuffixAttention, key_splits
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import rope_tables
-from vla_accel.ops.suffix_tilings import (
-    CrossTile,
-    KeySplit,
-    Library,
-    Own,
-    Pipelined,
-    Product,
-    SuffixAttention,
-    Tiling,
-    key_splits,
-    moments_columns,
-)
+from vla_accel.ops.suffix_tilings import Library, Own, Pipelined, Product, Tiling, moments_columns
 
 
 def _add_norm(rows: int, width: int, y: int | None, layer: bool, scale: float | None, alias: bool) -> Callable:

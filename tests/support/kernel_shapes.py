@@ -26,7 +26,8 @@ from tests.support.kernel_cases import (
     _step,
     _suffix_attention,
 )
-from vla_accel.ops.suffix_tilings import KeySplit, Pipelined
+from vla_accel.ops.key_tilings import KeySplit
+from vla_accel.ops.suffix_tilings import Pipelined
 
 Cases = Iterator[tuple[str, Callable[[Draw], Call]]]
 # Around every size of tile, and up to four views of 256 tokens.

@@ -12,7 +12,7 @@ from vla_accel.models.random_weights import random_model
 from vla_accel.models.siglip import SiglipConfig
 from vla_accel.models.smollm import SmolLmConfig
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
-from vla_accel.native.smolvla_expert import ExpertWeights, SmolVlaLayerLoop, steps_of, streamed_loop
+from vla_accel.native.smolvla_expert import SmolVlaExpertWeights, SmolVlaLayerLoop, steps_of, streamed_loop
 from vla_accel.ops.cuda.denoise import StreamedLoop
 from vla_accel.ops.gpu import Gpu
 
@@ -94,7 +94,7 @@ class Loops:
         case = self.case
         model = self.model(device, torch.float32 if precision == "fp32" else torch.bfloat16)
         with torch.inference_mode():
-            weights = ExpertWeights.of(model, precision)
+            weights = SmolVlaExpertWeights.of(model, precision)
             tables = steps_of(self.model(device, torch.float32), case.steps)
             return SmolVlaLayerLoop(weights, case.config, tables, len(case.lengths), case.prefix_tokens)
 
@@ -102,7 +102,7 @@ class Loops:
         """The loop of streamed kernels."""
         case = self.case
         with torch.inference_mode():
-            weights = ExpertWeights.of(self.model(device, torch.bfloat16), case.precision, streamed=True)
+            weights = SmolVlaExpertWeights.of(self.model(device, torch.bfloat16), case.precision, streamed=True)
             tables = steps_of(self.model(device, torch.float32), case.steps, streamed=True)
             return streamed_loop(gpu, weights, case.config, tables, len(case.lengths), case.prefix_tokens)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +19,7 @@ from torch import Tensor
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, listing, some
 from vla_accel.config.mapping import from_mapping, read_mapping
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.files import replacing
+from vla_accel.files import replacing, write_json
 from vla_accel.models.network import Network
 
 FORMAT = "vla_accel.checkpoint/1"
@@ -248,5 +247,4 @@ def save_checkpoint(state: Mapping[str, Tensor], config: Any, folder: Path, fami
         save_file({k: v.contiguous() for k, v in state.items()}, str(temporary))
         temporary.chmod(0o644)  # safetensors leaves it readable by its owner alone
     content = {"format": FORMAT, **({} if family is None else {"family": family}), **dataclasses.asdict(config)}
-    with replacing(folder / "config.json") as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(folder / "config.json", content)

@@ -6,7 +6,6 @@ stored: see `Parameters`.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from vla_accel.checkpoints.jax_lora import FoldedParameters
 from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.errors import CheckpointError
-from vla_accel.files import replacing
+from vla_accel.files import replacing, write_json
 from vla_accel.models.pi0 import Pi0, Pi0Config
 
 StoredPrecision = Literal["mixed", "bfloat16", "float32"]
@@ -37,18 +36,6 @@ class Parameters(Protocol):
     dtypes: dict[str, str]
 
     def read(self, name: str) -> np.ndarray: ...
-
-
-class ParameterTree:
-    """`Parameters` from arrays in memory: a flat mapping of names to arrays."""
-
-    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
-        self._arrays = arrays
-        self.shapes: dict[str, tuple[int, ...]] = {k: v.shape for k, v in arrays.items()}
-        self.dtypes: dict[str, str] = {k: str(v.dtype) for k, v in arrays.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        return self._arrays[name]
 
 
 @dataclass(frozen=True)
@@ -90,7 +77,6 @@ def convert(
     precision: StoredPrecision = "mixed",
     source: str = "memory",
     assets: Path | None = None,
-    max_token_len: int | None = None,
     discrete_state_input: bool | None = None,
     preset: str | None = None,
     unused_head: bool = False,
@@ -101,7 +87,7 @@ def convert(
 
     Args: `action_horizon`: of the model, which no parameter shows; `precision`: "mixed" keeps in float32 what openpi
     computes in float32 and the rest in bfloat16, the others cast everything; `assets`: folder of statistics to copy;
-    `max_token_len`, `discrete_state_input`, `preset`: written into config.json for loaders that ask; `unused_head`:
+    `discrete_state_input`, `preset`: written into config.json for loaders that ask; `unused_head`:
     also write the expert's output head, as zeros: nothing reads it, but openpi's own loader insists on it;
     `lora_scale`: alpha / rank of the attention's LoRA adapters, which are folded in (`jax_lora`); `advance`: called
     with each source's name.
@@ -110,9 +96,7 @@ def convert(
     parameters = FoldedParameters(parameters, lora_scale, source)
     places = targets(parameters.shapes, source)
     shapes = {t.name: t.shape for t in places}
-    stated = Stated(
-        action_horizon=action_horizon, max_token_len=max_token_len, discrete_state_input=discrete_state_input
-    )
+    stated = Stated(action_horizon=action_horizon, discrete_state_input=discrete_state_input)
     config = infer_config(shapes, "", stated, source)
     recipe = check_weights(_Shapes(shapes), config, source)
     wide = {part.name for name, parts in recipe.items() if Pi0.kept_wide(name) for part in parts} | {DEAD[1]}
@@ -155,8 +139,7 @@ def convert(
         rows=rows,
     )
     for file, content in (("config.json", written), ("conversion.json", report.as_dict())):
-        with replacing(output / file) as temporary:
-            temporary.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(output / file, content)
     return report
 
 

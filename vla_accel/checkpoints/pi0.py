@@ -5,61 +5,25 @@ Knows nothing of robots, statistics or tokenizers: see `vla_accel.families.pi0_f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import torch
-from torch import Tensor
 
-from vla_accel.checkpoints.checkpoint import account, deferred, read_config, shapes_of
+from vla_accel.checkpoints.checkpoint import account, deferred, shapes_of
 from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, dialect_of, pieces
-from vla_accel.checkpoints.weights import MemoryWeights, Piece, SafetensorsWeights, Weights
+from vla_accel.checkpoints.weights import Piece, Weights
 from vla_accel.errors import CheckpointError
 from vla_accel.models.network import weightless
 from vla_accel.models.pi0 import Pi0, Pi0Config
 
 
-def load_checkpoint(
-    path: str | Path,
-    config: Pi0Config | None = None,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
-) -> Pi0:
-    """A model with the checkpoint's weights, in eval mode.
-
-    Args: `path`: a folder or one safetensors file; `config`: needed where the folder has no config of ours; `dtype`:
-    of the large products, what openpi keeps in float32 stays so (`Pi0.kept_wide`), None keeps what is stored.
-    Raises CheckpointError that lists keys missing, left over or misshaped, and non-finite weights.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"checkpoint {path}: no such file or folder")
-    config = config or read_config(path if path.is_dir() else path.parent, Pi0Config)
-    return load_weights(SafetensorsWeights(path), config, str(path), device=device, dtype=dtype)
-
-
-def load_tensors(tensors: Mapping[str, Tensor], config: Pi0Config, where: str) -> Pi0:
-    """As `load_checkpoint`, from tensors already read, of any dialect; the mapping is not changed."""
-    return load_weights(MemoryWeights(tensors), config, where)
-
-
 def load_weights(
-    weights: Weights,
-    config: Pi0Config,
-    where: str,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
-) -> Pi0:
-    """As `load_checkpoint`, from weights that are read one at a time."""
-    return deferred_weights(weights, config, where, device=device, dtype=dtype).whole()
-
-
-def deferred_weights(
     weights: Weights, config: Pi0Config, where: str, *, device: str | torch.device, dtype: torch.dtype | None
 ) -> Pi0:
-    """As `load_weights`, but that each is read when it is asked for (`models.network.Network.fetch`)."""
+    """The model with a checkpoint's weights, in eval mode, each read when it is asked for
+    (`models.network.Network.fetch`); `dtype` of the large products, what openpi keeps in float32 stays so
+    (`Pi0.kept_wide`), None keeps what is stored.
+
+    Raises CheckpointError that lists keys missing, left over or misshaped.
+    """
     recipe = check_weights(weights, config, where)
     return deferred(_empty(config), weights, recipe, where).bound_for(torch.device(device), dtype)
 

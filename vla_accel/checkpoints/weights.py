@@ -62,19 +62,6 @@ class Weights(Protocol):
         ...
 
 
-class MemoryWeights:
-    """Tensors that are in memory already."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self.shapes: dict[str, tuple[int, ...]] = {k: tuple(v.shape) for k, v in tensors.items()}
-        self.sizes: dict[str, int] = {k: v.numel() * v.element_size() for k, v in tensors.items()}
-        self.integers: dict[str, str] = {k: str(v.dtype) for k, v in tensors.items() if not v.is_floating_point()}
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-
 class SafetensorsWeights:
     """The tensors of a safetensors file, or of the `model*.safetensors` of a folder, with or without an index.
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel.cli.asked.policies import Bench
-from vla_accel.cli.common import print_table, say, write_json
+from vla_accel.cli.common import print_table, say, write_asked
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import without_folders
@@ -111,18 +111,18 @@ def main(chosen: Bench, words: list[str]) -> int:
         free()
         add_speedups(rows, next((n for n in names if n in family.baselines), "eager"))
         # A run that is cut off leaves the rows that it had.
-        write_json(chosen.output, report)
+        write_asked(chosen.output, report)
     ours = [n for n in names if n in factory.configs]
     given = partial(observer, tokens=chosen.prompt_tokens, camera=camera)
     report["throughput"] = _throughput(factory, ours, sweep[0], chosen.batch, chosen.calls, given)
     if ceilings is not None:
         add_batch_floors(report["throughput"], rows, ceilings)
     if chosen.profile:
-        write_json(chosen.output, report)
+        write_asked(chosen.output, report)
         report["kernels"] = {n: profile(factory, n, sweep[0]) for n in ours}
     report["complete"] = True
     _print(report)
-    write_json(chosen.output, report)
+    write_asked(chosen.output, report)
     if chosen.report is not None:
         say(f"report: {write(page(report), chosen.report)}")
     print(json.dumps(report))

@@ -21,7 +21,7 @@ from vla_accel.cli.common import (
     print_table,
     report,
     say,
-    write_json,
+    write_asked,
 )
 from vla_accel.cli.generate import RANDOM
 from vla_accel.config import EngineSpec
@@ -78,7 +78,7 @@ class _Bench:
         self._rows_of[part] = run()
         del self.errors[part]
         _print(title, self._rows_of[part])
-        write_json(self.options.output, self.summary())
+        write_asked(self.options.output, self.summary())
 
     def summary(self) -> dict[str, Any]:
         """The report on what was measured so far."""
@@ -115,7 +115,7 @@ class _Bench:
         first = first_calls(task, runs, say)
         self.seconds |= {f"{task} {n}": f.seconds for n, f in first.items()}
         self.errors |= {f"{task} {n}": f.error for n, f in first.items() if f.error}
-        write_json(self.options.output, self.summary())
+        write_asked(self.options.output, self.summary())
         return {n: f.result for n, f in first.items() if f.result is not None}
 
     # -- single calls -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 
 from vla_accel.checkpoints.loading import Checkpoint, family_of, find, load
 from vla_accel.cli.asked.policies import Build
-from vla_accel.cli.common import print_table, write_json
+from vla_accel.cli.common import print_table, write_asked
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.engines import tensorrt_plan
 from vla_accel.engines.tensorrt_library import parse_target
@@ -65,7 +65,7 @@ def main(options: Build, words: list[str]) -> int:
         source = f"random weights of {options.model}'s size{depth}"
     record = building.manifest(rows, config=Path(name).name, checkpoint=source, seconds=time.perf_counter() - began)
     target = options.manifest or building.default_manifest(next(iter(specs.values())), name)
-    write_json(target, record)
+    write_asked(target, record)
     print(json.dumps(record))
     return 0
 

@@ -29,7 +29,7 @@ from vla_accel.diffusion.engine_files import BuiltFile, build_file, export_onnx,
 from vla_accel.diffusion.models import load_model
 from vla_accel.engines.tensorrt_library import LibraryName, capability_of, load_library, parse_target
 from vla_accel.errors import ConfigError
-from vla_accel.files import replacing
+from vla_accel.files import write_json
 from vla_accel.machine import resolve_device
 from vla_accel.models.autoencoder import Half, split_autoencoder
 from vla_accel.numeric import DTYPES
@@ -125,5 +125,4 @@ def print_files(title: str, files: list[dict[str, Any]]) -> None:
 def _write_config(path: Path, config: VaeConfig) -> None:
     # LightX2V's keys and no others: it reads this file, too.
     content = {"vae_type": config.vae_type, "trt_vae_config": dataclasses.asdict(config.trt_vae_config)}
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(path, content)

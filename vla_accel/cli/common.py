@@ -13,7 +13,7 @@ import torch
 
 from vla_accel import machine
 from vla_accel.cli.asked.images import BenchOptions
-from vla_accel.files import replacing
+from vla_accel.files import write_json
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -44,11 +44,10 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def write_json(path: Path | None, content: Any) -> None:
+def write_asked(path: Path | None, content: Any) -> None:
     """Write a JSON file whole, if a path is given."""
     if path is not None:
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(path, content)
 
 
 def report(
@@ -69,6 +68,6 @@ def report(
 
 def finish(summary: dict[str, Any], output: Path | None) -> int:
     """Write a report and print it as the last line; the exit status."""
-    write_json(output, summary)
+    write_asked(output, summary)
     print(json.dumps(summary))
     return 0 if summary["passed"] else 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vla_accel import machine
 from vla_accel.cli.asked.images import ImageToImage, TextToImage
-from vla_accel.cli.common import print_table, write_json
+from vla_accel.cli.common import print_table, write_asked
 from vla_accel.config import EngineSpec
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import diffusers_module, random_stable_diffusion
@@ -63,7 +63,7 @@ def main(options: TextToImage, words: list[str]) -> int:
     report["image"] = options.out_img_path.name
     if options.use_pipeline:
         report["pipeline"] = _compare(options, parts, request, image, result.pixels)
-    write_json(options.latency_json, report)
+    write_asked(options.latency_json, report)
     parts_ms: dict[str, dict[str, float]] = report["components"]
     print_table(
         f"{options.out_img_path}: {settings['width']}x{settings['height']}, {request.steps} steps",

@@ -9,7 +9,7 @@ import torch
 
 from vla_accel.checkpoints.loading import load
 from vla_accel.cli.asked.policies import Parity
-from vla_accel.cli.common import print_table, say, write_json
+from vla_accel.cli.common import print_table, say, write_asked
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError
 from vla_accel.machine import hardware, software
@@ -80,7 +80,7 @@ def main(chosen: Parity, words: list[str]) -> int:
         "fingerprint": agreement.weights_of(policy.model),
         "hardware": hardware(policy.device), "software": software(),
     }  # fmt: skip
-    write_json(chosen.output, content)
+    write_asked(chosen.output, content)
     if chosen.report is not None:
         say(f"report: {write(page(content, ['vla-accel', 'parity', *words]), chosen.report)}")
     folder = policy.checkpoint.kept

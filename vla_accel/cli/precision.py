@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vla_accel import machine
 from vla_accel.cli.asked.images import Precision
-from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_table, write_json
+from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_table, write_asked
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import CONFIGS, diffusers_module, filled, load_model
 from vla_accel.errors import ConfigError
@@ -71,7 +71,7 @@ def main(options: Precision, words: list[str]) -> int:
         "close": [r.name for r in found if r.state(dtype) == "close"],
     }
     _print(options, found, {r.name: r for r in seen}, summary)
-    write_json(options.output, {**summary, "modules": [dataclasses.asdict(r) for r in seen]})
+    write_asked(options.output, {**summary, "modules": [dataclasses.asdict(r) for r in seen]})
     print(json.dumps(summary))
     return 1 if overflow else 0
 

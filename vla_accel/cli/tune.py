@@ -20,7 +20,7 @@ from vla_accel.cli.asked.policies import Tune
 from vla_accel.cli.common import print_table, say
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError
-from vla_accel.files import content_hash, without_folders
+from vla_accel.files import content_hash, without_folders, write_json
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.random_policy import random_observations
 from vla_accel.measure.recording import load_observations
@@ -31,7 +31,7 @@ from vla_accel.tune import candidates
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.measuring import PolicyBench
 from vla_accel.tune.noninferiority import Rule
-from vla_accel.tune.outcome import outcome, write_config, write_json
+from vla_accel.tune.outcome import outcome, write_config
 from vla_accel.tune.search import Episodes, Search, Settings
 
 MOST_KEPT = 3

@@ -184,12 +184,12 @@ def _told_late(own: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
     return [(row[0], late, *row[2:]) for row, late in zip(own, following, strict=True)]
 
 
-def packing_ms(observation: Mapping[str, Any], answer: Mapping[str, Any], times: int = 200) -> dict[str, float]:
+def packing_ms(observation: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, float]:
     """What a client does itself, median milliseconds: encoding an observation and decoding an answer."""
 
     def median(work: Any) -> float:
         took = []
-        for _ in range(times):
+        for _ in range(200):
             start = time.monotonic()
             work()
             took.append((time.monotonic() - start) * 1e3)

@@ -121,8 +121,8 @@ def vae_component(
     return Component(f"vae_{side}", half, (source,), (target,), native)
 
 
-def profile_texts(component: Component, sizes: Iterable[Size] = PROFILES) -> tuple[str, ...]:
-    """One TensorRT profile a size, each over the component's whole range, in the form of `TensorrtOptions.profiles`."""
+def profile_texts(component: Component) -> tuple[str, ...]:
+    """`PROFILES` over the component's whole range, as texts of `TensorrtOptions.profiles`."""
     (source,) = component.inputs
     unit = 1 if source.name == "image" else SCALE
     return tuple(
@@ -130,7 +130,7 @@ def profile_texts(component: Component, sizes: Iterable[Size] = PROFILES) -> tup
             f"{source.name}.{dim}={low}:{n // unit}:{high}"
             for (dim, (low, high)), n in zip(sorted(source.ranges.items()), size, strict=True)
         )
-        for size in sizes
+        for size in PROFILES
     )
 
 

@@ -76,24 +76,24 @@ def diffusers_module() -> Any:
     return diffusers
 
 
-def load_model(source: str | Path, kind: str | None = None, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """A diffusers model in eval mode: a name of `CONFIGS` with random weights, a folder, or a hub name.
+def load_model(source: str | Path, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """A diffusers model in eval mode: a name of `CONFIGS` with random weights, or a folder.
 
-    `kind`: the class, where it cannot be told from the folder. Only safetensors are read: a pickle can run code.
+    Only safetensors are read: a pickle can run code.
     Raises CheckpointError for a folder that is missing, incomplete or of another class, ConfigError for a config.json
     that is none.
     """
     package = diffusers_module()
     if str(source) in CONFIGS:
         return random_model(str(source), dtype=dtype, device=device)
-    folder = Path(source)
+    folder, kind = Path(source), None
     if folder.exists() or str(source).startswith((".", "/")):
         found = folder / "config.json"
         if not found.is_file():
             raise CheckpointError(f"model folder {folder}: expected a config.json, found none")
-        kind = read_mapping(found).get("_class_name", kind)
+        kind = read_mapping(found).get("_class_name")
     if kind is None or not hasattr(package, kind):
-        expected = f"one of {', '.join(CONFIGS)}, or a folder or hub name of a diffusers model"
+        expected = f"one of {', '.join(CONFIGS)}, or the folder of a diffusers model"
         got = "neither" if kind is None else f"the class {kind}"
         raise CheckpointError(f"model {source}: expected {expected}, got {got}")
     try:
@@ -154,7 +154,7 @@ def _without_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def random_stable_diffusion(*, tiny: bool, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
+def random_stable_diffusion(*, tiny: bool, dtype: torch.dtype, device: torch.device) -> Any:
     """A diffusers `StableDiffusionPipeline` of version 1.4's configuration (or a tiny one) with random weights.
 
     Its tokenizer knows single characters only: enough for a prompt to have an effect, and made without a download.
@@ -179,10 +179,10 @@ def random_stable_diffusion(*, tiny: bool, dtype: torch.dtype, device: torch.dev
         **sizes,  # pyright: ignore[reportArgumentType]
     )
     return package.StableDiffusionPipeline(
-        vae=random_model(f"{prefix}sd-vae", dtype=dtype, device=device, seed=seed),
-        text_encoder=filled(lambda: transformers.CLIPTextModel(text_config), dtype=dtype, device=device, seed=seed),
+        vae=random_model(f"{prefix}sd-vae", dtype=dtype, device=device),
+        text_encoder=filled(lambda: transformers.CLIPTextModel(text_config), dtype=dtype, device=device),
         tokenizer=tokenizer,
-        unet=random_model(f"{prefix}sd-unet", dtype=dtype, device=device, seed=seed),
+        unet=random_model(f"{prefix}sd-unet", dtype=dtype, device=device),
         scheduler=package.PNDMScheduler.from_config(_SD_SCHEDULER),
         safety_checker=None,
         feature_extractor=None,

@@ -39,15 +39,6 @@ def save_png(path: Path, pixels: np.ndarray, parameters: Mapping[str, Any]) -> N
         Image.fromarray(pixels).save(temporary, pnginfo=info)
 
 
-def read_parameters(path: Path) -> dict[str, Any]:
-    """What `save_png` put into a file's metadata."""
-    _pillow()
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return json.loads(image.info[PARAMETERS])
-
-
 def load_image(path: Path, size: tuple[int, int] | None = None) -> Tensor:
     """A picture file as float32 (1, 3, H, W) in -1..1; `size` (height, width) resizes it. Raises ConfigError."""
     _pillow()

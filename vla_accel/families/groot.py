@@ -15,18 +15,17 @@ from vla_accel.checkpoints.groot import prefix_of
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.component import Component
 from vla_accel.components.groot import CACHE, groot_components
-from vla_accel.components.padding import PROMPT_BUCKET, padded_prompt
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.errors import ConfigError, ObservationError
-from vla_accel.families import groot_lerobot, groot_stand_in
+from vla_accel.families import groot_lerobot, groot_stand_in, stand_in
 from vla_accel.families.groot_folder import load_folder
+from vla_accel.families.prompted import TextFamily
 from vla_accel.fp8 import Scales
-from vla_accel.models.family import Family, Rows, Shape, Work, weight_bytes
+from vla_accel.models.family import Rows, Shape, Work, weight_bytes
 from vla_accel.models.groot import Groot, GrootConfig, groot_n17, overlap_weights
 from vla_accel.models.groot_language import Layout
 from vla_accel.models.groot_random import DrawnGroot
 from vla_accel.models.groot_vision import Grid
-from vla_accel.models.random_weights import drawn_model
 from vla_accel.native.groot import GrootStore
 from vla_accel.transforms.groot import GrootInputs, GrootProcessor
 
@@ -53,11 +52,12 @@ class GrootShape(Shape):
         return f"{self.views} views of {rows} x {columns} tokens and {self.tokens} text tokens"
 
 
-class GrootFamily(Family):
+class GrootFamily(TextFamily):
     """One embodiment of a checkpoint. Real-time chunking is GR00T's own: the first actions start at the previous
     chunk's and move by less of the velocity; of `RtcConfig` only `execution_horizon` counts."""
 
     name = "groot"
+    network_class, drawn = Groot, DrawnGroot
     parts = ("vision", "kv_cache", "denoise")
     sizes: ClassVar = {"groot_n17": groot_n17}
     guidance = ("target", "weights")
@@ -66,15 +66,6 @@ class GrootFamily(Family):
     baselines = tuple(groot_lerobot.MODES)
 
     # -- the network ----------------------------------------------------------------------------------------------
-
-    def network(self, config: GrootConfig) -> Groot:
-        return Groot(config)
-
-    def random(self, config: GrootConfig, *, seed: int, device: str, dtype: torch.dtype) -> Groot:
-        return drawn_model(Groot, config, seed=seed, device=device, dtype=dtype, drawn=DrawnGroot)
-
-    def action_shape(self, config: GrootConfig) -> tuple[int, int]:
-        return config.action_horizon, config.action_dim
 
     def steps(self, config: GrootConfig) -> int:
         return config.num_steps
@@ -103,21 +94,8 @@ class GrootFamily(Family):
         if len(sizes) > 1:
             raise ObservationError(f"batch: expected as many views of each, of one size, got {sorted(sizes)}")
         ((views, height, width),) = sizes
-        counts = [len(i.tokens) for i in inputs]
-        longest = max(counts)
-        # The native engine takes lengths: where it runs a part that reads the prompt, or may have to step in for
-        # another, all parts must agree.
-        bucketed = any("native" in (specs[n].engine, *specs[n].fallback) for n in self.parts)
-        tokens = padded_prompt(longest) if bucketed else longest
-        return GrootShape(
-            len(inputs), steps, views, config.vision.grid(height, width), tokens, bucketed or min(counts) != longest
-        )
-
-    def shapes(self, config: GrootConfig, shape: GrootShape) -> Sequence[GrootShape]:
-        if not shape.padded:
-            return (shape,)
-        longest = padded_prompt(config.max_token_len)
-        return [replace(shape, tokens=tokens) for tokens in range(PROMPT_BUCKET, longest + 1, PROMPT_BUCKET)]
+        place = self.prompt_place(inputs, specs, self.parts)
+        return GrootShape(len(inputs), steps, views, config.vision.grid(height, width), *place)
 
     def feed(self, config: GrootConfig, inputs: Sequence[GrootInputs]) -> dict[str, Rows]:
         return {
@@ -202,7 +180,7 @@ class GrootFamily(Family):
         return groot_stand_in.processor(config, views)
 
     def random_observation(self, transforms: GrootProcessor, rng: np.random.Generator) -> dict[str, Any]:
-        return groot_stand_in.observation(transforms, rng)
+        return stand_in.observation(transforms.preset, transforms.cropping.target, rng)
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Callable[[Mapping[str, Any]], Any]:
         return groot_lerobot.sampler(horizon, device, name, steps)

@@ -1,15 +1,14 @@
-"""Transforms and observations for a GR00T with random weights, whose tokenizer and statistics cannot be had."""
+"""Transforms for a GR00T with random weights, whose tokenizer and statistics cannot be had."""
 
 from __future__ import annotations
 
 import re
 import zlib
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from vla_accel.errors import ConfigError
+from vla_accel.families.stand_in import libero
 from vla_accel.models.groot import GrootConfig
 from vla_accel.models.groot_language import LEAD
 from vla_accel.transforms.groot import GrootProcessor
@@ -17,8 +16,6 @@ from vla_accel.transforms.groot_images import Cropping
 from vla_accel.transforms.modalities import Group, Groups
 from vla_accel.transforms.robots import LIBERO
 
-VIEWS = ("observation/image", "observation/wrist_image", "observation/right_wrist_image", "observation/back_image")
-PROMPT = "pick up the black bowl between the plate and the ramekin and place it on the plate"
 _PIECES = re.compile(r"<\|\w+\|>|\n|[^\s<]+")
 
 
@@ -38,8 +35,6 @@ class _Words:
 
 def processor(config: GrootConfig, views: int) -> GrootProcessor:
     """LIBERO's transforms with any number of views, statistics that change nothing, and every row of a chunk."""
-    if not 1 <= views <= len(VIEWS):
-        raise ConfigError(f"views: expected 1 to {len(VIEWS)}, got {views}")
 
     def groups(count: int) -> Groups:
         return Groups((Group("all", count, low=-np.ones(count), high=np.ones(count), clipped=False),))
@@ -50,7 +45,7 @@ def processor(config: GrootConfig, views: int) -> GrootProcessor:
         tokenizer=_Words(config.language.vocab_size),
         state=groups(LIBERO.state_dim),
         actions=groups(LIBERO.action_dim),
-        preset=replace(LIBERO, images=VIEWS[:views], ignored_images=()),
+        preset=libero(views),
         cropping=Cropping("bicubic", edge=side, crop=1.0, target=(side, side), unit=unit),
         state_dim=config.state_dim,
         action_dim=config.action_dim,
@@ -58,10 +53,3 @@ def processor(config: GrootConfig, views: int) -> GrootProcessor:
         rows=config.action_horizon,
         lead=LEAD,
     )
-
-
-def observation(transforms: GrootProcessor, rng: np.random.Generator) -> dict[str, Any]:
-    """Noise for images, a standard normal state, a LIBERO prompt of about 20 tokens."""
-    preset, size = transforms.preset, (*transforms.cropping.target, 3)
-    images = {k: rng.integers(0, 256, size, dtype=np.uint8) for k in preset.images}
-    return {**images, preset.state[0]: rng.standard_normal(preset.state_dim), preset.prompt: PROMPT}

@@ -1,12 +1,15 @@
-"""What a user's configuration says of a checkpoint, over what its folder says."""
+"""What a user's configuration says of a checkpoint, over what its folder says, and whether both fit the model."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vla_accel.config import PolicyConfig
+from vla_accel.errors import CheckpointError
 from vla_accel.transforms.robots import Preset, load_preset
+from vla_accel.transforms.tokenizer import SmallTokenizer, Tokenizer
 
 C = TypeVar("C")
 _SIZES = ("action_horizon", "max_token_len", "discrete_state_input")
@@ -26,3 +29,9 @@ def robot_of(told: Preset, settings: PolicyConfig) -> Preset:
     if settings.preset is None:
         return told
     return dataclasses.replace(load_preset(settings.preset), resize=told.resize)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:
+    """Raise CheckpointError where a small tokenizer has tokens that a model of `vocab_size` has not."""
+    if isinstance(tokenizer, SmallTokenizer) and tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(f"tokenizer {folder}: expected at most {vocab_size} tokens, got {tokenizer.vocab_size}")

@@ -20,7 +20,6 @@ from vla_accel.families.prompted import DenoisingFamily, PromptShape
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Work, weight_bytes
 from vla_accel.models.pi0 import Kind, Pi0, Pi0Config, pi0, pi05, pi05_demo
-from vla_accel.models.random_weights import drawn_model
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.transforms.processing import Inputs, Processor
 
@@ -28,19 +27,12 @@ from vla_accel.transforms.processing import Inputs, Processor
 class Pi0Family(DenoisingFamily):
     """Either of the two: they differ in where state and time enter, and in where a horizon and views usually are."""
 
+    network_class = Pi0
     baselines = tuple(pi0_openpi.MODES)
 
     def __init__(self, kind: Kind, sizes: Mapping[str, Callable[..., Pi0Config]], horizon: int, views: int) -> None:
         self.name, self.sizes, self.horizon, self.views = kind, sizes, horizon, views
         self.realtime_vla = tuple(pi0_realtime_vla.CLASSES[kind])
-
-    # -- the network ----------------------------------------------------------------------------------------------
-
-    def network(self, config: Pi0Config) -> Pi0:
-        return Pi0(config)
-
-    def random(self, config: Pi0Config, *, seed: int, device: str, dtype: torch.dtype) -> Pi0:
-        return drawn_model(Pi0, config, seed=seed, device=device, dtype=dtype)
 
     # -- running it -----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from vla_accel.families.prompted import PromptedFamily, PromptShape
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Work, weight_bytes
 from vla_accel.models.pi0_fast import Pi0Fast, Pi0FastConfig, pi0_fast
-from vla_accel.models.random_weights import drawn_model
 from vla_accel.native.pi0_fast import Pi0FastStore
 from vla_accel.transforms.fast import Detokeniser, FastProcessor, FastTokenizer
 from vla_accel.transforms.processing import Inputs
@@ -32,6 +31,7 @@ class Pi0FastFamily(PromptedFamily):
     """Its steps are tokens."""
 
     name = "pi0_fast"
+    network_class = Pi0Fast
     parts = ("vision", "kv_cache", "decode")
     sizes: ClassVar[Mapping[str, Callable[..., Pi0FastConfig]]] = {"pi0_fast": pi0_fast}
     result = RESULT
@@ -42,12 +42,6 @@ class Pi0FastFamily(PromptedFamily):
     }  # fmt: skip
 
     # -- the network ----------------------------------------------------------------------------------------------
-
-    def network(self, config: Pi0FastConfig) -> Pi0Fast:
-        return Pi0Fast(config)
-
-    def random(self, config: Pi0FastConfig, *, seed: int, device: str, dtype: torch.dtype) -> Pi0Fast:
-        return drawn_model(Pi0Fast, config, seed=seed, device=device, dtype=dtype)
 
     def steps(self, config: Pi0FastConfig) -> int:
         """Tokens that are decoded at most."""

@@ -17,16 +17,16 @@ from vla_accel.checkpoints.checkpoint import is_own, read_config, shapes_of
 from vla_accel.checkpoints.dialects import Stated, dialect_of, infer_config, places
 from vla_accel.checkpoints.lerobot import is_lerobot, read_folder
 from vla_accel.checkpoints.lora import Folded, read_lora
-from vla_accel.checkpoints.pi0 import deferred_weights
+from vla_accel.checkpoints.pi0 import load_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.overrides import resized, robot_of
+from vla_accel.families.overrides import check_vocabulary, resized, robot_of
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import BY_ASSET, Preset, load_preset
-from vla_accel.transforms.tokenizer import SmallTokenizer, Tokenizer, load_tokenizer
+from vla_accel.transforms.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,7 @@ def load_folder(
         weights = SafetensorsWeights(folder)
         described = _openpi(folder, weights, settings)
     config, tokenizer = described.config, described.tokenizer
-    if isinstance(tokenizer, SmallTokenizer) and tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"tokenizer {folder}: expected at most {config.vocab_size} tokens, got {tokenizer.vocab_size}"
-        )
+    check_vocabulary(tokenizer, config.vocab_size, folder)
     needed = max(described.preset.action_dim, described.preset.state_dim if config.kind == "pi0" else 0)
     if needed > config.action_dim:
         raise ConfigError(f"preset: {needed} state or action dimensions do not fit a model of {config.action_dim}")
@@ -78,7 +75,7 @@ def load_folder(
         preset=described.preset,
         prompt_state_dim=described.prompt_state_dim,
     )
-    model = deferred_weights(weights, config, str(folder), device=device, dtype=dtype)
+    model = load_weights(weights, config, str(folder), device=device, dtype=dtype)
     if lora is not None:
         assert model.origin is not None
         shapes = shapes_of(model)

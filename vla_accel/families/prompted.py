@@ -1,5 +1,5 @@
-"""What families of vision → image_tokens → kv_cache → keys, values → … have in common: views of one size, prompts of
-several lengths in buckets, a state; and those that then denoise, guidance by a previous chunk."""
+"""What families have in common: prompts of several lengths, in buckets; those of vision → image_tokens → kv_cache →
+keys, values → …, views of one size and a state; and those that then denoise, guidance by a previous chunk."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from vla_accel.components.calibration import calibration
-from vla_accel.components.padding import padded_prompt
+from vla_accel.components.padding import PROMPT_BUCKET, padded_prompt
 from vla_accel.components.variants import needs_scales
 from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ObservationError
 from vla_accel.families import stand_in
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Family, Rows, Shape
+from vla_accel.models.network import Network
+from vla_accel.models.random_weights import Drawn, drawn_model
 from vla_accel.models.rtc import chunk_weights
 from vla_accel.ops.resize import fits_on
 from vla_accel.quantize import calibrate
@@ -39,12 +41,43 @@ class PromptShape(Shape):
         return f"{self.views} views and {self.tokens} prompt tokens"
 
 
-class PromptedFamily(Family):
-    """A family whose config is one of a `models.prefixed.PrefixNetwork`, whose transforms are a `Processor`, and whose
-    first components are vision and kv_cache."""
+class TextFamily(Family):
+    """A family with a text prompt, whose config has `action_horizon`, `action_dim` and `max_token_len`."""
+
+    network_class: type[Network]
+    drawn: type[Drawn] = Drawn
+    """What draws its random weights."""
+
+    def network(self, config: Any) -> Network:
+        return self.network_class(config)
+
+    def random(self, config: Any, *, seed: int, device: str, dtype: torch.dtype) -> Network:
+        return drawn_model(self.network_class, config, seed=seed, device=device, dtype=dtype, drawn=self.drawn)
 
     def action_shape(self, config: Any) -> tuple[int, int]:
         return config.action_horizon, config.action_dim
+
+    def prompt_place(
+        self, inputs: Sequence[Any], specs: Mapping[str, EngineSpec], readers: Sequence[str]
+    ) -> tuple[int, bool]:  # fmt: skip
+        """Tokens that these prompts get, and whether rows may have fewer. `readers`: parts that read the prompt."""
+        counts = [len(i.tokens) for i in inputs]
+        # The native engine takes lengths: where it runs a part that reads the prompt, or may have to step in for
+        # another, all parts must agree, and so must engines built ahead of time.
+        bucketed = any("native" in (specs[n].engine, *specs[n].fallback) for n in readers)
+        tokens = padded_prompt(max(counts)) if bucketed else max(counts)
+        return tokens, bucketed or min(counts) != tokens
+
+    def shapes(self, config: Any, shape: Any) -> Sequence[Any]:
+        if not shape.padded:
+            return (shape,)
+        longest = padded_prompt(config.max_token_len)
+        return [replace(shape, tokens=tokens) for tokens in range(PROMPT_BUCKET, longest + 1, PROMPT_BUCKET)]
+
+
+class PromptedFamily(TextFamily):
+    """A family whose config is one of a `models.prefixed.PrefixNetwork`, whose transforms are a `Processor`, and whose
+    first components are vision and kv_cache."""
 
     # -- running it -----------------------------------------------------------------------------------------------
 
@@ -55,19 +88,7 @@ class PromptedFamily(Family):
         views = len(inputs[0].images)
         if any(len(i.images) != views for i in inputs):
             raise ObservationError(f"batch: expected as many views of each, got {[len(i.images) for i in inputs]}")
-        counts = [len(i.tokens) for i in inputs]
-        longest = max(counts)
-        # The native engine takes lengths: where it runs a part that reads the prompt, or may have to step in for
-        # another, all parts must agree, and so must engines built ahead of time.
-        bucketed = any("native" in (specs[n].engine, *specs[n].fallback) for n in self.parts[1:])
-        tokens = padded_prompt(longest) if bucketed else longest
-        return PromptShape(len(inputs), steps, views, tokens, bucketed or min(counts) != longest)
-
-    def shapes(self, config: Any, shape: PromptShape) -> Sequence[PromptShape]:
-        if not shape.padded:
-            return (shape,)
-        bucket, longest = padded_prompt(1), padded_prompt(config.max_token_len)
-        return [replace(shape, tokens=tokens) for tokens in range(bucket, longest + 1, bucket)]
+        return PromptShape(len(inputs), steps, views, *self.prompt_place(inputs, specs, self.parts[1:]))
 
     def prepare(self, transforms: Any, observation: Mapping[str, Any], device: torch.device) -> Inputs:
         return transforms.prepare(observation, fitted=not fits_on(device))
@@ -108,7 +129,8 @@ class PromptedFamily(Family):
         return stand_in.processor(config, views)
 
     def random_observation(self, transforms: Processor, rng: np.random.Generator) -> dict[str, Any]:
-        return stand_in.observation(transforms, rng)
+        side = transforms.image_size
+        return stand_in.observation(transforms.preset, (side, side), rng)
 
     # -- FP8 ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from vla_accel.families.prompted import DenoisingFamily, PromptShape
 from vla_accel.families.smolvla_folder import load_folder
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Work, products_of, weight_bytes
-from vla_accel.models.random_weights import drawn_model
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.native.smolvla import SmolVlaStore
 from vla_accel.transforms.processing import Inputs, Processor
@@ -29,16 +28,9 @@ class SmolVlaFamily(DenoisingFamily):
     """SmolVLA, whatever its sizes and whichever of its layers cross."""
 
     name = "smolvla"
+    network_class = SmolVla
     sizes: ClassVar[Mapping[str, Callable[..., SmolVlaConfig]]] = {"smolvla": smolvla, "smolvla_demo": smolvla_demo}
     baselines = tuple(smolvla_lerobot.MODES)
-
-    # -- the network ----------------------------------------------------------------------------------------------
-
-    def network(self, config: SmolVlaConfig) -> SmolVla:
-        return SmolVla(config)
-
-    def random(self, config: SmolVlaConfig, *, seed: int, device: str, dtype: torch.dtype) -> SmolVla:
-        return drawn_model(SmolVla, config, seed=seed, device=device, dtype=dtype)
 
     # -- running it -----------------------------------------------------------------------------------------------
 

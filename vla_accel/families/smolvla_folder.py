@@ -15,13 +15,13 @@ from vla_accel.checkpoints.smolvla import load_weights, read_sizes
 from vla_accel.checkpoints.weights import SafetensorsWeights, read_json
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.overrides import resized, robot_of
+from vla_accel.families.overrides import check_vocabulary, resized, robot_of
 from vla_accel.models.network import weightless
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
 from vla_accel.transforms.normalisation import Normaliser, load_statistics
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import load_preset
-from vla_accel.transforms.tokenizer import SmallTokenizer, Tokenizer, load_line_tokenizer
+from vla_accel.transforms.tokenizer import Tokenizer, load_line_tokenizer
 
 TOKENIZER_HUB = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
 # What lerobot can be told, and what would change the model in ways that are not built here.
@@ -67,10 +67,7 @@ def _ours(
 def _processor(
     folder: Path, config: SmolVlaConfig, told: Processors, tokenizer: Tokenizer, settings: PolicyConfig
 ) -> Processor:  # fmt: skip
-    if isinstance(tokenizer, SmallTokenizer) and tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"tokenizer {folder}: expected at most {config.vocab_size} tokens, got {tokenizer.vocab_size}"
-        )
+    check_vocabulary(tokenizer, config.vocab_size, folder)
     for what, needed, there in (
         ("state", told.preset.state_dim, config.state_dim), ("action", told.preset.action_dim, config.action_dim),
     ):  # fmt: skip

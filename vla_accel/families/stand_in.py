@@ -11,7 +11,7 @@ import numpy as np
 from vla_accel.errors import ConfigError
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.processing import Processor
-from vla_accel.transforms.robots import LIBERO
+from vla_accel.transforms.robots import LIBERO, Preset
 
 P = TypeVar("P", bound=Processor)
 VIEWS = ("observation/image", "observation/wrist_image", "observation/right_wrist_image", "observation/back_image")
@@ -33,11 +33,16 @@ class _Words:
         return ids
 
 
+def libero(views: int) -> Preset:
+    """LIBERO's robot with any number of views."""
+    if not 1 <= views <= len(VIEWS):
+        raise ConfigError(f"views: expected 1 to {len(VIEWS)}, got {views}")
+    return replace(LIBERO, images=VIEWS[:views], ignored_images=())
+
+
 def processor(config: Any, views: int, kind: type[P] = Processor, **more: Any) -> P:
     """LIBERO's transforms with any number of views and statistics that change nothing; `kind` of them, and `more`
     fields."""
-    if not 1 <= views <= len(VIEWS):
-        raise ConfigError(f"views: expected 1 to {len(VIEWS)}, got {views}")
     unit = Normaliser("mean_std", np.zeros(8), np.ones(8))
     return kind(
         tokenizer=_Words(config.vocab_size),
@@ -47,14 +52,13 @@ def processor(config: Any, views: int, kind: type[P] = Processor, **more: Any) -
         action_dim=config.action_dim,
         max_token_len=config.max_token_len,
         discrete_state=more.pop("discrete_state", False),
-        preset=replace(LIBERO, images=VIEWS[:views], ignored_images=()),
+        preset=libero(views),
         **more,
     )
 
 
-def observation(transforms: Processor, rng: np.random.Generator) -> dict[str, Any]:
-    """Noise for images, a standard normal state, a LIBERO prompt of about 20 tokens. Suits transforms with one state
-    key."""
-    size, preset = transforms.image_size, transforms.preset
-    images = {k: rng.integers(0, 256, (size, size, 3), dtype=np.uint8) for k in preset.images}
+def observation(preset: Preset, size: tuple[int, int], rng: np.random.Generator) -> dict[str, Any]:
+    """Noise for images of `size` (height, width), a standard normal state, a LIBERO prompt of about 20 tokens. Suits a
+    robot with one state key."""
+    images = {k: rng.integers(0, 256, (*size, 3), dtype=np.uint8) for k in preset.images}
     return {**images, preset.state[0]: rng.standard_normal(preset.state_dim), preset.prompt: PROMPT}

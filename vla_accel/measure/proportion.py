@@ -9,8 +9,8 @@ from vla_accel.errors import ConfigError
 Z_95 = 1.959963984540054
 
 
-def wilson(successes: int, episodes: int, z: float = Z_95) -> tuple[float, float]:
-    """Wilson's score interval of a proportion; (0, 1) without episodes.
+def wilson(successes: int, episodes: int) -> tuple[float, float]:
+    """Wilson's score interval (95 %) of a proportion; (0, 1) without episodes.
 
     Source: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927) 209. Unlike the normal approximation it
     does not collapse to a point at 0 or 100 %.
@@ -19,7 +19,7 @@ def wilson(successes: int, episodes: int, z: float = Z_95) -> tuple[float, float
         raise ConfigError(f"successes: expected 0 to {episodes}, got {successes}")
     if episodes == 0:
         return 0.0, 1.0
-    rate = successes / episodes
+    rate, z = successes / episodes, Z_95
     scale = 1 + z * z / episodes
     centre = (rate + z * z / (2 * episodes)) / scale
     half = z / scale * math.sqrt(rate * (1 - rate) / episodes + z * z / (4 * episodes**2))

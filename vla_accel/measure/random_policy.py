@@ -25,12 +25,12 @@ def random_observations(policy: OptimizedPolicy, count: int, *, seed: int = 0) -
     return [policy.family.random_observation(policy.processor, rng) for _ in range(count)]
 
 
-def random_observation(family: str | Family, *, views: int | None = None, seed: int = 0) -> dict[str, Any]:
+def random_observation(family: str | Family) -> dict[str, Any]:
     """One that suits a policy of a family's published size, which is not made for it."""
     if isinstance(family, str):
         family = family_named(family)
-    processor = family.stand_in(family.published(None), views or family.views)
-    return family.random_observation(processor, np.random.default_rng(seed))
+    processor = family.stand_in(family.published(None), family.views)
+    return family.random_observation(processor, np.random.default_rng(0))
 
 
 def random_policy(
@@ -72,7 +72,7 @@ def random_policy(
 
 
 def noise_scales(
-    family: Family, settings: PolicyConfig, *, horizon: int | None = None, views: int | None = None, seed: int = 0,
+    family: Family, settings: PolicyConfig, *, horizon: int | None = None, views: int | None = None,
     device: str | None = None,
 ) -> Scales | None:  # fmt: skip
     """The scales that `random_policy` would calibrate for these settings, beforehand; None where it needs none."""
@@ -80,8 +80,8 @@ def noise_scales(
         return None
     where = resolve_device(device or settings.device)
     config, dtype = family.published(horizon), resolve_dtype(settings, where)
-    model = family.random(config, seed=seed, device=str(where), dtype=dtype)
-    return calibrate_on_noise(family, model, family.stand_in(config, views or family.views), seed=seed)
+    model = family.random(config, seed=0, device=str(where), dtype=dtype)
+    return calibrate_on_noise(family, model, family.stand_in(config, views or family.views))
 
 
 def calibrate_on_noise(family: Family, model: Network, processor: Any, *, count: int = 8, seed: int = 0) -> Scales:

@@ -48,8 +48,8 @@ class Prepared(Protocol):
 class Transforms(Protocol):
     """What stands between a robot and a model. Raises ObservationError for what does not fit."""
 
-    def prepare(self, observation: Mapping[str, Any]) -> Any:
-        """Check and convert one observation to the family's `Prepared`."""
+    def prepare(self, observation: Mapping[str, Any]) -> Prepared:
+        """Check and convert one observation."""
         ...
 
     def finish(self, actions: np.ndarray, inputs: Any) -> np.ndarray:

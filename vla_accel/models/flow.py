@@ -99,9 +99,10 @@ def euler_times(num_steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.stack(times)
 
 
-def sinusoidal_embedding(time: Tensor, width: int, min_period: float = 4e-3, max_period: float = 4.0) -> Tensor:
-    """Sine-cosine embedding of flow time. time (B,) to (B, width) float32, formed in float64 (openpi)."""
+def sinusoidal_embedding(time: Tensor, width: int) -> Tensor:
+    """Sine-cosine embedding of flow time with periods from 0.004 to 4, as openpi's. time (B,) to (B, width) float32,
+    formed in float64."""
     fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=time.device)
-    period = min_period * (max_period / min_period) ** fraction
+    period = 4e-3 * (4.0 / 4e-3) ** fraction
     angle = time.double()[..., None] * (2 * math.pi / period)
     return torch.cat((angle.sin(), angle.cos()), dim=-1).to(torch.promote_types(time.dtype, torch.float32))

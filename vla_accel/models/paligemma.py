@@ -6,8 +6,6 @@ Apache-2.0); masked views and padding are dropped before anything is computed.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -62,10 +60,6 @@ class PaliGemma(PrefixNetwork):
     def project(self, features: Tensor) -> Tensor:
         """Not scaled."""
         return F.linear(features, self.projector.weight, self.projector.bias)
-
-    def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """Token ids (B, L) to embeddings (B, L, prefix width), scaled by √width."""
-        return self.embed(tokens) * math.sqrt(self.config.prefix.width)
 
     def prefix_cache(self, image_tokens: Tensor, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of the prefix, each (depth, B, S, kv_heads, head_dim), S = image tokens + L.

@@ -5,6 +5,7 @@ Knows nothing of what reads the keys and values.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 
 import torch
@@ -42,6 +43,10 @@ class PrefixNetwork(Network):
         batch, views = pixels.shape[:2]
         features = self.vision(pixels.flatten(0, 1))
         return self.project(features).view(batch, views * self.config.image_tokens, -1)
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, L) to embeddings (B, L, prefix width), scaled by √width."""
+        return self.embed(tokens) * math.sqrt(self.config.prefix.width)
 
     @abstractmethod
     def prefix_rows(self, image_tokens: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

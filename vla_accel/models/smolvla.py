@@ -206,10 +206,6 @@ class SmolVla(FlowNetwork):
         tokens = self.projector(squares.reshape(features.shape[0], side * side, -1))
         return tokens * config.image_scale
 
-    def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """Token ids (B, L) to embeddings (B, L, prefix width), scaled by √width."""
-        return self.embed(tokens) * math.sqrt(self.config.prefix.width)
-
     def prefix_cache(
         self, image_tokens: Tensor, tokens: Tensor, state: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

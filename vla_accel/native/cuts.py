@@ -13,22 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.ops import suffix, suffix_tilings
+from vla_accel.ops import key_tilings, suffix, suffix_tilings
 from vla_accel.ops.autotune import remembered
 from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.key_tilings import Crossing, CrossTile, KeySplit, SuffixAttention
 from vla_accel.ops.moments import Moments
-from vla_accel.ops.suffix_tilings import (
-    Crossing,
-    CrossTile,
-    KeySplit,
-    Library,
-    Own,
-    Pipelined,
-    Product,
-    Skinny,
-    SuffixAttention,
-    Tiling,
-)
+from vla_accel.ops.suffix_tilings import Library, Own, Pipelined, Product, Skinny, Tiling
 
 Cut = Tiling | KeySplit | CrossTile
 
@@ -107,14 +97,14 @@ class Cuts:
 
     def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
         """Choose for `suffix_attention`; as `products`."""
-        cuts = suffix_tilings.key_splits(Gpu.of(self.device), sizes)
+        cuts = key_tilings.key_splits(Gpu.of(self.device), sizes)
         self._choose(
             kind, str(sizes), [Taken(c, suffix.suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20
         )
 
     def crossing(self, kind: str, sizes: Crossing, run: Callable[[], object]) -> None:
         """Choose for `cross_attention`; as `products`."""
-        cuts = suffix_tilings.crossings(Gpu.of(self.device), sizes)
+        cuts = key_tilings.crossings(Gpu.of(self.device), sizes)
         self._choose(kind, str(sizes), [Taken(cut, None) for cut in cuts], run, 1)
 
     def _choose(self, kind: str, what: str, ways: Sequence[Taken], run: Callable[[], object], repeats: int) -> None:

@@ -26,9 +26,9 @@ from vla_accel.native.prefix import PrefixLayer, PrefixWeights
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
 from vla_accel.ops.dispatch import dependent_launches
+from vla_accel.ops.key_tilings import SuffixAttention
 from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.rows import add_norm, rope_tables
-from vla_accel.ops.suffix_tilings import SuffixAttention
 from vla_accel.ops.weights import Linear, make_linear
 
 TURN = 4

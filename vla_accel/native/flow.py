@@ -43,3 +43,15 @@ class FlowStore(NativeStore[N]):
         if spec.keep:
             raise EngineError(f"{component}: keep: its weights are stored in one byte all or none")
         return precision
+
+    def loop_weights(
+        self, spec: EngineSpec, batch: int, trained: bool, why_not_streamed: Callable[..., str | None],
+        of: Callable[..., W],
+    ) -> tuple[tuple[str, ...], W, str | None]:  # fmt: skip
+        """A denoise loop's weights, prepared by `of(model, precision, streamed=…)`, their key, and why they are not for
+        the streamed kernels. `trained`: as in `RtcConfig`; `why_not_streamed`: asked for model, precision and batch."""
+        precision = self.loop_precision("denoise", spec)
+        why_not = "they have one flow time for all actions" if trained else None
+        why_not = why_not or why_not_streamed(self.model, precision, batch)
+        key = ("denoise", precision, "layers" if why_not else "streamed")
+        return key, self.weights(key, lambda: of(self.model, precision, streamed=why_not is None)), why_not

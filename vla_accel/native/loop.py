@@ -17,9 +17,9 @@ from vla_accel.native.cuts import Cuts
 from vla_accel.native.prefix import NativePrefix
 from vla_accel.ops.cuda.denoise import StepTables, StreamedLoop
 from vla_accel.ops.dispatch import dependent_launches
+from vla_accel.ops.key_tilings import SuffixAttention
 from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.rows import rope_tables
-from vla_accel.ops.suffix_tilings import SuffixAttention
 
 Stack = GemmaConfig | SmolLmConfig
 Wait = Callable[[int], None]

@@ -22,11 +22,7 @@ class Pi0Store(PaliGemmaStore[Pi0]):
         trained: bool = False,
     ) -> Program:
         """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
-        precision = self.loop_precision("denoise", spec)
-        why_not = "they have one flow time for all actions" if trained else None
-        why_not = why_not or why_not_streamed(self.model, precision, batch)
-        form = ("denoise", precision, "layers" if why_not else "streamed")
-        weights = self.weights(form, lambda: ExpertWeights.of(self.model, precision, streamed=why_not is None))
-        steps = (*form, num_steps, max_weight, trained)
+        key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, ExpertWeights.of)
+        steps = (*key, num_steps, max_weight, trained)
         tables = self.weights(steps, lambda: steps_of(self.model, weights, num_steps, max_weight, trained))
         return NativeDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)

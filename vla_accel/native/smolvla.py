@@ -15,7 +15,7 @@ from vla_accel.fp8 import Scales
 from vla_accel.models.smolvla import CrossLayer, SmolVla
 from vla_accel.native.flow import FlowStore
 from vla_accel.native.prefix import NativePrefix, PrefixWeights
-from vla_accel.native.smolvla_expert import ExpertWeights, NativeDenoise, steps_of, why_not_streamed
+from vla_accel.native.smolvla_expert import SmolVlaDenoise, SmolVlaExpertWeights, steps_of, why_not_streamed
 from vla_accel.native.store import compute_dtype
 from vla_accel.ops.rows import embed_norm
 from vla_accel.ops.weights import Linear
@@ -133,12 +133,7 @@ class SmolVlaStore(FlowStore[SmolVla]):
         trained: bool = False,
     ) -> Program:
         """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
-        precision = self.loop_precision("denoise", spec)
-        why_not = "they have one flow time for all actions" if trained else None
-        why_not = why_not or why_not_streamed(self.model, precision, batch)
-        streamed = why_not is None
-        form = ("denoise", precision, "streamed" if streamed else "layers")
-        weights = self.weights(form, lambda: ExpertWeights.of(self.model, precision, streamed=streamed))
-        steps = (*form, num_steps, max_weight, trained)
+        key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, SmolVlaExpertWeights.of)
+        steps, streamed = (*key, num_steps, max_weight, trained), why_not is None
         tables = self.weights(steps, lambda: steps_of(self.model, num_steps, max_weight, trained, streamed=streamed))
-        return NativeDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)
+        return SmolVlaDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)

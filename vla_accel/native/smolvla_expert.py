@@ -27,12 +27,12 @@ from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.cuda.denoise.sizes import WHOLE
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.suffix_tilings import SuffixAttention
+from vla_accel.ops.key_tilings import SuffixAttention
 from vla_accel.ops.weights import Linear, make_linear
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
+class SmolVlaExpertWeights:
     """The expert's weights. Of a layer that crosses, `qkv` is its queries' alone; `mix` (W, W): the second layer of the
     time MLP; `w_out` (A, W) float32; `precision`: of the layers' weights.
 
@@ -48,7 +48,7 @@ class ExpertWeights:
     precision: str
 
     @classmethod
-    def of(cls, model: SmolVla, precision: str, *, streamed: bool = False) -> ExpertWeights:
+    def of(cls, model: SmolVla, precision: str, *, streamed: bool = False) -> SmolVlaExpertWeights:
         """Prepare from a model; `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`). `streamed`: for the
         streamed kernels."""
         dtype, expert = compute_dtype(precision), model.config.expert
@@ -102,7 +102,7 @@ def steps_of(
     model: SmolVla, num_steps: int, max_weight: float | None = None, trained: bool = False, *, streamed: bool = False
 ) -> StepTables:
     """What the steps add to any weights of a model; the same for all shapes. `max_weight`, `trained`: as in
-    `RtcConfig`; `streamed`: as in `ExpertWeights.of`."""
+    `RtcConfig`; `streamed`: as in `SmolVlaExpertWeights.of`."""
     euler = model.times(num_steps)
     times = tuple(euler.tolist())
     euler = torch.cat((euler, euler.new_zeros(int(trained))))
@@ -121,13 +121,13 @@ def steps_of(
     return StepTables(None, None, None, None, None, None, final, None, b_in, w_in, times, gains, trained)
 
 
-class NativeDenoise(LoopProgram):
+class SmolVlaDenoise(LoopProgram):
     """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d) as the expert reads
     them, `lengths` (B,) int32, `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call),
     or, with trained tables, of the actions that are pinned; output `actions` (B, H, A) float32."""
 
     def __init__(
-        self, weights: ExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int,
+        self, weights: SmolVlaExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int,
         why_not_streamed: str | None = None,
     ) -> None:  # fmt: skip
         """`why_not_streamed`: of weights that are not packed, for the ledger."""
@@ -143,7 +143,7 @@ class NativeDenoise(LoopProgram):
 
 
 def streamed_loop(
-    gpu: Gpu, weights: ExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int
+    gpu: Gpu, weights: SmolVlaExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int
 ) -> StreamedLoop:
     """The streamed kernels over packed weights and streamed tables."""
     assert weights.packed is not None and weights.mix.bias is not None
@@ -157,7 +157,7 @@ class SmolVlaLayerLoop(LayerLoop):
     """Four or five kernels a layer and two between steps."""
 
     def __init__(
-        self, weights: ExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int
+        self, weights: SmolVlaExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int
     ) -> None:
         super().__init__(
             config.expert, tables, batch, config.action_horizon, prefix_tokens, weights.dtype, weights.w_out.device

@@ -1,7 +1,5 @@
-"""One op API for every model. Models call these; which implementation runs is decided below the API.
-
-Today each op is its torch reference (`reference.py`), which runs on any device and is what faster versions are
-judged against.
+"""One op API. The networks in `models` call the torch references that are named here, which run on any device; native
+programs call the fused ops of this folder's modules, each of which has its reference beside its kernels.
 """
 
 from vla_accel.ops.reference import (

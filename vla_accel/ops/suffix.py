@@ -14,23 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_accel.ops import many, reference, suffix_tilings
+from vla_accel.ops import key_tilings, many, reference, suffix_tilings
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
+from vla_accel.ops.key_tilings import Crossing, CrossTile, KeySplit, SuffixAttention
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import normed
-from vla_accel.ops.suffix_tilings import (
-    Crossing,
-    CrossTile,
-    KeySplit,
-    Library,
-    Own,
-    Product,
-    Skinny,
-    SuffixAttention,
-    Tiling,
-)
+from vla_accel.ops.suffix_tilings import Library, Own, Product, Skinny, Tiling
 from vla_accel.ops.weights import Linear
 
 AttentionWorkspace = tuple[Tensor, Tensor, Tensor]
@@ -77,7 +68,7 @@ def suffix_workspace(sizes: SuffixAttention, device: torch.device, cut: KeySplit
     """What `suffix_attention` keeps between its programs. The counters must be zero at the start, and stay so."""
     if path(device) == "reference":
         return (torch.empty(0), torch.empty(0), torch.empty(0))
-    cut = cut or suffix_tilings.key_splits(Gpu.of(device), sizes)[0]
+    cut = cut or key_tilings.key_splits(Gpu.of(device), sizes)[0]
     parts, stats, counters = cut.workspace(sizes)
     return (
         torch.empty(parts, device=device),
@@ -140,7 +131,7 @@ def suffix_attention(
         batch, tokens, heads, head_dim = q.shape
         prefix_tokens, kv_heads = prefix_k.shape[1:3]
         sizes = SuffixAttention(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
-        cut = cut or suffix_tilings.key_splits(Gpu.of(q.device), sizes)[0]
+        cut = cut or key_tilings.key_splits(Gpu.of(q.device), sizes)[0]
         return kernels("attention").suffix_attention(
             q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, causal=causal, pdl=pdl,
             cut=cut,
@@ -226,12 +217,12 @@ def cross_attention(
     """Norm, query projection and rotation of the suffix, from position 0 on, and attention to the prefix alone.
 
     x (B * T, W); `layer` of the queries (heads * d, W); keys, values (B, S, kv_heads, d), of which row b has
-    lengths[b]; out (B * T, heads * d); all contiguous. `cut`: how programs share the work (`suffix_tilings.crossings`);
+    lengths[b]; out (B * T, heads * d); all contiguous. `cut`: how programs share the work (`key_tilings.crossings`);
     `moments`: of x, where they were written beside it.
     """
     if path(x) != "reference":
         if cut is None:
-            cut = suffix_tilings.crossings(Gpu.of(x.device), crossing(x, layer, keys))[0]
+            cut = key_tilings.crossings(Gpu.of(x.device), crossing(x, layer, keys))[0]
         return kernels("cross").cross_attention(
             x, layer.weight, layer.sums_scale, cos, sin, keys, values, lengths, out, eps=eps, pdl=pdl,
             cut=cut, moments=moments,

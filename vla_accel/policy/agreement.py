@@ -13,7 +13,7 @@ from typing import Any
 
 from vla_accel.config import EngineSpec
 from vla_accel.engines.auto import Shown
-from vla_accel.files import replacing
+from vla_accel.files import write_json
 from vla_accel.fp8 import fingerprint
 from vla_accel.models.network import Network
 
@@ -32,8 +32,7 @@ def keep(report: Mapping[str, Any], folder: Path, specs: Mapping[str, EngineSpec
     precisions that it was made in; the file's path."""
     path = folder / PATTERN.replace("*", name)
     content = {**report, "precisions": {part: spec.precision for part, spec in specs.items()}}
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(path, content)
     return path
 
 

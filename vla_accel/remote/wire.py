@@ -87,13 +87,13 @@ class Packer:
             yield data
 
 
-def unpack(data: bytes | memoryview, *, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> Any:
+def unpack(data: bytes | memoryview) -> Any:
     """The inverse of `pack`; arrays come back read-only. Costs time and memory in proportion to `data`, no more.
 
     Raises WireError for whatever is not exactly one well-formed message within the limits.
     """
     msgpack = _msgpack()
-    survey(data, max_values=max_values, max_depth=max_depth)
+    survey(data)
     try:
         return msgpack.unpackb(data, object_hook=_decode)
     except WireError:
@@ -115,10 +115,10 @@ def unpack_map(data: Any) -> dict[str, Any]:
     return value
 
 
-def survey(data: bytes | memoryview, *, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> int:
+def survey(data: bytes | memoryview) -> int:
     """Walk the headers of one message without decoding it; the number of values in it.
 
-    Raises WireError: truncated, bytes left over, an extension type, more than `max_values`, deeper than `max_depth`.
+    Raises WireError: truncated, bytes left over, an extension type, more than `MAX_VALUES`, deeper than `MAX_DEPTH`.
     """
     values = 0
 
@@ -126,10 +126,10 @@ def survey(data: bytes | memoryview, *, max_values: int = MAX_VALUES, max_depth:
         """Where the `items` values at `position` end. IndexError where one should begin and the data has ended."""
         nonlocal values
         values += items  # which nobody has seen yet
-        if values > max_values:
-            raise WireError(f"wire format: expected at most {max_values} values, got more")
-        if depth > max_depth:
-            raise WireError(f"wire format: expected at most {max_depth} levels, got more")
+        if values > MAX_VALUES:
+            raise WireError(f"wire format: expected at most {MAX_VALUES} values, got more")
+        if depth > MAX_DEPTH:
+            raise WireError(f"wire format: expected at most {MAX_DEPTH} levels, got more")
         for _ in range(items):
             code = data[position]
             position += _SIZES[code]

@@ -18,7 +18,7 @@ from vla_accel.server.limits import ServerConfig
 from vla_accel.server.metrics import Metrics
 from vla_accel.server.queue import FairQueue
 from vla_accel.server.replica import Replica
-from vla_accel.server.runner import Answer, Call, failure, power_of_two
+from vla_accel.server.runner import Answer, Call, failure, largest_power_of_two
 
 logger = logging.getLogger("vla_accel.server")
 
@@ -135,7 +135,7 @@ class Dispatcher:
                 if left > 0:
                     self._pump_at = self._loop.call_later(left, self._pump)
                     return
-            jobs = [self._queue.pop() for _ in range(power_of_two(min(waiting, self._max_batch)))]
+            jobs = [self._queue.pop() for _ in range(largest_power_of_two(min(waiting, self._max_batch)))]
             self._begin(replica, jobs)
 
     def _next(self, waiting: int) -> Replica | None:

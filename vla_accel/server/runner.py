@@ -193,10 +193,10 @@ def next_group(waiting: Sequence[Entry], max_batch: int) -> list[Entry]:
     if not served.batches:
         return [waiting[0]]
     able = [one for one in waiting if one.served is served and (served.mixed or not one.request.options)]
-    return able[: power_of_two(min(len(able), max_batch))] if able else [waiting[0]]
+    return able[: largest_power_of_two(min(len(able), max_batch))] if able else [waiting[0]]
 
 
-def power_of_two(count: int) -> int:
+def largest_power_of_two(count: int) -> int:
     """The largest one that is not above `count` (1 or more)."""
     return 1 << (count.bit_length() - 1)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vla_accel.errors import ConfigError
+from vla_accel.measure.proportion import Z_95
 
 Verdict = Literal["not worse", "worse", "open"]
 BETS = ((0.15, 0.15), (0.35, 0.20), (0.65, 0.30), (0.92, 0.35))
@@ -105,8 +106,8 @@ def money(pairs: Pairs, mean: float, *, better: bool) -> float:
     return total
 
 
-def tango(pairs: Pairs, z: float = 1.959963984540054) -> tuple[float, float]:
-    """Tango's score interval of the difference (candidate minus reference); (-1, 1) without pairs.
+def tango(pairs: Pairs) -> tuple[float, float]:
+    """Tango's score interval (95 %) of the difference (candidate minus reference); (-1, 1) without pairs.
 
     For a number of pairs that was fixed beforehand; after an early stop it is a description, and `lower_bound` the
     proof.
@@ -133,4 +134,4 @@ def tango(pairs: Pairs, z: float = 1.959963984540054) -> tuple[float, float]:
         return (low + high) / 2
 
     centre = pairs.difference
-    return root(z, -1.0, centre), root(-z, centre, 1.0)
+    return root(Z_95, -1.0, centre), root(-Z_95, centre, 1.0)

@@ -3,7 +3,6 @@ tried and why it was dropped."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,6 @@ def write_config(config: PolicyConfig, path: Path, comment: str) -> Path:
         temporary.write_text(text + yaml.safe_dump(as_mapping(config), sort_keys=False))
         assert load_config(temporary) == config, f"{path.name} would load as another configuration"
     return path
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON, whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _why(search: Search, chosen: Tried) -> str:

@@ -52,7 +52,7 @@ class BuildVae:
     """
 
     vae: str
-    """A folder, a hub name, or qwen-vae / sd-vae / tiny-… with random weights."""
+    """A folder, or qwen-vae / sd-vae / tiny-… with random weights."""
     output_dir: Annotated[Path, Written(folder=True)]
     """Where the files go, with vae_config.json, which the pipelines read."""
     static: bool = False
@@ -110,7 +110,7 @@ class BenchVae(BenchOptions):
     """
 
     vae: str = "qwen-vae"
-    """A folder, a hub name, or qwen-vae / sd-vae / tiny-qwen-vae / tiny-sd-vae with random weights."""
+    """A folder, or qwen-vae / sd-vae / tiny-qwen-vae / tiny-sd-vae with random weights."""
     sizes: Listed[str] = ("1024x1024",)
     """WIDTHxHEIGHT or a ratio's name; "static" is the five ratios, "profiles" the nine of the multi-profile engine."""
     systems: Listed[
@@ -254,8 +254,8 @@ class Precision:
     """
 
     model: Annotated[str, tyro.conf.arg(metavar="MODEL"), tyro.conf.Positional]
-    """A diffusers folder or hub name, or a configuration with random weights: qwen-vae, sd-vae, sd-unet,
-    qwen-text-encoder, or tiny- and one of these."""
+    """A diffusers folder, or a configuration with random weights: qwen-vae, sd-vae, sd-unet, qwen-text-encoder, or
+    tiny- and one of these."""
     dtype: Literal["bf16", "fp16"] = "bf16"
     """What float32 is compared with."""
     keep_fp32: Listed[str] = ()

@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vla_accel.numeric import power_of_two
 from vla_accel.ops.attention_tiles import Tile
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.kernels.common import launch_options, power_of_two, quantised, wait_for_previous
-from vla_accel.ops.suffix_tilings import KeySplit, SuffixAttention
+from vla_accel.ops.kernels.common import launch_options, quantised, wait_for_previous
+from vla_accel.ops.key_tilings import KeySplit, SuffixAttention
 
 LOG2E = 1.4426950408889634
 

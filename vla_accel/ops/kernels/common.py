@@ -88,8 +88,3 @@ def ahead(weight: Tensor, cut: Pipelined | None, pdl: bool) -> bool:
     begin at multiples of 16 bytes."""
     even = weight.shape[1] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
     return pdl and even and (cut is None or cut.ahead)
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is not below n."""
-    return triton.next_power_of_2(n)

@@ -10,19 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vla_accel.numeric import power_of_two
 from vla_accel.ops.kernels.attention import LOG2E
-from vla_accel.ops.kernels.common import (
-    ahead,
-    fetch_ahead,
-    launch_options,
-    power_of_two,
-    scale_of_sums,
-    wait_for_previous,
-)
+from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.moments import tiles_of
 from vla_accel.ops.kernels.pipelined import normed_pair
+from vla_accel.ops.key_tilings import CrossTile
 from vla_accel.ops.moments import Moments
-from vla_accel.ops.suffix_tilings import CrossTile
 
 
 @triton.jit

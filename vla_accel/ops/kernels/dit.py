@@ -6,16 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vla_accel.numeric import power_of_two
 from vla_accel.ops.dit import Activation, NormTables
-from vla_accel.ops.kernels.common import (
-    ahead,
-    fetch_ahead,
-    gelu_tanh,
-    launch_options,
-    power_of_two,
-    scale_of_sums,
-    wait_for_previous,
-)
+from vla_accel.ops.kernels.common import ahead, fetch_ahead, gelu_tanh, launch_options, scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.moments import of_tiles, tiles_of
 from vla_accel.ops.kernels.pipelined import by_row, described, multiply, no_sums, row_tile, rows_of, weight_tile
 from vla_accel.ops.moments import Moments

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import power_of_two
+from vla_accel.numeric import power_of_two
 from vla_accel.ops.sums import GroupNorm, Sum
 
 TILE = 4096

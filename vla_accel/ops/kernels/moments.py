@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import launch_options, power_of_two, wait_for_previous
+from vla_accel.numeric import power_of_two
+from vla_accel.ops.kernels.common import launch_options, wait_for_previous
 from vla_accel.ops.moments import Moments
 
 

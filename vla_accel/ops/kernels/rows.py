@@ -6,15 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import (
-    gelu_tanh,
-    launch_options,
-    let_next_start,
-    power_of_two,
-    quantised,
-    silu,
-    wait_for_previous,
-)
+from vla_accel.numeric import power_of_two
+from vla_accel.ops.kernels.common import gelu_tanh, launch_options, let_next_start, quantised, silu, wait_for_previous
 
 
 @triton.jit

@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vla_accel.numeric import power_of_two
 from vla_accel.ops.kernels.attention import LOG2E
-from vla_accel.ops.kernels.common import launch_options, let_next_start, power_of_two, wait_for_previous
+from vla_accel.ops.kernels.common import launch_options, let_next_start, wait_for_previous
 
 
 @triton.jit

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import power_of_two, scale_of_sums, wait_for_previous
+from vla_accel.numeric import power_of_two
+from vla_accel.ops.kernels.common import scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.epilogues import (
     for_geglu,
     for_heads,
