@@ -268,7 +268,7 @@ def chosen(names: Iterable[str], jobs: Sequence[Job]) -> list[Job]:
     for name in names:
         found = {job.name for job in jobs if fnmatchcase(job.name, name)}
         if not found:
-            raise ConfigError(f"names: expected some of {', '.join(job.name for job in jobs)}, got {name!r}")
+            raise ConfigError(f"names: expected some of what --list names, got {name!r}")
         wanted |= found
     for job in reversed(jobs):  # what others are made from stands before them
         wanted |= set(job.after) if job.name in wanted else set()

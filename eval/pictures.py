@@ -11,18 +11,19 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from eval import late_table, paired_picture, shapes_table, tune_table
 from eval.script import run_script
 from eval.tables import RESULTS, TABLES, load
+from vla_accel.cli.options import Written
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Draw the pictures of docs/ whose runs are stored."""
 
-    output: Path = RESULTS
+    output: Annotated[Path, Written(folder=True)] = RESULTS
     """Folder for the PNGs."""
 
 

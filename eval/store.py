@@ -17,7 +17,7 @@ import tyro
 
 from eval.harness.report import read_result
 from eval.script import run_script
-from vla_accel.cli.options import Words
+from vla_accel.cli.options import Words, Written
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing, without_folders
 
@@ -34,7 +34,7 @@ class Arguments:
     """What it is stored as, without ending."""
     note: Words = ""
     """What a reader must know beside the figures."""
-    folder: Path = RESULTS
+    folder: Annotated[Path, Written(folder=True)] = RESULTS
     """Where NAME.json goes."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.support.waiting import silent_port
 from vla_accel.cli import main
 from vla_accel.cli.bench_server import LoadRandom
 from vla_accel.client import load
+from vla_accel.measure import serving
 from vla_accel.measure.random_policy import random_observation
 from vla_accel.measure.serving import Nothing
 from vla_accel.models.family import FAMILIES
@@ -59,6 +61,13 @@ def test_clients_that_cannot_be_are_an_error(capsys: pytest.CaptureFixture[str])
     ):
         assert main(["bench-server", *words]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_a_server_whose_starter_was_interrupted_ends_quietly() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    serving._serve(theirs, Nothing, None, None, {})
+    serving._serve(theirs, lambda device: 1 // 0, None, None, {})
 
 
 def test_random_weights_are_the_same_in_every_replica(monkeypatch: pytest.MonkeyPatch) -> None:

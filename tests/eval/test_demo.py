@@ -24,7 +24,7 @@ from tests.support.tiny_smolvla import tiny_config, tiny_model
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import read_json
-from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.errors import CheckpointError, ConfigError, VlaAccelError
 from vla_accel.machine import hardware
 from vla_accel.measure.recording import load_observations
 from vla_accel.models.flow import FlowNetwork
@@ -230,6 +230,13 @@ def test_the_fixed_assets_are_what_is_shipped(tmp_path: Path) -> None:
     assets.main(assets.Arguments(tmp_path, suites=tuple(settings["suites"])))
     for name in ("tokenizer.json", "instructions.json", "norm_stats.json", "config.json"):
         assert (tmp_path / name).read_text() == (NAMED["demo"] / name).read_text(), name
+
+
+@pytest.mark.parametrize("wrong", [{"suites": ("nothing",)}, {"init": "nowhere"}])
+def test_a_start_is_written_whole_or_not_at_all(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(VlaAccelError, match="expected"):
+        assets.main(assets.Arguments(tmp_path, **wrong))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_start_for_two_suites_holds_both(started: dict[str, Path]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vla_accel.config import PolicyConfig, load_config
-from vla_accel.errors import ConfigError, EngineError
+from vla_accel.errors import ConfigError, EngineError, OutputError
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.noninferiority import Rule
 from vla_accel.tune.outcome import outcome, write_config
@@ -144,6 +144,16 @@ def test_another_policy_is_judged_by_success_alone(tmp_path: Path) -> None:
     chosen, tried, machine = search(tmp_path, ALL)
     assert chosen == "two steps" and tried["two steps"].agreement is None
     assert ("agreement", "two steps") not in machine.asked
+
+
+def test_a_full_disk_ends_the_search_and_drops_no_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(candidate: Candidate) -> dict[str, Any]:
+        raise OutputError("journal.jsonl: cannot be written: No space left on device")
+
+    machine = Machine()
+    monkeypatch.setattr(machine, "agreement", full)
+    with pytest.raises(OutputError, match="No space left on device"):
+        search(tmp_path, ["safe"], machine)
 
 
 def test_if_nothing_passes_the_reference_stays(tmp_path: Path) -> None:

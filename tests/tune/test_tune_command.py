@@ -162,3 +162,6 @@ def test_libero_is_found_by_its_name() -> None:
     from eval.libero.tune import episodes
 
     assert find_benchmark("libero") is episodes
+    for name in ("os:getcwd", "os:nothing", "os:path", "nothing", "no-name:of python"):
+        with pytest.raises(ConfigError, match=f"benchmark: expected libero or MODULE:FUNCTION, got '{name}'"):
+            find_benchmark(name)

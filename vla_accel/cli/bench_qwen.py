@@ -19,6 +19,7 @@ from vla_accel.cli.common import (
     say,
 )
 from vla_accel.components.vae import check_size
+from vla_accel.diffusion.config import load_vae_config
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
 from vla_accel.diffusion.models import diffusers_module
 from vla_accel.diffusion.qwen import LAYERS, Transformer, accelerate, random_qwen_image
@@ -34,6 +35,7 @@ def main(options: BenchQwen, words: list[str]) -> int:
     """Run the command; the exit status."""
     check_size((options.size, options.size))
     device, dtype = resolve_device(options.device), DTYPES[options.dtype]
+    vae = load_vae_config({"vae_type": options.vae} if not options.vae.endswith(".json") else options.vae)
     began, layers = time.perf_counter(), options.layers or LAYERS
     pipeline = random_qwen_image(tiny=options.tiny, layers=layers, dtype=dtype, device=device)
     if options.edit:
@@ -41,7 +43,6 @@ def main(options: BenchQwen, words: list[str]) -> int:
         pipeline = diffusers_module().QwenImageEditPipeline(**parts, processor=None)
     pipeline.set_progress_bar_config(disable=True)
     ledger = Ledger()
-    vae = {"vae_type": options.vae} if not options.vae.endswith(".json") else options.vae
     variants: dict[str, tuple[Any, Transformer]] = {"baseline": (None, "eager"), "VAE only": (vae, "eager")}
     for way in options.transformer:
         variants |= {f"transformer only ({way})": (None, way), f"both ({way})": (vae, way)}

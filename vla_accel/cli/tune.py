@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import json
 import sys
 import time
@@ -126,8 +127,11 @@ def find_benchmark(name: str) -> Opener:
     try:
         if not all(word.isidentifier() for word in (*module.split("."), function)):
             raise ModuleNotFoundError("it is no name of Python's")
-        return getattr(importlib.import_module(module), function)
-    except (ModuleNotFoundError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), function)
+        asked = ("suite", "tasks", "device", "workers", "seed", "folder", "films")
+        inspect.signature(found).bind("checkpoint", **dict.fromkeys(asked))
+        return found
+    except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"benchmark: expected libero or MODULE:FUNCTION, got {name!r} ({error}); the benchmarks lie in eval/ of "
             "the repository and are no part of the installed package: run this in the repository's folder"

@@ -117,9 +117,10 @@ def socket_ms(there: int, back: int, times: int = 200, pause_s: float = 0.0) -> 
                 buffer = buffer[one.recv_into(buffer) :]
 
         def answer() -> None:
-            for _ in range(times):
-                read(theirs, there)
-                theirs.sendall(bytes(back))
+            with contextlib.suppress(OSError):  # the sockets are closed where this was interrupted
+                for _ in range(times):
+                    read(theirs, there)
+                    theirs.sendall(bytes(back))
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
@@ -176,11 +177,12 @@ def _serve(
     device: str | None,
     limits: dict[str, Any],
 ) -> None:
-    try:
-        policy = load_policy(device) if devices is None else Replicas(load_policy, devices)
-        with background(policy, ServerConfig(port=0, **limits)) as server:
-            told.send(server.address)
-            with contextlib.suppress(EOFError):
-                told.recv()
-    except Exception as error:
-        told.send(EngineError(f"{type(error).__name__}: {error}"))
+    with contextlib.suppress(ConnectionError):  # who asked for it has been interrupted
+        try:
+            policy = load_policy(device) if devices is None else Replicas(load_policy, devices)
+            with background(policy, ServerConfig(port=0, **limits)) as server:
+                told.send(server.address)
+                with contextlib.suppress(EOFError):
+                    told.recv()
+        except Exception as error:
+            told.send(EngineError(f"{type(error).__name__}: {error}"))

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from vla_accel.config import PolicyConfig
 from vla_accel.config.mapping import as_mapping
-from vla_accel.errors import ConfigError, VlaAccelError
+from vla_accel.errors import ConfigError, OutputError, VlaAccelError
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.noninferiority import Pairs, Rule, tango
 
@@ -185,7 +185,7 @@ class Search:
             # A dropped one is timed, too: it shows what agreement costs.
             tried.latency = self._once("latency", candidate, self.bench.latency)
         except VlaAccelError as error:
-            if is_reference:
+            if is_reference or isinstance(error, OutputError):  # a full disk says nothing about a candidate
                 raise
             tried.dropped = f"cannot run here: {' '.join(str(error).split())}"
 

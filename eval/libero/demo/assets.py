@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,9 +122,19 @@ def _carry_rows(
 
 
 def main(arguments: Arguments) -> None:
-    """Write the folder: a checkpoint as any other, which loads."""
-    recipe, folder = recipe_named(arguments.family), arguments.output
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the folder, all of its files or none: a checkpoint as any other, which loads."""
+    output = arguments.output
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output, prefix=".") as folder:
+        told = write(arguments, Path(folder))
+        for path in Path(folder).iterdir():
+            path.replace(output / path.name)
+    print(json.dumps({"output": str(output), **told}))
+
+
+def write(arguments: Arguments, folder: Path) -> dict[str, int]:
+    """The files; tells the size of the vocabulary, and how many weights were carried over."""
+    recipe = recipe_named(arguments.family)
     tokenizer = recipe.tokenizer(build_tokenizer())
     tokenizer.save(folder / "tokenizer.json")
     tasks = [task for suite in arguments.suites for task in load_suite(suite).tasks]
@@ -137,7 +148,7 @@ def main(arguments: Arguments) -> None:
         (folder / EARLIER).write_text(json.dumps(earlier_training(arguments.init), indent=1) + "\n")
         taken = carry_over(network, load(folder).processor.state, tokenizer, arguments.init)
         save_weights(recipe.stored(network.config, network.state_dict()), folder / "model.safetensors")
-    print(json.dumps({"output": str(folder), "vocab_size": tokenizer.vocab_size, "carried_over": len(taken)}))
+    return {"vocab_size": tokenizer.vocab_size, "carried_over": len(taken)}
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ from eval.libero.demo.crew import Crew, Seen, Store
 from eval.libero.demo.objective import Trainee
 from eval.libero.demo.recipes import recipe_of, save_weights
 from eval.script import run_script
-from vla_accel.checkpoints.loading import load
-from vla_accel.cli.options import Listed, Words
+from vla_accel.checkpoints.loading import find, load
+from vla_accel.cli.options import Count, Listed, Words
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.machine import hardware
 from vla_accel.models.flow import FlowNetwork
@@ -74,16 +74,16 @@ class TrainConfig:
     trial_share: float = 0.05
     """Share of episodes that are trials, once the policy plays: nothing is learnt from them."""
     minutes: float = 20.0
-    batch: int = 384
-    samples: int = 6
+    batch: Count = 384
+    samples: Count = 6
     lr: float = 8e-4
     final_lr: float = 1e-5
     weight_decay: float = 0.01
     warmup: int = 300
     ema: float = 0.999
-    collectors: int = 15
-    capacity: int = 100_000
-    first: int = 1500
+    collectors: Count = 15
+    capacity: Count = 100_000
+    first: Count = 1500
     dagger_after_s: float = 60.0
     """Seconds of training before the policy plays."""
     export_every_s: float = 60.0
@@ -164,7 +164,7 @@ class Run:
             count=config.collectors,
             total=world * config.collectors,
             seed=config.seed,
-            encode=encoder(Path(config.start), processor, self.collecting.tasks),
+            encode=encoder(find(config.start), processor, self.collecting.tasks),
         )
         prompt = len(processor.prepare(processor.example()).tokens)
         torch.manual_seed(config.seed)
@@ -341,7 +341,7 @@ class Run:
             "done": done,
             "history": self.history,
         }
-        export(self.trainee.policy, self.average.state(), Path(self.config.start), Path(self.config.out), note)
+        export(self.trainee.policy, self.average.state(), find(self.config.start), Path(self.config.out), note)
 
 
 def _won(episodes: Iterable[tuple]) -> list[int]:
