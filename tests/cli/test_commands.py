@@ -231,7 +231,7 @@ def test_calibrate_says_where_its_file_is(
 
 def test_calibrating_without_observations_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "demo"]) == 1
-    assert "observations: expected recorded ones, as in --observations" in capsys.readouterr().err
+    assert "observations: expected --observations FILE, recorded ones as vla_accel." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -71,6 +71,14 @@ def test_the_guides_config_without_engines_says_so(pipeline: Any, tmp_path: Path
         undo()
 
 
+def test_twenty_billion_weights_are_not_loaded_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vla_accel.cli.bench_qwen.random_qwen_image", lambda **_: pytest.fail("loaded"))
+    assert cli.main(["bench-qwen", "--device", "cpu"]) == 1
+    assert "device: expected a GPU for Qwen-Image's 20 billion weights, --layers N or" in capsys.readouterr().err
+
+
 def test_bench_qwen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "bench-qwen --tiny --layers 1 --size 64 --steps 2 --dtype fp32 --rounds 1 --transformer native"
     assert cli.main([*words.split(), "--output", str(tmp_path / "a.json")]) == 0

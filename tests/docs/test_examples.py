@@ -53,12 +53,8 @@ def names(policy: OptimizedPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "vae_config.json").write_text('{"vae_type": "native"}')
-    image = np.zeros((224, 224, 3), np.uint8)
     robot = Robot(policy)
     return {
-        "image": image,
-        "wrist_image": image,
-        "state": np.zeros(8),
         "observation": robot.observe(),
         "observations": [robot.observe(), robot.observe()],
         "policy": policy,

@@ -37,6 +37,15 @@ def with_key(kind: str, value: str) -> dict[str, str]:
     return {"Authorization": f"{kind} {value}"}
 
 
+@pytest.mark.parametrize("page", [True, False])
+def test_the_log_says_where_the_page_is(page: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vla_accel.server")
+    with background(EchoPolicy(), local(page=page)) as server:
+        at = server.address.removeprefix("ws://")
+        assert get(server.address, "/")[0] == (200 if page else 426)
+    assert f"serving on ws://{at}{f' (live page: http://{at})' if page else ''}" in caplog.messages
+
+
 def test_the_pages_figures_are_those_of_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = gpus.GpuState("0 H200", 10 * 2**30, 140 * 2**30, 1.98e9)
     for module in (pages, metrics):

@@ -47,6 +47,15 @@ def test_a_page_holds_the_figures_of_its_json(
     assert len(text) < 2_000_000
 
 
+def test_a_mark_is_explained_where_there_is_one() -> None:
+    report = stored("bench_pi05_h200")
+    report["rows"] = report["rows"][:2]
+    assert "the mark is the machine&#x27;s floor" in render(bench.page(report))
+    for row in report["rows"]:
+        row["floors_ms"] = {}
+    assert "the mark is" not in render(bench.page(report))
+
+
 def test_the_same_result_gives_the_same_page() -> None:
     report = stored("parity_native")
     assert render(parity_page(report)) == render(parity_page(report))

@@ -86,6 +86,7 @@ def test_tune_finds_writes_and_continues(
     ]  # fmt: skip
     assert main(words) == 0
     captured = capsys.readouterr()
+    assert "continuing" not in captured.err
     line = json.loads(captured.out.splitlines()[-1])
     result = json.loads((out / "tune.json").read_text())
     assert f"configuration: {out}/tuned.yaml, as in `vla-accel serve {checkpoint} --config " in captured.err
@@ -107,6 +108,7 @@ def test_tune_finds_writes_and_continues(
     monkeypatch.setattr("vla_accel.measure.bench.run", lambda *a, **k: pytest.fail("timed twice"))
     monkeypatch.setattr("vla_accel.measure.parity.compare", lambda *a, **k: pytest.fail("compared twice"))
     assert main(words) == 0
+    assert f"continuing {out}/journal.jsonl: " in capsys.readouterr().err
     again = json.loads((out / "tune.json").read_text())
     assert again["tried"] == result["tried"]
 
@@ -115,7 +117,7 @@ def test_tune_finds_writes_and_continues(
     ("words", "message"),
     [
         (["--allow-steps", "2"], "allow-steps: expected --benchmark beside it"),
-        ([], "observations: expected recorded ones"),
+        ([], "observations: expected --observations FILE, recorded ones as vla_accel."),
         (["--quick", "--report", "x.pdf"], "report: expected a file name ending in .html"),
         (["--quick", "--confidence", "100"], "confidence: expected 50 to 99.99, got 100.0"),
         (["--quick", "--benchmark", "nothing.like:this"], "benchmark: expected libero or MODULE:FUNCTION"),

@@ -76,7 +76,7 @@ def run(words: list[str]) -> int:
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f": did you mean {nearest[0]}?" if nearest else ""
-        print(f"vla-accel: unknown command {name}{hint} (vla-accel --help lists them)", file=sys.stderr)
+        print(f"vla-accel: unknown command {name}{hint or '; vla-accel --help lists them'}", file=sys.stderr)
         return 2
     from vla_accel.cli.asked.policies import CheckpointSource, read_former
     from vla_accel.cli.options import read

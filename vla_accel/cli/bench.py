@@ -3,7 +3,6 @@ or lerobot's code, in turns; a table and one JSON line."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel.cli.asked.policies import Bench
-from vla_accel.cli.common import print_table, say, write_asked
+from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import without_folders
@@ -125,7 +124,7 @@ def main(chosen: Bench, words: list[str]) -> int:
     write_asked(chosen.output, report)
     if chosen.report is not None:
         say(f"report: {write(page(report), chosen.report)}")
-    print(json.dumps(report))
+    print_json(report)
     return 0
 
 

@@ -23,7 +23,7 @@ from vla_accel.diffusion.config import load_vae_config
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
 from vla_accel.diffusion.models import diffusers_module
 from vla_accel.diffusion.qwen import LAYERS, Transformer, accelerate, random_qwen_image
-from vla_accel.errors import EngineError
+from vla_accel.errors import ConfigError, EngineError
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.numeric import DTYPES
@@ -36,6 +36,8 @@ def main(options: BenchQwen, words: list[str]) -> int:
     check_size((options.size, options.size))
     device, dtype = resolve_device(options.device), DTYPES[options.dtype]
     vae = load_vae_config({"vae_type": options.vae} if not options.vae.endswith(".json") else options.vae)
+    if device.type == "cpu" and not options.tiny and options.layers is None:
+        raise ConfigError("device: expected a GPU for Qwen-Image's 20 billion weights, --layers N or --tiny, got cpu")
     began, layers = time.perf_counter(), options.layers or LAYERS
     pipeline = random_qwen_image(tiny=options.tiny, layers=layers, dtype=dtype, device=device)
     if options.edit:

@@ -5,7 +5,6 @@ Ends with one JSON line: the manifest. Exit status 130 when interrupted: what wa
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ import torch
 
 from vla_accel.checkpoints.loading import Checkpoint, family_of, find, load
 from vla_accel.cli.asked.policies import Build
-from vla_accel.cli.common import print_table, write_asked
+from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.engines import tensorrt_plan
 from vla_accel.engines.tensorrt_library import parse_target
@@ -66,7 +65,8 @@ def main(options: Build, words: list[str]) -> int:
     record = building.manifest(rows, config=Path(name).name, checkpoint=source, seconds=time.perf_counter() - began)
     target = options.manifest or building.default_manifest(next(iter(specs.values())), name)
     write_asked(target, record)
-    print(json.dumps(record))
+    say(f"manifest: {target}")
+    print_json(record)
     return 0
 
 
@@ -106,7 +106,7 @@ def _dry_run(todo: list[Job]) -> int:
     columns = ("component", "engine", "precision", "target", "state")
     rows = [[*job.title.split(" · "), state] for job, state in zip(todo, states, strict=True)]
     print_table("what there is to build", columns, rows)
-    print(json.dumps({"jobs": [job.title for job in todo], "states": states}))
+    print_json({"jobs": [job.title for job in todo], "states": states})
     return 0
 
 

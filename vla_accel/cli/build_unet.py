@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 
 from vla_accel.cli.asked.images import BuildUnet
 from vla_accel.cli.build_vae import describe, pick_targets, print_files
+from vla_accel.cli.common import print_json
 from vla_accel.cli.generate import RANDOM
 from vla_accel.components.unet import unet_component
 from vla_accel.config import TensorrtOptions
@@ -44,7 +44,7 @@ def main(options: BuildUnet, words: list[str]) -> int:
         "seconds": round(time.perf_counter() - began, 1),
     }
     print_files("Engine file", summary["files"])
-    print(json.dumps(summary))
+    print_json(summary)
     return 0
 
 

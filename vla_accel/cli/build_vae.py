@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from vla_accel.cli.asked.images import BuildVae
-from vla_accel.cli.common import print_table
+from vla_accel.cli.common import print_json, print_table
 from vla_accel.components.vae import (
     PROFILES,
     SMALLEST,
@@ -73,7 +72,7 @@ def main(options: BuildVae, words: list[str]) -> int:
         "seconds": round(time.perf_counter() - began, 1),
     }
     print_files("Engine files", summary["files"])
-    print(json.dumps(summary))
+    print_json(summary)
     return 0
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import json
 
 from vla_accel.cli.asked.engines import Cache
-from vla_accel.cli.common import print_table, say
+from vla_accel.cli.common import print_json, print_table, say
 from vla_accel.engines.cache import EngineCache, Entry, clear_compiled
 from vla_accel.errors import ConfigError
 
@@ -20,7 +19,8 @@ def main(options: Cache, words: list[str]) -> int:
         count, size = store.clear()
         if options.cache is None:
             clear_compiled()
-        print(json.dumps({"cache": str(store.folder), "removed": count, "bytes": size}))
+        say(f"removed {count} engines, {size / 1e6:.1f} MB, from {store.folder}")
+        print_json({"cache": str(store.folder), "removed": count, "bytes": size})
         return 0
     entries = store.verify() if options.action == "verify" else store.entries()
     if entries:
@@ -30,7 +30,7 @@ def main(options: Cache, words: list[str]) -> int:
     bad = [e for e in entries if e.problem]
     rows = [_row(e) for e in entries]
     total = sum(e.size for e in entries)
-    print(json.dumps({"cache": str(store.folder), "bytes": total, "problems": len(bad), "engines": rows}))
+    print_json({"cache": str(store.folder), "bytes": total, "problems": len(bad), "engines": rows})
     return int(options.action == "verify" and bool(bad))
 
 

@@ -8,13 +8,13 @@ from vla_accel.cli.common import say
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.machine import resolve_device
-from vla_accel.measure.recording import load_observations
+from vla_accel.measure.recording import RECORDED, load_observations
 
 
 def main(chosen: Calibrate, words: list[str]) -> int:
     """Calibrate and write; the exit status."""
     if chosen.observations is None:
-        raise ConfigError("observations: expected recorded ones, as in --observations observations.npz, got none")
+        raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, got none")
     settings = PolicyConfig() if chosen.lora is None else PolicyConfig().with_lora(chosen.lora)
     checkpoint = load(chosen.checkpoint or "demo", settings, device=resolve_device(chosen.device))
     recorded = load_observations(chosen.observations, chosen.count)

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,27 @@ from vla_accel.files import write_json
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on the console; numbers to the right."""
+    """A table on the console; numbers to the right. Columns in which nothing stands are left out, and a table that is
+    too wide for the terminal lies on its side, if it is narrower then."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < 1 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
+    def table(lines: Sequence[Sequence[str]]) -> Table:
+        made = Table(title=title, title_justify="left")
+        for i, name in enumerate(lines[0]):
+            made.add_column(name, justify="left" if i < 1 else "right", overflow="fold")
+        for row in lines[1:]:
+            made.add_row(*row)
+        return made
+
+    def width(made: Table) -> int:
+        return console.measure(made, options=console.options.update(width=10_000)).maximum
+
     # A file or pipe has no width to keep to.
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    filled = [one for one in zip_longest(columns, *rows, fillvalue="") if not rows or set(one[1:]) - {"-", ""}]
+    upright, lying = table(list(zip(*filled, strict=True))), table(filled)
+    console.print(upright if width(upright) <= max(console.width, width(lying)) else lying)
 
 
 PARITY_COLUMNS = ("MSE", "cosine", "max error", "PSNR dB")
@@ -42,6 +53,12 @@ def parity_cells(parity: Mapping[str, float | None]) -> list[str]:
 def say(text: str) -> None:
     """A line for people: how far it is, where something was written."""
     print(text, file=sys.stderr, flush=True)
+
+
+def print_json(content: Any) -> None:
+    """The line that ends a command, for scripts: on a terminal it would push what people read out of sight."""
+    if not sys.stdout.isatty():
+        print(json.dumps(content))
 
 
 def write_asked(path: Path | None, content: Any) -> None:
@@ -67,7 +84,7 @@ def report(
 
 
 def finish(summary: dict[str, Any], output: Path | None) -> int:
-    """Write a report and print it as the last line; the exit status."""
+    """Write a report and print it as the last line, for scripts; the exit status."""
     write_asked(output, summary)
-    print(json.dumps(summary))
+    print_json(summary)
     return 0 if summary["passed"] else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 
@@ -13,6 +12,7 @@ from rich.table import Table
 from vla_accel.checkpoints.convert import Report, Row, convert
 from vla_accel.checkpoints.orbax import OrbaxParameters, check_folder
 from vla_accel.cli.asked.policies import Convert
+from vla_accel.cli.common import print_json
 from vla_accel.errors import ConfigError
 from vla_accel.transforms.robots import OPENPI_CONFIGS
 
@@ -67,7 +67,7 @@ def main(asked: Convert, words: list[str]) -> int:
         "bytes": (asked.output / "model.safetensors").stat().st_size,
         "seconds": round(time.perf_counter() - started, 1),
     }
-    print(json.dumps(line))
+    print_json(line)
     return 0
 
 

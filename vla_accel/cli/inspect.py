@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from vla_accel.cli.asked.engines import Inspect
-from vla_accel.cli.common import print_table
+from vla_accel.cli.common import print_json, print_table
 from vla_accel.engines.tensorrt_inspect import inspect
 
 
@@ -34,7 +33,7 @@ def main(options: Inspect, words: list[str]) -> int:
         print_table("layers", ("layer", "type", "dtype"), cells)
     else:
         found = {**found, "layers": len(found["layers"])}
-    print(json.dumps(found))
+    print_json(found)
     return 0
 
 

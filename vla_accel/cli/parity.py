@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
 from vla_accel.checkpoints.loading import load
 from vla_accel.cli.asked.policies import Parity
-from vla_accel.cli.common import print_table, say, write_asked
+from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError
 from vla_accel.machine import hardware, software
@@ -86,7 +85,7 @@ def main(chosen: Parity, words: list[str]) -> int:
     folder = policy.checkpoint.kept
     if chosen.keep and folder is not None:
         say(f"kept: {agreement.keep(content, folder, policy.specs, name)}")
-    print(json.dumps(content))
+    print_json(content)
     return 0 if report.passed else 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from vla_accel import machine
 from vla_accel.cli.asked.images import Precision
-from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_table, write_asked
+from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_json, print_table, write_asked
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import CONFIGS, diffusers_module, filled, load_model
 from vla_accel.errors import ConfigError
@@ -72,7 +71,7 @@ def main(options: Precision, words: list[str]) -> int:
     }
     _print(options, found, {r.name: r for r in seen}, summary)
     write_asked(options.output, {**summary, "modules": [dataclasses.asdict(r) for r in seen]})
-    print(json.dumps(summary))
+    print_json(summary)
     return 1 if overflow else 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -18,13 +17,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vla_accel.checkpoints.loading import family_of, find
 from vla_accel.cli.asked.policies import Tune
-from vla_accel.cli.common import print_table, say
+from vla_accel.cli.common import print_json, print_table, say
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import content_hash, without_folders, write_json
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.random_policy import random_observations
-from vla_accel.measure.recording import load_observations
+from vla_accel.measure.recording import RECORDED, load_observations
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.report.page import check_path, write
 from vla_accel.report.tune import page
@@ -57,7 +56,7 @@ def main(chosen: Tune, words: list[str]) -> int:
     if chosen.benchmark is None and (alone := chosen.suite or chosen.tasks):
         raise ConfigError(f"suite, tasks: expected --benchmark beside them, got {alone} alone")
     if chosen.observations is None and not chosen.quick:
-        raise ConfigError("observations: expected recorded ones (docs/engines.md says how), or --quick, got none")
+        raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, or --quick, got none")
     opener = None if chosen.benchmark is None else find_benchmark(chosen.benchmark)
     checkpoint, base = chosen.checkpoint or "demo", _base(chosen)
     parts = family_of(find(checkpoint)).parts
@@ -78,6 +77,8 @@ def main(chosen: Tune, words: list[str]) -> int:
     if chosen.overwrite:
         path.unlink(missing_ok=True)
     with Journal(path, about) as journal:
+        if journal.found:
+            say(f"continuing {path}: {len(journal.found)} measurements are there; --overwrite starts afresh")
         first, left_out = candidates.engines(base, parts, device)
         stages = [
             first,
@@ -113,7 +114,7 @@ def main(chosen: Tune, words: list[str]) -> int:
     say(f"configuration: {tuned}, as in `vla-accel serve {checkpoint} --config {tuned}`")
     say(f"report: {report}")
     said = {"chosen": result["chosen"], "why": result["why"], "times_as_fast": result["times_as_fast"]}
-    print(json.dumps({**said, "config": str(tuned), "output": str(chosen.output / "tune.json"), "report": str(report)}))
+    print_json({**said, "config": str(tuned), "output": str(chosen.output / "tune.json"), "report": str(report)})
     return 0
 
 

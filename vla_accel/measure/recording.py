@@ -16,6 +16,9 @@ import numpy as np
 from vla_accel.errors import ObservationError
 from vla_accel.files import replacing
 
+RECORDED = "recorded ones as vla_accel.measure.recording.save_observations writes them"
+"""For who is asked for such a file and does not know how to get one."""
+
 
 def save_observations(observations: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write observations of the same keys and shapes."""

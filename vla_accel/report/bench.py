@@ -59,10 +59,10 @@ def _calls(rows: list[dict[str, Any]], which: str) -> Picture:
         ]
         for row, bar in zip(rows, bars, strict=True)
     ]
+    mark = "; the mark is the machine's floor" if any(bar.floor for bar in bars) else ""
     words = "; ".join(f"{bar.label} takes {row['median_ms']:.1f} ms" for row, bar in zip(rows, bars, strict=True))
     return Picture(
-        f"Median of a whole call by system and denoising steps, {which}, stacked by part; the mark is the machine's "
-        "floor",
+        f"Median of a whole call by system and denoising steps, {which}, stacked by part{mark}",
         f"Stacked bars: {words}.",
         lambda narrow: charts.stacked(bars, unit="median of one call [ms]", narrow=narrow),
         Table(f"Whole calls, NumPy in to NumPy out: {which}", header, body),

@@ -192,7 +192,7 @@ def _data(kind: str, content: bytes) -> str:
 
 _STYLE = """
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; max-width: 62rem;
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; max-width: 70rem;
   padding: 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.25rem; border-bottom: 1px solid #bbb; margin-top: 2rem; }
 .summary { font-size: 1.1rem; } a { color: #00518a; } :focus-visible { outline: 3px solid #d55e00; }

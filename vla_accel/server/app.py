@@ -100,7 +100,8 @@ class PolicyServer:
         self.address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         watch = asyncio.create_task(self._watch())
         try:
-            logger.info("serving on %s", self.address)
+            page = f" (live page: {self.address.replace('ws', 'http', 1)})" if config.page else ""
+            logger.info("serving on %s%s", self.address, page)
             if on_ready is not None:
                 on_ready(self)
             await self._stop.wait()

@@ -45,10 +45,9 @@ class BenchOptions:
 class BuildVae:
     """Build TensorRT engine files of an autoencoder. Without --static: one multi-profile file for every size.
 
-        OUTPUT/vae_encoder_multi_profile.trt, vae_decoder_multi_profile.trt
-        OUTPUT/16_9/vae_encoder.trt, vae_decoder.trt, OUTPUT/9_16/…
+    OUTPUT/vae_encoder_multi_profile.trt, vae_decoder_multi_profile.trt
+    OUTPUT/16_9/vae_encoder.trt, vae_decoder.trt, OUTPUT/9_16/…
 
-    Ends with one JSON line.
     """
 
     vae: str
@@ -81,7 +80,7 @@ class BuildUnet:
 
         SD_DIR/unet/onnx/unet.onnx, SD_DIR/unet/trt/unet.trt
 
-    What is there is used, unless forced. Ends with one JSON line.
+    What is there is used, unless forced.
     """
 
     sd_dir: str
@@ -106,7 +105,7 @@ class BuildUnet:
 class BenchVae(BenchOptions):
     """Time an autoencoder's encoder and decoder: systems in turns, wall clock of whole calls, with agreement.
 
-    Ends with one JSON line. Exit status 1 if a system disagrees with the float32 reference beyond the thresholds.
+    Exit status 1 if a system disagrees with the float32 reference beyond the thresholds.
     """
 
     vae: str = "qwen-vae"
@@ -141,7 +140,7 @@ class BenchUnet(BenchOptions):
     that draws in float32 at every step whatever the model's dtype (diffusers' SDE solvers of DPM++): its noise differs.
 
     Agreement is reported twice: with eager in float32, and with eager in that dtype, of the latents and of the picture.
-    Over many steps the first says what the dtype costs, the second what a system adds to that. Ends with one JSON line.
+    Over many steps the first says what the dtype costs, the second what a system adds to that.
     Exit status 1 if a system's UNet disagrees with the float32 one beyond the threshold.
     """
 
@@ -172,8 +171,8 @@ class BenchUnet(BenchOptions):
 class BenchQwen(BenchOptions):
     """Time Qwen-Image end to end: baseline, faster transformer, faster autoencoder, both; in turns.
 
-    Random weights of the published sizes and random prompt embeddings (the text encoder is not part of it). Ends with
-    one JSON line. Exit status 1 if a picture disagrees with the baseline's.
+    Random weights of the published sizes and random prompt embeddings (the text encoder is not part of it). Exit
+    status 1 if a picture disagrees with the baseline's.
     """
 
     size: Count = 1024
@@ -250,7 +249,7 @@ class ImageToImage(TextToImage):
 class Precision:
     """Compare a model in float32 with the same model in BF16 or FP16: dtypes, ranges, memory, latency, agreement.
 
-    Ends with one JSON line. Exit status 1 if a module overflows that is not kept in float32.
+    Exit status 1 if a module overflows that is not kept in float32.
     """
 
     model: Annotated[str, tyro.conf.arg(metavar="MODEL"), tyro.conf.Positional]

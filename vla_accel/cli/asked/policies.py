@@ -112,7 +112,7 @@ class Parity(PolicySource):
     """Compare final actions with the FP32 eager reference: same observations, same noise."""
 
     observations: File = None
-    """Recorded observations (.npz); random images if not given."""
+    """Observations that vla_accel.measure.recording.save_observations wrote; random images if not given."""
     model: Text = None
     """Instead of a checkpoint: random weights of a model family's published size: pi05, pi0, smolvla or groot."""
     count: Count = 64
@@ -146,7 +146,8 @@ class Tune(PolicySource):
     """What the search starts from: a shipped configuration's name, or a YAML or JSON file. Its engines are what is
     searched; the rest (steps, prompt, robot, real-time chunking) holds for every candidate."""
     observations: File = None
-    """Recorded observations (.npz) for gate one, agreement. With --quick, random ones if not given."""
+    """Observations that vla_accel.measure.recording.save_observations wrote, for gate one, agreement. With --quick,
+    random ones if not given."""
     benchmark: Text = None
     """Benchmark for gate two, success on paired episodes: libero, or MODULE:FUNCTION of your own."""
     suite: Text = None
@@ -195,7 +196,8 @@ class Calibrate(CheckpointSource):
     """Measure the largest inputs of what FP8 may compute through NVIDIA ModelOpt; store them beside the checkpoint."""
 
     observations: File = None
-    """Recorded observations (.npz), which must be given: real ones, never noise."""
+    """Observations that vla_accel.measure.recording.save_observations wrote, which must be given: real ones, never
+    noise."""
     output: OutputFolder = None
     """Folder for the scales, made as needed; the checkpoint's own if not given."""
     lora: Text = None

@@ -1,0 +1,51 @@
+"""What commands print: tables that fit the terminal, and JSON for scripts alone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from vla_accel.cli.common import print_json, print_table
+
+COLUMNS = ("system", "steps", "median ms", "floor")
+ROWS = [["eager", "3", "66.04", "-"], ["native", "3", "8.66", "-"]]
+
+
+def words(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The cells of what was printed, line by line."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).replace("┃", "│").splitlines()
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+
+
+def test_a_column_of_dashes_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("calls", COLUMNS, ROWS)
+    assert words(capsys) == [list(COLUMNS[:3]), *(row[:3] for row in ROWS)]
+    print_table("short rows", ("", "ms", "cosine"), [["fp32", "2.0"], ["fp16", "1.0", "0.9"]])
+    assert words(capsys) == [["", "ms", "cosine"], ["fp32", "2.0", ""], ["fp16", "1.0", "0.9"]]
+    print_table("nothing yet", COLUMNS, [])
+    assert words(capsys) == [list(COLUMNS)]
+
+
+def test_a_table_too_wide_for_the_terminal_lies_on_its_side(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    columns, row = [f"column {i}" for i in range(6)], [f"{i}.00" for i in range(6)]
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table("wide", columns, [row])
+    assert words(capsys) == [columns, row]
+    monkeypatch.setenv("COLUMNS", "40")
+    print_table("wide", columns, [row])
+    assert words(capsys) == [list(pair) for pair in zip(columns, row, strict=True)]
+    print_table("long", ("a name", "count"), [["a kernel of a name of forty characters", "1"]] * 6)
+    assert words(capsys)[0] == ["a name", "count"], "on its side it would be wider still"
+
+
+def test_a_terminal_gets_no_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_json({"passed": True})
+    assert not capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    print_json({"passed": True})
+    assert capsys.readouterr().out == '{"passed": true}\n'
