@@ -4,19 +4,14 @@ loaded or run, so that a number or a file that cannot be is an error at once and
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import functools
 import inspect
-import io
 import math
-import os
-import re
 import shutil
-import sys
 import textwrap
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -99,11 +94,10 @@ Seed = Annotated[int, Within(0, 2**63 - 1)]
 def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
     """The options of a program, a dataclass, from its words (the process's own if None).
 
-    Wrong usage is said in one line and ends the program with status 2. Raises ConfigError or OutputError for a value
-    that its type refuses.
+    Wrong usage ends the program with status 2, as tyro does. Raises ConfigError or OutputError for a value that its
+    type refuses.
     """
-    words = sys.argv[1:] if words is None else words
-    with _RULES, _in_one_line(words, program):
+    with _RULES:
         about = _wrapped(kind.__doc__ or "")
         given = tyro.cli(kind, args=words, prog=program, description=about, config=(tyro.conf.FlagCreatePairsOff,))
     check(given)
@@ -111,46 +105,6 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
 
 
 _RULES = ConstructorRegistry()
-
-_PLAINLY: dict[str, str | Callable[[re.Match[str]], str]] = {
-    r"invalid literal for int\(\) with base 10:": "expected a whole number, got",
-    r"could not convert string to float:": "expected a number, got",
-    r"\. Expected": ", expected",
-    r"'None', |, 'None'": "",
-    r"^Error parsing ": "",
-    r"; Perhaps you meant: (--\S+)[^;]*": r": did you mean \1?",
-    r"(^|; )([A-Z])": lambda found: found[1] + found[2].lower(),
-    r"\.$": "",
-}
-"""What tyro and Python say of a wrong word, and how it reads here."""
-
-
-@contextlib.contextmanager
-def _in_one_line(words: Sequence[str], program: str) -> Iterator[None]:
-    """Says what tyro says of wrong usage in a box: what is wrong and what might be meant, without the help of it."""
-    said, before = io.StringIO(), os.environ.get("COLUMNS")
-    if not {"-h", "--help"} & set(words):
-        os.environ["COLUMNS"] = "100000"  # a narrower box would break words
-    try:
-        with contextlib.redirect_stderr(said):
-            yield
-    except SystemExit as ended:
-        if ended.code:
-            print(f"{program}: {_unboxed(said.getvalue(), program)} ({program} --help says more)", file=sys.stderr)
-        raise
-    finally:
-        os.environ.pop("COLUMNS", None) if before is None else os.environ.update(COLUMNS=before)
-
-
-def _unboxed(box: str, program: str) -> str:
-    plain = re.sub(r"\x1b\[[\d;]*m", "", box)  # without colours
-    lines = [line.strip("│").rstrip("│ ─-╯╰") for line in plain.splitlines()[1:]]  # a rule becomes an empty line
-    parts = re.split("\n\n+", textwrap.dedent("\n".join(lines)).strip())
-    parts = [re.sub(r"\n {8}.*", "", part) for part in parts if not re.match("(Argument|For full) help", part)]
-    text = "; ".join(" ".join(part.split()) for part in parts).replace(f"Missing from {program}:", "missing")
-    for theirs, ours in _PLAINLY.items():
-        text = re.sub(theirs, ours, text)
-    return text
 
 
 class _Whole(str):
