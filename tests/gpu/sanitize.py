@@ -60,15 +60,17 @@ def gemm() -> Cases:
     return found
 
 
+def both_ways(name: str, make: Callable[[calls.Draw], calls.Call]) -> None:
+    """A call of an op, launched after its predecessor has ended and before."""
+    call = make(calls.Draw(name, torch.bfloat16))
+    for pdl in (False, True):
+        calls.check(call, calls.outputs_of(call, DEVICE, kernel=True, pdl=pdl), 0.02, 0.003, 0.006)
+
+
 def suffix() -> Cases:
     """What the GEMM does for a suffix's rows, at a third of their widths: every tiling of 33 and 80 rows that a build
     measures."""
     found: Cases = {}
-
-    def run(name: str, make: Callable[[calls.Draw], calls.Call]) -> None:
-        call = make(calls.Draw(name, torch.bfloat16))
-        for pdl in (False, True):
-            calls.check(call, calls.outputs_of(call, DEVICE, kernel=True, pdl=pdl), 0.02, 0.003, 0.006)
 
     for batch, tokens in ((1, 33), (2, 40)):
         rows = batch * tokens
@@ -84,17 +86,12 @@ def suffix() -> Cases:
             for cut in beside(Gpu.of(DEVICE), product):
                 if isinstance(cut, Own):
                     name = f"{op} {rows} {cut}"
-                    found[name] = lambda n=name, m=make, c=cut: run(n, m(c))
+                    found[name] = lambda n=name, m=make, c=cut: both_ways(n, m(c))
     return found
 
 
 def attention() -> Cases:
     """Towers and prefixes: whole tiles and parts of one, lengths, clusters of one to three blocks, FP8."""
-
-    def run(name: str, make: Callable[[calls.Draw], calls.Call]) -> None:
-        call = make(calls.Draw(name, torch.bfloat16))
-        for pdl in (False, True):
-            calls.check(call, calls.outputs_of(call, DEVICE, kernel=True, pdl=pdl), 0.02, 0.003, 0.006)
 
     shapes = {
         "tower 72": _self_attention(1, 256, 2, 72), "tower 72 fp8": _self_attention(2, 200, 1, 72, 200.0),
@@ -104,7 +101,7 @@ def attention() -> Cases:
         "prefix of one": _attention(600, 130, 8, 1, 256, [130, 65]),
         "prefix grouped": _attention(70, 70, 8, 2, 256, [16]), "prefix unpadded": _attention(64, 65, 8, 1, 256, None),
     }  # fmt: skip
-    return {name: lambda n=name, m=make: run(n, m) for name, make in shapes.items()}
+    return {name: lambda n=name, m=make: both_ways(n, m) for name, make in shapes.items()}
 
 
 def denoise() -> Cases:

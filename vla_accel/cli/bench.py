@@ -58,8 +58,8 @@ def main(chosen: Bench, words: list[str]) -> int:
         said = "takes minutes to load and a call many seconds; for a quick look: vla-accel bench demo"
         say(f"no GPU: {family.name} at its published size {said}")
     once = timed_once(factory, systems, sweep)
-    at = {name: once[name]["steps"] if name in once else sweep[0] for name in systems}
-    ready, left_out = _baselines(factory, {name: at[name] for name in systems if name in factory.baselines})
+    others = [name for name in systems if name in factory.baselines]
+    ready, left_out = _baselines(factory, {n: once[n]["steps"] if n in once else sweep[0] for n in others})
     names = [name for name in systems if name not in left_out]
     for name, told in once.items():
         say(f"{name}: timed at {told['steps']} steps alone: {told['why']}")
@@ -164,9 +164,9 @@ def _systems(factory: Factory | CheckpointFactory, named: tuple[str, ...], *, fi
         if others := [name for name in named if name in factory.baselines]:
             raise ConfigError(f"camera: expected systems that fit images themselves, got {', '.join(others)}")
         return named or tuple(dict.fromkeys((*factory.default[1:], "eager")))
-    first = len(factory.family.baselines)
-    systems = named or (*factory.default[1:], "eager", *factory.baselines[: min(1, first)])
-    of_checkout = factory.baselines[first:]
+    installed = factory.family.baselines
+    systems = named or (*factory.default[1:], "eager", *installed[:1])
+    of_checkout = factory.baselines[len(installed) :]
     return tuple(dict.fromkeys(systems if {*named} & {*of_checkout} else (*systems, *of_checkout)))
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from vla_accel.errors import VlaAccelError
-from vla_accel.files import cache_folder, replacing
+from vla_accel.files import cache_folder, write_json
 from vla_accel.ops.cuda.runtime import compiled_side_by_side
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
@@ -125,8 +125,7 @@ def remembered(
     found = fastest(candidates, device, repeats)
     entry = {"what": what, "way": found.way, "times": dict(found.times), "out": dict(found.out)}
     try:
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps({**_read(path), key: entry}, indent=1))
+        write_json(path, {**_read(path), key: entry})
     except OSError as error:
         log.warning("%s: what was measured cannot be kept, and is measured at every start: %s", path, error)
     return found

@@ -27,7 +27,7 @@ from eval.libero.suites import LiberoTask, load_suite
 from eval.script import run_script
 from vla_accel.cli.options import Count, Listed, Within, Written
 from vla_accel.errors import ConfigError
-from vla_accel.files import replacing
+from vla_accel.files import replacing, write_json
 
 TOLERANCE = 1e-3
 """Metres. A sample whose movable objects all lie this close to a shipped state's is refused."""
@@ -189,8 +189,7 @@ def main(arguments: Arguments) -> None:
 
 def _finish(sample: Sample, manifest: dict, path: Path) -> None:
     manifest["tasks"][str(sample.task.id)] = sample.entry()
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(manifest, indent=1))
+    write_json(path, manifest)
     gap = f"nearest shipped state {sample.nearest * 1e3:.1f} mm"
     print(f"task {sample.task.id}: {sample.count} states, {gap}", file=sys.stderr, flush=True)
 

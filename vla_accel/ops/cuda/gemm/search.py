@@ -5,6 +5,7 @@ Plain arithmetic; whoever builds a program measures them against the library (`v
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -52,23 +53,21 @@ def searched(gpu: Gpu | None, kind: torch.dtype, activation: str, rows: int, n: 
     if gpu is None or why_not_searched(gpu, rows, n, k) is not None:
         return []
     chunks = -(-k * (1 if kind == torch.float8_e4m3fn else 2) // 128)
-    many = rows > MANY
+    kinds, wider, of_each, of_all = (KINDS_OF_MANY, 2, BEST, None) if rows > MANY else (KINDS, 1, MEASURED, MEASURED)
     costs: dict[Tiling, float] = {}
-    for kind_of in KINDS_OF_MANY if many else KINDS:
+    for kind_of in kinds:
         found: dict[Tiling, float] = {}
         # Token tiles of equal width, so that none is mostly padding: few, or up to one for each multiprocessor.
         least = -(-rows // (kind_of.parts * 256))
         whole = gpu.multiprocessors // (-(-n // kind_of.weight_rows) * kind_of.split)
-        most = max(least * (2 if many else 1) + MORE, min(whole, rows // (kind_of.parts * NARROWEST)))
+        most = max(least * wider + MORE, min(whole, rows // (kind_of.parts * NARROWEST)))
         for tiles in range(least, most + 1):
             width = round_up(-(-rows // (tiles * kind_of.parts)), 8)
             tiling = _deepest(activation, replace(kind_of, width=width), chunks)
             if tiling is not None:
                 found.setdefault(tiling, _cost(gpu, tiling, rows, n, chunks))
-        best = sorted(found, key=lambda tiling: (found[tiling], -tiling.stages))
-        costs |= {tiling: found[tiling] for tiling in (best[:BEST] if many else best)}
-    order = sorted(costs, key=lambda tiling: (costs[tiling], -tiling.stages))
-    return order if many else order[:MEASURED]
+        costs |= {tiling: found[tiling] for tiling in _cheapest(found)[:of_each]}
+    return _cheapest(costs)[:of_all]
 
 
 def why_not_searched(gpu: Gpu, rows: int, n: int, k: int) -> str | None:
@@ -96,6 +95,10 @@ def _deepest(activation: str, tiling: Tiling, chunks: int) -> Tiling | None:
         if not any(reasons):
             return deeper
     return None
+
+
+def _cheapest(costs: Mapping[Tiling, float]) -> list[Tiling]:
+    return sorted(costs, key=lambda tiling: (costs[tiling], -tiling.stages))
 
 
 def _cost(gpu: Gpu, tiling: Tiling, rows: int, n: int, chunks: int) -> float:
