@@ -1,4 +1,5 @@
-"""websockets' client connection, which sends a message of hundreds of kilobytes without allocating anything for it.
+"""websockets' client connection, which sends a message of hundreds of kilobytes without allocating anything for it, and
+whose two threads do not meet in OpenSSL (`tls`).
 
 Fresh memory of that size costs a page fault for every 4 KiB, far more than the copies themselves. Knows nothing about
 what a message says.
@@ -7,12 +8,14 @@ what a message says.
 from __future__ import annotations
 
 import secrets
+import ssl
 import struct
 import sys
 from typing import Any
 
 import numpy as np
 
+from vla_accel.client.tls import TlsSocket
 from vla_accel.errors import DependencyError
 
 _ROOM = 16
@@ -33,8 +36,8 @@ def connection_class() -> type:
     """A subclass of websockets' `ClientConnection` with `send_binary`, which sends one binary message."""
 
     class Connection(websockets_client().ClientConnection):  # type: ignore[misc]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
+        def __init__(self, sock: Any, *arguments: Any, **options: Any) -> None:
+            super().__init__(TlsSocket(sock) if isinstance(sock, ssl.SSLSocket) else sock, *arguments, **options)
             self._frame = Frame()
 
         def send_binary(self, message: memoryview) -> None:

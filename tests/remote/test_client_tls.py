@@ -1,0 +1,98 @@
+"""A client whose two threads use one TLS connection at the same time."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("websockets", reason="needs websockets")
+
+from tests.remote.test_security import make_certificate
+from tests.support.waiting import PATIENCE_S, eventually
+from vla_accel.client.tls import TlsSocket
+
+__all__ = ["make_certificate"]
+
+Pair = tuple[ssl.SSLSocket, ssl.SSLSocket]
+
+
+@pytest.fixture
+def pair(make_certificate: Callable[[str], tuple[Path, Path]]) -> Iterator[Pair]:
+    """A connected server's and client's socket."""
+    cert, key = make_certificate("server")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    near, far = socket.socketpair()
+    accepted: list[ssl.SSLSocket] = []
+    thread = threading.Thread(target=lambda: accepted.append(context.wrap_socket(far, server_side=True)))
+    thread.start()
+    client = ssl.create_default_context(cafile=cert).wrap_socket(near, server_hostname="127.0.0.1")
+    thread.join(PATIENCE_S)
+    with accepted[0] as server, client:
+        yield server, client
+
+
+def pump(end: TlsSocket, count: int, message: bytes) -> Callable[[], bytes]:
+    """Sends `count` messages from a thread of its own; what is returned reads so many from the calling one."""
+    thread = threading.Thread(target=lambda: [end.sendall(message) for _ in range(count)], daemon=True)
+    thread.start()
+
+    def read() -> bytes:
+        found = bytearray()
+        while len(found) < count * len(message) and (data := end.recv(2**16)):
+            found += data
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+        return bytes(found)
+
+    return read
+
+
+@pytest.mark.parametrize(("count", "size"), [(5000, 40), (60, 300_000)])
+def test_one_thread_reads_while_another_writes(pair: Pair, count: int, size: int) -> None:
+    """On sockets without the lock both cases end within a second: in a bad record, or never."""
+    ends = [TlsSocket(one) for one in pair]
+    sent = [bytes([number]) * size for number in (1, 2)]
+    reads = [pump(end, count, message) for end, message in zip(ends, sent, strict=True)]
+    found: list[bytes] = []
+    thread = threading.Thread(target=lambda: found.append(reads[0]()), daemon=True)
+    thread.start()
+    assert reads[1]() == sent[0] * count
+    thread.join(PATIENCE_S)
+    assert found == [sent[1] * count]
+
+
+def test_closing_wakes_the_thread_that_reads(pair: Pair) -> None:
+    ends: list[object] = []
+    client = TlsSocket(pair[1])
+
+    def read() -> None:
+        try:
+            ends.append(client.recv(10))
+        except OSError as error:  # closed before it looked
+            ends.append(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    client.close()
+    eventually(lambda: bool(ends))
+    assert ends[0] == b"" or isinstance(ends[0], OSError)
+
+
+def test_what_comes_after_the_last_word_can_be_read(pair: Pair) -> None:
+    server, client = TlsSocket(pair[0]), TlsSocket(pair[1])
+    client.shutdown(socket.SHUT_WR)
+    server.sendall(b"still")
+    assert client.recv(10) == b"still"
+
+
+def test_a_full_socket_is_an_error_when_time_is_up(pair: Pair) -> None:
+    client = TlsSocket(pair[1])
+    client.settimeout(0.01)
+    with pytest.raises(TimeoutError, match=r"the other side took nothing for 0\.01 s"):
+        client.sendall(bytes(100_000_000))
