@@ -12,7 +12,7 @@ from torch import Tensor
 from vla_accel.numeric import power_of_two
 from vla_accel.ops.attention_tiles import Tile
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.kernels.common import launch_options, quantised, wait_for_previous
+from vla_accel.ops.kernels.common import launch_options, quantised, softmax_step, wait_for_previous
 from vla_accel.ops.key_tilings import KeySplit, SuffixAttention
 
 LOG2E = 1.4426950408889634
@@ -55,17 +55,13 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
             if LAST:
                 seen = seen & ((key[None, :] < length - 1) | (m[:, None] >= length - 1))
             s = tl.where(seen, s, -float("inf"))
-        # A row has at least one key, and the first block holds it: the maximum is finite from there on.
-        new_best = tl.maximum(best, tl.max(s, 1))
-        p = tl.exp2(s - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(p, 1)
+        # A row has at least one key, and the first block holds it.
+        p, shrink, best, total = softmax_step(s, best, total, False)
         if WHOLE and HEAD_DIM == BLOCK_D:
             v = tl.load(v_ptr + place[:, None] + d[None, :])
         else:
             v = tl.load(v_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-        best = new_best
     out = acc / total[:, None]
     target = out_ptr + ((batch * tokens + m[:, None]) * HEADS + head) * HEAD_DIM + d[None, :]
     keep = (m < tokens)[:, None] & in_d[None, :]
@@ -223,14 +219,9 @@ def _suffix_attention_split(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, p
             place = base + key * (KV_HEADS * HEAD_DIM)
             k = tl.load(pk_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
             s = tl.where(real[None, :], tl.dot(q, k) * scale, -float("inf"))
-            new_best = tl.maximum(best, tl.max(s, 1))
-            safe = tl.where(new_best == -float("inf"), 0.0, new_best)
-            p = tl.exp2(s - safe[:, None])
-            shrink = tl.exp2(best - safe)
-            total = total * shrink + tl.sum(p, 1)
+            p, shrink, best, total = softmax_step(s, best, total, True)
             v = tl.load(pv_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
             part = tl.dot(p.to(v.dtype), v, part * shrink[:, None])
-            best = new_best
     # The suffix's keys: a tile for each program behind those of the prefix, or all for the last of these.
     if JOINED:
         mine, base = split == PREFIX_SPLITS - 1, 0
@@ -249,14 +240,9 @@ def _suffix_attention_split(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, p
             if CAUSAL:
                 allowed = allowed & (key[None, :] <= token[:, None])
             s = tl.where(allowed, tl.dot(q, k) * scale, -float("inf"))
-            new_best = tl.maximum(best, tl.max(s, 1))
-            safe = tl.where(new_best == -float("inf"), 0.0, new_best)
-            p = tl.exp2(s - safe[:, None])
-            shrink = tl.exp2(best - safe)
-            total = total * shrink + tl.sum(p, 1)
+            p, shrink, best, total = softmax_step(s, best, total, True)
             v = tl.load(sv_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
             part = tl.dot(p.to(v.dtype), v, part * shrink[:, None])
-            best = new_best
     _combined(part, best, total, part_ptr, stat_ptr, count_ptr, out_ptr, query, real_row, in_d, split,
               pair * ROW_TILES + tile, SPLITS, BLOCK_M, BLOCK_D)  # fmt: skip
 

@@ -46,6 +46,20 @@ def silu(x):
 
 
 @triton.jit
+def softmax_step(s, best, total, EMPTY: tl.constexpr):
+    """One block of the softmax over all blocks: of scores s, (M, N) float32 for exp2, after blocks whose largest score
+    was `best`, (M,), and whose weights' sum was `total`, (M,). EMPTY: a row may have no key so far, all of whose scores
+    are -inf; otherwise the first block must hold one of every row.
+
+    Returns the block's weights, what to multiply earlier sums with, and `best` and `total` with this block."""
+    new_best = tl.maximum(best, tl.max(s, 1))
+    base = tl.where(new_best == -float("inf"), 0.0, new_best) if EMPTY else new_best
+    p = tl.exp2(s - base[:, None])
+    shrink = tl.exp2(best - base)
+    return p, shrink, new_best, total * shrink + tl.sum(p, 1)
+
+
+@triton.jit
 def wait_for_previous(PDL: tl.constexpr):
     """What the previous kernel wrote is visible after this. Before it, only constants may be read."""
     if PDL:

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from vla_accel.numeric import power_of_two
 from vla_accel.ops.kernels.attention import LOG2E
-from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, scale_of_sums, wait_for_previous
+from vla_accel.ops.kernels.common import (
+    ahead,
+    fetch_ahead,
+    launch_options,
+    scale_of_sums,
+    softmax_step,
+    wait_for_previous,
+)
 from vla_accel.ops.kernels.moments import tiles_of
 from vla_accel.ops.kernels.pipelined import normed_pair
 from vla_accel.ops.key_tilings import CrossTile
@@ -79,15 +86,11 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
             k_low, k_high = _keys_of(k_ptr, at, i, real[None, :] & in_half[:, None], HALF, 0)
             s = tl.dot(q_high, k_high, tl.dot(q_low, k_low)) * scale
             s = tl.where(real[None, :], s, -float("inf"))
-            # A row has at least one key, and the first block holds it: the maximum is finite from there on.
-            new_best = tl.maximum(best, tl.max(s, 1))
-            p = tl.exp2(s - new_best[:, None])
-            shrink = tl.exp2(best - new_best)
-            total = total * shrink + tl.sum(p, 1)
+            # A row has at least one key, and the first block holds it.
+            p, shrink, best, total = softmax_step(s, best, total, False)
             v_low, v_high = _keys_of(v_ptr, at, i, real[:, None] & in_half[None, :], HALF, 1)
             acc_low = tl.dot(p.to(kind), v_low, acc_low * shrink[:, None])
             acc_high = tl.dot(p.to(kind), v_high, acc_high * shrink[:, None])
-            best = new_best
     target = out_ptr + ((batch * tokens + place) * HEADS + head) * (2 * HALF) + i[None, :]
     tl.store(target, (acc_low / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
     tl.store(target + HALF, (acc_high / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)

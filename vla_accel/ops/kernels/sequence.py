@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vla_accel.numeric import power_of_two
 from vla_accel.ops.kernels.attention import LOG2E
-from vla_accel.ops.kernels.common import launch_options, let_next_start, wait_for_previous
+from vla_accel.ops.kernels.common import launch_options, let_next_start, softmax_step, wait_for_previous
 
 
 @triton.jit
@@ -154,14 +154,10 @@ def _causal_attention(q_ptr, k_ptr, v_ptr, out_ptr, q_batch, q_token, q_head, k_
         place = base + key * k_token
         k = tl.load(k_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
         s = tl.where(key[None, :] <= m[:, None], tl.dot(q, k) * scale, -float("inf"))
-        # The first block has key 0, which every query sees: the maximum is finite from there on.
-        new_best = tl.maximum(best, tl.max(s, 1))
-        p = tl.exp2(s - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(p, 1)
+        # The first block has key 0, which every query sees.
+        p, shrink, best, total = softmax_step(s, best, total, False)
         v = tl.load(v_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-        best = new_best
     target = out_ptr + ((batch * TOKENS + m[:, None]) * HEADS + head) * HEAD_DIM + d[None, :]
     kept = (m < TOKENS)[:, None] & in_d[None, :]
     tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=kept)
