@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from tests.support.full_disk import full_disk
+from tests.support.waiting import PATIENCE_S
 from vla_accel.errors import ConfigError, OutputError
 from vla_accel.files import (
     LineFile,
@@ -191,7 +192,7 @@ def test_threads_that_write_the_same_file_do_not_meet(tmp_path: Path) -> None:
     def write(text: str) -> Path:
         with replacing(path) as temporary:
             temporary.write_text(text)
-            both.wait(10)
+            both.wait(PATIENCE_S)
         return temporary
 
     with ThreadPoolExecutor(2) as pool:

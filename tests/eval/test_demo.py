@@ -22,6 +22,7 @@ from eval.libero.demo.recipes import RECIPES
 from eval.libero.suites import LiberoTask
 from tests.support.full_disk import full_disk
 from tests.support.tiny_smolvla import tiny_config, tiny_model
+from tests.support.waiting import PATIENCE_S
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import read_json
@@ -493,7 +494,7 @@ def test_a_collector_plays_labels_and_obeys(tmp_path: Path) -> None:
     assert message[0] == "end" and message[1:4] == (2, "expert", True), message
     # Without noise the expert does what it said it would: the label's second half is the next label's first.
     np.testing.assert_allclose(labels[0][5:], labels[1][:5], atol=1e-5)
-    process.join(timeout=60)
+    process.join(PATIENCE_S)
     assert process.exitcode == 0, "a collector must end quietly when its trainer hangs up"
 
 
