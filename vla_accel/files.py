@@ -44,6 +44,34 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def replacing_files(folder: Path) -> Iterator[Path]:
+    """A hidden folder within `folder` to write files to; when the block ends well, and their content is on the disk,
+    they take their places in `folder`, where others stay. When it raises they are removed, and `folder` if it was not
+    there. Raises OutputError where this cannot be, also when the disk becomes full within the block."""
+    there = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as name:
+            yield Path(name)
+            written = list(Path(name).iterdir())
+            for path in written:
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            for path in written:
+                os.replace(path, folder / path.name)
+    except BaseException as error:
+        if not there:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        if not isinstance(error, OSError) or isinstance(error, OutputError):
+            raise
+        place = Path(error.filename2 or error.filename or folder)  # a copy's second name is where it goes to
+        if not place.is_relative_to(folder) and place not in folder.parents:
+            raise
+        raise OutputError(f"{folder}: cannot be written: {error.strerror or error}") from error
+
+
 def write_json(path: Path, content: object, *, allow_nan: bool = True) -> None:
     """Write JSON, whole or not at all, as `replacing` does. `allow_nan`: else ValueError for what is no number."""
     with replacing(path) as temporary:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
+import shutil
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +13,18 @@ from typing import Any, cast
 
 import pytest
 
+from tests.support.full_disk import full_disk
+from tests.support.waiting import PATIENCE_S
 from vla_accel.errors import ConfigError, OutputError
-from vla_accel.files import LineFile, replacing, require_writable, require_writable_folder, without_folders, write_json
+from vla_accel.files import (
+    LineFile,
+    replacing,
+    replacing_files,
+    require_writable,
+    require_writable_folder,
+    without_folders,
+    write_json,
+)
 
 
 def test_the_old_content_stands_until_the_block_ends(tmp_path: Path) -> None:
@@ -78,6 +88,36 @@ def test_a_full_disk_is_named_and_other_files_errors_stay_theirs(tmp_path: Path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.json", "old")]
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folders_files_are_replaced_all_or_none(there: bool, tmp_path: Path) -> None:
+    folder, source = tmp_path / "new" / "folder", tmp_path / "source"
+    source.write_bytes(b"123456789")
+    if there:
+        folder.mkdir(parents=True)
+        for name in ("a", "kept"):
+            (folder / name).write_text("old")
+    before = {"a": "old", "kept": "old"} if there else {}
+
+    def found() -> dict[str, str | None]:
+        return {p.name: p.read_text() if p.is_file() else None for p in folder.iterdir()}
+
+    def write() -> None:
+        with replacing_files(folder) as temporary:
+            (temporary / "a").write_text("new")
+            shutil.copy(source, temporary / "b")
+            assert found() == before | {temporary.name: None}
+
+    # A copy's error has two names, and the first is that of what was read.
+    with full_disk(room=8), pytest.raises(OutputError, match=f"^{folder}: cannot be written: File too large"):
+        write()
+    with pytest.raises(FileNotFoundError) as caught, replacing_files(folder):
+        (tmp_path / "other").read_text()
+    assert not isinstance(caught.value, OutputError)
+    assert folder.exists() == there and (not there or found() == before)
+    write()
+    assert found() == before | {"a": "new", "b": "123456789"}
+
+
 def test_whether_a_file_can_be_written_is_known_before_and_leaves_nothing(tmp_path: Path) -> None:
     require_writable(tmp_path / "new" / "deep" / "a.json", "output")
     require_writable_folder(tmp_path / "new", "output")
@@ -97,14 +137,9 @@ def test_a_line_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "new" / "lines"
     file = LineFile(path)
     file.append(b"first")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # As on a full disk: what is beyond the eighth byte finds no room.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
-    try:
-        with pytest.raises(OutputError, match=r"lines: cannot be written: File too large; the same command goes on"):
-            file.append(b"second")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = r"lines: cannot be written: File too large; the same command goes on"
+    with full_disk(room=8), pytest.raises(OutputError, match=message):
+        file.append(b"second")
     assert path.read_bytes() == b"first\n"
     file.append(b"second")
     assert path.read_bytes() == b"first\nsecond\n"
@@ -157,7 +192,7 @@ def test_threads_that_write_the_same_file_do_not_meet(tmp_path: Path) -> None:
     def write(text: str) -> Path:
         with replacing(path) as temporary:
             temporary.write_text(text)
-            both.wait(10)
+            both.wait(PATIENCE_S)
         return temporary
 
     with ThreadPoolExecutor(2) as pool:

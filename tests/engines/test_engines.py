@@ -191,6 +191,17 @@ def test_a_fallback_is_recorded_and_logged(engines: None, caplog: pytest.LogCapt
     assert caplog.messages == ["affine: asked for engine refuses, using eager: refuses: no such GPU"]
 
 
+def test_a_reason_names_its_component_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The engines' own errors name it, too."""
+    reason = "native: the native engine has no program for this component"
+    with caplog.at_level(logging.WARNING, "vla_accel"):
+        build(component(), spec("native", "eager"), device=CPU, ledger=Ledger())
+    assert caplog.messages == [f"affine: asked for engine native, using eager: {reason}"]
+    with pytest.raises(EngineError) as caught:
+        build(component(), spec("native"), device=CPU, ledger=Ledger())
+    assert str(caught.value) == f"affine: no engine could be built ({reason})"
+
+
 def test_strict_makes_a_fallback_an_error(engines: None) -> None:
     ledger = Ledger(strict=True)
     with pytest.raises(EngineError, match="strict mode: affine: asked for engine refuses, using eager"):

@@ -20,11 +20,13 @@ from eval.libero.demo.crew import Crew, Store, tasks_of
 from eval.libero.demo.objective import Trainee, augment, initialise
 from eval.libero.demo.recipes import RECIPES
 from eval.libero.suites import LiberoTask
+from tests.support.full_disk import full_disk
 from tests.support.tiny_smolvla import tiny_config, tiny_model
+from tests.support.waiting import PATIENCE_S
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import read_json
-from vla_accel.errors import CheckpointError, ConfigError, VlaAccelError
+from vla_accel.errors import CheckpointError, ConfigError, OutputError, VlaAccelError
 from vla_accel.machine import hardware
 from vla_accel.measure.recording import load_observations
 from vla_accel.models.flow import FlowNetwork
@@ -368,6 +370,24 @@ def test_publishing_refuses_a_run_that_lacks_weights(started: dict[str, Path], t
         publish.main(publish.Arguments(tmp_path, tmp_path, output))
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_publishing_on_a_full_disk_changes_nothing(
+    there: bool, started: dict[str, Path], tmp_path: Path
+) -> None:  # fmt: skip
+    run, states, output = tmp_path / "run", tmp_path / "states", tmp_path / "out"
+    exported(started["smolvla"], run, 1)
+    (states / "libero_spatial").mkdir(parents=True)
+    (states / "libero_spatial" / "manifest.json").write_text("{}")
+    former = ("model.safetensors", "fp8_scales.json", "config.json") if there else ()
+    for name in former:
+        output.mkdir(exist_ok=True)
+        (output / name).write_text("old")
+    with full_disk(room=1_000_000), pytest.raises(OutputError, match=r"model\.safetensors: cannot be written"):
+        publish.main(publish.Arguments(run, states, output))
+    assert output.exists() == there
+    assert not there or {p.name: p.read_text() for p in output.iterdir()} == dict.fromkeys(former, "old")
+
+
 def test_observations_are_recorded_suite_by_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of toy tasks, whose state counts its steps."""
     begun: list[tuple[str, int]] = []
@@ -474,7 +494,7 @@ def test_a_collector_plays_labels_and_obeys(tmp_path: Path) -> None:
     assert message[0] == "end" and message[1:4] == (2, "expert", True), message
     # Without noise the expert does what it said it would: the label's second half is the next label's first.
     np.testing.assert_allclose(labels[0][5:], labels[1][:5], atol=1e-5)
-    process.join(timeout=60)
+    process.join(PATIENCE_S)
     assert process.exitcode == 0, "a collector must end quietly when its trainer hangs up"
 
 

@@ -24,6 +24,7 @@ from eval.jobs import EXCEPTIONS, JOBS, Job
 from eval.measure import CONTINUED, DONE, FAILED, LEFT_OUT, Measuring, Outcome, chosen
 from eval.places import Place, by_core, gpus, places, room
 from eval.tables import RESULTS, TABLES
+from tests.support.waiting import PATIENCE_S
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import alone_in
@@ -59,7 +60,7 @@ with open(order, "a") as file:
     file.write(f"end {path.stem}\\n")
 """
 CORE = min(os.sched_getaffinity(0))
-SOON = 60.0
+SOON = PATIENCE_S
 """A deadline that no toy meets, unless it hangs."""
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +304,25 @@ def test_a_script_says_what_it_cannot_read_and_that_it_was_interrupted(
     assert run(KeyboardInterrupt()) == 130 and capsys.readouterr().err == "interrupted\n"
     with pytest.raises(OSError, match="a mistake of ours"):
         run(OSError("a mistake of ours"))
+
+
+def test_a_script_that_is_interrupted_while_it_imports_says_so(tmp_path: Path) -> None:
+    """Its first import here is a package that presses Ctrl-C; what goes wrong otherwise keeps its traceback."""
+    for work, said, status in (
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGINT)", "interrupted\n", 130),
+        ("raise ImportError('broken')", "Traceback .*ImportError: broken\n", 1),
+    ):
+        (tmp_path / "tyro.py").write_text(work)
+        done = subprocess.run(
+            [sys.executable, "-B", "-m", "eval.merge"], capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == status and re.fullmatch(said, done.stderr, re.DOTALL), done.stderr
+
+
+def test_a_program_that_imports_eval_keeps_its_own_end() -> None:
+    program = "import sys, eval\nassert sys.excepthook is sys.__excepthook__"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_title_counts_one_task_and_several() -> None:

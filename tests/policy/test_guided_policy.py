@@ -26,6 +26,7 @@ from tests.support.tiny import (
     tiny_observation,
     write_tiny_checkpoints,
 )
+from tests.support.waiting import PATIENCE_S
 from tests.transforms.test_presets import inputs_of, processor_of
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import Checkpoint
@@ -484,7 +485,7 @@ def test_the_runner_joins_the_chunks_of_a_policy(folders: dict[Kind, Path], monk
         runner.start(tiny_observation(0))
         for tick in range(20):
             runner.step(tiny_observation(tick))
-            assert not runner._busy or runner._wait_until(time.monotonic() + 30)
+            assert not runner._busy or runner._wait_until(time.monotonic() + PATIENCE_S)
     guided = [c for c in policy.calls if c[0] is not None]
     assert len(guided) >= 3
     previous, delay, _ = guided[0]
@@ -501,5 +502,5 @@ def test_a_policys_own_runner_is_guided(folders: dict[Kind, Path]) -> None:
         runner.start(tiny_observation(0))
         for tick in range(8):
             assert np.isfinite(runner.step(tiny_observation(tick))).all()
-            assert not runner._busy or runner._wait_until(time.monotonic() + 30)
+            assert not runner._busy or runner._wait_until(time.monotonic() + PATIENCE_S)
     assert runner.report().chunks >= 2

@@ -16,6 +16,7 @@ pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
 from tests.support.server_support import EchoPolicy, get, local, metric, observation
+from tests.support.waiting import PATIENCE_S
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ServerError
 from vla_accel.server import background, gpus, metrics, pages, recent
@@ -164,6 +165,7 @@ def test_a_browser_shows_the_page_under_load() -> None:
         try:
             browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
             context = browser.new_context(http_credentials={"username": "me", "password": "secret"})
+            context.set_default_timeout(PATIENCE_S * 1e3)
             page: Any = context.new_page()
             problems: list[str] = []
             asked: list[str] = []

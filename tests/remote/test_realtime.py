@@ -108,7 +108,7 @@ def _every_inference_takes_10_ms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stopped(loop: Loop) -> None:
     loop.policy.gate.release(10)
-    loop.runner.close()
+    loop.runner.close(PATIENCE_S)
 
 
 def test_every_tick_gets_its_own_action_across_chunks() -> None:
@@ -355,6 +355,7 @@ def test_start_gives_up_on_a_policy_that_hangs() -> None:
     loop = Loop(Plain())
     with pytest.raises(EngineError, match=r"no first chunk within 0\.1 s"):
         loop.runner.start({"tick": loop.frame}, timeout_s=0.1)
+    assert loop.policy.entered.acquire(timeout=PATIENCE_S)  # one that had not begun would end at once
     with pytest.raises(EngineError, match=r"the inference under way did not end within 0\.1 s"):
         loop.runner.close(timeout_s=0.1)
     stopped(loop)

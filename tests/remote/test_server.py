@@ -92,7 +92,7 @@ def test_an_answer_that_cannot_be_read_is_the_policys_error_and_the_next_one_wor
         def infer(self, observation: Any) -> Any:
             return Torn(actions=1) if observation["prompt"] == "torn" else super().infer(observation)
 
-    with background(Strange(), local(request_timeout_s=5.0)) as server, PolicyClient(server.address) as client:
+    with background(Strange(), LOCAL) as server, PolicyClient(server.address) as client:
         with pytest.raises(ServerError, match=f"reported: {type(error).__name__}: torn"):
             client.infer({**observation(1), "prompt": "torn"})
         assert client.infer(observation(2))["actions"][0, 0] == 2

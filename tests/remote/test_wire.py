@@ -33,6 +33,7 @@ from tests.remote.fuzz_wire import (  # noqa: E402
 )
 from tests.support.eval_support import OBS  # noqa: E402
 from tests.support.openpi_wire import openpi_pack, openpi_unpack  # noqa: E402
+from tests.support.waiting import PATIENCE_S  # noqa: E402
 
 # Derandomised: the same cases in every run; fuzz_wire.py is for finding new ones.
 QUICK = settings(
@@ -307,7 +308,7 @@ def test_the_corpus_is_a_value_or_a_wire_error(path: Path) -> None:
 def test_the_fuzzer_itself_runs() -> None:
     root = Path(__file__).parents[2]
     words = [sys.executable, "-m", "tests.remote.fuzz_wire", "--seconds", "0"]
-    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert '"cases": 0' in done.stdout.splitlines()[-1]
 
 

@@ -45,7 +45,8 @@ def build(component: Component, spec: EngineSpec, *, device: torch.device, ledge
         try:
             engine = ENGINES[name](component, device, spec)
         except (EngineError, DependencyError, ImportError) as error:
-            reasons.append(f"{name}: {error}")
+            # An engine's error names its component, which stands before all the reasons.
+            reasons.append(f"{name}: {str(error).removeprefix(f'{component.name}: ')}")
             continue
         detail = engine.detail
         if spec.precision in FORMATS:

@@ -6,6 +6,7 @@ about images or models.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -291,6 +292,7 @@ def _is_hugging_face(path: Path) -> bool:
     return isinstance(content, dict) and "model" in content
 
 
+_HUB_ANSWERS_WITHIN_S = 3.0
 _PALIGEMMA_HINT = (
     "PaliGemma's licence must be accepted on its page once; or put its tokenizer.model into the checkpoint's "
     "folder, or name it as checkpoint.tokenizer in the configuration"
@@ -302,14 +304,31 @@ def _from_hub(name: str, hint: str = _PALIGEMMA_HINT) -> Path:
 
 
 def files_from_hub(name: str, files: Sequence[str], hint: str) -> Path:
-    """The folder of these files of a repository on the hub. Raises CheckpointError that says what else can be done."""
+    """The folder of these files of a repository on the hub, or in its cache. Raises CheckpointError that says what else
+    can be done."""
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import (
+            constants,
+            get_hf_file_metadata,
+            hf_hub_download,
+            hf_hub_url,
+            try_to_load_from_cache,
+        )
+        from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
         raise DependencyError(f"a tokenizer from the hub needs pip install 'vla_accel[checkpoints]'; {hint}") from error
     try:
+        if not all(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+            # Asked once: where there is no network, hf_hub_download asks again and again, for 25 s. A refusal is an
+            # answer, too, of which hf_hub_download says more.
+            with contextlib.suppress(HfHubHTTPError):
+                get_hf_file_metadata(hf_hub_url(name, files[0]), timeout=_HUB_ANSWERS_WITHIN_S)
         first, *_ = (Path(hf_hub_download(name, file)).parent for file in files)
     # The hub's errors have no common base: ValueError for a bad name, OSError for the network, its own for the rest.
     except Exception as error:
-        raise CheckpointError(f"tokenizer: {name!r} could not be had from the hub ({hint}): {error}") from error
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise CheckpointError(
+            f"tokenizer: expected {name!r} in the hub's cache {constants.HF_HUB_CACHE} or at {constants.ENDPOINT}, "
+            f"got: {reason}; where there is a network, type hf download {name} {' '.join(files)} ({hint})"
+        ) from error
     return first

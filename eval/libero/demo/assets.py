@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from eval.script import run_script
 from eval.training import runs_of
 from vla_accel.checkpoints.loading import find, load
 from vla_accel.cli.options import Listed, Words, Written
+from vla_accel.files import replacing_files
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.tokenizer import STATE_BINS, SmallTokenizer, discretise_state
@@ -124,11 +124,8 @@ def _carry_rows(
 def main(arguments: Arguments) -> None:
     """Write the folder, all of its files or none: a checkpoint as any other, which loads."""
     output = arguments.output
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output, prefix=".") as folder:
-        told = write(arguments, Path(folder))
-        for path in Path(folder).iterdir():
-            path.replace(output / path.name)
+    with replacing_files(output) as folder:
+        told = write(arguments, folder)
     print(json.dumps({"output": str(output), **told}))
 
 

@@ -20,6 +20,7 @@ from vla_accel.checkpoints.checkpoint import read_tensors
 from vla_accel.checkpoints.loading import load
 from vla_accel.cli.options import OutputFolder
 from vla_accel.errors import CheckpointError
+from vla_accel.files import replacing_files
 from vla_accel.fp8 import FILE
 from vla_accel.policy.agreement import weights_of
 
@@ -40,7 +41,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    """Write the checkpoint and training.json; refuse what does not load or is too large."""
+    """Write the checkpoint and training.json, all files or none; refuse what does not load or is too large."""
     found = newest(arguments.run)
     # Before anything is written: a run that is not whole must not take the place of the shipped checkpoint.
     loaded = load(found)
@@ -68,12 +69,12 @@ def main(arguments: Arguments) -> None:
     size = sum(t.nbytes for t in weights.values()) + sum(p.stat().st_size for p in rest) + len(text)
     if size > recipe.limit:
         raise CheckpointError(f"demo checkpoint: expected at most {recipe.limit} bytes, got {size}")
-    output.mkdir(parents=True, exist_ok=True)
+    with replacing_files(output) as folder:
+        for path in rest:
+            shutil.copy(path, folder)
+        save_weights(weights, folder / "model.safetensors")
+        (folder / "training.json").write_text(text)
     (output / FILE).unlink(missing_ok=True)
-    for path in rest:
-        shutil.copy(path, output)
-    save_weights(weights, output / "model.safetensors")
-    (output / "training.json").write_text(text)
     print(json.dumps({"output": str(output), "bytes": size, "steps": record["steps"]}))
 
 

@@ -159,11 +159,11 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (Pi05(), Smolvla
 
 def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
     """One safetensors file, whole or not at all, readable by all."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     with replacing(path) as temporary:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(temporary))
-        temporary.chmod(0o644)  # safetensors leaves it readable by its owner alone
+        # safetensors' own file would be readable by its owner alone, and its error on a full disk is no OSError.
+        temporary.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
 
 def recipe_of(network: FlowNetwork) -> Recipe:
