@@ -93,10 +93,16 @@ def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
     words = ["--config", "native_fp8", "--observations", recorded, "--device", "cpu", "--num-steps", "1", "--keep"]
     assert main(["parity", checkpoint, *words]) == 0
     out, err = capsys.readouterr()
+    assert "3 observations, 1 steps" in out
     assert "that is not native_fp8: kv_cache ran in eager, not in native" in out
     kept = Path(checkpoint) / "parity_native_fp8.json"
     assert "3/3 calls of each" in err and f"kept: {kept}" in err
     kept.unlink()
+
+
+def test_parity_says_that_its_observations_are_random(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", checkpoint, "--count", "2", "--device", "cpu", "--num-steps", "1"]) == 0
+    assert "2 random observations, 1 steps" in capsys.readouterr().out
 
 
 def test_parity_where_no_chunk_is_left_to_judge(
@@ -205,15 +211,16 @@ def test_calibrate(monkeypatch: pytest.MonkeyPatch, recorded: str, former: bool)
     class Found(VlaAccelError):
         pass
 
-    def observations(path: Path, limit: int) -> Any:
-        asked.append((str(path), limit))
+    def load(checkpoint: str, *_: Any, **__: Any) -> Any:
+        asked.append(checkpoint)
         raise Found
 
-    monkeypatch.setattr(calibrate, "load", lambda checkpoint, *_, **__: asked.append(checkpoint))
-    monkeypatch.setattr(calibrate, "load_observations", observations)
+    # A file that is none is found before anything is loaded.
+    monkeypatch.setattr(calibrate, "load", load)
+    monkeypatch.setattr(calibrate, "load_observations", lambda path, limit: asked.append((str(path), limit)))
     words = [recorded, "--checkpoint", "folder"] if former else ["folder", "--observations", recorded]
     assert main(["calibrate", *words, "--count", "7", "--device", "cpu"]) == 1
-    assert asked == ["folder", (recorded, 7)]
+    assert asked == [(recorded, 7), "folder"]
 
 
 def test_calibrate_says_where_its_file_is(

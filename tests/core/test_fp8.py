@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from vla_accel.components.calibration import calibration
 from vla_accel.components.variants import needs_scales
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, EngineError
 from vla_accel.fp8 import E4M3, FILE, Scales, fingerprint, read_scales, scales_for
+from vla_accel.models.family import family_named
 from vla_accel.models.quantised import QUANTISED, calibrated_products
 from vla_accel.native.expert import ExpertWeights
 from vla_accel.native.prefix import PrefixWeights
@@ -250,3 +252,6 @@ def test_without_modelopt_one_error_names_the_extra(monkeypatch: pytest.MonkeyPa
         calibrate(MODEL, calibration(MODEL), [], "test")
     with pytest.raises(DependencyError, match=said):
         load_modelopt()
+    unread: Any = SimpleNamespace()  # no weights: nothing of it may be asked for
+    with pytest.raises(DependencyError, match=said):
+        family_named("pi05").calibrate(unread, [], "")

@@ -170,7 +170,9 @@ def test_parity_of_known_differences() -> None:
 def test_systems_take_turns() -> None:
     order: list[str] = []
     systems = {n: lambda n=n: order.append(n) for n in "abc"}
-    timings = in_turns(systems, rounds=3, device=CPU, warm_up=1)
+    heard: list[str] = []
+    timings = in_turns(systems, rounds=3, device=CPU, warm_up=1, progress=heard.append)
+    assert heard == [f"{done}/3 calls of each" for done in (1, 2, 3)]
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"
     assert all(t.calls == 3 and t.min_ms <= t.p50_ms for t in timings.values())
     assert peak_memory(CPU, lambda: order.append("x")) == 0.0 and order[-1] == "x"

@@ -253,6 +253,7 @@ def test_commands_report_one_clear_error(tmp_path: Path, capsys: pytest.CaptureF
         "--sd-dir tiny-random --out-img-path a.jpg": "expected a .png, got a.jpg",
         "--sd-dir tiny-random --height 64": "expected both --height and --width",
         f"--sd-dir {tmp_path}": "expected a model_index.json, found none",
+        "--sd-dir no-such-folder": "or owner/name of one on the hub, got 'no-such-folder'",
         "--sd-dir tiny-random --device cuda": "sees no CUDA GPU",
     }
     if torch.cuda.is_available():

@@ -58,7 +58,7 @@ def main(options: BenchQwen, words: list[str]) -> int:
     systems = {n: systems[n] for n in images}
     agreement = {n: parity(image, images["baseline"]) for n, image in images.items()}
     memory = {n: peak_memory(device, system) for n, system in systems.items()}
-    timings = in_turns(systems, rounds=options.rounds, device=device, warm_up=1)
+    timings = in_turns(systems, rounds=options.rounds, device=device, warm_up=1, progress=say)
     base = timings["baseline"].p50_ms
     rows = [
         {

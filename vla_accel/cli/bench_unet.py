@@ -132,7 +132,9 @@ class _Bench:
         runs = {n: self._unet(n, sample, timestep, states) for n in self.options.systems}
         want = self.wide.unet(sample.float(), timestep, states.float(), return_dict=False)[0]
         done = self._first("unet", runs)
-        timings = in_turns({n: runs[n] for n in done}, rounds=self.options.unet_rounds, device=self.device)
+        timings = in_turns(
+            {n: runs[n] for n in done}, rounds=self.options.unet_rounds, device=self.device, progress=say
+        )
         return self._rows(timings, {"parity": (done, want), "parity_eager": (done, done.get("eager"))})
 
     def _unet(self, name: str, sample: Tensor, timestep: Tensor, states: Tensor) -> Callable[[], Tensor]:
@@ -182,7 +184,7 @@ class _Bench:
             "latents": (latents, latents.get("eager-fp32")),
             "latents_eager": (latents, latents.get("eager")),
         }
-        timings = in_turns(runs, rounds=self.options.rounds, device=self.device, warm_up=1)
+        timings = in_turns(runs, rounds=self.options.rounds, device=self.device, warm_up=1, progress=say)
         if self.options.picture is not None and image is None:
             last = results[list(results)[-1]]
             side_by_side(self.options.picture, [(r * 2 - 1).permute(2, 0, 1)[None] for r in (reference, last)])

@@ -84,7 +84,9 @@ class _Bench:
                 first = first_calls(f"{size_key(size)} {side}", runs, say)
                 done = {name: f.result for name, f in first.items() if f.result is not None}
                 self.errors |= {f"{name} {side} {size_key(size)}": f.error for name, f in first.items() if f.error}
-                timings = in_turns({name: runs[name] for name in done}, rounds=self.options.rounds, device=self.device)
+                timings = in_turns(
+                    {name: runs[name] for name in done}, rounds=self.options.rounds, device=self.device, progress=say
+                )
                 rows += [
                     row(size, side, n, timings[n], parity(r, want[side]), timings.get("eager"), first[n].seconds)
                     for n, r in done.items()

@@ -16,8 +16,8 @@ def main(chosen: Calibrate, words: list[str]) -> int:
     if chosen.observations is None:
         raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, got none")
     settings = PolicyConfig() if chosen.lora is None else PolicyConfig().with_lora(chosen.lora)
-    checkpoint = load(chosen.checkpoint or "demo", settings, device=resolve_device(chosen.device))
     recorded = load_observations(chosen.observations, chosen.count)
+    checkpoint = load(chosen.checkpoint or "demo", settings, device=resolve_device(chosen.device))
     prepared = [checkpoint.processor.prepare(o) for o in recorded]
     say(f"calibrating on {len(prepared)} observations")
     scales = checkpoint.family.calibrate(checkpoint.model, prepared, chosen.observations.name)

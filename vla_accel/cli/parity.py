@@ -54,7 +54,8 @@ def main(chosen: Parity, words: list[str]) -> int:
     rows = [[n, *_cells(a)] for n, a in report.components.items()]
     for label, a in (("actions (normalised)", report.actions), ("actions (robot)", report.robot_actions)):
         rows.append([label, *_cells(a)])
-    title = f"{report.name} against FP32 eager, {report.observations} observations, {report.num_steps} steps"
+    kind = "observations" if recorded else "random observations"
+    title = f"{report.name} against FP32 eager, {report.observations} {kind}, {report.num_steps} steps"
     print_table(title, ["", "cosine", "median", "worst", "max error", "mean error"], rows)
     if report.flipped:
         chunks, rest = report.observations * report.draws, report.rest_cosine

@@ -100,16 +100,25 @@ def parity(result: Tensor, reference: Tensor) -> Parity:
 
 
 def in_turns(
-    systems: Mapping[str, Callable[[], object]], *, rounds: int, device: torch.device, warm_up: int = 2
+    systems: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    device: torch.device,
+    warm_up: int = 2,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Timing]:
-    """Time every system once a round (`latency.in_turns`)."""
+    """Time every system once a round (`latency.in_turns`). `progress` is told about ten times how far it is."""
     for run in systems.values():
         for _ in range(warm_up):
             run()
     taken: dict[str, list[float]] = {n: [] for n in systems}
     ready = {name: lambda _, run=run: run() for name, run in systems.items()}
-    for name, ms, _ in latency.in_turns(ready, lambda: None, calls=rounds, settle=lambda: synchronise(device)):
+    timed = latency.in_turns(ready, lambda: None, calls=rounds, settle=lambda: synchronise(device))
+    for done, (name, ms, _) in enumerate(timed, 1):
         taken[name].append(ms)
+        finished, left = divmod(done, len(systems))
+        if left == 0 and 10 * finished // rounds > 10 * (finished - 1) // rounds:
+            progress(f"{finished}/{rounds} calls of each")
     return {n: Timing(float(np.median(t)), float(np.mean(t)), float(np.min(t)), len(t)) for n, t in taken.items()}
 
 

@@ -23,7 +23,7 @@ from vla_accel.models.network import Network
 from vla_accel.models.random_weights import Drawn, drawn_model
 from vla_accel.models.rtc import chunk_weights
 from vla_accel.ops.resize import fits_on
-from vla_accel.quantize import calibrate
+from vla_accel.quantize import calibrate, load_modelopt
 from vla_accel.transforms.processing import Inputs, Processor
 
 
@@ -138,6 +138,7 @@ class PromptedFamily(TextFamily):
         return needs_scales(specs)
 
     def calibrate(self, model: Any, inputs: Sequence[Inputs], source: str) -> Scales:
+        load_modelopt()  # where it is missing that is said before the weights are read
         with model.present():
             return calibrate(model, calibration(model), [(i.images, i.tokens, i.state) for i in inputs], source)
 
