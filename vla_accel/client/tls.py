@@ -1,7 +1,7 @@
 """A TLS socket that one thread reads while another writes, as websockets' threaded client does.
 
 OpenSSL allows one thread at a time in a connection, and `ssl.SSLSocket` lets two in (CPython issue 143756). They then
-garble each other's records, or wait for one that never comes: a few connections in ten thousand.
+garble each other's records, or wait for one that never comes.
 """
 
 from __future__ import annotations
