@@ -118,20 +118,23 @@ def test_stale_buffers_do_not_leak_into_a_call(folder: Path) -> None:
 
 def test_fp8_without_scales_is_refused(folder: Path) -> None:
     config = replace(NATIVE, precision="bf16", kv_cache=EngineSpec("native", precision="fp8"))
-    with pytest.raises(EngineError, match=r"kv_cache: FP8 needs calibrated scales beside the checkpoint"):
+    with pytest.raises(EngineError, match=r"kv_cache: .*\(native: FP8 needs calibrated scales beside the checkpoint"):
         OptimizedPolicy.from_pretrained(folder, config)
 
 
 @pytest.mark.parametrize("component", ["kv_cache", "denoise"])
 def test_fp8_beside_keys_and_values_in_float32_is_refused(folder: Path, component: str) -> None:
     config = replace(NATIVE, precision="fp32", **{component: EngineSpec("native", precision="fp8")})
-    with pytest.raises(EngineError, match=f"{component}: the native engine of a fp32 policy has fp32, got fp8"):
+    with pytest.raises(
+        EngineError,
+        match=rf"{component}: .*\(native: the native engine of a fp32 policy has fp32, got fp8",
+    ):
         OptimizedPolicy.from_pretrained(folder, config)
 
 
 def test_a_precision_the_engine_lacks_is_named(folder: Path) -> None:
     why = "got fp16; a policy on a CPU is fp32 unless it is asked for bf16"
-    with pytest.raises(EngineError, match=f"denoise: the native engine of a fp32 policy has fp32, {why}"):
+    with pytest.raises(EngineError, match=rf"denoise: .*\(native: the native engine of a fp32 policy has fp32, {why}"):
         OptimizedPolicy.from_pretrained(folder, replace(NATIVE, denoise=EngineSpec("native", precision="fp16")))
 
 

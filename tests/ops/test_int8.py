@@ -228,7 +228,7 @@ def test_the_ledger_says_which_products_are_integers(folder: Path) -> None:
 
 
 def test_what_cannot_be_is_one_error_each(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"kv_cache: INT8 needs calibrated scales beside the checkpoint"):
+    with pytest.raises(EngineError, match=r"kv_cache: .*\(native: INT8 needs calibrated scales beside the checkpoint"):
         OptimizedPolicy.from_pretrained(folder, INT8_PREFIX)
     write_tiny_checkpoint(tmp_path, "pi05", seed=1)
     scales = replace(scales_of_any(), amax={"prefix.layers.0.o_proj": 1.0}, fingerprint="of others")
@@ -237,7 +237,10 @@ def test_what_cannot_be_is_one_error_each(folder: Path, tmp_path: Path) -> None:
         OptimizedPolicy.from_pretrained(tmp_path, INT8_PREFIX)
     with pytest.raises(EngineError, match=r"kv_cache: no engine could be built \(tensorrt: INT8 is the native engine"):
         policy_of(folder, replace(BF16, kv_cache=EngineSpec("tensorrt", precision="int8")))
-    with pytest.raises(EngineError, match="kv_cache: the native engine of a fp32 policy has fp32, got int8"):
+    with pytest.raises(
+        EngineError,
+        match=r"kv_cache: .*\(native: the native engine of a fp32 policy has fp32, got int8",
+    ):
         OptimizedPolicy(load(folder, whole=False), replace(INT8_PREFIX, precision="fp32")).warm_up()
 
 

@@ -128,7 +128,7 @@ def test_auto_steps_down_and_says_why(
     entries = policy.ledger.entries
     assert {n: e.used for n, e in entries.items()} == {"vision": "native", "kv_cache": "native", "denoise": "eager"}
     why = "NVIDIA H200 has compute capability 9.0"
-    assert entries["denoise"].reason == f"{why}; native: denoise: no such kernel" and not entries["denoise"].fell_back
+    assert entries["denoise"].reason == f"{why}; native: no such kernel" and not entries["denoise"].fell_back
     assert caplog.messages == [
         f"{folder}: auto chose vision, kv_cache: native ({why}); denoise: eager ({entries['denoise'].reason})"
     ]

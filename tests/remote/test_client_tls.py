@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("websockets", reason="needs websockets")
 
 from tests.remote.test_security import make_certificate
-from tests.support.waiting import PATIENCE_S, eventually
+from tests.support.waiting import PATIENCE_S
 from vla_accel.client.tls import TlsSocket
 
 __all__ = ["make_certificate"]
@@ -67,21 +69,25 @@ def test_one_thread_reads_while_another_writes(pair: Pair, count: int, size: int
     assert found == [sent[1] * count]
 
 
-def test_closing_wakes_the_thread_that_reads(pair: Pair) -> None:
-    ends: list[object] = []
-    client = TlsSocket(pair[1])
+@pytest.mark.parametrize("_again", range(50))
+def test_closing_wakes_whoever_waits(pair: Pair, _again: int) -> None:
+    """Whenever it comes: before they wait, meanwhile, or while they are about to. Were the socket not theirs until they
+    leave, some would watch a file that is no longer there, for ever."""
+    client, ends = TlsSocket(pair[1]), queue.Queue[Any]()
 
-    def read() -> None:
+    def run(call: Callable[[], Any]) -> None:
         try:
-            ends.append(client.recv(10))
-        except OSError as error:  # closed before it looked
-            ends.append(error)
+            ends.put(call())
+        except OSError as error:
+            ends.put(error)
 
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
+    for call in (lambda: client.recv(10), lambda: client.sendall(bytes(100_000_000))):
+        threading.Thread(target=run, args=(call,), daemon=True).start()
     client.close()
-    eventually(lambda: bool(ends))
-    assert ends[0] == b"" or isinstance(ends[0], OSError)
+    for _ in range(2):
+        end = ends.get(timeout=PATIENCE_S)
+        assert end == b"" or isinstance(end, OSError)
+    client.close()
 
 
 def test_what_comes_after_the_last_word_can_be_read(pair: Pair) -> None:

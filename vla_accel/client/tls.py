@@ -17,12 +17,14 @@ from typing import Any
 class TlsSocket:
     """As much of the interface of `socket.socket` as websockets asks for, around a connected `ssl.SSLSocket`.
 
-    OpenSSL is called under a lock and never waits there: waiting is for the socket, outside the lock.
+    OpenSSL is called under a lock and never waits there: waiting is for the socket, outside the lock. The socket is
+    closed when nobody waits for it any more.
     """
 
     def __init__(self, tls: ssl.SSLSocket) -> None:
         tls.setblocking(False)
         self._tls, self._lock, self._timeout_s = tls, threading.Lock(), None
+        self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def __getattr__(self, name: str) -> Any:  # getsockname, getpeername, fileno
         return getattr(self._tls, name)
@@ -33,26 +35,28 @@ class TlsSocket:
 
     def recv(self, bufsize: int) -> bytes:
         """Wait for data; empty at its end."""
-        while True:
-            try:
-                with self._lock:
-                    return self._tls.recv(bufsize)
-            except ssl.SSLWantReadError:
-                self._wait(selectors.EVENT_READ)
-            except ssl.SSLWantWriteError:  # the other side wants new keys
-                self._wait(selectors.EVENT_WRITE)
+        with self._reading:
+            while True:
+                try:
+                    with self._lock:
+                        return self._tls.recv(bufsize)
+                except ssl.SSLWantReadError:
+                    self._wait(selectors.EVENT_READ)
+                except ssl.SSLWantWriteError:  # the other side wants new keys
+                    self._wait(selectors.EVENT_WRITE)
 
     def sendall(self, data: bytes | memoryview) -> None:
         """Raises TimeoutError if no more of it was taken for as long as `settimeout` said."""
         left = memoryview(data)
-        while left:
-            try:
-                with self._lock:
-                    sent = self._tls.send(left)
-            except ssl.SSLWantWriteError:
-                self._wait(selectors.EVENT_WRITE, self._timeout_s)
-            else:
-                left = left[sent:]
+        with self._writing:
+            while left:
+                try:
+                    with self._lock:
+                        sent = self._tls.send(left)
+                except ssl.SSLWantWriteError:
+                    self._wait(selectors.EVENT_WRITE, self._timeout_s)
+                else:
+                    left = left[sent:]
 
     def shutdown(self, how: int) -> None:
         # Not SSLSocket's, after which what still comes is no longer decrypted.
@@ -60,8 +64,8 @@ class TlsSocket:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # closed before, or by the other side
-            self.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits
-        with self._lock:
+            self.shutdown(socket.SHUT_RDWR)  # wakes whoever waits
+        with self._reading, self._writing:
             self._tls.close()
 
     def _wait(self, event: int, timeout_s: float | None = None) -> None:
