@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, listing, some
+from vla_accel.checkpoints.writer import save_weights
 from vla_accel.config.mapping import from_mapping, read_mapping
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.files import replacing, write_json
+from vla_accel.files import write_json
 from vla_accel.models.network import Network
 
 FORMAT = "vla_accel.checkpoint/1"
@@ -237,14 +238,10 @@ def load_own(network: N, folder: Path, *, device: str | torch.device = "cpu", dt
 
 
 def save_checkpoint(state: Mapping[str, Tensor], config: Any, folder: Path, family: str | None = None) -> None:
-    """Write canonical weights and sizes into a folder; each file appears whole or not at all, readable by all.
+    """Write canonical weights and sizes into a folder; each file appears whole or not at all.
 
     `family`: whose; None where the sizes have a `kind` that is its name.
     """
-    from safetensors.torch import save_file
-
-    with replacing(folder / "model.safetensors") as temporary:
-        save_file({k: v.contiguous() for k, v in state.items()}, str(temporary))
-        temporary.chmod(0o644)  # safetensors leaves it readable by its owner alone
+    save_weights(state, folder / "model.safetensors")
     content = {"format": FORMAT, **({} if family is None else {"family": family}), **dataclasses.asdict(config)}
     write_json(folder / "config.json", content)

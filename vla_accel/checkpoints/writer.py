@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vla_accel.files import replacing
+
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -61,3 +63,14 @@ class SafetensorsWriter:
         self._file.close()
         if kind is None and self._left:
             raise ValueError(f"{len(self._left)} tensors were not written: {sorted(self._left)[:8]}")
+
+
+def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """One file of tensors that are in memory, whole or not at all (`files.replacing`).
+
+    Not safetensors' own: that file would be readable by its owner alone, and its error on a full disk is no OSError.
+    """
+    entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with replacing(path) as temporary, SafetensorsWriter(temporary, entries) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)

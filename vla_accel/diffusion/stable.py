@@ -365,9 +365,10 @@ def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) 
     """A diffusers `StableDiffusionPipeline` without its safety checker. Raises CheckpointError."""
     package = diffusers_module()
     path = Path(folder)
-    if (path.is_dir() or str(folder).startswith((".", "/"))) and not (path / "model_index.json").is_file():
-        raise CheckpointError(f"Stable Diffusion folder {path}: expected a model_index.json, found none")
-    if not path.is_dir() and str(folder).count("/") != 1:
+    if path.is_dir() or str(folder).startswith((".", "/")):
+        if not (path / "model_index.json").is_file():
+            raise CheckpointError(f"Stable Diffusion folder {path}: expected a model_index.json, found none")
+    elif str(folder).count("/") != 1:
         raise CheckpointError(
             f"Stable Diffusion: expected a diffusers folder, or owner/name of one on the hub, got {str(folder)!r}"
         )

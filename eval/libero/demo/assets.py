@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from eval.libero.demo.objective import initialise
-from eval.libero.demo.recipes import recipe_named, save_weights
+from eval.libero.demo.recipes import recipe_named
 from eval.libero.install import libero
 from eval.libero.suites import MAX_STEPS, instruction_of, load_suite
 from eval.script import run_script
 from eval.training import runs_of
 from vla_accel.checkpoints.loading import find, load
+from vla_accel.checkpoints.writer import save_weights
 from vla_accel.cli.options import Listed, Words, Written
 from vla_accel.files import replacing_files
 from vla_accel.models.flow import FlowNetwork

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.libero.demo.assets import EARLIER
-from eval.libero.demo.recipes import recipe_named, save_weights
+from eval.libero.demo.recipes import recipe_named
 from eval.libero.demo.train import RECORD, newest
 from eval.script import run_script
 from vla_accel.checkpoints.checkpoint import read_tensors
 from vla_accel.checkpoints.loading import load
+from vla_accel.checkpoints.writer import save_weights
 from vla_accel.cli.options import OutputFolder
 from vla_accel.errors import CheckpointError
 from vla_accel.files import replacing_files

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vla_accel.checkpoints import smolvla as lerobot_names
 from vla_accel.checkpoints.checkpoint import FORMAT
+from vla_accel.checkpoints.writer import save_weights
 from vla_accel.errors import ConfigError
-from vla_accel.files import replacing
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.pi0 import Pi0, pi05_demo
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla_demo
@@ -84,8 +85,6 @@ class Smolvla(Recipe):
         return SmolVla(smolvla_demo(vocab_size=vocab_size))
 
     def write(self, folder: Path, config: SmolVlaConfig, low: np.ndarray, high: np.ndarray) -> None:
-        from safetensors.numpy import save_file
-
         side = config.vision.image_size
         image = {"type": "VISUAL", "shape": [3, side, side]}
         modes = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
@@ -138,8 +137,7 @@ class Smolvla(Recipe):
         for name, content in files.items():
             (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
         for name in _STATISTICS:
-            save_file({k: v.astype(np.float32) for k, v in table.items()}, folder / name)
-            (folder / name).chmod(0o644)
+            save_weights({k: torch.from_numpy(v).float() for k, v in table.items()}, folder / name)
 
     def stored(self, config: SmolVlaConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -155,15 +153,6 @@ _STATISTICS = tuple(
     for step in ("preprocessor_step_4_normalizer_processor", "postprocessor_step_0_unnormalizer_processor")
 )
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (Pi05(), Smolvla())}
-
-
-def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """One safetensors file, whole or not at all, readable by all."""
-    from safetensors.torch import save
-
-    with replacing(path) as temporary:
-        # safetensors' own file would be readable by its owner alone, and its error on a full disk is no OSError.
-        temporary.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
 
 def recipe_of(network: FlowNetwork) -> Recipe:

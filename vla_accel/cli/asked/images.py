@@ -47,7 +47,6 @@ class BuildVae:
 
     OUTPUT/vae_encoder_multi_profile.trt, vae_decoder_multi_profile.trt
     OUTPUT/16_9/vae_encoder.trt, vae_decoder.trt, OUTPUT/9_16/…
-
     """
 
     vae: str
