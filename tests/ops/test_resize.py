@@ -3,9 +3,11 @@ Triton's interpreter here, in a process of their own."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 from vla_accel.errors import ObservationError
 from vla_accel.ops.dispatch import steered
-from vla_accel.ops.resize import fit, fit_of, fits_on
+from vla_accel.ops.resize import fit, fit_of, fits_on, rehearse
 from vla_accel.pictures import Resize
 from vla_accel.transforms.images import resize
 
@@ -61,6 +63,22 @@ def test_an_image_of_which_nothing_is_left_is_refused() -> None:
 
 def test_who_fits_images() -> None:
     assert not fits_on(CPU)
+
+
+def test_kernels_are_compiled_on_the_device_that_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another GPU is the current one, which refuses to launch with the other's memory."""
+    current, launched = [None], []
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr("vla_accel.ops.resize.on", on)
+    monkeypatch.setattr("vla_accel.ops.resize.fit", lambda *_: launched.append(current[-1]))
+    rehearse(CPU)
+    assert launched and {*launched} == {CPU}
 
 
 INTERPRETED = """

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vla_accel.ops.cuda.runtime import on
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.pictures import Resize, neighbours, placed
 
@@ -88,9 +89,10 @@ def fit(image: Tensor, how: Fit, out: Tensor) -> None:
 def rehearse(device: torch.device) -> None:
     """Have the kernels compiled before the first call, for cameras of up to fifteen times the model's size."""
     out = torch.empty(8, 8, 3, dtype=torch.uint8, device=device)
-    for size in (4, 12, 40, 80):
-        fit(out.new_zeros(size, size, 3), fit_of(size, size, 8, "antialias", device), out)
-    fit(out.new_zeros(4, 4, 3), fit_of(4, 4, 8, "bilinear", device), out)
+    with on(device):
+        for size in (4, 12, 40, 80):
+            fit(out.new_zeros(size, size, 3), fit_of(size, size, 8, "antialias", device), out)
+        fit(out.new_zeros(4, 4, 3), fit_of(4, 4, 8, "bilinear", device), out)
 
 
 def filtered(image: Tensor, by: Filter, out: Tensor, *, axis: int) -> None:
