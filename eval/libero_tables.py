@@ -65,14 +65,16 @@ def training(record: dict[str, Any]) -> str:
     started = [task for manifest in states.values() for task in manifest["tasks"].values()]
     nearest = min(t["min_distance_m"] for t in started)
     trained = runs_of(record)
-    runs = [
-        [
-            f"run {i} of {len(trained)}" + (", from scratch" if i == 1 else ""),
+    whole = [run for run in trained if "tower_of" not in run]
+    runs = []
+    for i, run in enumerate(trained, 1 + len(whole) - len(trained)):
+        name = f"run {i} of {len(whole)}" if i > 0 else f"the vision tower, in {run['tower_of']}"
+        first = i == 1 and (", from scratch" if run is trained[0] else ", all but the tower from scratch")
+        told = (
             f"{', '.join(run['suites'])}; {run['gpus']} {run.get('gpu', UNTOLD)}, {run['seconds'] / 60:.1f} minutes; "
-            f"{run['steps']} steps of {run['batch']} observations x {settings['samples']} draws",
-        ]
-        for i, run in enumerate(trained, 1)
-    ]
+            f"{run['steps']} steps of {run['batch']} observations x {settings['samples']} draws"
+        )
+        runs.append([name + (first or ""), told])
     body = [
         *runs,
         ["observations collected", f"about {record['gpus'] * record['history'][-1]['store']}"],

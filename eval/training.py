@@ -19,7 +19,8 @@ def record_of(checkpoint: str | None) -> Path | None:
 
 
 def runs_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The training runs that a record tells of, the oldest first; `batch`: of all GPUs together, which are `gpu`."""
+    """The training runs that a record tells of, the oldest first; `batch`: of all GPUs together, which are `gpu`;
+    `tower_of`: of a run that trained no more than the vision tower of these weights, the family that it was of."""
     settings = record["settings"]
     last = {
         "suites": settings["suites"],

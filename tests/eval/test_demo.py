@@ -320,10 +320,11 @@ def test_a_killed_run_leaves_a_checkpoint_that_is_published(
     assert (record["steps"], record["complete"], record["settings"]["batch"]) == (200, False, 3)
     assert "start" not in record["settings"] and record["start_states"] == {"libero_spatial": {"seed": 5}}
     # What the first weights knew was trained before; a run that starts from this one counts both.
-    demo = assets.earlier_training("demo")
+    demo = assets.earlier_training("demo", family)
+    assert all(run.get("tower_of") == (None if family == "pi05" else "pi05") for run in demo)
     assert record["earlier"] == demo and not (output / assets.EARLIER).exists()
     mine = {"suites": ["libero_spatial"], "gpus": 1, "gpu": "NVIDIA X", "steps": 200, "seconds": 2, "batch": 3}
-    assert assets.earlier_training(str(output)) == [*demo, mine]
+    assert assets.earlier_training(str(output), family) == [*demo, mine]
     assert sum(p.stat().st_size for p in output.iterdir()) <= RECIPES[family].limit
     if family == "smolvla":
         policy = OptimizedPolicy.from_pretrained(output, device="cpu", num_steps=1)

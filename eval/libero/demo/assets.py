@@ -78,12 +78,14 @@ def bounds(suites: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     return low, np.array(STATE_HIGH)
 
 
-def earlier_training(init: str) -> list[dict[str, Any]]:
-    """What trained the checkpoint `init`, the oldest first; empty where it has no record."""
+def earlier_training(init: str, family: str) -> list[dict[str, Any]]:
+    """What trained the weights that the checkpoint `init` gives to one of a family, the oldest first; empty where it
+    has no record. Of another family's checkpoint it is the tower's training, and says so."""
     path = find(init) / "training.json"
     if not path.is_file():
         return []
-    return runs_of(json.loads(path.read_text()))
+    runs, kind = runs_of(json.loads(path.read_text())), load(init).family.name
+    return runs if kind == family else [{**run, "tower_of": kind} for run in runs]
 
 
 @torch.no_grad()
@@ -143,7 +145,7 @@ def write(arguments: Arguments, folder: Path) -> dict[str, int]:
     save_weights(recipe.stored(network.config, network.state_dict()), folder / "model.safetensors")
     taken: list[str] = []
     if arguments.init:
-        (folder / EARLIER).write_text(json.dumps(earlier_training(arguments.init), indent=1) + "\n")
+        (folder / EARLIER).write_text(json.dumps(earlier_training(arguments.init, arguments.family), indent=1) + "\n")
         taken = carry_over(network, load(folder).processor.state, tokenizer, arguments.init)
         save_weights(recipe.stored(network.config, network.state_dict()), folder / "model.safetensors")
     return {"vocab_size": tokenizer.vocab_size, "carried_over": len(taken)}
