@@ -25,6 +25,7 @@ import numpy as np
 
 from eval.libero.install import GL_HELP, choose_gpu, libero
 from eval.libero.observation import CAMERAS, IMAGE_SIZE, PROPRIO, to_openpi
+from eval.libero.physics import quickened
 from eval.libero.suites import LiberoTask
 from vla_accel.errors import ObservationError, SimulatorError
 
@@ -165,7 +166,8 @@ class LiberoEnv:
             raise SimulatorError("step(look=True): this environment was made with render=False")
         if look:
             self._enable_cameras(True)
-        observation, _, done, _ = self._env.step(action)
+        with quickened(self._env.env):
+            observation, _, done, _ = self._env.step(action)
         self._success = bool(done)
         self._observation = None
         if look:

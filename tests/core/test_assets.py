@@ -1,4 +1,4 @@
-"""The bundled demo checkpoint: small, whole, loadable, and not trained on a state that evaluation uses."""
+"""The bundled checkpoints: small, whole, loadable, and not trained on a state that evaluation uses."""
 
 from __future__ import annotations
 
@@ -18,42 +18,58 @@ from vla_accel.policy.agreement import weights_of
 from vla_accel.transforms.normalisation import load_statistics
 from vla_accel.transforms.tokenizer import SmallTokenizer, tokenize_prompt
 
-FOLDER = NAMED["demo"]
 EVALUATION_SEED = 7
-INSTRUCTIONS: list[str] = json.loads((FOLDER / "instructions.json").read_text())
+ALWAYS = {"config.json", "instructions.json", "model.safetensors", "tokenizer.json", "training.json", "fp8_scales.json"}
+PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
+FILES = {
+    "demo": {*ALWAYS, "norm_stats.json"},
+    "smolvla_demo": {
+        *ALWAYS,
+        *(f"{PREPROCESSOR}{end}" for end in (".json", "_step_4_normalizer_processor.safetensors")),
+        *(f"{POSTPROCESSOR}{end}" for end in (".json", "_step_0_unnormalizer_processor.safetensors")),
+    },
+}
+LIMITS = {"demo": 25_000_000, "smolvla_demo": 20_000_000}
+SUITES = {"demo": ["libero_spatial", "libero_object"], "smolvla_demo": ["libero_spatial"]}
+
+
+@pytest.fixture(scope="module", params=list(FILES))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def record() -> dict[str, Any]:
-    return json.loads((FOLDER / "training.json").read_text())
+def instructions(name: str) -> list[str]:
+    return json.loads((NAMED[name] / "instructions.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def policy() -> OptimizedPolicy:
-    return OptimizedPolicy.from_pretrained("demo", device="cpu", num_steps=1)
+def record(name: str) -> dict[str, Any]:
+    return json.loads((NAMED[name] / "training.json").read_text())
 
 
-def test_the_files_and_their_size() -> None:
-    files = {p.name: p.stat().st_size for p in FOLDER.iterdir()}
-    assert files.keys() == {
-        "config.json",
-        "instructions.json",
-        "model.safetensors",
-        "norm_stats.json",
-        "tokenizer.json",
-        "training.json",
-        "fp8_scales.json",
-    }
-    assert sum(files.values()) <= 25_000_000
+@pytest.fixture(scope="module")
+def policy(name: str) -> OptimizedPolicy:
+    return OptimizedPolicy.from_pretrained(name, device="cpu", num_steps=1)
 
 
-def test_the_weights_are_half_precision() -> None:
-    assert {t.dtype for t in read_tensors(FOLDER).values()} <= {torch.float16, torch.bfloat16}
+def test_these_are_all() -> None:
+    assert NAMED.keys() == FILES.keys()
 
 
-def test_it_loads_and_acts(policy: OptimizedPolicy) -> None:
+def test_the_files_and_their_size(name: str) -> None:
+    files = {p.name: p.stat().st_size for p in NAMED[name].iterdir()}
+    assert files.keys() == FILES[name]
+    assert sum(files.values()) <= LIMITS[name]
+
+
+def test_the_weights_are_half_precision(name: str) -> None:
+    assert {t.dtype for t in read_tensors(NAMED[name]).values()} <= {torch.float16, torch.bfloat16}
+
+
+def test_it_loads_and_acts(policy: OptimizedPolicy, instructions: list[str]) -> None:
     config = policy.model.config
-    assert (config.kind, config.action_horizon, config.discrete_state_input) == ("pi05", 10, True)
+    assert config.action_horizon == 10
     image = np.full((224, 224, 3), 127, np.uint8)
     observation = {
         "observation/image": image,
@@ -61,22 +77,23 @@ def test_it_loads_and_acts(policy: OptimizedPolicy) -> None:
         "observation/state": np.array([-0.2, 0.0, 1.2, 3.1, 0.0, 0.0, 0.03, -0.03]),
     }
     noise = np.random.default_rng(0).normal(size=(10, config.action_dim))
-    chunks = [policy.infer({**observation, "prompt": p}, noise=noise)["actions"] for p in INSTRUCTIONS]
+    chunks = [policy.infer({**observation, "prompt": p}, noise=noise)["actions"] for p in instructions]
     assert all(np.abs(c).max() < 2 for c in chunks), "actions live in [-1, 1]"
     assert np.abs(chunks[0] - chunks[1]).max() > 1e-3, "language must matter"
 
 
-def test_every_instruction_is_equally_long_and_known() -> None:
-    tokenizer = SmallTokenizer.load(FOLDER / "tokenizer.json")
-    assert len(set(INSTRUCTIONS)) == 20
-    prompts = [tokenize_prompt(tokenizer, p, np.zeros(8), 64) for p in INSTRUCTIONS]
+def test_every_instruction_is_equally_long_and_known(name: str, instructions: list[str]) -> None:
+    tokenizer = SmallTokenizer.load(NAMED[name] / "tokenizer.json")
+    count, state = 10 * len(SUITES[name]), np.zeros(8) if name == "demo" else None
+    assert len(set(instructions)) == count
+    prompts = [tokenize_prompt(tokenizer, p, state, 64) for p in instructions]
     assert {len(p) for p in prompts} == {tokenizer.fill_to}
     assert all(2 not in p for p in prompts), "an unknown word"
-    assert len({tuple(p) for p in prompts}) == 20
+    assert len({tuple(p) for p in prompts}) == count
 
 
 def test_statistics_bound_the_actions() -> None:
-    statistics = load_statistics(FOLDER / "norm_stats.json")
+    statistics = load_statistics(NAMED["demo"] / "norm_stats.json")
     for name, count in (("state", 8), ("actions", 7)):
         low, high = statistics[name].q01, statistics[name].q99
         assert low is not None and high is not None and low.shape == (count,) and (high > low).all()
@@ -85,9 +102,9 @@ def test_statistics_bound_the_actions() -> None:
 # -- what it was trained on ---------------------------------------------------------------------------------------
 
 
-def test_the_record_keeps_evaluation_states_apart(record: dict[str, Any]) -> None:
+def test_the_record_keeps_evaluation_states_apart(name: str, record: dict[str, Any]) -> None:
     assert record["settings"]["seed"] != EVALUATION_SEED
-    assert list(record["start_states"]) == record["settings"]["suites"] == ["libero_spatial", "libero_object"]
+    assert list(record["start_states"]) == record["settings"]["suites"] == SUITES[name]
     spans = []
     for suite, manifest in record["start_states"].items():
         assert manifest["suite"] == suite and manifest["tolerance_m"] >= 1e-3
@@ -108,7 +125,7 @@ def test_the_record_says_how_it_was_trained(record: dict[str, Any]) -> None:
     text = json.dumps(record)
     assert '"/' not in text, "a path of the training machine"
     files = [entry["file"] for suite in record["start_states"].values() for entry in suite["tasks"].values()]
-    assert len(files) == 20 and all(Path(file).name == file for file in files)
+    assert len(files) == 10 * len(record["start_states"]) and all(Path(file).name == file for file in files)
 
 
 def test_the_record_is_of_these_weights(record: dict[str, Any], policy: OptimizedPolicy) -> None:
