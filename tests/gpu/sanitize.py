@@ -31,7 +31,7 @@ from tests.ops.test_gemm import TILINGS
 from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import _attention, _self_attention
-from tests.support.kernel_shapes import CUTS
+from tests.support.kernel_shapes import CUTS, check_on_gpu
 from tests.support.streamed_support import LoopCase, streamable
 from vla_accel.fp8 import E4M3
 from vla_accel.models.pi0 import Pi0
@@ -173,9 +173,7 @@ def triton() -> Cases:
         kept[op] = kept.get(op, 0) + 1
         if kept[op] <= 6:
             found[name] = lambda n=name: check(n)
-    from tests.gpu.test_gpu_shapes import test_a_kernel_computes_what_its_reference_does as check_a_cut
-
-    return found | {name: lambda n=name: check_a_cut(n) for name in CUTS}
+    return found | {name: lambda n=name: check_on_gpu(n) for name in CUTS}
 
 
 def image() -> Cases:

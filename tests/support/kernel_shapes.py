@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tests.support import sequence_cases
-from tests.support.kernel_calls import Call, Draw
+from tests.support.kernel_calls import TAKES_PDL, Call, Draw, check, outputs_of
 from tests.support.kernel_cases import (
     CASES,
     _activation,
@@ -170,3 +170,17 @@ assert len(WIDE) == len(TALL) + len(CUTS) + len(dict(_wide())) and not WIDE.keys
 def call_of(name: str, dtype: torch.dtype) -> Call:
     """The call of a case, of these or of kernel_cases.py, the same every time."""
     return (CASES.get(name) or WIDE[name])(Draw(name, dtype))
+
+
+def named(*ops: str) -> list[str]:
+    """The cases of `WIDE` that are of these ops, which their names begin with."""
+    return [name for name in WIDE if name.split()[0] in ops]
+
+
+def check_on_gpu(name: str) -> None:
+    """The kernel of a case computes what its reference does, launched early and not, where it may be."""
+    call = call_of(name, torch.bfloat16)
+    for pdl in (False, True) if call.op in TAKES_PDL else (False,):
+        repeat = 3 if call.op == "suffix_attention" else 1
+        got = outputs_of(call, torch.device("cuda"), kernel=True, pdl=pdl, repeat=repeat)
+        check(call, got, 0.02, 0.003, 0.006)
