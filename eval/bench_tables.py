@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.markdown import bare_command, machine, rows, steps_of
+from vla_accel.measure.host import beside
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, steps_timed
 from vla_accel.measure.start import PHASES
 
@@ -224,6 +225,8 @@ def _conditions(result: dict[str, Any]) -> str:
         )
     for name, told in result.get("timed_once", {}).items():
         text += f" {name} was timed at {steps_of(model.get('kind', ''), told['steps'])} alone: {told['why']}."
+    if told := beside(result.get("host", {})):
+        text += f" {told[0].upper()}{told[1:]}."
     if result["left_out"]:
         text += f" Left out: {', '.join(sorted(result['left_out']))} (not installed)."
     return text + "\n"

@@ -29,6 +29,7 @@ from eval.script import run_script
 from vla_accel.cli.options import Count, Listed, OutputFolder, Seconds, Words, Written
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import write_json
+from vla_accel.measure.host import busy_s
 
 SCHEMA = "vla_accel.throughput/1"
 _EVERY_S = 0.25
@@ -200,7 +201,7 @@ def watched(pid: int, log: Path, gpus: int) -> Iterator[Watch]:
         while True:
             watch.at.append(time.monotonic() - began)
             watch.episodes.append(_episodes(log))
-            watch.busy_s.append(_busy_s())
+            watch.busy_s.append(busy_s() or 0.0)
             watch.policy_s.append(_policies_s(pid))
             watch.gpus.append([share() for share in handles])
             if over.wait(_EVERY_S):
@@ -234,12 +235,6 @@ def _episodes(log: Path) -> int:
         return sum(line.startswith(b'{"kind":"episode"') for line in log.read_bytes().splitlines())
     except FileNotFoundError:
         return 0
-
-
-def _busy_s() -> float:
-    """Seconds of all cores together that were not idle, since the machine started."""
-    user, nice, system, _, _, irq, soft, *_ = map(int, Path("/proc/stat").read_text().split(maxsplit=11)[1:-1])
-    return (user + nice + system + irq + soft) * _TICK_S
 
 
 def _policies_s(pid: int) -> dict[int, float]:

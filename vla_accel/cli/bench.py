@@ -3,6 +3,7 @@ or lerobot's code, in turns; a table and one JSON line."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import without_folders
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
+from vla_accel.measure.host import Others, beside
 from vla_accel.measure.overlap import recorded
 from vla_accel.measure.paced import paced
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates, steps_timed
@@ -73,6 +75,7 @@ def main(chosen: Bench, words: list[str]) -> int:
         "ceilings": None if ceilings is None else ceilings.__dict__,
         "prompt_tokens": chosen.prompt_tokens,
         "camera": camera,
+        "host": {"cores": os.cpu_count(), "others_busy": None},
         "left_out": left_out,
         "timed_once": once,
         "parts": family.parts,
@@ -91,7 +94,9 @@ def main(chosen: Bench, words: list[str]) -> int:
             raise ConfigError("systems: expected at least one of this package's own beside the others")
         report["model"] = factory.about()
         observe = observer(family, processor, chosen.prompt_tokens, camera)
+        others = Others()
         found = run(made, observe, calls=chosen.calls, progress=say)
+        _heard(report["host"], others)
         for system, row in zip(made, found, strict=True):
             if chosen.hz:
                 rng = np.random.default_rng(0)
@@ -121,11 +126,20 @@ def main(chosen: Bench, words: list[str]) -> int:
         report["kernels"] = {n: profile(factory, n, sweep[0]) for n in ours}
     report["complete"] = True
     _print(report)
+    if told := beside(report["host"]):
+        say(told)
     write_asked(chosen.output, report)
     if chosen.report is not None:
         say(f"report: {write(page(report), chosen.report)}")
     print_json(report)
     return 0
+
+
+def _heard(host: dict[str, Any], others: Others) -> None:
+    """Keep the busiest of what a report's rows heard of the machine."""
+    cores = others.cores()
+    if cores is not None:
+        host["others_busy"] = max(round(cores, 1), host["others_busy"] or 0.0)
 
 
 def _factory(chosen: Bench, device: str, ceilings: Ceilings | None) -> Factory | CheckpointFactory:

@@ -32,7 +32,12 @@ def page(report: Mapping[str, Any]) -> Page:
     if report["throughput"]:
         sections.insert(1, Section("Batched calls", [_batches(report["throughput"])]))
     left_out = ", ".join(f"{name} ({why})" for name, why in report["left_out"].items())
-    sections.append(conditions(report["command"], report["hardware"], report["software"], left_out=left_out))
+    host = report.get("host") or {"others_busy": None}
+    others = (
+        "" if host["others_busy"] is None else f"kept {host['others_busy']:.1f} of {host['cores']} cores busy meanwhile"
+    )
+    told = {"left_out": left_out, "other_processes": others}
+    sections.append(conditions(report["command"], report["hardware"], report["software"], **told))
     return Page(f"Latency of {model}", summary, sections)
 
 
