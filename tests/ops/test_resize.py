@@ -67,7 +67,8 @@ def test_who_fits_images() -> None:
 
 def test_kernels_are_compiled_on_the_device_that_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where another GPU is the current one, which refuses to launch with the other's memory."""
-    current, launched = [None], []
+    current: list[torch.device | None] = [None]
+    launched: list[torch.device | None] = []
 
     @contextlib.contextmanager
     def on(device: torch.device) -> Iterator[None]:
