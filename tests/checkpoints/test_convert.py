@@ -344,6 +344,15 @@ def test_a_folder_that_is_not_there_is_said_before_jax_is_asked_for(
         assert capsys.readouterr().err == said and not list(tmp_path.iterdir())
 
 
+def test_what_is_converted_already_is_said_before_jax_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    (tmp_path / "model.safetensors").touch()
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--config", "pi05_libero"]) == 1
+    assert "expected a folder with params/, found model.safetensors, which needs no" in capsys.readouterr().err
+
+
 def test_the_command_prints_table_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -165,6 +165,16 @@ def test_what_is_not_understood_in_a_lerobot_folder_is_named(
         load(tmp_path)
 
 
+def test_missing_files_of_lerobot_are_named(tmp_path: Path) -> None:
+    write_lerobot(tmp_path, "pi05")
+    (tmp_path / "pre.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"expected pre\.safetensors with the statistics of normalizer_processor"):
+        load(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"expected config\.json, found model\.safetensors, policy_postprocessor"):
+        load(tmp_path)
+
+
 def test_damaged_statistics_of_lerobot_are_named(tmp_path: Path) -> None:
     write_lerobot(tmp_path, "pi05")
     (tmp_path / "post.safetensors").write_bytes(b"nothing")

@@ -380,8 +380,9 @@ def test_weights_that_may_not_be_read_are_not_called_damaged(
 
 
 def test_an_adapter_that_is_not_there_is_called_one(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["parity", checkpoint, "--lora", "no/such/adapter", "--device", "cpu"]) == 1
-    assert "vla-accel parity: lora: checkpoint: expected a folder or one of demo" in capsys.readouterr().err
+    assert main(["parity", checkpoint, "--lora", "nope", "--device", "cpu"]) == 1
+    said = "vla-accel parity: lora: expected an adapter's folder, or its name on the hub, got 'nope'\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_busy_port_is_known_before_a_policy_is_loaded(

@@ -49,6 +49,7 @@ LOOKED_UP: dict[str, str] = {
     "python -m tests.": MINUTES,
     "vla-accel serve": f"{SERVES}; tests/cli/test_cli_serve.py starts it",
     "vla-accel bench-server": f"{MINUTES}; tests/cli/test_bench_server.py runs it",
+    "openssl req": "it makes a key; tests/remote/test_security.py serves with one",
     "docker compose": "it needs docker and a network; tests/docs/test_deploy.py reads its files",
     "vla-accel convert": f"{FILES}; tests/checkpoints/test_convert.py runs it",
     "vla-accel inspect": f"{FILES}; tests/engines runs it",

@@ -127,6 +127,8 @@ def test_inspecting_reads_the_description_where_nothing_can_load(tmp_path: Path,
         tensorrt_inspect.inspect(alone)
     with pytest.raises(EngineError, match="expected a file, there is none"):
         tensorrt_inspect.inspect(tmp_path / "none.engine")
+    with pytest.raises(EngineError, match="expected a file, got a folder"):
+        tensorrt_inspect.inspect(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -200,13 +200,23 @@ def _normaliser(
     return Normaliser("quantile", low, np.where(span == 0, eps, span), single=True)
 
 
+def statistics_file(folder: Path, name: Any, step: str) -> str:
+    """The name that a saved step gives to its statistics, which must lie in the folder itself."""
+    if not isinstance(name, str) or Path(name).name != name:
+        raise CheckpointError(f"checkpoint {folder}: expected the statistics of {step} in a file, found {name!r}")
+    if not (folder / name).is_file():
+        raise CheckpointError(
+            f"checkpoint {folder}: expected {name} with the statistics of {step}, found {listing(folder)}"
+        )
+    return name
+
+
 def _statistics(folder: Path, steps: list[dict[str, Any]], step: str) -> dict[str, np.ndarray]:
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    name = next(s for s in steps if s.get("registry_name") == step).get("state_file")
-    if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
-        raise CheckpointError(f"checkpoint {folder}: expected the statistics of {step} in a file, found {name!r}")
+    asked = next(s for s in steps if s.get("registry_name") == step).get("state_file")
+    name = statistics_file(folder, asked, step)
     try:
         return load_file(folder / name)
     except (SafetensorError, OSError, ValueError) as error:

@@ -106,6 +106,8 @@ def _base_and_lora(folder: Path, name: str, lora: str | None) -> tuple[Path, Pat
         return find(base), folder
     if lora is None:
         return folder, None
+    if not Path(lora).exists() and not _HUB_NAME.fullmatch(lora):
+        raise CheckpointError(f"lora: expected an adapter's folder, or its name on the hub, got {lora!r}")
     try:
         found = find(lora)
     except CheckpointError as error:

@@ -18,9 +18,13 @@ from vla_accel.errors import CheckpointError, DependencyError
 
 
 def check_folder(folder: Path) -> None:
-    """Raises CheckpointError for one that is not there."""
+    """Raises CheckpointError for one that is not there, or holds PyTorch weights."""
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint: expected a folder with params/, got {str(folder)!r}")
+    if (folder / "model.safetensors").is_file() and not (folder / "params").is_dir():
+        raise CheckpointError(
+            f"checkpoint {folder}: expected a folder with params/, found model.safetensors, which needs no conversion"
+        )
 
 
 class OrbaxParameters:

@@ -225,6 +225,8 @@ class PolicyClient:
             said = bytes(getattr(answer, "body", None) or b"")[:500].decode(errors="replace").strip()
             hints = {401: "its key is missing or wrong: api_key", 404: said, 503: "it has no room for another client"}
             hint = hints.get(getattr(answer, "status_code", 0))
+            if isinstance(error, ssl.SSLCertVerificationError):
+                hint = "where its certificate is your own: tls_ca"
             raise ServerError(
                 f"policy server {self.address}: cannot connect ({type(error).__name__}: {error})"
                 + (f"; {hint}" if hint else "")

@@ -25,7 +25,7 @@ def inspect(path: Path) -> dict[str, Any]:
     Raises EngineError for a file that is missing, damaged, or that neither a description nor a GPU can explain.
     """
     if not path.is_file():
-        raise EngineError(f"engine {path}: expected a file, there is none")
+        raise EngineError(f"engine {path}: expected a file, {'got a folder' if path.is_dir() else 'there is none'}")
     entry = examine(path)
     about = dict(entry.about)
     if entry.problem and path.with_suffix(".json").is_file():

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vla_accel.checkpoints.groot import infer_config, load_groot
-from vla_accel.checkpoints.lerobot import is_lerobot
+from vla_accel.checkpoints.lerobot import is_lerobot, statistics_file
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
@@ -123,10 +123,14 @@ def _isaac(folder: Path, wanted: str | None) -> Robot:
     ids_path = folder / "embodiment_id.json"
     ids = read_json(ids_path) if ids_path.is_file() else PUBLISHED_IDS
     there = sorted(tag for tag in modalities if tag in statistics and tag in ids)
+    if not there:
+        parts = (path.name, modalities), ("statistics.json", statistics), (ids_path.name, ids)
+        found = "; ".join(f"{', '.join(sorted(tags)) or 'none'} in {name}" for name, tags in parts)
+        raise CheckpointError(f"checkpoint {folder}: expected an embodiment that all its files have, found {found}")
     tag = wanted or (LIBERO_TAG if LIBERO_TAG in there else there[0] if len(there) == 1 else None)
     if tag is None or tag not in there:
         asked = "choose one as checkpoint.embodiment" if tag is None else f"got {tag!r}"
-        raise CheckpointError(f"checkpoint {folder}: expected an embodiment of {', '.join(there) or 'none'}; {asked}")
+        raise CheckpointError(f"checkpoint {folder}: expected an embodiment of {', '.join(there)}; {asked}")
     return _robot(tag, ids[tag], modalities[tag], statistics[tag], settings, settings, path)
 
 
@@ -293,9 +297,7 @@ def _whole(
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    name = pack.get("state_file")
-    if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
-        raise CheckpointError(f"checkpoint {folder}: expected the statistics of {_PACK} in a file, found {name!r}")
+    name = statistics_file(folder, pack.get("state_file"), _PACK)
     try:
         flat = load_file(folder / name)
     except (SafetensorError, OSError, ValueError) as error:

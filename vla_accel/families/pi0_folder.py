@@ -102,6 +102,8 @@ def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -
     """openpi's folder: weights, `assets/<asset_id>/norm_stats.json`, and the config.json that its converter writes;
     `pi05`, `max_token_len` and `discrete_state_input` in it are ours (`vla-accel convert`)."""
     path = folder / "config.json"
+    if not path.is_file() and (folder / "policy_preprocessor.json").is_file():  # lerobot's, but for that file
+        raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}")
     content = read_json(path) if path.is_file() else {}
     asset, statistics = _asset(folder, settings.checkpoint.asset_id)
     stated = Stated(
