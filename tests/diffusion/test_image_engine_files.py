@@ -107,6 +107,14 @@ def test_every_size_finds_its_profile(multi: Path) -> None:
 
 
 @pytest.mark.slow
+def test_inspect_tells_what_is_in_them(multi: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert cli.main(["inspect", str(multi / "vae_encoder_multi_profile.trt")]) == 0
+    found = last_json(capsys.readouterr().out)
+    assert found["layers"] == sum(found["types"].values()) > 50 and found["types"]["convolution"] > 10
+    assert found["inputs"] and found["outputs"] and len(found["profiles"]) == len(PROFILES)
+
+
 def test_what_is_there_is_used(multi: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (multi / "vae_encoder_multi_profile.trt").stat().st_mtime
     words = ["build-vae", "--vae", "tiny-qwen-vae", "--output-dir", str(multi), "--targets", "sm89"]

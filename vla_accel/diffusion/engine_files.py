@@ -24,8 +24,9 @@ from vla_accel.diffusion.stage import Stage
 from vla_accel.engines import cache, onnx, tensorrt_library
 from vla_accel.engines.base import Engine
 from vla_accel.engines.onnx import OnnxFile
-from vla_accel.engines.tensorrt_builder import Profile, build_plan
+from vla_accel.engines.tensorrt_builder import Profile, build_plan, layer_counts
 from vla_accel.engines.tensorrt_library import Capability, Library, LibraryName, load_library, target_name
+from vla_accel.engines.tensorrt_plan import described
 from vla_accel.errors import EngineError
 from vla_accel.files import replacing_privately
 from vla_accel.ledger import Ledger, LedgerEntry
@@ -76,6 +77,10 @@ def build_file(
         "version": library.version,
         "target": "+".join(target_name(c) for c in targets),
         "profiles": plan.profiles,
+        "inputs": [described(spec) for spec in component.inputs],
+        "outputs": [described(spec) for spec in component.outputs],
+        "dtypes": layer_counts(plan),
+        "layers": plan.layers,
         "similarity": graph.similarity,
         "seconds": {**graph.seconds, **plan.seconds},
         "bytes": content.nbytes,
@@ -83,14 +88,14 @@ def build_file(
         "torch": torch.__version__,
         "written": time.time(),
     }
-    described = path.with_suffix(".json")
+    description = path.with_suffix(".json")
     # An old description must not vouch for the new content, should this end between the two.
-    described.unlink(missing_ok=True)
+    description.unlink(missing_ok=True)
     with replacing_privately(path) as temporary, open(temporary, "wb") as file:
         file.write(content)
-    with replacing_privately(described) as temporary:
+    with replacing_privately(description) as temporary:
         temporary.write_text(json.dumps(about, indent=1) + "\n")
-    return BuiltFile(path, json.loads(described.read_text()), built=True)
+    return BuiltFile(path, json.loads(description.read_text()), built=True)
 
 
 def found_file(component: Component, path: Path, library: LibraryName) -> BuiltFile | None:

@@ -71,7 +71,7 @@ def content_key(component: Component, module: nn.Module, spec: EngineSpec, kind:
         {
             "kind": kind,
             "component": component.name,
-            "inputs": [_described(s) for s in component.inputs],
+            "inputs": [described(s) for s in component.inputs],
             "outputs": [s.name for s in component.outputs],
             "precision": spec.precision,
             "options": options,
@@ -175,8 +175,8 @@ def manifest(
         **place,
         "content": content,
         "profiles": profiles,
-        "inputs": [_described(s) for s in body.inputs],
-        "outputs": [_described(s) for s in body.outputs],
+        "inputs": [described(s) for s in body.inputs],
+        "outputs": [described(s) for s in body.outputs],
         "coverage": {"operators": operators, "in_engine": operators},
         "weight_bytes": weight_bytes,
         "seconds": dict(seconds),
@@ -204,7 +204,8 @@ class Exports:
         return self._last[1]
 
 
-def _described(spec: TensorSpec) -> dict[str, Any]:
+def described(spec: TensorSpec) -> dict[str, Any]:
+    """A component's input or output, as it stands beside an engine."""
     # A dynamic dimension counts by its range: which example was at hand must not make another engine.
     shape: list[Any] = [list(spec.ranges[d]) if d in spec.ranges else n for d, n in enumerate(spec.shape)]
     return {"name": spec.name, "dtype": str(spec.dtype).removeprefix("torch."), "shape": shape}
