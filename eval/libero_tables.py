@@ -65,16 +65,19 @@ def training(record: dict[str, Any]) -> str:
     started = [task for manifest in states.values() for task in manifest["tasks"].values()]
     nearest = min(t["min_distance_m"] for t in started)
     trained = runs_of(record)
+    towers = [run for run in trained if "tower_of" in run]
     whole = [run for run in trained if "tower_of" not in run]
-    runs = []
-    for i, run in enumerate(trained, 1 + len(whole) - len(trained)):
-        name = f"run {i} of {len(whole)}" if i > 0 else f"the vision tower, in {run['tower_of']}"
-        first = i == 1 and (", from scratch" if run is trained[0] else ", all but the tower from scratch")
-        told = (
+    before = ", all but the tower from scratch" if towers else ", from scratch"
+    names = [f"the vision tower, in {run['tower_of']}" for run in towers]
+    names += [f"run {i} of {len(whole)}{before if i == 1 else ''}" for i in range(1, 1 + len(whole))]
+    runs = [
+        [
+            name,
             f"{', '.join(run['suites'])}; {run['gpus']} {run.get('gpu', UNTOLD)}, {run['seconds'] / 60:.1f} minutes; "
-            f"{run['steps']} steps of {run['batch']} observations x {settings['samples']} draws"
-        )
-        runs.append([name + (first or ""), told])
+            f"{run['steps']} steps of {run['batch']} observations x {settings['samples']} draws",
+        ]
+        for name, run in zip(names, [*towers, *whole], strict=True)
+    ]
     body = [
         *runs,
         ["observations collected", f"about {record['gpus'] * record['history'][-1]['store']}"],

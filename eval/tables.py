@@ -104,7 +104,8 @@ def builds(result: dict[str, Any]) -> str:
 
 
 RECORD_RUN = "bench_record_h200|bench_pi05_h200"
-"""Whole calls of π0.5 by number of steps, every system in one run; until that is stored the run of some of them."""
+"""Whole calls of π0.5 by number of steps, in one run every system but those of torch.compile; until that is stored the
+run of some of them."""
 BENCHED = (RECORD_RUN, "bench_pi0_h200", "bench_smolvla_h200", "bench_groot_h200")
 """Whole calls of each model at its published size, but for π0-FAST, whose time is its tokens'."""
 

@@ -201,7 +201,9 @@ def watched(pid: int, log: Path, gpus: int) -> Iterator[Watch]:
         while True:
             watch.at.append(time.monotonic() - began)
             watch.episodes.append(_episodes(log))
-            watch.busy_s.append(busy_s() or 0.0)
+            busy = busy_s()
+            assert busy is not None, "a Linux machine tells"
+            watch.busy_s.append(busy)
             watch.policy_s.append(_policies_s(pid))
             watch.gpus.append([share() for share in handles])
             if over.wait(_EVERY_S):

@@ -20,13 +20,14 @@ from vla_accel.transforms.tokenizer import SmallTokenizer, tokenize_prompt
 
 EVALUATION_SEED = 7
 ALWAYS = {"config.json", "instructions.json", "model.safetensors", "tokenizer.json", "training.json", "fp8_scales.json"}
-PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 FILES = {
     "demo": {*ALWAYS, "norm_stats.json"},
     "smolvla_demo": {
         *ALWAYS,
-        *(f"{PREPROCESSOR}{end}" for end in (".json", "_step_4_normalizer_processor.safetensors")),
-        *(f"{POSTPROCESSOR}{end}" for end in (".json", "_step_0_unnormalizer_processor.safetensors")),
+        "policy_preprocessor.json",
+        "policy_preprocessor_step_4_normalizer_processor.safetensors",
+        "policy_postprocessor.json",
+        "policy_postprocessor_step_0_unnormalizer_processor.safetensors",
     },
 }
 LIMITS = {"demo": 25_000_000, "smolvla_demo": 20_000_000}

@@ -8,6 +8,7 @@ import torch
 from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support.gpu_policies import DEVICE, NAN
+from tests.support.kernel_shapes import check_on_gpu
 from vla_accel.fp8 import E4M3
 
 pytestmark = pytest.mark.gpu
@@ -15,12 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_a_kernel_computes_what_its_reference_does(name: str) -> None:
-    call = cases.call_of(name, torch.bfloat16)
-    device = torch.device(DEVICE)
-    for pdl in (False, True) if call.op in calls.TAKES_PDL else (False,):
-        repeat = 3 if call.op == "suffix_attention" else 1
-        got = calls.outputs_of(call, device, kernel=True, pdl=pdl, repeat=repeat)
-        calls.check(call, got, 0.02, 0.003, 0.006)
+    check_on_gpu(name)
 
 
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 64, 128), (17, 1152, 4352), (51, 4352, 1152), (100, 256, 48)])

@@ -199,6 +199,27 @@ def test_memory_is_in_every_row(folder: Path) -> None:
     assert rows[0]["memory"]["total"] == policy.memory()["total"] > 0 and rows[1]["memory"] is None
 
 
+def test_other_processes_are_heard_while_calls_are_timed_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First calls compile, in processes of their own."""
+    calls: list[int] = []
+
+    class Others:
+        def __init__(self) -> None:
+            self.before = len(calls)
+
+        def cores(self) -> float:
+            return float(len(calls) - self.before)
+
+    def infer(_: Any) -> dict[str, Any]:
+        calls.append(1)
+        return {}
+
+    monkeypatch.setattr(bench, "Others", Others)
+    told: list[float | None] = []
+    bench.run([System("theirs", infer, 1)], lambda _: {}, calls=3, turn=1, warmup=4, heard=told.append)
+    assert told == [3.0] and len(calls) == 7
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Factory:
     """Of random weights of a small size, in this process."""

@@ -18,7 +18,7 @@ from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import without_folders
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
-from vla_accel.measure.host import Others, beside
+from vla_accel.measure.host import beside
 from vla_accel.measure.overlap import recorded
 from vla_accel.measure.paced import paced
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates, steps_timed
@@ -94,9 +94,7 @@ def main(chosen: Bench, words: list[str]) -> int:
             raise ConfigError("systems: expected at least one of this package's own beside the others")
         report["model"] = factory.about()
         observe = observer(family, processor, chosen.prompt_tokens, camera)
-        others = Others()
-        found = run(made, observe, calls=chosen.calls, progress=say)
-        _heard(report["host"], others)
+        found = run(made, observe, calls=chosen.calls, progress=say, heard=partial(_heard, report["host"]))
         for system, row in zip(made, found, strict=True):
             if chosen.hz:
                 rng = np.random.default_rng(0)
@@ -135,9 +133,8 @@ def main(chosen: Bench, words: list[str]) -> int:
     return 0
 
 
-def _heard(host: dict[str, Any], others: Others) -> None:
+def _heard(host: dict[str, Any], cores: float | None) -> None:
     """Keep the busiest of what a report's rows heard of the machine."""
-    cores = others.cores()
     if cores is not None:
         host["others_busy"] = max(round(cores, 1), host["others_busy"] or 0.0)
 

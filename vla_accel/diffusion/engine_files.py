@@ -24,7 +24,7 @@ from vla_accel.diffusion.stage import Stage
 from vla_accel.engines import cache, onnx, tensorrt_library
 from vla_accel.engines.base import Engine
 from vla_accel.engines.onnx import OnnxFile
-from vla_accel.engines.tensorrt_builder import Profile, build_plan, layer_counts
+from vla_accel.engines.tensorrt_builder import Profile, build_plan
 from vla_accel.engines.tensorrt_library import Capability, Library, LibraryName, load_library, target_name
 from vla_accel.engines.tensorrt_plan import described
 from vla_accel.errors import EngineError
@@ -79,7 +79,6 @@ def build_file(
         "profiles": plan.profiles,
         "inputs": [described(spec) for spec in component.inputs],
         "outputs": [described(spec) for spec in component.outputs],
-        "dtypes": layer_counts(plan),
         "layers": plan.layers,
         "similarity": graph.similarity,
         "seconds": {**graph.seconds, **plan.seconds},

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from vla_accel.latency import in_turns
+from vla_accel.measure.host import Others
 
 SCHEMA = "vla_accel.bench/1"
 
@@ -50,8 +51,11 @@ def run(
     warmup: int = 5,
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
+    heard: Callable[[float | None], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """`calls` timed calls of each system, `turn` at a time, in turns. Returns a row of figures a system."""
+    """`calls` timed calls of each system, `turn` at a time, in turns. Returns a row of figures a system. `heard` is
+    told how many cores other processes kept busy meanwhile: of the timed calls alone, as first ones compile in
+    processes of their own."""
     rng = np.random.default_rng(seed)
     samples = {system.name: _Samples() for system in systems}
     for system in systems:
@@ -65,7 +69,7 @@ def run(
                 system.infer(observe(rng))
         if running and system.memory is not None:
             system.memory["peak_running"] = system.memory["total"] + running[0]
-    infer = {system.name: system.infer for system in systems}
+    infer, others = {system.name: system.infer for system in systems}, Others()
     for done, (name, ms, result) in enumerate(in_turns(infer, lambda: observe(rng), calls=calls, turn=turn), 1):
         kept = samples[name]
         kept.total_ms.append(ms)
@@ -74,6 +78,7 @@ def run(
                 kept.parts_ms.setdefault(part.removesuffix("_ms"), []).append(value)
         if done % (turn * len(systems)) == 0 or done == calls * len(systems):
             progress(f"{done // len(systems)}/{calls} calls of each")
+    heard(others.cores())
     return [_row(system, samples[system.name]) for system in systems]
 
 

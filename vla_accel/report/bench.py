@@ -32,10 +32,9 @@ def page(report: Mapping[str, Any]) -> Page:
     if report["throughput"]:
         sections.insert(1, Section("Batched calls", [_batches(report["throughput"])]))
     left_out = ", ".join(f"{name} ({why})" for name, why in report["left_out"].items())
-    host = report.get("host") or {"others_busy": None}
-    others = (
-        "" if host["others_busy"] is None else f"kept {host['others_busy']:.1f} of {host['cores']} cores busy meanwhile"
-    )
+    host = report.get("host", {})
+    busy = host.get("others_busy")
+    others = "" if busy is None else f"kept {busy:.1f} of {host['cores']} cores busy meanwhile"
     told = {"left_out": left_out, "other_processes": others}
     sections.append(conditions(report["command"], report["hardware"], report["software"], **told))
     return Page(f"Latency of {model}", summary, sections)

@@ -24,7 +24,7 @@ from eval.libero.install import libero
 from eval.libero.suites import MAX_STEPS, instruction_of, load_suite
 from eval.script import run_script
 from eval.training import runs_of
-from vla_accel.checkpoints.loading import find, load
+from vla_accel.checkpoints.loading import family_of, find, load
 from vla_accel.checkpoints.writer import save_weights
 from vla_accel.cli.options import Listed, Words, Written
 from vla_accel.files import replacing_files
@@ -84,7 +84,7 @@ def earlier_training(init: str, family: str) -> list[dict[str, Any]]:
     path = find(init) / "training.json"
     if not path.is_file():
         return []
-    runs, kind = runs_of(json.loads(path.read_text())), load(init).family.name
+    runs, kind = runs_of(json.loads(path.read_text())), family_of(path.parent).name
     return runs if kind == family else [{**run, "tower_of": kind} for run in runs]
 
 
