@@ -112,6 +112,13 @@ def named(result: dict[str, Any], *systems: tuple[str, float]) -> dict[str, Any]
     return {**result, "rows": [{**row, "system": name, "median_ms": ms} for name, ms in systems]}
 
 
+def test_what_was_timed_in_turns_stands_side_by_side() -> None:
+    batches = named(bench(2, 10, 0.0, throughput=BATCHES), ("native-fp8", 8.0), ("native-fp8-vision", 7.0))
+    turns = named(bench(2, 10, 0.0), ("native-bf16", 9.0), ("native-fp8", 7.5), ("realtime-vla", 21.0))
+    found = "| π0.5, 2 views, 10 actions | 10 | 10 | 9.00 (2.00) | 7.50 (2.00) | 21.00 (2.00) | 7.00 (2.00) |"
+    assert shapes([batches, turns]).splitlines()[2] == found
+
+
 def test_goals_stand_beside_the_times_of_their_calls_and_parts() -> None:
     base = named(bench(2, 10, 0.0), ("native-fp8", 8.0), ("portable-fp8", 9.0), ("portable-int8", 10.0))
     large = named(bench(3, 50, 0.0), ("native-bf16", 12.6), ("portable-int8", 10.0))
