@@ -66,12 +66,12 @@ def synthetic(family: str, config: str) -> Job:
     return Job(f"parity_{family}_{config}", command, room="shared")
 
 
-def serving(name: str, policy: str, devices: str, gpus: int = 2) -> Job:
+def serving(name: str, policy: str, devices: str) -> Job:
     """Calls over a server, by one process beside it or by two. Those of one GPU and of two stand beside each other, so
     that one machine runs both: their names, and no other's, are bench_server_*."""
     options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
     command = f"vla-accel bench-server {options} --output {{json}}"
-    return Job(f"{name}_h200", command, gpus=gpus, room="machine")
+    return Job(f"{name}_h200", command, gpus=2, room="machine")
 
 
 def played(folder: str, config: str, options: str = "--trials 50", *needs: str, checkpoint: str = "") -> Job:
@@ -212,12 +212,8 @@ JOBS: tuple[Job, ...] = (
     serving("bench_server_demo_2", "demo", "cuda:0,cuda:1"),
     serving("bench_server_pi05_1", "--model pi05", "cuda:0"),
     serving("bench_server_pi05_2", "--model pi05", "cuda:0,cuda:1"),
-    serving("server_once_demo", "demo", "cuda:0", gpus=1),
-    serving("server_twice_demo", "demo", "cuda:0,cuda:0", gpus=1),
     Job("server_faults_h200", "python -m tests.remote.load_server --checkpoint demo --config native --devices "
         "cuda:0,cuda:1 --seconds 60 --output {json}", gpus=2, room="machine"),
-    Job("server_faults_twice_h200", "python -m tests.remote.load_server --checkpoint demo --config native --devices "
-        "cuda:0,cuda:0 --seconds 30 --output {json}", room="machine"),
     # Without a GPU.
     Job("bench_server_cpu", "vla-accel bench-server --seconds 5 --device cpu --output {json}", gpus=0, room="machine"),
     Job("server_faults_cpu", "python -m tests.remote.load_server --output {json}", gpus=0, room="machine"),

@@ -1,7 +1,7 @@
 """Make the stored runs of eval/results anew on this machine's GPUs, in a given time: `python -m eval.measure`.
 
-`eval.jobs` says which command makes which run. Each is begun, in that order, once there is room: half a GPU and half of
-its cores, a whole one, or the machine. A run takes its place in eval/results when its command has ended well, and is
+`eval.jobs` says which command makes which run. Each is begun, in the order of the names or in that one, once there is
+room: half a GPU and half of its cores, a whole one, or the machine. A run takes its place in eval/results when its command has ended well, and is
 not made again as long as the folder of work is there. When the time is over, what runs is interrupted as Ctrl-C does;
 the same command goes on: episodes are continued from their log, other jobs begin again.
 """
@@ -49,7 +49,7 @@ class Arguments:
     names: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint=""), tyro.conf.Positional
     ] = ()
-    """Files of eval/results without their ending; * stands for anything."""
+    """Files of eval/results without their ending, the first to be made first; * stands for anything."""
     minutes: Seconds = 9.0
     """Time that all of it may take; the same command goes on where it ended."""
     work: Annotated[Path, Written(folder=True)] = Path("runs/measure")
@@ -263,16 +263,17 @@ def _say(line: str) -> None:
 
 
 def chosen(names: Iterable[str], jobs: Sequence[Job]) -> list[Job]:
-    """The jobs of these names, and those that they are made from, in the order of `jobs`. Raises ConfigError."""
-    wanted: set[str] = set()
+    """The jobs of these names, in the order of the names, then of `jobs`; before each what it is made from. Raises
+    ConfigError."""
+    by_name = {job.name: job for job in jobs}
+    wanted: dict[str, Job] = {}
     for name in names:
-        found = {job.name for job in jobs if fnmatchcase(job.name, name)}
+        found = [job for job in jobs if fnmatchcase(job.name, name)]
         if not found:
             raise ConfigError(f"names: expected some of what --list names, got {name!r}")
-        wanted |= found
-    for job in reversed(jobs):  # what others are made from stands before them
-        wanted |= set(job.after) if job.name in wanted else set()
-    return [job for job in jobs if job.name in wanted]
+        for job in found:
+            wanted |= {one: by_name[one] for one in (*job.after, job.name) if one not in wanted}
+    return list(wanted.values())
 
 
 def stored_stress(path: Path) -> str | None:

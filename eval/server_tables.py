@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eval.markdown import commit, machine, machines, rows
+from eval.markdown import machine, machines, rows
 from vla_accel.report import charts
 
 GPUS_PICTURE = "bench_server_gpus.png"
 GOAL_MS = 0.5
 """What the server may add to one client's call."""
-_OWN_SECONDS = "8713091"
-"""The commit of stored runs in which each of bench-server's processes counted seconds of its own."""
 
 
 def server(result: dict[str, Any]) -> str:
@@ -60,23 +58,9 @@ def _against_the_goal(one: dict[str, Any]) -> str:
 
 def server_gpus(results: Sequence[dict[str, Any]]) -> str:
     """A replica on each GPU: a row a policy, number of GPUs and number of clients; needs the picture beside the
-    results."""
-    return (
-        _by_replicas(results, "GPUs", "one GPU's")
-        + f"\n![Requests a second against clients, one GPU and more](../eval/results/{GPUS_PICTURE})\n"
-    )
-
-
-def server_twice(results: tuple[dict[str, Any] | None, Sequence[dict[str, Any]]]) -> str:
-    """Several replicas on one GPU, beside one where that is stored."""
-    one, several = results
-    return _by_replicas([*([one] if one else []), *several], "processes on one GPU", "one's")
-
-
-def _by_replicas(results: Sequence[dict[str, Any]], counted: str, beside: str) -> str:
-    """A row a policy, number of replicas and number of clients. Runs of one replica and of several are only compared
-    where their machine has as many cores, which all of them share."""
-    header = ["policy", counted, "clients", "requests/s", beside, "round trip", "p99", "of it policy"]
+    results. Runs of one GPU and of several are only compared where their machine has as many cores, which all of them
+    share."""
+    header = ["policy", "GPUs", "clients", "requests/s", "one GPU's", "round trip", "p99", "of it policy"]
     alone = {
         (result["policy"], result["hardware"]["cores"], row["clients"]): row["per_second"]
         for result in results
@@ -98,16 +82,11 @@ def _by_replicas(results: Sequence[dict[str, Any]], counted: str, beside: str) -
                 f"{row['infer_ms']['p50']:.2f}",
             ])  # fmt: skip
     where = machines((f"{r['policy']} on {_replicas(r)}", r) for r in results)
-    early = any(commit(r).startswith(f", commit {_OWN_SECONDS}") for r in results)
-    own = (
-        f" In runs of commit {_OWN_SECONDS} each process of clients counted seconds of its own: requests a second may "
-        "be too high where clients are many."
-    )
     cores = " and ".join(dict.fromkeys(str(r["hardware"]["cores"]) for r in results))
     return (
         rows(header, body)
-        + f"\nMilliseconds; one observation at a time in each process. {where}, {cores} cores that all share."
-        f"{own * early}\n"
+        + f"\nMilliseconds; one observation at a time in each process. {where}, {cores} cores that all share.\n"
+        f"\n![Requests a second against clients, one GPU and more](../eval/results/{GPUS_PICTURE})\n"
     )
 
 

@@ -27,7 +27,7 @@ from eval.markdown import commit, rows
 from eval.model_table import models
 from eval.models_picture import draw_models, sources
 from eval.script import concluded
-from eval.server_tables import faults, server, server_gpus, server_twice
+from eval.server_tables import faults, server, server_gpus
 from eval.shapes_table import calls, shapes
 from eval.throughput_table import plan, throughput
 from eval.training import record_of
@@ -168,16 +168,13 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "server_faults": (faults, "server_faults_cpu"),
     "server_gpus": (server_gpus, "bench_server_*_h200"),
     "server_faults_gpus": (faults, "server_faults_h200"),
-    "server_twice": (server_twice, ("server_once_demo_h200?", "server_twice_*_h200")),
-    "server_faults_twice": (faults, "server_faults_twice_h200"),
     "throughput": (throughput, "throughput_*"),
     "plan": (plan, "throughput_*"),
 }
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 
 NOT_YET = frozenset({
-    "server_twice", "server_faults_twice", "paired_stress", "late", "tune_demo", "batches_h100", "paired_smolvla",
-    "training_smolvla",
+    "paired_stress", "late", "tune_demo", "batches_h100", "paired_smolvla", "training_smolvla",
 })  # fmt: skip
 """Tables whose runs may be absent: their place says so."""
 

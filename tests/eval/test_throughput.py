@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eval import tables, throughput
-from eval.server_tables import draw_server_gpus, server, server_gpus, server_twice
+from eval.server_tables import draw_server_gpus, server, server_gpus
 from eval.throughput import Arguments, Case, Watch, figures, told
 from eval.throughput_table import plan
 from eval.throughput_table import throughput as table
@@ -103,23 +103,6 @@ def test_two_gpus_stand_beside_one() -> None:
     (axes,) = draw_server_gpus(benches).axes
     assert [line.get_label() for line in axes.lines] == ["demo, 1 GPU", "demo, 2 GPUs"]
     assert list(axes.lines[1].get_ydata()) == [190, 760] and axes.lines[0].get_color() != axes.lines[1].get_color()
-
-
-def test_two_processes_of_one_gpu_stand_beside_one() -> None:
-    twice = [bench(["cuda:0", "cuda:0"], 130.0)]
-    lines = server_twice((bench(["cuda:0"], 100.0), twice)).splitlines()
-    assert lines[0].startswith("| policy | processes on one GPU |") and lines[5].startswith(
-        "| demo | 2 | 4 | 520 | 1.30×"
-    )
-    assert server_twice((None, twice)).count("| - |") == 2
-
-
-def test_runs_whose_clients_counted_seconds_of_their_own_say_so() -> None:
-    early, later = (
-        bench(["cuda:0"], 1.0) | {"software": {"torch": "2", "commit": c}} for c in ("871309144fff", "c9bf374")
-    )
-    assert "counted seconds of its own" in server_gpus([early, later])
-    assert "counted seconds of its own" not in server_gpus([later])
 
 
 def test_what_the_server_adds_is_judged_by_the_goal() -> None:
