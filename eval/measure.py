@@ -1,9 +1,9 @@
 """Make the stored runs of eval/results anew on this machine's GPUs, in a given time: `python -m eval.measure`.
 
 `eval.jobs` says which command makes which run. Each is begun, in the order of the names or in that one, once there is
-room: half a GPU and half of its cores, a whole one, or the machine. A run takes its place in eval/results when its command has ended well, and is
-not made again as long as the folder of work is there. When the time is over, what runs is interrupted as Ctrl-C does;
-the same command goes on: episodes are continued from their log, other jobs begin again.
+room: half a GPU and half of its cores, a whole one, or the machine. A run takes its place in eval/results when its
+command has ended well, and is not made again as long as the folder of work is there. When the time is over, what runs
+is interrupted as Ctrl-C does; the same command goes on: episodes are continued from their log, other jobs begin again.
 """
 
 from __future__ import annotations
