@@ -267,12 +267,18 @@ def chosen(names: Iterable[str], jobs: Sequence[Job]) -> list[Job]:
     ConfigError."""
     by_name = {job.name: job for job in jobs}
     wanted: dict[str, Job] = {}
+
+    def want(job: Job) -> None:
+        for before in job.after:
+            want(by_name[before])
+        wanted.setdefault(job.name, job)
+
     for name in names:
         found = [job for job in jobs if fnmatchcase(job.name, name)]
         if not found:
             raise ConfigError(f"names: expected some of what --list names, got {name!r}")
         for job in found:
-            wanted |= {one: by_name[one] for one in (*job.after, job.name) if one not in wanted}
+            want(job)
     return list(wanted.values())
 
 

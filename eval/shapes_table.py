@@ -85,7 +85,7 @@ def timed_calls(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[s
     """Shape, report and row, of the most steps of each shape and system, each once: of systems that were timed in
     turns, from the run that has the most of them."""
     seen = set()
-    for result in sorted(published(results), key=lambda result: (_order(result), -_systems(result))):
+    for result in sorted(published(results), key=_order):
         most = max(row["steps"] for row in result["rows"])
         for row in result["rows"]:
             key = (shape_of(result), row["system"])
@@ -94,17 +94,14 @@ def timed_calls(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[s
                 yield key[0], result, row
 
 
-def _systems(result: dict[str, Any]) -> int:
-    """How many of those that are shown it has."""
-    return len({row["system"] for row in result["rows"] if row["system"].startswith(OURS)})
-
-
-def _order(result: dict[str, Any]) -> tuple[int, int, int, int, tuple[int, ...]]:
+def _order(result: dict[str, Any]) -> tuple[int, int, int, int, tuple[int, ...], int]:
+    """By shape; of one shape, the report with the most of the systems that are shown first."""
     model = result["model"]
+    shown = {row["system"] for row in result["rows"] if row["system"].startswith(OURS)}
     kinds = list(MODELS)
     place = kinds.index(model["kind"]) if model["kind"] in kinds else len(kinds)
     camera = tuple(result.get("camera") or ())
-    return place, model["action_horizon"], model["views"], result.get("prompt_tokens") or 0, camera
+    return place, model["action_horizon"], model["views"], result.get("prompt_tokens") or 0, camera, -len(shown)
 
 
 def shape_of(result: dict[str, Any]) -> str:

@@ -327,6 +327,8 @@ def test_names_bring_what_they_are_made_from() -> None:
     assert found == [*runs, "libero_stress_h200", "parity_native"], "what is named first is begun first"
     assert [job.name for job in chosen(["*"], JOBS)] == [job.name for job in JOBS]
     assert {job.name for job in chosen(["bench_server_*"], JOBS)} == {j.name for j in JOBS if "bench_server" in j.name}
+    chain = [Job("a", "python"), Job("b", "python {work}/a.json"), Job("c", "python {work}/b.json")]
+    assert chosen(["c"], chain) == chain, "also what they are made from in turn"
     with pytest.raises(ConfigError, match="got 'parity_nativ'"):
         chosen(["parity_nativ"], JOBS)
 
