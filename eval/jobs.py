@@ -9,7 +9,7 @@ from typing import Literal
 
 Room = Literal["shared", "alone", "machine"]
 STORED_GPU = "H200"
-"""Runs of other GPUs are not stored under names that say H200, or beside runs of one."""
+"""Runs of other GPUs are not stored under names that say H200. Where a run's times do not count, its name says none."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,14 @@ def late(chunking: str) -> Job:
     """Success against latency, with one kind of chunks; openpi's call on an H200 comes five ticks late."""
     command = f"python -m eval.libero.late --config native --trials 30 --steps 10 --chunkings {chunking}"
     options = "--ticks 0,1,2,4,5,8 --workers {workers} --device cuda --output {json}"
-    return Job(f"libero_late_{chunking}_h200", f"{command} {options}", room="shared", needs=("libero",))
+    return Job(f"libero_late_{chunking}", f"{command} {options}", room="shared", needs=("libero",))
 
 
-def throughput(name: str, cases: str, gpus: int, *needs: str) -> Job:
+def throughput(name: str, cases: str, gpus: int, *needs: str, only: str = "") -> Job:
     """Episodes an hour; the cores of the whole machine are watched."""
+    gpu = (only or STORED_GPU).lower()
     command = f'python -m eval.throughput --case {cases} --options="--config native_fp8" --output {{json}}'
-    return Job(f"throughput_{name}_h200", command, gpus=gpus, room="machine", needs=("libero", *needs))
+    return Job(f"throughput_{name}_{gpu}", command, gpus=gpus, room="machine", needs=("libero", *needs), only=only)
 
 
 OURS = "native-bf16,native-fp8,native-fp8-vision"
@@ -189,11 +190,11 @@ JOBS: tuple[Job, ...] = (
     *(synthetic("groot", config) for config in ("native", "native_fp8_denoise")),
     # Success. The first names are the reference's.
     *PAIRED,
-    paired("libero_paired_h200", PAIRED),
+    paired("libero_paired", PAIRED),
     *SMOLVLA,
-    paired("libero_paired_smolvla_h200", SMOLVLA),
+    paired("libero_paired_smolvla", SMOLVLA),
     *STRESSED,
-    paired("libero_stress_h200", STRESSED),
+    paired("libero_stress", STRESSED),
     late("plain"),
     late("rtc"),
     *(job for suite in ("libero_spatial", "libero_object") for job in stored(

@@ -10,7 +10,7 @@ from typing import Any
 from eval.harness.late import SAID, draw
 from eval.markdown import bare_command, doubts, machines, rows
 
-PICTURE = "libero_late_h200.png"
+PICTURE = "libero_late.png"
 
 
 def late(results: Sequence[Any]) -> str:

@@ -214,22 +214,18 @@ class Measuring:
             return Outcome(FAILED, f"expected JSON in {written}: {error}")
         if isinstance(found, dict) and not found.get("complete", True):
             return Outcome(FAILED, f"expected a complete run in {written}, got one that was cut off")
-        others = self._others(job.only or STORED_GPU) if self._of_gpu(job) else []
+        others = self._others(STORED_GPU) if job.name.endswith(f"_{STORED_GPU.lower()}") else []
         if job.stored and not others:
             with replacing(self.results / f"{job.name}.json") as temporary:
                 shutil.copyfile(written, temporary)
         self.made(job).parent.mkdir(parents=True, exist_ok=True)
         os.replace(written, self.made(job))  # last: what is there is stored
-        why = f"not stored: stored runs are of an {STORED_GPU}, this is an {others[0]}" if others else ""
+        why = f"not stored: its name says {STORED_GPU}, this is an {others[0]}" if others else ""
         return Outcome(DONE, why if job.stored else "")
 
     def _others(self, gpu: str) -> list[str]:
         """The GPUs here that are none of this name."""
         return [name for name in self.models if gpu not in name]
-
-    def _of_gpu(self, job: Job) -> bool:
-        """Whether a GPU made it, or what it is made from."""
-        return job.gpus > 0 or any(self._of_gpu(one) for one in self.jobs if one.name in job.after)
 
     def _settle(self, job: Job, outcome: Outcome) -> None:
         self.outcomes[job.name] = outcome
@@ -331,7 +327,7 @@ def run(arguments: Arguments) -> None:
         given={
             "observations": arguments.observations and str(arguments.observations.resolve()),
             "realtime_vla": arguments.realtime_vla and str(arguments.realtime_vla.resolve()),
-            "stress": arguments.stress or stored_stress(RESULTS / "libero_stress_h200.json"),
+            "stress": arguments.stress or stored_stress(RESULTS / "libero_stress.json"),
         },
         models=names,
     )

@@ -8,7 +8,7 @@ from typing import Any
 from eval.script import write_png
 from vla_accel.report import charts
 
-PICTURE = "libero_stress_h200.png"
+PICTURE = "libero_stress.png"
 
 
 def draw_paired(result: dict[str, Any], path: Path) -> None:

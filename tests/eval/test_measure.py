@@ -275,15 +275,20 @@ def test_what_is_missing_is_said_and_the_job_is_left_out(toy: str, tmp_path: Pat
 
 def test_another_gpus_runs_are_kept_and_not_stored(toy: str, tmp_path: Path) -> None:
     jobs = [
-        Job("times", f"{toy} plain {{json}}"),
-        Job("from_it", f"{toy} plain {{json}} {{work}}/times.json", gpus=0),
-        Job("cpu", f"{toy} plain {{json}}", gpus=0),
+        Job("times_h200", f"{toy} plain {{json}}"),
+        Job("from_it_h200", f"{toy} plain {{json}} {{work}}/times_h200.json", gpus=0),
+        Job("wins", f"{toy} plain {{json}}"),
     ]
     found = played(tmp_path, jobs, models=["NVIDIA L40S"])
-    said = "not stored: stored runs are of an H200, this is an NVIDIA L40S"
-    assert found.outcomes["times"] == found.outcomes["from_it"] == Outcome(DONE, said)
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["cpu.json"]
-    assert (tmp_path / "work/times.json").is_file()
+    said = "not stored: its name says H200, this is an NVIDIA L40S"
+    assert found.outcomes["times_h200"] == found.outcomes["from_it_h200"] == Outcome(DONE, said)
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["wins.json"]
+    assert (tmp_path / "work/times_h200.json").is_file()
+
+
+def test_a_run_whose_times_count_says_its_machine() -> None:
+    timed = [job.name for job in JOBS if job.stored and job.room != "shared"]
+    assert [name for name in timed if not name.endswith(("_h200", "_h100", "_cpu"))] == []
 
 
 def test_a_run_of_an_h100_is_stored_from_one_and_made_nowhere_else(toy: str, tmp_path: Path) -> None:
@@ -322,9 +327,9 @@ def test_the_summary_ends_with_one_json_line(capsys: pytest.CaptureFixture[str])
 
 
 def test_names_bring_what_they_are_made_from() -> None:
-    runs = list(JOBS[[j.name for j in JOBS].index("libero_stress_h200")].after)
-    found = [job.name for job in chosen(["libero_stress_h200", "parity_native"], JOBS)]
-    assert found == [*runs, "libero_stress_h200", "parity_native"], "what is named first is begun first"
+    runs = list(JOBS[[j.name for j in JOBS].index("libero_stress")].after)
+    found = [job.name for job in chosen(["libero_stress", "parity_native"], JOBS)]
+    assert found == [*runs, "libero_stress", "parity_native"], "what is named first is begun first"
     assert [job.name for job in chosen(["*"], JOBS)] == [job.name for job in JOBS]
     assert {job.name for job in chosen(["bench_server_*"], JOBS)} == {j.name for j in JOBS if "bench_server" in j.name}
     chain = [Job("a", "python"), Job("b", "python {work}/a.json"), Job("c", "python {work}/b.json")]
