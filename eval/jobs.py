@@ -123,15 +123,17 @@ SHAPE = "--views 3 --horizon 50 --steps 10 --calls 60"
 PORTABLE = "portable-bf16,portable-fp8,portable-int8"
 BESIDE_REALTIME = f"--systems native-bf16,native-fp8,{PORTABLE} {SHAPE} --realtime-vla {{realtime_vla}}"
 UNDER_STRESS = "--suite libero_spatial,libero_spatial_object --stress {stress} --trials 50"
-COMPARED = (
-    "eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8", "native_int8_denoise",
-    "eval/configs/native_portable.yaml", "eval/configs/native_portable_int8.yaml",
-)  # fmt: skip
-PAIRED = [played("paired", config) for config in COMPARED]
+COMPARED = ("eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8_denoise")
+"""Hopper's kernels; the reference first."""
+ELSEWHERE = ("native_int8", "eval/configs/native_portable.yaml", "eval/configs/native_portable_int8.yaml")
+"""What GPUs without FP8, or without Hopper's kernels, run."""
+PAIRED, PAIRED_ELSEWHERE = ([played("paired", config) for config in configs] for configs in (COMPARED, ELSEWHERE))
 SMOLVLA = [
     played("paired_smolvla", config, checkpoint="smolvla_demo") for config in ("eager_fp32", "native", "native_fp8")
 ]
-STRESSED = [played("stress", config, UNDER_STRESS, "stress") for config in COMPARED]
+STRESSED, STRESSED_ELSEWHERE = (
+    [played("stress", config, UNDER_STRESS, "stress") for config in configs] for configs in (COMPARED, ELSEWHERE)
+)
 
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
@@ -182,7 +184,8 @@ JOBS: tuple[Job, ...] = (
     # Agreement with FP32 eager.
     *(parity(config) for config in (
         "native", "native_fp8", "native_fp8_vision", "native_int8", "native_int8_denoise",
-        "eval/configs/native_fp8_vision_int8_denoise.yaml", "eval/configs/native_portable.yaml",
+        "eval/configs/native_fp8_int8_denoise.yaml", "eval/configs/native_fp8_vision_int8_denoise.yaml",
+        "eval/configs/native_portable.yaml",
         "eval/configs/native_portable_fp8.yaml", "eval/configs/native_portable_int8.yaml",
     )),
     *(synthetic("pi05", config) for config in ("native", "native_fp8")),
@@ -190,11 +193,15 @@ JOBS: tuple[Job, ...] = (
     *(synthetic("groot", config) for config in ("native", "native_fp8_denoise")),
     # Success. The first names are the reference's.
     *PAIRED,
-    paired("libero_paired", PAIRED),
+    *PAIRED_ELSEWHERE,
+    paired("libero_paired", [*PAIRED, *PAIRED_ELSEWHERE[:-1]]),
+    paired("libero_paired_portable_int8", [PAIRED[0], PAIRED_ELSEWHERE[-1]]),
     *SMOLVLA,
     paired("libero_paired_smolvla", SMOLVLA),
     *STRESSED,
     paired("libero_stress", STRESSED),
+    *STRESSED_ELSEWHERE,
+    paired("libero_stress_elsewhere", [STRESSED[0], *STRESSED_ELSEWHERE]),
     late("plain"),
     late("rtc"),
     *(job for suite in ("libero_spatial", "libero_object") for job in stored(
@@ -206,6 +213,7 @@ JOBS: tuple[Job, ...] = (
     # Many at once: simulators, and clients of a server.
     throughput("simulators", "plain:1:4:6:16,plain:1:8:6:16,plain:1:14:12:16", 1),
     throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray"),
+    throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray", only="H100"),
     # In the server's own process, as `vla-accel serve demo` has it.
     Job("bench_server_h200", "vla-accel bench-server demo --config native --device cuda --clients 1,4,16,64 "
         "--seconds 2 --output {json}", room="machine"),

@@ -145,8 +145,10 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "parity_demo": (parity, "parity_*"),
     "fp8_sums": (sums, "fp8_accumulation_h200"),
     "paired_libero": (paired, "libero_paired"),
+    "paired_portable_int8": (paired, "libero_paired_portable_int8"),
     "paired_smolvla": (paired, "libero_paired_smolvla"),
     "paired_stress": (stressed, "libero_stress"),
+    "paired_stress_elsewhere": (paired, "libero_stress_elsewhere"),
     "late": (late, ("libero_late_*", RECORD_RUN)),
     "tune_demo": (tune, "tune_demo_h200"),
     "shapes": (shapes, "bench_*_h200"),
@@ -174,7 +176,8 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 
 NOT_YET = frozenset({
-    "paired_stress", "late", "tune_demo", "batches_h100", "paired_smolvla", "training_smolvla",
+    "paired_stress", "paired_stress_elsewhere", "paired_portable_int8", "paired_smolvla", "late", "tune_demo",
+    "batches_h100", "training_smolvla",
 })  # fmt: skip
 """Tables whose runs may be absent: their place says so."""
 
