@@ -212,7 +212,6 @@ JOBS: tuple[Job, ...] = (
         file="tune.json"),
     # Many at once: simulators, and clients of a server.
     throughput("simulators", "plain:1:4:6:16,plain:1:8:6:16,plain:1:14:12:16", 1),
-    throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray"),
     throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray", only="H100"),
     # In the server's own process, as `vla-accel serve demo` has it.
     Job("bench_server_h200", "vla-accel bench-server demo --config native --device cuda --clients 1,4,16,64 "
