@@ -403,6 +403,14 @@ def test_without_jax_the_error_says_what_to_install(tmp_path: Path, monkeypatch:
         OrbaxParameters(tmp_path)
 
 
+def test_a_folder_without_its_arrays_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)  # before jax is asked for
+    (tmp_path / "params" / "d").mkdir(parents=True)
+    (tmp_path / "params" / "manifest.ocdbt").touch()
+    with pytest.raises(CheckpointError, match="params: expected arrays in d/, found none: copy it whole"):
+        OrbaxParameters(tmp_path)
+
+
 def test_orbax_round_trip(tmp_path: Path) -> None:
     """Saved by orbax with openpi's outer `params` and nnx's inner `value`, in a process that may import jax."""
     pytest.importorskip("orbax.checkpoint", reason="NOT RUN: needs pip install 'vla_accel[jax]'")
