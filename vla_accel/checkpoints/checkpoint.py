@@ -135,6 +135,20 @@ def _upload(source: Tensor, target: Tensor) -> None:
         place.copy_(values.to(target.device))
 
 
+def in_lines(title: str, total: int) -> Callable[[int], None]:
+    """Told how much more of `total` is done, it says now and then on standard error how far that is."""
+    done, said = 0, time.monotonic()
+
+    def tell(count: int) -> None:
+        nonlocal done, said
+        done += count
+        if time.monotonic() - said >= _SAID_EVERY_S:
+            said = time.monotonic()
+            print(f"{title}: {100 * done // total} %", file=sys.stderr, flush=True)
+
+    return tell
+
+
 @contextlib.contextmanager
 def _progress(total: int, where: str) -> Iterator[Callable[[int], None]]:
     """For models that take a while: a bar on the terminal's error stream, or now and then a line where it is none."""
@@ -142,16 +156,7 @@ def _progress(total: int, where: str) -> Iterator[Callable[[int], None]]:
         yield lambda count: None
         return
     if not sys.stderr.isatty():
-        done, said = 0, time.monotonic()
-
-        def tell(count: int) -> None:
-            nonlocal done, said
-            done += count
-            if time.monotonic() - said >= _SAID_EVERY_S:
-                said = time.monotonic()
-                print(f"loading {Path(where).name}: {100 * done // total} %", file=sys.stderr, flush=True)
-
-        yield tell
+        yield in_lines(f"loading {Path(where).name}", total)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn

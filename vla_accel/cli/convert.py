@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from vla_accel.checkpoints.checkpoint import in_lines
 from vla_accel.checkpoints.convert import Parameters, Report, Row, convert
 from vla_accel.checkpoints.orbax import OrbaxParameters, check_folder
 from vla_accel.cli.asked.policies import Convert
@@ -40,7 +41,8 @@ def main(asked: Convert, words: list[str]) -> int:
         raise ConfigError(f"config: {asked.config} is of another checkpoint than {asked.checkpoint}: {wrong}")
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True) as progress:
-        task = progress.add_task("converting", total=len(parameters.shapes))
+        count = len(parameters.shapes)
+        task, tell = progress.add_task("converting", total=count), in_lines("converting", count)
         report = convert(
             parameters,
             asked.output,
@@ -52,7 +54,7 @@ def main(asked: Convert, words: list[str]) -> int:
             preset=known.preset if known else None,
             unused_head=asked.unused_head,
             lora_scale=asked.lora_scale,
-            advance=lambda name: progress.advance(task),
+            advance=lambda name: progress.advance(task) if errors.is_terminal else tell(1),
         )
     console = Console()
     # Into a file or a pipe, names are not to be folded to a terminal's width.
