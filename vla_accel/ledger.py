@@ -33,6 +33,8 @@ class Ledger:
 
     strict: bool = False
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Fallbacks that were said; one that comes again with a new shape, or number of steps, is said once."""
     _shown: tuple[tuple[LedgerEntry, ...], tuple[dict[str, object], ...]] = field(
         default=((), ()), init=False, repr=False, compare=False
     )
@@ -43,9 +45,9 @@ class Ledger:
             message = f"{entry.component}: asked for engine {entry.requested}, using {entry.used}: {entry.reason}"
             if self.strict:
                 raise EngineError(f"strict mode: {message}")
-            # Once: the same fallback comes again with every new shape.
-            if self.entries.get(entry.component) != entry:
+            if message not in self.told:
                 _log.warning(message)
+            self.told.add(message)
         self.entries[entry.component] = entry
 
     def add(self, component: str, detail: str) -> None:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from tests.support.in_memory import load_file_or_folder, load_tensors
 from tests.support.openpi_dialect import EMBED_TOKENS, EXPERT, LANGUAGE, LM_HEAD, ROOT, TOWER, to_openpi
-from tests.support.tiny import random_state, tiny_config
+from tests.support.tiny import random_state, tiny_config, write_tiny_checkpoint
+from vla_accel.checkpoints import checkpoint as checkpoint_module
 from vla_accel.checkpoints.checkpoint import save_checkpoint
+from vla_accel.checkpoints.loading import load
 from vla_accel.errors import CheckpointError
 from vla_accel.models.pi0 import Kind, Pi0
 
@@ -271,3 +273,18 @@ def test_a_non_finite_openpi_weight_is_named() -> None:
     theirs[EXPERT + "layers.0.mlp.down_proj.weight"][0, 0] = torch.nan
     with pytest.raises(CheckpointError, match=r"non-finite values in expert\.layers\.0\.down_proj\.weight"):
         load_tensors(theirs, CONFIG, "memory")
+
+
+@pytest.mark.parametrize("every", [0.0, 1e9])
+def test_loading_into_a_pipe_says_how_far_it_is_now_and_then(
+    every: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "_SHOWN_BYTES", 0)
+    monkeypatch.setattr(checkpoint_module, "_SAID_EVERY_S", every)
+    write_tiny_checkpoint(tmp_path / "tiny")
+    model = load(tmp_path / "tiny", whole=False).model
+    assert model.origin is not None
+    with model.origin.progress():
+        model.fetch()
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1:] == ([] if every else ["loading tiny: 100 %"])

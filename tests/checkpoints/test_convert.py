@@ -359,8 +359,10 @@ def test_the_command_prints_table_and_line(
     tree = ParameterTree(jax_tree(small("pi05")))
     tree.folder = tmp_path / "params"  # type: ignore[attr-defined]
     monkeypatch.setattr("vla_accel.cli.convert.OrbaxParameters", lambda folder: tree)
+    monkeypatch.setattr("vla_accel.checkpoints.checkpoint._SAID_EVERY_S", 0.0)
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--config", "pi05_libero"]) == 0
     printed = capsys.readouterr()
+    assert "converting: 100 %\n" in printed.err, "no terminal: lines now and then"
     line = json.loads(printed.out.splitlines()[-1])
     assert (line["kind"], line["tensors"]) == ("pi05", len(targets(tree.shapes, "")))
     assert line["bytes"] == (tmp_path / "out/model.safetensors").stat().st_size
@@ -369,9 +371,45 @@ def test_the_command_prints_table_and_line(
     assert (written["action_horizon"], written["discrete_state_input"], written["preset"]) == (10, False, "libero")
 
 
+@pytest.mark.parametrize(
+    ("config", "asset", "numbers", "message"),
+    [
+        ("pi0_droid", "droid", 32, "expected weights of pi0, found pi05"),
+        ("pi05_droid", "physical-intelligence/libero", 32, "expected statistics of droid, found assets/physical-"),
+        ("pi05_aloha", "mine", 8, "expected at least 14 numbers of state, found 8 in "),
+        ("pi05_droid", "mine", 8, None),
+    ],
+)
+def test_a_config_of_another_robot_is_refused_and_nothing_written(
+    config: str, asset: str, numbers: int, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    tree = ParameterTree(jax_tree(small("pi05")))
+    tree.folder = tmp_path / "params"  # type: ignore[attr-defined]
+    monkeypatch.setattr("vla_accel.cli.convert.OrbaxParameters", lambda folder: tree)
+    place = tmp_path / "assets" / asset
+    place.mkdir(parents=True)
+    one = dict.fromkeys(("mean", "std", "q01", "q99"), [0.5] * numbers)
+    (place / "norm_stats.json").write_text(json.dumps({"norm_stats": {"state": one, "actions": one}}))
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--config", config]) == (message is not None)
+    said = capsys.readouterr().err
+    if message is not None:
+        assert f"config: {config} is of another checkpoint than {tmp_path}: {message}" in said
+        assert len(said.splitlines()) == 1
+    assert (tmp_path / "out").exists() == (message is None)
+
+
 def test_without_jax_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(DependencyError, match=r"pip install 'vla_accel\[jax\]'"):
+        OrbaxParameters(tmp_path)
+
+
+def test_a_folder_without_its_arrays_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)  # before jax is asked for
+    (tmp_path / "params" / "d").mkdir(parents=True)
+    (tmp_path / "params" / "manifest.ocdbt").touch()
+    with pytest.raises(CheckpointError, match="params: expected arrays in d/, found none: copy it whole"):
         OrbaxParameters(tmp_path)
 
 

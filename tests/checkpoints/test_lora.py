@@ -24,10 +24,11 @@ from vla_accel.checkpoints.jax_lora import FoldedParameters
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.lora import CONFIG, WEIGHTS, read_lora
 from vla_accel.cli import main
-from vla_accel.config import PolicyConfig
+from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.fp8 import fingerprint
 from vla_accel.policy import OptimizedPolicy
+from vla_accel.policy import ahead_of_time as building
 
 RANK, ALPHA = 3, 5.0
 BOUND = 1e-5
@@ -76,7 +77,7 @@ def write_adapter(
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora") / "base"
-    write_tiny_checkpoint(folder)
+    write_tiny_checkpoint(folder, max_token_len=200)
     return folder
 
 
@@ -222,6 +223,50 @@ def test_the_option_reaches_the_weights(base: Path, tmp_path: Path, capsys: pyte
     adapter = write_adapter(tmp_path / "adapter", OTHER)
     assert main(["parity", str(base), "--lora", str(adapter), "--device", "cpu"]) == 1
     assert "it adapts another model" in capsys.readouterr().err
+
+
+ADAPTED_COMMANDS = [
+    ("bench", "--config eager --steps 1 --calls 1", lambda line: line["rows"][0]["steps"] == 1),
+    ("tune", "--quick --num-steps 1 --calls 1", lambda line: line["chosen"].startswith("eager")),
+    ("build", "--dry-run --targets sm89", lambda line: set(line["states"]) == {"to build"}),
+]
+
+
+@pytest.mark.parametrize(("command", "words", "right"), ADAPTED_COMMANDS)
+def test_commands_take_an_adapter_that_names_its_base(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    command: str, words: str, right: Callable[[Any], bool],
+) -> None:  # fmt: skip
+    """peft's two files alone, as its own trainers leave them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(building, "check_libraries", lambda *_: None)
+    adapter = write_adapter(tmp_path / "adapter", factors(), base_model_name_or_path=str(base))
+    there = [] if command == "build" else ["--device", "cpu"]
+    assert main([command, str(adapter), *words.split(), *there]) == 0
+    assert right(json.loads(capsys.readouterr().out.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("command", ["bench", "tune --quick", "build --targets sm89", "parity"])
+def test_commands_say_what_an_adapter_without_a_base_lacks(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", factors())
+    assert main([*command.split(), str(adapter)]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"lora {adapter}: expected base_model_name_or_path in {CONFIG}, got none; name the base" in said
+
+
+def test_tune_measures_the_adapted_policy(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --lora, and it is written into what was found; an adapter that changed is another search."""
+    adapter, out = write_adapter(tmp_path / "adapter", factors()), tmp_path / "out"
+    words = ["tune", str(base), "--lora", str(adapter), "--quick", "--num-steps", "1", "--calls", "1"]
+    assert main([*words, "--device", "cpu", "--output", str(out)]) == 0
+    assert load_config(str(out / "tuned.yaml")).checkpoint.lora == str(adapter)
+    assert list(json.loads((out / "tune.json").read_text())["settings"]["lora"]) == [CONFIG, WEIGHTS]
+    write_adapter(adapter, {name: (a, 2 * b) for name, (a, b) in factors().items()})
+    capsys.readouterr()
+    assert main([*words, "--device", "cpu", "--output", str(out)]) == 1
+    assert "--overwrite" in capsys.readouterr().err
 
 
 # -- openpi's JAX parameters --------------------------------------------------------------------------------------

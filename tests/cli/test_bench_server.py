@@ -20,9 +20,10 @@ from tests.support.waiting import silent_port
 from vla_accel.cli import main
 from vla_accel.cli.bench_server import LoadRandom
 from vla_accel.client import load
+from vla_accel.errors import DependencyError
 from vla_accel.measure import serving
 from vla_accel.measure.random_policy import random_observation
-from vla_accel.measure.serving import Nothing
+from vla_accel.measure.serving import Nothing, served
 from vla_accel.models.family import FAMILIES
 from vla_accel.server import background
 
@@ -153,3 +154,12 @@ def test_all_clients_count_the_same_seconds(tmp_path: Path, monkeypatch: pytest.
     # The policy answers one at a time. Two that count seconds of their own would make it compute for twice as long.
     infer = seen.samples[:, load.COLUMNS.index("infer")]
     assert infer.sum() <= seen.seconds * 1e3
+
+
+def refused(device: str | None) -> Any:
+    raise DependencyError("a package is missing: pip install it")
+
+
+def test_what_a_servers_process_lacks_is_said_without_the_errors_class() -> None:
+    with pytest.raises(DependencyError, match=r"^a package is missing: pip install it$"), served(refused):
+        pass

@@ -171,6 +171,12 @@ def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[st
     assert all({*row["parts_ms"]} == parts for row in report["throughput"])
 
 
+def test_bench_says_a_fallback_once(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    words = ["--config", "native_fp8", "--steps", "2,1", "--calls", "1", "--device", "cpu"]
+    assert main(["bench", checkpoint, *words]) == 0
+    assert caplog.text.count("kv_cache: asked for engine native, using eager") == 1
+
+
 @pytest.mark.slow
 def test_bench_starts_policies_anew(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", "native", "--steps", "1", "--calls", "1", "--device", "cpu", "--starts"]

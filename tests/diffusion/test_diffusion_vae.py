@@ -69,7 +69,9 @@ def test_ratios_are_the_guides() -> None:
 )
 def test_a_size_that_no_engine_takes_names_the_padded_one(size: sizes.Size, padded: sizes.Size) -> None:
     assert sizes.padded_size(size) == padded
-    with pytest.raises(ConfigError, match=f"got {size[1]}x{size[0]}: pad to {padded[1]}x{padded[0]}"):
+    with pytest.raises(
+        ConfigError, match=f"got {size[1]}x{size[0]}; the smallest that holds it is {padded[1]}x{padded[0]}"
+    ):
         sizes.check_size(size)
 
 
@@ -198,7 +200,7 @@ def test_padding_repeats_edges_and_crops_exactly(vae: Any) -> None:
     torch.testing.assert_close(decoded, accelerated.decode(latents)[..., :70, :90])
     # Latents of 72x72 pixels: padded to 80x80 and cropped back.
     assert accelerated.decode(torch.zeros(1, 4, 1, 9, 9)).shape == (1, 3, 1, 72, 72)
-    with pytest.raises(ConfigError, match="got 90x70: pad to 96x80"):
+    with pytest.raises(ConfigError, match="got 90x70; the smallest that holds it is 96x80"):
         AcceleratedVae(vae).encode(x)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +33,8 @@ N = TypeVar("N", bound=Network)
 # Values checked or cast at a time: a whole embedding table would need half a gigabyte.
 _CHECKED = 1 << 22
 _SHOWN_BYTES = 256 << 20
+_SAID_EVERY_S = 10.0
+"""Of lines that say how far loading is, where there is no terminal for a bar."""
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -131,11 +135,28 @@ def _upload(source: Tensor, target: Tensor) -> None:
         place.copy_(values.to(target.device))
 
 
+def in_lines(title: str, total: int) -> Callable[[int], None]:
+    """Told how much more of `total` is done, it says now and then on standard error how far that is."""
+    done, said = 0, time.monotonic()
+
+    def tell(count: int) -> None:
+        nonlocal done, said
+        done += count
+        if time.monotonic() - said >= _SAID_EVERY_S:
+            said = time.monotonic()
+            print(f"{title}: {100 * done // total} %", file=sys.stderr, flush=True)
+
+    return tell
+
+
 @contextlib.contextmanager
 def _progress(total: int, where: str) -> Iterator[Callable[[int], None]]:
-    """A bar on the terminal's error stream, for models that take a while."""
+    """For models that take a while: a bar on the terminal's error stream, or now and then a line where it is none."""
     if total < _SHOWN_BYTES:
         yield lambda count: None
+        return
+    if not sys.stderr.isatty():
+        yield in_lines(f"loading {Path(where).name}", total)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn

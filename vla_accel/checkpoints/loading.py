@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vla_accel.checkpoints.bundled import NAMED
-from vla_accel.checkpoints.lora import Folded, check_base, is_adapter, read_lora
+from vla_accel.checkpoints.lora import CONFIG, Folded, check_base, is_adapter, read_lora
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError
@@ -82,7 +82,7 @@ def load(
     cannot be, DependencyError that says what to install.
     """
     settings = settings or PolicyConfig()
-    folder, lora = _base_and_lora(find(path_or_name), str(path_or_name), settings.checkpoint.lora)
+    folder, lora = base_and_lora(path_or_name, settings.checkpoint.lora)
     if lora is not None:
         settings = settings.with_lora(str(lora))
     family = family_of(folder)
@@ -92,16 +92,18 @@ def load(
     return Checkpoint(str(path_or_name), family, model.whole() if whole else model, processor, folder, lora=lora)
 
 
-def _base_and_lora(folder: Path, name: str, lora: str | None) -> tuple[Path, Path | None]:
-    """The folder of whole weights, and that of the adapter to fold into them. A folder may be an adapter itself: then
-    it names its base."""
+def base_and_lora(path_or_name: str | Path, lora: str | None = None) -> tuple[Path, Path | None]:
+    """The folder of a checkpoint's whole weights, and that of the adapter to fold into them. What is named may be an
+    adapter itself, which names its base. Raises CheckpointError, and ConfigError for two adapters."""
+    folder, name = find(path_or_name), str(path_or_name)
     if is_adapter(folder):
         if lora is not None:
             raise ConfigError(f"lora: expected a checkpoint of whole weights for {lora}, got another adapter, {name}")
         base = read_lora(folder).base
         if base is None:
             raise CheckpointError(
-                f"lora {folder}: expected base_model_name_or_path, or a checkpoint with --lora {name}"
+                f"lora {folder}: expected base_model_name_or_path in {CONFIG}, got none; name the base as the "
+                f"checkpoint, and this with --lora {name}, or `checkpoint: {{lora: {name}}}` in a configuration"
             )
         return find(base), folder
     if lora is None:

@@ -37,9 +37,12 @@ class OrbaxParameters:
 
     def __init__(self, folder: Path) -> None:
         check_folder(folder)  # before anybody installs jax for it
-        self._orbax, self._jax = _import()
         inner = folder / "params"
         self.folder = (inner if inner.is_dir() else folder).resolve()
+        # Not left to orbax, whose threads print tracebacks of their own beside its error.
+        if (self.folder / "manifest.ocdbt").is_file() and not any(self.folder.rglob("d/*")):
+            raise CheckpointError(f"checkpoint {self.folder}: expected arrays in d/, found none: copy it whole")
+        self._orbax, self._jax = _import()
         try:
             with _quiet():
                 metadata: Any = self._orbax.PyTreeCheckpointer().metadata(self.folder)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vla_accel.checkpoints.loading import Checkpoint, family_of, find, load
+from vla_accel.checkpoints.loading import Checkpoint, base_and_lora, family_of, load
 from vla_accel.cli.asked.policies import Build
 from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import EngineSpec, PolicyConfig
@@ -82,7 +82,7 @@ def _with_options(config: PolicyConfig, family: Family, options: Build) -> Polic
 
 
 def _family(options: Build) -> Family:
-    return sized(options.model)[0] if options.model else family_of(find(options.checkpoint or "demo"))
+    return sized(options.model)[0] if options.model else family_of(base_and_lora(options.checkpoint or "demo")[0])
 
 
 def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, EngineSpec]) -> Checkpoint:

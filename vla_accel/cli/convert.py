@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from vla_accel.checkpoints.convert import Report, Row, convert
+from vla_accel.checkpoints.checkpoint import in_lines
+from vla_accel.checkpoints.convert import Parameters, Report, Row, convert
 from vla_accel.checkpoints.orbax import OrbaxParameters, check_folder
 from vla_accel.cli.asked.policies import Convert
 from vla_accel.cli.common import print_json
 from vla_accel.errors import ConfigError
-from vla_accel.transforms.robots import OPENPI_CONFIGS
+from vla_accel.transforms.normalisation import load_statistics
+from vla_accel.transforms.robots import BY_ASSET, OPENPI_CONFIGS, PRESETS, OpenpiConfig
 
 _ROOT = "paligemma_with_expert."
 
@@ -33,21 +36,25 @@ def main(asked: Convert, words: list[str]) -> int:
 
     started = time.perf_counter()
     parameters = OrbaxParameters(asked.checkpoint)
+    assets = asked.assets or parameters.folder.parent / "assets"
+    if known is not None and (wrong := contradiction(asked.config or "", known, parameters, assets)):
+        raise ConfigError(f"config: {asked.config} is of another checkpoint than {asked.checkpoint}: {wrong}")
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True) as progress:
-        task = progress.add_task("converting", total=len(parameters.shapes))
+        count = len(parameters.shapes)
+        task, tell = progress.add_task("converting", total=count), in_lines("converting", count)
         report = convert(
             parameters,
             asked.output,
             action_horizon=horizon,
             precision=asked.precision,
             source=str(asked.checkpoint),
-            assets=asked.assets or parameters.folder.parent / "assets",
+            assets=assets,
             discrete_state_input=known.discrete_state_input if known else None,
             preset=known.preset if known else None,
             unused_head=asked.unused_head,
             lora_scale=asked.lora_scale,
-            advance=lambda name: progress.advance(task),
+            advance=lambda name: progress.advance(task) if errors.is_terminal else tell(1),
         )
     console = Console()
     # Into a file or a pipe, names are not to be folded to a terminal's width.
@@ -69,6 +76,26 @@ def main(asked: Convert, words: list[str]) -> int:
     }
     print_json(line)
     return 0
+
+
+def contradiction(name: str, known: OpenpiConfig, parameters: Parameters, assets: Path) -> str | None:
+    """What in the weights or the statistics says that they are not of openpi's config `name`; None where nothing does:
+    statistics under a name that openpi does not use may be of any robot with so many numbers."""
+    kind, stored = name.partition("_")[0], "pi05" if "time_mlp_in/kernel" in parameters.shapes else "pi0"
+    if kind != stored:
+        return f"expected weights of {kind}, found {stored}"
+    robot, files = PRESETS[known.preset], sorted(assets.rglob("norm_stats.json"))
+    theirs = {str(f.parent.relative_to(assets)): BY_ASSET.get(str(f.parent.relative_to(assets))) for f in files}
+    # A base checkpoint has statistics of several robots.
+    if theirs and all(one is not None and PRESETS[one].state != robot.state for one in theirs.values()):
+        return f"expected statistics of {known.preset}, found assets/{', assets/'.join(theirs)}"
+    for file in files if len(files) == 1 else ():
+        for what, count in (("state", robot.state_dim), ("actions", robot.action_dim)):
+            told = load_statistics(file)[what]
+            found = next((len(v) for v in (told.mean, told.q01) if v is not None), count)
+            if found < count:
+                return f"expected at least {count} numbers of {what}, found {found} in {file}"
+    return None
 
 
 def table(report: Report) -> Table:

@@ -15,10 +15,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vla_accel.checkpoints.loading import family_of, find
+from vla_accel.checkpoints.loading import base_and_lora, family_of
 from vla_accel.cli.asked.policies import Tune
 from vla_accel.cli.common import print_json, print_table, say
-from vla_accel.config import PolicyConfig, load_config
+from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.files import content_hash, without_folders, write_json
 from vla_accel.machine import hardware, resolve_device, software
@@ -59,7 +59,7 @@ def main(chosen: Tune, words: list[str]) -> int:
         raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, or --quick, got none")
     opener = None if chosen.benchmark is None else find_benchmark(chosen.benchmark)
     checkpoint, base = chosen.checkpoint or "demo", _base(chosen)
-    parts = family_of(find(checkpoint)).parts
+    parts = family_of(base_and_lora(checkpoint, base.checkpoint.lora)[0]).parts
     device = resolve_device(base.device)
     # Before a journal is begun, or thrown away: a suite or tasks that are not there are said here.
     episodes = None if opener is None else opener(
@@ -168,7 +168,7 @@ class Teller:
 
 def _base(chosen: Tune) -> PolicyConfig:
     """The configuration without engines: what is not searched."""
-    given = load_config(chosen.config).with_specs({})
+    given = chosen.settings().with_specs({})
     told = {"device": chosen.device, "num_steps": chosen.num_steps}
     return replace(given, precision="auto", **{name: value for name, value in told.items() if value is not None})
 
@@ -184,10 +184,13 @@ def _observations(chosen: Tune, checkpoint: str, base: PolicyConfig) -> tuple[li
 
 def _about(chosen: Tune, checkpoint: str, base: PolicyConfig, recorded: str | None) -> dict[str, Any]:
     """What decides a measurement: a journal about something else is not continued."""
-    folder = find(checkpoint)
-    files = {f.name: content_hash(f) for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".json")}
+    folders = zip(("checkpoint", "lora"), base_and_lora(checkpoint, base.checkpoint.lora), strict=True)
+    files = {
+        what: {f.name: content_hash(f) for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".json")}
+        for what, folder in folders if folder is not None
+    }  # fmt: skip
     return {
-        "checkpoint": files,
+        **files,
         "base": dataclasses.asdict(base),
         "observations": recorded,
         "hardware": hardware(resolve_device(base.device)),

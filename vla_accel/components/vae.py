@@ -54,12 +54,12 @@ def padded_size(size: Size) -> Size:
 
 
 def check_size(size: Size) -> Size:
-    """`size`, if engines take it. Raises ConfigError, naming the size to pad to."""
+    """`size`, if engines take it. Raises ConfigError, naming one that they take."""
     fitting = padded_size(size)
     if fitting != size:
         raise ConfigError(
-            f"image size: expected multiples of {MULTIPLE} from {SMALLEST} to {LARGEST}, got {_text(size)}: pad to "
-            f"{_text(fitting)}, or let pad='auto' pad it and crop the result back"
+            f"image size: expected multiples of {MULTIPLE} from {SMALLEST} to {LARGEST}, got {_text(size)}; "
+            f"the smallest that holds it is {_text(fitting)}"
         )
     return size
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from vla_accel.client.client import PolicyClient
 from vla_accel.client.load import COLUMNS, load, packing_ms
-from vla_accel.errors import EngineError
+from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.remote import wire
 from vla_accel.remote.processes import start
 from vla_accel.server import Replicas, ServerConfig, background
@@ -185,4 +185,5 @@ def _serve(
                 with contextlib.suppress(EOFError):
                     told.recv()
         except Exception as error:
-            told.send(EngineError(f"{type(error).__name__}: {error}"))
+            ours = isinstance(error, VlaAccelError)
+            told.send(error if ours else EngineError(f"{type(error).__name__}: {error}"))

@@ -50,9 +50,9 @@ def starts(config: PolicyConfig, source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _folder(checkpoint: str) -> Path:
-    from vla_accel.checkpoints.loading import find
+    from vla_accel.checkpoints.loading import base_and_lora
 
-    return find(checkpoint)
+    return base_and_lora(checkpoint)[0]
 
 
 def _read(folder: Path) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vla_accel.checkpoints.loading import family_of, find
+from vla_accel.checkpoints.loading import base_and_lora, family_of
 from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.fp8 import Scales
@@ -140,7 +140,7 @@ class CheckpointFactory:
         self.checkpoint, self.device, self.ceilings, self.tokens = checkpoint, device, ceilings, tokens
         self.names, self.baselines, self.default = tuple(names), (), tuple(names)
         self.configs = {name: load_config(name) for name in names}
-        self.family = family_of(find(checkpoint))
+        self.family = family_of(base_and_lora(checkpoint)[0])
         self.processor: Any = None
         self.policies: dict[str, OptimizedPolicy] = {}
         self.loading: dict[str, int] = {}

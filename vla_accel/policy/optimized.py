@@ -265,7 +265,9 @@ class OptimizedPolicy:
 
     def with_steps(self, num_steps: int) -> OptimizedPolicy:
         """The same weights with another number of denoising steps, and a latency log of its own."""
-        return OptimizedPolicy(self.checkpoint, replace(self.config, num_steps=num_steps), store=self.store)
+        made = OptimizedPolicy(self.checkpoint, replace(self.config, num_steps=num_steps), store=self.store)
+        made.ledger.told = self.ledger.told
+        return made
 
     def async_runner(self, hz: float, **options: Any) -> AsyncRunner:
         """A control loop at `hz` that is kept fed: the next chunk is computed while this one is executed.
