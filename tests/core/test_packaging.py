@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import vla_accel
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(p.name for p in (ROOT / "configs").glob("*.yaml"))
@@ -41,6 +44,17 @@ def build(source: Path, kind: str, into: Path) -> Path:
 def test_there_is_one_copy_of_the_configurations() -> None:
     link = ROOT / "vla_accel" / "configs"
     assert link.is_symlink() and link.readlink() == Path("../configs") and len(CONFIGS) > 5
+
+
+def test_every_distribution_has_the_packages_version_and_the_changelog_its_date() -> None:
+    version = vla_accel.__version__
+    newest = re.search(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest and newest[1] == version
+    series = version.rpartition(".")[0]
+    for path in (ROOT / "plugins").glob("*/pyproject.toml"):
+        text = path.read_text()
+        assert f'\nversion = "{version}"\n' in text and f'"vla_accel>={series},<' in text, path
+    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.slow
