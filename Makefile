@@ -68,6 +68,9 @@ demo-checkpoint: setup gl
 		--held-out runs/demo/held_out --out $(DEMO_RUN)/run --minutes $(DEMO_MINUTES) $(DEMO_OPTIONS)
 	$(DEMO).publish --run $(DEMO_RUN)/run --states runs/demo/states
 
+# CUDA builds of torch bring the Triton that is theirs; beside others this one runs and compiles kernels in tests.
+TRITON := 'triton==3.6.0; platform_system == "Linux"'
+
 setup: $(STAMP)
 
 $(BIN)/python:
@@ -75,6 +78,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TRITON)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[libero,tensorrt-rtx,diffusion,dev]'
 	touch $@
 

@@ -9,6 +9,7 @@ import dataclasses
 import fcntl
 import functools
 import glob
+import importlib
 import importlib.util
 import io
 import itertools
@@ -44,6 +45,9 @@ def choose_gl() -> str:
             os.environ["MUJOCO_GL"] = name
             # PyOpenGL picks its own platform unless told.
             os.environ.setdefault("PYOPENGL_PLATFORM", name)
+            # Each brings its own LLVM: Triton 3.7 crashes as it is imported after OSMesa, and not before it.
+            if name == "osmesa" and importlib.util.find_spec("triton"):
+                importlib.import_module("triton")
             return name
     raise SimulatorError(f"no OpenGL library for {' or '.join(order)} could be loaded. {GL_HELP}")
 

@@ -103,3 +103,17 @@ def test_simulators_spread_over_the_gpus_they_see(
     finally:
         for place in places:
             place.close()
+
+
+def test_triton_is_there_before_osmesa(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "triton.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(install, "_loadable", lambda library: True)
+    for name in ("egl", "osmesa"):
+        monkeypatch.delitem(sys.modules, "triton", raising=False)
+        monkeypatch.setenv("MUJOCO_GL", name)
+        monkeypatch.setenv("PYOPENGL_PLATFORM", name)
+        assert install.choose_gl() == name and ("triton" in sys.modules) == (name == "osmesa")
+    monkeypatch.delitem(sys.modules, "triton")
+    monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: None)
+    assert install.choose_gl() == "osmesa" and "triton" not in sys.modules
