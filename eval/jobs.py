@@ -19,7 +19,7 @@ class Job:
 
     `command`, as it is typed, has places for what differs by machine and call: {json}, the file to write, or {folder},
     a folder to write to; {work}/NAME.json, what the job NAME made, after which this one comes; {workers}, simulators
-    for its cores; {observations}, {realtime_vla}, {stress}, what was given.
+    for its cores; {observations}, {realtime_vla}, {stress}, {starts}, what was given.
 
     `room`: "alone" on its GPUs and their cores, because it takes times; "shared", half a GPU and half its cores;
     "machine", nothing beside it. `gpus`: how many at least. `needs`: packages to import, options that must be
@@ -122,7 +122,8 @@ INT8_EXPERT = "native-int8-denoise,native-fp8-int8-denoise,native-fp8-vision-int
 SHAPE = "--views 3 --horizon 50 --steps 10 --calls 60"
 PORTABLE = "portable-bf16,portable-fp8,portable-int8"
 BESIDE_REALTIME = f"--systems native-bf16,native-fp8,{PORTABLE} {SHAPE} --realtime-vla {{realtime_vla}}"
-UNDER_STRESS = "--suite libero_spatial,libero_spatial_object --stress {stress} --trials 50"
+UNDER_STRESS = "--starts {starts} --stress {stress} --trials 100"
+"""A thousand pairs need more start states than are shipped."""
 COMPARED = ("eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8_denoise")
 """Hopper's kernels; the reference first."""
 ELSEWHERE = ("native_int8", "eval/configs/native_portable.yaml", "eval/configs/native_portable_int8.yaml")
@@ -132,7 +133,7 @@ SMOLVLA = [
     played("paired_smolvla", config, checkpoint="smolvla_demo") for config in ("eager_fp32", "native", "native_fp8")
 ]
 STRESSED, STRESSED_ELSEWHERE = (
-    [played("stress", config, UNDER_STRESS, "stress") for config in configs] for configs in (COMPARED, ELSEWHERE)
+    [played("stress", config, UNDER_STRESS, "stress", "starts") for config in configs] for configs in (COMPARED, ELSEWHERE)
 )
 
 JOBS: tuple[Job, ...] = (

@@ -60,6 +60,9 @@ class Arguments:
     """A checkout of realtime-vla, whose code is timed beside the portable kernels."""
     stress: Text = None
     """Such as noise=0.2, at which eager_fp32 wins 40 to 80 %. Default: as in the stored run."""
+    starts: Folder = None
+    """A folder that has one of start states of libero_spatial, 100 a task, on which nobody trained: what is played under
+    stress (eval.libero.demo.states)."""
     list: tyro.conf.FlagCreatePairsOff[bool] = False
     """Show each job, what is stored of it, and what it lacks here; run nothing."""
 
@@ -314,7 +317,7 @@ def _stored(path: Path) -> str:
 def run(arguments: Arguments) -> None:
     """Make the runs. Raises ConfigError for what cannot be asked, EngineError at the end if not all are done."""
     began = time.monotonic()
-    for name in ("observations", "realtime_vla"):
+    for name in ("observations", "realtime_vla", "starts"):
         path = getattr(arguments, name)
         if path is not None and not path.exists():
             raise ConfigError(f"{name.replace('_', '-')}: expected a path that is there, got {path}")
@@ -327,6 +330,7 @@ def run(arguments: Arguments) -> None:
         given={
             "observations": arguments.observations and str(arguments.observations.resolve()),
             "realtime_vla": arguments.realtime_vla and str(arguments.realtime_vla.resolve()),
+            "starts": arguments.starts and str(arguments.starts.resolve()),
             "stress": arguments.stress or stored_stress(RESULTS / "libero_stress.json"),
         },
         models=names,

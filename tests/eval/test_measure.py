@@ -409,7 +409,7 @@ def test_a_jobs_words_are_its_commands(job: Job, tmp_path: Path, monkeypatch: py
     def parsed(*args: Any, **more: Any) -> None:
         raise Parsed(original(*args, **more))
 
-    given = {"observations": "o.npz", "realtime_vla": "checkout", "stress": "noise=0.2"}
+    given = {"observations": "o.npz", "realtime_vla": "checkout", "stress": "noise=0.2", "starts": "states"}
     words = measuring(tmp_path, [job], given=given).words(job, 8)
     assert "{" not in "".join(words) and words[:2] == [sys.executable, "-m"]
     assert all(need in given or need.isidentifier() for need in job.needs)
