@@ -133,7 +133,8 @@ SMOLVLA = [
     played("paired_smolvla", config, checkpoint="smolvla_demo") for config in ("eager_fp32", "native", "native_fp8")
 ]
 STRESSED, STRESSED_ELSEWHERE = (
-    [played("stress", config, UNDER_STRESS, "stress", "starts") for config in configs] for configs in (COMPARED, ELSEWHERE)
+    [played("stress", config, UNDER_STRESS, "stress", "starts") for config in configs]
+    for configs in (COMPARED, ELSEWHERE)
 )
 
 JOBS: tuple[Job, ...] = (

@@ -61,8 +61,8 @@ class Arguments:
     stress: Text = None
     """Such as noise=0.2, at which eager_fp32 wins 40 to 80 %. Default: as in the stored run."""
     starts: Folder = None
-    """A folder that has one of start states of libero_spatial, 100 a task, on which nobody trained: what is played under
-    stress (eval.libero.demo.states)."""
+    """A folder that has one of start states of libero_spatial, 100 a task, on which nobody trained: what is played
+    under stress (eval.libero.demo.states)."""
     list: tyro.conf.FlagCreatePairsOff[bool] = False
     """Show each job, what is stored of it, and what it lacks here; run nothing."""
 
