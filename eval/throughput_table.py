@@ -44,7 +44,9 @@ def throughput(results: Sequence[dict[str, Any]]) -> str:
                 gpus,
                 f"{100 * row['policy_core']:.0f} %",
             ])  # fmt: skip
-    where = machines((" ".join(result["command"].split()[:3]), result) for result in results)
+    where = machines(
+        ("Ray" if row["ray"] else "worker processes", result) for result in results for row in result["rows"]
+    )
     text = (
         "An hour: while all simulators play. Waits: the share of a simulator's time in which it waits for an answer; "
         "cores busy: all processes together; policy's process: the share of a core that it uses, at most 100 % where "

@@ -16,7 +16,7 @@ from vla_accel.checkpoints.orbax import OrbaxParameters, check_folder
 from vla_accel.cli.asked.policies import Convert
 from vla_accel.cli.common import print_json
 from vla_accel.errors import ConfigError
-from vla_accel.transforms.normalisation import load_statistics
+from vla_accel.transforms.normalisation import load_statistics, statistics_by_asset
 from vla_accel.transforms.robots import BY_ASSET, OPENPI_CONFIGS, PRESETS, OpenpiConfig
 
 _ROOT = "paligemma_with_expert."
@@ -59,7 +59,7 @@ def main(asked: Convert, words: list[str]) -> int:
     console = Console()
     # Into a file or a pipe, names are not to be folded to a terminal's width.
     (console if console.is_terminal else Console(width=180)).print(table(report))
-    if not any((asked.output / "assets").rglob("norm_stats.json")):
+    if not statistics_by_asset(asked.output / "assets"):
         errors.print(
             "[yellow]no assets/<asset_id>/norm_stats.json came with the checkpoint: name its folder with --assets, or "
             "put it there before loading"
@@ -84,17 +84,19 @@ def contradiction(name: str, known: OpenpiConfig, parameters: Parameters, assets
     kind, stored = name.partition("_")[0], "pi05" if "time_mlp_in/kernel" in parameters.shapes else "pi0"
     if kind != stored:
         return f"expected weights of {kind}, found {stored}"
-    robot, files = PRESETS[known.preset], sorted(assets.rglob("norm_stats.json"))
-    theirs = {str(f.parent.relative_to(assets)): BY_ASSET.get(str(f.parent.relative_to(assets))) for f in files}
-    # A base checkpoint has statistics of several robots.
-    if theirs and all(one is not None and PRESETS[one].state != robot.state for one in theirs.values()):
-        return f"expected statistics of {known.preset}, found assets/{', assets/'.join(theirs)}"
-    for file in files if len(files) == 1 else ():
-        for what, count in (("state", robot.state_dim), ("actions", robot.action_dim)):
-            told = load_statistics(file)[what]
-            found = next((len(v) for v in (told.mean, told.q01) if v is not None), count)
-            if found < count:
-                return f"expected at least {count} numbers of {what}, found {found} in {file}"
+    robot, files = PRESETS[known.preset], statistics_by_asset(assets)
+    theirs = [BY_ASSET.get(name) for name in files]
+    if theirs and all(one is not None and PRESETS[one].state != robot.state for one in theirs):
+        return f"expected statistics of {known.preset}, found assets/{', assets/'.join(files)}"
+    if len(files) != 1:  # none, or a base checkpoint's, of several robots
+        return None
+    (file,) = files.values()
+    statistics = load_statistics(file)
+    for what, count in (("state", robot.state_dim), ("actions", robot.action_dim)):
+        told = statistics[what]
+        found = next((len(v) for v in (told.mean, told.q01) if v is not None), count)
+        if found < count:
+            return f"expected at least {count} numbers of {what}, found {found} in {file}"
     return None
 
 

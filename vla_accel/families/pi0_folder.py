@@ -23,7 +23,7 @@ from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import check_vocabulary, resized, robot_of
 from vla_accel.models.pi0 import Pi0, Pi0Config
-from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics
+from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics, statistics_by_asset
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import BY_ASSET, Preset, load_preset
 from vla_accel.transforms.tokenizer import Tokenizer, load_tokenizer
@@ -174,7 +174,7 @@ def _openpi_statistics(path: Path, config: Pi0Config) -> tuple[Normaliser, Norma
 def _asset(folder: Path, wanted: str | None) -> tuple[str, Path]:
     """The asset's name and its statistics file; a base checkpoint holds those of several robots."""
     root = folder / "assets"
-    found = {str(p.parent.relative_to(root)): p for p in sorted(root.rglob("norm_stats.json"))}
+    found = statistics_by_asset(root)
     if (folder / "norm_stats.json").is_file():
         found["."] = folder / "norm_stats.json"
     if wanted is not None:

@@ -88,6 +88,11 @@ class Normaliser:
         return np.where(self.span != 0, scaled * 2.0 - 1.0, 0.0) if self.kind == "quantile" else scaled
 
 
+def statistics_by_asset(root: Path) -> dict[str, Path]:
+    """Each asset below openpi's `assets` folder and its norm_stats.json; a base checkpoint has several robots'."""
+    return {str(p.parent.relative_to(root)): p for p in sorted(root.rglob("norm_stats.json"))}
+
+
 def load_statistics(path: Path) -> dict[str, Statistics]:
     """openpi's `norm_stats.json`: statistics of `state` and `actions`. Raises CheckpointError, never returns none."""
     try:
