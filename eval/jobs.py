@@ -93,12 +93,12 @@ def paired(name: str, runs: Sequence[Job]) -> Job:
     return Job(name, f'python -m eval.paired {files} --note "{note}" --output {{json}}', gpus=0, room="shared")
 
 
-def stored(name: str, options: str, gpus: int) -> tuple[Job, Job]:
-    """A run of the bundled checkpoint by steps, whose latencies count, and what of it is kept."""
+def stored(name: str, options: str, gpus: int, room: Room) -> tuple[Job, Job]:
+    """A run of the bundled checkpoint by steps, and what of it is kept."""
     play = f"python -m eval.libero {options} --output {{json}}"
     keep = f"python -m eval.store {{work}}/steps/{name}.json --name {name} --folder {{folder}}"
     return (
-        Job(f"steps/{name}", play, gpus=gpus, needs=("libero",)),
+        Job(f"steps/{name}", play, gpus=gpus, room=room, needs=("libero",)),
         Job(name, keep, gpus=0, room="shared", file=f"{name}.json"),
     )
 
@@ -206,12 +206,12 @@ JOBS: tuple[Job, ...] = (
     paired("libero_stress_elsewhere", [STRESSED[0], *STRESSED_ELSEWHERE]),
     late("plain"),
     late("rtc"),
-    *(job for suite in ("libero_spatial", "libero_object") for job in stored(
-        f"{suite}_demo_h200", f"--suite {suite} --steps 10,3,1 --trials 50 --workers {{workers}} --device cuda", 1)),
-    *stored("libero_spatial_quick_cpu", "--steps 1,2,3,5,10 --quick --device cpu", 0),
-    Job("tune_demo_h200", "python -m eval.libero.tune demo --observations {observations} --suite libero_spatial "
+    *(job for suite in ("libero_spatial", "libero_object") for job in stored(f"{suite}_demo",
+        f"--suite {suite} --steps 10,3,1 --trials 50 --workers {{workers}} --device cuda", 1, "shared")),
+    *stored("libero_spatial_quick_cpu", "--steps 1,2,3,5,10 --quick --device cpu", 0, "alone"),
+    Job("tune_demo_h100", "python -m eval.libero.tune demo --observations {observations} --suite libero_spatial "
         "--workers {workers} --no-films --device cuda --output {folder}", needs=("libero", "observations"),
-        file="tune.json"),
+        file="tune.json", only="H100"),
     # Many at once: simulators, and clients of a server.
     throughput("simulators", "plain:1:4:6:16,plain:1:8:6:16,plain:1:14:12:16", 1),
     throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray", only="H100"),

@@ -9,7 +9,7 @@ from eval.markdown import bare_command, machine, rows
 from eval.script import write_png
 from vla_accel.report.tune import agreement_points, draw_agreement
 
-PICTURE = "tune_demo_h200.png"
+PICTURE = "tune_demo_h100.png"
 
 
 def tune(result: dict[str, Any]) -> str:

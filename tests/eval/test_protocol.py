@@ -26,7 +26,7 @@ def test_defaults_are_openpis() -> None:
     assert {f"libero_{name}": limit for name, limit in limits.items()} == MAX_STEPS
 
 
-@pytest.mark.parametrize("name", ["libero_spatial_demo_h200", "libero_spatial_quick_cpu"])
+@pytest.mark.parametrize("name", ["libero_spatial_demo", "libero_spatial_quick_cpu"])
 def test_a_stored_runs_fingerprint_is_still_that_of_its_protocol_and_policy(name: str) -> None:
     stored = json.loads((RESULTS / f"{name}.json").read_text())
     rules = {k: v for k, v in stored["protocol"].items() if k != "max_steps_source"}

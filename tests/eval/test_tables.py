@@ -47,7 +47,7 @@ def test_every_stored_run_is_shown() -> None:
 
 
 def test_a_changed_result_changes_the_table() -> None:
-    result = tables.load("libero_spatial_demo_h200")
+    result = tables.load("libero_spatial_demo")
     before = tables.success([result])
     result["summary"]["rows"][0]["success"]["successes"] -= 1
     assert tables.success([result]) != before
@@ -60,7 +60,7 @@ def test_an_unknown_table_is_refused() -> None:
 
 @pytest.mark.parametrize("suite", ["libero_spatial", "libero_object"])
 def test_the_headline_agrees_with_its_episodes(suite: str) -> None:
-    result = tables.load(f"{suite}_demo_h200")
+    result = tables.load(f"{suite}_demo")
     for row in result["summary"]["rows"]:
         mine = [e for e in result["episodes"] if e["steps"] == row["steps"]]
         assert len({(e["task_id"], e["trial"]) for e in mine}) == len(mine) == row["success"]["episodes"] == 500
