@@ -118,7 +118,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
             "openpi_parity_h200",
             "lerobot_parity_cpu",
             "libero_paired",
-            "libero_paired_smolvla?",
+            "libero_paired_smolvla",
         ),
     ),
     "models_sources": (sources, BENCHED),
@@ -175,10 +175,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
 }
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 
-NOT_YET = frozenset({
-    "paired_stress", "paired_stress_elsewhere", "paired_portable_int8", "paired_smolvla", "late", "tune_demo",
-    "batches_h100", "training_smolvla",
-})  # fmt: skip
+NOT_YET = frozenset({"paired_stress_elsewhere", "batches_h100"})
 """Tables whose runs may be absent: their place says so."""
 
 

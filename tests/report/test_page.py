@@ -14,7 +14,7 @@ import pytest
 from tests.support.reports import ROOT, figures_in
 from vla_accel.errors import ConfigError
 from vla_accel.report import bench, parity
-from vla_accel.report.charts import Bar, stacked
+from vla_accel.report.charts import Bar, Point, scatter, stacked
 from vla_accel.report.page import Films, Number, Page, Section, Table, Text, render, write
 
 
@@ -54,6 +54,18 @@ def test_a_mark_is_explained_where_there_is_one() -> None:
     for row in report["rows"]:
         row["floors_ms"] = {}
     assert "the mark is" not in render(bench.page(report))
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_many_points_close_together_stay_apart_and_their_names_do_not_overlap(narrow: bool) -> None:
+    points = [Point(f"dropped {i}", 1.0 + 0.1 * i, 1e-4 * (1 + i), dropped=True) for i in range(9)]
+    points += [Point("chosen", 1.1, 1e-5, chosen=True), Point("reference", 46.0, 0.0, front=True)]
+    (axes,) = scatter(points, x="ms", y="1 - cosine", narrow=narrow, finest=1e-6).axes
+    assert {text.get_text() for text in axes.texts} == {"chosen", "reference"}
+    places = [axes.transAxes.inverted().transform(axes.transData.transform((p.x, p.y)))[0] for p in points]
+    assert places[8] - places[0] > 0.05, "evenly they would share one place: 0.02"
+    (near,) = scatter(points[:-1], x="ms", y="1 - cosine", narrow=narrow).axes
+    assert near.get_xscale() == "linear"
 
 
 def test_the_same_result_gives_the_same_page() -> None:

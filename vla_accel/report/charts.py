@@ -112,8 +112,9 @@ def heat(rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[
 
 
 def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool, finest: float | None = None) -> Any:
-    """Points by two measures, the front joined; what is chosen is a star, what was dropped a cross. `finest`: y is
-    drawn by its logarithm down to this value, and evenly from there to 0."""
+    """Points by two measures, the front joined; what is chosen is a star, what was dropped a cross. Names stand at the
+    front and at what was chosen. x is drawn by its logarithm where it spans much. `finest`: y is drawn by its logarithm
+    down to this value, and evenly from there to 0."""
     figure, axes = _axes(narrow, 4.2)
     front = sorted((p.x, p.y) for p in points if p.front)
     axes.step(*zip(*front, strict=True), where="post", color=PARTS["vision"], linewidth=1) if front else None
@@ -121,7 +122,7 @@ def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool, finest: fl
         mark, size = ("*", 15) if p.chosen else ("x", 7) if p.dropped else ("o", 7)
         colour = PARTS["denoise"] if p.chosen else LIMIT if p.dropped else PARTS["vision"]
         axes.plot([p.x], [p.y], mark, color=colour, markersize=size, linestyle="none")
-        if p.chosen or p.front or not narrow:
+        if p.chosen or p.front:
             axes.annotate(
                 p.label, (p.x, p.y), xytext=(6, 5), textcoords="offset points", fontsize=7 if narrow else 8
             )  # fmt: skip
@@ -129,6 +130,9 @@ def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool, finest: fl
     axes.set_ylabel(y)
     if finest is not None:
         axes.set_yscale("symlog", linthresh=finest)
+    if min(p.x for p in points) * 5 < max(p.x for p in points):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(x=0.2, y=0.12)
     axes.grid(alpha=0.4)
     marks = [("chosen", "*", PARTS["denoise"]), ("kept", "o", PARTS["vision"]), ("dropped", "x", LIMIT)]
