@@ -13,28 +13,37 @@ from vla_accel.measure.proportion import wilson
 def quality(results: list[Any]) -> str:
     """What each configuration keeps of the bundled checkpoint: agreement of its actions, and success on equal episodes.
 
-    `results`: the `vla-accel parity` reports, and one `python -m eval.paired` of the same configurations' names.
+    `results`: the `vla-accel parity` reports, and runs of `python -m eval.paired` of the same configurations' names,
+    the first not under stress; some may be None.
     """
-    reports, pairs = results
+    reports, runs = results[0], [run for run in results[1:] if run]
+    pairs, under_stress = ([r for r in runs if bool(r["protocol"].get("stress")) is hard] for hard in (False, True))
     demo = {r["name"]: r for r in reports if r["weights"] == "demo"}
-    played = {r["name"]: r for r in pairs["rows"]}
-    reference = pairs["reference"]
-    body = [[f"`{reference}`", "1", "0", with_interval(next(iter(played.values()))["reference"]), "-"]]
+    reference = pairs[0]["reference"]
+    played = [{r["name"]: r for run in runs for r in run["rows"]} for runs in (pairs, under_stress)]
+    body = [[f"`{reference}`", "1", "0"]]
+    for found in played:
+        body[0] += [with_interval(next(iter(found.values()))["reference"]) if found else "-", "-"]
     for name, report in demo.items():
         agrees = "" if report["passed"] else ", **too little**"
-        row = played.get(name)
-        episodes = "-" if row is None else f"{row['lost']} / {row['gained']} of {row['pairs']}"
         cosine = f"{_rest(report, digits=4)}, {report['threshold']:g} needed{agrees}"
-        flips = f"{report['flipped']} of {_chunks(report)}"
-        body.append([f"`{name}`", cosine, flips, "-" if row is None else with_interval(row["other"]), episodes])
-    header = ["configuration", "cosine of the final actions", "flips", "success (95 %)", "lost / gained"]
+        body.append([f"`{name}`", cosine, f"{report['flipped']} of {_chunks(report)}"])
+        for found in played:
+            row = found.get(name)
+            episodes = "-" if row is None else f"{row['lost']} / {row['gained']} of {row['pairs']}"
+            body[-1] += ["-" if row is None else with_interval(row["other"]), episodes]
+    header = ["configuration", "cosine of the final actions", "flips"]
+    header += ["success (95 %)", "lost / gained", "under stress (95 %)", "lost / gained"]
     text = f"The bundled checkpoint, beside {reference}; flips: chunks of actions in which the gripper's command fell "
-    text += f"the other way, which the cosine leaves out; success on the same episodes of {pairs['protocol']['suite']}"
-    text += f"; lost: those that only {reference} won, gained: those that only the configuration won"
+    suite = pairs[0]["protocol"]["suite"]
+    text += f"the other way, which the cosine leaves out; success on the same episodes of {suite}; lost: those that "
+    text += f"only {reference} won, gained: those that only the configuration won"
+    stress = "; ".join(f"{n} {v:g}" for run in under_stress[:1] for n, v in run["protocol"]["stress"].items())
+    text += f"; stress: {stress}" if stress else ""
     text += "; portable: with the kernels of GPUs other than Hopper's" if any("portable" in n for n in demo) else ""
-    runs = [("agreement", "demo", r.get("fingerprint")) for r in demo.values()]
-    runs += [("success", p["policy"], p.get("weights")) for p in pairs["policies"].values()]
-    return rows(header, body) + f"\n{text}. [Results](docs/results.md) has the runs.{doubts(runs)}\n"
+    made = [("agreement", "demo", r.get("fingerprint")) for r in demo.values()]
+    made += [("success", p["policy"], p.get("weights")) for run in runs for p in run["policies"].values()]
+    return rows(header, body) + f"\n{text}. [Results](docs/results.md) has the runs.{doubts(made)}\n"
 
 
 def openpi_agreement(result: dict[str, Any]) -> str:

@@ -122,7 +122,16 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
         ),
     ),
     "models_sources": (sources, BENCHED),
-    "quality": (quality, ("parity_*", "libero_paired")),
+    "quality": (
+        quality,
+        (
+            "parity_*",
+            "libero_paired",
+            "libero_paired_portable_int8",
+            "libero_stress",
+            "libero_stress_elsewhere?",
+        ),
+    ),
     "success": (success, ("libero_spatial_demo", "libero_object_demo")),
     "tasks": (tasks, ("libero_spatial_demo", "libero_object_demo")),
     "training": (training, f"{TRAINING}demo"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -364,12 +366,17 @@ def test_quality_has_agreement_and_success_of_a_configuration() -> None:
         parity_report("native_fp8", 0.5),
         parity_report("x", 1.0, weights="pi05"),
     ]
-    lines = tables.quality([reports, pairs]).splitlines()
-    assert lines[2] == "| `eager_fp32` | 1 | 0 | 90.0 % (69.9 to 97.2) | - |"
-    assert lines[3] == "| `native` | 0.9999, 0.998 needed | 0 of 64 | 80.0 % (58.4 to 91.9) | 2 / 0 of 20 |"
-    assert lines[4] == "| `native_fp8` | 0.5000, 0.998 needed, **too little** | 0 of 64 | - | - |"
+    lines = tables.quality([reports, pairs, None]).splitlines()
+    assert lines[2] == "| `eager_fp32` | 1 | 0 | 90.0 % (69.9 to 97.2) | - | - | - |"
+    assert lines[3] == "| `native` | 0.9999, 0.998 needed | 0 of 64 | 80.0 % (58.4 to 91.9) | 2 / 0 of 20 | - | - |"
+    assert lines[4] == "| `native_fp8` | 0.5000, 0.998 needed, **too little** | 0 of 64 | - | - | - | - |"
     assert len(lines) == 7, "random weights say little"
-    assert "lost: those that only eager_fp32 won" in lines[6] and "portable" not in lines[6]
+    assert "lost: those that only eager_fp32 won" in lines[6] and not re.search("portable|stress:", lines[6])
+    other, hard = copy.deepcopy(pairs), copy.deepcopy(pairs)
+    other["rows"][0]["name"], hard["protocol"]["stress"], hard["rows"][0]["lost"] = "native_fp8", {"noise": 0.38}, 7
+    lines = tables.quality([reports, pairs, other, hard]).splitlines()
+    assert lines[3].endswith("| 2 / 0 of 20 | 80.0 % (58.4 to 91.9) | 7 / 0 of 20 |")
+    assert lines[4].endswith("| 80.0 % (58.4 to 91.9) | 2 / 0 of 20 | - | - |") and "; stress: noise 0.38" in lines[6]
 
 
 def test_runs_of_other_weights_are_named() -> None:
