@@ -167,7 +167,6 @@ JOBS: tuple[Job, ...] = (
     bench("compile", f"--systems {OURS},openpi-eager,openpi-compile,openpi-max-autotune --steps 10 --batch 1 "
           "--calls 50", "openpi"),
     bench("pi05", f"--model pi05 --systems {OURS},portable-bf16,portable-fp8 --steps 10 --calls 60", only="H100"),
-    bench("pi05_batches", "--model pi05 --systems native-fp8 --steps 10 --batch 1,4,8,16,32 --calls 40", only="H100"),
     bench("portable_pi05", f"--model pi05 {BESIDE_REALTIME}", "realtime_vla", only="H100"),
     bench("pi0", f"--model pi0 --systems {OURS},portable-bf16,portable-fp8 {SHAPE}", only="H100"),
     Job("start_pi05_h200", f"vla-accel bench --model pi05 --systems {OURS} --steps 10 --calls 20 --starts --output "

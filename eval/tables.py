@@ -164,7 +164,6 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "goals": (goals, "bench_*_h200"),
     "shapes_h100": (calls, "bench_*_h100"),
     "batches": (batches, "bench_pi05_batches_h200"),
-    "batches_h100": (batches, "bench_pi05_batches_h100"),
     "starts": (starts, "start_pi05_h200"),
     "attention": (attention, "attention_h200"),
     "gpus": (gpus, ("memory_counted", "*")),
@@ -184,7 +183,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
 }
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 
-NOT_YET = frozenset({"paired_stress_elsewhere", "batches_h100"})
+NOT_YET = frozenset({"paired_stress_elsewhere"})
 """Tables whose runs may be absent: their place says so."""
 
 
