@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.ops.test_gemm import TABLE, TILINGS
-from tests.support.cubin import registers_of, stack_of
+from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import ARCHITECTURES, H200
 from tests.support.smolvla_loops import EXPERTS
 from tests.support.streamed_support import LOOPS, recorded_loop
@@ -50,6 +50,8 @@ PRODUCTS = {"_attention", "_suffix_attention", "_suffix_attention_split"} | INT8
 CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm"} - FITTING
 SPILLED = 256
 """Bytes a thread may keep in local memory: some around a loop, of sums that fill all 255 registers."""
+ASIDE = 64
+"""Bytes behind the loop of a Hopper's product: less than the sums of its smallest tile, were they indexed."""
 
 
 def compiled_for(
@@ -255,7 +257,10 @@ def layout_of(structure: type[ctypes.Structure], name: str) -> str:
 
 
 def check_it_fits_a_hopper(code: bytes, tiling: Tiling) -> None:
-    assert code.startswith(b"\x7fELF") and stack_of(code) == {0}
+    """No sum leaves the registers while there are products to add; a compiler (NVRTC 13.0) may set a few values aside
+    behind them, where the tile fills all registers."""
+    assert code.startswith(b"\x7fELF") and max(stack_of(code)) <= ASIDE
+    assert stack_of(code) == {0} or not local_between(code, "HGMMA")
     assert max(registers_of(code)) * tiling.threads * tiling.resident <= H200.registers
 
 
