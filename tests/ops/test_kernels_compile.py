@@ -27,6 +27,7 @@ from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise.schedule import THREADS, Schedule
 from vla_accel.ops.cuda.gemm import Tiling, launch, searched, suffix
 from vla_accel.ops.cuda.gemm.few import few
+from vla_accel.ops.suffix_tilings import Product, Skinny
 
 ROOT = Path(__file__).parents[2]
 FITTING = {"_filtered", "_sampled"}
@@ -83,6 +84,16 @@ def check_it_fits(row: dict[str, Any]) -> None:
     assert row["bytes"] > 1000 and row["shared"] <= gpu.shared_per_block, row
     threads = 32 * row["options"].get("num_warps", 4)
     assert row["registers"] * threads <= gpu.registers and row["spilled"] <= SPILLED, row
+    check_its_cut(row)
+
+
+def check_its_cut(row: dict[str, Any]) -> None:
+    """Within what its cut says that it has at most, by which cuts are chosen."""
+    if row["kernel"] in FEW:
+        c = row["constants"]
+        cut = Skinny(c["BLOCK_N"], c["PARTS"], c["PARTS"] * c["PIECE"], c["BLOCK_M"], c["AHEAD"])
+        sides, weight = 1 if row["kernel"] == "_project" else 2, 1 if row["int8"] else 2
+        assert row["shared"] <= cut.shared(Product(1, c["K"], cut.columns, sides=sides, weight=weight)), row
 
 
 @pytest.mark.slow
@@ -132,6 +143,7 @@ def test_each_kernel_compiles_for_each_capability(version: str, tmp_path: Path) 
     for row in rows:
         assert row["bytes"] > 1000 and row["fits"] == (row["kernel"] not in tight), row
         assert row["spilled"] <= SPILLED, row
+        check_its_cut(row)
     everywhere = set().union(*(BY_MODEL[model] for model in ("pi05", "pi05 int8", "pi0", "pi0 int8")))
     # A GELU of its own comes before a product in FP8 alone.
     everywhere |= {"_gelu"}
