@@ -92,6 +92,25 @@ def test_kernels_are_compiled_beside_and_launched_where_they_are_called(said: li
     assert spent.seconds["compile"] > 0
 
 
+def test_what_was_sent_is_launched_by_every_other_launch(said: list[str]) -> None:
+    """By other threads meanwhile, and under other options that mean the same."""
+    out = torch.zeros(16)
+
+    def beside() -> None:
+        thread = threading.Thread(target=filling(7))
+        thread.start()
+        thread.join()
+
+    def named() -> None:
+        FILLED[(1,)](out, 7, 16, num_warps=4)
+
+    compile_side_by_side([filling(7), beside, named], ())
+    assert said.count("launched") == 1
+    filling(7)()
+    named()
+    assert said.count("launched") == 3
+
+
 def test_what_is_wrong_is_said_where_it_is_called(said: list[str]) -> None:
     def unfit() -> None:
         raise NotImplementedError("only 64")
@@ -101,8 +120,9 @@ def test_what_is_wrong_is_said_where_it_is_called(said: list[str]) -> None:
 
     compile_side_by_side([unfit, broken, filling(5)], (NotImplementedError,))
     assert said == ["compiled beside"]
-    with pytest.raises(triton.compiler.errors.CompilationError, match="nobody_knows_this"):
-        broken()
+    for _ in range(2):
+        with pytest.raises(triton.compiler.errors.CompilationError, match="nobody_knows_this"):
+            broken()
     # A mistake is not hidden, and the next launch is an ordinary one.
     with pytest.raises(NotImplementedError):
         compile_side_by_side([unfit], ())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.test_kernels_compile import nvrtc
-from tests.support.cubin import registers_of, stack_of
+from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import GPUS, H200
 from vla_accel.ops import attending
 from vla_accel.ops.attending import Sizes
@@ -232,8 +232,14 @@ def test_a_kernel_compiles_and_fits(name: str, nvrtc: ctypes.CDLL, monkeypatch: 
     assert stack_of(code) == {0} and max(registers_of(code)) <= 255
 
 
-def test_a_stack_is_seen(nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("between", [True, False])
+def test_a_stack_is_seen(between: bool, nvrtc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whether it is used between products, for which exponentials stand here."""
+    pytest.importorskip("triton", reason="NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)")
     monkeypatch.setattr(runtime, "_nvrtc", lambda: nvrtc)
-    body = "volatile float a[64]; for (int i = 0; i < 64; ++i) a[i] = f[i]; f[0] = a[n & 63];"
+    first, last = ("__expf(f[0])", "__expf(x)") if between else ("f[0]", "__expf(__expf(x))")
+    fill = "float a[64]; for (int i = 0; i < 64; ++i) a[i * n & 63] = f[i];"
+    body = f"{fill} a[f[64] > 0] = {first}; float x = a[n + 1 & 63]; f[0] = {last};"
     code = runtime.compile_source(f'extern "C" __global__ void g(float* f, int n) {{ {body} }}', hopper.ARCHITECTURE)
     assert max(stack_of(code)) >= 256 and 8 <= max(registers_of(code)) <= 64
+    assert local_between(code, "MUFU.EX2") == between

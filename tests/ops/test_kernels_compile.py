@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.ops.test_gemm import TABLE, TILINGS
-from tests.support.cubin import registers_of, stack_of
+from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import ARCHITECTURES, H200
 from tests.support.smolvla_loops import EXPERTS
 from tests.support.streamed_support import LOOPS, recorded_loop
@@ -27,6 +27,7 @@ from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise.schedule import THREADS, Schedule
 from vla_accel.ops.cuda.gemm import Tiling, launch, searched, suffix
 from vla_accel.ops.cuda.gemm.few import few
+from vla_accel.ops.suffix_tilings import Product, Skinny
 
 ROOT = Path(__file__).parents[2]
 FITTING = {"_filtered", "_sampled"}
@@ -81,6 +82,16 @@ def check_it_fits(row: dict[str, Any]) -> None:
     assert row["bytes"] > 1000 and row["shared"] <= gpu.shared_per_block, row
     threads = 32 * row["options"].get("num_warps", 4)
     assert row["registers"] * threads <= gpu.registers and row["spilled"] <= SPILLED, row
+    check_its_cut(row)
+
+
+def check_its_cut(row: dict[str, Any]) -> None:
+    """Within what its cut says that it has at most, by which cuts are chosen."""
+    if row["kernel"] in FEW:
+        c = row["constants"]
+        cut = Skinny(c["BLOCK_N"], c["PARTS"], c["PARTS"] * c["PIECE"], c["BLOCK_M"], c["AHEAD"])
+        sides, weight = 1 if row["kernel"] == "_project" else 2, 1 if row["int8"] else 2
+        assert row["shared"] <= cut.shared(Product(1, c["K"], cut.columns, sides=sides, weight=weight)), row
 
 
 @pytest.mark.slow
@@ -130,6 +141,7 @@ def test_each_kernel_compiles_for_each_capability(version: str, tmp_path: Path) 
     for row in rows:
         assert row["bytes"] > 1000 and row["fits"] == (row["kernel"] not in tight), row
         assert row["spilled"] <= SPILLED, row
+        check_its_cut(row)
     everywhere = set().union(*(BY_MODEL[model] for model in ("pi05", "pi05 int8", "pi0", "pi0 int8")))
     # A GELU of its own comes before a product in FP8 alone.
     everywhere |= {"_gelu"}
@@ -255,7 +267,10 @@ def layout_of(structure: type[ctypes.Structure], name: str) -> str:
 
 
 def check_it_fits_a_hopper(code: bytes, tiling: Tiling) -> None:
-    assert code.startswith(b"\x7fELF") and stack_of(code) == {0}
+    """No sum leaves the registers while there are products to add. Behind them, where a tile fills all registers, a
+    compiler (NVRTC 13.0) may set values aside: an eighth of what a thread's sums take, 64 x width of four warps."""
+    assert code.startswith(b"\x7fELF") and max(stack_of(code)) <= 64 * tiling.width * 4 // 128 // 8
+    assert stack_of(code) == {0} or not local_between(code, "HGMMA")
     assert max(registers_of(code)) * tiling.threads * tiling.resident <= H200.registers
 
 

@@ -55,6 +55,14 @@ def test_fewer_weights_are_fetched_ahead_where_shared_memory_is_small() -> None:
     ten = products(10)
     for name, chunks in (("gate_up", {H200: 4, A100: 4, RTX_4090: 2}), ("down", {H200: 4, A100: 3, RTX_4090: 1})):
         assert {gpu: Skinny.of(ten[name], gpu).ahead for gpu in chunks} == chunks, name
+    # π0-FAST's: of two sides two chunks lie beside each other, and are shorter where they would have no room.
+    one = Product(1, 2048, 16_384, sides=2)
+    cuts = {gpu: Skinny.of(one, gpu) for gpu in (H200, A100, RTX_4090)}
+    assert [(cut.block_k, cut.ahead) for cut in cuts.values()] == [(512, 3), (512, 2), (256, 2)]
+    assert why_not(RTX_4090, one, dataclasses.replace(cuts[A100], ahead=1)) is not None
+    # A warp's piece of K stays one that tensor cores take.
+    wide = Skinny.of(dataclasses.replace(one, k=4096, weight=4, activation=4), RTX_4090)
+    assert why_not(RTX_4090, one, wide) is None and wide.block_k // wide.parts == 16
 
 
 def test_why_not_names_the_limit() -> None:

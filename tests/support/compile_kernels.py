@@ -14,9 +14,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,6 +28,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -47,8 +50,6 @@ from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Library
 
-# What Triton's own assembler, of CUDA 12.9, calls what CUDA 13 renamed.
-TARGETS = {"11.0": 101}
 META = torch.device("meta")
 KINDS = {
     torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8", torch.int8: "i8",
@@ -192,11 +193,25 @@ def source_of(launch: Launch) -> tuple[ASTSource, tuple[Any, ...]]:
     return ASTSource(kernel, signature, constants, divisible), key
 
 
+def constants_of(launch: Launch) -> dict[str, Any]:
+    """What a launch fixes at compile time."""
+    kernel, args, _ = launch
+    return {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
+
+
+@functools.cache
+def number_of(version: str) -> int:
+    """What the assembler that is Triton's own calls a compute capability: before CUDA 13 that of Thor, 11.0, was
+    10.1. A launch on a Thor always asks for 110, for which Triton 3.6 needs the assembler of a newer CUDA."""
+    number = int(version.replace(".", ""))
+    known = subprocess.run([get_ptxas(number).path, "--help"], capture_output=True, text=True, check=True).stdout
+    return number if f"sm_{number}" in known else {110: 101}[number]
+
+
 def compiled(gpu: Gpu, launch: Launch) -> tuple[Any, int, int]:
     """The compiled kernel, the registers of a thread, and the bytes that it spills."""
     _, _, options = launch
-    major, minor = gpu.capability
-    target = GPUTarget("cuda", TARGETS.get(gpu.version, 10 * major + minor), 32)
+    target = GPUTarget("cuda", number_of(gpu.version), 32)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         made = triton.compile(source_of(launch)[0], target=target, options=options)
@@ -224,8 +239,9 @@ def print_compiled(words: list[str], launches_of: Callable[[Gpu, str, int], Iter
             seen.add(key)
             made, registers, spilled = compiled(gpu, launch)
             row = {
-                "kernel": launch[0].__name__, "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared,
-                "registers": registers, "spilled": spilled, "fits": made.metadata.shared <= gpu.shared_per_block,
+                "kernel": launch[0].__name__, "constants": constants_of(launch), "bytes": len(made.asm["cubin"]),
+                "shared": made.metadata.shared, "registers": registers, "spilled": spilled,
+                "fits": made.metadata.shared <= gpu.shared_per_block,
                 "products": sorted(set(re.findall(r"(?:wg)?mma[\w.:]*\.[su]8[\w.:]*", made.asm["ptx"]))),
                 "int8": "*i8" in source_of(launch)[0].signature.values(),
             }  # fmt: skip
@@ -253,8 +269,8 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, tma: bool) 
             launches[key] = launch
             users[key][name] = None
     for key, launch in launches.items():
-        kernel, args, options = launch
-        constants = {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
+        kernel, _, options = launch
+        constants = constants_of(launch)
         if tma and not constants.get("TMA"):
             continue
         made, registers, spilled = compiled(gpu, launch)

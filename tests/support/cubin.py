@@ -6,8 +6,13 @@ attributes: NVIDIA's cuobjdump names them EIATTR_….
 
 from __future__ import annotations
 
+import re
 import struct
+import subprocess
+import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 SIZED = 4
 MIN_STACK_SIZE, REGCOUNT = 0x12, 0x2F
@@ -21,6 +26,20 @@ def stack_of(code: bytes) -> set[int]:
 def registers_of(code: bytes) -> set[int]:
     """Registers a thread."""
     return _values(code, REGCOUNT)
+
+
+def local_between(code: bytes, instruction: str) -> bool:
+    """Whether local memory is written or read between the first and the last of these instructions of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        found = find_spec("triton")
+        assert found and found.origin, "NVIDIA's disassembler comes with triton"
+        tool = Path(found.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    places = [place for place, line in enumerate(lines) if instruction in line]
+    return any(re.search(r"\b(STL|LDL)\b", line) for line in lines[places[0] : places[-1]])
 
 
 def _values(code: bytes, number: int) -> set[int]:

@@ -27,7 +27,9 @@ class Tile:
         wide, queries = head_dim > 128, 64 if tokens > 32 else 16
         # Three stages of wide keys and values need more than the 99 KB of Ada and of small Ampere and Blackwell chips.
         stages = 2 if wide and gpu is not None and gpu.shared_per_block < 128 << 10 else 3
-        return cls(queries, 32 if wide or source <= 64 else 128, 4 if wide or queries == 16 else 8, stages)
+        # Where sums lie in tensor memory, 128 keys of 72 leave a thread too few registers for their addresses.
+        keys = 64 if head_dim > 64 and gpu is not None and gpu.capability[0] in (10, 11) else 128
+        return cls(queries, 32 if wide or source <= 64 else keys, 4 if wide or queries == 16 else 8, stages)
 
 
 def tiles(tokens: int, source: int, head_dim: int, gpu: Gpu | None) -> list[Tile]:

@@ -61,13 +61,15 @@ class Skinny:
         return product.groups * -(-product.columns // self.columns) * -(-product.rows // self.rows)
 
     def shared(self, product: Product) -> int:
-        """Bytes of shared memory, at most."""
-        weights = self.ahead * product.sides * self.columns * product.weight
-        return self.block_k * (weights + 2 * self.rows * product.activation)
+        """Bytes of shared memory, at most. Of two sides a chunk's weights lie beside the next's, however few are ahead;
+        the warps' sums of squares meet there, too."""
+        weights = max(self.ahead, product.sides) * product.sides * self.columns * product.weight
+        return self.block_k * (weights + 2 * self.rows * product.activation) + 4 * self.parts * self.rows
 
     @classmethod
     def of(cls, product: Product, gpu: Gpu | None) -> Skinny:
-        """The cut that was the fastest on an H200, with fewer weights ahead where the GPU has less shared memory."""
+        """The cut that was the fastest on an H200; where the GPU has less shared memory, with fewer weights ahead, and
+        then with less of K a chunk."""
         columns = min(32 if product.sides == 2 and product.groups == 1 else 16, power_of_two(product.columns))
         whole = power_of_two(product.k)
         parts = 16 if whole > 2048 else 8
@@ -76,7 +78,10 @@ class Skinny:
         ahead = -(-product.k // block_k) if whole <= 4096 else 1
         cut = cls(columns, max(1, min(parts, block_k // 16)), block_k, 16, ahead)
         while gpu is not None and cut.ahead > 1 and cut.shared(product) > gpu.shared_per_block:
-            cut = cls(cut.columns, cut.parts, cut.block_k, cut.rows, cut.ahead - 1)
+            if cut.ahead > product.sides:
+                cut = replace(cut, ahead=cut.ahead - 1)
+            else:
+                cut = replace(cut, block_k=cut.block_k // 2, parts=max(1, min(cut.parts, cut.block_k // 32)))
         return cut
 
 

@@ -10,9 +10,11 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import triton
+from triton.runtime._async_compile import active_mode
 
 
 def compile_side_by_side(calls: Iterable[Callable[[], object]], unfit: tuple[type[Exception], ...]) -> None:
@@ -29,17 +31,18 @@ class _Sending(triton.AsyncCompileMode):
     """This thread's launches of kernels that are not compiled yet only send them to the compiler."""
 
     def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
-        super().submit(key, compile_fn, finalize_fn)
-        return _Unlaunched()
+        return _Sent(super().submit(key, compile_fn, finalize_fn))
 
 
-class _Unlaunched:
-    """Takes a kernel's place in its launch, and does nothing."""
+class _Sent:
+    """Takes a kernel's place: here, where it was sent, in launches that do nothing; in later ones and other threads',
+    where Triton finds it from 3.7 on, it is the compiled kernel, or raises what is wrong with that."""
 
-    function = packed_metadata = None
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
 
-    def launch_metadata(self, *_: Any) -> None:
-        return None
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_UNLAUNCHED if active_mode.get() else self._kernel.result(), name)
 
-    def run(self, *_: Any) -> None:
-        return None
+
+_UNLAUNCHED = SimpleNamespace(function=None, packed_metadata=None, launch_metadata=lambda *_: None, run=lambda *_: None)
