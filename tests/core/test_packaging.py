@@ -90,3 +90,13 @@ def test_the_wheel_and_the_sdists_wheel_bring_configurations_and_types(source: P
     where, precision, *names = done.stdout.split()
     assert where.startswith(str(tmp_path)) and precision == "fp8"
     assert names == [name.removesuffix(".yaml") for name in CONFIGS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(p.parent.name for p in (ROOT / "plugins").glob("*/pyproject.toml")))
+def test_a_plugins_wheel_says_what_it_is_and_under_which_license(source: Path, tmp_path: Path, name: str) -> None:
+    with zipfile.ZipFile(build(source / "plugins" / name, "wheel", tmp_path)) as archive:
+        (about,) = (archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        (terms,) = (archive.read(n).decode() for n in archive.namelist() if n.endswith("/licenses/LICENSE"))
+    assert "\nDescription-Content-Type: text/markdown\n" in about and f"\n# {name}\n" in about
+    assert terms == (ROOT / "LICENSE").read_text()
