@@ -1,5 +1,4 @@
-"""What README, CONTRIBUTING, the pages in docs/ and the plugins' READMEs say in code: fenced blocks, and the commands in
-them."""
+"""What README, CONTRIBUTING, docs/ and the plugins' READMEs say in code: fenced blocks, and the commands in them."""
 
 from __future__ import annotations
 
