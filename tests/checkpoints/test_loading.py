@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.published_folders import (
-    KINDS,
-    real_config,
-    same_weights,
-    shapes_of,
-    write_lerobot,
-    write_openpi,
-)
+from tests.support.published_folders import KINDS, real_config, same_weights, shapes_of, write_lerobot, write_openpi
 from tests.support.tiny import statistics, write_tiny_checkpoint
 from vla_accel import PolicyConfig
 from vla_accel.checkpoints.bundled import NAMED, bundled

@@ -12,15 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.tiny_pi0_fast import (
-    HORIZON,
-    STOP,
-    VOCABULARY,
-    observation,
-    tiny_config,
-    write_fast,
-    write_lerobot,
-)
+from tests.support.tiny_pi0_fast import HORIZON, STOP, VOCABULARY, observation, tiny_config, write_fast, write_lerobot
 from tests.support.tiny_smolvla import statistics
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.pi0_fast import pieces

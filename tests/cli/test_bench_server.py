@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,14 @@ def test_a_checkpoints_policy_is_timed_with_what_its_robot_sends(tmp_path: Path)
     assert main(["bench-server", *words, "--seconds", "0.5", "--output", str(file)]) == 0
     (row,) = json.loads(file.read_text())["rows"]
     assert row["problems"] == [] and 0 < row["infer_ms"]["p50"] < row["round_trip_ms"]["p50"]
+
+
+def test_a_missing_package_is_said_before_the_checkpoint_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "websockets.asyncio.server", None)
+    assert main(["bench-server", "no-such-checkpoint"]) == 1
+    assert "pip install 'vla_accel[serve]'" in capsys.readouterr().err
 
 
 def test_clients_that_cannot_be_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:

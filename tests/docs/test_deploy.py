@@ -15,6 +15,7 @@ import yaml
 from tests.support.pages import ROOT
 from vla_accel.cli.asked.servers import Serve
 from vla_accel.cli.options import read
+from vla_accel.server.limits import ServerConfig
 
 DEPLOY = ROOT / "docs" / "deploy"
 
@@ -49,6 +50,23 @@ def test_the_images_command_is_one_of_ours_with_a_key() -> None:
     given = read(Serve, words[1:], "vla-accel serve")
     assert given.devices == "all" and str(given.api_key_file) == "/run/secrets/api_keys"
     assert f"{given.port}:{given.port}" in compose()["services"]["server"]["ports"]
+
+
+def test_the_recipe_and_the_page_know_the_servers_defaults() -> None:
+    limits, words = ServerConfig(), {name: text for name, text in instructions() if name in ("EXPOSE", "HEALTHCHECK")}
+    assert words["EXPOSE"] == str(limits.port) and f"127.0.0.1:{limits.port}/healthz" in words["HEALTHCHECK"]
+    server = compose()["services"]["server"]
+    assert int(server["stop_grace_period"].removesuffix("s")) > limits.grace_s
+    (_, _, cache) = server["volumes"][0].partition(":")
+    assert ("ENV", f"TRITON_CACHE_DIR={cache}/triton") in instructions(), "what is compiled outlives a container"
+    told = re.findall(r"^\| .+ \| `(--[\w-]+)` \| ([\d.]+)", (ROOT / "docs/serving.md").read_text(), re.MULTILINE)
+    there = {
+        "--max-clients": limits.max_clients,
+        "--max-payload-mib": limits.max_payload / 2**20,
+        "--timeout-s": limits.request_timeout_s,
+        "--grace-s": limits.grace_s,
+    }
+    assert {option: float(value) for option, value in told} == there
 
 
 def test_the_files_of_the_compose_file_fit_together() -> None:

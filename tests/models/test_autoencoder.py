@@ -14,12 +14,7 @@ diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 from tests.support.agreement import RATIO, assert_as_near  # noqa: E402
 from vla_accel.diffusion.models import CONFIGS, random_model  # noqa: E402
 from vla_accel.errors import CheckpointError, EngineError  # noqa: E402
-from vla_accel.models.autoencoder import (  # noqa: E402
-    Half,
-    ResBlock,
-    autoencoder_kind,
-    split_autoencoder,
-)
+from vla_accel.models.autoencoder import Half, ResBlock, autoencoder_kind, split_autoencoder  # noqa: E402
 from vla_accel.native import autoencoder as native_autoencoder  # noqa: E402
 from vla_accel.native.autoencoder import CompiledHalf, NativeHalf, QuickestHalf  # noqa: E402
 from vla_accel.ops.autotune import Fastest  # noqa: E402

@@ -19,15 +19,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.models import flow
 from vla_accel.models.flow import euler_times, sinusoidal_embedding
 from vla_accel.models.paligemma import prefix_positions
-from vla_accel.models.pi0 import (
-    SIZES,
-    Kind,
-    Pi0,
-    Pi0Config,
-    pi0,
-    pi05,
-    suffix_attention,
-)
+from vla_accel.models.pi0 import SIZES, Kind, Pi0, Pi0Config, pi0, pi05, suffix_attention
 
 KINDS: tuple[Kind, ...] = ("pi0", "pi05")
 ATOL = 1e-10

@@ -33,7 +33,7 @@ from vla_accel.transforms.robots import LIBERO, PRESETS
 pytestmark = pytest.mark.filterwarnings("default")
 PAGE = ROOT / "docs/vla_eval.md"
 SHOWN = [command.line for command in commands(PAGE)]
-INSTALL, SERVE, RUN = "pip install . ", "python -m vla_eval_vla_accel ", "vla-eval run "
+INSTALL, SERVE, RUN = "pip install ", "python -m vla_eval_vla_accel ", "vla-eval run "
 
 
 @pytest.fixture(scope="module")
@@ -179,4 +179,9 @@ def write_smaller(folder: Path) -> None:
 
 
 def test_every_command_of_the_page_is_run_here() -> None:
-    assert [[line.startswith(start) for line in SHOWN] for start in (INSTALL, SERVE, RUN)] == np.eye(3).tolist()
+    assert [[s for s in (INSTALL, SERVE, RUN) if line.startswith(s)] for line in SHOWN] == [
+        [INSTALL],
+        [SERVE],
+        [INSTALL],
+        [RUN],
+    ]

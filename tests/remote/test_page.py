@@ -143,6 +143,17 @@ def test_the_dashboard_names_only_metrics_that_exist() -> None:
     assert len(ids) == len(set(ids))
 
 
+def test_the_dashboard_asks_for_labels_that_its_metrics_have() -> None:
+    none = dict.fromkeys(("clients", "waiting", "running", "replicas"), lambda: 0)
+    counted = [m for m in vars(metrics.Metrics(**none)).values() if isinstance(m, metrics.Counter | metrics.Histogram)]
+    labels = {m.name: {m.label, "le"} for m in counted}
+    labels |= {"vla_accel_recent_seconds": {"component", "quantile"}, "vla_accel_gpu": {"gpu"}}
+    for target in (t for panel in json.loads(DASHBOARD.read_text())["panels"] for t in panel["targets"]):
+        asked = set(re.findall(r"by \((\w+)\)", target["expr"]) + re.findall(r"{{(\w+)}}", target["legendFormat"]))
+        owners = [name for name in labels if re.search(rf"\b{name}", target["expr"])]
+        assert asked <= {label for name in owners for label in labels[name]}, target
+
+
 def answers(page: Any) -> int:
     return int(page.inner_text("[data-name=answers] b"))
 

@@ -16,15 +16,7 @@ pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 from websockets.sync.client import connect
 
 from tests.support.openpi_wire import openpi_pack, openpi_unpack
-from tests.support.server_support import (
-    EchoPolicy,
-    RawClient,
-    expected_actions,
-    get,
-    local,
-    metric,
-    observation,
-)
+from tests.support.server_support import EchoPolicy, RawClient, expected_actions, get, local, metric, observation
 from tests.support.waiting import eventually
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ConfigError, ServerError

@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and the pages in docs/ say in code: their fenced blocks and the commands in them."""
+"""What README, CONTRIBUTING, docs/ and the plugins' READMEs say in code: fenced blocks, and the commands in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_OTHERS = (*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "plugins").glob("*/README.md")))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *_OTHERS]
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _GENERATED = re.compile(r"(<!-- table: \w+ -->\n).*?(?=<!-- end -->)", re.DOTALL)
 

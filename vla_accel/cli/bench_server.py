@@ -19,11 +19,13 @@ from vla_accel.errors import ConfigError
 from vla_accel.files import without_folders
 from vla_accel.measure.random_policy import random_observation, random_policy
 from vla_accel.measure.serving import SCHEMA, Nothing, costs, measure, served
+from vla_accel.server.connection import websockets_server
 
 
 def main(chosen: BenchServer, words: list[str]) -> int:
     """Time and report; fails if an answer was lost or crossed."""
     began = time.monotonic()
+    websockets_server()  # or what is missing is said, before a checkpoint is read
     load_policy, observation = _policy(chosen)
     devices = None if chosen.devices is None else machine.resolve_devices(chosen.devices)
     first = machine.resolve_device(devices[0] if devices else chosen.device or "auto")

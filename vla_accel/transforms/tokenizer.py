@@ -307,13 +307,7 @@ def files_from_hub(name: str, files: Sequence[str], hint: str) -> Path:
     """The folder of these files of a repository on the hub, or in its cache. Raises CheckpointError that says what else
     can be done."""
     try:
-        from huggingface_hub import (
-            constants,
-            get_hf_file_metadata,
-            hf_hub_download,
-            hf_hub_url,
-            try_to_load_from_cache,
-        )
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
         raise DependencyError(f"a tokenizer from the hub needs pip install 'vla_accel[checkpoints]'; {hint}") from error
