@@ -12,14 +12,14 @@ from vla_accel.errors import ConfigError
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def stored_like(result: Mapping[str, Any], benchmark: str, folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
+def stored_like(result: Mapping[str, Any], benchmark: str) -> dict[str, Mapping[str, Any]]:
     """Stored results of a benchmark, by "stored: NAME", whose timed model and kind of device are those of `result`.
 
     Weights may differ: they cost no time. Empty where nothing was timed.
     """
     mine = _timed(result)
     found: dict[str, Mapping[str, Any]] = {}
-    for path in sorted(folder.glob(f"{benchmark}_*.json")) if mine else ():
+    for path in sorted(RESULTS.glob(f"{benchmark}_*.json")) if mine else ():
         try:
             stored, _ = read_result(path)
         except ConfigError:

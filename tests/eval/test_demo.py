@@ -23,6 +23,7 @@ from eval.libero.suites import LiberoTask
 from tests.support.full_disk import full_disk
 from tests.support.tiny_smolvla import tiny_config, tiny_model
 from tests.support.waiting import PATIENCE_S
+from tests.support.whole_calls import smolvla_actions
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import read_json
@@ -104,7 +105,7 @@ def test_the_average_acts_as_the_policy_does() -> None:
     images, tokens, states = (torch.from_numpy(np.stack(rows)) for rows in zip(*seen, strict=True))
     pixels = (images.float() / 127.5 - 1).permute(0, 1, 4, 2, 3)
     whole = torch.ones(2, 6, dtype=torch.bool)
-    expected = policy.sample_actions(pixels, tokens, whole, states, average.noise[:2], 4).clamp(-1, 1)
+    expected = smolvla_actions(policy, pixels, tokens, whole, states, average.noise[:2], 4).clamp(-1, 1)
     torch.testing.assert_close(torch.from_numpy(chunks), expected, rtol=1e-4, atol=1e-4)
     # After a step it lies between what it was and what the policy is.
     before = average.shadow[0].clone()

@@ -15,6 +15,7 @@ from tests.support import reference_pi0 as reference
 from tests.support.agreement import assert_as_near
 from tests.support.openpi_dialect import openpi_names
 from tests.support.tiny import random_model, random_state, tiny_config
+from tests.support.whole_calls import pi0_actions
 from vla_accel.errors import ConfigError
 from vla_accel.models import flow
 from vla_accel.models.flow import euler_times, sinusoidal_embedding
@@ -48,7 +49,7 @@ def no_gradients() -> Iterator[None]:
 
 
 def make_inputs(config: Pi0Config, batch: int, masks: str, seed: int = 1) -> dict[str, Tensor]:
-    """Arguments of `sample_actions`; what is masked is as random as what is not."""
+    """Arguments of `pi0_actions`; what is masked is as random as what is not."""
     generator = torch.Generator().manual_seed(seed)
     size = config.vision.image_size
     draw = {"generator": generator, "dtype": torch.float64}
@@ -150,7 +151,7 @@ def test_one_velocity(model: Pi0, masks: str) -> None:
 @pytest.mark.parametrize(("batch", "steps"), [(1, 10), (1, 1), (3, 3)])
 def test_sample_actions(model: Pi0, batch: int, steps: int, masks: str) -> None:
     inputs = make_inputs(model.config, batch, masks)
-    ours = model.sample_actions(**inputs, num_steps=steps)
+    ours = pi0_actions(model, **inputs, num_steps=steps)
     weights = model.state_dict()
     for b, sample in enumerate(rows(inputs)):
         close(ours[b], reference.sample_actions(weights, model.config, sample, steps))
@@ -160,9 +161,9 @@ def test_float32_is_near_float64(model: Pi0, monkeypatch: pytest.MonkeyPatch) ->
     # The times are openpi's float32 sums on both sides: the embedding turns their last bit into 1e-4.
     monkeypatch.setattr(flow, "euler_times", lambda steps, dtype: euler_times(steps).to(dtype))
     inputs = make_inputs(model.config, 3, "ragged")
-    exact = model.sample_actions(**inputs, num_steps=10)
+    exact = pi0_actions(model, **inputs, num_steps=10)
     floats = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
-    ours = model.float().sample_actions(**floats, num_steps=10)
+    ours = pi0_actions(model.float(), **floats, num_steps=10)
     assert ours.dtype == torch.float32
     close(ours.double(), exact, atol=1e-4)
 
@@ -173,33 +174,33 @@ def test_float32_is_near_float64(model: Pi0, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("where", [0, 1, 3])
 def test_a_masked_view_changes_nothing(model: Pi0, where: int) -> None:
     inputs = make_inputs(model.config, 2, "full")
-    base = model.sample_actions(**inputs, num_steps=3)
+    base = pi0_actions(model, **inputs, num_steps=3)
     extra = torch.randn(2, 1, *inputs["images"].shape[2:], dtype=torch.float64)
     images, seen = inputs["images"], inputs["image_mask"]
     unseen = torch.zeros(2, 1, dtype=torch.bool)
     inputs["images"] = torch.cat((images[:, :where], extra, images[:, where:]), 1)
     inputs["image_mask"] = torch.cat((seen[:, :where], unseen, seen[:, where:]), 1)
-    close(model.sample_actions(**inputs, num_steps=3), base, atol=1e-12)
+    close(pi0_actions(model, **inputs, num_steps=3), base, atol=1e-12)
     # The same view, seen, does change the actions: the mask is what hides it.
     inputs["image_mask"][:, where] = True
-    assert (model.sample_actions(**inputs, num_steps=3) - base).abs().max() > 1e-3
+    assert (pi0_actions(model, **inputs, num_steps=3) - base).abs().max() > 1e-3
 
 
 def test_padding_changes_nothing(model: Pi0) -> None:
     inputs = make_inputs(model.config, 2, "full")
-    base = model.sample_actions(**inputs, num_steps=3)
+    base = pi0_actions(model, **inputs, num_steps=3)
     inputs["tokens"] = torch.cat((inputs["tokens"], torch.randint(0, model.config.vocab_size, (2, 4))), 1)
     inputs["token_mask"] = torch.cat((inputs["token_mask"], torch.zeros(2, 4, dtype=torch.bool)), 1)
-    close(model.sample_actions(**inputs, num_steps=3), base, atol=1e-12)
+    close(pi0_actions(model, **inputs, num_steps=3), base, atol=1e-12)
     inputs["token_mask"][:] = True
-    assert (model.sample_actions(**inputs, num_steps=3) - base).abs().max() > 1e-3
+    assert (pi0_actions(model, **inputs, num_steps=3) - base).abs().max() > 1e-3
 
 
 def test_a_ragged_batch_equals_its_rows_alone(model: Pi0) -> None:
     inputs = make_inputs(model.config, 3, "ragged")
-    together = model.sample_actions(**inputs, num_steps=3)
+    together = pi0_actions(model, **inputs, num_steps=3)
     for b in range(3):
-        alone = model.sample_actions(**{k: v[b : b + 1] for k, v in inputs.items()}, num_steps=3)
+        alone = pi0_actions(model, **{k: v[b : b + 1] for k, v in inputs.items()}, num_steps=3)
         close(together[b : b + 1], alone, atol=1e-12)
 
 
@@ -218,7 +219,7 @@ def test_masked_views_and_padding_are_not_computed(model: Pi0, monkeypatch: pyte
 
     monkeypatch.setattr(model, "embed_images", images)
     monkeypatch.setattr(model, "prefix_cache", cache)
-    model.sample_actions(**make_inputs(model.config, 2, "dropped"), num_steps=1)
+    pi0_actions(model, **make_inputs(model.config, 2, "dropped"), num_steps=1)
     assert seen == [(2, 2), (2, 4)]
 
 
@@ -256,8 +257,8 @@ def test_the_state_matters_to_pi0_only() -> None:
     for kind in KINDS:
         model = random_model(tiny_config(kind)).double()
         inputs = make_inputs(model.config, 1, "full")
-        base = model.sample_actions(**inputs, num_steps=2)
-        changed = model.sample_actions(**{**inputs, "state": inputs["state"] + 1}, num_steps=2)
+        base = pi0_actions(model, **inputs, num_steps=2)
+        changed = pi0_actions(model, **{**inputs, "state": inputs["state"] + 1}, num_steps=2)
         assert torch.equal(base, changed) == (kind == "pi05")
 
 
@@ -363,12 +364,12 @@ def test_bf16_actions_are_near_float32(kind: Kind) -> None:
     model = random_model(tiny_config(kind))
     inputs: dict[str, Any] = make_inputs(model.config, 2, "ragged")
     inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
-    exact = model.sample_actions(**inputs, num_steps=5)
+    exact = pi0_actions(model, **inputs, num_steps=5)
     narrow = copy.deepcopy(model).to_compute_dtype(torch.bfloat16)
-    rounded = narrow.sample_actions(**inputs, num_steps=5)
+    rounded = pi0_actions(narrow, **inputs, num_steps=5)
     assert rounded.dtype == torch.float32
     # In float32 with these weights, nothing but the weights is rounded.
-    weights = narrow.float().sample_actions(**inputs, num_steps=5)
+    weights = pi0_actions(narrow.float(), **inputs, num_steps=5)
     assert_as_near(rounded, weights, exact, 4.0)
 
 
@@ -395,7 +396,7 @@ def test_pi0_without_a_state_is_refused() -> None:
     model = random_model(tiny_config("pi0")).double()
     inputs: dict[str, Any] = make_inputs(model.config, 1, "full")
     with pytest.raises(ConfigError, match="π0 needs the state"):
-        model.sample_actions(**{**inputs, "state": None}, num_steps=1)
+        pi0_actions(model, **{**inputs, "state": None}, num_steps=1)
 
 
 def test_a_model_moved_by_hand_says_where_it_is() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.tiny_pi0_fast import BOS, STOP, expected_tokens, tiny_config, tiny_model
+from tests.support.whole_calls import pi0_fast_tokens
 from vla_accel.errors import ConfigError
 from vla_accel.models.pi0_fast import Pi0Fast, pi0_fast
 
@@ -29,7 +30,7 @@ def test_tokens_are_those_without_a_cache(tied: bool, lengths: tuple[int, ...]) 
     config = tiny_config(tied=tied, stop_token=None)
     model = tiny_model(config).double()
     images, tokens, mask = given(model, lengths)
-    found = model.sample_tokens(images, tokens, mask, 9)
+    found = pi0_fast_tokens(model, images, tokens, mask, 9)
     for row, length in enumerate(lengths):
         expected = expected_tokens(model.state_dict(), config, images[row], tokens[row, :length].tolist(), 9)
         assert found[row].tolist() == expected
@@ -39,11 +40,11 @@ def test_tokens_are_those_without_a_cache(tied: bool, lengths: tuple[int, ...]) 
 def test_it_stops_when_every_row_has_the_stop_token() -> None:
     free = tiny_model(tiny_config(stop_token=None)).double()
     images, tokens, mask = given(free, (4, 7, 5))
-    endless = free.sample_tokens(images, tokens, mask, 10)
+    endless = pi0_fast_tokens(free, images, tokens, mask, 10)
     # A token of the first row that the others have too, or get later, or never.
     for stop in endless.unique().tolist():
         model = tiny_model(tiny_config(stop_token=stop)).double()
-        found = model.sample_tokens(images, tokens, mask, 10)
+        found = pi0_fast_tokens(model, images, tokens, mask, 10)
         ends = [row.tolist().index(stop) for row in endless if stop in row]
         kept = max(ends) + 1 if len(ends) == len(endless) else 10
         assert torch.equal(found[:, :kept], endless[:, :kept])

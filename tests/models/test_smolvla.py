@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.support.agreement import rms
 from tests.support.tiny_smolvla import VOCABULARY, expected_actions, libero_config, tiny_config, tiny_model
+from tests.support.whole_calls import smolvla_actions
 from vla_accel.errors import ConfigError
 from vla_accel.models.random_weights import random_model
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, expert_mlp_dim, smolvla
@@ -35,7 +36,7 @@ def test_sample_actions(name: str) -> None:
     model = tiny_model(config)
     inputs = make_inputs(config, 3, [4, 7, 2])
     with torch.no_grad():
-        ours = model.sample_actions(**inputs, num_steps=3)
+        ours = smolvla_actions(model, **inputs, num_steps=3)
     for row in range(3):
         real = inputs["tokens"][row][inputs["token_mask"][row]]
         expected = expected_actions(
@@ -61,7 +62,7 @@ def test_bf16_is_as_near_as_its_rounding() -> None:
     """Rounded weights in float32 are what BF16 may lose at least."""
     config = tiny_config()
     inputs = make_inputs(config, 1, [5])
-    exact = tiny_model(config).sample_actions(**inputs, num_steps=4)
+    exact = smolvla_actions(tiny_model(config), **inputs, num_steps=4)
     low = tiny_model(config).to_compute_dtype(torch.bfloat16)
     kinds = {n: p.dtype for n, p in low.named_parameters()}
     wide = {n for n, d in kinds.items() if d == torch.float32}
@@ -69,7 +70,7 @@ def test_bf16_is_as_near_as_its_rounding() -> None:
         "state_proj", "action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out", "expert",
     }  # fmt: skip
     assert {n.split(".")[-2] for n in wide if n.startswith("expert")} == {"key_proj", "value_proj"}
-    ours = low.sample_actions(**inputs, num_steps=4)
+    ours = smolvla_actions(low, **inputs, num_steps=4)
     assert 0 < rms(ours - exact) < 0.1 * rms(exact)
 
 
@@ -79,7 +80,7 @@ def test_random_weights_keep_activations_of_order_one() -> None:
     inputs = make_inputs(config, 1, [5])
     tokens = model.embed_images(inputs["images"])
     assert 0.3 < rms(tokens) < 3 and 0.3 < rms(model.embed_tokens(inputs["tokens"])) < 3
-    assert 0.1 < rms(model.sample_actions(**inputs, num_steps=2)) < 10
+    assert 0.1 < rms(smolvla_actions(model, **inputs, num_steps=2)) < 10
     again = random_model(SmolVla, config, seed=3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 

@@ -30,6 +30,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tests.support.agreement import ACTIONS_ATOL, rms
+from tests.support.whole_calls import pi0_fast_tokens, smolvla_actions
 from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.families.pi0_fast import PI0_FAST
@@ -60,8 +61,8 @@ def case_of(tensors: Mapping[str, Tensor], case: str) -> dict[str, Tensor]:
 def ask_smolvla(model: SmolVla, tensors: Mapping[str, Tensor], case: str, steps: int) -> Tensor:
     """Actions (B, horizon, 32), normalised."""
     given = case_of(tensors, case)
-    return model.sample_actions(
-        *(given[n] for n in ("images", "tokens", "token_mask", "state", "noise")), num_steps=steps
+    return smolvla_actions(
+        model, *(given[n] for n in ("images", "tokens", "token_mask", "state", "noise")), num_steps=steps
     )
 
 
@@ -92,7 +93,7 @@ def write_pi0_fast(model: Pi0Fast, tensors: Mapping[str, Tensor], case: str, ste
     count = given["token_mask"].sum(1, keepdim=True)
     tokens = torch.nn.functional.pad(given["tokens"], (0, 1)).scatter(1, count, BOS)
     mask = torch.arange(tokens.shape[1]) < count + 1
-    return model.sample_tokens(given["images"], tokens, mask, steps)
+    return pi0_fast_tokens(model, given["images"], tokens, mask, steps)
 
 
 def ask_pi0_fast(

@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from tests.support.agreement import rms  # noqa: E402
+from tests.support.whole_calls import pi0_actions  # noqa: E402
 
 FP32_ATOL = 1e-4
 # Ours to openpi's float32, beside openpi's own bfloat16 to it: as near, within the spread of two roundings.
@@ -158,7 +159,8 @@ def compare(family: str, sizes: Any, reference: Any, device: str, folder: Path, 
         found["load_seconds"][name] = round(time.perf_counter() - clock, 1)
         found["parameters"] = sum(p.numel() for p in ours.parameters())
         answers[name] = {
-            b: ours.sample_actions(
+            b: pi0_actions(
+                ours,
                 images=c["images_uint8"].permute(0, 1, 4, 2, 3).float() / 255 * 2 - 1,
                 image_mask=c["image_mask"],
                 tokens=c["tokens"],

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from tests.support.agreement import assert_same
 from tests.support.in_memory import load_file_or_folder
 from tests.support.reference_script import make_reference, python_of
+from tests.support.whole_calls import pi0_actions
 from vla_accel.checkpoints.dialects import Stated, infer_config
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.cli import main
@@ -57,7 +58,8 @@ def converted(
 def test_actions(converted: tuple[Pi0, dict[str, np.ndarray]], case: str, steps: int, record_property: Any) -> None:
     model, reference = converted
     given = {k.split(".", 1)[1]: torch.from_numpy(v) for k, v in reference.items() if k.startswith(f"{case}.")}
-    ours = model.sample_actions(
+    ours = pi0_actions(
+        model,
         images=given["images"].permute(0, 1, 4, 2, 3),
         image_mask=given["image_mask"],
         tokens=given["tokens"].long(),

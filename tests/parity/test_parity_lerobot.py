@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tests.support.agreement import assert_same
 from tests.support.reference_script import make_reference, python_of
+from tests.support.whole_calls import pi0_actions
 from vla_accel.checkpoints.loading import load
 from vla_accel.models.pi0 import Pi0
 from vla_accel.transforms.processing import Processor
@@ -66,8 +67,10 @@ def reference(request: pytest.FixtureRequest, reference_folder: Path) -> Referen
 @pytest.mark.parametrize("case", ["batch1", "batch3"])
 def test_model(reference: Reference, case: str, steps: int, record_property: Any) -> None:
     given = {k.split(".", 1)[1]: v for k, v in reference.tensors.items() if k.startswith(f"{case}.")}
-    ours = reference.model.sample_actions(
-        *(given[n] for n in ("images", "image_mask", "tokens", "token_mask", "state", "noise")), num_steps=steps
+    ours = pi0_actions(
+        reference.model,
+        *(given[n] for n in ("images", "image_mask", "tokens", "token_mask", "state", "noise")),
+        num_steps=steps,
     )
     theirs = given[f"steps{steps}"].numpy()
     assert_same(ours.numpy(), theirs, f"{reference.model.config.kind} {case}, {steps} steps", record_property)
@@ -87,7 +90,8 @@ def test_whole_observations(reference: Reference, record_property: Any) -> None:
             }
         )
         views, length = len(inputs.images), len(inputs.tokens)
-        actions = model.sample_actions(
+        actions = pi0_actions(
+            model,
             images=torch.from_numpy(np.stack(inputs.images))[None].permute(0, 1, 4, 2, 3).float() / 255 * 2 - 1,
             image_mask=torch.ones(1, views, dtype=torch.bool),
             tokens=torch.from_numpy(inputs.tokens.copy())[None],

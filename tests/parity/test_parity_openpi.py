@@ -24,6 +24,7 @@ from torch import Tensor
 from tests.support.agreement import assert_same
 from tests.support.in_memory import load_file_or_folder
 from tests.support.reference_script import make_reference, python_of
+from tests.support.whole_calls import pi0_actions
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.models.siglip import SiglipConfig
@@ -106,7 +107,8 @@ def reference(request: pytest.FixtureRequest, reference_folder: Path) -> Referen
 def sample(reference: Reference, case: str, steps: int) -> Tensor:
     """Our actions for one of the reference's cases."""
     given = reference.case(case)
-    return reference.model.sample_actions(
+    return pi0_actions(
+        reference.model,
         images=given["images"],
         image_mask=given["image_mask"],
         tokens=given["tokens"],

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.tiny import TOKENIZER, statistics, tiny_observation, write_tiny_checkpoint, write_tiny_checkpoints
+from tests.support.whole_calls import pi0_actions
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.component import Component
 from vla_accel.config import load_config
@@ -116,7 +117,8 @@ def test_actions_are_those_of_sample_actions(folders: dict[Kind, Path], kind: Ki
     tokens = tokenize_prompt(TOKENIZER, observation["prompt"], normalised if kind == "pi05" else None, 48)
     blank = np.zeros((28, 28, 3), np.uint8)
     views = [observation["observation/image"], observation["observation/wrist_image"], blank]
-    ours = policy.model.sample_actions(
+    ours = pi0_actions(
+        policy.model,
         images=torch.from_numpy(np.stack(views)[None]).permute(0, 1, 4, 2, 3).float() / 255 * 2 - 1,
         image_mask=torch.tensor([[True, True, False]]),
         tokens=torch.from_numpy(np.pad(tokens, (0, 4))[None]),

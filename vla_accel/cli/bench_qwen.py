@@ -34,7 +34,7 @@ def main(options: BenchQwen, words: list[str]) -> int:
     began, layers = time.perf_counter(), options.layers or LAYERS
     pipeline = random_qwen_image(tiny=options.tiny, layers=layers, dtype=dtype, device=device)
     if options.edit:
-        parts = {k: v for k, v in pipeline.components.items()}
+        parts = dict(pipeline.components)
         pipeline = diffusers_module().QwenImageEditPipeline(**parts, processor=None)
     pipeline.set_progress_bar_config(disable=True)
     ledger = Ledger()

@@ -142,6 +142,6 @@ def _print(options: Precision, found: list[Any], seen: dict[str, Any], summary: 
             [options.dtype, f"{after['weights_mib']:.0f}", f"{after['peak_mib']:.0f}", f"{after['latency_ms']:.2f}",
              *parity_cells(summary["parity"])],
             ["ratio", f"{summary['weights_ratio']:.2f}",
-             f"{summary['peak_ratio']:.2f}" if summary["peak_ratio"] else "-", f"{summary['speedup']:.2f}x faster"],
+             f"{summary['peak_ratio']:.2f}" if summary["peak_ratio"] else "-", f"{summary['speedup']:.2f}x as fast"],
         ],
     )  # fmt: skip

@@ -42,11 +42,11 @@ class Fp16Vision(nn.Module):
     The embeddings stay in float32 as in the model; of the tower's large products only the dtype changes.
     """
 
-    def __init__(self, model: PrefixNetwork, dtype: torch.dtype = torch.float16) -> None:
+    def __init__(self, model: PrefixNetwork) -> None:
         super().__init__()
         tower = copy.deepcopy(model.vision)
         for part in (*tower.layers, tower.post_layernorm):
-            part.to(dtype)
+            part.half()
         self.tower = Island("siglip", tower)
         self.projector, self.project = model.projector, model.project
         self.bridge = Bridge()

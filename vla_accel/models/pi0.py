@@ -191,33 +191,3 @@ class Pi0(PaliGemma, FlowNetwork):
         x = self.expert(x, positions, keys, values, mask, modulations)
         x = x[:, -self.config.action_horizon :]
         return self.action_out_proj(x.to(self.action_out_proj.weight.dtype))
-
-    # -- all of it ------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def sample_actions(
-        self,
-        images: Tensor,
-        image_mask: Tensor,
-        tokens: Tensor,
-        token_mask: Tensor,
-        state: Tensor | None,
-        noise: Tensor,
-        num_steps: int = 10,
-    ) -> Tensor:
-        """One observation batch to normalised actions (B, H, action_dim), float32.
-
-        Args: images (B, V, 3, H, W) float in [-1, 1]; image_mask (B, V) bool; tokens (B, L) int64; token_mask (B, L)
-        bool; state (B, action_dim) (π0; ignored by π0.5); noise (B, H, action_dim).
-        Views and token columns that no row uses are dropped before anything is computed, which is exact: positions
-        are the running count of real tokens.
-        """
-        views, columns = image_mask.any(0), token_mask.any(0)
-        images, image_mask = images[:, views], image_mask[:, views]
-        tokens, token_mask = tokens[:, columns], token_mask[:, columns]
-        image_tokens = self.embed_images(images.to(self.vision.patch_embedding.weight.dtype)).to(self.dtype)
-        mask = None
-        if not (image_mask.all() and token_mask.all()):
-            mask = torch.cat((image_mask.repeat_interleave(self.config.image_tokens, 1), token_mask), 1)
-        keys, values = self.prefix_cache(image_tokens, tokens, mask)
-        return self.denoise(noise, num_steps, keys, values, state, mask)

@@ -113,23 +113,6 @@ class Pi0Fast(PaliGemma):
                     break
         return found
 
-    @torch.no_grad()
-    def sample_tokens(
-        self, images: Tensor, tokens: Tensor, token_mask: Tensor, steps: int | None = None
-    ) -> Tensor:  # fmt: skip
-        """One observation batch to its tokens (B, steps) int64.
-
-        Args: images (B, V, 3, H, W) float in [-1, 1], of the views that are there; tokens (B, L) int64 that end in
-        <bos>; token_mask (B, L) bool, real tokens first; steps: at most, by default the config's.
-        """
-        images = images.to(self.vision.patch_embedding.weight.dtype)
-        image_tokens = self.embed_images(images).to(self.dtype)
-        total = image_tokens.shape[1] + tokens.shape[1]
-        first, lengths = last_tokens(tokens, total, image_tokens.shape[1] + token_mask.sum(1))
-        mask = torch.arange(total, device=tokens.device) < lengths[:, None]
-        keys, values = self.prefix_cache(image_tokens, tokens, mask)
-        return self.decode(first, lengths, keys, values, steps or self.config.max_steps)
-
 
 def last_tokens(tokens: Tensor, total: int, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """The last real token (B,) int64 of each prompt (B, L), and the prefix's lengths (B,) int64 of `total` at most."""

@@ -273,21 +273,3 @@ class SmolVla(FlowNetwork):
         )
         x = self.expert(x, start, keys, values, prefix_mask)
         return self.action_out_proj(x.to(self.action_out_proj.weight.dtype))
-
-    # -- all of it ------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def sample_actions(
-        self, images: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor, noise: Tensor, num_steps: int = 10
-    ) -> Tensor:
-        """One observation batch to normalised actions (B, H, action_dim), float32.
-
-        Args: images (B, V, 3, H, W) float in [-1, 1], of the views that are there; tokens (B, L) int64; token_mask
-        (B, L) bool, real tokens first; state (B, state_dim); noise (B, H, action_dim).
-        """
-        images = images.to(self.vision.patch_embedding.weight.dtype)
-        image_tokens = self.embed_images(images).to(self.dtype)
-        lengths = image_tokens.shape[1] + token_mask.sum(1) + 1
-        keys, values = self.prefix_cache(image_tokens, tokens, state, lengths)
-        mask = torch.arange(keys.shape[2], device=keys.device) < lengths[:, None]
-        return self.denoise(noise, num_steps, keys, values, None, mask)
