@@ -1,6 +1,7 @@
 # make libero   set everything up and run the main job: the bundled π0.5 in LIBERO, 3 tasks x 3 trials
 # make test     set everything up and run the tests, but for repetitions at full size
 # make test-all every test that this machine can run
+# make test-triton Triton's compiler on the kernels again, of the version that torch's CUDA build brings
 # make check    lint, format and types
 # make browser  set up the browser that opens reports in tests
 # make compiler set up the compiler that runs CUDA kernels on the CPU in tests
@@ -18,7 +19,7 @@ TEST_JOBS ?= 2
 # Compiled modules are kept, whatever the environment says: tests start many processes.
 TEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: browser compiler libero test test-all check format docs setup gl tables demo-checkpoint clean
+.PHONY: browser compiler libero test test-all test-triton check format docs setup gl tables demo-checkpoint clean
 
 libero: setup gl
 	$(BIN)/python -m eval.libero $(LIBERO_ARGS)
@@ -70,6 +71,14 @@ demo-checkpoint: setup gl
 
 # CUDA builds of torch bring the Triton that is theirs; beside others this one runs and compiles kernels in tests.
 TRITON := 'triton==3.6.0; platform_system == "Linux"'
+
+# The one of the CUDA build of the torch in constraints.txt. It lies beside the installed one, which GPUs have run.
+NEWER_TRITON := triton==3.7.1
+COMPILED := (capability or elsewhere or models_kernels or test_compiling) and not (8.0 or 8.7)
+test-triton: setup
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/newer-triton $(NEWER_TRITON)
+	PYTHONPATH=$(VENV)/newer-triton $(TEST) --dist load -k "$(COMPILED)" \
+		tests/ops/test_kernels_compile.py tests/ops/test_compiling.py
 
 setup: $(STAMP)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -58,11 +59,12 @@ def compiled_for(
 ) -> list[dict[str, Any]]:  # fmt: skip
     if importlib.util.find_spec("triton") is None:
         pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)")
-    cache = str(folder)
+    # The same Triton as here, which may lie beside the installed one (`make test-triton`).
+    cache, path = str(folder), os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / script), version, *options],
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "TRITON_CACHE_DIR": cache, "HOME": cache, "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": path, "PATH": "", "TRITON_CACHE_DIR": cache, "HOME": cache, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )

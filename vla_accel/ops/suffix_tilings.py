@@ -81,7 +81,7 @@ class Skinny:
             if cut.ahead > product.sides:
                 cut = replace(cut, ahead=cut.ahead - 1)
             else:
-                cut = replace(cut, block_k=cut.block_k // 2, parts=max(1, min(cut.parts, cut.block_k // 32)))
+                cut = replace(cut, block_k=cut.block_k // 2, parts=min(cut.parts, cut.block_k // 32))
         return cut
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
-from vla_accel.ops.kernels.common import scale_of_sums, wait_for_previous
+from vla_accel.ops.kernels.common import launch_options, scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.epilogues import (
     for_geglu,
     for_heads,
@@ -186,11 +186,6 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, rows, 
     store_residual(y, bias, gate, before, keep, x_ptr, n0, row0, N, BLOCK_M, BLOCK_N)
 
 
-def _launch(pdl: bool, parts: int) -> dict[str, int | bool]:
-    options: dict[str, int | bool] = {"num_warps": max(parts, 1), "num_stages": 1}
-    return {**options, "launch_pdl": True} if pdl else options
-
-
 def qkv_rope(
     x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
     sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None, pdl: bool,
@@ -204,7 +199,7 @@ def qkv_rope(
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
         pinned if pinned is not None else x, cos, sin, lengths, q, k, v, rows, tokens, eps, width, heads,
         k.shape[2], half, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, scale is not None,
-        pinned is not None, pdl, **_launch(pdl, cut.parts),
+        pinned is not None, pdl, num_warps=cut.parts, num_stages=1, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -220,7 +215,7 @@ def gate_up_geglu(
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
         pinned if pinned is not None else x, out, rows, eps, width, hidden, cut.rows, cut.columns, cut.parts,
         cut.block_k // cut.parts, cut.ahead, scale is not None, silu, pinned is not None, pdl,
-        **_launch(pdl, cut.parts),
+        num_warps=cut.parts, num_stages=1, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -237,7 +232,7 @@ def project(
         a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a,
         pinned if pinned is not None else a, x, rows, tokens, n, k, cut.rows, cut.columns, cut.parts,
         cut.block_k // cut.parts, cut.ahead, residual, gate is not None, bias is not None, skip_first,
-        pinned is not None, pdl, **_launch(pdl, cut.parts),
+        pinned is not None, pdl, num_warps=cut.parts, num_stages=1, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -301,6 +296,5 @@ def step(
         x, scale if scale is not None else x, shift if shift is not None else x, w_out, b_out, actions, target,
         weights, w_in, b_in, following, dt, time, gain, eps, tokens, horizon, width, power_of_two(width), action_dim,
         power_of_two(action_dim), first, last, shift is not None, silu, pinned, b_in.ndim == 2, pdl, num_warps=8,
-        num_stages=1,
-        **({"launch_pdl": True} if pdl else {}),
+        num_stages=1, **launch_options(pdl),
     )  # fmt: skip
