@@ -116,10 +116,7 @@ def _components(
 
 
 def build(
-    job: Job,
-    progress: Progress | None = None,
-    cancel: threading.Event | None = None,
-    exports: Exports | None = None,
+    job: Job, progress: Progress | None = None, cancel: threading.Event | None = None, exports: Exports | None = None
 ) -> list[dict[str, Any]]:
     """Build one job, or find it in the cache. A manifest row per engine: torch_tensorrt makes one for every part."""
     began = time.perf_counter()

@@ -143,12 +143,7 @@ class SmallTokenizer:
         return ids + [3] * (self.fill_to - len(ids))
 
     def save(self, path: Path) -> None:
-        content = {
-            "type": "small",
-            "words": list(self.words),
-            "state_dim": self.state_dim,
-            "fill_to": self.fill_to,
-        }
+        content = {"type": "small", "words": list(self.words), "state_dim": self.state_dim, "fill_to": self.fill_to}
         path.write_text(json.dumps(content, indent=1) + "\n")
 
     @classmethod
