@@ -203,6 +203,7 @@ def test_an_interrupted_build_keeps_what_is_whole(
 ) -> None:
     real = building.build
     cache = tmp_path / "engines"
+    monkeypatch.setattr("vla_accel.checkpoints.progress.SAID_EVERY_S", 0.0)
 
     def interrupted(job: Any, *args: Any, **given: Any) -> Any:
         if job.component.name == "denoise":
@@ -212,7 +213,10 @@ def test_an_interrupted_build_keeps_what_is_whole(
     monkeypatch.setattr(building, "build", interrupted)
     words = ("build", config, "--checkpoint", checkpoint, "--cache", cache, "--targets", "sm89", "--no-verify")
     assert run(*words) == 130
-    assert "interrupted after 1 engines; they are in the cache" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "interrupted after 1 engines; they are in the cache" in told
+    job = "vision · tensorrt_rtx · fp16 · sm89"
+    assert f"\n{job}\n" in f"\n{told}" and f"\n{job}: " in told, "no terminal: a line for the job, and for its phases"
     assert len(list(cache.glob("*.engine"))) == 1 and not (cache / "manifests").exists()
     monkeypatch.undo()
     assert run(*words) == 0

@@ -226,13 +226,18 @@ def last_json(text: str) -> dict[str, Any]:
     return json.loads(text.strip().splitlines()[-1])
 
 
-def test_the_commands_make_pictures_that_say_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_make_pictures_that_say_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vla_accel.checkpoints.progress.SAID_EVERY_S", 0.0)
     out = tmp_path / "first.png"
     words = f"txt2img --sd-dir tiny-random --height 64 --width 64 --steps 2 --seed 5 --out-img-path {out}"
     breakdown = tmp_path / "latency.json"
     extra = ["--prompt", "a red bowl", "--use-pipeline", "--latency-json", str(breakdown), "--calls", "2"]
     assert cli.main([*words.split(), *extra]) == 0
-    report = last_json(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert printed.err.count("denoising: 100 %\n") == 2, "no terminal: lines now and then"
+    report = last_json(printed.out)
     # Ours is rounded to uint8.
     assert report["pipeline"]["parity"]["max_error"] < HALF_STEP and report["samples"] == 1
     assert json.loads(breakdown.read_text()) == report

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from vla_accel.checkpoints.progress import shown
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, listing, some
 from vla_accel.checkpoints.writer import save_weights
 from vla_accel.config.mapping import from_mapping, read_mapping
@@ -33,8 +32,6 @@ N = TypeVar("N", bound=Network)
 # Values checked or cast at a time: a whole embedding table would need half a gigabyte.
 _CHECKED = 1 << 22
 _SHOWN_BYTES = 256 << 20
-_SAID_EVERY_S = 10.0
-"""Of lines that say how far loading is, where there is no terminal for a bar."""
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -77,7 +74,9 @@ class Stored:
     @contextlib.contextmanager
     def progress(self) -> Iterator[None]:
         total = sum(self.weights.sizes[p.name] for parts in self.recipe.values() for p in parts)
-        with _progress(total, self.where) as self._advance:
+        quick = contextlib.nullcontext(lambda count, total: None)
+        with quick if total < _SHOWN_BYTES else shown(f"loading {Path(self.where).name}", size=True) as advance:
+            self._advance = lambda count: advance(count, total)
             yield
         self._advance = lambda count: None
 
@@ -133,38 +132,6 @@ def _upload(source: Tensor, target: Tensor) -> None:
         return
     for values, place in zip(source.reshape(-1).split(_CHECKED), target.view(-1).split(_CHECKED), strict=True):
         place.copy_(values.to(target.device))
-
-
-def in_lines(title: str, total: int) -> Callable[[int], None]:
-    """Told how much more of `total` is done, it says now and then on standard error how far that is."""
-    done, said = 0, time.monotonic()
-
-    def tell(count: int) -> None:
-        nonlocal done, said
-        done += count
-        if time.monotonic() - said >= _SAID_EVERY_S:
-            said = time.monotonic()
-            print(f"{title}: {100 * done // total} %", file=sys.stderr, flush=True)
-
-    return tell
-
-
-@contextlib.contextmanager
-def _progress(total: int, where: str) -> Iterator[Callable[[int], None]]:
-    """For models that take a while: a bar on the terminal's error stream, or now and then a line where it is none."""
-    if total < _SHOWN_BYTES:
-        yield lambda count: None
-        return
-    if not sys.stderr.isatty():
-        yield in_lines(f"loading {Path(where).name}", total)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"loading {Path(where).name}", total=total)
-        yield lambda count: progress.advance(task, count)
 
 
 # -- every key is accounted for -----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vla_accel.checkpoints.loading import Checkpoint, base_and_lora, family_of, load
+from vla_accel.checkpoints.progress import Advance, in_lines
 from vla_accel.cli.asked.policies import Build
 from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import EngineSpec, PolicyConfig
@@ -128,7 +129,8 @@ def _table(rows: list[dict[str, Any]]) -> None:
 
 
 class _Bars:
-    """The builder's phases as progress bars on a terminal; nothing elsewhere."""
+    """The builder's phases as progress bars on a terminal; elsewhere a line for each job, and now and then one for a
+    phase."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -141,7 +143,7 @@ class _Bars:
             console=Console(stderr=True),
             disable=not sys.stderr.isatty(),
         )
-        self._tasks: dict[str, Any] = {}
+        self._tasks: dict[str, tuple[Any, int, Advance]] = {}
         self._lock = threading.Lock()
         self._job: Any = None
 
@@ -160,20 +162,25 @@ class _Bars:
         """Show a new job."""
         if self._job is not None:
             self._progress.remove_task(self._job)
-        self._job = self._progress.add_task(job.title, total=None)
+        self._job, self._title = self._progress.add_task(job.title, total=None), job.title
+        if self._progress.disable:
+            self.say(job.title)
         return self
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
         with self._lock:
-            self._tasks[phase] = self._progress.add_task(f"  {phase}", total=steps)
+            task = self._progress.add_task(f"  {phase}", total=steps)
+            self._tasks[phase] = task, steps, in_lines(f"{self._title}: {phase}")
 
     def step(self, phase: str, step: int) -> None:
         with self._lock:
             if phase in self._tasks:
-                self._progress.update(self._tasks[phase], completed=step + 1)
+                task, steps, tell = self._tasks[phase]
+                self._progress.update(task, completed=step + 1)
+                if self._progress.disable:
+                    tell(1, steps)
 
     def finish(self, phase: str) -> None:
         with self._lock:
-            task = self._tasks.pop(phase, None)
-            if task is not None:
-                self._progress.remove_task(task)
+            if phase in self._tasks:
+                self._progress.remove_task(self._tasks.pop(phase)[0])

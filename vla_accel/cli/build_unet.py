@@ -9,7 +9,7 @@ import torch
 
 from vla_accel.cli.asked.images import BuildUnet
 from vla_accel.cli.build_vae import describe, pick_targets, print_files
-from vla_accel.cli.common import print_json
+from vla_accel.cli.common import print_json, say
 from vla_accel.cli.generate import RANDOM
 from vla_accel.components.unet import unet_component
 from vla_accel.config import TensorrtOptions
@@ -59,6 +59,7 @@ def build_unet(
         found = found_file(component, path, options.library)
     if found is not None:
         return found
+    say(f"building {path}: minutes")
     folder = root / "unet" / "onnx"
     graph_file = folder / "unet.onnx"
     if graph_file.is_file() and not options.force_onnx:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vla_accel.cli.asked.images import BuildVae
-from vla_accel.cli.common import print_json, print_table
+from vla_accel.cli.common import print_json, print_table, say
 from vla_accel.components.vae import (
     PROFILES,
     SMALLEST,
@@ -55,6 +55,7 @@ def main(options: BuildVae, words: list[str]) -> int:
                     optimization_level=options.optimization_level,
                     profiles=profile_texts(component) if dynamic else (),
                 )
+                say(f"building {path}: minutes")
                 with tempfile.TemporaryDirectory(prefix="vla_accel-onnx-") as scratch:
                     graph = export_onnx(component, Path(scratch), check=check)
                     found = build_file(component, graph, path, library, targets, tuned)

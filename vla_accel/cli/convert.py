@@ -7,12 +7,11 @@ from collections import defaultdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from vla_accel.checkpoints.checkpoint import in_lines
 from vla_accel.checkpoints.convert import Parameters, Report, Row, convert
 from vla_accel.checkpoints.orbax import OrbaxParameters, check_folder
+from vla_accel.checkpoints.progress import shown
 from vla_accel.cli.asked.policies import Convert
 from vla_accel.cli.common import print_json
 from vla_accel.errors import ConfigError
@@ -39,10 +38,7 @@ def main(asked: Convert, words: list[str]) -> int:
     assets = asked.assets or parameters.folder.parent / "assets"
     if known is not None and (wrong := contradiction(asked.config or "", known, parameters, assets)):
         raise ConfigError(f"config: {asked.config} is of another checkpoint than {asked.checkpoint}: {wrong}")
-    errors = Console(stderr=True)
-    with Progress(console=errors, transient=True) as progress:
-        count = len(parameters.shapes)
-        task, tell = progress.add_task("converting", total=count), in_lines("converting", count)
+    with shown("converting") as advance:
         report = convert(
             parameters,
             asked.output,
@@ -54,13 +50,13 @@ def main(asked: Convert, words: list[str]) -> int:
             preset=known.preset if known else None,
             unused_head=asked.unused_head,
             lora_scale=asked.lora_scale,
-            advance=lambda name: progress.advance(task) if errors.is_terminal else tell(1),
+            advance=lambda name: advance(1, len(parameters.shapes)),
         )
     console = Console()
     # Into a file or a pipe, names are not to be folded to a terminal's width.
     (console if console.is_terminal else Console(width=180)).print(table(report))
     if not statistics_by_asset(asked.output / "assets"):
-        errors.print(
+        Console(stderr=True).print(
             "[yellow]no assets/<asset_id>/norm_stats.json came with the checkpoint: name its folder with --assets, or "
             "put it there before loading"
         )

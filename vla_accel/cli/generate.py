@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vla_accel import machine
+from vla_accel.checkpoints.progress import shown
 from vla_accel.cli.asked.images import ImageToImage, TextToImage
 from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import EngineSpec
@@ -45,8 +44,8 @@ def main(options: TextToImage, words: list[str]) -> int:
     for call in range(options.calls):
         if call == 1:
             pipeline.latency.clear()
-        with progress_bar("denoising") as on_step:
-            result = pipeline.generate(request, image, on_step=on_step)
+        with shown("denoising") as advance:
+            result = pipeline.generate(request, image, on_step=lambda done, total: advance(1, total))
     settings: dict[str, Any] = {
         **dataclasses.asdict(request),
         "height": result.pixels.shape[0],
@@ -123,14 +122,3 @@ def _compare(
     agreement = parity(torch.from_numpy(pixels / 255.0), torch.from_numpy(reference))
     say(f"diffusers' own pipeline: {seconds:.1f} s; cosine of the pictures {agreement.cosine:.6f}")
     return {"seconds": seconds, "parity": agreement.as_dict()}
-
-
-@contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on the console (standard error), moved by calling what is yielded with (done, total)."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
