@@ -18,7 +18,7 @@ from vla_accel import PolicyConfig
 from vla_accel.checkpoints.dialects import DEAD
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.pi0 import check_weights
-from vla_accel.errors import CheckpointError
+from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.pi0 import Kind
 from vla_accel.transforms.robots import PRESETS
 
@@ -119,6 +119,10 @@ def test_other_robots_keep_lerobots_keys(tmp_path: Path) -> None:
     assert processor.prepare(observation).images[0].shape == (28, 28, 3)
     chosen = load(tmp_path, PolicyConfig(preset="libero")).processor
     assert (chosen.preset.images, chosen.preset.resize) == (PRESETS["libero"].images, "bilinear")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("base: libero\nstate_dim: 6\ndelta_actions: []\n")
+    with pytest.raises(ConfigError, match=r"preset: expected 8 numbers of state, got .*mine.yaml's 6"):
+        load(tmp_path, PolicyConfig(preset=str(mine)))
 
 
 def drop(name: str) -> Callable[[dict[str, Any]], None]:

@@ -92,20 +92,28 @@ def test_an_asset_of_no_known_robot_needs_a_preset(tmp_path: Path) -> None:
 
 
 def test_settings_go_before_the_checkpoint(tmp_path: Path) -> None:
-    write_openpi(tmp_path, "pi05", max_token_len=90, preset="droid")
+    write_openpi(tmp_path, "pi05", "droid", max_token_len=90, preset="droid")
     processor = load(tmp_path).processor
     assert (processor.preset, processor.max_token_len, processor.discrete_state) == (PRESETS["droid"], 90, True)
     spec = CheckpointSpec(action_horizon=7, max_token_len=60, discrete_state_input=False)
-    checkpoint = load(tmp_path, PolicyConfig(preset="libero", checkpoint=spec, default_prompt="pick"))
+    checkpoint = load(tmp_path, PolicyConfig(preset="droid_joint_position", checkpoint=spec, default_prompt="pick"))
     model, processor = checkpoint.model, checkpoint.processor
     assert (model.config.action_horizon, processor.max_token_len, processor.discrete_state) == (7, 60, False)
-    assert (processor.preset, processor.default_prompt) == (PRESETS["libero"], "pick")
+    assert (processor.preset, processor.default_prompt) == (PRESETS["droid_joint_position"], "pick")
     path = tmp_path / "mine.yaml"
     path.write_text("base: libero\ndelta_actions: [2]\n")
     assert load(tmp_path, PolicyConfig(preset=str(path))).processor.preset.delta_actions == (2,)
     assert load_config({"checkpoint": {"asset_id": "droid"}}).checkpoint.asset_id == "droid"
     with pytest.raises(ConfigError, match=r"checkpoint\.action_horizon: expected at least 1, got 0"):
         CheckpointSpec(action_horizon=0)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_shipped_preset_of_another_robot_than_the_statistics_is_an_error(tmp_path: Path, written: bool) -> None:
+    """Its numbers may fit, and would be another robot's."""
+    write_openpi(tmp_path, "pi05", "droid", **({"preset": "libero"} if written else {}))
+    with pytest.raises(ConfigError, match=r"preset: expected droid, as assets/droid says, or a YAML file, got libero"):
+        load(tmp_path, PolicyConfig(preset=None if written else "libero"))
 
 
 def test_statistics_of_several_robots(tmp_path: Path) -> None:

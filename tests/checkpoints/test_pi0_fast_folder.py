@@ -137,8 +137,9 @@ def test_a_contradiction_is_named(name: str, tmp_path: Path) -> None:
 
 def test_a_robot_or_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
     write_lerobot(tmp_path)
+    (tmp_path / "mine.yaml").write_text("{base: libero, state_dim: 4}")
     with pytest.raises(ConfigError, match="preset: 7 action dimensions do not fit tokens of 3"):
-        load(tmp_path, PolicyConfig(preset="libero"))
+        load(tmp_path, PolicyConfig(preset=str(tmp_path / "mine.yaml")))
     path = tmp_path / "tokenizer.json"
     content = json.loads(path.read_text())
     content["model"]["vocab"]["one more"] = VOCABULARY

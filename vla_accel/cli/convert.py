@@ -16,7 +16,7 @@ from vla_accel.cli.asked.policies import Convert
 from vla_accel.cli.common import print_json
 from vla_accel.errors import ConfigError
 from vla_accel.transforms.normalisation import load_statistics, statistics_by_asset
-from vla_accel.transforms.robots import BY_ASSET, OPENPI_CONFIGS, PRESETS, OpenpiConfig
+from vla_accel.transforms.robots import OPENPI_CONFIGS, PRESETS, OpenpiConfig, of_another
 
 _ROOT = "paligemma_with_expert."
 
@@ -81,8 +81,7 @@ def contradiction(name: str, known: OpenpiConfig, parameters: Parameters, assets
     if kind != stored:
         return f"expected weights of {kind}, found {stored}"
     robot, files = PRESETS[known.preset], statistics_by_asset(assets)
-    theirs = [BY_ASSET.get(name) for name in files]
-    if theirs and all(one is not None and PRESETS[one].state != robot.state for one in theirs):
+    if files and all(of_another(known.preset, asset) for asset in files):
         return f"expected statistics of {known.preset}, found assets/{', assets/'.join(files)}"
     if len(files) != 1:  # none, or a base checkpoint's, of several robots
         return None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vla_accel.config import PolicyConfig
-from vla_accel.errors import CheckpointError
+from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.transforms.robots import Preset, load_preset
 from vla_accel.transforms.tokenizer import SmallTokenizer, Tokenizer
 
@@ -25,10 +25,15 @@ def resized(config: C, settings: PolicyConfig) -> C:
 
 def robot_of(told: Preset, settings: PolicyConfig) -> Preset:
     """The user's preset, if there is one, instead of what lerobot's folder says: the robot's keys and conventions may
-    be another's; how images are resized is the checkpoint's training."""
+    be another's; how images are resized is the checkpoint's training. Raises ConfigError for another state."""
     if settings.preset is None:
         return told
-    return dataclasses.replace(load_preset(settings.preset), resize=told.resize)
+    given = load_preset(settings.preset)
+    if given.state_dim != told.state_dim:
+        raise ConfigError(
+            f"preset: expected {told.state_dim} numbers of state, got {settings.preset}'s {given.state_dim}"
+        )
+    return dataclasses.replace(given, resize=told.resize)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:

@@ -25,7 +25,7 @@ from vla_accel.families.overrides import check_vocabulary, resized, robot_of
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics, statistics_by_asset
 from vla_accel.transforms.processing import Processor
-from vla_accel.transforms.robots import BY_ASSET, Preset, load_preset
+from vla_accel.transforms.robots import BY_ASSET, Preset, load_preset, of_another
 from vla_accel.transforms.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -115,7 +115,10 @@ def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -
     )
     _, prefix = dialect_of(weights.shapes)
     config = infer_config(weights.shapes, prefix, stated, str(folder))
-    preset = _openpi_preset(settings.preset or content.get("preset") or _preset_of(asset, folder), config)
+    name = settings.preset or content.get("preset") or _preset_of(asset, folder)
+    if of_another(name, asset):
+        raise ConfigError(f"preset: expected {BY_ASSET[asset]}, as assets/{asset} says, or a YAML file, got {name}")
+    preset = _openpi_preset(name, config)
     discrete = settings.checkpoint.discrete_state_input
     if discrete is None:
         discrete = content.get("discrete_state_input")

@@ -171,6 +171,11 @@ def load_preset(name: str) -> Preset:
     return preset_from(read_mapping(Path(name)), name)
 
 
+def of_another(name: str, asset: str) -> bool:
+    """Whether a shipped preset is of another robot than the statistics that openpi calls `asset`."""
+    return name in PRESETS and asset in BY_ASSET and PRESETS[name].state != PRESETS[BY_ASSET[asset]].state
+
+
 def preset_from(content: Mapping[str, Any], where: str = "preset") -> Preset:
     """As `load_preset`, from a mapping."""
     fields = dict(content)
