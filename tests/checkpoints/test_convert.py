@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from tests.support.tiny import random_state, tiny_config
 from vla_accel.checkpoints.convert import convert
 from vla_accel.checkpoints.dialects import Stated, infer_config
 from vla_accel.checkpoints.jax_layout import targets
-from vla_accel.checkpoints.orbax import OrbaxParameters
+from vla_accel.checkpoints.orbax import OrbaxParameters, _import
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.cli import main
 from vla_accel.cli.convert import table
@@ -413,6 +414,26 @@ def test_a_folder_without_its_arrays_is_one_sentence(tmp_path: Path, monkeypatch
         OrbaxParameters(tmp_path)
 
 
+def test_a_folder_without_some_of_its_arrays_is_one_sentence_and_no_traceback_of_orbaxs_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    # What orbax does there: it finds nothing, and threads that outlive its loop speak to it.
+    jax, orbax, checkpoint = ModuleType("jax"), ModuleType("orbax"), ModuleType("orbax.checkpoint")
+    orbax.checkpoint = checkpoint  # type: ignore[attr-defined]
+    checkpoint.PyTreeCheckpointer = lambda: SimpleNamespace(metadata=lambda folder: {})  # type: ignore[attr-defined]
+    for name, module in (("jax", jax), ("orbax", orbax), ("orbax.checkpoint", checkpoint)):
+        monkeypatch.setitem(sys.modules, name, module)
+    _import.cache_clear()
+    with pytest.raises(CheckpointError, match="expected parameters of orbax, found none: copy it whole"):
+        OrbaxParameters(tmp_path)
+    for text in ("Event loop is closed", "another"):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text)))  # type: ignore[arg-type]
+    assert [str(one.exc_value) for one in told] == ["another"]
+    _import.cache_clear()
+
+
 def test_orbax_round_trip(tmp_path: Path) -> None:
     """Saved by orbax with openpi's outer `params` and nnx's inner `value`, in a process that may import jax."""
     pytest.importorskip("orbax.checkpoint", reason="NOT RUN: needs pip install 'vla_accel[jax]'")
@@ -421,6 +442,7 @@ def test_orbax_round_trip(tmp_path: Path) -> None:
     script = f"""
 import numpy as np, orbax.checkpoint as ocp
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from vla_accel.checkpoints.orbax import OrbaxParameters
 tree = {{}}
 arrays = dict(np.load({str(tmp_path / "tree.npz")!r}))

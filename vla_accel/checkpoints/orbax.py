@@ -6,8 +6,10 @@ Needs jax and orbax, which nothing else here does. Knows nothing of what the par
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,7 @@ class OrbaxParameters:
         for wrapper in ("item_metadata", "tree"):
             metadata = getattr(metadata, wrapper, metadata)
         if not metadata:
-            raise CheckpointError(f"checkpoint {self.folder}: expected an orbax checkpoint, found no parameters")
+            raise CheckpointError(f"checkpoint {self.folder}: expected parameters of orbax, found none: copy it whole")
         self._paths: dict[str, tuple[str, ...]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -90,6 +92,7 @@ def _nested(keys: tuple[str, ...], value: Any) -> Any:
     return value
 
 
+@functools.cache
 def _import() -> tuple[Any, Any]:
     # Reading needs no accelerator, and a GPU's memory is not to be taken for it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -98,6 +101,9 @@ def _import() -> tuple[Any, Any]:
         import orbax.checkpoint
     except ImportError as error:
         raise DependencyError(f"openpi's JAX checkpoints need pip install 'vla_accel[jax]': {error}") from error
+    # Where arrays are missing, tensorstore's threads outlive orbax's loop, and each would print a traceback about that.
+    before = sys.unraisablehook
+    sys.unraisablehook = lambda told: None if "Event loop is closed" in str(told.exc_value) else before(told)
     return orbax.checkpoint, jax
 
 
