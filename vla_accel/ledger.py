@@ -34,7 +34,7 @@ class Ledger:
     strict: bool = False
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
     told: set[str] = field(default_factory=set, repr=False, compare=False)
-    """Fallbacks that were said; one that comes again with a new shape, or number of steps, is said once."""
+    """Warnings that were said; one that comes again with a new shape, or number of steps, is said once."""
     _shown: tuple[tuple[LedgerEntry, ...], tuple[dict[str, object], ...]] = field(
         default=((), ()), init=False, repr=False, compare=False
     )
@@ -45,10 +45,14 @@ class Ledger:
             message = f"{entry.component}: asked for engine {entry.requested}, using {entry.used}: {entry.reason}"
             if self.strict:
                 raise EngineError(f"strict mode: {message}")
-            if message not in self.told:
-                _log.warning(message)
-            self.told.add(message)
+            self.warn(message)
         self.entries[entry.component] = entry
+
+    def warn(self, message: str) -> None:
+        """Say it once."""
+        if message not in self.told:
+            _log.warning(message)
+        self.told.add(message)
 
     def add(self, component: str, detail: str) -> None:
         """Say more of what runs inside a component that is there."""

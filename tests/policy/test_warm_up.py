@@ -80,6 +80,8 @@ def test_many_buckets_are_built_by_name_and_the_rest_is_said(
     left_out = [32, 96, 128, 160, 192, 224]  # an ordinary prompt, with the state in it, has more than 32
     listed = ", ".join(f"2 views and {n} prompt tokens" for n in left_out)
     assert f"engines are not built in advance for {listed}: the first such call builds them" in said
+    policy.with_steps(2).warm_up()
+    assert caplog.messages == [said], "said once, whatever the number of steps"
     caplog.clear()
     built.clear()
     assert 96 < tokens(policy, FAR) <= 128

@@ -256,11 +256,10 @@ class OptimizedPolicy:
             pipeline.feed(feed, self._noise)
             self._run(pipeline)
         if left_out := [shape for shape in possible if shape not in wanted]:
-            _log.warning(
-                "%s: engines are not built in advance for %s: the first such call builds them; name its prompt in "
-                "`warm_up` of the configuration",
-                self.name,
-                ", ".join(shape.title for shape in left_out),
+            shapes = ", ".join(shape.title for shape in left_out)
+            self.ledger.warn(
+                f"{self.name}: engines are not built in advance for {shapes}: the first such call builds them; name "
+                "its prompt in `warm_up` of the configuration"
             )
 
     def with_steps(self, num_steps: int) -> OptimizedPolicy:
