@@ -125,18 +125,26 @@ def test_what_can_be_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--sweep 1,x", "--sweep: invalid literal for int"),
-        ("--sweep 1,", "--sweep: invalid literal for int"),
+        ("--sweep 1,x", "--sweep: expected a whole number, got 'x'"),
+        ("--sweep 1,", "--sweep: expected a whole number, got ''"),
         ("--sweep 3,3", "--sweep: expected each once, got '3,3'"),
         ("--sweep 3,03", "--sweep: expected each once, got '3,03'"),
         ("--sweep 3 2", "Unrecognized options: 2"),
         ("--sides encoder,both", "--sides: expected some of encoder, decoder, got 'both'"),
+        ("--layers 2.5", "Error parsing --layers: expected a whole number, got '2.5'"),
+        ("--wait soon", "Error parsing --wait: expected a number, got 'soon'"),
+        ("--lyers 3", "Unrecognized options: --lyers, 3; did you mean --layers?"),
+        ("--layers", "Missing value for argument '--layers'. Expected 1 values"),
     ],
 )
-def test_a_list_that_cannot_be_is_wrong_usage(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read_is_wrong_usage_in_one_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         read(Options, words.split(), "program")
-    assert stopped.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
+    (said,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and message in said
+    assert said.startswith("program: ") and said.endswith("; program --help says more")
 
 
 def test_lists_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:

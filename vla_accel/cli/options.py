@@ -4,11 +4,15 @@ loaded or run, so that a number or a file that cannot be is an error at once and
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import math
+import re
 import shutil
+import sys
 import textwrap
 import typing
 from collections.abc import Sequence
@@ -94,14 +98,28 @@ Seed = Annotated[int, Within(0, 2**63 - 1)]
 def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
     """The options of a program, a dataclass, from its words (the process's own if None).
 
-    Wrong usage ends the program with status 2, as tyro does. Raises ConfigError or OutputError for a value that its
+    Wrong usage ends the program with status 2 and one line. Raises ConfigError or OutputError for a value that its
     type refuses.
     """
-    with _RULES:
-        about = _wrapped(kind.__doc__ or "")
-        given = tyro.cli(kind, args=words, prog=program, description=about, config=(tyro.conf.FlagCreatePairsOff,))
+    about, box = _wrapped(kind.__doc__ or ""), io.StringIO()
+    try:
+        with _RULES, contextlib.redirect_stderr(box):
+            given = tyro.cli(kind, args=words, prog=program, description=about, config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit:
+        if box.getvalue():
+            print(f"{program}: {_sentence(box.getvalue())}; {program} --help says more", file=sys.stderr)
+        raise
     check(given)
     return given
+
+
+def _sentence(box: str) -> str:
+    """What is wrong in the first paragraph of tyro's box, without helptexts, and what it takes to have been meant."""
+    # Where the output is not in UTF-8 its lines are blanks and hyphens.
+    _, first, *_ = re.split(r"(?m)^(?:╭|[│ ] ?[─-]{5}).*$", box)
+    wrong = " ".join(line[1:].strip(" │") for line in first.splitlines() if not line[2:].startswith(" " * 8))
+    meant = re.findall(r"(?m)^[│ ] {5}(--\S+)", box.partition("Perhaps you meant:")[2])
+    return wrong.strip(" .") + (f"; did you mean {' or '.join(meant)}?" if meant else "")
 
 
 _RULES = ConstructorRegistry()
@@ -152,6 +170,28 @@ def told(kind: type) -> dict[str, str]:
     return texts
 
 
+def _number(kind: type[int] | type[float], word: str) -> int | float:
+    try:
+        return kind(word)
+    except ValueError:
+        raise ValueError(f"expected a {'whole ' * (kind is int)}number, got {word!r}") from None
+
+
+@_RULES.primitive_rule
+def _numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """A number that may be left out: tyro's own errors speak of Python's types and functions."""
+    kind, *more = typing.get_args(info.type) or (info.type,)
+    if kind not in (int, float) or more not in ([], [type(None)]):
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.__name__.upper(),
+        instance_from_str=lambda words: _number(kind, words[0]),
+        is_instance=lambda value: value is None or isinstance(value, (int, kind)),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
 @_RULES.primitive_rule
 def _commas(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]] | None:
     """How every list is written: commas, no spaces; but for words without an option, and an option given repeatedly."""
@@ -168,7 +208,7 @@ def _commas(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]
         words = text.split(",")
         if wrong := [word for word in words if choices and word not in choices]:
             raise ValueError(f"expected some of {', '.join(choices)}, got {wrong[0]!r}")
-        values = tuple(words if choices else map(kind, words))
+        values = tuple(words if choices else (_number(kind, w) if kind in (int, float) else kind(w) for w in words))
         if len(set(values)) < len(values):
             raise ValueError(f"expected each once, got {text!r}")
         return values
