@@ -3,6 +3,17 @@
 Every message names the thing, what was expected and what was found. This module knows nothing else.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What ends a message about an unknown name: the known one that reads like it, if there is one."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f": did you mean {found[0]}?" if found else ""
+
 
 class VlaAccelError(Exception):
     """Base class: `except VlaAccelError` catches everything this project raises on purpose."""

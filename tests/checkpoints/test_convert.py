@@ -326,6 +326,10 @@ def test_assets_come_along(tmp_path: Path) -> None:
         ((), "action_horizon: expected it, or --config, as no parameter shows it; got neither"),
         (("--config", "pi05_libero", "--action-horizon", "50"), "--action-horizon 50 and --config pi05_libero (10)"),
         (("--config", "pi06"), "config: expected one of pi0_libero, "),
+        (
+            ("--config", "pi05_libero", "--assets", "nowhere"),
+            "assets: expected a folder with <asset_id>/norm_stats.json",
+        ),
     ],
 )
 def test_the_command_asks_for_a_horizon(

@@ -95,7 +95,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         find("lerobot/pi05_base")
 
 
-@pytest.mark.parametrize("name", ["dmeo", "a/b/c", "/no/such/folder", ""])
+@pytest.mark.parametrize("name", ["dmeo", "a/b/c", "/no/such/folder", "./folder", ""])
 def test_names_that_are_neither(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     with pytest.raises(CheckpointError, match=rf"expected a folder or one of demo.*, got '{name}'"):

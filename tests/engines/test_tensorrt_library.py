@@ -98,7 +98,7 @@ def test_a_stub_without_a_library_is_missing(monkeypatch: Any) -> None:
 def test_capabilities() -> None:
     assert parse_target("sm89") == parse_target("8.9") == parse_target(" SM_89 ") == (8, 9)
     assert parse_target("sm120") == parse_target("12.0") == (12, 0)
-    for text in ("ada", "sm", "89.x", ""):
+    for text in ("ada", "sm", "89.x", "", "4090"):
         with pytest.raises(ConfigError, match="target: expected a compute capability like sm89"):
             parse_target(text)
     assert runs_on("tensorrt", (9, 0)) and not runs_on("tensorrt_rtx", (9, 0))

@@ -412,7 +412,7 @@ def test_non_finite_actions_are_an_error(policy: OptimizedPolicy) -> None:
 
 
 def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"expected a folder or one of demo.*, got 'dmeo'"):
+    with pytest.raises(CheckpointError, match=r"expected a folder or one of demo.*, got 'dmeo': did you mean demo\?"):
         OptimizedPolicy.from_pretrained("dmeo")
     with pytest.raises(CheckpointError, match=r"expected config\.json, found an empty folder"):
         OptimizedPolicy.from_pretrained(tmp_path)

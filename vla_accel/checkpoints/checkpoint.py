@@ -157,10 +157,7 @@ def compare_sizes(pairs: Iterable[tuple[str, object, object]], where: str) -> No
 
 
 def _differences(
-    weights: Weights,
-    recipe: Recipe,
-    expected: Mapping[str, tuple[int, ...]],
-    known: Collection[str],
+    weights: Weights, recipe: Recipe, expected: Mapping[str, tuple[int, ...]], known: Collection[str]
 ) -> list[str]:
     needed = {p.name: (p, expected[name]) for name, parts in recipe.items() for p in parts}
     missing = sorted(needed.keys() - weights.shapes.keys())

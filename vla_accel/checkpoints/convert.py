@@ -111,10 +111,7 @@ def convert(
         by_source.setdefault(target.source, []).append(target)
     # The metadata says under which other name the table is known, as openpi's own writer has it.
     tied = {EMBEDDINGS[0]: EMBEDDINGS[1]}
-    with (
-        replacing(output / "model.safetensors") as temporary,
-        SafetensorsWriter(temporary, entries, tied) as writer,
-    ):
+    with replacing(output / "model.safetensors") as temporary, SafetensorsWriter(temporary, entries, tied) as writer:
         for name, cuts in by_source.items():
             array = parameters.read(name)
             for target in cuts:

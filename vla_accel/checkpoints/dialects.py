@@ -25,10 +25,7 @@ Dialect = Literal["vla_accel", "openpi", "lerobot"]
 _ROOT = "paligemma_with_expert."
 _TOWER = _ROOT + "paligemma.model.vision_tower.vision_model."
 _PROJECTOR = _ROOT + "paligemma.model.multi_modal_projector.linear."
-_STACKS = {
-    "prefix": _ROOT + "paligemma.model.language_model.",
-    "expert": _ROOT + "gemma_expert.model.",
-}
+_STACKS = {"prefix": _ROOT + "paligemma.model.language_model.", "expert": _ROOT + "gemma_expert.model."}
 # One table under two names; savers keep either or both. The first is what is read.
 EMBEDDINGS = (_STACKS["prefix"] + "embed_tokens.weight", _ROOT + "paligemma.lm_head.weight")
 NAMES = Names(_TOWER, _PROJECTOR, _STACKS, EMBEDDINGS[0])

@@ -20,12 +20,12 @@ from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.lora import CONFIG, Folded, check_base, is_adapter, read_lora
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import PolicyConfig
-from vla_accel.errors import CheckpointError, ConfigError, DependencyError
+from vla_accel.errors import CheckpointError, ConfigError, DependencyError, nearest
 from vla_accel.fp8 import Scales, scales_for
 from vla_accel.models.family import FAMILIES, Family, family_named
 from vla_accel.models.network import Network
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "assets/**")
 
 
@@ -130,7 +130,8 @@ def find(path_or_name: str | Path) -> Path:
         hint = f"; did you mean {folder.parent}?" if (folder.parent / "config.json").is_file() else ""
         raise CheckpointError(f"checkpoint: expected a folder, got the file {name!r}{hint}")
     if not _HUB_NAME.fullmatch(name):
-        raise CheckpointError(f"checkpoint: expected a folder or one of {', '.join(NAMED)}, got {name!r}")
+        known = ", ".join(NAMED)
+        raise CheckpointError(f"checkpoint: expected a folder or one of {known}, got {name!r}{nearest(name, NAMED)}")
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:

@@ -13,14 +13,7 @@ from typing import Any
 import torch
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
-from vla_accel.checkpoints.dialects import (
-    DEAD,
-    EMBEDDINGS,
-    NAMES,
-    said_of_variant,
-    stack_sizes,
-    tower_sizes,
-)
+from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, NAMES, said_of_variant, stack_sizes, tower_sizes
 from vla_accel.checkpoints.lerobot import member
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import select
@@ -10,39 +9,23 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from vla_accel.errors import VlaAccelError
+from vla_accel.errors import VlaAccelError, nearest
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "doctor": (
-        "doctor",
-        "engines.Doctor",
-        "say what this machine can run, what is missing and what to type, and test it",
-    ),
+    "doctor": ("doctor", "engines.Doctor", "say what this machine can run, what is missing and what to type; test it"),
     "bench": ("bench", "policies.Bench", "time whole calls of a policy beside its baselines and its floor, in turns"),
     "parity": ("parity", "policies.Parity", "compare a configuration with FP32 eager; fails where it does not agree"),
-    "tune": (
-        "tune",
-        "policies.Tune",
-        "find the fastest configuration on this machine that loses nothing, with the evidence",
-    ),
+    "tune": ("tune", "policies.Tune", "find the fastest configuration here that loses nothing, with the evidence"),
     "calibrate": ("calibrate", "policies.Calibrate", "measure FP8 scales of a checkpoint on recorded observations"),
     "build": ("build", "policies.Build", "build the TensorRT engines of a configuration, also for other GPUs"),
     "cache": ("cache", "engines.Cache", "list, verify or clear the built engines; clear compiled kernels, too"),
     "inspect": ("inspect", "engines.Inspect", "show layers, precisions, profiles and size of a built engine"),
     "convert": ("convert", "policies.Convert", "turn an openpi JAX checkpoint into safetensors"),
     "serve": ("serve", "servers.Serve", "serve a policy to openpi's clients"),
-    "bench-server": (
-        "bench_server",
-        "servers.BenchServer",
-        "time calls over a server: what it adds to the policy's time, and where",
-    ),
+    "bench-server": ("bench_server", "servers.BenchServer", "time calls over a server: what it adds, and where"),
     "build-vae": ("build_vae", "images.BuildVae", "build TensorRT engine files of an autoencoder"),
     "build-unet": ("build_unet", "images.BuildUnet", "build a TensorRT engine file of Stable Diffusion's UNet"),
-    "bench-vae": (
-        "bench_vae",
-        "images.BenchVae",
-        "time an autoencoder: eager, torch.compile, native, TensorRT, in turns",
-    ),
+    "bench-vae": ("bench_vae", "images.BenchVae", "time an autoencoder: eager, compiled, native, TensorRT, in turns"),
     "bench-unet": ("bench_unet", "images.BenchUnet", "time Stable Diffusion the same way"),
     "bench-qwen": ("bench_qwen", "images.BenchQwen", "time Qwen-Image: transformer and autoencoder, fast or not"),
     "txt2img": ("generate", "images.TextToImage", "make a picture from a prompt"),
@@ -74,8 +57,7 @@ def run(words: list[str]) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f": did you mean {nearest[0]}?" if nearest else ""
+        hint = nearest(name, COMMANDS)
         print(f"vla-accel: unknown command {name}{hint or '; vla-accel --help lists them'}", file=sys.stderr)
         return 2
     from vla_accel.cli.asked.policies import CheckpointSource, read_former

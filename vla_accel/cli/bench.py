@@ -23,14 +23,7 @@ from vla_accel.measure.overlap import recorded
 from vla_accel.measure.paced import paced
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates, steps_timed
 from vla_accel.measure.start import PHASES, starts
-from vla_accel.measure.systems import (
-    REALTIME_VLA_STEPS,
-    CheckpointFactory,
-    Factory,
-    camera_size,
-    free,
-    observer,
-)
+from vla_accel.measure.systems import REALTIME_VLA_STEPS, CheckpointFactory, Factory, camera_size, free, observer
 from vla_accel.models.family import Family, family_named
 from vla_accel.report.bench import page
 from vla_accel.report.page import check_path, write

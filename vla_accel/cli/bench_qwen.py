@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.cli.asked.images import BenchQwen
-from vla_accel.cli.common import (
-    PARITY_COLUMNS,
-    finish,
-    parity_cells,
-    print_table,
-    report,
-    say,
-)
+from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say
 from vla_accel.components.vae import check_size
 from vla_accel.diffusion.config import load_vae_config
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory

@@ -14,15 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vla_accel.cli.asked.images import BenchUnet
-from vla_accel.cli.common import (
-    PARITY_COLUMNS,
-    finish,
-    parity_cells,
-    print_table,
-    report,
-    say,
-    write_asked,
-)
+from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say, write_asked
 from vla_accel.cli.generate import RANDOM
 from vla_accel.config import EngineSpec
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.cli.asked.images import BenchVae
-from vla_accel.cli.common import (
-    PARITY_COLUMNS,
-    finish,
-    parity_cells,
-    print_table,
-    report,
-    say,
-)
+from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say
 from vla_accel.components.vae import PROFILES, Size, parse_size, size_key, static_sizes
 from vla_accel.diffusion.measure import Parity, Timing, first_calls, in_turns, parity
 from vla_accel.diffusion.models import CONFIGS, load_model

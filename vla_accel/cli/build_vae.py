@@ -52,8 +52,7 @@ def main(options: BuildVae, words: list[str]) -> int:
             if found is None:
                 check = vae_component(halves[side], side, (SMALLEST, SMALLEST)) if dynamic else None
                 tuned = TensorrtOptions(
-                    optimization_level=options.optimization_level,
-                    profiles=profile_texts(component) if dynamic else (),
+                    optimization_level=options.optimization_level, profiles=profile_texts(component) if dynamic else ()
                 )
                 say(f"building {path}: minutes")
                 with tempfile.TemporaryDirectory(prefix="vla_accel-onnx-") as scratch:

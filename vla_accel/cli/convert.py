@@ -14,7 +14,7 @@ from vla_accel.checkpoints.orbax import OrbaxParameters, check_folder
 from vla_accel.checkpoints.progress import shown
 from vla_accel.cli.asked.policies import Convert
 from vla_accel.cli.common import print_json
-from vla_accel.errors import ConfigError
+from vla_accel.errors import ConfigError, nearest
 from vla_accel.transforms.normalisation import load_statistics, statistics_by_asset
 from vla_accel.transforms.robots import OPENPI_CONFIGS, PRESETS, OpenpiConfig, of_another
 
@@ -24,7 +24,10 @@ _ROOT = "paligemma_with_expert."
 def main(asked: Convert, words: list[str]) -> int:
     """Convert, print the table and the JSON line. Raises VlaAccelError for anything wrong."""
     if asked.config is not None and asked.config not in OPENPI_CONFIGS:
-        raise ConfigError(f"config: expected one of {', '.join(OPENPI_CONFIGS)}, got {asked.config!r}")
+        known, name = ", ".join(OPENPI_CONFIGS), asked.config
+        raise ConfigError(f"config: expected one of {known}, got {name!r}{nearest(name, OPENPI_CONFIGS)}")
+    if asked.assets is not None and not asked.assets.is_dir():
+        raise ConfigError(f"assets: expected a folder with <asset_id>/norm_stats.json, got {str(asked.assets)!r}")
     check_folder(asked.checkpoint)
     known = OPENPI_CONFIGS[asked.config] if asked.config is not None else None
     horizon = asked.action_horizon or (known.action_horizon if known else None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from vla_accel.config.mapping import Checked, from_mapping, read_mapping
-from vla_accel.errors import ConfigError
+from vla_accel.errors import ConfigError, nearest
 
 Precision = Literal["auto", "fp32", "bf16"]
 EngineName = Literal["auto", "eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
@@ -297,6 +296,5 @@ def find_config(name_or_path: str | Path) -> Path:
     path = shipped.get(name, Path(name_or_path))
     if path.suffix or (name and path.exists()):
         return path
-    nearest = difflib.get_close_matches(name, (AUTO, *shipped), n=1)
-    hint = f": did you mean {nearest[0]}?" if nearest else ""
-    raise ConfigError(f"config: expected a file or one of {', '.join((AUTO, *shipped))}, got {name!r}{hint}")
+    known = (AUTO, *shipped)
+    raise ConfigError(f"config: expected a file or one of {', '.join(known)}, got {name!r}{nearest(name, known)}")

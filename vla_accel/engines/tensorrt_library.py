@@ -111,7 +111,7 @@ def major_minor(version: str) -> tuple[int, int]:
 
 def parse_target(text: str) -> Capability:
     """ "sm89" or "8.9" to (8, 9). Raises ConfigError."""
-    match = re.fullmatch(r"(?:sm_?)?(\d+)\.?(\d)", text.strip().lower())
+    match = re.fullmatch(r"(?:sm_?)?(\d\d?)\.?(\d)", text.strip().lower())
     if match is None:
         raise ConfigError(f"target: expected a compute capability like sm89 or 8.9, got {text!r}")
     return int(match[1]), int(match[2])

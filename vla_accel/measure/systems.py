@@ -217,7 +217,7 @@ def _prompt(processor: Any, tokens: int | None) -> dict[str, str]:
         try:
             length = len(processor.prepare(told).tokens)
         except ObservationError as error:
-            raise ConfigError(f"prompt_tokens: {tokens}: {error}") from error
+            raise ConfigError(f"prompt_tokens: expected at most {length}, got {tokens}") from error
         if length >= tokens:
             break
     if length != tokens:

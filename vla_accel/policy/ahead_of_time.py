@@ -20,14 +20,7 @@ import torch
 from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig
-from vla_accel.engines import (
-    ENGINES,
-    onnx,
-    tensorrt_library,
-    tensorrt_plan,
-    torch_tensorrt,
-    torch_tensorrt_versions,
-)
+from vla_accel.engines import ENGINES, onnx, tensorrt_library, tensorrt_plan, torch_tensorrt, torch_tensorrt_versions
 from vla_accel.engines.tensorrt_builder import Progress
 from vla_accel.engines.tensorrt_library import Capability, LibraryName, check_target, load_library, parse_target
 from vla_accel.engines.tensorrt_plan import Exports, Obtained, body_of, obtain
@@ -123,10 +116,7 @@ def _components(
 
 
 def build(
-    job: Job,
-    progress: Progress | None = None,
-    cancel: threading.Event | None = None,
-    exports: Exports | None = None,
+    job: Job, progress: Progress | None = None, cancel: threading.Event | None = None, exports: Exports | None = None
 ) -> list[dict[str, Any]]:
     """Build one job, or find it in the cache. A manifest row per engine: torch_tensorrt makes one for every part."""
     began = time.perf_counter()

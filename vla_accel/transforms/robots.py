@@ -8,7 +8,6 @@ weights, statistics or tokens.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vla_accel.config.mapping import from_mapping, read_mapping
-from vla_accel.errors import ConfigError
+from vla_accel.errors import ConfigError, nearest
 from vla_accel.pictures import Resize
 
 Gripper = Literal["none", "aloha"]
@@ -165,9 +164,8 @@ def load_preset(name: str) -> Preset:
     if name in PRESETS:
         return PRESETS[name]
     if Path(name).suffix.lower() not in (".yaml", ".yml", ".json"):
-        nearest = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f": did you mean {nearest[0]}?" if nearest else ""
-        raise ConfigError(f"preset: expected a YAML file or one of {', '.join(PRESETS)}, got {name!r}{hint}")
+        known = ", ".join(PRESETS)
+        raise ConfigError(f"preset: expected a YAML file or one of {known}, got {name!r}{nearest(name, PRESETS)}")
     return preset_from(read_mapping(Path(name)), name)
 
 

@@ -143,12 +143,7 @@ class SmallTokenizer:
         return ids + [3] * (self.fill_to - len(ids))
 
     def save(self, path: Path) -> None:
-        content = {
-            "type": "small",
-            "words": list(self.words),
-            "state_dim": self.state_dim,
-            "fill_to": self.fill_to,
-        }
+        content = {"type": "small", "words": list(self.words), "state_dim": self.state_dim, "fill_to": self.fill_to}
         path.write_text(json.dumps(content, indent=1) + "\n")
 
     @classmethod
@@ -307,13 +302,7 @@ def files_from_hub(name: str, files: Sequence[str], hint: str) -> Path:
     """The folder of these files of a repository on the hub, or in its cache. Raises CheckpointError that says what else
     can be done."""
     try:
-        from huggingface_hub import (
-            constants,
-            get_hf_file_metadata,
-            hf_hub_download,
-            hf_hub_url,
-            try_to_load_from_cache,
-        )
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
         raise DependencyError(f"a tokenizer from the hub needs pip install 'vla_accel[checkpoints]'; {hint}") from error
