@@ -400,4 +400,5 @@ def test_a_busy_port_is_known_before_a_policy_is_loaded(
         other.listen()
         port = other.getsockname()[1]
         assert main(["serve", checkpoint, "--port", str(port), "--device", "cpu"]) == 1
-    assert f"vla-accel serve: cannot listen on 127.0.0.1:{port}: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; --port 0 takes a free one" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 from dataclasses import dataclass
@@ -84,7 +85,9 @@ class ServerConfig(Checked):
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as asyncio's servers do
                     probe.bind(address)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {self.host}:{self.port}: {error.strerror or error}") from error
+            free = "; --port 0 takes a free one" if error.errno == errno.EADDRINUSE else ""
+            told = f"cannot listen on {self.host}:{self.port}: {error.strerror or error}{free}"
+            raise ConfigError(told) from error
 
     def tls(self) -> ssl.SSLContext | None:
         """What encrypts connections; None where they travel in the clear. Raises ConfigError for files of no use."""
