@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from tests.support.pages import ROOT
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
-from vla_accel.cli import COMMANDS, calibrate, main, parity
+from vla_accel.cli import COMMANDS, calibrate, ended, main, parity
 from vla_accel.cli.asked.policies import Build, Parity, PolicySource, read_former
 from vla_accel.cli.asked.servers import Serve
 from vla_accel.cli.options import told
@@ -286,6 +287,22 @@ assert "torch" not in sys.modules, "eval.libero"
 """
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_of_which_a_library_makes_an_error_is_an_interrupt(number: int) -> None:
+    def imports_matplotlib() -> int:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            raise ValueError("too many values to unpack (expected 2)") from None
+        return 0
+
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    assert ended(imports_matplotlib) == (130, "interrupted")
+    with pytest.raises(ValueError, match="ours"):
+        ended(lambda: int("ours"))
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 @pytest.mark.parametrize("kind", ["cut off", "no archive", "pickle", "one array", "nothing", "unequal"])

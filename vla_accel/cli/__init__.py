@@ -74,10 +74,24 @@ def ended(run: Callable[[], int]) -> tuple[int, str | None]:
     """The exit status of a program, and what is to be said of its end: 0 done, 1 a check failed or an error that a user
     can mend, 130 interrupted, 141 what read its output has gone."""
     # SIGTERM, of `timeout` or a scheduler, is an interrupt like Ctrl-C: what was begun is put away, no process stays.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    asked = False
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    # A shell's script ignores Ctrl-C for what it runs in the background.
+    heard = (signal.SIGTERM, *([signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []))
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         try:
             return run(), None
+        except Exception as error:
+            # A library in whose code the interrupt came may have made an error of its own of it: matplotlib does.
+            if asked:
+                raise KeyboardInterrupt from error
+            raise
         finally:
             print(end="", flush=True)  # not at the interpreter's end, where nobody could say what went wrong
     except VlaAccelError as error:
@@ -93,7 +107,8 @@ def ended(run: Callable[[], int]) -> tuple[int, str | None]:
     except KeyboardInterrupt:
         return 130, "interrupted"
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _reader_is_gone() -> bool:

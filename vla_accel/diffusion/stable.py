@@ -101,12 +101,7 @@ class StableDiffusion:
     """A pipeline ready to generate. Make one with `from_pretrained`, or from a diffusers pipeline's parts."""
 
     def __init__(
-        self,
-        parts: Any,
-        engines: Engines | None = None,
-        *,
-        strict: bool = False,
-        unet_file: Path | None = None,
+        self, parts: Any, engines: Engines | None = None, *, strict: bool = False, unet_file: Path | None = None
     ) -> None:
         """`parts`: a diffusers `StableDiffusionPipeline` on its device and in its dtype. `unet_file`: an engine file
         of `build-unet` to run the UNet from, of the library that `engines.unet` names."""
@@ -250,11 +245,7 @@ class StableDiffusion:
         tokenizer = self.parts.tokenizer
         prompts = [request.negative_prompt, request.prompt] if guided else [request.prompt]
         return tokenizer(
-            prompts,
-            padding="max_length",
-            max_length=tokenizer.model_max_length,
-            truncation=True,
-            return_tensors="pt",
+            prompts, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
         ).input_ids
 
     def _schedule(self, request: Request, from_image: bool) -> tuple[Any, Tensor]:

@@ -22,12 +22,7 @@ class Stage:
     """
 
     def __init__(
-        self,
-        component: Component,
-        spec: EngineSpec,
-        device: torch.device,
-        ledger: Ledger,
-        engine: Engine | None = None,
+        self, component: Component, spec: EngineSpec, device: torch.device, ledger: Ledger, engine: Engine | None = None
     ) -> None:
         """`engine`: one that was made and recorded elsewhere, instead of one from `build()`."""
         self.component = component

@@ -315,12 +315,7 @@ def _quiet() -> Iterator[None]:
 
 def _dtypes(model: Any) -> tuple[torch.dtype, ...]:
     """The floating-point dtypes that occur in a graph."""
-    names = {
-        "FLOAT": torch.float32,
-        "FLOAT16": torch.float16,
-        "BFLOAT16": torch.bfloat16,
-        "FLOAT8E4M3FN": E4M3.dtype,
-    }
+    names = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16, "FLOAT8E4M3FN": E4M3.dtype}
     values = [*model.graph.inputs, *model.graph.initializers.values()]
     values += [v for node in model.graph for v in node.outputs]
     found = {v.dtype.name for v in values if v.dtype is not None}

@@ -27,12 +27,7 @@ class Session:
     """A deserialised plan with one execution context, its profile chosen for fixed shapes."""
 
     def __init__(
-        self,
-        library: Library,
-        engine: Any,
-        profiles: Sequence[Profile],
-        component: Component,
-        device: torch.device,
+        self, library: Library, engine: Any, profiles: Sequence[Profile], component: Component, device: torch.device
     ) -> None:
         self.library, self.engine, self.what = library, engine, component.name
         trt = library.trt

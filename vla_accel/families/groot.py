@@ -129,12 +129,7 @@ class GrootFamily(TextFamily):
         real = len(inputs.tokens)
         cache = {name: outputs[name][:, 0] for name in CACHE}
         text = {name: value[:, :real] for name, value in cache.items() if name.startswith("text")}
-        return {
-            "image_tokens": outputs["image_tokens"][0],
-            "deepstack": outputs["deepstack"][:, 0],
-            **cache,
-            **text,
-        }
+        return {"image_tokens": outputs["image_tokens"][0], "deepstack": outputs["deepstack"][:, 0], **cache, **text}
 
     def work(
         self, config: GrootConfig, inputs: GrootInputs, steps: int, specs: Mapping[str, EngineSpec]
