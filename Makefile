@@ -76,10 +76,11 @@ setup: $(STAMP)
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
+# With pip's own words: this takes minutes.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --constraint constraints.txt torch
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TRITON)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[libero,tensorrt-rtx,diffusion,dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[libero,tensorrt-rtx,diffusion,dev]'
 	touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(STAMP)
