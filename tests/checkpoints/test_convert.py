@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import stat
 import subprocess
@@ -28,7 +29,7 @@ from vla_accel.checkpoints.orbax import OrbaxParameters, _import
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.cli import main
 from vla_accel.cli.convert import table
-from vla_accel.errors import CheckpointError, DependencyError
+from vla_accel.errors import CheckpointError, DependencyError, OutputError
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import SIZES, Kind, Pi0Config
 from vla_accel.models.siglip import SiglipConfig
@@ -402,6 +403,21 @@ def test_a_config_of_another_robot_is_refused_and_nothing_written(
         assert f"config: {config} is of another checkpoint than {tmp_path}: {message}" in said
         assert len(said.splitlines()) == 1
     assert (tmp_path / "out").exists() == (message is None)
+
+
+def test_statistics_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "assets" / "droid").mkdir(parents=True)
+    (tmp_path / "assets" / "droid" / "norm_stats.json").write_text("{}")
+
+    def full(source: str, target: Path) -> None:
+        Path(target).write_text("{")
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    tree = ParameterTree(jax_tree(small("pi05")))
+    with pytest.raises(OutputError, match=r"norm_stats\.json: cannot be written: No space left"):
+        convert(tree, tmp_path / "out", action_horizon=10, assets=tmp_path / "assets")
+    assert not [p for p in (tmp_path / "out" / "assets").rglob("*") if p.is_file()]
 
 
 def test_without_jax_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

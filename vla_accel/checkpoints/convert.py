@@ -123,7 +123,9 @@ def convert(
             dtype, shape = entries[DEAD[0]]
             writer.write(DEAD[0], torch.zeros(1, dtype=dtype).expand(shape))
     if assets is not None and assets.is_dir():
-        shutil.copytree(assets, output / "assets", dirs_exist_ok=True)
+        for file in sorted(path for path in assets.rglob("*") if path.is_file()):
+            with replacing(output / "assets" / file.relative_to(assets)) as temporary:
+                shutil.copyfile(file, temporary)
     written = _config(config, precision, preset, discrete_state_input)
     report = Report(
         schema=SCHEMA,
