@@ -22,6 +22,7 @@ pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
 from tests.support.server_support import (
+    Loading,
     ProcessPolicy,
     RawClient,
     Unloadable,
@@ -35,7 +36,7 @@ from vla_accel.client import PolicyClient
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ServerError
 from vla_accel.machine import devices, resolve_devices
 from vla_accel.remote import wire
-from vla_accel.server import PolicyServer, Replicas, background
+from vla_accel.server import PolicyServer, Replicas, background, serve
 from vla_accel.server.dispatch import Dispatcher
 from vla_accel.server.metrics import Metrics
 from vla_accel.server.replica import ProcessReplica, _end
@@ -213,6 +214,25 @@ def test_a_start_that_is_given_up_leaves_no_process(monkeypatch: pytest.MonkeyPa
         assert not made[0].is_alive()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_replicas_load_ends_them_at_once(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vla_accel.server.replica._END_S", PATIENCE_S)  # nobody waits for it to end by itself
+    began = tmp_path / "began"
+
+    def interrupt() -> None:
+        eventually(began.exists)
+        os.kill(os.getpid(), number)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            serve(Replicas(Loading(began), ("cpu",)), LOCAL)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(began.read_text()), 0)
 
 
 def test_what_dies_while_all_end_is_not_started_again() -> None:

@@ -124,6 +124,21 @@ class Unloadable:
         raise self.error
 
 
+class Loading:
+    """A policy that is still loaded when a test has done what it wants to do meanwhile. `began` then has the number of
+    the process."""
+
+    def __init__(self, began: Path) -> None:
+        self.began = began
+
+    def __call__(self, device: str) -> Any:
+        self.began.with_suffix(".part").write_text(str(os.getpid()))
+        self.began.with_suffix(".part").rename(self.began)
+        time.sleep(PATIENCE_S / 6)
+        self.began.write_text("loaded")
+        return EchoPolicy()
+
+
 def observation(*numbers: float, image: bool = False) -> dict[str, Any]:
     """An observation with up to eight numbers as its state."""
     state = np.zeros(8)

@@ -62,6 +62,7 @@ class PolicyServer:
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hurry: asyncio.Event | None = None
+        self._starting: asyncio.Future[None] | None = None
         self._draining = False
         self._closing: set[asyncio.Future[None]] = set()
         self._keys = Keys(self.config.api_key, self.config.api_key_file)
@@ -69,14 +70,19 @@ class PolicyServer:
     # -- its life -------------------------------------------------------------------------------------------------
 
     async def run(self, on_ready: Callable[[PolicyServer], None] | None = None) -> None:
-        """Load, listen, serve until `stop_soon`, then finish what is under way. Raises ConfigError if it cannot listen,
-        and what loading a replica raised."""
+        """Load, listen, serve until `stop_soon`, then finish what is under way; asked while replicas load, it ends them
+        and has no `address`. Raises ConfigError if it cannot listen, and what loading a replica raised."""
         config = self.config
         self._loop, self._stop, self._hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         module, tls = websockets_server(), config.tls()
         quiet = logging.getLogger("vla_accel.server.handshakes")
         quiet.setLevel(logging.CRITICAL)  # what a stranger sends is not this server's error
-        await self.dispatcher.start()
+        self._starting = asyncio.ensure_future(self.dispatcher.start())
+        await asyncio.wait([self._starting])
+        if self._starting.cancelled():
+            await self.dispatcher.close()
+            return
+        self._starting.result()
         try:
             server = await module.serve(
                 self._handle,
@@ -122,6 +128,8 @@ class PolicyServer:
         loop, stop, hurry = self._loop, self._stop, self._hurry
 
         def stop_now() -> None:
+            if not stop.is_set() and self._starting is not None:
+                self._starting.cancel()
             (hurry if stop.is_set() else stop).set()
 
         with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -291,16 +299,19 @@ class PolicyServer:
 
 
 def serve(policy: Any, config: ServerConfig | None = None) -> None:
-    """Serve until SIGINT or SIGTERM, then finish what is under way; a second signal does not wait. Blocks."""
+    """Serve until SIGINT or SIGTERM, then finish what is under way; a second signal does not wait. Blocks. Raises
+    KeyboardInterrupt for a signal while replicas load."""
+    server = PolicyServer(policy, config)
 
     async def main() -> None:
-        server = PolicyServer(policy, config)
         loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, server.stop_soon)
         await server.run()
 
     run_loop(main())
+    if not server.address:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -210,6 +210,8 @@ class ProcessReplica:
         self._turns.clear()
         process, self._process = self._process, None
         if process is not None:
+            if not self.hellos:  # it loads, and would not hear of the end before it has
+                process.kill()
             await asyncio.get_running_loop().run_in_executor(None, _end, process)
 
 
