@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.bench_tables import fell_back
 from eval.libero_tables import with_interval
 from eval.markdown import MODELS, doubts, machine, machines, percent, rows
 from vla_accel.measure.proportion import wilson
+from vla_accel.report.conditions import fell_back
 
 
 def quality(results: list[Any]) -> str:

@@ -10,6 +10,7 @@ from eval.markdown import bare_command, machine, rows, steps_of
 from vla_accel.measure.host import beside
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, steps_timed
 from vla_accel.measure.start import PHASES
+from vla_accel.report.bench import ran
 
 PI0_PARTS = ("vision", "kv_cache", "denoise")
 """Components in reports that do not name their model's."""
@@ -113,16 +114,7 @@ def whole_calls(result: dict[str, Any]) -> str:
 
 def _ran(found: dict[tuple[str, int], dict[str, Any]], system: str, steps: list[int]) -> str:
     """A system's name, and what ran in place of the engines that it asked for."""
-    row = next(found[system, n] for n in steps if (system, n) in found)
-    return system + fell_back(row.get("engines") or [])
-
-
-def fell_back(engines: list[dict[str, Any]]) -> str:
-    """What ran in place of the engines that were asked for, and what `auto` chose."""
-    chosen = dict.fromkeys(e["used"] for e in engines if e["requested"] == "auto")
-    said = [f"chose {', '.join(chosen)}"] if chosen else []
-    said += [f"{e['component']} ran {e['used']}" for e in engines if e["requested"] not in ("auto", e["used"])]
-    return f" ({'; '.join(said)})" if said else ""
+    return ran(next(found[system, n] for n in steps if (system, n) in found))
 
 
 def call(row: dict[str, Any] | None) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.bench_tables import fell_back
 from eval.harness.statistics import smallest_difference
 from eval.markdown import bare_command, doubts, machine, machines, percent, rows
 from eval.paired_picture import PICTURE as STRESS_PICTURE
 from eval.training import UNTOLD, runs_of
+from vla_accel.report.conditions import fell_back
 
 
 def success(results: list[dict[str, Any]]) -> str:

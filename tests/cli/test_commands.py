@@ -172,10 +172,14 @@ def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[st
     assert all({*row["parts_ms"]} == parts for row in report["throughput"])
 
 
-def test_bench_says_a_fallback_once(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
-    words = ["--config", "native_fp8", "--steps", "2,1", "--calls", "1", "--device", "cpu"]
-    assert main(["bench", checkpoint, *words]) == 0
+def test_bench_says_a_fallback_once_and_names_the_rows_by_what_ran(
+    checkpoint: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--config", "native_fp8", "--steps", "2,1", "--calls", "1", "--device", "cpu", "--batch", "2"]
+    assert main(["bench", checkpoint, *words, "--report", str(tmp_path / "report.html")]) == 0
     assert caplog.text.count("kv_cache: asked for engine native, using eager") == 1
+    for said in (capsys.readouterr().out.replace("\n", ""), (tmp_path / "report.html").read_text()):
+        assert said.count("native_fp8 (kv_cache ran eager)") >= 3, "of each number of steps, and of a batch"
 
 
 @pytest.mark.slow
@@ -324,6 +328,18 @@ def test_observations_of_no_use_are_one_line(kind: str, recorded: str, capsys: p
     found = {"nothing": "{'a': 0, 'b': 0}", "unequal": "{'a': 3, 'b': 4}"}.get(kind)
     expected = f"expected columns of one length, got {found}" if found else "expected a .npz of arrays, got another"
     assert f"vla-accel parity: recording {path}: {expected}" in said and len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", ["parity", "calibrate", "tune --calls 1 --finalists 1 --output"])
+def test_observations_of_another_robot_are_told_with_their_file(
+    words: str, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, (command, *more) = tmp_path / "other.npz", words.split()
+    save_observations([{"observation/image": np.zeros((8, 8, 3), np.uint8), "prompt": "pick"}], path)
+    more += [str(tmp_path / "runs")] if more else []
+    assert main([command, checkpoint, "--observations", str(path), "--device", "cpu", *more]) == 1
+    said = f"vla-accel {command}: recording {path}: observation: missing observation/wrist_image, observation/state; "
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceili
 from vla_accel.measure.start import PHASES, starts
 from vla_accel.measure.systems import REALTIME_VLA_STEPS, CheckpointFactory, Factory, camera_size, free, observer
 from vla_accel.models.family import Family, family_named
-from vla_accel.report.bench import page
+from vla_accel.report.bench import page, ran
 from vla_accel.report.page import check_path, write
 
 KERNEL_TIMES = ("sum", "overlapped", "idle_before")
@@ -220,7 +220,8 @@ def _throughput(
             row = run([system], lambda _: {}, calls=max(10, calls // 4))[0]
             say(f"{name}: batches of {batch}")
             rows.append({"system": name, "steps": steps, "batch": batch, "median_ms": row["median_ms"],
-                         "per_second": 1e3 * batch / row["median_ms"], "parts_ms": row["parts_ms"]})  # fmt: skip
+                         "per_second": 1e3 * batch / row["median_ms"], "parts_ms": row["parts_ms"],
+                         "engines": policy.ledger.as_list()})  # fmt: skip
     return rows
 
 
@@ -241,7 +242,7 @@ def _print(report: dict[str, Any]) -> None:
     for row in report["rows"]:
         parts, floor, speedup = row["parts_ms"], row["floors_ms"].get("total"), row["speedup"]
         body.append([
-            row["system"], str(row["steps"]), f"{row['median_ms']:.2f}", f"{row['p10_ms']:.2f}", f"{row['p90_ms']:.2f}",
+            ran(row), str(row["steps"]), f"{row['median_ms']:.2f}", f"{row['p10_ms']:.2f}", f"{row['p90_ms']:.2f}",
             f"{speedup:.1f}×" if speedup else "-",
             *(f"{parts[n]:.2f}" if n in parts else "-" for n in parts_of),
             f"{row['step_ms']:.2f}" if "step_ms" in row else "-",
@@ -251,7 +252,7 @@ def _print(report: dict[str, Any]) -> None:
     print_table("whole calls, NumPy in to NumPy out", columns, body)
     if any("paced" in row for row in report["rows"]):
         body = [
-            [row["system"], str(row["steps"]), *(f"{row['paced'][n]:.2f}" for n in ("median_ms", "p90_ms")),
+            [ran(row), str(row["steps"]), *(f"{row['paced'][n]:.2f}" for n in ("median_ms", "p90_ms")),
              str(row["paced"]["late"]), "-" if row["paced"]["power_w"] is None else f"{row['paced']['power_w']:.0f}"]
             for row in report["rows"]
         ]  # fmt: skip
@@ -260,7 +261,7 @@ def _print(report: dict[str, Any]) -> None:
     if any("start" in row for row in report["rows"]):
         names = ("import", *PHASES, "other", "first_action")
         body = [
-            [f"{row['system']}, {which}", *(f"{row['start'][which][name]:.2f}" for name in names)]
+            [f"{ran(row)}, {which}", *(f"{row['start'][which][name]:.2f}" for name in names)]
             for row in report["rows"] if "start" in row for which in ("cold", "warm")
         ]  # fmt: skip
         read = next(row["start"]["file_read"] for row in report["rows"] if "start" in row)
@@ -268,7 +269,7 @@ def _print(report: dict[str, Any]) -> None:
         print_table(title, ["system", *(n.replace("_", " ") for n in names)], body)
     if report["throughput"]:
         body = [
-            [r["system"], str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}",
+            [ran(r), str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}",
              *(f"{r['parts_ms'][n]:.2f}" for n in parts_of),
              f"{r['floors_ms']['total']:.2f}" if "floors_ms" in r else "-"]
             for r in report["throughput"]

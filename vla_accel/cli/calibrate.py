@@ -8,7 +8,7 @@ from vla_accel.cli.common import say
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.machine import resolve_device
-from vla_accel.measure.recording import RECORDED, load_observations
+from vla_accel.measure.recording import RECORDED, load_observations, named
 
 
 def main(chosen: Calibrate, words: list[str]) -> int:
@@ -18,7 +18,8 @@ def main(chosen: Calibrate, words: list[str]) -> int:
     settings = PolicyConfig() if chosen.lora is None else PolicyConfig().with_lora(chosen.lora)
     recorded = load_observations(chosen.observations, chosen.count)
     checkpoint = load(chosen.checkpoint or "demo", settings, device=resolve_device(chosen.device))
-    prepared = [checkpoint.processor.prepare(o) for o in recorded]
+    with named(chosen.observations):
+        prepared = [checkpoint.processor.prepare(o) for o in recorded]
     say(f"calibrating on {len(prepared)} observations")
     scales = checkpoint.family.calibrate(checkpoint.model, prepared, chosen.observations.name)
     folder = chosen.output or checkpoint.kept

@@ -14,7 +14,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.machine import hardware, software
 from vla_accel.measure.parity import Agreement, compare, reference_of
 from vla_accel.measure.random_policy import random_observations, random_policy
-from vla_accel.measure.recording import load_observations
+from vla_accel.measure.recording import load_observations, named
 from vla_accel.policy import OptimizedPolicy, agreement
 from vla_accel.report.page import check_path, write
 from vla_accel.report.parity import page
@@ -41,16 +41,9 @@ def main(chosen: Parity, words: list[str]) -> int:
         exact = load(checkpoint, policy.config, device=policy.device, dtype=torch.float32)
         reference = reference_of(policy.config, exact)
     observations = recorded or random_observations(policy, chosen.count, seed=chosen.seed)
-    report = compare(
-        policy,
-        reference,
-        observations,
-        name=name,
-        seed=chosen.seed,
-        threshold=chosen.threshold,
-        draws=chosen.draws,
-        progress=say,
-    )
+    with named(chosen.observations):
+        report = compare(policy, reference, observations, name=name, seed=chosen.seed, threshold=chosen.threshold,
+                         draws=chosen.draws, progress=say)  # fmt: skip
     rows = [[n, *_cells(a)] for n, a in report.components.items()]
     for label, a in (("actions (normalised)", report.actions), ("actions (robot)", report.robot_actions)):
         rows.append([label, *_cells(a)])

@@ -23,7 +23,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.files import content_hash, without_folders, write_json
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.random_policy import random_observations
-from vla_accel.measure.recording import RECORDED, load_observations
+from vla_accel.measure.recording import RECORDED, load_observations, named
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.report.page import check_path, write
 from vla_accel.report.tune import page
@@ -90,7 +90,7 @@ def main(chosen: Tune, words: list[str]) -> int:
         if chosen.allow_steps:
             stages.append(candidates.steps(chosen.allow_steps))
         try:
-            with Teller() as teller:
+            with Teller() as teller, named(chosen.observations):
                 search = Search(reference, stages, bench, journal, settings, episodes, teller)
                 best = search.run()
         except KeyboardInterrupt:

@@ -5,9 +5,10 @@ Each key of an observation is one array with the observations along its first ax
 
 from __future__ import annotations
 
+import contextlib
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,14 @@ def load_observations(path: Path, limit: int | None = None) -> list[dict[str, An
         raise ObservationError(f"recording {path}: expected columns of one length, got {lengths}")
     chosen = range(count) if limit is None or limit >= count else np.linspace(0, count - 1, limit).astype(int)
     return [{k: v[i].item() if v[i].ndim == 0 else v[i] for k, v in columns.items()} for i in chosen]
+
+
+@contextlib.contextmanager
+def named(path: Path | None) -> Iterator[None]:
+    """Within the block, an observation that is refused is one of this file, if there is one."""
+    try:
+        yield
+    except ObservationError as error:
+        if path is None:
+            raise
+        raise ObservationError(f"recording {path}: {error}") from error

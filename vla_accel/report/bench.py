@@ -7,7 +7,7 @@ from typing import Any
 
 from vla_accel.report import charts
 from vla_accel.report.colours import OTHER
-from vla_accel.report.conditions import conditions, ledger, machine
+from vla_accel.report.conditions import conditions, fell_back, ledger, machine
 from vla_accel.report.page import Number, Page, Picture, Section, Table
 
 Points = list[tuple[float, float]]
@@ -21,7 +21,7 @@ def page(report: Mapping[str, Any]) -> Page:
     quickest = min(rows, key=lambda row: row["median_ms"])
     model = report["model"].get("name") or report["model"].get("kind", "policy")
     summary = (
-        f"{quickest['system']} with {_steps(quickest['steps'])} is the quickest: {quickest['median_ms']:.2f} ms a call "
+        f"{ran(quickest)} with {_steps(quickest['steps'])} is the quickest: {quickest['median_ms']:.2f} ms a call "
         f"(median), {1e3 / quickest['median_ms']:.0f} Hz, on {machine(report['hardware'])}."
     )
     near = [row for row in rows if row["median_ms"] <= CLOSE * quickest["median_ms"]]
@@ -78,16 +78,16 @@ def batch_lines(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Points], d
     found: dict[str, Points] = {}
     floors: dict[str, Points] = {}
     for row in rows:
-        found.setdefault(row["system"], []).append((row["batch"], row["median_ms"] / row["batch"]))
+        found.setdefault(ran(row), []).append((row["batch"], row["median_ms"] / row["batch"]))
         if limit := row.get("floors_ms"):
-            floors.setdefault(row["system"], []).append((row["batch"], limit["total"] / row["batch"]))
+            floors.setdefault(ran(row), []).append((row["batch"], limit["total"] / row["batch"]))
     return found, floors
 
 
 def _batches(rows: list[dict[str, Any]]) -> Picture:
     found, floors = batch_lines(rows)
     body = [
-        [r["system"], Number(r["steps"], "{}"), Number(r["batch"], "{}"), Number(r["median_ms"]),
+        [ran(r), Number(r["steps"], "{}"), Number(r["batch"], "{}"), Number(r["median_ms"]),
          Number(r["per_second"], "{:.0f}"), Number(r.get("floors_ms", {}).get("total"))]
         for r in rows
     ]  # fmt: skip
@@ -101,8 +101,13 @@ def _batches(rows: list[dict[str, Any]]) -> Picture:
     )  # fmt: skip
 
 
+def ran(row: Mapping[str, Any]) -> str:
+    """A row's system, with what ran in its place."""
+    return row["system"] + fell_back(row.get("engines") or [])
+
+
 def _label(row: Mapping[str, Any]) -> str:
-    return f"{row['system']}, {_steps(row['steps'])}"
+    return f"{ran(row)}, {_steps(row['steps'])}"
 
 
 def _steps(steps: int) -> str:

@@ -37,6 +37,14 @@ def ledger(runs: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> Section:
     return Section("Engines", [Table("Which path really ran (the ledger)", header, rows)] if rows else [])
 
 
+def fell_back(engines: Sequence[Mapping[str, Any]]) -> str:
+    """What stands behind a run's name: what ran in place of the engines that were asked for, and what `auto` chose."""
+    chosen = dict.fromkeys(e["used"] for e in engines if e["requested"] == "auto")
+    said = [f"chose {', '.join(chosen)}"] if chosen else []
+    said += [f"{e['component']} ran {e['used']}" for e in engines if e["requested"] not in ("auto", e["used"])]
+    return f" ({'; '.join(said)})" if said else ""
+
+
 def machine(hardware: Mapping[str, Any]) -> str:
     """The hardware in some words."""
     return str(hardware.get("gpu") or hardware.get("cpu") or hardware.get("device"))
