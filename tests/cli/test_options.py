@@ -134,6 +134,8 @@ def test_what_can_be_is_taken(tmp_path: Path) -> None:
         ("--layers 2.5", "Error parsing --layers: expected a whole number, got '2.5'"),
         ("--wait soon", "Error parsing --wait: expected a number, got 'soon'"),
         ("--lyers 3", "Unrecognized options: --lyers, 3; did you mean --layers?"),
+        ("--wait " + 200 * "x", f"Error parsing --wait: expected a number, got '{200 * 'x'}'"),
+        (f"--{200 * 'x'} {300 * 'y'}", f"Unrecognized options: --{200 * 'x'}, {300 * 'y'};"),
         ("--layers", "Missing value for argument '--layers'. Expected 1 values"),
     ],
 )

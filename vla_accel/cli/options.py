@@ -10,12 +10,13 @@ import functools
 import inspect
 import io
 import math
+import os
 import re
 import shutil
 import sys
 import textwrap
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -103,7 +104,7 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
     """
     about, box = _wrapped(kind.__doc__ or ""), io.StringIO()
     try:
-        with _RULES, contextlib.redirect_stderr(box):
+        with _RULES, contextlib.redirect_stderr(box), _unbroken({*(sys.argv if words is None else words)}):
             given = tyro.cli(kind, args=words, prog=program, description=about, config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit:
         if box.getvalue():
@@ -111,6 +112,18 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
         raise
     check(given)
     return given
+
+
+@contextlib.contextmanager
+def _unbroken(words: set[str]) -> Iterator[None]:
+    """Within the block tyro breaks no line, and so no long word, of a box; but for help, which is as wide as it is."""
+    before = os.environ.get("COLUMNS", "")  # empty as if it were not there
+    if not words & {"-h", "--help"}:
+        os.environ["COLUMNS"] = "1000000"
+    try:
+        yield
+    finally:
+        os.environ["COLUMNS"] = before
 
 
 def _sentence(box: str) -> str:
