@@ -137,15 +137,19 @@ def test_what_cannot_be_served_is_one_clear_line(
 
 
 def test_what_is_loaded_is_said_before_it_takes_its_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("vla_accel.cli.serve.serve", lambda *_: None)
     monkeypatch.setattr("vla_accel.cli.serve.Load.__call__", lambda *_: None)
     caplog.set_level("INFO", "vla_accel.server")
-    for words in ([], ["folder"], ["--policy", "a=auto:folder", "--policy", "b=auto:demo"]):
+    for words in ([], ["hub/folder"], ["--policy", "a=auto:hub/folder", "--policy", "b=auto:demo"]):
         assert main(["serve", *words, "--port", "0"]) == 0
+    for words in (["dmeo"], ["--policy", "a=auto:demo", "--policy", "b=auto:dmeo", "--devices", "cpu,cpu"]):
+        assert main(["serve", *words, "--port", "0"]) == 1
+        assert "checkpoint: expected a folder or one of demo" in capsys.readouterr().err
+    assert main(["serve", "folder", "--ray", "local", "--port", "0"]) == 0, "a folder of the cluster's machines"
     assert [r.getMessage() for r in caplog.records] == [
-        "loading demo", "loading folder", "loading a=auto:folder, b=auto:demo",
+        "loading demo", "loading hub/folder", "loading a=auto:hub/folder, b=auto:demo", "loading folder",
     ]  # fmt: skip
 
 

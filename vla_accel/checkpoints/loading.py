@@ -120,18 +120,9 @@ def base_and_lora(path_or_name: str | Path, lora: str | None = None) -> tuple[Pa
 
 def find(path_or_name: str | Path) -> Path:
     """The folder of a checkpoint; one named on the hub is fetched, or found in the hub's cache."""
-    if not isinstance(path_or_name, (str, Path)):
-        raise CheckpointError(f"checkpoint: expected a folder or one of {', '.join(NAMED)}, got {path_or_name!r}")
-    name = str(path_or_name)
-    folder = NAMED.get(name, Path(path_or_name))
-    if name and folder.is_dir():  # an empty name would be the current folder
+    folder, name = local(path_or_name), str(path_or_name)
+    if folder is not None:
         return folder
-    if folder.is_file():
-        hint = f"; did you mean {folder.parent}?" if (folder.parent / "config.json").is_file() else ""
-        raise CheckpointError(f"checkpoint: expected a folder, got the file {name!r}{hint}")
-    if not _HUB_NAME.fullmatch(name):
-        known = ", ".join(NAMED)
-        raise CheckpointError(f"checkpoint: expected a folder or one of {known}, got {name!r}{nearest(name, NAMED)}")
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -146,6 +137,24 @@ def find(path_or_name: str | Path) -> Path:
         raise CheckpointError(
             f"checkpoint: {name!r} is no folder here, and could not be fetched from the hub: {reason}"
         ) from error
+
+
+def local(path_or_name: str | Path) -> Path | None:
+    """The folder of a checkpoint that is here; None of one that only the hub may have. Raises CheckpointError for what
+    neither can be."""
+    if not isinstance(path_or_name, (str, Path)):
+        raise CheckpointError(f"checkpoint: expected a folder or one of {', '.join(NAMED)}, got {path_or_name!r}")
+    name = str(path_or_name)
+    folder = NAMED.get(name, Path(path_or_name))
+    if name and folder.is_dir():  # an empty name would be the current folder
+        return folder
+    if folder.is_file():
+        hint = f"; did you mean {folder.parent}?" if (folder.parent / "config.json").is_file() else ""
+        raise CheckpointError(f"checkpoint: expected a folder, got the file {name!r}{hint}")
+    if not _HUB_NAME.fullmatch(name):
+        known = ", ".join(NAMED)
+        raise CheckpointError(f"checkpoint: expected a folder or one of {known}, got {name!r}{nearest(name, NAMED)}")
+    return None
 
 
 def family_of(folder: Path) -> Family:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from vla_accel import machine
+from vla_accel.checkpoints.loading import local
 from vla_accel.cli.asked.servers import Serve
 from vla_accel.errors import ConfigError
 from vla_accel.server import RayReplicas, Replicas, ServerConfig, Shelf, serve
@@ -29,9 +30,12 @@ def main(given: Serve, words: list[str]) -> int:
         elif limits.tls_cert is None:
             log.warning("%s without --tls-cert: keys travel in the clear", limits.host)
     load = loader(given)
-    log.info("loading %s", ", ".join(given.policy) or given.checkpoint or "demo")
+    if given.ray is None:  # else it lies where the replicas are
+        for one in load.loads.values() if isinstance(load, LoadSeveral) else (load,):
+            local(one.checkpoint)
     if given.devices is not None and (given.device or given.ray):
         raise ConfigError("devices: expected --devices alone, got --device or --ray, too")
+    log.info("loading %s", ", ".join(given.policy) or given.checkpoint or "demo")
     if given.ray is not None:
         serve(RayReplicas(load, given.ray, given.device or "auto", machine.software), limits)
     elif given.devices is not None:
