@@ -20,7 +20,7 @@ pytest.importorskip("tensorrt_rtx", reason="NOT RUN: needs tensorrt-rtx")
 pytest.importorskip("onnxruntime", reason="NOT RUN: needs onnxruntime")
 
 from vla_accel import cli  # noqa: E402
-from vla_accel.cli import build_unet  # noqa: E402
+from vla_accel.cli import build_unet, build_vae  # noqa: E402
 from vla_accel.components.vae import PROFILES, RATIOS, vae_component  # noqa: E402
 from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.diffusion import AcceleratedVae, load_vae_config  # noqa: E402
@@ -224,6 +224,19 @@ class Exported(Exception):
     @classmethod
     def instead(cls, component: Any, folder: Path, **_: Any) -> None:
         raise cls(f"{component.name} to {folder.name}")
+
+
+def test_what_takes_minutes_is_said_before_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, words, file in (
+        (build_unet, "build-unet --sd-dir tiny-random", unet_engine_file(tmp_path)),
+        (build_vae, "build-vae --vae tiny-qwen-vae", tmp_path / "vae_encoder_multi_profile.trt"),
+    ):
+        monkeypatch.setattr(module, "export_onnx", Exported.instead)
+        with pytest.raises(Exported):
+            cli.main([*words.split(), "--output-dir", str(tmp_path), "--targets", "sm89"])
+        assert capsys.readouterr().err.splitlines()[-1] == f"building {file}: minutes"
 
 
 @pytest.mark.slow
