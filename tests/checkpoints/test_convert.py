@@ -327,6 +327,7 @@ def test_assets_come_along(tmp_path: Path) -> None:
         ((), "action_horizon: expected it, or --config, as no parameter shows it; got neither"),
         (("--config", "pi05_libero", "--action-horizon", "50"), "--action-horizon 50 and --config pi05_libero (10)"),
         (("--config", "pi06"), "config: expected one of pi0_libero, "),
+        (("--config", "pi05_libro"), "got 'pi05_libro': did you mean pi05_libero?"),
         (
             ("--config", "pi05_libero", "--assets", "nowhere"),
             "assets: expected a folder with <asset_id>/norm_stats.json",
@@ -337,7 +338,8 @@ def test_the_command_asks_for_a_horizon(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), *words]) == 1
-    assert capsys.readouterr().err.startswith(f"vla-accel convert: {message}")
+    said = capsys.readouterr().err
+    assert said.startswith("vla-accel convert: ") and message in said
 
 
 def test_a_folder_that_is_not_there_is_said_before_jax_is_asked_for(

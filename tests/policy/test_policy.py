@@ -463,7 +463,7 @@ def test_settings_override_the_file(folders: dict[Kind, Path], tmp_path: Path) -
     policy = OptimizedPolicy.from_pretrained(folders["pi05"], path, device="cpu", num_steps=2)
     assert (policy.config.num_steps, policy.config.seed, policy.metadata["dtype"]) == (2, 3, "bfloat16")
     assert np.isfinite(policy.infer(tiny_observation())["actions"]).all()
-    with pytest.raises(ConfigError, match="num_steps: expected at least 1, got 0"):
+    with pytest.raises(ConfigError, match="num_steps: expected 1 to 1000, got 0"):
         OptimizedPolicy.from_pretrained(folders["pi05"], num_steps=0)
 
 

@@ -109,3 +109,17 @@ def test_kinds_of_pixels() -> None:
 def test_other_shapes_are_refused(shape: Any) -> None:
     with pytest.raises(ObservationError, match=r"cam: expected shape \(height, width, 3\), got"):
         to_uint8(np.zeros(shape, np.uint8), "cam")
+
+
+@pytest.mark.parametrize(
+    ("image", "got"),
+    [
+        (None, "None"),
+        ("cam.png", "'cam.png'"),
+        (np.full((2, 2, 3), 1.5), "1.5 to 1.5"),
+        (np.nan * np.ones((2, 2, 3)), "nan to nan"),
+    ],
+)
+def test_what_is_no_image_is_told_as_what_it_is(image: Any, got: str) -> None:
+    with pytest.raises(ObservationError, match=f"cam: expected .*, got {got}$"):
+        to_uint8(image, "cam")

@@ -220,8 +220,9 @@ class PolicyConfig(Checked):
             raise ConfigError(f"seed: expected 0 to 2**63 - 1, got {self.seed}")
         if not 0 <= self.pipeline_memory_gib < float("inf"):
             raise ConfigError(f"pipeline_memory_gib: expected 0 or more, got {self.pipeline_memory_gib}")
-        if self.num_steps is not None and self.num_steps < 1:
-            raise ConfigError(f"num_steps: expected at least 1, got {self.num_steps}")
+        # Each step's conditions are computed beforehand and kept.
+        if self.num_steps is not None and not 1 <= self.num_steps <= 1000:
+            raise ConfigError(f"num_steps: expected 1 to 1000, got {self.num_steps}")
         given = {name: getattr(self, name) for name in _FIELDS} | dict(self.engines)
         if self.deterministic and (timed := [name for name, spec in given.items() if spec.attention == "fastest"]):
             raise ConfigError(f"deterministic: expected an attention of {timed[0]} that is not measured, got fastest")

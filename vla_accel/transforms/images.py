@@ -24,7 +24,9 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
     except (TypeError, ValueError) as error:  # lists of unequal length, a tensor that lies on a GPU
         raise ObservationError(f"{key}: expected an array, got a {type(image).__name__} ({error})") from error
     if image.ndim != 3 or 3 not in (image.shape[0], image.shape[-1]) or 0 in image.shape:
-        raise ObservationError(f"{key}: expected shape (height, width, 3), got {image.shape}")
+        raise ObservationError(
+            f"{key}: expected shape (height, width, 3), got {image.shape or f'{image.item()!r:.60}'}"
+        )
     # openpi looks at the first axis; an image of three rows is none.
     if image.shape[0] == 3:
         image = np.moveaxis(image, 0, -1)
@@ -33,7 +35,7 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
     if not np.issubdtype(image.dtype, np.floating):
         raise ObservationError(f"{key}: expected dtype uint8, got {image.dtype}")
     if not np.isfinite(image).all() or image.min() < 0 or image.max() > 1:
-        raise ObservationError(f"{key}: expected uint8, or floats in [0, 1], got values outside of it")
+        raise ObservationError(f"{key}: expected uint8, or floats in [0, 1], got {image.min()} to {image.max()}")
     return (255 * image).astype(np.uint8)
 
 
