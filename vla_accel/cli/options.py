@@ -16,7 +16,7 @@ import shutil
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -103,27 +103,20 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
     type refuses.
     """
     about, box = _wrapped(kind.__doc__ or ""), io.StringIO()
+    columns = os.environ.get("COLUMNS", "")  # empty is as if it were not there
+    if not {"-h", "--help"} & {*(sys.argv if words is None else words)}:
+        os.environ["COLUMNS"] = "1000000"  # of the box of an error tyro breaks no line then, and so no long word
     try:
-        with _RULES, contextlib.redirect_stderr(box), _unbroken({*(sys.argv if words is None else words)}):
+        with _RULES, contextlib.redirect_stderr(box):
             given = tyro.cli(kind, args=words, prog=program, description=about, config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit:
         if box.getvalue():
             print(f"{program}: {_sentence(box.getvalue())}; {program} --help says more", file=sys.stderr)
         raise
+    finally:
+        os.environ["COLUMNS"] = columns
     check(given)
     return given
-
-
-@contextlib.contextmanager
-def _unbroken(words: set[str]) -> Iterator[None]:
-    """Within the block tyro breaks no line, and so no long word, of a box; but for help, which is as wide as it is."""
-    before = os.environ.get("COLUMNS", "")  # empty as if it were not there
-    if not words & {"-h", "--help"}:
-        os.environ["COLUMNS"] = "1000000"
-    try:
-        yield
-    finally:
-        os.environ["COLUMNS"] = before
 
 
 def _sentence(box: str) -> str:

@@ -87,13 +87,7 @@ def static_sizes(extra: Iterable[str] = ()) -> dict[str, Size]:
 
 
 def vae_component(
-    half: Half,
-    side: Side,
-    size: Size,
-    *,
-    dynamic: bool = False,
-    batch: int = 1,
-    program: Program | None = None,
+    half: Half, side: Side, size: Size, *, dynamic: bool = False, batch: int = 1, program: Program | None = None
 ) -> Component:
     """`vae_encoder` (image to moments) or `vae_decoder` (latents to image) for one size.
 

@@ -24,8 +24,7 @@ class FlowStore(NativeStore[N]):
         """The vision program of `batch` observations of `views` images."""
         precision = self.precision("vision", spec, ("fp8", "int8", "fp16"))
         weights = self.weights(
-            ("vision", precision, spec.keep),
-            lambda: VisionWeights.of(self.model, precision, self.scales, spec.keep),
+            ("vision", precision, spec.keep), lambda: VisionWeights.of(self.model, precision, self.scales, spec.keep)
         )
         return NativeVision(weights, batch, views, spec.attention)
 

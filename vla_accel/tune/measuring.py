@@ -50,12 +50,7 @@ class PolicyBench:
             self._exact = cast(OptimizedPolicy, Remembered(self._policy(self.reference)))
         policy = self._policy(candidate)
         report = parity.compare(
-            policy,
-            self._exact,
-            self.observations,
-            name=candidate.name,
-            seed=self.seed,
-            draws=self.draws,
+            policy, self._exact, self.observations, name=candidate.name, seed=self.seed, draws=self.draws
         )
         return {
             "passed": report.passed,
