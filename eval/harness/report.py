@@ -161,7 +161,8 @@ def read_result(path: Path) -> tuple[dict[str, Any], str]:
     try:
         result = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: expected a readable evaluation result, got: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: expected a readable evaluation result, got: {reason}") from error
     found = result.get("schema") if isinstance(result, dict) else None
     match = re.fullmatch(schema(r"(\w+)", "result"), str(found))
     if match is None:

@@ -149,6 +149,12 @@ def test_what_cannot_be_read_is_wrong_usage_in_one_line(
     assert said.startswith("program: ") and said.endswith("; program --help says more")
 
 
+def test_what_is_missing_is_said_without_the_program_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["inspect"])
+    assert capsys.readouterr().err == "vla-accel inspect: Missing: ENGINE; vla-accel inspect --help says more\n"
+
+
 def test_lists_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read(Options, ["--help"], "program")

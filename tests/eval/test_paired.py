@@ -123,7 +123,10 @@ def test_files_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFix
     for path, message in (
         (other, "expected a result of schema 'vla_accel.BENCHMARK.result/1', got schema 'something/1'"),
         (listed, "got schema None"),
-        (tmp_path / "missing.json", "expected a readable evaluation result"),
+        (
+            tmp_path / "missing.json",
+            "missing.json: expected a readable evaluation result, got: No such file or directory\n",
+        ),
         (good, "expected different names, got good, good"),
     ):
         assert paired.main([str(good), str(path), "--output", str(tmp_path / "out.json")]) == 1

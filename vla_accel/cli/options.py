@@ -111,7 +111,10 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
             given = tyro.cli(kind, args=words, prog=program, description=about, config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit:
         if box.getvalue():
-            print(f"{program}: {_sentence(box.getvalue())}; {program} --help says more", file=sys.stderr)
+            print(
+                f"{program}: {_sentence(box.getvalue()).replace(f' from {program}', '')}; {program} --help says more",
+                file=sys.stderr,
+            )
         raise
     finally:
         os.environ["COLUMNS"] = columns

@@ -175,7 +175,7 @@ def steps(numbers: Sequence[int]) -> Stage:
         name = "step" if numbers == (1,) else "steps"
         return [
             Candidate(f"{best.candidate.name}, {n} {name}", replace(best.candidate.config, num_steps=n),
-                      f"{n} denoising steps", other_policy=True)
+                      f"{n} denoising step{'s' * (n > 1)}", other_policy=True)
             for n in numbers
         ]  # fmt: skip
 

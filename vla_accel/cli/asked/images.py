@@ -44,7 +44,7 @@ class BenchOptions:
 @dataclass(frozen=True)
 class BuildVae:
     """Build TensorRT engine files of an autoencoder: OUTPUT/vae_encoder_multi_profile.trt and
-    vae_decoder_multi_profile.trt, which take every size, or with --static a folder for each, OUTPUT/16_9/vae_encoder.trt
+    vae_decoder_multi_profile.trt, which take every size; with --static a folder for each, OUTPUT/16_9/vae_encoder.trt
     and vae_decoder.trt, OUTPUT/9_16/…"""
 
     vae: str
