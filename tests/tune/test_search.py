@@ -112,6 +112,17 @@ def test_what_is_done_is_told_without_what_is_begun(tmp_path: Path) -> None:
     assert told == [(0, 1), (1, 1), (1, 3), (2, 3), (2, 3), (3, 3)]
 
 
+def test_every_episode_that_was_played_is_told(tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    machine = Machine()
+    with Journal(tmp_path / "journal.jsonl", {}) as journal:
+        Search(candidate("eager_fp32"), [lambda _: [candidate("good")]], machine, journal, Settings(finalists=1),
+               machine, lambda *said: told.append(said)).run()  # fmt: skip
+    for start in (0, 20):
+        said = [(start, len(KEYS), f"{name}: {n} of 20 episodes") for name in ("eager_fp32", "good") for n in (1, 20)]
+        assert [one for one in told if one in said] == said
+
+
 ALL = [name for name in TRUTH if name != "eager_fp32"]
 
 

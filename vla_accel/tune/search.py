@@ -224,8 +224,9 @@ class Search:
         pairs, crashed, verdict, differ, wins = Pairs(), 0, "open", [], [0, 0]
         for start in range(0, len(keys), settings.block):
             block = keys[start : start + settings.block]
-            self._say(len(keys) - start, f"{tried.candidate.name}: {_said(pairs)}", done=start)
-            won = [self._outcomes(candidate, block) for candidate in (self.reference, tried.candidate)]
+            left = len(keys) - start
+            self._say(left, f"{tried.candidate.name}: {_said(pairs)}", done=start)
+            won = [self._outcomes(candidate, block, start, left) for candidate in (self.reference, tried.candidate)]
             for key in block:
                 reference, candidate = won[0][key], won[1][key]
                 if reference is None or candidate is None:
@@ -252,14 +253,15 @@ class Search:
             shown = "worse" if verdict == "worse" else "not shown to be within the margin"
             tried.dropped = f"gate two: {shown}: {_said(pairs)}"
 
-    def _outcomes(self, candidate: Candidate, keys: Sequence[str]) -> Mapping[str, bool | None]:
-        """Outcomes of episodes, played where the journal has none."""
+    def _outcomes(self, candidate: Candidate, keys: Sequence[str], done: int, left: int) -> Mapping[str, bool | None]:
+        """Outcomes of episodes, played where the journal has none. `done`, `left`: pairs, to be said beside them."""
         assert self.episodes is not None
         kind = f"episode of {candidate.key}"
         missing = [key for key in keys if (kind, key) not in self.journal.found]
         if missing:
-            for key, won in self.episodes.play(candidate, missing):
+            for count, (key, won) in enumerate(self.episodes.play(candidate, missing), 1):
                 self.journal.put(kind, key, won)
+                self._say(left, f"{candidate.name}: {count} of {len(missing)} episodes", done)
         return {key: self.journal.found[kind, key] for key in keys}
 
     def _films(self, candidate: Candidate, key: str) -> list[str]:
