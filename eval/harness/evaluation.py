@@ -28,7 +28,6 @@ from eval.harness.runner import VIDEO_EVERY, Setup
 from eval.harness.stored import stored_like
 from eval.harness.tables import print_summary, run_title
 from vla_accel import latency
-from vla_accel.checkpoints.loading import local
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
 from vla_accel.report import page
@@ -140,8 +139,6 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
 
 def _crew(request: Request, console: Console) -> Crew:
     source = request.source
-    if source.kind == "local" and request.ray is None:
-        local(source.where)  # a name of nothing is not said to be loaded
     if source.kind != "expert":
         console.print(f"loading policy {source.where}")
     if request.ray is None:
