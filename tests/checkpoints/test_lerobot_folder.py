@@ -149,6 +149,7 @@ def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any
         (put("config", "chunk_size", None), "expected chunk_size of type int, got None"),
         (put("config", "image_resolution", [28, 56]), "expected a square image_resolution"),
         (put("config", "image_resolution", [56, 56]), "image_size: config says 56, weights say 28"),
+        (put("config", "paligemma_variant", 2), "expected prefix one of .*, got 2"),
         (put("config", "chunk_size", -1), "expected at least 1 action a chunk in config.json, got -1"),
         (
             put("config", "input_features", {"observation.state": 8}),
