@@ -149,6 +149,14 @@ def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any
         (put("config", "chunk_size", None), "expected chunk_size of type int, got None"),
         (put("config", "image_resolution", [28, 56]), "expected a square image_resolution"),
         (put("config", "image_resolution", [56, 56]), "image_size: config says 56, weights say 28"),
+        (
+            lambda f: f["policy_preprocessor"]["steps"][2]["config"].update(eps="x"),
+            "expected eps of type float, got 'x'",
+        ),
+        (
+            step("policy_preprocessor", 0, "config", 3),
+            r"policy_preprocessor\.json: expected steps with settings, got \[",
+        ),
         (put("config", "paligemma_variant", 2), "expected prefix one of .*, got 2"),
         (put("config", "chunk_size", -1), "expected at least 1 action a chunk in config.json, got -1"),
         (

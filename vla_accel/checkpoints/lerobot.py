@@ -195,7 +195,7 @@ def _normaliser(
     if low is None or high is None or low.shape != high.shape:
         needed, found = " and ".join(f"{key}.{n}" for n in names), sorted(k for k in table if k.startswith(key))
         raise CheckpointError(f"checkpoint {folder}: expected {needed} for {mode}, found {found}")
-    eps = float(config.get("eps", 1e-8))
+    eps = member({"eps": 1e-8, **config}, "eps", float, folder)
     if mode == "MEAN_STD":
         # lerobot adds eps where it divides, not where it multiplies.
         return Normaliser("mean_std", low, high + eps if key == STATE else high, single=True)
@@ -230,6 +230,8 @@ def _steps(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path.parent}: expected {path.name} with the statistics, found no such file")
     steps = member(read_json(path), "steps", list, path)
+    if not all(isinstance(s, dict) and isinstance(s.get("config") or {}, dict) for s in steps):
+        raise CheckpointError(f"{path}: expected steps with settings, got {steps}")
     unknown = [
         str(s.get("registry_name", s.get("class"))) for s in steps
         if s.get("registry_name") not in _KNOWN_STEPS and not _is_off(s)
