@@ -52,10 +52,8 @@ def main(asked: Convert, words: list[str]) -> int:
             lora_scale=asked.lora_scale,
             advance=lambda name: advance(1, len(parameters.shapes)),
         )
-    print(
-        f"{asked.output}: {report.kind}, {report.parameters:,} parameters in {len(report.rows)} tensors; "
-        f"conversion.json there says which is which; vla-accel serve {shlex.quote(str(asked.output))}"
-    )
+    made, folder = f"{report.parameters:,} parameters in {len(report.rows)} tensors", shlex.quote(str(asked.output))
+    print(f"{asked.output}: {report.kind}, {made}; conversion.json there says which is which; vla-accel serve {folder}")
     if not statistics_by_asset(asked.output / "assets"):
         Console(stderr=True).print(
             "[yellow]no assets/<asset_id>/norm_stats.json came with the checkpoint: name its folder with --assets, or "

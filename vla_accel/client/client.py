@@ -72,9 +72,8 @@ class PolicyClient:
         for name, seconds in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
             if not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name}: expected seconds above 0, got {seconds}")
-        if api_key is not None and not (
-            isinstance(api_key, str) and api_key.isascii() and api_key.isprintable() and api_key
-        ):
+        printable = isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()
+        if api_key is not None and not (printable and api_key):
             raise ConfigError("api_key: expected printable ASCII characters, at least one")
         self.address = address
         self.metadata: dict[str, Any] = {}
