@@ -138,6 +138,8 @@ W = "action_head.action_encoder.W3.W"
         ({"weights": {**tensors(), W: torch.zeros(2, 96, 96)}}, {}, r"1 misshaped: .*expected \(3, 96, 96\), got"),
         ({"config": {**WHOLE, "hidden_size": 64}}, {}, "hidden_size: config says 64, weights say 56"),
         ({"config": {**WHOLE, "select_layer": 6}}, {}, "missing: backbone.model.model.language_model.layers.4"),
+        ({"config": {**WHOLE, "select_layer": "last"}}, {}, "select_layer: expected a whole number of .*, got 'last'"),
+        ({"config": {**WHOLE, "action_horizon": -1}}, {}, "action_horizon: expected .* of at least 1, got -1"),
         ({"config": {**WHOLE, "use_alternate_vl_dit": False}}, {}, "cannot run GR00T with use_alternate_vl_dit False"),
         ({"config": {**WHOLE, "model_type": "Gr00tN1d6"}}, {}, "expected GR00T N1.7 .*, found gr00tn1d6"),
         ({}, {"embodiment": "gr1"}, "expected an embodiment of libero_sim; got 'gr1'"),

@@ -149,6 +149,21 @@ def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any
         (put("config", "chunk_size", None), "expected chunk_size of type int, got None"),
         (put("config", "image_resolution", [28, 56]), "expected a square image_resolution"),
         (put("config", "image_resolution", [56, 56]), "image_size: config says 56, weights say 28"),
+        (
+            lambda f: f["policy_preprocessor"]["steps"][2]["config"].update(eps="x"),
+            "expected eps of type float, got 'x'",
+        ),
+        (
+            step("policy_preprocessor", 0, "config", 3),
+            r"policy_preprocessor\.json: expected steps with settings, got \[",
+        ),
+        (put("config", "paligemma_variant", 2), "expected prefix one of .*, got 2"),
+        (put("config", "chunk_size", -1), "expected at least 1 action a chunk in config.json, got -1"),
+        (
+            put("config", "input_features", {"observation.state": 8}),
+            "a type and a shape, got others: observation.s",
+        ),
+        (put("config", "output_features", {"action": {"shape": ["7"]}}), r"of one axis, got \[8\], \['7'\]$"),
         (put("config", "output_features", {}), "expected features observation.state and action"),
         (put("config", "paligemma_variant", "gemma_2b"), "contradict each other: prefix gemma_2b"),
         (

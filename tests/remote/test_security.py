@@ -86,7 +86,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         ("\n# x\n", "expected a key, got an empty file"),
         ("arm: one\nsecret\n", "line 2: expected NAME: KEY, since there are several"),
         ("arm: one\narm: secret\n", "line 2: expected a name and a key of its own, got arm again"),
-        ("arm: secret\nbase: secret\n", "line 2: expected a name and a key of its own"),
+        ("arm: secret\nbase: secret\n", "line 2: expected a name and a key of its own, got the key of arm again"),
         ("secr\u00e9t\n", "line 1: expected printable ASCII"),
     ):
         file.write_text(text)
@@ -126,6 +126,12 @@ def make_certificate(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     return make
 
 
+def test_wss_of_a_server_without_a_certificate() -> None:
+    said = r"cannot connect .* is asked by wss://, one without by ws://"
+    with background(EchoPolicy(), local()) as server, pytest.raises(ServerError, match=said):
+        PolicyClient(server.address.replace("ws", "wss"), connect_timeout_s=PATIENCE_S)
+
+
 def test_tls(make_certificate: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     cert, key = make_certificate("server")
     config = local(api_key="secret", tls_cert=cert, tls_key=key)
@@ -135,7 +141,7 @@ def test_tls(make_certificate: Callable[[str], tuple[Path, Path]], tmp_path: Pat
             assert client.infer(observation(4, image=True))["actions"][0, 0] == 4
         with pytest.raises(ServerError, match=r"certificate verify failed.*certificate is your own: tls_ca"):
             PolicyClient(server.address, api_key="secret")
-        with pytest.raises(ServerError, match="cannot connect"):
+        with pytest.raises(ServerError, match=r"cannot connect .* is asked by wss://, one without by ws://"):
             PolicyClient(server.address.replace("wss", "ws"), api_key="secret", connect_timeout_s=PATIENCE_S)
         request = urllib.request.Request(
             f"https://127.0.0.1:{port_of(server.address)}/metrics", headers={"Authorization": "Api-Key secret"}

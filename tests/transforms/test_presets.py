@@ -153,6 +153,8 @@ def test_cameras_that_aloha_has_not() -> None:
         processor.prepare(aloha("cam_high", "cam_left"))
     with pytest.raises(ObservationError, match="observation: missing images/cam_high; got images, state, prompt"):
         processor.prepare(aloha("cam_left_wrist"))
+    with pytest.raises(ObservationError, match=r"^prompt: expected a str, got NoneType$"):
+        processor.prepare({**aloha(*ALL), "prompt": None})
     with pytest.raises(ObservationError, match="missing images/cam_high"):
         processor.prepare(aloha(*ALL, images=None))
 

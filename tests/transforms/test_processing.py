@@ -244,7 +244,7 @@ def test_a_prompt_may_be_a_numpy_scalar_or_the_default() -> None:
 def test_a_damaged_tokenizer_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected a small tokenizer's JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected Hugging Face's JSON or a small"):
         SmallTokenizer.load(path)
     path.unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):

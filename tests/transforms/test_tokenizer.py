@@ -183,13 +183,16 @@ def test_a_hub_that_cannot_be_reached_is_named_and_asked_once(tmp_path: Path) ->
     with silent_port() as port:
         said = tokenizer_from(port, "org/name", tmp_path)
     where = rf"'org/name' in the hub's cache {tmp_path} or at http://127\.0\.0\.1:{port}, got: .*refused"
-    what = r"type hf download org/name tokenizer\.json \(.*licence.*checkpoint\.tokenizer.*\)"
+    what = r"type hf download org/name tokenizer\.json \(.*licence[^()]*\), or put .*checkpoint\.tokenizer [^()]*"
     assert re.fullmatch(f"tokenizer: expected {where}; .*, {what}", said), said
 
 
 def test_what_the_hub_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(DependencyError, match=r"pip install 'vla_accel\[checkpoints\]'; .*checkpoint\.tokenizer"):
+    with pytest.raises(
+        DependencyError,
+        match=r"pip install 'vla_accel\[checkpoints\]' \(.*licence[^()]*\), or put .*checkpoint\.tokenizer",
+    ):
         load_tokenizer(tmp_path, "org/name")
 
 

@@ -201,7 +201,7 @@ def said_of_variant(name: str, variant: str | None, found: GemmaConfig, where: s
     one."""
     if variant is None:
         return name, None, found
-    known = VARIANTS.get(variant.removesuffix("_lora"))
+    known = VARIANTS.get(str(variant).removesuffix("_lora"))
     if known is None:
         raise CheckpointError(f"checkpoint {where}: expected {name} one of {', '.join(VARIANTS)}, got {variant!r}")
     return f"{name} {variant}", known, found

@@ -162,7 +162,7 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any
     _refuse_others(stated, where)
     try:
         vision, language = _vision(shape), _language(shape, stated)
-        head, horizon = _head(shape, stated), int(stated.get("action_horizon", 40))
+        head, horizon = _head(shape, stated), _whole(stated, "action_horizon", 40)
         config = GrootConfig(
             vision=vision,
             language=language,
@@ -170,7 +170,7 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any
             action_dim=shape(_HEAD + "action_encoder.W1.W", 3)[1],
             state_dim=shape(_HEAD + "state_encoder.layer1.W", 3)[1],
             action_horizon=horizon,
-            num_steps=int(stated.get("num_inference_timesteps") or 4),
+            num_steps=_whole(stated, "num_inference_timesteps", 4),
             ramp=float(stated.get("rtc_ramp_rate") or 6.0),
         )
     except ConfigError as error:
@@ -203,13 +203,20 @@ def _language(shape: _Shapes, stated: Mapping[str, Any]) -> QwenConfig:
     stored, half = shape.depth(_LANGUAGE + "layers."), head_dim // 2
     table = next((e for e in _EMBEDDINGS if shape.prefix + e in shape.shapes), _EMBEDDINGS[0])
     return QwenConfig(
-        width=width, depth=int(stated.get("select_layer") or min(16, stored)),
+        width=width, depth=_whole(stated, "select_layer", min(16, stored)),
         mlp_dim=shape(start + "mlp.gate_proj.weight", 2)[0], heads=queries // head_dim,
         kv_heads=shape(start + "self_attn.k_proj.weight", 2)[0] // head_dim, head_dim=head_dim,
         vocab_size=shape(table, 2)[0],
         # Row and column have five sixteenths of the frequencies each: 20 of 64.
         sections=(half - 2 * (5 * half // 16), 5 * half // 16, 5 * half // 16),
     )  # fmt: skip
+
+
+def _whole(stated: Mapping[str, Any], key: str, published: int) -> int:
+    value = stated.get(key) or published
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"config.json: {key}: expected a whole number of at least 1, got {value!r}")
+    return value
 
 
 def _head(shape: _Shapes, stated: Mapping[str, Any]) -> HeadConfig:
@@ -225,15 +232,15 @@ def _head(shape: _Shapes, stated: Mapping[str, Any]) -> HeadConfig:
         vl_mlp_dim=shape(vl + "0.ff.net.0.proj.weight", 2)[0] if vl_depth else 4 * vl_width, width=width,
         depth=shape.depth(dit), heads=width // head_dim, head_dim=head_dim,
         mlp_dim=shape(dit + "0.ff.net.0.proj.weight", 2)[0], hidden=shape(_DIT + "proj_out_2.weight", 2)[0],
-        text_every=int(stated.get("attend_text_every_n_blocks", 2)),
+        text_every=_whole(stated, "attend_text_every_n_blocks", 2),
         longest_chunk=shape(_HEAD + "position_embedding.weight", 2)[0],
-        buckets=int(stated.get("num_timestep_buckets", 1000)),
+        buckets=_whole(stated, "num_timestep_buckets", 1000),
     )  # fmt: skip
 
 
 def _stated(stated: Mapping[str, Any], part: str, key: str, default: int) -> int:
     content = stated.get(part)
-    return int(content.get(key, default)) if isinstance(content, Mapping) else default
+    return _whole(content, key, default) if isinstance(content, Mapping) else default
 
 
 _ONLY: dict[str, tuple[object, ...]] = {

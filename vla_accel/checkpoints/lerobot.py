@@ -109,8 +109,8 @@ def read_settings(path: Path, kinds: Sequence[str], fixed: Mapping[str, object] 
     """A config.json of a policy of one of `kinds` whose settings, where it has them, are `fixed` and those that no
     policy here can change. Raises CheckpointError."""
     config = read_json(path)
-    if config["type"] not in kinds:
-        raise CheckpointError(f"{path}: expected a policy of type {' or '.join(kinds)}, got {config['type']!r}")
+    if config.get("type") not in kinds:
+        raise CheckpointError(f"{path}: expected a policy of type {' or '.join(kinds)}, got {config.get('type')!r}")
     if config.get("use_peft") and not (path.parent / ADAPTER).is_file():
         there = listing(path.parent)
         raise CheckpointError(f"{path}: expected {ADAPTER} beside a policy that says use_peft, found {there}")
@@ -146,11 +146,14 @@ def _preset(config: Mapping[str, Any], renamed: Mapping[str, str], path: Path, r
     """The robot's keys: those of LIBERO where the features are LIBERO's, else the features' own names."""
     inputs = member(config, "input_features", dict, path)
     outputs = member(config, "output_features", dict, path)
+    wrong = [k for k, f in (inputs | outputs).items() if not isinstance(f, dict)]
+    if wrong:
+        raise CheckpointError(f"{path}: expected features with a type and a shape, got others: {', '.join(wrong)}")
     cameras: list[str] = [k for k, f in inputs.items() if f.get("type") == "VISUAL" and "empty_camera" not in k]
-    try:
-        (state_dim,), (action_dim,) = inputs[STATE]["shape"], outputs[ACTION]["shape"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: expected features {STATE} and {ACTION} of one axis, got {error!r}") from error
+    state, actions = (table.get(key, {}).get("shape") for table, key in ((inputs, STATE), (outputs, ACTION)))
+    if not all(isinstance(s, list) and len(s) == 1 and type(s[0]) is int for s in (state, actions)):
+        raise CheckpointError(f"{path}: expected features {STATE} and {ACTION} of one axis, got {state}, {actions}")
+    (state_dim,), (action_dim,) = state, actions
     if tuple(cameras) == _LIBERO_IMAGES and (state_dim, action_dim) == (LIBERO.state_dim, LIBERO.action_dim):
         images, state, prompt = LIBERO.images, LIBERO.state, LIBERO.prompt
         optional: tuple[str, ...] = ()
@@ -192,7 +195,7 @@ def _normaliser(
     if low is None or high is None or low.shape != high.shape:
         needed, found = " and ".join(f"{key}.{n}" for n in names), sorted(k for k in table if k.startswith(key))
         raise CheckpointError(f"checkpoint {folder}: expected {needed} for {mode}, found {found}")
-    eps = float(config.get("eps", 1e-8))
+    eps = member({"eps": 1e-8, **config}, "eps", float, folder)
     if mode == "MEAN_STD":
         # lerobot adds eps where it divides, not where it multiplies.
         return Normaliser("mean_std", low, high + eps if key == STATE else high, single=True)
@@ -227,6 +230,8 @@ def _steps(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path.parent}: expected {path.name} with the statistics, found no such file")
     steps = member(read_json(path), "steps", list, path)
+    if not all(isinstance(s, dict) and isinstance(s.get("config") or {}, dict) for s in steps):
+        raise CheckpointError(f"{path}: expected steps with settings, got {steps}")
     unknown = [
         str(s.get("registry_name", s.get("class"))) for s in steps
         if s.get("registry_name") not in _KNOWN_STEPS and not _is_off(s)

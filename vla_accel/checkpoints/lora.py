@@ -181,17 +181,18 @@ def _change(module: str, pair: Mapping[str, Tensor], config: Mapping[str, Any], 
     if set(pair) != {"A", "B"}:
         raise CheckpointError(f"lora {folder}: expected lora_A and lora_B of {module}, got only lora_{min(pair)}")
     a, b = pair["A"], pair["B"]
-    rank = _of_module(config, "rank_pattern", "r", module)
-    alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
+    rank = _of_module(config, "rank_pattern", "r", module, folder)
+    alpha = _of_module(config, "alpha_pattern", "lora_alpha", module, folder)
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
         raise CheckpointError(f"lora {folder}: {module}: expected factors of rank {rank:g}, got {shapes}")
     return Change(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _of_module(config: Mapping[str, Any], pattern: str, name: str, module: str) -> float:
+def _of_module(config: Mapping[str, Any], pattern: str, name: str, module: str, folder: Path) -> float:
     """A module's own rank or alpha, where a pattern names it, else everybody's."""
-    for key, value in (config.get(pattern) or {}).items():
-        if re.fullmatch(rf"(.*\.)?({key})", module):
-            return value
-    return config[name]
+    own = (value for key, value in (config.get(pattern) or {}).items() if re.fullmatch(rf"(.*\.)?({key})", module))
+    value = next(own, config.get(name))
+    if not isinstance(value, (int, float)):
+        raise CheckpointError(f"lora {folder}: expected a number as {name} of {module} in {CONFIG}, got {value!r}")
+    return value

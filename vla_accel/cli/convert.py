@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections import defaultdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from vla_accel.checkpoints.convert import Parameters, Report, Row, convert
+from vla_accel.checkpoints.convert import Parameters, convert
 from vla_accel.checkpoints.orbax import OrbaxParameters, check_folder
 from vla_accel.checkpoints.progress import shown
 from vla_accel.cli.asked.policies import Convert
@@ -18,11 +17,9 @@ from vla_accel.errors import ConfigError, nearest
 from vla_accel.transforms.normalisation import load_statistics, statistics_by_asset
 from vla_accel.transforms.robots import OPENPI_CONFIGS, PRESETS, OpenpiConfig, of_another
 
-_ROOT = "paligemma_with_expert."
-
 
 def main(asked: Convert, words: list[str]) -> int:
-    """Convert, print the table and the JSON line. Raises VlaAccelError for anything wrong."""
+    """Convert, say what came of it and print the JSON line. Raises VlaAccelError for anything wrong."""
     if asked.config is not None and asked.config not in OPENPI_CONFIGS:
         known, name = ", ".join(OPENPI_CONFIGS), asked.config
         raise ConfigError(f"config: expected one of {known}, got {name!r}{nearest(name, OPENPI_CONFIGS)}")
@@ -55,9 +52,8 @@ def main(asked: Convert, words: list[str]) -> int:
             lora_scale=asked.lora_scale,
             advance=lambda name: advance(1, len(parameters.shapes)),
         )
-    console = Console()
-    # Into a file or a pipe, names are not to be folded to a terminal's width.
-    (console if console.is_terminal else Console(width=180)).print(table(report))
+    made, folder = f"{report.parameters:,} parameters in {len(report.rows)} tensors", shlex.quote(str(asked.output))
+    print(f"{asked.output}: {report.kind}, {made}; conversion.json there says which is which; vla-accel serve {folder}")
     if not statistics_by_asset(asked.output / "assets"):
         Console(stderr=True).print(
             "[yellow]no assets/<asset_id>/norm_stats.json came with the checkpoint: name its folder with --assets, or "
@@ -96,23 +92,3 @@ def contradiction(name: str, known: OpenpiConfig, parameters: Parameters, assets
         if found < count:
             return f"expected at least {count} numbers of {what}, found {found} in {file}"
     return None
-
-
-def table(report: Report) -> Table:
-    """One line for each JAX parameter and PyTorch name; the layers of a stack share a line."""
-    result = Table(
-        title=f"{report.kind}: {report.parameters:,} parameters, {len(report.rows)} tensors",
-        caption=f"{_ROOT} is left out of the PyTorch names",
-    )
-    for name in ("JAX parameter", "axes", "PyTorch tensor", "shape", "dtype"):
-        result.add_column(name, overflow="fold")
-    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in report.rows:
-        parts = row.target.split(".")
-        groups[row.source, ".".join("*" if p.isdigit() else p for p in parts)].append(row)
-    for (source, target), rows in groups.items():
-        name = target.replace("*", f"{{0..{len(rows) - 1}}}") if len(rows) > 1 else rows[0].target
-        first = rows[0]
-        dtypes = first.dtype if first.source_dtype == first.dtype else f"{first.source_dtype} → {first.dtype}"
-        result.add_row(source, first.layout, name.removeprefix(_ROOT), str(tuple(first.shape)), dtypes)
-    return result

@@ -72,7 +72,8 @@ class PolicyClient:
         for name, seconds in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
             if not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name}: expected seconds above 0, got {seconds}")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key):
+        printable = isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()
+        if api_key is not None and not (printable and api_key):
             raise ConfigError("api_key: expected printable ASCII characters, at least one")
         self.address = address
         self.metadata: dict[str, Any] = {}
@@ -184,9 +185,10 @@ class PolicyClient:
             raise ServerError(f"policy server {self.address}: no answer within {self._timeout_s:g} s") from error
         except Exception as error:  # closed, reset: neither leaves a usable connection
             self.close()
-            raise _LostConnection(
-                f"policy server {self.address}: no answer ({type(error).__name__}: {error})"
-            ) from error
+            why, closed = f"{type(error).__name__}: {error}", getattr(error, "rcvd", None)
+            if closed is not None and closed.code == 1009:
+                why = f"{closed.reason}; send smaller images, or let the server take more: --max-payload-mib"
+            raise _LostConnection(f"policy server {self.address}: no answer ({why})") from error
         except BaseException:  # interrupted
             self.close()
             raise
@@ -204,6 +206,8 @@ class PolicyClient:
 
     def _connect_once(self) -> Any:
         client = websockets_client()
+        from websockets.exceptions import InvalidMessage
+
         stack = ExitStack()  # holds the connection open beyond this call
         try:
             connection = stack.enter_context(
@@ -227,6 +231,8 @@ class PolicyClient:
             hint = hints.get(getattr(answer, "status_code", 0))
             if isinstance(error, ssl.SSLCertVerificationError):
                 hint = "where its certificate is your own: tls_ca"
+            elif isinstance(error, (ssl.SSLError, InvalidMessage)):
+                hint = "a server with --tls-cert is asked by wss://, one without by ws://"
             raise ServerError(
                 f"policy server {self.address}: cannot connect ({type(error).__name__}: {error})"
                 + (f"; {hint}" if hint else "")

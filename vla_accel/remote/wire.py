@@ -192,7 +192,7 @@ def _encode(value: Any) -> dict[bytes, Any]:
         if isinstance(value, np.ndarray):
             return {b"__ndarray__": True, b"data": _bytes_of(value), b"dtype": value.dtype.str, b"shape": value.shape}
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
-    raise WireError(f"wire format: cannot send a {type(value).__name__}")
+    raise WireError(f"wire format: expected numbers, text, arrays, lists or mappings, got {type(value).__name__}")
 
 
 def _bytes_of(array: np.ndarray) -> bytes | memoryview:

@@ -24,7 +24,7 @@ from vla_accel.transforms.tokenizer import Tokenizer, files_from_hub, read_token
 
 FILES = ("tokenizer.json", "processor_config.json")
 _OPENING, _STOP = "Action: ", "|"
-_HINT = "put its files into the folder fast of the checkpoint, or name a folder as checkpoint.action_tokenizer"
+_HINT = ", or put its files into the folder fast of the checkpoint, or name a folder as checkpoint.action_tokenizer"
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Reader:
         if not present and not missing:
             missing.append(f"one of {', '.join(preset.images)}")
         missing += [k for k in preset.state if _find(observation, k) is _ABSENT]
-        if prompt is None:
+        if prompt is None and preset.prompt not in observation:
             missing.append(preset.prompt)
         if missing:
             found = ", ".join(map(str, observation)) or "nothing"

@@ -155,7 +155,9 @@ class SmallTokenizer:
                 raise KeyError("type")
             return cls(tuple(content["words"]), int(content["state_dim"]), int(content["fill_to"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"tokenizer {path}: expected a small tokenizer's JSON, got {error!r}") from error
+            raise CheckpointError(
+                f"tokenizer {path}: expected Hugging Face's JSON or a small tokenizer's, got {error!r}"
+            ) from error
 
 
 PALIGEMMA_HUB = "google/paligemma-3b-pt-224"
@@ -267,7 +269,7 @@ def load_line_tokenizer(folder: Path, source: str | None, hub: str) -> Tokenizer
     place = folder if source is None else Path(source)
     path = place / "tokenizer.json" if place.is_dir() else place
     if not path.is_file():
-        hint = "put its tokenizer.json into the checkpoint's folder, or name one as checkpoint.tokenizer"
+        hint = ", or put its tokenizer.json into the checkpoint's folder, or name one as checkpoint.tokenizer"
         path = _from_hub(source or hub, hint)
     return LineTokenizer(path) if _is_hugging_face(path) else SmallTokenizer.load(path)
 
@@ -289,7 +291,7 @@ def _is_hugging_face(path: Path) -> bool:
 
 _HUB_ANSWERS_WITHIN_S = 10.0
 _PALIGEMMA_HINT = (
-    "PaliGemma's licence must be accepted on its page once; or put its tokenizer.model into the checkpoint's "
+    " (PaliGemma's licence must be accepted on its page once), or put its tokenizer.model into the checkpoint's "
     "folder, or name it as checkpoint.tokenizer in the configuration"
 )
 
@@ -305,7 +307,7 @@ def files_from_hub(name: str, files: Sequence[str], hint: str) -> Path:
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
-        raise DependencyError(f"a tokenizer from the hub needs pip install 'vla_accel[checkpoints]'; {hint}") from error
+        raise DependencyError(f"a tokenizer from the hub needs pip install 'vla_accel[checkpoints]'{hint}") from error
     try:
         if not all(isinstance(try_to_load_from_cache(name, file), str) for file in files):
             # Asked once: where there is no network, hf_hub_download asks again and again, for 25 s. A refusal is an
@@ -318,6 +320,6 @@ def files_from_hub(name: str, files: Sequence[str], hint: str) -> Path:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise CheckpointError(
             f"tokenizer: expected {name!r} in the hub's cache {constants.HF_HUB_CACHE} or at {constants.ENDPOINT}, "
-            f"got: {reason}; where there is a network, type hf download {name} {' '.join(files)} ({hint})"
+            f"got: {reason}; where there is a network, type hf download {name} {' '.join(files)}{hint}"
         ) from error
     return first

@@ -235,8 +235,8 @@ class Build(PolicySource):
 class Convert:
     """Convert an openpi JAX checkpoint (orbax) to a folder with model.safetensors, config.json and the statistics.
 
-    Runs on the CPU, one parameter at a time; needs pip install 'vla_accel[jax]'. Ends with a table of every parameter,
-    conversion.json in the output, and one JSON line.
+    Runs on the CPU, one parameter at a time; needs pip install 'vla_accel[jax]'. conversion.json in the output lists
+    every parameter, and a JSON line ends the command.
     """
 
     checkpoint: Annotated[Path, tyro.conf.arg(metavar="CHECKPOINT"), tyro.conf.Positional]
