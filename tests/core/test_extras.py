@@ -26,13 +26,16 @@ FEATURES = {
     "serve": "from vla_accel.server.connection import connection_class; connection_class(1, print); import msgpack",
 }
 HIDING = """
-import importlib.machinery, sys, warnings
+import importlib.machinery, sys, sysconfig, warnings
 hidden, path_finder = set(sys.argv[1].split(",")), importlib.machinery.PathFinder
+installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
 
 class Hiding(path_finder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] in hidden else path_finder.find_spec(name, path, target)
+        if path is None and name in hidden:  # but for what a package brings in a folder of its own
+            path = [folder for folder in sys.path if folder not in installed]
+        return path_finder.find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(path_finder)] = Hiding
 warnings.simplefilter("ignore")

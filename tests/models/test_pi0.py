@@ -278,7 +278,7 @@ def test_euler_times_are_openpis_loop_in_float32(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_euler_times_refuse_less_than_one_step(steps: int) -> None:
-    with pytest.raises(ConfigError, match=rf"num_steps: expected 1 to 1000, got {steps}"):
+    with pytest.raises(ConfigError, match=rf"num_steps: expected at least 1, got {steps}"):
         euler_times(steps)
 
 
