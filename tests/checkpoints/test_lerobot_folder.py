@@ -153,9 +153,17 @@ def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any
             lambda f: f["policy_preprocessor"]["steps"][2]["config"].update(eps="x"),
             "expected eps of type float, got 'x'",
         ),
-        (
-            step("policy_preprocessor", 0, "config", 3),
-            r"policy_preprocessor\.json: expected steps with settings, got \[",
+        *(
+            (
+                step("policy_preprocessor", 0, name, value),
+                r"policy_preprocessor\.json: expected steps with settings, got \[",
+            )
+            for name, value in (
+                ("config", 3),
+                ("config", {"rename_map": 3}),
+                ("config", {"norm_map": {"STATE": ["MEAN_STD"]}}),
+                ("registry_name", ["normalizer_processor"]),
+            )
         ),
         (put("config", "paligemma_variant", 2), "expected prefix one of .*, got 2"),
         (put("config", "chunk_size", -1), "expected at least 1 action a chunk in config.json, got -1"),

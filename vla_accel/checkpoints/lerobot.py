@@ -230,7 +230,7 @@ def _steps(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path.parent}: expected {path.name} with the statistics, found no such file")
     steps = member(read_json(path), "steps", list, path)
-    if not all(isinstance(s, dict) and isinstance(s.get("config") or {}, dict) for s in steps):
+    if not all(map(_is_step, steps)):
         raise CheckpointError(f"{path}: expected steps with settings, got {steps}")
     unknown = [
         str(s.get("registry_name", s.get("class"))) for s in steps
@@ -241,6 +241,15 @@ def _steps(path: Path) -> list[dict[str, Any]]:
             f"{path}: expected steps among {', '.join(sorted(_KNOWN_STEPS))}, got {', '.join(unknown)}"
         )
     return steps
+
+
+def _is_step(step: Any) -> bool:
+    """Whether it has the form that lerobot saves: a name, and settings whose tables are of words."""
+    if not isinstance(step, dict) or not isinstance(step.get("registry_name") or "", str):
+        return False
+    config = step.get("config") or {}
+    tables = [config.get(name) or {} for name in ("norm_map", "rename_map")] if isinstance(config, dict) else [config]
+    return all(isinstance(table, dict) and all(isinstance(word, str) for word in table.values()) for table in tables)
 
 
 def _is_off(step: Mapping[str, Any]) -> bool:
