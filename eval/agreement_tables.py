@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.libero_tables import with_interval
+from eval.libero_tables import stress_of, with_interval
 from eval.markdown import MODELS, doubts, machine, machines, percent, rows
 from vla_accel.measure.proportion import wilson
 from vla_accel.report.conditions import fell_back
@@ -17,7 +17,7 @@ def quality(results: list[Any]) -> str:
     the first not under stress; some may be None.
     """
     reports, runs = results[0], [run for run in results[1:] if run]
-    pairs, under_stress = ([r for r in runs if bool(r["protocol"].get("stress")) is hard] for hard in (False, True))
+    pairs, under_stress = ([r for r in runs if bool(stress_of(r)) is hard] for hard in (False, True))
     demo = {r["name"]: r for r in reports if r["weights"] == "demo"}
     reference = pairs[0]["reference"]
     played = [{r["name"]: r for run in runs for r in run["rows"]} for runs in (pairs, under_stress)]
@@ -38,8 +38,7 @@ def quality(results: list[Any]) -> str:
     suite = pairs[0]["protocol"]["suite"]
     text += f"the other way, which the cosine leaves out; success on the same episodes of {suite}; lost: those that "
     text += f"only {reference} won, gained: those that only the configuration won"
-    stress = "; ".join(f"{n} {v:g}" for run in under_stress[:1] for n, v in run["protocol"]["stress"].items())
-    text += f"; stress: {stress}" if stress else ""
+    text += f"; stress: {stress_of(under_stress[0])}" if under_stress else ""
     text += "; portable: with the kernels of GPUs other than Hopper's" if any("portable" in n for n in demo) else ""
     made = [("agreement", "demo", r.get("fingerprint")) for r in demo.values()]
     made += [("success", p["policy"], p.get("weights")) for run in runs for p in run["policies"].values()]

@@ -133,12 +133,16 @@ def paired(result: dict[str, Any]) -> str:
 
 def stressed(result: dict[str, Any]) -> str:
     """`paired` under stress, which it names, and its picture."""
-    stress = ", ".join(f"{name} {value:g}" for name, value in result["protocol"].get("stress", {}).items())
     suites = result["protocol"]["suite"].replace(",", " and ")
     return (
-        f"{paired(result)}\nStress: {stress or 'none'}, on {suites}.\n\n"
+        f"{paired(result)}\nStress: {stress_of(result) or 'none'}, on {suites}.\n\n"
         f"![Success of each policy under stress, with intervals](../eval/results/{STRESS_PICTURE})\n"
     )
+
+
+def stress_of(result: dict[str, Any]) -> str:
+    """The disturbances of a run in words; empty without any."""
+    return ", ".join(f"{name} {value:g}" for name, value in result["protocol"].get("stress", {}).items())
 
 
 def _where(*results: dict[str, Any]) -> str:
