@@ -24,9 +24,10 @@ def test_cuts_are_tried_where_there_is_something_to_cut(name: str) -> None:
         assert all(tile.keys <= shape[1] for tile in found[1:])
     wide = Tile.of(544, 544, 256, gpu)
     assert wide.stages == (2 if gpu.shared_per_block < 128 << 10 else 3)
-    # Fewer keys at once where they would leave no registers (`test_kernels_compile.py` counts what is spilled).
+    # Fewer keys at once where they would leave no registers, or have no room (`test_kernels_compile.py` compiles them).
     keys = {head_dim: Tile.of(256, 256, head_dim, gpu).keys for head_dim in (64, 72, 256)}
-    assert keys == {64: 128, 72: 64 if name in ("B200", "Thor") else 128, 256: 32}
+    few = name in ("B200", "Thor") or gpu.shared_per_block < 128 << 10
+    assert keys == {64: 128, 72: 64 if few else 128, 256: 32}
 
 
 def test_the_fastest_tile_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,7 +280,7 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, tma: bool) 
             "options": options, "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared,
             "registers": registers, "spilled": spilled, "waits": ptx.count("griddepcontrol.wait"),
             "releases": ptx.count("griddepcontrol.launch_dependents"), "products": ptx.count("mma"),
-            "tma": ptx.count("cp.async.bulk.tensor"), "fp8": "e4m3" in ptx,
+            "tma": ptx.count("cp.async.bulk.tensor"), "single": ptx.count("ld.global.b16"), "fp8": "e4m3" in ptx,
             "int8": "*i8" in source_of(launch)[0].signature.values(),
         }  # fmt: skip
         print(json.dumps(row), flush=True)

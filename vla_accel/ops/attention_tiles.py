@@ -25,11 +25,12 @@ class Tile:
     def of(cls, tokens: int, source: int, head_dim: int, gpu: Gpu | None) -> Tile:
         """The one to take unmeasured: the fastest on an H200 for π0.5's prefix (544 x 256) and a view (256 x 72)."""
         wide, queries = head_dim > 128, 64 if tokens > 32 else 16
-        # Three stages of wide keys and values need more than the 99 KB of Ada and of small Ampere and Blackwell chips.
-        stages = 2 if wide and gpu is not None and gpu.shared_per_block < 128 << 10 else 3
+        # Ada and small Ampere and Blackwell chips have 99 KB for keys and values of 128 (72 take as much) or more.
+        tight = gpu is not None and gpu.shared_per_block < 128 << 10
         # Where sums lie in tensor memory, 128 keys of 72 leave a thread too few registers for their addresses.
-        keys = 64 if head_dim > 64 and gpu is not None and gpu.capability[0] in (10, 11) else 128
-        return cls(queries, 32 if wide or source <= 64 else keys, 4 if wide or queries == 16 else 8, stages)
+        few = head_dim > 64 and (tight or (gpu is not None and gpu.capability[0] in (10, 11)))
+        keys = 32 if wide or source <= 64 else 64 if few else 128
+        return cls(queries, keys, 4 if wide or queries == 16 else 8, 2 if wide and tight else 3)
 
 
 def tiles(tokens: int, source: int, head_dim: int, gpu: Gpu | None) -> list[Tile]:

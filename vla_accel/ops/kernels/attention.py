@@ -22,7 +22,8 @@ LOG2E = 1.4426950408889634
 def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_token, q_head, k_batch,
                k_token, k_head, scale, inverse_scale, SOURCE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
                HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               HAS_LENGTHS: tl.constexpr, LAST: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+               HAS_LENGTHS: tl.constexpr, LAST: tl.constexpr, EIGHTS: tl.constexpr, QUANT: tl.constexpr,
+               PDL: tl.constexpr):  # fmt: skip
     WHOLE: tl.constexpr = SOURCE % BLOCK_N == 0 and not HAS_LENGTHS  # every tile of keys is full
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     wait_for_previous(PDL)
@@ -30,14 +31,18 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     in_d = d < HEAD_DIM
+    q_place, kv_place = head * q_head, (head // GROUP) * k_head
+    if EIGHTS:
+        # Of heads of 72 Triton would not know that they begin at sixteen bytes, and load values one by one.
+        q_place, kv_place = tl.multiple_of(q_place, 8), tl.multiple_of(kv_place, 8)
     q = tl.load(
-        q_ptr + batch * q_batch + m[:, None] * q_token + head * q_head + d[None, :],
+        q_ptr + batch * q_batch + m[:, None] * q_token + q_place + d[None, :],
         mask=(m < tokens)[:, None] & in_d[None, :], other=0.0,
     )  # fmt: skip
     length = SOURCE
     if HAS_LENGTHS:
         length = tl.load(length_ptr + batch)
-    base = batch * k_batch + (head // GROUP) * k_head
+    base = batch * k_batch + kv_place
     best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -84,7 +89,8 @@ def attention(
         q, k, v, out, lengths if lengths is not None else out, tokens, q.stride(0), q.stride(1), q.stride(2),
         k.stride(0), k.stride(1), k.stride(2), head_dim**-0.5 * LOG2E, inverse_scale or 1.0, source, heads,
         heads // kv_heads, head_dim, max(16, power_of_two(head_dim)), tile.queries, tile.keys, lengths is not None,
-        last, inverse_scale is not None, pdl, num_warps=tile.warps, num_stages=tile.stages, **launch_options(pdl),
+        last, q.stride(2) % 8 == k.stride(2) % 8 == 0, inverse_scale is not None, pdl, num_warps=tile.warps,
+        num_stages=tile.stages, **launch_options(pdl),
     )  # fmt: skip
 
 
