@@ -14,9 +14,9 @@ def quality(results: list[Any]) -> str:
     """What each configuration keeps of the bundled checkpoint: agreement of its actions, and success on equal episodes.
 
     `results`: the `vla-accel parity` reports, and runs of `python -m eval.paired` of the same configurations' names,
-    the first not under stress; some may be None.
+    the first not under stress.
     """
-    reports, runs = results[0], [run for run in results[1:] if run]
+    reports, runs = results[0], results[1:]
     pairs, under_stress = ([r for r in runs if bool(stress_of(r)) is hard] for hard in (False, True))
     demo = {r["name"]: r for r in reports if r["weights"] == "demo"}
     reference = pairs[0]["reference"]

@@ -142,7 +142,6 @@ JOBS: tuple[Job, ...] = (
     # Without openpi's own max-autotune, which compiles for longer than all of this takes: that is in bench_compile.
     bench("record", f"--model pi05 --systems {OURS},{INT8_EXPERT},eager,openpi-eager,realtime-vla --steps 10,3,1 "
           "--calls 60 --realtime-vla {realtime_vla}", "openpi", "realtime_vla"),
-    bench("pi05", f"--model pi05 --systems {OURS},eager,openpi-eager --steps 10,3,1 --calls 60 --hz 20", "openpi"),
     bench("pi05_alone", f"--model pi05 --systems {OURS} --steps 10,3,1 --calls 60 --hz 20"),
     bench("pi05_profile", f"--model pi05 --systems {OURS} --steps 10 --calls 60 --profile"),
     bench("pi05_8bit", "--model pi05 --systems native-fp8-vision-int8-denoise-host,native-int8,native-int8-vision "

@@ -33,10 +33,11 @@ def late(results: Sequence[Any]) -> str:
     where = machines((bare_command(grid["command"]), grid["policy"]) for grid in grids)
     old = doubts((bare_command(g["command"]), g["policy"].get("policy"), g["policy"].get("weights")) for g in grids)
     notes = "".join(dict.fromkeys(f" {grid['note']}" for grid in grids if grid["note"]))
+    missing = any((kind, ticks) not in found for kind in kinds for ticks in {*systems, *(t for _, t in found)})
     text = (
         f"Success (Wilson, 95 %), {counts} denoising steps; a tick is {1e3 / hz:.0f} ms. So late would be: π0.5 at its "
-        f"published size, by the median of a call in [the table above](#latency). A dash: not played. {where}; "
-        f"`{bare_command(grids[0]['command'])}`.{notes}{old}"
+        f"published size, by the median of a call in [the table above](#latency).{' A dash: not played.' * missing} "
+        f"{where}; `{bare_command(grids[0]['command'])}`.{notes}{old}"
     )
     return (
         f"{rows(header, body)}\n{text}\n\n"

@@ -151,11 +151,13 @@ def _where(*results: dict[str, Any]) -> str:
     for result in results:
         policy, limit = result["policy"], result["protocol"]["max_steps"]
         limit = limit if isinstance(limit, int) else " and ".join(map(str, limit))
+        ran = policy["metadata"]
+        engines = " and ".join(dict.fromkeys(e["used"] for e in ran["engines"] if e["component"] != "call"))
         note = f" {result['note']}" if result.get("note") else ""
         old = doubts([(result["protocol"]["suite"], policy.get("name"), policy.get("weights"))])
         told.append(
-            f"{machine(result['launches'][-1])}; {result['episodes_s'] / 60:.0f} minutes of episodes, {limit} actions "
-            f"at most; `{bare_command(result['command'])}`.{note}{old}\n"
+            f"{machine(result['launches'][-1])}; {engines} engines in {ran['dtype']}; {result['episodes_s'] / 60:.0f} "
+            f"minutes of episodes, {limit} actions at most; `{bare_command(result['command'])}`.{note}{old}\n"
         )
     return "\n".join(told)
 

@@ -15,12 +15,11 @@ HEADER = ["model", "parameters", "a call", "reference", "native, BF16", "FP8", "
           "success"]  # fmt: skip
 
 
-def models(results: Iterable[Mapping[str, Any] | None]) -> str:
+def models(results: Iterable[Mapping[str, Any]]) -> str:
     """A row for each `vla-accel bench` report of a published size. Other results say more of these models: agreement
-    with openpi's and lerobot's code at full size, and `python -m eval.paired` of the bundled checkpoints. None is a run
-    that is not stored."""
+    with openpi's and lerobot's code at full size, and `python -m eval.paired` of the bundled checkpoints."""
     benches, agreement, played = [], {}, {}
-    for result in filter(None, results):
+    for result in results:
         if "policies" in result:
             played |= dict(_native(result))
         elif "rows" in result:

@@ -24,7 +24,7 @@ WIDTH, HEIGHT = 1000, 660
 class Arguments:
     """Take the picture of a stored `vla-accel bench` as a report shows it."""
 
-    result: Path = RESULTS / "bench_pi05_h200.json"
+    result: Path = RESULTS / "bench_record_h200.json"
     """What `vla-accel bench --output` wrote."""
     output: Path = RESULTS / "report.png"
     """The picture."""

@@ -50,17 +50,10 @@ class Arguments:
 
 
 def load(name: str | tuple[str, ...]) -> Any:
-    """A stored result; with a * in its name, a list of all that match, and of several names, a list of theirs; with a ?
-    behind it, None if it is not stored; of names with a | between, the first that is. Raises FileNotFoundError if none
-    matches."""
+    """A stored result; with a * in its name, a list of all that match, and of several names, a list of theirs. Raises
+    FileNotFoundError if none matches."""
     if isinstance(name, tuple):
         return [load(one) for one in name]
-    first, _, others = name.partition("|")
-    if others:
-        return load(first if (RESULTS / f"{first}.json").is_file() else others)
-    if name.endswith("?"):
-        name = name[:-1]
-        return load(name) if (RESULTS / f"{name}.json").is_file() else None
     if "*" in name:
         paths = sorted(RESULTS.glob(f"{name}.json"))
         if not paths:
@@ -103,10 +96,7 @@ def builds(result: dict[str, Any]) -> str:
     return rows(header, body) + f"\n{where}\n"
 
 
-RECORD_RUN = "bench_record_h200|bench_pi05_h200"
-"""Whole calls of π0.5 by number of steps, in one run every system but those of torch.compile; until that is stored the
-run of some of them."""
-BENCHED = (RECORD_RUN, "bench_pi0_h200", "bench_smolvla_h200", "bench_groot_h200")
+BENCHED = ("bench_record_h200", "bench_pi0_h200", "bench_smolvla_h200", "bench_groot_h200")
 """Whole calls of each model at its published size, but for π0-FAST, whose time is its tokens'."""
 
 TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
@@ -129,7 +119,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
             "libero_paired",
             "libero_paired_portable_int8",
             "libero_stress",
-            "libero_stress_elsewhere?",
+            "libero_stress_elsewhere",
         ),
     ),
     "success": (success, ("libero_spatial_demo", "libero_object_demo")),
@@ -140,7 +130,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "builds_demo": (builds, "tensorrt_rtx_demo_cpu"),
     "builds_full": (builds, "tensorrt_rtx_full_width_cpu"),
     "builds_torch": (builds, "torch_tensorrt_h200"),
-    "bench_pi05": (bench, RECORD_RUN),
+    "bench_pi05": (bench, "bench_record_h200"),
     "bench_pi05_alone": (bench, "bench_pi05_alone_h200"),
     "bench_pi05_profile": (bench, "bench_pi05_profile_h200"),
     "paced": (paced, "bench_pi05_alone_h200"),
@@ -158,7 +148,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "paired_smolvla": (paired, "libero_paired_smolvla"),
     "paired_stress": (stressed, "libero_stress"),
     "paired_stress_elsewhere": (paired, "libero_stress_elsewhere"),
-    "late": (late, ("libero_late_*", RECORD_RUN)),
+    "late": (late, ("libero_late_*", "bench_record_h200")),
     "tune_demo": (tune, "tune_demo_h100"),
     "shapes": (shapes, "bench_*_h200"),
     "goals": (goals, "bench_*_h200"),
@@ -183,9 +173,6 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
 }
 """Table to what makes it and the stored result, or several of them (*), that it is made from."""
 
-NOT_YET = frozenset({"paired_stress_elsewhere"})
-"""Tables whose runs may be absent: their place says so."""
-
 
 def pages() -> list[Path]:
     """The files that hold tables."""
@@ -197,13 +184,7 @@ def render(text: str) -> str:
 
     def replace(match: re.Match[str]) -> str:
         make, source = TABLES[match[2]]
-        try:
-            results = load(source)
-        except FileNotFoundError:
-            if match[2] not in NOT_YET:
-                raise
-            return f"{match[1]}Not measured so far.\n{match[3]}"
-        return match[1] + make(results) + match[3]
+        return match[1] + make(load(source)) + match[3]
 
     return _BLOCK.sub(replace, text)
 

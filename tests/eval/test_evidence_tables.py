@@ -231,7 +231,7 @@ def test_pictures_are_drawn_where_there_are_runs(
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     stored = {
         "tune_demo_h100": TUNED, "libero_late_plain": grid(("plain", "rtc"), (0, 8), 80), "libero_stress": PAIRED,
-        "bench_pi05_h200": bench(2, 10, 9.0, throughput=BATCHES),
+        "bench_record_h200": bench(2, 10, 9.0, throughput=BATCHES),
     }  # fmt: skip
     for name, result in stored.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result))

@@ -306,7 +306,7 @@ def test_a_model_has_a_row_of_all_that_is_stored_of_it() -> None:
     won = np.arange(20) > 1
     played = paired.compare(libero(won), {"native": libero(np.arange(20) > 3), "native_fp8": libero(won)}, "eager")
     played["rows"] = [r for r in played["rows"] if r["steps"] == 10]
-    reports = [bench_report(ceilings), None, smolvla, agreed, lerobot, played]
+    reports = [bench_report(ceilings), smolvla, agreed, lerobot, played]
     lines = tables.models(reports).splitlines()
     case = "2 views, 10 actions, 10 steps | 60.00 (openpi, eager)"
     assert lines[2] == f"| π0.5 | 3.35 B | {case} | 14.00, 4.3× | - | - | 4.0e-06 | 80.0 % of 20 |"
@@ -346,14 +346,13 @@ def test_agreement_with_lerobot_has_a_row_a_case() -> None:
     assert lines[-1].endswith(f"rms difference from lerobot's FP32. {told}")
 
 
-def test_a_run_that_may_be_absent_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_absent_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     (tmp_path / "there.json").write_text("[1]")
-    assert tables.load(("there?", "not_there?")) == [[1], None]
-    (tmp_path / "other.json").write_text("[2]")
-    assert [tables.load(f"{name}|other") for name in ("there", "not_there", "not|not_there")] == [[1], [2], [2]]
-    with pytest.raises(FileNotFoundError):
-        tables.load("not_there")
+    assert tables.load(("there", "th*")) == [[1], [[1]]]
+    for name in ("not_there", "not_*"):
+        with pytest.raises(FileNotFoundError, match=f"{name[:4]}.*json"):
+            tables.load(("there", name))
 
 
 def test_quality_has_agreement_and_success_of_a_configuration() -> None:
@@ -366,7 +365,7 @@ def test_quality_has_agreement_and_success_of_a_configuration() -> None:
         parity_report("native_fp8", 0.5),
         parity_report("x", 1.0, weights="pi05"),
     ]
-    lines = tables.quality([reports, pairs, None]).splitlines()
+    lines = tables.quality([reports, pairs]).splitlines()
     assert lines[2] == "| `eager_fp32` | 1 | 0 | 90.0 % (69.9 to 97.2) | - | - | - |"
     assert lines[3] == "| `native` | 0.9999, 0.998 needed | 0 of 64 | 80.0 % (58.4 to 91.9) | 2 / 0 of 20 | - | - |"
     assert lines[4] == "| `native_fp8` | 0.5000, 0.998 needed, **too little** | 0 of 64 | - | - | - | - |"

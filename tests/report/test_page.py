@@ -29,7 +29,7 @@ def parity_page(report: dict[str, Any]) -> Page:
 @pytest.mark.parametrize(
     ("make", "name", "expected"),
     [
-        (bench.page, "bench_pi05_h200", lambda r: [row["median_ms"] for row in r["rows"]]),
+        (bench.page, "bench_record_h200", lambda r: [row["median_ms"] for row in r["rows"]]),
         (parity_page, "parity_native_fp8", lambda r: [r["actions"]["cosine"], r["actions"]["max_error"]]),
     ],
 )
@@ -48,7 +48,7 @@ def test_a_page_holds_the_figures_of_its_json(
 
 
 def test_a_mark_is_explained_where_there_is_one() -> None:
-    report = stored("bench_pi05_h200")
+    report = stored("bench_record_h200")
     report["rows"] = report["rows"][:2]
     assert "the mark is the machine&#x27;s floor" in render(bench.page(report))
     for row in report["rows"]:
