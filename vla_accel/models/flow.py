@@ -34,15 +34,9 @@ class FlowNetwork(PrefixNetwork):
 
     @abstractmethod
     def velocity(
-        self,
-        noisy: Tensor,
-        time_embedding: Tensor,
-        modulations: Tensor | None,
-        state: Tensor | None,
-        keys: Tensor,
-        values: Tensor,
-        prefix_mask: Tensor | None = None,
-    ) -> Tensor:
+        self, noisy: Tensor, time_embedding: Tensor, modulations: Tensor | None, state: Tensor | None, keys: Tensor,
+        values: Tensor, prefix_mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """The flow's velocity at `noisy` (B, H, action_dim); returns the same shape, in the projections' dtype.
 
         keys, values (depth, B, S, kv_heads, head_dim); prefix_mask (B, S) bool or None; the time-only inputs are one
@@ -50,29 +44,17 @@ class FlowNetwork(PrefixNetwork):
         """
 
     def denoise(
-        self,
-        noise: Tensor,
-        num_steps: int,
-        keys: Tensor,
-        values: Tensor,
-        state: Tensor | None = None,
+        self, noise: Tensor, num_steps: int, keys: Tensor, values: Tensor, state: Tensor | None = None,
         prefix_mask: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Euler from t = 1 to 0. noise (B, H, action_dim) float32; returns the actions, same shape and dtype."""
         times = self.times(num_steps, noise.dtype).to(noise.device)
         return self.integrate(noise, *self.conditioning(times), keys, values, state, prefix_mask)
 
     def integrate(
-        self,
-        noise: Tensor,
-        embeddings: Tensor,
-        modulations: Tensor | None,
-        keys: Tensor,
-        values: Tensor,
-        state: Tensor | None = None,
-        prefix_mask: Tensor | None = None,
-        guidance: Guidance | Pinned | None = None,
-    ) -> Tensor:
+        self, noise: Tensor, embeddings: Tensor, modulations: Tensor | None, keys: Tensor, values: Tensor,
+        state: Tensor | None = None, prefix_mask: Tensor | None = None, guidance: Guidance | Pinned | None = None,
+    ) -> Tensor:  # fmt: skip
         """`denoise` with `conditioning(times)` already computed: one row of it a step. `guidance`: towards a previous
         chunk, or with its beginning pinned (`vla_accel.models.rtc`)."""
         steps = len(embeddings)

@@ -112,15 +112,9 @@ class Groot(Network):
             return self.head.constants(steps)
 
     def integrate(
-        self,
-        noise: Tensor,
-        constants: StepConstants,
-        state: Tensor,
-        cache: Cache,
-        lengths: Tensor | None = None,
-        target: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
+        self, noise: Tensor, constants: StepConstants, state: Tensor, cache: Cache, lengths: Tensor | None = None,
+        target: Tensor | None = None, weights: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Euler from t = 0 (noise) to 1. noise (B, H, action_dim) float32; state (B, state_dim); returns the actions,
         same shape and dtype as the noise.
 

@@ -160,15 +160,9 @@ class Pi0(PaliGemma, FlowNetwork):
         return torch.cat((state_token, self.action_time_mlp_out(hidden)), dim=1)
 
     def velocity(
-        self,
-        noisy: Tensor,
-        time_embedding: Tensor,
-        modulations: Tensor | None,
-        state: Tensor | None,
-        keys: Tensor,
-        values: Tensor,
-        prefix_mask: Tensor | None = None,
-    ) -> Tensor:
+        self, noisy: Tensor, time_embedding: Tensor, modulations: Tensor | None, state: Tensor | None, keys: Tensor,
+        values: Tensor, prefix_mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """The flow's velocity at `noisy` (B, H, action_dim); returns the same shape, in the projections' dtype.
 
         keys, values (depth, B, S, kv_heads, head_dim); prefix_mask (B, S) bool or None; the time-only inputs are one

@@ -253,15 +253,9 @@ class SmolVla(FlowNetwork):
             return F.linear(embedding, layer.weight[:, width:], layer.bias), None
 
     def velocity(
-        self,
-        noisy: Tensor,
-        time_embedding: Tensor,
-        modulations: Tensor | None,
-        state: Tensor | None,
-        keys: Tensor,
-        values: Tensor,
-        prefix_mask: Tensor | None = None,
-    ) -> Tensor:
+        self, noisy: Tensor, time_embedding: Tensor, modulations: Tensor | None, state: Tensor | None, keys: Tensor,
+        values: Tensor, prefix_mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """The flow's velocity; norms are plain and the state is in the prefix, so both are None."""
         del modulations, state
         actions = self.action_in_proj(noisy.to(self.action_in_proj.weight.dtype))

@@ -13,14 +13,9 @@ class Pi0Store(PaliGemmaStore[Pi0]):
     """Prepared weights of one π0 or π0.5."""
 
     def denoise(
-        self,
-        batch: int,
-        prefix_tokens: int,
-        num_steps: int,
-        spec: EngineSpec,
-        max_weight: float | None = None,
+        self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None,
         trained: bool = False,
-    ) -> Program:
+    ) -> Program:  # fmt: skip
         """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
         key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, ExpertWeights.of)
         steps = (*key, num_steps, max_weight, trained)

@@ -124,14 +124,9 @@ class SmolVlaStore(FlowStore[SmolVla]):
         return SmolVlaPrefix(weights, batch, image_tokens, length, spec.attention)
 
     def denoise(
-        self,
-        batch: int,
-        prefix_tokens: int,
-        num_steps: int,
-        spec: EngineSpec,
-        max_weight: float | None = None,
+        self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None,
         trained: bool = False,
-    ) -> Program:
+    ) -> Program:  # fmt: skip
         """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
         key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, SmolVlaExpertWeights.of)
         steps, streamed = (*key, num_steps, max_weight, trained), why_not is None
