@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints.progress import shown
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, listing, some
 from vla_accel.checkpoints.writer import save_weights
 from vla_accel.config.mapping import from_mapping, read_mapping
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.files import write_json
 from vla_accel.models.network import Network
+from vla_accel.progress import shown
 
 FORMAT = "vla_accel.checkpoint/1"
 Recipe = Mapping[str, tuple[Piece, ...]]

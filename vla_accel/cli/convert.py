@@ -10,10 +10,10 @@ from rich.console import Console
 
 from vla_accel.checkpoints.convert import Parameters, convert
 from vla_accel.checkpoints.orbax import OrbaxParameters, check_folder
-from vla_accel.checkpoints.progress import shown
 from vla_accel.cli.asked.policies import Convert
 from vla_accel.cli.common import print_json
 from vla_accel.errors import ConfigError, nearest
+from vla_accel.progress import shown
 from vla_accel.transforms.normalisation import load_statistics, statistics_by_asset
 from vla_accel.transforms.robots import OPENPI_CONFIGS, PRESETS, OpenpiConfig, of_another
 
