@@ -9,10 +9,17 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """What ends a message about an unknown name: the known one that reads like it, if there is one."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f": did you mean {found[0]}?" if found else ""
+def nearest(name: object, known: Iterable[str], before: str = "") -> str:
+    """What ends a message about an unknown name: the known one that reads like it, if there is one, with what stands
+    `before` it."""
+    found = difflib.get_close_matches(str(name), list(known), n=1)
+    return f": did you mean {before}{found[0]}?" if found else ""
+
+
+def unknown(thing: str, name: object, known: Iterable[str], other: str = "") -> str:
+    """The message about a name that is none of those known; `other`: what it may be instead, as "a file or "."""
+    known = list(known)
+    return f"{thing}: expected {other}one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
 
 
 class VlaAccelError(Exception):

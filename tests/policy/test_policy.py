@@ -191,7 +191,9 @@ def test_what_names_no_checkpoint_is_refused(name: Any) -> None:
 
 def test_an_engine_that_is_none_is_refused(folders: dict[Kind, Path]) -> None:
     unknown: Any = "nativ"
-    with pytest.raises(ConfigError, match=r"vision\.engine: expected one of auto, eager, .*, got 'nativ'"):
+    with pytest.raises(
+        ConfigError, match=r"vision\.engine: expected one of auto, eager, .*, got 'nativ': did you mean native\?"
+    ):
         OptimizedPolicy.from_pretrained(folders["pi05"], replace(FP32, vision=EngineSpec(unknown)))
 
 

@@ -221,7 +221,8 @@ def test_at_least_one_camera_is_needed() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"base": "libro"}, "base: expected one of libero, .* got 'libro'"),
+        ({"base": "libro"}, r"base: expected one of libero, .* got 'libro': did you mean libero\?"),
+        ({"base": ["libero"]}, r"base: expected one of libero, .* got \['libero'\]"),
         ({"base": "libero", "imges": []}, r"unknown key imges: did you mean images\?"),
         ({"base": "libero", "images": []}, "images: expected at least one key"),
         ({"base": "libero", "images": ["a", "a"]}, "images: expected at least one key, each once"),

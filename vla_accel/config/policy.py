@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vla_accel.config.mapping import Checked, from_mapping, read_mapping
-from vla_accel.errors import ConfigError, nearest
+from vla_accel.errors import ConfigError, unknown
 
 Precision = Literal["auto", "fp32", "bf16"]
 EngineName = Literal["auto", "eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
@@ -297,5 +297,4 @@ def find_config(name_or_path: str | Path) -> Path:
     path = shipped.get(name, Path(name_or_path))
     if path.suffix or (name and path.exists()):
         return path
-    known = (AUTO, *shipped)
-    raise ConfigError(f"config: expected a file or one of {', '.join(known)}, got {name!r}{nearest(name, known)}")
+    raise ConfigError(unknown("config", name, (AUTO, *shipped), "a file or "))

@@ -25,7 +25,7 @@ from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Shown, choose
-from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
+from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError, unknown
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.models.family import Shape, Store
@@ -71,7 +71,7 @@ class OptimizedPolicy:
         for part, spec in specs.items():
             for engine in (spec.engine, *spec.fallback):
                 if engine not in (*ENGINES, "auto"):
-                    raise ConfigError(f"{part}.engine: expected one of auto, {', '.join(ENGINES)}, got {engine!r}")
+                    raise ConfigError(unknown(f"{part}.engine", engine, ("auto", *ENGINES)))
                 if config.deterministic and engine != "auto" and ENGINES[engine].by_time:
                     raise ConfigError(
                         f"deterministic: {part}: {engine} takes the kernels that it measures as the fastest"

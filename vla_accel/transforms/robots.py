@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vla_accel.config.mapping import from_mapping, read_mapping
-from vla_accel.errors import ConfigError, nearest
+from vla_accel.errors import ConfigError, unknown
 from vla_accel.pictures import Resize
 
 Gripper = Literal["none", "aloha"]
@@ -164,8 +164,7 @@ def load_preset(name: str) -> Preset:
     if name in PRESETS:
         return PRESETS[name]
     if Path(name).suffix.lower() not in (".yaml", ".yml", ".json"):
-        known = ", ".join(PRESETS)
-        raise ConfigError(f"preset: expected a YAML file or one of {known}, got {name!r}{nearest(name, PRESETS)}")
+        raise ConfigError(unknown("preset", name, PRESETS, "a YAML file or "))
     return preset_from(read_mapping(Path(name)), name)
 
 
@@ -180,8 +179,8 @@ def preset_from(content: Mapping[str, Any], where: str = "preset") -> Preset:
     base = fields.pop("base", None)
     try:
         if base is not None:
-            if base not in PRESETS:
-                raise ConfigError(f"base: expected one of {', '.join(PRESETS)}, got {base!r}")
+            if base not in [*PRESETS]:  # which takes a list, too
+                raise ConfigError(unknown("base", base, PRESETS))
             fields = {**dataclasses.asdict(PRESETS[base]), **fields}
         return from_mapping(Preset, fields)
     except ConfigError as error:
