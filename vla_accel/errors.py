@@ -5,8 +5,9 @@ Every message names the thing, what was expected and what was found. This module
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 def nearest(name: object, known: Iterable[str], before: str = "") -> str:
@@ -68,3 +69,14 @@ class WireError(VlaAccelError, ValueError):
 
 class ServerError(VlaAccelError):
     """A policy server cannot be reached, did not answer in time, or reported an error."""
+
+
+@contextlib.contextmanager
+def of_one(index: int, count: int) -> Iterator[None]:
+    """What goes wrong inside is of one of `count` observations: where there are several, the error names it."""
+    try:
+        yield
+    except VlaAccelError as error:
+        if count == 1:
+            raise
+        raise type(error)(f"observations[{index}]: {error}") from error

@@ -25,7 +25,7 @@ from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Shown, choose
-from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError, unknown
+from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError, of_one, unknown
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.models.family import Shape, Store
@@ -166,7 +166,8 @@ class OptimizedPolicy:
         inference_delays: Sequence[int | None] | None = None,
     ) -> list[dict[str, Any]]:
         """Several independent observations in one pass; noise (batch, horizon, action_dim); `prev_chunks`,
-        `inference_delays`: one for each observation, or None. Returns as `infer`."""
+        `inference_delays`: one for each observation, or None. Returns and raises as `infer`; what is wrong with one of
+        several names it, as "observations[1]: …"."""
         if isinstance(observations, (Mapping, str)):
             raise ObservationError(f"observations: expected a list of them, got one {type(observations).__name__}")
         if not observations:
@@ -174,8 +175,10 @@ class OptimizedPolicy:
         with self._lock:
             began = time.perf_counter()
             with self.pipelines.ahead(self.processor, observations) as ahead:
-                inputs = [self.family.prepare(self.processor, o, self.device) for o in observations]
-                family, sizes, rtc = self.family, self.model.config, self.config.rtc
+                family, sizes, rtc, inputs = self.family, self.model.config, self.config.rtc, []
+                for index, one in enumerate(observations):
+                    with of_one(index, len(observations)):
+                        inputs.append(family.prepare(self.processor, one, self.device))
                 guided = guidance(family, sizes, rtc, self.processor, inputs, prev_chunks, inference_delays)
                 pipeline, feed = self._feed(inputs, noise, guided)
                 if ahead is not None and ahead is not pipeline:
