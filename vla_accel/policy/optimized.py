@@ -354,17 +354,19 @@ class OptimizedPolicy:
         return found if has_scales else None
 
     def _say_what_auto_chose(self) -> None:
-        """One line on the console, from what really was built."""
+        """One line, from what really was built: a warning where what it chose could not be."""
         groups: dict[tuple[str, str], list[str]] = {}
+        level = logging.INFO
         for entry in self.ledger.entries.values():
             if entry.requested == "auto":
-                precision = self.specs[entry.component].precision
-                used = entry.used if entry.used == "eager" or precision == "auto" else f"{entry.used} {precision}"
+                spec = self.specs[entry.component]
+                plain = entry.used == "eager" or spec.precision == "auto"
+                used = entry.used if plain else f"{entry.used} {spec.precision}"
                 groups.setdefault((used, entry.reason), []).append(entry.component)
+                level = level if entry.used == spec.engine else logging.WARNING
         if groups:
             said = "; ".join(f"{', '.join(names)}: {used} ({why})" for (used, why), names in groups.items())
-            # A warning, so that it is seen without any set-up of logging.
-            _log.warning("%s: auto chose %s", self.name, said)
+            _log.log(level, "%s: auto chose %s", self.name, said)
 
     def _run(self, pipeline: Pipeline) -> tuple[np.ndarray, dict[str, float]]:
         """What `Pipeline.run` says of a call that was fed. Raises EngineError for values that are not finite."""
