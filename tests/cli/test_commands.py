@@ -372,6 +372,10 @@ def test_observations_of_another_robot_are_told_with_their_file(
     ("change", "message"),
     [
         ({"action_horizon": -5}, "action_horizon: expected more than 0, got -5"),
+        ({"action_horizon": 1_000_000_000}, "action_horizon: expected at most 4096, got 1000000000"),
+        ({"max_token_len": 1_000_000_000}, "max_token_len: expected at most 4096, got 1000000000"),
+        ({"prefix": {"depth": 1_000_000_000}}, "prefix.depth: expected at most 4096, got 1000000000"),
+        ({"vocab_size": 1_000_000_000}, "vocab_size: expected at most 1048576, got 1000000000"),
         ({"vision": {"width": 0}}, "vision.width: expected more than 0, got 0"),
         ({"vision": {"eps": float("nan")}}, "vision.eps: expected more than 0, got nan"),
     ],

@@ -87,8 +87,6 @@ def load(
         settings = settings.with_lora(str(lora))
     family = family_of(folder)
     model, processor = family.load(folder, settings, device=device, dtype=dtype)
-    if (horizon := family.action_shape(model.config)[0]) < 1:
-        raise CheckpointError(f"checkpoint {folder}: expected at least 1 action a chunk in config.json, got {horizon}")
     if lora is not None and not isinstance(model.origin, Folded):
         raise ConfigError(f"lora: expected a model that takes adapters, {family.name} takes none")
     return Checkpoint(str(path_or_name), family, model.whole() if whole else model, processor, folder, lora=lora)

@@ -19,6 +19,10 @@ Schedule = Literal["zeros", "ones", "linear", "exp"]
 AUTO = "auto"
 """The name of a configuration that leaves everything as it is by default."""
 
+LARGEST = 4096
+"""Of sizes that no weight shows (actions of a chunk, tokens of a prompt, numbers of a state, pixels of an edge): more
+are a mistake, which would take all the memory that there is."""
+
 
 @dataclass(frozen=True)
 class TensorrtOptions(Checked):
@@ -138,8 +142,8 @@ class CheckpointSpec(Checked):
         super().__post_init__()
         for name in ("action_horizon", "max_token_len"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"checkpoint.{name}: expected at least 1, got {value}")
+            if value is not None and not 1 <= value <= LARGEST:
+                raise ConfigError(f"checkpoint.{name}: expected 1 to {LARGEST}, got {value}")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from vla_accel.checkpoints.lerobot import member, read_processors, read_settings
+from vla_accel.checkpoints.lerobot import longest_prompt, member, read_processors, read_settings
 from vla_accel.checkpoints.pi0_fast import load_weights, read_sizes
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import PolicyConfig
@@ -33,8 +33,7 @@ def load_folder(
     content = read_settings(path, ("pi0_fast",), _FIXED)
     told = read_processors(folder, content, "bilinear")
     weights = SafetensorsWeights(folder)
-    longest = told.tokenizer.get("max_length", member(content, "tokenizer_max_length", int, path))
-    config = resized(read_sizes(weights, content, int(longest), path), settings)
+    config = resized(read_sizes(weights, content, longest_prompt(told, content, path), path), settings)
     preset = robot_of(told.preset, settings)
     if preset.action_dim != config.action_dim:
         raise ConfigError(f"preset: {preset.action_dim} action dimensions do not fit tokens of {config.action_dim}")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vla_accel.config.mapping import from_mapping, read_mapping
+from vla_accel.config.policy import LARGEST
 from vla_accel.errors import ConfigError, unknown
 from vla_accel.pictures import Resize
 
@@ -65,8 +66,8 @@ class Preset:
         if unknown:
             raise ConfigError(f"preset.optional_images: expected some of {list(self.images)}, got {sorted(unknown)}")
         for name in ("state_dim", "action_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"preset.{name}: expected at least 1, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= LARGEST:
+                raise ConfigError(f"preset.{name}: expected 1 to {LARGEST}, got {getattr(self, name)}")
         shared = min(self.state_dim, self.action_dim)
         for name in ("delta_actions", "flipped", "gripper_dims"):
             wrong = [i for i in getattr(self, name) if not 0 <= i < shared]
