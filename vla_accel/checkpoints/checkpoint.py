@@ -35,15 +35,6 @@ _CHECKED = 1 << 22
 _SHOWN_BYTES = 256 << 20
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, or of the `model*.safetensors` in a folder, on the CPU.
-
-    Raises CheckpointError for a missing, damaged or doubled file or key.
-    """
-    weights = SafetensorsWeights(path)
-    return {name: weights.read(name) for name in weights.shapes}
-
-
 class Stored:
     """A checkpoint's weights as a network's `Origin`: read tensor by tensor, accounted for already.
 

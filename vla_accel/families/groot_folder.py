@@ -173,20 +173,14 @@ def _groups(kind: str, modality: Any, statistics: Any, settings: Mapping[str, An
             group = dataclasses.replace(
                 group, relative=_relation(form, f"{where}: action {name}"), reference=form.get("state_key") or name
             )
-        if not _encoded_as_angles(config, name, settings):
-            group = _scaled(group, entry, _scaling(config, name), settings, relative, f"{where}: {kind} {name}")
+        as_angles = settings.get("apply_sincos_state_encoding") and name in (config.get("sin_cos_embedding_keys") or ())
+        if not as_angles:
+            scaling = "mean_std" if name in (config.get("mean_std_embedding_keys") or ()) else "range"
+            group = _scaled(group, entry, scaling, settings, relative, f"{where}: {kind} {name}")
         found.append(group)
     if not found:
         raise CheckpointError(f"{where}: expected {kind}.modality_keys, got none")
     return Groups(tuple(found))
-
-
-def _encoded_as_angles(config: Mapping[str, Any], name: str, settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("apply_sincos_state_encoding")) and name in (config.get("sin_cos_embedding_keys") or ())
-
-
-def _scaling(config: Mapping[str, Any], name: str) -> Scaling:
-    return "mean_std" if name in (config.get("mean_std_embedding_keys") or ()) else "range"
 
 
 def _scaled(

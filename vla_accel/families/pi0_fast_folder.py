@@ -19,7 +19,7 @@ from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import resized, robot_of
 from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.transforms.fast import Detokeniser, FastProcessor, load_fast
-from vla_accel.transforms.tokenizer import PaliGemmaTokenizer, SmallTokenizer, Tokenizer, load_tokenizer
+from vla_accel.transforms.tokenizer import PaliGemmaTokenizer, SmallTokenizer, load_tokenizer
 
 # What lerobot can be told, and what would change the model in ways that are not built here.
 _FIXED = {"temperature": 0.0, "use_relative_actions": False}
@@ -38,7 +38,8 @@ def load_folder(
     if preset.action_dim != config.action_dim:
         raise ConfigError(f"preset: {preset.action_dim} action dimensions do not fit tokens of {config.action_dim}")
     tokenizer = load_tokenizer(folder, given.tokenizer, elsewhere=True)
-    vocabulary = _vocabulary(tokenizer)
+    assert isinstance(tokenizer, (PaliGemmaTokenizer, SmallTokenizer))
+    vocabulary = tokenizer.vocab_size
     if vocabulary > config.vocab_size:
         raise CheckpointError(f"tokenizer {folder}: expected at most {config.vocab_size} tokens, got {vocabulary}")
     fast = load_fast(folder, given.action_tokenizer, member(content, "action_tokenizer_name", str, path))
@@ -62,8 +63,3 @@ def load_folder(
         detokeniser=detokeniser,
     )
     return load_weights(weights, config, str(folder), device=device, dtype=dtype), processor
-
-
-def _vocabulary(tokenizer: Tokenizer) -> int:
-    assert isinstance(tokenizer, (PaliGemmaTokenizer, SmallTokenizer))
-    return tokenizer.vocab_size

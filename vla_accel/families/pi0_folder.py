@@ -118,7 +118,8 @@ def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -
     name = settings.preset or content.get("preset") or _preset_of(asset, folder)
     if of_another(name, asset):
         raise ConfigError(f"preset: expected {BY_ASSET[asset]}, as assets/{asset} says, or a YAML file, got {name}")
-    preset = _openpi_preset(name, config)
+    # openpi's one π0 for LIBERO was trained with a delta transform that its π0.5 does not have.
+    preset = load_preset("pi0_libero" if name == "libero" and config.kind == "pi0" else name)
     discrete = settings.checkpoint.discrete_state_input
     if discrete is None:
         discrete = content.get("discrete_state_input")
@@ -141,11 +142,6 @@ def _preset_of(asset: str, folder: Path) -> str:
             "conventions they have, as preset: in the configuration (a shipped preset's name or a YAML file)"
         )
     return BY_ASSET[asset]
-
-
-def _openpi_preset(name: str, config: Pi0Config) -> Preset:
-    # openpi's one π0 for LIBERO was trained with a delta transform that its π0.5 does not have.
-    return load_preset("pi0_libero" if name == "libero" and config.kind == "pi0" else name)
 
 
 def _lerobot(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -> _Described:
