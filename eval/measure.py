@@ -9,6 +9,7 @@ is interrupted as Ctrl-C does; the same command goes on: episodes are continued 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
@@ -34,7 +35,7 @@ from eval.store import RESULTS
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.cli.options import File, Folder, Seconds, Text, Written
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.files import alone_in, replacing
+from vla_accel.files import replacing
 
 ROOT = Path(__file__).parent.parent
 GRACE_S = 10.0
@@ -341,6 +342,21 @@ def run(arguments: Arguments) -> None:
     with alone_in(measuring.work):
         measuring.run(began + 60 * arguments.minutes - GRACE_S)
     report(measuring.outcomes)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """A folder of work is this process's within the block. Raises ConfigError if it is another's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{folder}: another process works in it; wait for it, or name another folder") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def report(outcomes: Mapping[str, Outcome]) -> None:

@@ -1,14 +1,19 @@
-"""What scripts on result files share: options from words, one line for an error, JSON that is written whole."""
+"""What scripts share: options from words, one line for an error, pictures and folders of files that are written
+whole."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from vla_accel.cli import ended
 from vla_accel.cli.options import read
+from vla_accel.errors import OutputError
 from vla_accel.files import replacing
 
 T = TypeVar("T")
@@ -41,3 +46,31 @@ def write_png(figure: Any, path: Path) -> None:
     """Write a matplotlib figure, whole or not at all."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=130)
+
+
+@contextlib.contextmanager
+def replacing_files(folder: Path) -> Iterator[Path]:
+    """A hidden folder within `folder` to write files to; when the block ends well, and their content is on the disk,
+    they take their places in `folder`, where others stay. When it raises they are removed, and `folder` if it was not
+    there. Raises OutputError where this cannot be, also when the disk becomes full within the block."""
+    there = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as name:
+            yield Path(name)
+            written = list(Path(name).iterdir())
+            for path in written:
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            for path in written:
+                os.replace(path, folder / path.name)
+    except BaseException as error:
+        if not there:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        if not isinstance(error, OSError) or isinstance(error, OutputError):
+            raise
+        place = Path(error.filename2 or error.filename or folder)  # a copy's second name is where it goes to
+        if not place.is_relative_to(folder) and place not in folder.parents:
+            raise
+        raise OutputError(f"{folder}: cannot be written: {error.strerror or error}") from error

@@ -5,14 +5,22 @@ Every message names the thing, what was expected and what was found. This module
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """What ends a message about an unknown name: the known one that reads like it, if there is one."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f": did you mean {found[0]}?" if found else ""
+def nearest(name: object, known: Iterable[str], before: str = "") -> str:
+    """What ends a message about an unknown name: the known one that reads like it, if there is one, with what stands
+    `before` it."""
+    found = difflib.get_close_matches(str(name), list(known), n=1)
+    return f": did you mean {before}{found[0]}?" if found else ""
+
+
+def unknown(thing: str, name: object, known: Iterable[str], other: str = "") -> str:
+    """The message about a name that is none of those known; `other`: what it may be instead, as "a file or "."""
+    known = list(known)
+    return f"{thing}: expected {other}one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
 
 
 class VlaAccelError(Exception):
@@ -61,3 +69,14 @@ class WireError(VlaAccelError, ValueError):
 
 class ServerError(VlaAccelError):
     """A policy server cannot be reached, did not answer in time, or reported an error."""
+
+
+@contextlib.contextmanager
+def of_one(index: int, count: int) -> Iterator[None]:
+    """What goes wrong inside is of one of `count` observations: where there are several, the error names it."""
+    try:
+        yield
+    except VlaAccelError as error:
+        if count == 1:
+            raise
+        raise type(error)(f"observations[{index}]: {error}") from error

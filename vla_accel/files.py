@@ -44,34 +44,6 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def replacing_files(folder: Path) -> Iterator[Path]:
-    """A hidden folder within `folder` to write files to; when the block ends well, and their content is on the disk,
-    they take their places in `folder`, where others stay. When it raises they are removed, and `folder` if it was not
-    there. Raises OutputError where this cannot be, also when the disk becomes full within the block."""
-    there = folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as name:
-            yield Path(name)
-            written = list(Path(name).iterdir())
-            for path in written:
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-            for path in written:
-                os.replace(path, folder / path.name)
-    except BaseException as error:
-        if not there:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        if not isinstance(error, OSError) or isinstance(error, OutputError):
-            raise
-        place = Path(error.filename2 or error.filename or folder)  # a copy's second name is where it goes to
-        if not place.is_relative_to(folder) and place not in folder.parents:
-            raise
-        raise OutputError(f"{folder}: cannot be written: {error.strerror or error}") from error
-
-
 def write_json(path: Path, content: object, *, allow_nan: bool = True) -> None:
     """Write JSON, whole or not at all, as `replacing` does. `allow_nan`: else ValueError for what is no number."""
     with replacing(path) as temporary:
@@ -81,26 +53,6 @@ def write_json(path: Path, content: object, *, allow_nan: bool = True) -> None:
 def _is_special(path: Path) -> bool:
     """Whether there is something that is neither a file nor a folder."""
     return path.exists() and not path.is_file() and not path.is_dir()
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """A folder of work is this process's within the block. Raises ConfigError if it is another's."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(descriptor, f"{folder}: another process works in it; wait for it, or name another folder")
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, otherwise: str) -> None:
-    """For as long as it is open. Raises ConfigError, which says `otherwise`, where another process has locked it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError(otherwise) from None
 
 
 class LineFile:
@@ -117,13 +69,12 @@ class LineFile:
     def _open(self) -> None:
         self._file: io.FileIO = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - held until close()
         try:
-            _lock(
-                self._file.fileno(),
-                f"{self.path}: another process is writing it; wait for it, or give --output another name",
-            )
-        except ConfigError:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
             self._file.close()
-            raise
+            raise ConfigError(
+                f"{self.path}: another process is writing it; wait for it, or give --output another name"
+            ) from None
 
     def close(self) -> None:
         """Give up the file and the lock on it."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Protocol
 
 import numpy as np
 
 from eval.harness.stress import IMAGES, LATENCY, Kind
-from vla_accel.errors import ConfigError
+from vla_accel.errors import ConfigError, unknown
 
 Observation = dict[str, Any]
 """What a policy sees: arrays by name, and `prompt`."""
@@ -145,6 +144,4 @@ class Benchmark:
     def check_suite(self, name: str) -> None:
         """Raise `ConfigError` unless `name` is one of the suites."""
         if name not in self.suites:
-            near = get_close_matches(name, self.suites, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"suite: expected one of {', '.join(self.suites)}, got {name!r}{hint}")
+            raise ConfigError(unknown("suite", name, self.suites))

@@ -207,6 +207,10 @@ def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] |
     if not arguments.expert:
         source = PolicySource.parse(arguments.policy, config=arguments.config, device=arguments.device,
                                     chunking=arguments.chunking)  # fmt: skip
+        if source.kind == "local" and arguments.ray is None:  # else it lies where it is played
+            from vla_accel.cli.common import check_names
+
+            check_names(source.where, source.config)
         if source.kind == "remote" and steps is not None and len(steps) > 1:
             raise ConfigError(f"steps: a remote policy has its server's step count, got a sweep {list(steps)}")
         return source

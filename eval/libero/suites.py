@@ -14,7 +14,7 @@ import numpy as np
 
 from eval.harness.benchmark import Suite, Task
 from eval.libero.install import libero
-from vla_accel.errors import ConfigError, SimulatorError
+from vla_accel.errors import ConfigError, SimulatorError, unknown
 from vla_accel.files import content_hash
 
 MAX_STEPS = {
@@ -63,7 +63,7 @@ def load_suite(name: str) -> LiberoSuite:
     Raises ConfigError for an unknown suite, DependencyError without libero.
     """
     if name not in SUITES:
-        raise ConfigError(f"LIBERO suite: expected one of {', '.join(SUITES)}, got {name!r}")
+        raise ConfigError(unknown("LIBERO suite", name, SUITES))
     names = libero().task_map[name]
     base = name if name in MAX_STEPS else name.rpartition("_")[0]
     return LiberoSuite(name, tuple(_load_task(name, i, task) for i, task in enumerate(names)), MAX_STEPS[base])

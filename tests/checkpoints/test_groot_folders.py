@@ -138,8 +138,11 @@ W = "action_head.action_encoder.W3.W"
         ({"weights": {**tensors(), W: torch.zeros(2, 96, 96)}}, {}, r"1 misshaped: .*expected \(3, 96, 96\), got"),
         ({"config": {**WHOLE, "hidden_size": 64}}, {}, "hidden_size: config says 64, weights say 56"),
         ({"config": {**WHOLE, "select_layer": 6}}, {}, "missing: backbone.model.model.language_model.layers.4"),
-        ({"config": {**WHOLE, "select_layer": "last"}}, {}, "select_layer: expected a whole number of .*, got 'last'"),
-        ({"config": {**WHOLE, "action_horizon": -1}}, {}, "action_horizon: expected .* of at least 1, got -1"),
+        ({"config": {**WHOLE, "select_layer": "last"}}, {}, "select_layer: expected a whole number .*, got 'last'"),
+        ({"config": {**WHOLE, "action_horizon": -1}}, {}, "action_horizon: expected .* from 1 to 4096, got -1"),
+        ({"config": {**WHOLE, "select_layer": 10**9}}, {}, r"/config\.json: select_layer: expected .*, got 1000000000"),
+        ({"config": {**WHOLE, "num_inference_timesteps": 0}}, {}, r"/config\.json: num_inference_timesteps: .*, got 0"),
+        ({"ids": {TAG: 10**9}}, {}, "misshaped: action_head.action_decoder.layer1.W"),
         ({"config": {**WHOLE, "use_alternate_vl_dit": False}}, {}, "cannot run GR00T with use_alternate_vl_dit False"),
         ({"config": {**WHOLE, "model_type": "Gr00tN1d6"}}, {}, "expected GR00T N1.7 .*, found gr00tn1d6"),
         ({}, {"embodiment": "gr1"}, "expected an embodiment of libero_sim; got 'gr1'"),
@@ -153,6 +156,38 @@ W = "action_head.action_encoder.W3.W"
 def test_refused(tmp_path: Path, changes: dict[str, Any], given: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         loaded(write_isaac(tmp_path / "isaac", **changes), **given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shortest_image_edge": -1}, "shortest_image_edge: expected a whole number from 1 to 4096, got -1"),
+        ({"shortest_image_edge": 0}, "shortest_image_edge: expected a whole number from 1 to 4096, got 0"),
+        ({"shortest_image_edge": 10**9}, "shortest_image_edge: expected a whole number from 1 to 4096, got 1000000000"),
+        ({"shortest_image_edge": "256"}, "shortest_image_edge: expected a whole number from 1 to 4096, got '256'"),
+        ({"image_target_size": [256, 0]}, "image_target_size: expected a whole number from 1 to 4096, got 0"),
+        ({"image_target_size": 256}, "image_target_size: expected a height and a width, got 256"),
+        ({"crop_fraction": None, "image_crop_size": [-1, 2]}, "image_crop_size: expected a whole number .*, got -1"),
+        ({"crop_fraction": None, "image_crop_size": [230]}, r"image_crop_size: expected a height and a width, got \["),
+        ({"crop_fraction": "0.9"}, "crop_fraction: expected a number, got '0.9'"),
+    ],
+)  # fmt: skip
+def test_sizes_of_images_that_cannot_be(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    settings = {**written.SETTINGS, "image_target_size": [256, 256], **changes}
+    with pytest.raises(CheckpointError, match=rf"/processor_config\.json: {message}"):
+        loaded(write_isaac(tmp_path / "isaac", settings=settings))
+
+
+@pytest.mark.parametrize("name", ["action_horizon", "video_horizon", "valid_action_horizon", "chunk_size"])
+def test_sizes_in_lerobots_form_that_would_take_all_memory(name: str, tmp_path: Path) -> None:
+    folder = write_lerobot(tmp_path, flat=True)
+    path = folder / ("config.json" if name == "chunk_size" else "policy_preprocessor.json")
+    content = json.loads(path.read_text())
+    place = content if name == "chunk_size" else content["steps"][2]["config"]
+    place[name] = 10**9
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"/{path.name}: {name}: expected .* from 1 to 4096, got 1000000000"):
+        loaded(folder)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

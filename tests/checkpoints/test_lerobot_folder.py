@@ -146,7 +146,10 @@ def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any
         (put("config", "type", "pi0"), "contradict each other: kind: config says pi0, weights say pi05"),
         (put("config", "use_peft", True), "expected adapter_config.json beside a policy that says use_peft"),
         (put("config", "min_period", 0.001), r"cannot run with min_period 0\.001 instead of 0\.004"),
-        (put("config", "chunk_size", None), "expected chunk_size of type int, got None"),
+        (
+            put("config", "chunk_size", None),
+            r"config\.json: chunk_size: expected a whole number .*, got None",
+        ),
         (put("config", "image_resolution", [28, 56]), "expected a square image_resolution"),
         (put("config", "image_resolution", [56, 56]), "image_size: config says 56, weights say 28"),
         (
@@ -166,7 +169,22 @@ def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any
             )
         ),
         (put("config", "paligemma_variant", 2), "expected prefix one of .*, got 2"),
-        (put("config", "chunk_size", -1), "expected at least 1 action a chunk in config.json, got -1"),
+        (put("config", "chunk_size", -1), "chunk_size: expected a whole number from 1 to 4096, got -1"),
+        (
+            put("config", "chunk_size", 1_000_000_000),
+            r"/config\.json: chunk_size: expected a whole number from 1 to 4096, got 1000000000",
+        ),
+        *(
+            (
+                lambda f, value=value: f["policy_preprocessor"]["steps"][3]["config"].update(max_length=value),
+                rf"/policy_preprocessor\.json: max_length: expected a whole number from 1 to 4096, got {value!r}",
+            )
+            for value in (1_000_000_000, 0, "long", None)
+        ),
+        (
+            lambda f: f["config"]["input_features"]["observation.state"].update(shape=[1_000_000_000]),
+            r"/config\.json: preset\.state_dim: expected 1 to 4096, got 1000000000",
+        ),
         (
             put("config", "input_features", {"observation.state": 8}),
             "a type and a shape, got others: observation.s",

@@ -104,8 +104,10 @@ def test_settings_go_before_the_checkpoint(tmp_path: Path) -> None:
     path.write_text("base: libero\ndelta_actions: [2]\n")
     assert load(tmp_path, PolicyConfig(preset=str(path))).processor.preset.delta_actions == (2,)
     assert load_config({"checkpoint": {"asset_id": "droid"}}).checkpoint.asset_id == "droid"
-    with pytest.raises(ConfigError, match=r"checkpoint\.action_horizon: expected at least 1, got 0"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.action_horizon: expected 1 to 4096, got 0"):
         CheckpointSpec(action_horizon=0)
+    with pytest.raises(ConfigError, match=r"checkpoint\.max_token_len: expected 1 to 4096, got 1000000000"):
+        CheckpointSpec(max_token_len=10**9)
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -135,7 +137,7 @@ def test_statistics_of_several_robots(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"action_horizon": None}, r"expected config\.json with action_horizon, .* set checkpoint\.action_horizon"),
-        ({"action_horizon": "5"}, r"action_horizon: expected a positive whole number, got '5'"),
+        ({"action_horizon": "5"}, r"action_horizon: expected a whole number from 1 to 4096, got '5'"),
         ({"action_dim": 32}, "contradict each other: action_dim: config says 32, weights say 16"),
         ({"pi05": False}, "contradict each other: kind: config says pi0, weights say pi05"),
         (

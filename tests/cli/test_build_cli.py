@@ -203,7 +203,7 @@ def test_an_interrupted_build_keeps_what_is_whole(
 ) -> None:
     real = building.build
     cache = tmp_path / "engines"
-    monkeypatch.setattr("vla_accel.checkpoints.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
 
     def interrupted(job: Any, *args: Any, **given: Any) -> Any:
         if job.component.name == "denoise":
@@ -250,7 +250,9 @@ def test_sized_models_for_measuring() -> None:
     assert (len(model.prefix.layers), len(model.expert.layers), len(model.vision.layers)) == (1, 1, 5)
     assert all(bool(p.isfinite().all()) and float(p.float().abs().max()) > 0 for p in model.parameters())
     assert model.dtype == torch.bfloat16 and model.action_in_proj.weight.dtype == torch.float32
-    with pytest.raises(ConfigError, match=r"model: expected one of .*pi05_demo, .*got 'pi05_demo2'"):
+    with pytest.raises(
+        ConfigError, match=r"model: expected one of .*pi05_demo, .*got 'pi05_demo2': did you mean pi05_demo\?"
+    ):
         sized("pi05_demo2")
 
 

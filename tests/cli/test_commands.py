@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import logging
 import re
 import signal
 import socket
@@ -139,6 +140,31 @@ def test_what_is_not_installed_is_said_before_the_work(
     monkeypatch.setitem(sys.modules, module, None)
     assert main(words.split()) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("set_up", [False, True], ids=["plain", "a program's own logging"])
+def test_what_auto_chose_is_said_once(
+    set_up: bool, checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = logging.getLogger("vla_accel")
+    before = (package.level, list(package.handlers))
+    monkeypatch.setattr(logging.root, "handlers", [])
+    if set_up:
+        logging.basicConfig(format="%(levelname)s: %(message)s")
+    assert main(["parity", checkpoint, "--device", "cpu", "--count", "1"]) == 0
+    said = f"{checkpoint}: auto chose vision, kv_cache, denoise: eager (there is no GPU)"
+    lines = [line for line in capsys.readouterr().err.splitlines() if "auto chose" in line]
+    assert lines == ["INFO: " * set_up + said]
+    assert (package.level, package.handlers) == before
+
+
+def test_what_a_server_tells_is_not_a_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.root, "handlers", [])
+    server = logging.getLogger("vla_accel.server")
+    assert ended(lambda: server.info("serving") or server.warning("no key") or 0) == (0, None)
+    assert capsys.readouterr().err == "no key\n"
 
 
 def test_parity_of_the_default_configuration(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,6 +372,10 @@ def test_observations_of_another_robot_are_told_with_their_file(
     ("change", "message"),
     [
         ({"action_horizon": -5}, "action_horizon: expected more than 0, got -5"),
+        ({"action_horizon": 1_000_000_000}, "action_horizon: expected at most 4096, got 1000000000"),
+        ({"max_token_len": 1_000_000_000}, "max_token_len: expected at most 4096, got 1000000000"),
+        ({"prefix": {"depth": 1_000_000_000}}, "prefix.depth: expected at most 4096, got 1000000000"),
+        ({"vocab_size": 1_000_000_000}, "vocab_size: expected at most 1048576, got 1000000000"),
         ({"vision": {"width": 0}}, "vision.width: expected more than 0, got 0"),
         ({"vision": {"eps": float("nan")}}, "vision.eps: expected more than 0, got nan"),
     ],

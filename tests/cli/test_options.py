@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -72,6 +73,19 @@ def help_of(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         read(More, ["--help"], "program")
     return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("columns", [None, "", "70"])
+@pytest.mark.parametrize("words", [(), ("--help",), ("--lyers", "3")], ids=["read", "help", "wrong"])
+def test_the_terminals_width_is_left_as_it_was(
+    columns: str | None, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit) if words else contextlib.nullcontext():
+        read(Options, words, "program")
+    assert os.environ.get("COLUMNS") == columns
 
 
 def test_help_breaks_lines_where_the_terminal_ends(

@@ -13,7 +13,7 @@ import torch
 
 from vla_accel import OptimizedPolicy
 from vla_accel.checkpoints.bundled import NAMED
-from vla_accel.checkpoints.checkpoint import read_tensors
+from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.policy.agreement import weights_of
 from vla_accel.transforms.normalisation import load_statistics
 from vla_accel.transforms.tokenizer import SmallTokenizer, tokenize_prompt
@@ -65,7 +65,8 @@ def test_the_files_and_their_size(name: str) -> None:
 
 
 def test_the_weights_are_half_precision(name: str) -> None:
-    assert {t.dtype for t in read_tensors(NAMED[name]).values()} <= {torch.float16, torch.bfloat16}
+    weights = SafetensorsWeights(NAMED[name])
+    assert {weights.read(one).dtype for one in weights.shapes} <= {torch.float16, torch.bfloat16}
 
 
 def test_it_loads_and_acts(policy: OptimizedPolicy, instructions: list[str]) -> None:

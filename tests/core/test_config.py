@@ -77,7 +77,8 @@ def test_defaults() -> None:
         ({"strict": 1}, "strict: expected bool, got 1"),
         ({"device": 0}, "device: expected str, got 0"),
         ({"default_prompt": 1}, "default_prompt: expected str, got 1"),
-        ({"precision": "fp8"}, "precision: expected one of auto, fp32, bf16, got 'fp8'"),
+        ({"precision": "fp8"}, "precision: expected one of auto, fp32, bf16, got 'fp8'$"),
+        ({"precision": "pf32"}, r"precision: expected one of auto, fp32, bf16, got 'pf32': did you mean fp32\?$"),
         ({"precision": ["fp32"]}, "precision: expected one of"),
         ({"vision": "warp"}, r"vision\.engine: expected one of auto, eager.*, got 'warp'"),
         (

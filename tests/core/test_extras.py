@@ -20,7 +20,8 @@ FEATURES = {
     "d.AutoencoderKLQwenImage, d.StableDiffusionPipeline, d.UNet2DConditionModel",
     "groot": "import cv2, tokenizers; from PIL import Image",
     "jax": "import jax, orbax.checkpoint",
-    "onnx": "from vla_accel.quantize import load_modelopt; load_modelopt(); import onnx, onnxruntime, onnxscript",
+    "onnx": "from vla_accel.components.quantize import load_modelopt; load_modelopt()\n"
+    "import onnx, onnxruntime, onnxscript",
     "ray": "import ray",
     "report": "from vla_accel.report.charts import figure_class; figure_class()",
     "serve": "from vla_accel.server.connection import connection_class; connection_class(1, print); import msgpack",

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.support.pages import PAGES, ROOT, text_of
+from vla_accel.errors import unknown
 
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)#\s]*)(?:#([^)]*))?\)")
 
@@ -84,6 +85,9 @@ def messages() -> list[str]:
                 found.append(re.sub(rf"{HOLE}(?: {HOLE})+", HOLE, "".join(parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(re.sub(r"%[sdg]", HOLE, node.value))  # as logging has it
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "unknown":
+                words = [str(v.value) if isinstance(v, ast.Constant) else HOLE for v in node.args]
+                found.append(unknown(words[0], HOLE, [HOLE], *words[3:]).replace(repr(HOLE), HOLE))
     return found
 
 

@@ -25,6 +25,7 @@ from eval.libero.benchmark import LIBERO
 from eval.libero.suites import LiberoTask
 from tests.support.eval_support import FakeEnv, FakePolicy
 from tests.support.tiny import write_tiny_checkpoint
+from vla_accel.cli.options import read
 from vla_accel.client import PolicyClient
 from vla_accel.errors import SimulatorError
 
@@ -287,15 +288,31 @@ def test_an_unknown_option_is_refused(harness: Harness) -> None:
     assert exit_.value.code == 2
 
 
-def test_missing_checkpoint_is_one_clear_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--policy", "no/such/folder"), "checkpoint: expected a folder or one of demo"),
+        (("--policy", "dmeo"), "checkpoint: expected a folder or one of demo"),
+        (("--config", "native_fp9"), "config: expected a file or one of auto, eager"),
+    ],
+    ids=["folder", "name", "config"],
+)
+def test_a_name_of_nothing_is_refused_before_anything_is_loaded(
+    words: tuple[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    benchmark: Benchmark = replace(LIBERO, load_suite=lambda name: SUITE)
-    assert command.main(benchmark, libero.Arguments, ["--policy", "no/such/folder"]) == 2
+    loaded: list[str] = []
+    benchmark: Benchmark = replace(LIBERO, load_suite=lambda name: loaded.append(name) or SUITE)
+    assert command.main(benchmark, libero.Arguments, words) == 2
     out, err = capfd.readouterr()
-    assert out == "" and "Traceback" not in err
-    assert "error: checkpoint: expected a folder or one of demo" in err
+    assert out == "" and err.startswith(f"error: {message}") and len(err.splitlines()) == 1 and not loaded
+
+
+def test_on_a_cluster_a_folder_may_lie_where_it_is_played() -> None:
+    asked = read(libero.Arguments, ["--policy", "only/over/there", "--ray", "auto", "--steps", "1"], "eval.libero")
+    benchmark = replace(LIBERO, load_suite=lambda name: SUITE)
+    assert command.make_request(benchmark, asked, []).source.where == "only/over/there"
 
 
 def test_a_name_on_the_hub_is_evaluated_like_its_folder(

@@ -169,7 +169,7 @@ def test_what_a_benchmark_does_not_have_is_refused_by_name(
     blind = replace(toy.TOY, make_expert=None)
     for words, benchmark, message in (
         (["--expert"], blind, "expert: toy has none"),
-        (["--expert", "--suite", "lime"], toy.TOY, "suite: expected one of line, got 'lime'; did you mean 'line'?"),
+        (["--expert", "--suite", "lime"], toy.TOY, "suite: expected one of line, got 'lime': did you mean line?"),
         (["--expert", "--trials", "3"], toy.TOY, "trials: expected at most 2, one for each start state, got 3"),
         (["--expert", "--video", "films"], toy.TOY, "video: toy has no cameras"),
     ):

@@ -87,7 +87,7 @@ def test_episodes_begin_where_they_are_told_to(tmp_path: Path) -> None:
     [
         ("libero_object", (), r"starts: expected .*libero_spatial/manifest\.json, which .* found no such file"),
         ("libero_spatial", ("--trials", "4"), "trials: expected at most 3, one for each start state, got 4"),
-        ("libero_spatial", ("--suite", "libero_spacial"), "suite: expected one of .*did you mean 'libero_spatial'"),
+        ("libero_spatial", ("--suite", "libero_spacial"), "suite: expected one of .*did you mean libero_spatial"),
     ],
 )
 def test_start_states_that_cannot_be_are_named(

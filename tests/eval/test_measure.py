@@ -27,7 +27,6 @@ from eval.tables import RESULTS, TABLES
 from tests.support.waiting import PATIENCE_S
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.files import alone_in
 from vla_accel.measure.systems import Factory
 from vla_accel.models.family import family_named
 
@@ -358,10 +357,10 @@ def test_listing_runs_nothing_and_bad_options_are_refused(
 
 def test_a_folder_of_work_is_one_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Two would begin the same jobs, and each fail at the other's logs."""
-    with alone_in(tmp_path):
+    with measure.alone_in(tmp_path):
         assert measure.main(["memory_counted", "--work", str(tmp_path)]) == 1
     assert f"{tmp_path}: another process works in it" in capsys.readouterr().err
-    with alone_in(tmp_path):
+    with measure.alone_in(tmp_path):
         pass
 
 

@@ -101,7 +101,7 @@ def test_suites_that_cannot_be_one_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for words, message in (
-        (["--suite", "line,lang"], "suite: expected one of line, long, short, got 'lang'; did you mean 'long'?"),
+        (["--suite", "line,lang"], "suite: expected one of line, long, short, got 'lang': did you mean long?"),
         (["--suite", "line,line"], "suite: expected distinct suites, got 'line,line'"),
         (
             ["--suite", "line,short"],

@@ -97,6 +97,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_default_on_a_cpu(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vla_accel")
     policy = OptimizedPolicy.from_pretrained(folder, device="cpu")
     assert policy.config == PolicyConfig(device="cpu", num_steps=10)
     said = f"{folder}: auto chose vision, kv_cache, denoise: eager (there is no GPU)"
@@ -107,6 +108,7 @@ def test_the_default_on_a_cpu(folder: Path, caplog: pytest.LogCaptureFixture) ->
     policy.infer(tiny_observation(0, "bowl " * 9))
     policy.with_steps(2).infer(tiny_observation())
     assert caplog.messages == [said], "once a policy, whatever shapes come"
+    assert caplog.records[0].levelname == "INFO", "which is no fault"
 
 
 def as_if(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +134,7 @@ def test_auto_steps_down_and_says_why(
     assert caplog.messages == [
         f"{folder}: auto chose vision, kv_cache: native ({why}); denoise: eager ({entries['denoise'].reason})"
     ]
+    assert caplog.records[0].levelname == "WARNING", "what it chose could not be built"
     with pytest.raises(EngineError, match="no such kernel"):
         OptimizedPolicy.from_pretrained(folder, {"denoise": "native", "device": "cpu"})
 

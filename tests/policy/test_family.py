@@ -191,7 +191,7 @@ def test_weights_that_do_not_fit_the_sizes_are_refused(folder: Path) -> None:
     save_checkpoint(TOY.network(ToyConfig()).state_dict(), ToyConfig(), folder, family="nobody")
     with pytest.raises(CheckpointError, match=r"expected a family of type pi0 or pi05 or .*toy, got 'nobody'"):
         OptimizedPolicy.from_pretrained(folder, EAGER)
-    with pytest.raises(ConfigError, match=r"model: expected one of pi0, pi05, .*toy, got 'toi'"):
+    with pytest.raises(ConfigError, match=r"model: expected one of pi0, pi05, .*toy, got 'toi': did you mean toy\?"):
         family_named("toi")
 
 

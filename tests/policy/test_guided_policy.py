@@ -399,7 +399,15 @@ def test_a_batch_needs_a_chunk_or_none_for_each_observation(folders: dict[Kind, 
     for options, message in (
         ({"prev_chunks": [GOOD], "inference_delays": [1, 1]}, "prev_chunks: expected one for each of 2 .*, got 1"),
         ({"prev_chunks": [GOOD, None], "inference_delays": [1]}, "inference_delays: expected one for each of 2"),
-        ({"prev_chunks": [GOOD, None], "inference_delays": [None, 1]}, "together, got no inference_delay"),
+        (
+            {"prev_chunks": [GOOD, None], "inference_delays": [None, 1]},
+            r"observations\[0\]: .*together, got no inference_delay",
+        ),
+        (
+            {"prev_chunks": [None, GOOD], "inference_delays": [None, -1]},
+            r"^observations\[1\]: inference_delay: expected",
+        ),
+        ({"prev_chunks": [GOOD, GOOD[:, :1]], "inference_delays": [1, 1]}, r"^observations\[1\]: prev_chunk: expected"),
         ({"prev_chunks": [GOOD, None]}, "together, got no inference_delay"),
         ({"prev_chunks": [], "inference_delays": []}, "prev_chunks: expected one for each of 2 .*, got 0"),
     ):

@@ -97,6 +97,22 @@ def test_tokens_that_are_no_chunk_are_an_error_of_that_call(folder: Path) -> Non
         strict.infer(observation())
 
 
+def test_tokens_of_a_batch_that_are_no_chunk_name_their_observation(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    tokens = written(np.zeros((HORIZON, ACTION_DIM)), folder / "fast")
+
+    def decode(self: Pi0Fast, first: torch.Tensor, lengths: Any, keys: Any, values: Any, steps: int) -> torch.Tensor:
+        whole = [*tokens, *[0] * (steps - len(tokens))]
+        return torch.tensor([whole, [*tokens[:2], *whole[3:], 0]][: len(first)])
+
+    monkeypatch.setattr(Pi0Fast, "decode", decode)
+    exact = OptimizedPolicy.from_pretrained(folder, "eager_fp32", num_steps=20)
+    exact.infer(observation())
+    with pytest.raises(ActionError, match=r"^observations\[1\]: actions: expected .*checkpoint\.relaxed_actions"):
+        exact.infer_batch([observation(), observation()])
+
+
 def test_noise_changes_nothing_and_a_previous_chunk_is_refused(policy: OptimizedPolicy) -> None:
     given = observation(1)
     plain = policy.infer(given)["actions"]

@@ -191,7 +191,9 @@ def test_what_names_no_checkpoint_is_refused(name: Any) -> None:
 
 def test_an_engine_that_is_none_is_refused(folders: dict[Kind, Path]) -> None:
     unknown: Any = "nativ"
-    with pytest.raises(ConfigError, match=r"vision\.engine: expected one of auto, eager, .*, got 'nativ'"):
+    with pytest.raises(
+        ConfigError, match=r"vision\.engine: expected one of auto, eager, .*, got 'nativ': did you mean native\?"
+    ):
         OptimizedPolicy.from_pretrained(folders["pi05"], replace(FP32, vision=EngineSpec(unknown)))
 
 
@@ -217,8 +219,16 @@ def test_a_batch_equals_single_calls(folders: dict[Kind, Path], kind: Kind, prom
 def test_a_batch_needs_an_observation_and_names_a_bad_one(policy: OptimizedPolicy) -> None:
     with pytest.raises(ObservationError, match="expected at least one, got none"):
         policy.infer_batch([])
-    with pytest.raises(ObservationError, match="observation/state"):
-        policy.infer_batch([tiny_observation(), {**tiny_observation(), "observation/state": np.zeros(3)}])
+    good, bad = tiny_observation(), {**tiny_observation(), "observation/state": np.zeros(3)}
+    with pytest.raises(ObservationError) as alone:
+        policy.infer(bad)
+    for batch, place in (([good, bad], 1), ([bad, good], 0), ([good, good, bad, {}], 2)):
+        with pytest.raises(ObservationError) as caught:
+            policy.infer_batch(batch)
+        assert str(caught.value) == f"observations[{place}]: {alone.value}", "the first that is bad"
+    with pytest.raises(ObservationError) as caught:
+        policy.infer_batch([bad])
+    assert str(caught.value) == str(alone.value) and str(alone.value).startswith("observation/state: ")
     with pytest.raises(ObservationError, match="noise: expected shape"):
         policy.infer_batch([tiny_observation()], noise=noise_for(policy, 0, batch=2))
 

@@ -23,6 +23,7 @@ pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
 from tests.support.server_support import (
     Loading,
+    LoadingBesideADamaged,
     ProcessPolicy,
     RawClient,
     Unloadable,
@@ -306,6 +307,15 @@ def test_32_clients_and_a_replica_killed_again_and_again(server: PolicyServer) -
 def test_a_policy_that_does_not_load_is_one_clear_error(error: Exception, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said), background(Replicas(Unloadable(error), ("cpu",)), LOCAL):
         raise AssertionError("it must not serve")
+
+
+def test_a_replica_that_does_not_load_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vla_accel.server.replica._END_S", PATIENCE_S)  # nobody waits for it to end by itself
+    began = tmp_path / "began"
+    with pytest.raises(CheckpointError, match=r"^replica 1 cuda:1: x.safetensors: damaged$"):
+        serve(Replicas(LoadingBesideADamaged(began), ("cuda:0", "cuda:1")), LOCAL)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(began.read_text()), 0)  # which was still loading
 
 
 def test_devices_that_are_there_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, eventually
+from vla_accel.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 HORIZON, DIM = 10, 7
@@ -137,6 +138,16 @@ class Loading:
         time.sleep(PATIENCE_S / 6)
         self.began.write_text("loaded")
         return EchoPolicy()
+
+
+class LoadingBesideADamaged(Loading):
+    """On "cuda:1" it fails once that on "cuda:0" is being loaded."""
+
+    def __call__(self, device: str) -> Any:
+        if device == "cuda:0":
+            return super().__call__(device)
+        eventually(self.began.exists)
+        raise CheckpointError("x.safetensors: damaged")
 
 
 def observation(*numbers: float, image: bool = False) -> dict[str, Any]:

@@ -221,7 +221,8 @@ def test_at_least_one_camera_is_needed() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"base": "libro"}, "base: expected one of libero, .* got 'libro'"),
+        ({"base": "libro"}, r"base: expected one of libero, .* got 'libro': did you mean libero\?"),
+        ({"base": ["libero"]}, r"base: expected one of libero, .* got \['libero'\]"),
         ({"base": "libero", "imges": []}, r"unknown key imges: did you mean images\?"),
         ({"base": "libero", "images": []}, "images: expected at least one key"),
         ({"base": "libero", "images": ["a", "a"]}, "images: expected at least one key, each once"),
@@ -230,7 +231,8 @@ def test_at_least_one_camera_is_needed() -> None:
         ({"base": "libero", "flipped": [-1]}, r"flipped: expected dimensions 0 to 6, got \[-1\]"),
         ({"base": "libero", "gripper": "aloha"}, "gripper 'aloha' and gripper_dims"),
         ({"base": "libero", "gripper_dims": [1]}, "gripper 'none' and gripper_dims"),
-        ({"base": "libero", "action_dim": 0}, "action_dim: expected at least 1, got 0"),
+        ({"base": "libero", "action_dim": 0}, "action_dim: expected 1 to 4096, got 0"),
+        ({"base": "libero", "state_dim": 10**9}, "state_dim: expected 1 to 4096, got 1000000000"),
         ({"base": "libero", "resize": "nearest"}, "resize: expected one of antialias, bilinear"),
         ({"images": ["a"], "state": ["s"]}, "state_dim"),
     ],

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints.progress import shown
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, listing, some
 from vla_accel.checkpoints.writer import save_weights
 from vla_accel.config.mapping import from_mapping, read_mapping
+from vla_accel.config.policy import LARGEST
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.files import write_json
 from vla_accel.models.network import Network
+from vla_accel.progress import shown
 
 FORMAT = "vla_accel.checkpoint/1"
 Recipe = Mapping[str, tuple[Piece, ...]]
@@ -32,15 +33,6 @@ N = TypeVar("N", bound=Network)
 # Values checked or cast at a time: a whole embedding table would need half a gigabyte.
 _CHECKED = 1 << 22
 _SHOWN_BYTES = 256 << 20
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, or of the `model*.safetensors` in a folder, on the CPU.
-
-    Raises CheckpointError for a missing, damaged or doubled file or key.
-    """
-    weights = SafetensorsWeights(path)
-    return {name: weights.read(name) for name in weights.shapes}
 
 
 class Stored:
@@ -204,8 +196,9 @@ def _no_size(content: Mapping[str, Any], where: str = "") -> str | None:
     for key, value in content.items():
         if isinstance(value, Mapping) and (wrong := _no_size(value, f"{where}{key}.")) is not None:
             return wrong
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
-            return f"{where}{key}: expected more than 0, got {value}"
+        most = 2**20 if key in ("vocab_size", "width", "mlp_dim") else LARGEST
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value <= most:
+            return f"{where}{key}: expected {f'at most {most}' if value > most else 'more than 0'}, got {value}"
     return None
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
 from vla_accel.checkpoints.stacks import shapes_by_name
-from vla_accel.checkpoints.weights import Piece, Weights
+from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.groot import Groot, GrootConfig
 from vla_accel.models.groot_head import HeadConfig
@@ -162,7 +163,7 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any
     _refuse_others(stated, where)
     try:
         vision, language = _vision(shape), _language(shape, stated)
-        head, horizon = _head(shape, stated), _whole(stated, "action_horizon", 40)
+        head, horizon = _head(shape, stated), _whole(shape, stated, "action_horizon", 40)
         config = GrootConfig(
             vision=vision,
             language=language,
@@ -170,7 +171,7 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any
             action_dim=shape(_HEAD + "action_encoder.W1.W", 3)[1],
             state_dim=shape(_HEAD + "state_encoder.layer1.W", 3)[1],
             action_horizon=horizon,
-            num_steps=_whole(stated, "num_inference_timesteps", 4),
+            num_steps=_whole(shape, stated, "num_inference_timesteps", 4),
             ramp=float(stated.get("rtc_ramp_rate") or 6.0),
         )
     except ConfigError as error:
@@ -203,7 +204,7 @@ def _language(shape: _Shapes, stated: Mapping[str, Any]) -> QwenConfig:
     stored, half = shape.depth(_LANGUAGE + "layers."), head_dim // 2
     table = next((e for e in _EMBEDDINGS if shape.prefix + e in shape.shapes), _EMBEDDINGS[0])
     return QwenConfig(
-        width=width, depth=_whole(stated, "select_layer", min(16, stored)),
+        width=width, depth=_whole(shape, stated, "select_layer", min(16, stored)),
         mlp_dim=shape(start + "mlp.gate_proj.weight", 2)[0], heads=queries // head_dim,
         kv_heads=shape(start + "self_attn.k_proj.weight", 2)[0] // head_dim, head_dim=head_dim,
         vocab_size=shape(table, 2)[0],
@@ -212,19 +213,16 @@ def _language(shape: _Shapes, stated: Mapping[str, Any]) -> QwenConfig:
     )  # fmt: skip
 
 
-def _whole(stated: Mapping[str, Any], key: str, published: int) -> int:
-    value = stated.get(key) or published
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"config.json: {key}: expected a whole number of at least 1, got {value!r}")
-    return value
+def _whole(shape: _Shapes, stated: Mapping[str, Any], key: str, published: int) -> int:
+    return size_of(stated, key, Path(shape.where) / "config.json", published)
 
 
 def _head(shape: _Shapes, stated: Mapping[str, Any]) -> HeadConfig:
     (vl_width,) = shape(_HEAD + "vlln.weight", 1)
     vl, dit = _HEAD + "vl_self_attention.transformer_blocks.", _DIT + "transformer_blocks."
     width, vl_depth = shape(_DIT + "proj_out_1.weight", 2)[1], shape.depth(vl)
-    vl_head = _stated(stated, "vl_self_attention_cfg", "attention_head_dim", _VL_HEAD)
-    head_dim = _stated(stated, "diffusion_model_cfg", "attention_head_dim", _DIT_HEAD)
+    vl_head = _stated(shape, stated, "vl_self_attention_cfg", "attention_head_dim", _VL_HEAD)
+    head_dim = _stated(shape, stated, "diffusion_model_cfg", "attention_head_dim", _DIT_HEAD)
     if vl_width % vl_head or width % head_dim:
         raise ConfigError(f"head: expected widths of whole heads of {vl_head} and {head_dim}, got {vl_width}, {width}")
     return HeadConfig(
@@ -232,15 +230,15 @@ def _head(shape: _Shapes, stated: Mapping[str, Any]) -> HeadConfig:
         vl_mlp_dim=shape(vl + "0.ff.net.0.proj.weight", 2)[0] if vl_depth else 4 * vl_width, width=width,
         depth=shape.depth(dit), heads=width // head_dim, head_dim=head_dim,
         mlp_dim=shape(dit + "0.ff.net.0.proj.weight", 2)[0], hidden=shape(_DIT + "proj_out_2.weight", 2)[0],
-        text_every=_whole(stated, "attend_text_every_n_blocks", 2),
+        text_every=_whole(shape, stated, "attend_text_every_n_blocks", 2),
         longest_chunk=shape(_HEAD + "position_embedding.weight", 2)[0],
-        buckets=_whole(stated, "num_timestep_buckets", 1000),
+        buckets=_whole(shape, stated, "num_timestep_buckets", 1000),
     )  # fmt: skip
 
 
-def _stated(stated: Mapping[str, Any], part: str, key: str, default: int) -> int:
+def _stated(shape: _Shapes, stated: Mapping[str, Any], part: str, key: str, default: int) -> int:
     content = stated.get(part)
-    return _whole(content, key, default) if isinstance(content, Mapping) else default
+    return _whole(shape, content, key, default) if isinstance(content, Mapping) else default
 
 
 _ONLY: dict[str, tuple[object, ...]] = {

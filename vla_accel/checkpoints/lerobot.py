@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel.checkpoints.lora import CONFIG as ADAPTER
-from vla_accel.checkpoints.weights import listing, read_json
+from vla_accel.checkpoints.weights import listing, read_json, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.pictures import Resize
 from vla_accel.transforms.normalisation import Normaliser, finite_array
@@ -88,16 +88,15 @@ def read_folder(folder: Path) -> LerobotFolder:
     resolution = member(config, "image_resolution", list, path)
     if len(resolution) != 2 or resolution[0] != resolution[1]:
         raise CheckpointError(f"{path}: expected a square image_resolution, got {resolution}")
-    longest = told.tokenizer.get("max_length", member(config, "tokenizer_max_length", int, path))
     return LerobotFolder(
         kind=config["type"],
-        horizon=member(config, "chunk_size", int, path),
+        horizon=size_of(config, "chunk_size", path),
         action_dim=member(config, "max_action_dim", int, path),
-        max_token_len=int(longest),
+        max_token_len=longest_prompt(told, config, path),
         image_size=int(resolution[0]),
         variants=(config.get("paligemma_variant"), config.get("action_expert_variant")),
         # lerobot filled the state up before 0.5. Folders name this key since 0.5.1; 0.5.0's look like older ones.
-        prompt_state_dim=None if "use_relative_actions" in config else member(config, "max_state_dim", int, path),
+        prompt_state_dim=None if "use_relative_actions" in config else size_of(config, "max_state_dim", path),
         preset=told.preset,
         state=told.state,
         actions=told.actions,
@@ -140,6 +139,13 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize) -> 
     if tokenizer is None:
         raise CheckpointError(f"{folder / 'policy_preprocessor.json'}: expected a tokenizer_processor step, found none")
     return Processors(preset, scaling["state"], scaling["actions"], tokenizer)
+
+
+def longest_prompt(told: Processors, config: Mapping[str, Any], path: Path) -> int:
+    """In tokens: what the saved tokenizer step says, else config.json at `path`. Raises CheckpointError."""
+    if "max_length" in told.tokenizer:
+        return size_of(told.tokenizer, "max_length", path.with_name("policy_preprocessor.json"))
+    return size_of(config, "tokenizer_max_length", path)
 
 
 def _preset(config: Mapping[str, Any], renamed: Mapping[str, str], path: Path, resize: Resize) -> Preset:

@@ -20,7 +20,7 @@ from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.lora import CONFIG, Folded, check_base, is_adapter, read_lora
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import PolicyConfig
-from vla_accel.errors import CheckpointError, ConfigError, DependencyError, nearest
+from vla_accel.errors import CheckpointError, ConfigError, DependencyError, unknown
 from vla_accel.fp8 import Scales, scales_for
 from vla_accel.models.family import FAMILIES, Family, family_named
 from vla_accel.models.network import Network
@@ -87,8 +87,6 @@ def load(
         settings = settings.with_lora(str(lora))
     family = family_of(folder)
     model, processor = family.load(folder, settings, device=device, dtype=dtype)
-    if (horizon := family.action_shape(model.config)[0]) < 1:
-        raise CheckpointError(f"checkpoint {folder}: expected at least 1 action a chunk in config.json, got {horizon}")
     if lora is not None and not isinstance(model.origin, Folded):
         raise ConfigError(f"lora: expected a model that takes adapters, {family.name} takes none")
     return Checkpoint(str(path_or_name), family, model.whole() if whole else model, processor, folder, lora=lora)
@@ -145,7 +143,7 @@ def local(path_or_name: str | Path) -> Path | None:
     """The folder of a checkpoint that is here; None of one that only the hub may have. Raises CheckpointError for what
     neither can be."""
     if not isinstance(path_or_name, (str, Path)):
-        raise CheckpointError(f"checkpoint: expected a folder or one of {', '.join(NAMED)}, got {path_or_name!r}")
+        raise CheckpointError(unknown("checkpoint", path_or_name, NAMED, "a folder or "))
     name = str(path_or_name)
     folder = NAMED.get(name, Path(path_or_name))
     if name and folder.is_dir():  # an empty name would be the current folder
@@ -154,8 +152,7 @@ def local(path_or_name: str | Path) -> Path | None:
         hint = f"; did you mean {folder.parent}?" if (folder.parent / "config.json").is_file() else ""
         raise CheckpointError(f"checkpoint: expected a folder, got the file {name!r}{hint}")
     if not _HUB_NAME.fullmatch(name):
-        known = ", ".join(NAMED)
-        raise CheckpointError(f"checkpoint: expected a folder or one of {known}, got {name!r}{nearest(name, NAMED)}")
+        raise CheckpointError(unknown("checkpoint", name, NAMED, "a folder or "))
     return None
 
 

@@ -16,7 +16,7 @@ from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
 from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, NAMES, said_of_variant, stack_sizes, tower_sizes
 from vla_accel.checkpoints.lerobot import member
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
-from vla_accel.checkpoints.weights import Piece, Weights
+from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.network import weightless
 from vla_accel.models.pi0_fast import Pi0Fast, Pi0FastConfig
@@ -72,9 +72,9 @@ def read_sizes(weights: Weights, content: Mapping[str, Any], max_token_len: int,
             prefix=stack_sizes("prefix", shapes, PREFIX, shape),
             vocab_size=shape(table, 2)[0],
             action_dim=action_dim,
-            action_horizon=member(content, "chunk_size", int, where),
+            action_horizon=size_of(content, "chunk_size", where),
             max_token_len=max_token_len + 1,
-            max_steps=member(content, "max_decoding_steps", int, where),
+            max_steps=size_of(content, "max_decoding_steps", where),
             tied=not both or torch.equal(weights.read(_TABLE), weights.read(_HEAD)),
         )
     except ConfigError as error:

@@ -15,7 +15,7 @@ import torch
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
 from vla_accel.checkpoints.lerobot import member
 from vla_accel.checkpoints.stacks import Names, Shapes, depth_of, shapes_by_name
-from vla_accel.checkpoints.weights import Piece, Weights
+from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.network import weightless
 from vla_accel.models.siglip import SiglipConfig
@@ -89,7 +89,7 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, w
             self_every=max(every, 0) if crossed else 1,
             state_dim=shape("model.state_proj.weight", 2)[1],
             action_dim=shape("model.action_in_proj.weight", 2)[1],
-            action_horizon=member(content, "chunk_size", int, where),
+            action_horizon=size_of(content, "chunk_size", where),
             max_token_len=max_token_len,
         )
     except ConfigError as error:

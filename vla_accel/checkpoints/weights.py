@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.config.mapping import read_mapping
+from vla_accel.config.policy import LARGEST
 from vla_accel.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -187,3 +188,11 @@ def read_json(path: Path) -> dict[str, Any]:
         return read_mapping(path)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
+
+
+def size_of(content: Mapping[str, Any], key: str, path: Path, default: int | None = None) -> int:
+    """A size in a checkpoint's file, `default` where it has none. Raises CheckpointError for what can be no size."""
+    value = default if content.get(key) is None else content[key]
+    if type(value) is not int or not 1 <= value <= LARGEST:
+        raise CheckpointError(f"{path}: {key}: expected a whole number from 1 to {LARGEST}, got {value!r:.60}")
+    return value

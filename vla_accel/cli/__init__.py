@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
 import select
 import signal
 import sys
@@ -84,6 +85,12 @@ def ended(run: Callable[[], int]) -> tuple[int, str | None]:
     # A shell's script ignores Ctrl-C for what it runs in the background.
     heard = (signal.SIGTERM, *([signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []))
     before = {number: signal.signal(number, interrupt) for number in heard}
+    # Unless somebody set up logging, what the package tells (not a server) stands on standard error as all warnings do.
+    log, plain = logging.getLogger("vla_accel"), logging.StreamHandler()
+    level = log.level
+    plain.addFilter(lambda r: not logging.root.handlers and (r.name == log.name or r.levelno > logging.INFO))
+    log.addHandler(plain)
+    log.setLevel(logging.INFO)
     try:
         try:
             return run(), None
@@ -109,6 +116,8 @@ def ended(run: Callable[[], int]) -> tuple[int, str | None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        log.removeHandler(plain)
+        log.setLevel(level)
 
 
 def _reader_is_gone() -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from vla_accel.checkpoints.loading import Checkpoint, base_and_lora, family_of, load
-from vla_accel.checkpoints.progress import Advance, in_lines
 from vla_accel.cli.asked.policies import Build
 from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import EngineSpec, PolicyConfig
@@ -28,6 +27,7 @@ from vla_accel.measure.random_policy import calibrate_on_noise
 from vla_accel.models.family import Family, sized
 from vla_accel.policy import ahead_of_time as building
 from vla_accel.policy.ahead_of_time import Job
+from vla_accel.progress import Advance, in_lines
 
 
 def main(options: Build, words: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""What commands share: tables and reports."""
+"""What commands share: names that are checked, tables and reports."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from typing import Any
 import torch
 
 from vla_accel import machine
+from vla_accel.checkpoints.loading import local
 from vla_accel.cli.asked.images import BenchOptions
+from vla_accel.config import load_config
 from vla_accel.files import write_json
+
+
+def check_names(checkpoint: str, config: str | None) -> None:
+    """Raise CheckpointError or ConfigError for names of nothing, before a program says that it loads them."""
+    load_config(config)
+    local(checkpoint)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

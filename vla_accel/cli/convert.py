@@ -10,10 +10,10 @@ from rich.console import Console
 
 from vla_accel.checkpoints.convert import Parameters, convert
 from vla_accel.checkpoints.orbax import OrbaxParameters, check_folder
-from vla_accel.checkpoints.progress import shown
 from vla_accel.cli.asked.policies import Convert
 from vla_accel.cli.common import print_json
-from vla_accel.errors import ConfigError, nearest
+from vla_accel.errors import ConfigError, unknown
+from vla_accel.progress import shown
 from vla_accel.transforms.normalisation import load_statistics, statistics_by_asset
 from vla_accel.transforms.robots import OPENPI_CONFIGS, PRESETS, OpenpiConfig, of_another
 
@@ -21,8 +21,7 @@ from vla_accel.transforms.robots import OPENPI_CONFIGS, PRESETS, OpenpiConfig, o
 def main(asked: Convert, words: list[str]) -> int:
     """Convert, say what came of it and print the JSON line. Raises VlaAccelError for anything wrong."""
     if asked.config is not None and asked.config not in OPENPI_CONFIGS:
-        known, name = ", ".join(OPENPI_CONFIGS), asked.config
-        raise ConfigError(f"config: expected one of {known}, got {name!r}{nearest(name, OPENPI_CONFIGS)}")
+        raise ConfigError(unknown("config", asked.config, OPENPI_CONFIGS))
     if asked.assets is not None and not asked.assets.is_dir():
         raise ConfigError(f"assets: expected a folder with <asset_id>/norm_stats.json, got {str(asked.assets)!r}")
     check_folder(asked.checkpoint)

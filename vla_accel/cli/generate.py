@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from vla_accel import machine
-from vla_accel.checkpoints.progress import shown
 from vla_accel.cli.asked.images import ImageToImage, TextToImage
 from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import EngineSpec
@@ -21,6 +20,7 @@ from vla_accel.diffusion.picture import load_image, save_png
 from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, make_scheduler
 from vla_accel.errors import ConfigError
 from vla_accel.numeric import DTYPES
+from vla_accel.progress import shown
 
 RANDOM = {"random": False, "tiny-random": True}
 """Instead of a folder: version 1.4's configuration, or a tiny one, with random weights."""

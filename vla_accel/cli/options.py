@@ -103,7 +103,7 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
     type refuses.
     """
     about, box = _wrapped(kind.__doc__ or ""), io.StringIO()
-    columns = os.environ.get("COLUMNS", "")  # empty is as if it were not there
+    columns = os.environ.get("COLUMNS")
     if not {"-h", "--help"} & {*(sys.argv if words is None else words)}:
         os.environ["COLUMNS"] = "1000000"  # of the box of an error tyro breaks no line then, and so no long word
     try:
@@ -117,7 +117,9 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
             )
         raise
     finally:
-        os.environ["COLUMNS"] = columns
+        os.environ.pop("COLUMNS", None)
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
     check(given)
     return given
 

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from vla_accel import machine
-from vla_accel.checkpoints.loading import local
 from vla_accel.cli.asked.servers import Serve
+from vla_accel.cli.common import check_names
 from vla_accel.errors import ConfigError
 from vla_accel.server import RayReplicas, Replicas, ServerConfig, Shelf, serve
 from vla_accel.server.connection import websockets_server
@@ -32,7 +32,7 @@ def main(given: Serve, words: list[str]) -> int:
     load = loader(given)
     if given.ray is None:  # else it lies where the replicas are
         for one in load.loads.values() if isinstance(load, LoadSeveral) else (load,):
-            local(one.checkpoint)
+            check_names(one.checkpoint, one.config)
     if given.devices is not None and (given.device or given.ray):
         raise ConfigError("devices: expected --devices alone, got --device or --ray, too")
     log.info("loading %s", ", ".join(given.policy) or given.checkpoint or "demo")

@@ -11,7 +11,7 @@ from typing import Literal
 
 from vla_accel.component import Component, Program, TensorSpec
 from vla_accel.config import EngineSpec
-from vla_accel.errors import ConfigError
+from vla_accel.errors import ConfigError, unknown
 from vla_accel.models.autoencoder import SCALE, Half
 from vla_accel.native.autoencoder import NativeHalf
 from vla_accel.numeric import round_up
@@ -76,7 +76,7 @@ def parse_size(text: str) -> Size:
         return RATIOS[text]
     width, cross, height = text.lower().partition("x")
     if not (cross and width.isdigit() and height.isdigit()):
-        raise ConfigError(f"size: expected WIDTHxHEIGHT or one of {', '.join(RATIOS)}, got {text!r}")
+        raise ConfigError(unknown("size", text, RATIOS, "WIDTHxHEIGHT or "))
     return check_size((int(height), int(width)))
 
 

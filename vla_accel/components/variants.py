@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vla_accel import ops
 from vla_accel.component import Island
 from vla_accel.components.padding import real_tokens
+from vla_accel.components.quantize import quantise
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import FORMATS, NO_SCALES, Scales
@@ -25,7 +26,6 @@ from vla_accel.models.paligemma import PaliGemma, prefix_positions
 from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.native.fold import fold_norm
-from vla_accel.quantize import quantise
 
 
 class Bridge(nn.Module):

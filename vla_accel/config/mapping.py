@@ -4,7 +4,6 @@ error that names the nearest."""
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import types
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from vla_accel.errors import ConfigError
+from vla_accel.errors import ConfigError, nearest, unknown
 
 T = typing.TypeVar("T")
 
@@ -78,9 +77,8 @@ def from_mapping(kind: type[T], content: Mapping[str, Any], where: str = "") -> 
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in names:
-            nearest = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"did you mean {where}{nearest[0]}?" if nearest else f"expected one of {', '.join(names)}"
-            raise ConfigError(f"unknown key {where}{key!s}: {hint}")
+            hint = nearest(key, names, where) or f": expected one of {', '.join(names)}"
+            raise ConfigError(f"unknown key {where}{key!s}{hint}")
         values[key] = _convert(hints[key], value, f"{where}{key}")
     try:
         return kind(**values)
@@ -124,7 +122,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return from_mapping(hint, value, f"{where}.")
     if origin is Literal:
         if value not in arguments:
-            raise ConfigError(f"{where}: expected one of {', '.join(map(str, arguments))}, got {value!r}")
+            raise ConfigError(unknown(where, value, map(str, arguments)))
         return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vla_accel.config.mapping import Checked, from_mapping, read_mapping
-from vla_accel.errors import ConfigError, nearest
+from vla_accel.errors import ConfigError, unknown
 
 Precision = Literal["auto", "fp32", "bf16"]
 EngineName = Literal["auto", "eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
@@ -18,6 +18,10 @@ Attention = Literal["auto", "own", "sdpa", "flash_attn", "fastest"]
 Schedule = Literal["zeros", "ones", "linear", "exp"]
 AUTO = "auto"
 """The name of a configuration that leaves everything as it is by default."""
+
+LARGEST = 4096
+"""Of sizes that no weight shows (actions of a chunk, tokens of a prompt, numbers of a state, pixels of an edge): more
+are a mistake, which would take all the memory that there is."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,8 @@ class CheckpointSpec(Checked):
         super().__post_init__()
         for name in ("action_horizon", "max_token_len"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"checkpoint.{name}: expected at least 1, got {value}")
+            if value is not None and not 1 <= value <= LARGEST:
+                raise ConfigError(f"checkpoint.{name}: expected 1 to {LARGEST}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -297,5 +301,4 @@ def find_config(name_or_path: str | Path) -> Path:
     path = shipped.get(name, Path(name_or_path))
     if path.suffix or (name and path.exists()):
         return path
-    known = (AUTO, *shipped)
-    raise ConfigError(f"config: expected a file or one of {', '.join(known)}, got {name!r}{nearest(name, known)}")
+    raise ConfigError(unknown("config", name, (AUTO, *shipped), "a file or "))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vla_accel.config.mapping import read_mapping
-from vla_accel.errors import CheckpointError, ConfigError, DependencyError
+from vla_accel.errors import CheckpointError, ConfigError, DependencyError, unknown
 
 _SD_VAE: dict[str, Any] = {
     "block_out_channels": (128, 256, 512, 512),
@@ -107,7 +107,7 @@ def random_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: i
     """A model of a known configuration with seeded random weights, made on the device."""
     package = diffusers_module()
     if name not in CONFIGS:
-        raise ConfigError(f"model: expected one of {', '.join(CONFIGS)}, got {name!r}")
+        raise ConfigError(unknown("model", name, CONFIGS))
     kind, config = CONFIGS[name]
     return filled(lambda: getattr(package, kind)(**config), dtype=dtype, device=device, seed=seed)
 

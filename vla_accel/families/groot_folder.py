@@ -16,7 +16,7 @@ import torch
 
 from vla_accel.checkpoints.groot import infer_config, load_groot
 from vla_accel.checkpoints.lerobot import is_lerobot, statistics_file
-from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
+from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
 from vla_accel.models.groot import Groot
@@ -173,20 +173,14 @@ def _groups(kind: str, modality: Any, statistics: Any, settings: Mapping[str, An
             group = dataclasses.replace(
                 group, relative=_relation(form, f"{where}: action {name}"), reference=form.get("state_key") or name
             )
-        if not _encoded_as_angles(config, name, settings):
-            group = _scaled(group, entry, _scaling(config, name), settings, relative, f"{where}: {kind} {name}")
+        as_angles = settings.get("apply_sincos_state_encoding") and name in (config.get("sin_cos_embedding_keys") or ())
+        if not as_angles:
+            scaling = "mean_std" if name in (config.get("mean_std_embedding_keys") or ()) else "range"
+            group = _scaled(group, entry, scaling, settings, relative, f"{where}: {kind} {name}")
         found.append(group)
     if not found:
         raise CheckpointError(f"{where}: expected {kind}.modality_keys, got none")
     return Groups(tuple(found))
-
-
-def _encoded_as_angles(config: Mapping[str, Any], name: str, settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("apply_sincos_state_encoding")) and name in (config.get("sin_cos_embedding_keys") or ())
-
-
-def _scaling(config: Mapping[str, Any], name: str) -> Scaling:
-    return "mean_std" if name in (config.get("mean_std_embedding_keys") or ()) else "range"
 
 
 def _scaled(
@@ -214,23 +208,27 @@ def _word(value: Any) -> str:
 
 
 def _cropping(settings: Mapping[str, Any], path: Path) -> Cropping:
-    target = settings.get("image_target_size") or (256, 256)
-    crop_size = settings.get("image_crop_size")
-    crop = settings.get("crop_fraction")
+    def sides(key: str, default: tuple[int, int]) -> tuple[int, int]:
+        value = default if settings.get(key) is None else settings[key]
+        if not isinstance(value, (list, tuple)) or len(value) != 2:
+            raise CheckpointError(f"{path}: {key}: expected a height and a width, got {value!r:.60}")
+        height, width = (size_of({key: side}, key, path) for side in value)
+        return height, width
+
+    target, crop = sides("image_target_size", (256, 256)), settings.get("crop_fraction")
     if settings.get("image_target_size") is None:
-        crop, crop_size = None, (230, 230)
-    if crop is None:
-        crop = crop_size[0] / target[0] if crop_size else 1.0
-    try:
-        return Cropping(
-            filter="area" if settings.get("use_albumentations") else "bicubic",
-            edge=int(settings.get("shortest_image_edge") or target[0]),
-            crop=float(crop) if 0.0 < float(crop) < 1.0 else 1.0,
-            target=(int(target[0]), int(target[1])),
-            letterbox=bool(settings.get("letter_box_transform")),
-        )
-    except (TypeError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{path}: expected sizes of images as numbers, got {error}") from error
+        crop = 230 / 256
+    elif crop is None:
+        crop = sides("image_crop_size", target)[0] / target[0]
+    if not isinstance(crop, (int, float)):
+        raise CheckpointError(f"{path}: crop_fraction: expected a number, got {crop!r:.60}")
+    return Cropping(
+        filter="area" if settings.get("use_albumentations") else "bicubic",
+        edge=size_of(settings, "shortest_image_edge", path, target[0]),
+        crop=crop if 0.0 < crop < 1.0 else 1.0,
+        target=target,
+        letterbox=bool(settings.get("letter_box_transform")),
+    )
 
 
 # -- lerobot ------------------------------------------------------------------------------------------------------
@@ -255,12 +253,12 @@ def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tu
     images = {**encode, "use_albumentations": encode.get("use_albumentations", False)}
     modality, statistics = pack.get("modality_config"), pack.get("raw_stats")
     merged = {**pack, "use_relative_action": bool(decode.get("use_relative_action"))}
-    horizon = int(pack.get("action_horizon") or 40)
+    horizon = size_of(pack, "action_horizon", path, 40)
     if not modality or not statistics:
         # Trained without a checkpoint's own groups: one group, scaled by the data's own range.
         modality, statistics = _whole(folder, pack, content)
         merged, horizon = {**merged, "use_percentiles": False}, 40
-    modality = {**modality, "video": _video(modality, pack, content)}
+    modality = {**modality, "video": _video(modality, pack, content, path)}
     robot = _robot(tag, ids[tag], modality, statistics, merged, images, path)
     transform = decode.get("action_decode_transform")
     features = content.get("input_features")
@@ -277,7 +275,9 @@ def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tu
     return robot, {k: v for k, v in stated.items() if v is not None}
 
 
-def _video(modality: Mapping[str, Any], pack: Mapping[str, Any], content: Mapping[str, Any]) -> Mapping[str, Any]:
+def _video(
+    modality: Mapping[str, Any], pack: Mapping[str, Any], content: Mapping[str, Any], path: Path
+) -> Mapping[str, Any]:  # fmt: skip
     """Cameras: the checkpoint's own order, else the features' by name, as lerobot has it."""
     video = modality.get("video")
     if isinstance(video, Mapping) and video.get("modality_keys"):
@@ -287,7 +287,7 @@ def _video(modality: Mapping[str, Any], pack: Mapping[str, Any], content: Mappin
         for key in content.get("input_features") or ()
         if key.startswith("observation.images.")
     )
-    return {"modality_keys": names, "delta_indices": [0] * int(pack.get("video_horizon") or 1)}
+    return {"modality_keys": names, "delta_indices": [0] * size_of(pack, "video_horizon", path, 1)}
 
 
 def _whole(
@@ -308,7 +308,8 @@ def _whole(
         kind = {"observation.state": "state", "action": "action"}.get(feature)
         if kind is not None:
             statistics[kind][kind][statistic] = value.tolist()
-    rows = int(pack.get("valid_action_horizon") or content.get("chunk_size") or 40)
+    rows = size_of(content, "chunk_size", folder / "config.json", 40)
+    rows = size_of(pack, "valid_action_horizon", folder / "policy_preprocessor.json", rows)
     action = {"modality_keys": ["action"], "delta_indices": list(range(rows))}
     return {"state": {"modality_keys": ["state"]}, "action": action}, statistics
 

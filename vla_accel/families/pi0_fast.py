@@ -15,6 +15,7 @@ from vla_accel.component import Component
 from vla_accel.components import kv_cache_component, vision_component
 from vla_accel.components.decode import RESULT, decode_component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
+from vla_accel.errors import of_one
 from vla_accel.families import stand_in
 from vla_accel.families.paligemma import prefix_work
 from vla_accel.families.pi0_fast_folder import load_folder
@@ -69,7 +70,11 @@ class Pi0FastFamily(PromptedFamily):
         )
 
     def normalised(self, transforms: FastProcessor, result: np.ndarray) -> np.ndarray:
-        return np.stack([transforms.detokeniser.chunk(tokens) for tokens in result])
+        chunks = []
+        for index, tokens in enumerate(result):
+            with of_one(index, len(result)):
+                chunks.append(transforms.detokeniser.chunk(tokens))
+        return np.stack(chunks)
 
     # -- measuring it ---------------------------------------------------------------------------------------------
 

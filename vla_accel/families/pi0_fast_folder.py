@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from vla_accel.checkpoints.lerobot import member, read_processors, read_settings
+from vla_accel.checkpoints.lerobot import longest_prompt, member, read_processors, read_settings
 from vla_accel.checkpoints.pi0_fast import load_weights, read_sizes
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import PolicyConfig
@@ -19,7 +19,7 @@ from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import resized, robot_of
 from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.transforms.fast import Detokeniser, FastProcessor, load_fast
-from vla_accel.transforms.tokenizer import PaliGemmaTokenizer, SmallTokenizer, Tokenizer, load_tokenizer
+from vla_accel.transforms.tokenizer import PaliGemmaTokenizer, SmallTokenizer, load_tokenizer
 
 # What lerobot can be told, and what would change the model in ways that are not built here.
 _FIXED = {"temperature": 0.0, "use_relative_actions": False}
@@ -33,13 +33,13 @@ def load_folder(
     content = read_settings(path, ("pi0_fast",), _FIXED)
     told = read_processors(folder, content, "bilinear")
     weights = SafetensorsWeights(folder)
-    longest = told.tokenizer.get("max_length", member(content, "tokenizer_max_length", int, path))
-    config = resized(read_sizes(weights, content, int(longest), path), settings)
+    config = resized(read_sizes(weights, content, longest_prompt(told, content, path), path), settings)
     preset = robot_of(told.preset, settings)
     if preset.action_dim != config.action_dim:
         raise ConfigError(f"preset: {preset.action_dim} action dimensions do not fit tokens of {config.action_dim}")
     tokenizer = load_tokenizer(folder, given.tokenizer, elsewhere=True)
-    vocabulary = _vocabulary(tokenizer)
+    assert isinstance(tokenizer, (PaliGemmaTokenizer, SmallTokenizer))
+    vocabulary = tokenizer.vocab_size
     if vocabulary > config.vocab_size:
         raise CheckpointError(f"tokenizer {folder}: expected at most {config.vocab_size} tokens, got {vocabulary}")
     fast = load_fast(folder, given.action_tokenizer, member(content, "action_tokenizer_name", str, path))
@@ -63,8 +63,3 @@ def load_folder(
         detokeniser=detokeniser,
     )
     return load_weights(weights, config, str(folder), device=device, dtype=dtype), processor
-
-
-def _vocabulary(tokenizer: Tokenizer) -> int:
-    assert isinstance(tokenizer, (PaliGemmaTokenizer, SmallTokenizer))
-    return tokenizer.vocab_size

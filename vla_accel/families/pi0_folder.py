@@ -6,7 +6,6 @@ Each to the same thing: sizes, and the transforms around the model. Knows nothin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from vla_accel.checkpoints.dialects import Stated, dialect_of, infer_config, pla
 from vla_accel.checkpoints.lerobot import is_lerobot, read_folder
 from vla_accel.checkpoints.lora import Folded, read_lora
 from vla_accel.checkpoints.pi0 import load_weights
-from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
+from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import check_vocabulary, resized, robot_of
@@ -106,19 +105,21 @@ def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -
         raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}")
     content = read_json(path) if path.is_file() else {}
     asset, statistics = _asset(folder, settings.checkpoint.asset_id)
+    sizes = ("action_dim", "action_horizon", "max_token_len")
+    told: dict[str, Any] = {name: size_of(content, name, path) for name in sizes if content.get(name) is not None}
+    told |= {name: value for name in sizes[1:] if (value := getattr(settings.checkpoint, name)) is not None}
     stated = Stated(
         kind=None if "pi05" not in content else ("pi05" if content["pi05"] else "pi0"),
-        action_dim=_whole(content, "action_dim", path),
-        action_horizon=settings.checkpoint.action_horizon or _whole(content, "action_horizon", path),
-        max_token_len=settings.checkpoint.max_token_len or _whole(content, "max_token_len", path),
         variants=(content.get("paligemma_variant"), content.get("action_expert_variant")),
+        **told,
     )
     _, prefix = dialect_of(weights.shapes)
     config = infer_config(weights.shapes, prefix, stated, str(folder))
     name = settings.preset or content.get("preset") or _preset_of(asset, folder)
     if of_another(name, asset):
         raise ConfigError(f"preset: expected {BY_ASSET[asset]}, as assets/{asset} says, or a YAML file, got {name}")
-    preset = _openpi_preset(name, config)
+    # openpi's one π0 for LIBERO was trained with a delta transform that its π0.5 does not have.
+    preset = load_preset("pi0_libero" if name == "libero" and config.kind == "pi0" else name)
     discrete = settings.checkpoint.discrete_state_input
     if discrete is None:
         discrete = content.get("discrete_state_input")
@@ -141,11 +142,6 @@ def _preset_of(asset: str, folder: Path) -> str:
             "conventions they have, as preset: in the configuration (a shipped preset's name or a YAML file)"
         )
     return BY_ASSET[asset]
-
-
-def _openpi_preset(name: str, config: Pi0Config) -> Preset:
-    # openpi's one π0 for LIBERO was trained with a delta transform that its π0.5 does not have.
-    return load_preset("pi0_libero" if name == "libero" and config.kind == "pi0" else name)
 
 
 def _lerobot(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -> _Described:
@@ -190,10 +186,3 @@ def _asset(folder: Path, wanted: str | None) -> tuple[str, Path]:
         told = f"found {', '.join(found)}: choose one as checkpoint.asset_id" if found else f"found {listing(folder)}"
         raise CheckpointError(f"checkpoint {folder}: expected one assets/<asset_id>/norm_stats.json, {told}")
     return next(iter(found.items()))
-
-
-def _whole(content: Mapping[str, Any], key: str, path: Path) -> int | None:
-    value = content.get(key)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise CheckpointError(f"{path}: {key}: expected a positive whole number, got {value!r}")
-    return value

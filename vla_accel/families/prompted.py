@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vla_accel.components.calibration import calibration
 from vla_accel.components.padding import PROMPT_BUCKET, padded_prompt
+from vla_accel.components.quantize import calibrate, load_modelopt
 from vla_accel.components.variants import needs_scales
 from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ObservationError
@@ -23,7 +24,6 @@ from vla_accel.models.network import Network
 from vla_accel.models.random_weights import Drawn, drawn_model
 from vla_accel.models.rtc import chunk_weights
 from vla_accel.ops.resize import fits_on
-from vla_accel.quantize import calibrate, load_modelopt
 from vla_accel.transforms.processing import Inputs, Processor
 
 

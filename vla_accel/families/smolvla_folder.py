@@ -12,9 +12,9 @@ import torch
 from vla_accel.checkpoints.checkpoint import is_own, load_own, read_config
 from vla_accel.checkpoints.lerobot import Processors, read_processors, read_settings
 from vla_accel.checkpoints.smolvla import load_weights, read_sizes
-from vla_accel.checkpoints.weights import SafetensorsWeights, read_json
+from vla_accel.checkpoints.weights import SafetensorsWeights, read_json, size_of
 from vla_accel.config import PolicyConfig
-from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.errors import ConfigError
 from vla_accel.families.overrides import check_vocabulary, resized, robot_of
 from vla_accel.models.network import weightless
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
@@ -39,9 +39,7 @@ def load_folder(
     read_settings(path, ("smolvla",), _FIXED)
     told = read_processors(folder, content, "corner")
     weights = SafetensorsWeights(folder)
-    longest = told.tokenizer.get("max_length")
-    if not isinstance(longest, int) or isinstance(longest, bool):
-        raise CheckpointError(f"checkpoint {folder}: expected a tokenizer_processor with max_length, got {longest!r}")
+    longest = size_of(told.tokenizer, "max_length", folder / "policy_preprocessor.json")
     config = resized(read_sizes(weights.shapes, content, longest, path), settings)
     told = dataclasses.replace(told, preset=robot_of(told.preset, settings))
     hub = told.tokenizer.get("tokenizer_name") or TOKENIZER_HUB

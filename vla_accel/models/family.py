@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vla_accel.component import Component
 from vla_accel.config import EnginePrecision, EngineSpec, PolicyConfig, RtcConfig
-from vla_accel.errors import ConfigError
+from vla_accel.errors import ConfigError, unknown
 from vla_accel.fp8 import Scales
 from vla_accel.models.network import Network
 from vla_accel.pictures import Picture
@@ -290,7 +290,7 @@ class Family(ABC):
 def family_named(name: str) -> Family:
     """A family by name. Raises ConfigError that lists those there are."""
     if name not in FAMILIES:
-        raise ConfigError(f"model: expected one of {', '.join(FAMILIES)}, got {name!r}")
+        raise ConfigError(unknown("model", name, FAMILIES))
     module, _, attribute = FAMILIES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -301,5 +301,4 @@ def sized(name: str) -> tuple[Family, Callable[..., Any]]:
     for family in families:
         if name in family.sizes:
             return family, family.sizes[name]
-    known = sorted(size for family in families for size in family.sizes)
-    raise ConfigError(f"model: expected one of {', '.join(known)}, got {name!r}")
+    raise ConfigError(unknown("model", name, sorted(size for family in families for size in family.sizes)))

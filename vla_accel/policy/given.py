@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel.config import RtcConfig
-from vla_accel.errors import ObservationError
+from vla_accel.errors import ObservationError, of_one
 from vla_accel.models.family import Family
 from vla_accel.transforms.numbers import real_numbers
 
@@ -48,15 +48,16 @@ def guidance(
     for row, (one, chunk, delay) in enumerate(zip(inputs, chunks, delays, strict=True)):
         if chunk is None and delay is None:
             continue
-        if chunk is None or delay is None:
-            missing = "prev_chunk" if chunk is None else "inference_delay"
-            raise ObservationError(f"expected prev_chunk and inference_delay together, got no {missing}")
-        if isinstance(delay, (bool, np.bool_)) or not isinstance(delay, (int, np.integer)) or delay < 0:
-            raise ObservationError(f"inference_delay: expected a number of actions, 0 or more, got {delay!r:.60}")
-        previous = processor.begin(chunk, one)
-        if len(previous) > horizon:
-            raise ObservationError(f"prev_chunk: expected at most {horizon} actions, got {len(previous)}")
-        one_row = family.guide(model, rtc, previous, int(delay))
+        with of_one(row, len(inputs)):
+            if chunk is None or delay is None:
+                missing = "prev_chunk" if chunk is None else "inference_delay"
+                raise ObservationError(f"expected prev_chunk and inference_delay together, got no {missing}")
+            if isinstance(delay, (bool, np.bool_)) or not isinstance(delay, (int, np.integer)) or delay < 0:
+                raise ObservationError(f"inference_delay: expected a number of actions, 0 or more, got {delay!r:.60}")
+            previous = processor.begin(chunk, one)
+            if len(previous) > horizon:
+                raise ObservationError(f"prev_chunk: expected at most {horizon} actions, got {len(previous)}")
+            one_row = family.guide(model, rtc, previous, int(delay))
         if found is None:
             found = {n: np.zeros((len(inputs), *a.shape), a.dtype) for n, a in one_row.items()}
         for name, array in one_row.items():

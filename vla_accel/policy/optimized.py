@@ -25,7 +25,7 @@ from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Shown, choose
-from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
+from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError, of_one, unknown
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.models.family import Shape, Store
@@ -71,7 +71,7 @@ class OptimizedPolicy:
         for part, spec in specs.items():
             for engine in (spec.engine, *spec.fallback):
                 if engine not in (*ENGINES, "auto"):
-                    raise ConfigError(f"{part}.engine: expected one of auto, {', '.join(ENGINES)}, got {engine!r}")
+                    raise ConfigError(unknown(f"{part}.engine", engine, ("auto", *ENGINES)))
                 if config.deterministic and engine != "auto" and ENGINES[engine].by_time:
                     raise ConfigError(
                         f"deterministic: {part}: {engine} takes the kernels that it measures as the fastest"
@@ -166,7 +166,8 @@ class OptimizedPolicy:
         inference_delays: Sequence[int | None] | None = None,
     ) -> list[dict[str, Any]]:
         """Several independent observations in one pass; noise (batch, horizon, action_dim); `prev_chunks`,
-        `inference_delays`: one for each observation, or None. Returns as `infer`."""
+        `inference_delays`: one for each observation, or None. Returns and raises as `infer`; what is wrong with one of
+        several names it, as "observations[1]: …"."""
         if isinstance(observations, (Mapping, str)):
             raise ObservationError(f"observations: expected a list of them, got one {type(observations).__name__}")
         if not observations:
@@ -174,8 +175,10 @@ class OptimizedPolicy:
         with self._lock:
             began = time.perf_counter()
             with self.pipelines.ahead(self.processor, observations) as ahead:
-                inputs = [self.family.prepare(self.processor, o, self.device) for o in observations]
-                family, sizes, rtc = self.family, self.model.config, self.config.rtc
+                family, sizes, rtc, inputs = self.family, self.model.config, self.config.rtc, []
+                for index, one in enumerate(observations):
+                    with of_one(index, len(observations)):
+                        inputs.append(family.prepare(self.processor, one, self.device))
                 guided = guidance(family, sizes, rtc, self.processor, inputs, prev_chunks, inference_delays)
                 pipeline, feed = self._feed(inputs, noise, guided)
                 if ahead is not None and ahead is not pipeline:
@@ -351,17 +354,19 @@ class OptimizedPolicy:
         return found if has_scales else None
 
     def _say_what_auto_chose(self) -> None:
-        """One line on the console, from what really was built."""
+        """One line, from what really was built: a warning where what it chose could not be."""
         groups: dict[tuple[str, str], list[str]] = {}
+        level = logging.INFO
         for entry in self.ledger.entries.values():
             if entry.requested == "auto":
-                precision = self.specs[entry.component].precision
-                used = entry.used if entry.used == "eager" or precision == "auto" else f"{entry.used} {precision}"
+                spec = self.specs[entry.component]
+                plain = entry.used == "eager" or spec.precision == "auto"
+                used = entry.used if plain else f"{entry.used} {spec.precision}"
                 groups.setdefault((used, entry.reason), []).append(entry.component)
+                level = level if entry.used == spec.engine else logging.WARNING
         if groups:
             said = "; ".join(f"{', '.join(names)}: {used} ({why})" for (used, why), names in groups.items())
-            # A warning, so that it is seen without any set-up of logging.
-            _log.warning("%s: auto chose %s", self.name, said)
+            _log.log(level, "%s: auto chose %s", self.name, said)
 
     def _run(self, pipeline: Pipeline) -> tuple[np.ndarray, dict[str, float]]:
         """What `Pipeline.run` says of a call that was fed. Raises EngineError for values that are not finite."""

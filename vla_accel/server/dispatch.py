@@ -58,14 +58,17 @@ class Dispatcher:
         self._closing = False
 
     async def start(self) -> None:
-        """Load every replica at once. Raises what the first of them to fail raised."""
+        """Load every replica at once. Raises what the first of them to fail raised, and ends the others then."""
         self._loop = asyncio.get_running_loop()
         starts = [asyncio.ensure_future(r.start(lambda r=r: self._died(r))) for r in self.replicas]
-        outcomes = await asyncio.gather(*starts, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                await self.close()
-                raise outcome
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.wait(starts)
+            await self.close()
+            raise
         self._max_batch = self.config.max_batch if self.replicas[0].batches else 1
         self._idle.extend(self.replicas)
 

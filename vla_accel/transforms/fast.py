@@ -25,6 +25,7 @@ from vla_accel.transforms.tokenizer import Tokenizer, files_from_hub, read_token
 FILES = ("tokenizer.json", "processor_config.json")
 _OPENING, _STOP = "Action: ", "|"
 _HINT = ", or put its files into the folder fast of the checkpoint, or name a folder as checkpoint.action_tokenizer"
+_REMEDY = "; checkpoint.relaxed_actions: true in the configuration makes a chunk of them all the same, as lerobot does"
 
 
 @dataclass(frozen=True)
@@ -159,15 +160,17 @@ class Detokeniser:
                 return np.zeros(count)
             ids = [i for i in ids if i < size]
         elif wrong:
-            raise ActionError(f"actions: expected FAST tokens 0 to {size - 1}, got {wrong[0]}")
+            raise ActionError(f"actions: expected FAST tokens 0 to {size - 1}, got {wrong[0]}{_REMEDY}")
         text = self.fast.text(ids)
         if "\ufffd" in text and not self.relaxed:
-            raise ActionError("actions: expected FAST tokens that are whole characters together, got parts of some")
+            raise ActionError(
+                f"actions: expected FAST tokens that are whole characters together, got parts of some{_REMEDY}"
+            )
         found = np.array([ord(c) for c in text], np.float64) + self.fast.min_token
         if len(found) != count and not self.relaxed:
             raise ActionError(
                 f"actions: expected {count} coefficients, {self.horizon} actions of {self.action_dim}, got "
-                f"{len(found)} of {len(ids)} tokens"
+                f"{len(found)} of {len(ids)} tokens{_REMEDY}"
             )
         return np.pad(found[:count], (0, max(0, count - len(found))))
 

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from vla_accel.config.mapping import from_mapping, read_mapping
-from vla_accel.errors import ConfigError, nearest
+from vla_accel.config.policy import LARGEST
+from vla_accel.errors import ConfigError, unknown
 from vla_accel.pictures import Resize
 
 Gripper = Literal["none", "aloha"]
@@ -65,8 +66,8 @@ class Preset:
         if unknown:
             raise ConfigError(f"preset.optional_images: expected some of {list(self.images)}, got {sorted(unknown)}")
         for name in ("state_dim", "action_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"preset.{name}: expected at least 1, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= LARGEST:
+                raise ConfigError(f"preset.{name}: expected 1 to {LARGEST}, got {getattr(self, name)}")
         shared = min(self.state_dim, self.action_dim)
         for name in ("delta_actions", "flipped", "gripper_dims"):
             wrong = [i for i in getattr(self, name) if not 0 <= i < shared]
@@ -164,8 +165,7 @@ def load_preset(name: str) -> Preset:
     if name in PRESETS:
         return PRESETS[name]
     if Path(name).suffix.lower() not in (".yaml", ".yml", ".json"):
-        known = ", ".join(PRESETS)
-        raise ConfigError(f"preset: expected a YAML file or one of {known}, got {name!r}{nearest(name, PRESETS)}")
+        raise ConfigError(unknown("preset", name, PRESETS, "a YAML file or "))
     return preset_from(read_mapping(Path(name)), name)
 
 
@@ -180,8 +180,8 @@ def preset_from(content: Mapping[str, Any], where: str = "preset") -> Preset:
     base = fields.pop("base", None)
     try:
         if base is not None:
-            if base not in PRESETS:
-                raise ConfigError(f"base: expected one of {', '.join(PRESETS)}, got {base!r}")
+            if base not in [*PRESETS]:  # which takes a list, too
+                raise ConfigError(unknown("base", base, PRESETS))
             fields = {**dataclasses.asdict(PRESETS[base]), **fields}
         return from_mapping(Preset, fields)
     except ConfigError as error:

@@ -15,13 +15,12 @@ from pathlib import Path
 from eval.libero.demo.assets import EARLIER
 from eval.libero.demo.recipes import recipe_named
 from eval.libero.demo.train import RECORD, newest
-from eval.script import run_script
-from vla_accel.checkpoints.checkpoint import read_tensors
+from eval.script import replacing_files, run_script
 from vla_accel.checkpoints.loading import load
+from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.checkpoints.writer import save_weights
 from vla_accel.cli.options import OutputFolder
 from vla_accel.errors import CheckpointError
-from vla_accel.files import replacing_files
 from vla_accel.fp8 import FILE
 from vla_accel.policy.agreement import weights_of
 
@@ -66,7 +65,8 @@ def main(arguments: Arguments) -> None:
     inside = (RECORD, EARLIER)  # of the record
     rest = [path for path in found.iterdir() if path.name not in inside and not path.match("model-*.safetensors")]
     text = json.dumps(record, indent=1) + "\n"
-    weights = read_tensors(found)
+    stored = SafetensorsWeights(found)
+    weights = {name: stored.read(name) for name in stored.shapes}
     size = sum(t.nbytes for t in weights.values()) + sum(p.stat().st_size for p in rest) + len(text)
     if size > recipe.limit:
         raise CheckpointError(f"demo checkpoint: expected at most {recipe.limit} bytes, got {size}")

@@ -19,7 +19,7 @@ from torch import Tensor
 from vla_accel.checkpoints import smolvla as lerobot_names
 from vla_accel.checkpoints.checkpoint import FORMAT
 from vla_accel.checkpoints.writer import save_weights
-from vla_accel.errors import ConfigError
+from vla_accel.errors import ConfigError, unknown
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.models.pi0 import Pi0, pi05_demo
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla_demo
@@ -163,5 +163,5 @@ def recipe_of(network: FlowNetwork) -> Recipe:
 def recipe_named(family: str) -> Recipe:
     """Raises ConfigError for a family without a demo."""
     if family not in RECIPES:
-        raise ConfigError(f"family: expected one of {', '.join(RECIPES)}, got {family!r}")
+        raise ConfigError(unknown("family", family, RECIPES))
     return RECIPES[family]
