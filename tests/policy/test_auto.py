@@ -109,6 +109,9 @@ def test_the_default_on_a_cpu(folder: Path, caplog: pytest.LogCaptureFixture) ->
     policy.with_steps(2).infer(tiny_observation())
     assert caplog.messages == [said], "once a policy, whatever shapes come"
     assert caplog.records[0].levelname == "INFO", "which is no fault"
+    policy.device = torch.device("cuda")
+    policy._say_what_auto_chose()
+    assert caplog.records[1].levelname == "WARNING", "a GPU without its kernels"
 
 
 def as_if(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

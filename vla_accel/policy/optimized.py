@@ -354,7 +354,7 @@ class OptimizedPolicy:
         return found if has_scales else None
 
     def _say_what_auto_chose(self) -> None:
-        """One line, from what really was built: a warning where what it chose could not be."""
+        """One line, from what really was built: a warning where what it chose could not be, or a GPU runs eager."""
         groups: dict[tuple[str, str], list[str]] = {}
         level = logging.INFO
         for entry in self.ledger.entries.values():
@@ -363,7 +363,8 @@ class OptimizedPolicy:
                 plain = entry.used == "eager" or spec.precision == "auto"
                 used = entry.used if plain else f"{entry.used} {spec.precision}"
                 groups.setdefault((used, entry.reason), []).append(entry.component)
-                level = level if entry.used == spec.engine else logging.WARNING
+                slow = entry.used != spec.engine or (entry.used == "eager" and self.device.type != "cpu")
+                level = logging.WARNING if slow else level
         if groups:
             said = "; ".join(f"{', '.join(names)}: {used} ({why})" for (used, why), names in groups.items())
             _log.log(level, "%s: auto chose %s", self.name, said)
