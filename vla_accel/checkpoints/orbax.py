@@ -20,13 +20,18 @@ from vla_accel.errors import CheckpointError, DependencyError
 
 
 def check_folder(folder: Path) -> None:
-    """Raises CheckpointError for one that is not there, or holds PyTorch weights."""
+    """Raises CheckpointError for one that is not there, holds PyTorch weights, or a training run's checkpoints."""
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint: expected a folder with params/, got {str(folder)!r}")
-    if (folder / "model.safetensors").is_file() and not (folder / "params").is_dir():
-        raise CheckpointError(
-            f"checkpoint {folder}: expected a folder with params/, found model.safetensors, which needs no conversion"
-        )
+    if (folder / "params").is_dir():
+        return
+    if weights := sorted(path.name for path in folder.glob("*.safetensors")):
+        found = f"{weights[0]}, which needs no conversion"
+    elif checkpoints := sorted(str(path.parent) for path in folder.glob("*/params")):
+        found = f"those of {', '.join(checkpoints)}: name one of them"
+    else:
+        return
+    raise CheckpointError(f"checkpoint {folder}: expected a folder with params/, found {found}")
 
 
 class OrbaxParameters:
