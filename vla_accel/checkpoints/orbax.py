@@ -23,15 +23,11 @@ def check_folder(folder: Path) -> None:
     """Raises CheckpointError for one that is not there, holds PyTorch weights, or a training run's checkpoints."""
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint: expected a folder with params/, got {str(folder)!r}")
-    if (folder / "params").is_dir():
-        return
-    if weights := sorted(path.name for path in folder.glob("*.safetensors")):
-        found = f"{weights[0]}, which needs no conversion"
-    elif checkpoints := sorted(str(path.parent) for path in folder.glob("*/params")):
-        found = f"those of {', '.join(checkpoints)}: name one of them"
-    else:
-        return
-    raise CheckpointError(f"checkpoint {folder}: expected a folder with params/, found {found}")
+    weights, inside = (sorted(folder.glob(name)) for name in ("*.safetensors", "*/params"))
+    if (weights or inside) and not (folder / "params").is_dir():
+        those = f"those of {', '.join(str(path.parent) for path in inside)}: name one of them"
+        found = f"{weights[0].name}, which needs no conversion" if weights else those
+        raise CheckpointError(f"checkpoint {folder}: expected a folder with params/, found {found}")
 
 
 class OrbaxParameters:

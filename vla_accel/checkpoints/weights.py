@@ -158,8 +158,7 @@ def _open(file: Path) -> Any:
 
 
 def read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """A safetensors file of statistics, by name; BF16 as float32. Raises CheckpointError for one that is damaged or may
-    not be read."""
+    """A safetensors file of statistics, by name; BF16 as float32. Raises CheckpointError where it cannot be read."""
     opened = _open(file)
     tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
     # Copies: a tensor is mapped, and would follow a file that is written over.
