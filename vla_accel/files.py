@@ -52,7 +52,7 @@ def write_json(path: Path, content: object, *, allow_nan: bool = True) -> None:
 
 def _is_special(path: Path) -> bool:
     """Whether there is something that is neither a file nor a folder."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 class LineFile:
@@ -127,7 +127,7 @@ def without_folders(words: Iterable[str]) -> list[str]:
 def require_writable(path: Path, name: str) -> None:
     """Raise OutputError, which says `name` (an option's), unless a file can be written there; leaves nothing behind.
     For before long work whose end would find out."""
-    if path.is_dir():
+    if os.path.isdir(path):  # which says no, and raises nothing, of what is in a folder without rights
         raise OutputError(f"{name}: expected a file to write, got the folder {path}")
     if _is_special(path):
         raise OutputError(f"{name}: expected a regular file to write, got {path}, a device, a pipe or a socket")

@@ -26,7 +26,7 @@ from eval.harness.report import policy_name, read_result
 from eval.harness.stress import parse_stress
 from eval.harness.tables import stderr_console
 from eval.script import concluded
-from vla_accel.cli.options import Listed, OutputFile, OutputFolder, Text, Within, read
+from vla_accel.cli.options import Listed, Number, OutputFile, OutputFolder, Text, Within, Written, read
 from vla_accel.errors import ConfigError
 from vla_accel.report.page import check_path
 
@@ -61,7 +61,7 @@ class Arguments:
     """auto, cpu or cuda."""
     seed: int = SEED
     """Of the simulator and the policy's noise."""
-    output: OutputFile = None
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=""), Written(suffix=".json")] = None
     """Result JSON. Default: runs/BENCHMARK/, named after the run. The episode log goes beside it."""
     video: OutputFolder = None
     """Folder for videos of the first trial of each task. With --quick one is made in any case."""
@@ -73,7 +73,7 @@ class Arguments:
     beside: Listed[Path] = ()
     """Result files whose latencies stand beside this run's in its pictures. Default: stored runs of the same model on
     the same kind of device."""
-    workers: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    workers: Number = None
     """Simulators that play at once. More are faster, but they slow down each other's policy calls. Default: 1, or one
     for each core of a Ray cluster."""
     ray: Text = None
@@ -145,8 +145,6 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
     names = [name.strip() for name in arguments.suite.split(",")]
     for name in names:
         benchmark.check_suite(name)
-    if arguments.workers is not None and arguments.workers < 0:
-        raise ConfigError(f"workers: expected an integer >= 0, got {arguments.workers}")
     if not (math.isfinite(arguments.target_hz) and arguments.target_hz > 0):
         raise ConfigError(f"target-hz: expected a number above 0, got {arguments.target_hz}")
     for name, given in (("video", arguments.video is not None), ("film-all", arguments.film_all)):

@@ -142,7 +142,7 @@ def _crew(request: Request, console: Console) -> Crew:
     if source.kind != "expert":
         console.print(f"loading policy {source.where}")
     if request.ray is None:
-        return LocalCrew(source, request.benchmark, max(1, request.workers or 1))
+        return LocalCrew(source, request.benchmark, request.workers or 1)
     from eval.harness.cluster_crew import RayCrew
 
     return RayCrew(request.ray, source, request.benchmark, request.workers, _warner(console))

@@ -29,6 +29,14 @@ from vla_accel.report.colours import PARTS
 SAID = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking"}
 COLOURS = {"plain": PARTS["vision"], "rtc": PARTS["kv_cache"], "trained": PARTS["denoise"]}
 
+# Options of the benchmark's own command that make no sense of a grid.
+REFUSED = {
+    "chunking": "--chunkings says which are played",
+    "expert": "it answers at once",
+    "report": "each point would overwrite the last one's",
+    "shard": "parts of a grid cannot be put together",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(command.Arguments):
@@ -67,15 +75,15 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
             that can be told.
     """
     output = asked.output or command.RUNS / benchmark.name / "late.json"
-    if output.suffix != ".json":
-        raise ConfigError(f"output: expected a file name ending in .json, got {str(output)!r}")
-    if asked.expert:
-        raise ConfigError("expert: it answers at once; leave it out")
+    for name, why in REFUSED.items():
+        if getattr(asked, name) not in (None, False, "plain"):
+            raise ConfigError(f"{name}: {why}; leave it out")
     console, folder = stderr_console(), output.with_suffix("")
     points = []
     for ticks, chunking in itertools.product(asked.ticks, asked.chunkings):
-        stress = ",".join(filter(None, (asked.stress, f"latency={ticks}")))
-        point = replace(asked, stress=stress, chunking=chunking, output=folder / f"{chunking}-{ticks}.json")
+        stress, name = ",".join(filter(None, (asked.stress, f"latency={ticks}"))), f"{chunking}-{ticks}"
+        video = asked.video and asked.video / name
+        point = replace(asked, stress=stress, chunking=chunking, video=video, output=folder / f"{name}.json")
         points.append((ticks, chunking, command.make_request(benchmark, point, words)))
     rows, first = [], None
     for ticks, chunking, request in points:

@@ -349,13 +349,24 @@ def test_a_folder_that_is_not_there_is_said_before_jax_is_asked_for(
         assert capsys.readouterr().err == said and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
 def test_what_is_converted_already_is_said_before_jax_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
-    (tmp_path / "model.safetensors").touch()
-    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--config", "pi05_libero"]) == 1
-    assert "expected a folder with params/, found model.safetensors, which needs no" in capsys.readouterr().err
+    (tmp_path / name).touch()
+    for words in (("--config", "pi05_libero"), ()):
+        assert main(["convert", str(tmp_path), str(tmp_path / "out"), *words]) == 1
+        assert f"expected a folder with params/, found {name}, which needs no" in capsys.readouterr().err
+
+
+def test_of_a_training_runs_folder_its_checkpoints_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "29999" / "params").mkdir(parents=True)
+    assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 1
+    said = f"expected a folder with params/, found those of {tmp_path / '29999'}: name one of them\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_the_command_says_what_came_of_it_and_what_to_type(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.openpi_dialect import EMBED_TOKENS, LM_HEAD, to_openpi
@@ -18,6 +19,7 @@ from vla_accel import PolicyConfig
 from vla_accel.checkpoints.dialects import DEAD
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.pi0 import check_weights
+from vla_accel.checkpoints.weights import read_arrays
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.pi0 import Kind
 from vla_accel.transforms.robots import PRESETS
@@ -225,6 +227,31 @@ def test_damaged_statistics_of_lerobot_are_named(tmp_path: Path) -> None:
     (tmp_path / "post.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match=r"post\.safetensors: damaged safetensors file"):
         load(tmp_path)
+
+
+def test_statistics_that_may_not_be_read_are_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lerobot(tmp_path, "pi05")
+    opened = Path.open
+
+    def refused(self: Path, *words: Any, **options: Any) -> Any:
+        if self.name == "pre.safetensors":
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *words, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(CheckpointError, match=r"pre\.safetensors: cannot be read: Permission denied"):
+        load(tmp_path)
+
+
+def test_statistics_in_bf16_are_read(tmp_path: Path) -> None:
+    written = {"a": torch.tensor([1.5, -2.0], dtype=torch.bfloat16), "b": torch.tensor([0.1], dtype=torch.float64)}
+    save_file(written, tmp_path / "x.safetensors")
+    read = read_arrays(tmp_path / "x.safetensors")
+    assert [(name, a.dtype, a.tolist()) for name, a in read.items()] == [
+        ("a", np.float32, [1.5, -2.0]), ("b", np.float64, [0.1]),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["pi05", pytest.param("pi0", marks=pytest.mark.slow)])

@@ -101,6 +101,23 @@ def test_whether_a_file_can_be_written_is_known_before_and_leaves_nothing(tmp_pa
         require_writable_folder(tmp_path / "file", "output")
 
 
+def test_what_is_in_a_folder_without_rights_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, stat = tmp_path / "a.json", os.stat
+
+    def refused(asked: Any, **options: Any) -> Any:
+        if Path(asked) == path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(asked, **options)
+
+    def nothing(dir: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setattr(os, "stat", refused)
+    monkeypatch.setattr("vla_accel.files.tempfile.TemporaryFile", nothing)
+    with pytest.raises(OutputError, match=f"^output: {path} cannot be written: {tmp_path}: Permission denied"):
+        require_writable(path, "output")
+
+
 def test_a_line_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "new" / "lines"
     file = LineFile(path)

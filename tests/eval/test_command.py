@@ -252,7 +252,7 @@ BAD = [
     (("--trials", "51"), "trials: expected at most 50, one for each start state, got 51"),
     (("--max-steps", "0"), "max_steps: expected an integer >= 1, got 0"),
     (("--seed", "-1"), "seed: expected an integer >= 0, got -1"),
-    (("--workers", "-1"), "workers: expected an integer >= 0, got -1"),
+    (("--workers", "0"), "workers: expected at least 1, got 0"),
     (("--target-hz", "0"), "target-hz: expected a number above 0, got 0.0"),
     (("--target-hz", "nan"), "target-hz: expected a number above 0, got nan"),
     (("--replan", "0"), "replan_steps: expected an integer >= 1, got 0"),
@@ -278,6 +278,7 @@ def test_bad_input_is_one_clear_line(
     code, line, err = harness.run(*words)
     assert (code, line) == (2, None) and harness.played == []
     (said,) = [text for text in err.splitlines() if not text.startswith("loading policy")]
+    assert words[0] != "--output" or "loading policy" not in err
     assert said.startswith(f"error: {message}")
     assert list(tmp_path.iterdir()) == [], "bad input leaves nothing behind"
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +25,7 @@ from eval.libero.demo.recipes import RECIPES
 from eval.libero.suites import LiberoTask
 from tests.support.full_disk import full_disk
 from tests.support.tiny_smolvla import tiny_config, tiny_model
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, eventually
 from tests.support.whole_calls import smolvla_actions
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.loading import load
@@ -447,6 +450,31 @@ def test_states_near_shipped_ones_are_refused_and_replaced(tmp_path: Path) -> No
     entry = sample.entry()
     assert (entry["first_seed"], entry["last_seed"], entry["refused_seeds"]) == (500, 505, [501, 502])
     assert entry["min_distance_m"] == 0.05 and entry["objects"] == ["bowl"]
+
+
+def test_processes_that_sample_end_with_an_interruption() -> None:
+    asked: list[Future[None]] = []
+    with pytest.raises(KeyboardInterrupt), states._processes(1) as pool:
+        asked += [pool.submit(time.sleep, 5) for _ in range(3)]
+        eventually(asked[0].running)
+        raise KeyboardInterrupt
+    assert all(isinstance(one.exception(), BrokenProcessPool) for one in asked), "none came to its end"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_block_of_states_is_told(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [SimpleNamespace(id=i, name=f"task {i}", start_states=[]) for i in range(2)]
+    monkeypatch.setattr(states, "load_suite", lambda name: SimpleNamespace(tasks=tasks))
+    monkeypatch.setattr(states, "_processes", lambda count: ThreadPoolExecutor(1))
+    monkeypatch.setattr(states, "BLOCK", 2)
+    monkeypatch.setattr(states, "sample_block", lambda suite, task, seeds: ([], [(s, np.zeros(1), 1.0) for s in seeds]))
+    states.main(states.Arguments(tmp_path, per_task=5, workers=workers))
+    first, second = ([f"task {i}: 2 of 5 states", f"task {i}: 4 of 5 states"] for i in (0, 1))
+    ends = [f"task {i}: 5 states, nearest shipped state 1000.0 mm" for i in (0, 1)]
+    turns = [first[0], second[0], first[1], second[1], *ends]
+    assert capsys.readouterr().err.splitlines() == ([*first, ends[0], *second, ends[1]] if workers == 1 else turns)
 
 
 @pytest.mark.slow

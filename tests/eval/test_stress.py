@@ -331,6 +331,7 @@ def test_the_grid_of_latencies_is_one_file_and_one_picture(
     monkeypatch.setattr("eval.harness.crew.identity", lambda *_: {"kind": "local"})
     output = tmp_path / "late.json"
     words = ["--tasks", "1", "--ticks", "0,9", "--output", str(output), "--note", "why"]
+    words += ["--video", str(tmp_path / "films")]
     assert late.main(SEEING, GridArguments, words) == 0
     grid, line = json.loads(output.read_text()), json.loads(capfd.readouterr().out)
     assert grid["schema"] == "vla_accel.toy.late/1" and grid["note"] == "why" and line["rows"] == grid["rows"]
@@ -342,6 +343,8 @@ def test_the_grid_of_latencies_is_one_file_and_one_picture(
     assert sorted(p.name for p in (tmp_path / "late").glob("*-?.json")) == [
         f"{kind}-{ticks}.json" for kind in ("plain", "rtc") for ticks in (0, 9)
     ]
+    films = [path.parent.name for path in (tmp_path / "films").glob("*/*.mp4")]
+    assert sorted(films) == ["plain-0", "plain-9", "rtc-0", "rtc-9"], "none overwrites another"
     asked = walker.calls
     assert late.main(SEEING, GridArguments, words) == 0
     assert walker.calls == asked + 4 * 2, "played points are not played again: only warm-ups"
@@ -354,6 +357,9 @@ def test_the_grid_of_latencies_is_one_file_and_one_picture(
         (["--ticks", "65"], "stress: expected NAME=VALUE"),
         (["--stress", "latency=1"], "stress: expected NAME=VALUE, a name once"),
         (["--expert"], "expert: it answers at once"),
+        (["--chunking", "rtc"], "chunking: --chunkings says which are played; leave it out"),
+        (["--report", "x.html"], "report: each point would overwrite the last one's"),
+        (["--shard", "1/2"], "shard: parts of a grid cannot be put together"),
     ],
 )
 def test_a_grid_that_cannot_be_is_one_error(

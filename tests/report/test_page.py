@@ -73,6 +73,13 @@ def test_the_same_result_gives_the_same_page() -> None:
     assert render(parity_page(report)) == render(parity_page(report))
 
 
+def test_what_agrees_has_the_name_of_what_ran() -> None:
+    report = stored("parity_native_fp8")
+    assert parity_page(report).summary.startswith("native_fp8 agrees with FP32 eager")
+    report["engines"][1].update(used="eager")
+    assert parity_page(report).summary.startswith("native_fp8 (kv_cache ran eager) agrees with FP32 eager")
+
+
 def test_names_are_words_and_never_markup() -> None:
     bad = '<img src=x onerror="alert(1)">&'
     table = Table(bad, [bad], [[bad, Number(None)]])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel.checkpoints.lora import CONFIG as ADAPTER
-from vla_accel.checkpoints.weights import listing, read_json, size_of
+from vla_accel.checkpoints.weights import listing, read_arrays, read_json, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.pictures import Resize
 from vla_accel.transforms.normalisation import Normaliser, finite_array
@@ -221,15 +221,8 @@ def statistics_file(folder: Path, name: Any, step: str) -> str:
 
 
 def _statistics(folder: Path, steps: list[dict[str, Any]], step: str) -> dict[str, np.ndarray]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
     asked = next(s for s in steps if s.get("registry_name") == step).get("state_file")
-    name = statistics_file(folder, asked, step)
-    try:
-        return load_file(folder / name)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {folder / name}: damaged safetensors file: {error}") from error
+    return read_arrays(folder / statistics_file(folder, asked, step))
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:

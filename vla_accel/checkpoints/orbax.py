@@ -20,13 +20,14 @@ from vla_accel.errors import CheckpointError, DependencyError
 
 
 def check_folder(folder: Path) -> None:
-    """Raises CheckpointError for one that is not there, or holds PyTorch weights."""
+    """Raises CheckpointError for one that is not there, holds PyTorch weights, or a training run's checkpoints."""
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint: expected a folder with params/, got {str(folder)!r}")
-    if (folder / "model.safetensors").is_file() and not (folder / "params").is_dir():
-        raise CheckpointError(
-            f"checkpoint {folder}: expected a folder with params/, found model.safetensors, which needs no conversion"
-        )
+    weights, inside = (sorted(folder.glob(name)) for name in ("*.safetensors", "*/params"))
+    if (weights or inside) and not (folder / "params").is_dir():
+        those = f"those of {', '.join(str(path.parent) for path in inside)}: name one of them"
+        found = f"{weights[0].name}, which needs no conversion" if weights else those
+        raise CheckpointError(f"checkpoint {folder}: expected a folder with params/, found {found}")
 
 
 class OrbaxParameters:

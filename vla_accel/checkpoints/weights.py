@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,6 +156,14 @@ def _open(file: Path) -> Any:
         raise CheckpointError(f"checkpoint {file}: cannot be read: {error.strerror or error}") from error
     except _safetensors_errors() as error:
         raise CheckpointError(f"checkpoint {file}: damaged safetensors file: {error}") from error
+
+
+def read_arrays(file: Path) -> dict[str, np.ndarray]:
+    """A safetensors file of statistics, by name; BF16 as float32. Raises CheckpointError where it cannot be read."""
+    opened = _open(file)
+    tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+    # Copies: a tensor is mapped, and would follow a file that is written over.
+    return {name: np.array(t.float() if t.dtype == torch.bfloat16 else t) for name, t in tensors.items()}
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ import torch
 
 from vla_accel.checkpoints.groot import infer_config, load_groot
 from vla_accel.checkpoints.lerobot import is_lerobot, statistics_file
-from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, size_of
+from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_arrays, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
 from vla_accel.models.groot import Groot
@@ -294,14 +294,7 @@ def _whole(
     folder: Path, pack: Mapping[str, Any], content: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """One group of state and one of actions, of the statistics beside the saved processor."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    name = statistics_file(folder, pack.get("state_file"), _PACK)
-    try:
-        flat = load_file(folder / name)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {folder / name}: damaged safetensors file: {error}") from error
+    flat = read_arrays(folder / statistics_file(folder, pack.get("state_file"), _PACK))
     statistics: dict[str, Any] = {"state": {"state": {}}, "action": {"action": {}}}
     for key, value in flat.items():
         feature, _, statistic = key.rpartition(".")

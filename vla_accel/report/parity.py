@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vla_accel.report import charts
-from vla_accel.report.conditions import conditions, ledger
+from vla_accel.report.conditions import conditions, fell_back, ledger
 from vla_accel.report.page import Number, Page, Picture, Section, Table
 
 FIGURES = ("cosine", "median_cosine", "worst_cosine", "max_error", "mean_error")
@@ -17,8 +17,9 @@ def page(report: Mapping[str, Any], command: Sequence[str]) -> Page:
     verdict = "agrees" if report["passed"] else "does NOT agree"
     chunks = report["observations"] * report["draws"]
     rest = "-" if report["rest_cosine"] is None else f"{report['rest_cosine']:.6f}"
+    ran = report["name"] + fell_back(report["engines"])
     summary = (
-        f"{report['name']} {verdict} with FP32 eager over {chunks} chunks of {report['observations']} observations; "
+        f"{ran} {verdict} with FP32 eager over {chunks} chunks of {report['observations']} observations; "
         f"in {report['flipped']} of them a command fell the other way. Cosine of the final actions of the others "
         f"{rest}, at least {report['threshold']} wanted."
     )

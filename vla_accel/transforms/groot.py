@@ -135,7 +135,8 @@ class GrootProcessor:
         if np.ndim(image) != 4:
             return [to_uint8(image, key)] * self.frames
         if not 1 <= len(image) <= self.frames:
-            raise ObservationError(f"{key}: expected 1 to {self.frames} images, got {len(image)}")
+            some = "one image" if self.frames == 1 else f"1 to {self.frames} images"
+            raise ObservationError(f"{key}: expected {some}, got {len(image)}")
         found = [to_uint8(one, key) for one in image]
         return [found[0]] * (self.frames - len(found)) + found
 

@@ -9,13 +9,15 @@ Needs the simulator but no renderer. Knows nothing of experts or policies.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import multiprocessing
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +35,7 @@ TOLERANCE = 1e-3
 """Metres. A sample whose movable objects all lie this close to a shipped state's is refused."""
 SEEDS_PER_TASK = 1_000_000
 BLOCK = 12
-"""States that a process samples of a task before it may turn to another, where several do."""
+"""States that a process samples of a task before it may turn to another, and a line says how far it is."""
 Sampled = tuple[int, np.ndarray, float]
 """A seed, the state (D,) that it gives, and how far the nearest shipped one is, in metres."""
 
@@ -167,31 +169,48 @@ def main(arguments: Arguments) -> None:
         for i in wanted
         if str(i) not in manifest["tasks"]
     ]
-    # One process plays one task after the other; several begin with all of them, so that all can soon be used.
-    size = arguments.per_task if arguments.workers == 1 else min(BLOCK, arguments.per_task)
-    with ProcessPoolExecutor(arguments.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        blocks = -(-arguments.per_task // size)
+    size = min(BLOCK, arguments.per_task)
+    blocks = -(-arguments.per_task // size)
+    with _processes(arguments.workers) as pool:
         while left:
+            # One process plays one task after the other; several begin with all of them, so that all can soon be used.
+            jobs = [sample for sample in left for _ in range(blocks)] if arguments.workers == 1 else left * blocks
             # More than one round only where states were refused.
-            asked = [
-                (sample, pool.submit(sample_block, arguments.suite, sample.task.id, sample.block(size)))
-                for _ in range(blocks)
-                for sample in left
-            ]
+            asked = [(s, pool.submit(sample_block, arguments.suite, s.task.id, s.block(size))) for s in jobs]
             for sample, answer in asked:
                 if not sample.done:
                     sample.add(*answer.result())
                     if sample.done:
                         _finish(sample, manifest, manifest_path)
+                    else:
+                        _say(f"task {sample.task.id}: {len(sample.states)} of {sample.count} states")
             left, blocks = [sample for sample in left if not sample.done], 1
     print(json.dumps({"output": str(arguments.output), "tasks": len(manifest["tasks"])}))
+
+
+@contextlib.contextmanager
+def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool that ends at once with an error or an interruption: what it has not done is of no use then."""
+    # Ctrl-C is for all processes of a terminal, and would cost each worker only the block at hand.
+    deaf = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), **deaf) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+            raise
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
 
 
 def _finish(sample: Sample, manifest: dict, path: Path) -> None:
     manifest["tasks"][str(sample.task.id)] = sample.entry()
     write_json(path, manifest)
     gap = f"nearest shipped state {sample.nearest * 1e3:.1f} mm"
-    print(f"task {sample.task.id}: {sample.count} states, {gap}", file=sys.stderr, flush=True)
+    _say(f"task {sample.task.id}: {sample.count} states, {gap}")
 
 
 def _object_xy(env: LiberoEnv, states: np.ndarray) -> np.ndarray:
