@@ -262,6 +262,12 @@ def test_every_reason_is_needed() -> None:
         assert any(command.line.startswith(start) for command in SHOWN), f"no page shows {start!r}"
 
 
+def test_recipes_sample_start_states_into_folders_of_their_own() -> None:
+    """Those of other seeds are refused where some are, and a policy must not be calibrated on what it will play."""
+    sampled = {command.line for command in SHOWN if command.line.startswith("python -m eval.libero.demo.states ")}
+    assert len(sampled) > 1 and len({line.partition("--output ")[2] for line in sampled}) == len(sampled)
+
+
 def test_no_command_stands_outside_a_fence() -> None:
     assert {page.name: found for page in PAGES if (found := unfenced(page))} == {}
 
