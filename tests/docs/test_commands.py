@@ -228,7 +228,8 @@ def check(line: str) -> None:
     words = shlex.split(line)
     for file in re.findall(r"(?<![\w/.])((?:configs|eval|tests)/[\w/.-]+\.(?:yaml|py))", line):
         assert (ROOT / file).exists(), file
-    ours = words[0] == "vla-accel" or (words[:2] == ["python", "-m"] and words[2].startswith(("eval", "tests")))
+    reads = ("eval", "tests.gpu", "tests.remote")  # the others' options are read by no reader, but as they run
+    ours = words[0] == "vla-accel" or (words[:2] == ["python", "-m"] and words[2].startswith(reads))
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets
@@ -240,6 +241,8 @@ def check(line: str) -> None:
         assert run([*words, "--help"] if alone else words) == 0
     else:
         assert words[0] != "python" or words[1] in ("-m", "-c"), "a file that is run finds no packages beside it"
+        if words[:2] == ["python", "-m"] and words[2].startswith("tests."):
+            assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file(), words[2]
         extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         assert set(re.findall(r"(?:\.|vla_accel)\[([\w-]+)\]", line)) <= set(extras)
 
