@@ -28,6 +28,8 @@ from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.cli import COMMANDS, main, options
 from vla_accel.config import load_config
 from vla_accel.measure.recording import save_observations
+from vla_accel.measure.systems import configs
+from vla_accel.models.family import family_named
 from vla_accel.policy import OptimizedPolicy
 
 SHOWN = list(dict.fromkeys(command for page in PAGES for command in commands(page)))
@@ -263,6 +265,15 @@ def test_options_in_the_text_are_some_commands(capsys: pytest.CaptureFixture[str
 def test_every_reason_is_needed() -> None:
     for start in (*LOOKED_UP, *SMALLER):
         assert any(command.line.startswith(start) for command in SHOWN), f"no page shows {start!r}"
+
+
+def test_shown_benches_name_systems_that_there_are() -> None:
+    benches = [shlex.split(command.line) for command in SHOWN if command.line.startswith("vla-accel bench --model ")]
+    named = [(words[3], words[words.index("--systems") + 1]) for words in benches if "--systems" in words]
+    assert len(named) > 2
+    for model, systems in named:
+        family = family_named(model)
+        assert {*systems.split(",")} <= {*configs(family), *family.baselines}, systems
 
 
 def test_recipes_sample_start_states_into_folders_of_their_own() -> None:
