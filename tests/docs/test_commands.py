@@ -1,11 +1,12 @@
 """Every command that a page shows is run here, in a folder of its own, or, where that cannot be, looked up.
 
 A command that runs may be given fewer calls and smaller files (`SMALLER`); one that does not run stands in `LOOKED_UP`
-with the reason. What is looked up must exist: the command, each of its options, the files of this repository.
+with the reason. What is looked up must exist: the command, its options with their values, the files of this repository.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +25,11 @@ import pytest
 from tests.support import toy_command
 from tests.support.pages import PAGES, ROOT, Command, commands, inline_commands, text_of, unfenced
 from vla_accel.checkpoints.bundled import NAMED
-from vla_accel.cli import COMMANDS, main
+from vla_accel.cli import COMMANDS, main, options
 from vla_accel.config import load_config
 from vla_accel.measure.recording import save_observations
+from vla_accel.measure.systems import configs
+from vla_accel.models.family import family_named
 from vla_accel.policy import OptimizedPolicy
 
 SHOWN = list(dict.fromkeys(command for page in PAGES for command in commands(page)))
@@ -177,13 +181,12 @@ def test_a_command_runs(command: Command, workplace: Path, monkeypatch: pytest.M
 
 def run(words: list[str]) -> int:
     """A command of ours within this process: `vla-accel …` or `python -m …`; its exit status."""
-    if words[0] == "vla-accel":
-        with contextlib.suppress(SystemExit):
-            return main(words[1:])
-        return 2
-    assert words[:2] == ["python", "-m"], f"neither run nor in LOOKED_UP: {' '.join(words)}"
-    before, sys.argv = sys.argv, words[2:]
+    assert words[0] == "vla-accel" or words[:2] == ["python", "-m"], f"neither run nor in LOOKED_UP: {' '.join(words)}"
+    before = sys.argv
     try:
+        if words[0] == "vla-accel":
+            return main(words[1:])
+        sys.argv = words[2:]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the module was imported before: it is run anew
             runpy.run_module(words[2], run_name="__main__", alter_sys=True)
@@ -195,47 +198,55 @@ def run(words: list[str]) -> int:
 
 
 @pytest.mark.parametrize("command", [c for c in SHOWN if looked_up(c)], ids=lambda c: f"{c.page}: {c.line}")
-def test_a_command_that_is_not_run_exists(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    check(command.line, capsys)
+def test_a_command_that_is_not_run_exists(command: Command, reader: None) -> None:
+    check(command.line)
 
 
 @pytest.mark.parametrize(
     "command", [c for page in PAGES for c in inline_commands(page)], ids=lambda c: f"{c.page}: {c.line}"
 )
-def test_a_command_in_the_text_exists(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    check(command.line, capsys)
+def test_a_command_in_the_text_exists(command: Command, reader: None) -> None:
+    check(command.line)
 
 
-def check(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The program, its options and this repository's files in a command are there."""
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our commands end when their options are read, in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+
+    def last(real: Callable[..., object]) -> Callable[..., None]:
+        def read(*given: object) -> None:
+            real(*given)
+            sys.exit(0)
+
+        return read
+
+    for place, name in ((options, "check"), (argparse.ArgumentParser, "parse_args")):
+        monkeypatch.setattr(place, name, last(getattr(place, name)))
+
+
+def check(line: str) -> None:
+    """The program, this repository's files and extras in a command are there, and it takes its options as they are."""
     words = shlex.split(line)
     for file in re.findall(r"(?<![\w/.])((?:configs|eval|tests)/[\w/.-]+\.(?:yaml|py))", line):
         assert (ROOT / file).exists(), file
+    reads = ("eval", "tests.gpu", "tests.remote")  # the others' options are read by no reader, but as they run
+    ours = words[0] == "vla-accel" or (words[:2] == ["python", "-m"] and words[2].startswith(reads))
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets
+    elif words == ["vla-accel", "COMMAND", "--help"]:
         return
-    if words[0] == "vla-accel":
-        if words[1:] in (["COMMAND", "--help"], ["--version"]):
-            return
-        assert words[1] in COMMANDS, words[1]
-        help_of = [words[1], "--help"]
-        with pytest.raises(SystemExit) as stopped:
-            main(help_of)
-        assert stopped.value.code == 0
-    elif words[:2] == ["python", "-m"] and words[2].startswith("eval"):
-        path = ROOT / words[2].replace(".", "/")
-        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), words[2]
-        if not any(w.startswith("--") for w in words):
-            return
-        assert run([*words[:3], "--help"]) == 0
+    elif ours:
+        # In running text a command alone is its name.
+        alone = len(words) == (2 if words[0] == "vla-accel" else 3)
+        assert run([*words, "--help"] if alone else words) == 0
     else:
+        assert words[0] != "python" or words[1] in ("-m", "-c"), "a file that is run finds no packages beside it"
+        if words[:2] == ["python", "-m"] and words[2].startswith("tests."):
+            assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file(), words[2]
         extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         assert set(re.findall(r"(?:\.|vla_accel)\[([\w-]+)\]", line)) <= set(extras)
-        return
-    text = capsys.readouterr().out
-    for option in (w.partition("=")[0] for w in words if w.startswith("--")):
-        assert re.search(rf"{option}(?![\w-])", text), f"{' '.join(words[:3])} has no {option}"
 
 
 def test_options_in_the_text_are_some_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,6 +265,21 @@ def test_options_in_the_text_are_some_commands(capsys: pytest.CaptureFixture[str
 def test_every_reason_is_needed() -> None:
     for start in (*LOOKED_UP, *SMALLER):
         assert any(command.line.startswith(start) for command in SHOWN), f"no page shows {start!r}"
+
+
+def test_shown_benches_name_systems_that_there_are() -> None:
+    benches = [shlex.split(command.line) for command in SHOWN if command.line.startswith("vla-accel bench --model ")]
+    named = [(words[3], words[words.index("--systems") + 1]) for words in benches if "--systems" in words]
+    assert len(named) > 2
+    for model, systems in named:
+        family = family_named(model)
+        assert {*systems.split(",")} <= {*configs(family), *family.baselines}, systems
+
+
+def test_recipes_sample_start_states_into_folders_of_their_own() -> None:
+    """Those of other seeds are refused where some are, and a policy must not be calibrated on what it will play."""
+    sampled = {command.line for command in SHOWN if command.line.startswith("python -m eval.libero.demo.states ")}
+    assert len(sampled) > 1 and len({line.partition("--output ")[2] for line in sampled}) == len(sampled)
 
 
 def test_no_command_stands_outside_a_fence() -> None:

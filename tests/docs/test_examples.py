@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from tests.support.gpus import ORIN
 from tests.support.pages import PAGES, ROOT, blocks
 from vla_accel import OptimizedPolicy
 from vla_accel.config import load_config
@@ -89,6 +90,13 @@ def test_the_first_example_is_what_it_says(names: dict[str, Any]) -> None:
     assert names["result"]["actions"].shape == (10, 7)
     assert "denoise_ms" in names["result"]["policy_timing"]
     assert [e["component"] for e in names["result"]["engines"]][:3] == ["vision", "kv_cache", "denoise"]
+
+
+def test_the_gpu_that_a_page_makes_is_that_of_the_tests() -> None:
+    (text,) = blocks(ROOT / "docs" / "adding" / "gpu.md", "python")
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert names["orin"] == ORIN
 
 
 @pytest.mark.parametrize(("page", "text"), YAML, ids=[p.name for p, _ in YAML])

@@ -14,6 +14,7 @@ import yaml
 
 from tests.support.pages import PAGES, ROOT, text_of
 from vla_accel.errors import unknown
+from vla_accel.models.family import Family
 
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)#\s]*)(?:#([^)]*))?\)")
 
@@ -62,6 +63,12 @@ def resolves(dotted: str) -> bool:
         if file.is_file():
             return count == len(parts) or all(re.search(rf"\b{p}\b", file.read_text()) for p in parts[count:])
     return False
+
+
+def test_the_page_on_models_names_what_a_family_must_say_and_nothing_else() -> None:
+    table = (ROOT / "docs/adding/model.md").read_text().partition("| you say | by |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)`", table)) - {"parity"}
+    assert Family.__abstractmethods__ | {"name", "parts", "sizes"} <= named <= {*dir(Family), *Family.__annotations__}
 
 
 def test_the_first_page_is_short() -> None:

@@ -32,11 +32,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eval.script import concluded
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import load
 from vla_accel.config import NativeOptions
 from vla_accel.fp8 import E4M3
-from vla_accel.machine import hardware, software
+from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.parity import compare, reference_of
 from vla_accel.measure.random_policy import random_observations
 from vla_accel.measure.recording import load_observations
@@ -248,7 +249,7 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=8, help="noises of each")
     parser.add_argument("--tiny", action="store_true", help="small, on a CPU")
     options = parser.parse_args()
-    device = torch.device("cpu" if options.tiny else "cuda")
+    device = resolve_device("cpu" if options.tiny else "cuda")
     report: dict[str, Any] = {
         "command": ["python", "-m", "tests.gpu.accumulation", *(Path(word).name for word in sys.argv[1:])],
         "hardware": hardware(device), "software": software(),
@@ -286,4 +287,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(concluded(main))

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eval.script import concluded
 from tests.ops.test_gemm import TILINGS
 from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
@@ -34,6 +35,7 @@ from tests.support.kernel_cases import _attention, _self_attention
 from tests.support.kernel_shapes import CUTS, check_on_gpu
 from tests.support.streamed_support import LoopCase, streamable
 from vla_accel.fp8 import E4M3
+from vla_accel.machine import resolve_device
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.ops.cuda import runtime
@@ -237,6 +239,7 @@ def main() -> int:
     parser.add_argument("--delays", type=int, default=0, metavar="US", help="the longest wait, in microseconds")
     parser.add_argument("--list", action="store_true", help="name the cases and end")
     options = parser.parse_args()
+    resolve_device(DEVICE.type)
     runtime.MACROS["WAIT_TICKS"] = 32  # 2 minutes: under a sanitizer everything takes longer
     if options.delays:
         runtime.MACROS["INJECT_DELAY"] = options.delays
@@ -265,4 +268,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(concluded(main))

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from eval.script import concluded
 from tests.support import kernel_calls as calls
 from vla_accel.errors import VlaAccelError
-from vla_accel.machine import hardware, software
+from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.ops import attending
 from vla_accel.ops.attending import WAYS, Sizes, attend
 from vla_accel.ops.autotune import milliseconds, unfit
@@ -71,7 +72,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="one small shape on a CPU")
     options = parser.parse_args()
-    device = torch.device("cpu" if options.tiny else "cuda")
+    device = resolve_device("cpu" if options.tiny else "cuda")
     there = importlib.util.find_spec("flash_attn") is not None
     report: dict[str, Any] = {
         "command": ["python", "-m", "tests.gpu.time_attention", *(Path(word).name for word in sys.argv[1:])],
@@ -100,4 +101,4 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(concluded(main))

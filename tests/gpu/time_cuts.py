@@ -26,8 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eval.script import concluded
 from tests.support import kernel_calls as calls
 from tests.support.kernel_calls import Draw
+from vla_accel.machine import resolve_device
 from vla_accel.ops import key_tilings, suffix, suffix_tilings
 from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.dispatch import steered
@@ -213,7 +215,7 @@ def main() -> int:
     parser.add_argument("--gpu", nargs="+", choices=("here", "portable"), default=["here", "portable"])
     parser.add_argument("--tiny", action="store_true", help="small sizes on a CPU, in Triton's interpreter")
     options = parser.parse_args()
-    device = torch.device("cpu" if options.tiny else "cuda")
+    device = resolve_device("cpu" if options.tiny else "cuda")
     here = Gpu.of(device)
     gpus = {"here": here, "portable": None if here is None else here.portable}
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -233,4 +235,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(concluded(main))

@@ -31,10 +31,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from eval.script import concluded
 from tests.gpu import chains
 from tests.gpu.chains import CHAINS, DEVICE, DTYPE, FP8, Chain, Product
 from vla_accel.fp8 import E4M3
-from vla_accel.machine import hardware, software
+from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.numeric import round_up
 from vla_accel.ops import gemm_choice
 from vla_accel.ops.autotune import milliseconds, unfit
@@ -333,6 +334,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=100.0, help="then what is left is left out")
     parser.add_argument("--each", type=int, default=2, help="tilings of a kind")
     options = parser.parse_args()
+    resolve_device(DEVICE.type)
     report: dict[str, Any] = {
         "command": ["python", "-m", "tests.gpu.time_gemm", *(Path(word).name for word in sys.argv[1:])],
         "hardware": hardware(DEVICE), "software": software(), "chains": [],
@@ -351,4 +353,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(concluded(main))

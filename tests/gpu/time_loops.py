@@ -30,11 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eval.script import concluded
 from tests.support import kernel_calls as calls
 from tests.support.smolvla_loops import FULL as SMOLVLA_FULL
 from tests.support.smolvla_loops import ExpertCase, Loops, expert_of
 from tests.support.streamed_support import FULL, LoopCase, streamable
 from vla_accel.fp8 import E4M3
+from vla_accel.machine import resolve_device
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native import cuts, smolvla_expert
@@ -309,7 +311,7 @@ def main() -> int:
     )
     parser.add_argument("--tiny", action="store_true", help="small loops on a CPU, in Triton's interpreter")
     options = parser.parse_args()
-    device = torch.device("cpu" if options.tiny else "cuda")
+    device = resolve_device("cpu" if options.tiny else "cuda")
     here = Gpu.of(device)
     chosen = {n: c for n, c in (TINY if options.tiny else LOOPS).items() if options.only in n}
     rows = itertools.chain(
@@ -332,4 +334,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(concluded(main))

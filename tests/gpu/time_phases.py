@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eval.script import concluded
 from tests.gpu.time_loops import LOOPS, SMOLVLA, inputs_of
 from tests.support.smolvla_loops import Loops
+from vla_accel.machine import resolve_device
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.expert import ExpertWeights, steps_of, streamed_loop
@@ -189,7 +191,7 @@ def main(output: Path, only: str) -> int:
     rows = []
     with torch.inference_mode():
         for name, precision in itertools.product((case for case in CASES if only in case), ("bf16", "int8")):
-            rows.append(measure(name, precision, torch.device("cuda")))
+            rows.append(measure(name, precision, resolve_device("cuda")))
             print(json.dumps(rows[-1]), flush=True)
             output.write_text(json.dumps(rows, indent=1))
     return 0
@@ -200,4 +202,4 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", default="", help="loops whose name holds this text")
     options = parser.parse_args()
-    sys.exit(main(options.output, options.only))
+    sys.exit(concluded(lambda: main(options.output, options.only)))

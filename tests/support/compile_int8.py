@@ -1,6 +1,6 @@
 """A script: compile, without a GPU, products of INT8 by every tile that a build would measure.
 
-    python tests/support/compile_int8.py [VERSION]
+    python -m tests.support.compile_int8 [VERSION]
 
 for this compute capability, or 9.0. Prints a JSON object a kernel, as compile_kernels.py does.
 """

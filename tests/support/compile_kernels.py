@@ -1,6 +1,6 @@
 """A script: compile, without a GPU, every Triton kernel that the native programs launch, just as they launch it there.
 
-    python tests/support/compile_kernels.py [--tried] [--smolvla] [--trained] [--tma] [VERSION …]
+    python -m tests.support.compile_kernels [--tried] [--smolvla] [--trained] [--tma] [VERSION …]
 
 for these capabilities, or 9.0. The programs of the full-size models and of the demo run on tensors without data, told
 of a GPU of that capability; what they launch is recorded and then compiled; with --smolvla SmolVLA's instead, with

@@ -49,10 +49,10 @@ def commands(page: Path) -> list[Command]:
 
 
 def inline_commands(page: Path) -> list[Command]:
-    """Commands of ours that stand in running text: `vla-accel …`, `python -m …`."""
+    """Commands of ours that stand in running text: `vla-accel …`, `python …`."""
     outside = _FENCE.sub("", text_of(page))
     name = page.relative_to(ROOT).as_posix()
-    return [Command(name, found) for found in re.findall(r"`((?:vla-accel|python -m) [^`]+)`", outside)]
+    return [Command(name, found) for found in re.findall(r"`((?:vla-accel|python) [^`]+)`", outside)]
 
 
 def unfenced(page: Path) -> list[str]:

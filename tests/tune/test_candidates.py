@@ -38,10 +38,17 @@ def test_the_reference_is_fp32_eager() -> None:
 
 def test_engines_that_cannot_run_here_are_left_out_with_a_reason() -> None:
     stage, left_out = candidates.engines(BASE, PARTS, torch.device("cpu"))
-    assert [c.name for c in stage([])] == ["eager bf16"]
+    able = [name for name, engine in ENGINES.items() if engine.why_not(torch.device("cpu")) is None]
+    assert [c.name for c in stage([])] == [f"{name} bf16" for name in able] and "eager" in able
     assert "needs a GPU" in left_out["native"] and set(left_out) == {"native", "tensorrt", "tensorrt_rtx",
                                                                      "torch_tensorrt"}  # fmt: skip
     assert stage([])[0].config.strict, "what falls back would be measured under a wrong name"
+
+
+def test_an_engine_that_is_new_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "newest", ENGINES["eager"])
+    stage, _ = candidates.engines(BASE, PARTS, torch.device("cpu"))
+    assert [c.name for c in stage([])][-1] == "newest bf16"
 
 
 def test_low_precisions_are_tried_in_every_set_of_components_of_the_fastest_engine() -> None:

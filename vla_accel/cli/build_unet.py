@@ -27,7 +27,7 @@ def main(options: BuildUnet, words: list[str]) -> int:
     """Run the command; the exit status."""
     began = time.perf_counter()
     if options.output_dir is None and options.sd_dir in RANDOM:
-        raise ConfigError(f"output_dir: expected a folder for the files of {options.sd_dir}, got none")
+        raise ConfigError(f"output-dir: expected a folder for the files of {options.sd_dir}, got none")
     root = options.output_dir or Path(options.sd_dir)
     library = load_library(options.library)
     targets = pick_targets(options.library, options.targets)

@@ -28,7 +28,7 @@ def main(asked: Convert, words: list[str]) -> int:
     known = OPENPI_CONFIGS[asked.config] if asked.config is not None else None
     horizon = asked.action_horizon or (known.action_horizon if known else None)
     if horizon is None:
-        raise ConfigError("action_horizon: expected it, or --config, as no parameter shows it; got neither")
+        raise ConfigError("action-horizon: expected it, or --config, as no parameter shows it; got neither")
     if known is not None and horizon != known.action_horizon:
         raise ConfigError(f"--action-horizon {horizon} and --config {asked.config} ({known.action_horizon}) contradict")
 

@@ -32,7 +32,7 @@ def main(options: TextToImage, words: list[str]) -> int:
     dtype = DTYPES[options.dtype or ("fp16" if device.type == "cuda" else "fp32")]
     request, image = _request(options)
     if options.out_img_path.suffix.lower() != ".png":
-        raise ConfigError(f"out_img_path: expected a .png, got {options.out_img_path.name}")
+        raise ConfigError(f"out-img-path: expected a .png, got {options.out_img_path.name}")
     if options.sd_dir in RANDOM:
         random = random_stable_diffusion(tiny=RANDOM[options.sd_dir], dtype=dtype, device=device)
         pipeline = StableDiffusion(random, _engines(options), strict=options.strict)

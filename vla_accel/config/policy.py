@@ -189,7 +189,7 @@ class PolicyConfig(Checked):
     `device`: "auto", "cpu", "cuda" or "cuda:N". `strict`: a fallback raises instead of being recorded. `seed`: of the
     noise, where the caller gives none. `deterministic`: nothing is chosen by measuring which is the fastest, so that
     the same call gives the same bits after every start on the same kind of GPU. `default_prompt`: used when an
-    observation carries none. `cuda_graph`: record a whole call into one graph where every engine allows it.
+    observation carries none. `cuda_graph`: record a whole call into CUDA graphs where every engine allows it.
     `pipeline_memory_gib`: device memory for the buffers and graphs of all shapes together; the least recently used
     go first. `preset`: the robot's conventions (a name of `vla_accel.transforms.robots` or a YAML file), by default
     decided from the checkpoint. `checkpoint`: what the checkpoint does not say of itself. `rtc`: how a call that

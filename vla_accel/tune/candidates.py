@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -37,9 +38,8 @@ def engines(base: PolicyConfig, parts: Sequence[str], device: torch.device) -> t
     The native engine is tried with portable kernels, too, where it would take others: those of a GPU with more than an
     Ada one has. They are made for small models as well as for large ones.
     """
-    names: list[EngineName] = ["eager", "native", "tensorrt", "tensorrt_rtx", "torch_tensorrt"]
-    reasons: dict[EngineName, str | None] = {name: ENGINES[name].why_not(device) for name in names}
-    able: list[EngineName] = [name for name in names if reasons[name] is None]
+    reasons = {name: engine.why_not(device) for name, engine in ENGINES.items()}
+    able = cast(list[EngineName], [name for name, reason in reasons.items() if reason is None])
     gpu = Gpu.of(device)
     more_than_portable = gpu is not None and gpu.portable.capability != gpu.capability
 
