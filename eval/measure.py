@@ -33,7 +33,7 @@ from eval.places import Place, by_core, gpus, places, room
 from eval.script import run_script
 from eval.store import RESULTS
 from vla_accel.checkpoints.bundled import NAMED
-from vla_accel.cli.options import File, Folder, Seconds, Text, Written
+from vla_accel.cli.options import File, Flag, Folder, Seconds, Text, Written
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import replacing
 
@@ -64,7 +64,7 @@ class Arguments:
     starts: Folder = None
     """A folder that has one of start states of libero_spatial, 100 a task, on which nobody trained: what is played
     under stress (eval.libero.demo.states)."""
-    list: tyro.conf.FlagCreatePairsOff[bool] = False
+    list: Flag = False
     """Show each job, what is stored of it, and what it lacks here; run nothing."""
 
 

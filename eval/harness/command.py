@@ -214,7 +214,9 @@ def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] |
         return source
     if steps is not None:
         raise ConfigError("steps: the scripted expert has no denoising steps; leave --steps out")
-    for name, given in (("stress", arguments.stress), ("chunking", arguments.chunking != "plain")):
+    for name, given in (
+        ("config", arguments.config), ("stress", arguments.stress), ("chunking", arguments.chunking != "plain"),
+    ):  # fmt: skip
         if given:
             raise ConfigError(f"{name}: the scripted expert reads the simulator and answers at once; leave it out")
     if benchmark.make_expert is None:

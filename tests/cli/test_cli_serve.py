@@ -149,6 +149,7 @@ def test_what_is_loaded_is_said_before_it_takes_its_time(
         assert "checkpoint: expected a folder or one of demo" in capsys.readouterr().err
     assert main(["serve", "demo", "--config", "native_fp9", "--port", "0"]) == 1
     assert "config: expected a file or one of auto" in capsys.readouterr().err
+    assert main(["serve", "demo", "--devices", "cuda:99", "--port", "0"]) == 1
     assert main(["serve", "folder", "--ray", "local", "--port", "0"]) == 0, "a folder of the cluster's machines"
     assert [r.getMessage() for r in caplog.records] == [
         "loading demo", "loading hub/folder", "loading a=auto:hub/folder, b=auto:demo", "loading folder",

@@ -394,7 +394,7 @@ def test_sizes_that_cannot_be_are_named(
 
 
 def test_weights_that_are_a_link_to_nothing_or_a_folder_are_told_as_such(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_tiny_checkpoint(tmp_path)
     weights = tmp_path / "model.safetensors"
@@ -408,6 +408,9 @@ def test_weights_that_are_a_link_to_nothing_or_a_folder_are_told_as_such(
     weights.mkdir()
     assert main(["parity", str(tmp_path), "--device", "cpu"]) == 1
     assert "found config.json, model.safetensors/, " in capsys.readouterr().err
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != weights)
+    assert main(["parity", str(tmp_path), "--device", "cpu"]) == 1
+    assert "found config.json, model.safetensors/ (no right to read it), " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["serve", ""], ["parity", ""], ["calibrate", "--checkpoint", ""], ["bench", ""]])

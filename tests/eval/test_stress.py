@@ -274,7 +274,7 @@ def test_stress_is_on_record_and_another_one_is_neither_resumed_nor_compared(
     monkeypatch.setattr("eval.harness.crew.identity", lambda *_: {"kind": "local"})
     benchmark = SEEING
     output = tmp_path / "dark.json"
-    words = ["--tasks", "0", "--trials", "1", "--output"]
+    words = ["--policy", "demo", "--tasks", "0", "--trials", "1", "--output"]
     assert main([*words, str(output), "--stress", "brightness=0.5,latency=1"], benchmark) == 0
     out, err = capfd.readouterr()
     dark = json.loads(output.read_text())
@@ -290,7 +290,12 @@ def test_stress_is_on_record_and_another_one_is_neither_resumed_nor_compared(
 
 
 def test_the_expert_is_not_disturbed(capfd: pytest.CaptureFixture[str]) -> None:
-    for words, name in ((["--stress", "noise=0.1"], "stress"), (["--chunking", "rtc"], "chunking")):
+    others = (
+        (["--stress", "noise=0.1"], "stress"),
+        (["--chunking", "rtc"], "chunking"),
+        (["--config", "native"], "config"),
+    )
+    for words, name in others:
         assert main(["--expert", *words], SEEING) == 2
         assert f"error: {name}: the scripted expert reads the simulator" in capfd.readouterr().err
 
@@ -330,7 +335,7 @@ def test_the_grid_of_latencies_is_one_file_and_one_picture(
     monkeypatch.setattr(PolicySource, "load", lambda self: walker)
     monkeypatch.setattr("eval.harness.crew.identity", lambda *_: {"kind": "local"})
     output = tmp_path / "late.json"
-    words = ["--tasks", "1", "--ticks", "0,9", "--output", str(output), "--note", "why"]
+    words = ["--policy", "demo", "--tasks", "1", "--ticks", "0,9", "--output", str(output), "--note", "why"]
     words += ["--video", str(tmp_path / "films")]
     assert late.main(SEEING, GridArguments, words) == 0
     grid, line = json.loads(output.read_text()), json.loads(capfd.readouterr().out)

@@ -152,6 +152,8 @@ def test_the_command_reports(model: str, capsys: pytest.CaptureFixture[str]) -> 
     torch.manual_seed(0)
     assert cli.main(["precision", model, "--size", "64", "--tokens", "8", "--calls", "1"]) == 0
     shown = capsys.readouterr()
+    said = [f"{model} in {dtype}, timed calls: 1" for dtype in ("float32", "bf16")]
+    assert [line for line in shown.err.splitlines() if "timed" in line] == said, "at full size it takes minutes"
     report: dict[str, Any] = json.loads(shown.out.strip().splitlines()[-1])
     assert f"{report['speedup']:.2f}x as fast" in shown.out + shown.err, "it may be slower"
     assert report["weights_ratio"] == pytest.approx(0.5, abs=0.02) and list(report["parameters"]) == ["bfloat16"]

@@ -250,6 +250,10 @@ def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
         assert journal.get("latency", "x") == {"median_ms": 1.0} and journal.get("latency", "y") is None
     with pytest.raises(ConfigError, match=r"about another search, differing in a; .*--overwrite"):
         Journal(path, {"a": 2, "b": (2,)})
+    path.unlink()
+    Journal(path, {"base": {"num_steps": 10, "denoise": {"engine": "native"}}}).close()
+    with pytest.raises(ConfigError, match=r"differing in base\.denoise\.engine, base\.num_steps; "):
+        Journal(path, {"base": {"num_steps": 3, "denoise": {"engine": "eager"}}})
     path.write_text("not a journal\n")
     with pytest.raises(ConfigError, match="expected a journal of vla-accel tune"):
         Journal(path, {})

@@ -6,6 +6,7 @@ Reads safetensors, whole or in shards; no pickle is ever opened. Knows nothing o
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +188,12 @@ def listing(path: Path) -> str:
     """What is in a folder, for an error message."""
     if not path.is_dir():
         return "no such folder" if not path.exists() else "a file"
-    names = sorted(p.name + ("" if p.exists() else " (a link to nothing)") + "/" * p.is_dir() for p in path.iterdir())
+
+    def told(entry: Path) -> str:
+        wrong = " (a link to nothing)" if not entry.exists() else " (no right to read it)"
+        return entry.name + "/" * entry.is_dir() + wrong * (not os.access(entry, os.R_OK))
+
+    names = sorted(map(told, path.iterdir()))
     return ", ".join(names[:12]) or "an empty folder"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vla_accel import machine
 from vla_accel.cli.asked.images import Precision
-from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_json, print_table, write_asked
+from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_json, print_table, say, write_asked
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import CONFIGS, diffusers_module, filled, load_model
 from vla_accel.errors import ConfigError
@@ -35,6 +35,7 @@ TEXT_ENCODERS = {"qwen-text-encoder": 28, "tiny-qwen-text-encoder": 2}
 def main(options: Precision, words: list[str]) -> int:
     """Run the command; the exit status."""
     device, dtype = machine.resolve_device(options.device), DTYPES[options.dtype]
+    say(f"{options.model} in float32, timed calls: {options.calls}")
     wide, call = _model(options, device)
     with inference(device):
         reference = call(wide, torch.float32)()
@@ -44,6 +45,7 @@ def main(options: Precision, words: list[str]) -> int:
     reduced = copy.deepcopy(wide)
     del wide
     kept = reduce_precision(reduced, ReducedPrecision(options.dtype, keep))
+    say(f"{options.model} in {options.dtype}, timed calls: {options.calls}")
     with inference(device):
         result = call(reduced, dtype)()
         seen = ranges(reduced, call(reduced, dtype))

@@ -35,11 +35,12 @@ def main(given: Serve, words: list[str]) -> int:
             check_names(one.checkpoint, one.config)
     if given.devices is not None and (given.device or given.ray):
         raise ConfigError("devices: expected --devices alone, got --device or --ray, too")
+    devices = None if given.devices is None else machine.resolve_devices(given.devices)
     log.info("loading %s", ", ".join(given.policy) or given.checkpoint or "demo")
     if given.ray is not None:
         serve(RayReplicas(load, given.ray, given.device or "auto", machine.software), limits)
-    elif given.devices is not None:
-        serve(Replicas(load, machine.resolve_devices(given.devices)), limits)
+    elif devices is not None:
+        serve(Replicas(load, devices), limits)
     else:
         serve(load(given.device), limits)
     return 0

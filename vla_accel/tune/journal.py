@@ -68,7 +68,7 @@ class Journal:
                 f"{self.path}: expected a journal of vla-accel tune, got {error!r}; --overwrite starts afresh"
             ) from error
         if schema != SCHEMA or before != about:
-            other = [name for name in {**before, **about} if before.get(name) != about.get(name)] or ["schema"]
+            other = _differing(before, about) or ["schema"]
             raise ConfigError(
                 f"{self.path} is about another search, differing in {', '.join(sorted(other))}; give --output another "
                 "folder, or --overwrite to start afresh"
@@ -76,3 +76,13 @@ class Journal:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.append(json.dumps(line).encode())
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any], place: str = "") -> list[str]:
+    """The names of what is not the same, with those above them."""
+    found = []
+    for name in {**one, **other}:
+        pair, at = (one.get(name), other.get(name)), f"{place}{name}"
+        both = all(isinstance(value, dict) for value in pair)
+        found += _differing(*pair, f"{at}.") if both else [at] * (pair[0] != pair[1])  # type: ignore[arg-type]
+    return found
