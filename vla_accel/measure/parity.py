@@ -136,17 +136,21 @@ def compare(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Run both on every observation, with the same noise, one at a time; `draws` noises each. `threshold`: a cosine
-    instead of the usual one. `progress` is told about ten times how far it is."""
+    instead of the usual one. `progress` is told about ten times how far all of it is."""
     shape = policy.family.action_shape(policy.model.config)
     rng = np.random.default_rng(seed)
-    got, want, noises = _Kept(), _Kept(), []
-    todo = len(observations) * draws
-    for done, (observation, draw) in enumerate(((o, d) for o in observations for d in range(draws)), 1):
+    got, want, changed = _Kept(), _Kept(), []
+    count, todo = len(observations), len(observations) * draws
+    chosen = np.unique(np.linspace(0, count - 1, min(count, COMPARED)).astype(int)) if count > 1 else ()
+    for done, (i, draw) in enumerate(((i, d) for i in range(count) for d in range(draws)), 1):
         noise = rng.standard_normal(shape).astype(np.float32)
-        noises.append(noise)
         # The prefix does not see the noise: once is enough.
-        got.add(policy, observation, noise, components=draw == 0)
-        want.add(reference, observation, noise, components=draw == 0)
+        got.add(policy, observations[i], noise, components=draw == 0)
+        want.add(reference, observations[i], noise, components=draw == 0)
+        if draw == 0 and i in chosen:
+            # Half the recording away, which in a recording of several tasks is another task's.
+            _, other = reference.infer_with_internals(observations[(i + count // 2) % count], noise=noise)
+            changed.append(other["actions"])
         if 10 * done // todo > 10 * (done - 1) // todo:
             progress(f"{done}/{todo} calls of each")
     normalised, exact = got.stacked("actions"), want.stacked("actions")
@@ -165,7 +169,9 @@ def compare(
     components = {n: Agreement.of(got.stacked(n), want.stacked(n)) for n in got.internals}
     limits = limits_of(policy.specs, policy.model.dtype)
     limits = limits if threshold is None else replace(limits, cosine=threshold)
-    change, size = _change(reference, observations, noises[::draws], exact[::draws])
+    # What another observation changes in the reference's actions, the noise being the same.
+    same = exact[::draws][list(chosen)]
+    change = _rms(np.stack(changed) - same) if changed else None
     relative = None if not change else _rms(normalised - exact) / change
     flipped = int((~kept).sum())
     low, high = wilson(flipped, len(kept))
@@ -200,29 +206,11 @@ def compare(
         rest_cosine=rest,
         flipped_low=low,
         flipped_high=high,
-        sensitivity=None if change is None else change / size,
+        sensitivity=None if change is None else change / _rms(same),
         relative_error=relative,
         relative_threshold=limits.relative,
         reasons=tuple(reasons),
     )
-
-
-def _change(
-    reference: OptimizedPolicy,
-    observations: Sequence[Mapping[str, Any]],
-    noises: Sequence[np.ndarray],
-    actions: np.ndarray,
-) -> tuple[float | None, float]:
-    """Root mean squares of what another observation changes in the reference's actions (N, H, A), the noise being the
-    same, and of these actions; None for a single observation. The other one lies half the recording away, which in a
-    recording of several tasks is another task's."""
-    count = len(observations)
-    if count < 2:
-        return None, _rms(actions)
-    chosen = np.unique(np.linspace(0, count - 1, min(count, COMPARED)).astype(int))
-    others = [reference.infer_with_internals(observations[(i + count // 2) % count], noise=noises[i]) for i in chosen]
-    changed = np.stack([raw["actions"] for _, raw in others])
-    return _rms(changed - actions[chosen]), _rms(actions[chosen])
 
 
 def _rms(x: np.ndarray) -> float:
