@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from vla_accel.errors import CheckpointError, ObservationError
 from vla_accel.families.groot_stand_in import processor as stand_in
@@ -96,6 +98,15 @@ def test_bicubic_is_square() -> None:
     assert found.shape == (256, 256, 3) and (found == 77).all()
     boxed = Cropping("bicubic", crop=1.0, letterbox=True)(image)
     assert (boxed[:30] == 0).all() and (boxed[100:150] == 77).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_image_that_came_over_the_wire_is_taken_without_a_warning(request: pytest.FixtureRequest) -> None:
+    image = np.full((480, 640, 3), 77, np.uint8)
+    image.flags.writeable = False  # as msgpack's bytes are
+    request.addfinalizer(partial(torch.set_warn_always, torch.is_warn_always_enabled()))
+    torch.set_warn_always(True)  # not only once a process
+    assert (Cropping("bicubic")(image) == 77).all()
 
 
 # -- whole observations -------------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ def _resized(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Bicubic with a filter, as torchvision resizes uint8 images."""
     if image.shape[:2] == size:
         return image
-    channels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
+    # What came over the wire is read-only, of which torch would warn.
+    channels = torch.from_numpy(np.require(image, requirements=["C", "W"])).permute(2, 0, 1)[None]
     made = F.interpolate(channels, size=size, mode="bicubic", antialias=True, align_corners=False)
     return made[0].permute(1, 2, 0).contiguous().numpy()
