@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import tyro
+
 from eval.harness import command
 from eval.harness.benchmark import Benchmark, schema
 from eval.harness.evaluation import evaluate
@@ -22,20 +24,12 @@ from eval.harness.policies import Chunking
 from eval.harness.tables import stderr_console
 from eval.script import concluded
 from vla_accel.cli.options import Listed, Within, Words, read
-from vla_accel.errors import ConfigError, DependencyError
+from vla_accel.errors import DependencyError
 from vla_accel.files import replacing, without_folders, write_json
 from vla_accel.report.colours import PARTS
 
 SAID = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking"}
 COLOURS = {"plain": PARTS["vision"], "rtc": PARTS["kv_cache"], "trained": PARTS["denoise"]}
-
-# Options of the benchmark's own command that make no sense of a grid.
-REFUSED = {
-    "chunking": "--chunkings says which are played",
-    "expert": "it answers at once",
-    "report": "each point would overwrite the last one's",
-    "shard": "parts of a grid cannot be put together",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +43,12 @@ class Arguments(command.Arguments):
     """Whether chunks are joined (rtc) or not."""
     note: Words = ""
     """What a reader must know beside the figures."""
+    # None of a grid's: `chunkings` says which are played, the expert answers at once, each point would overwrite the
+    # last one's report, and parts of a grid cannot be put together.
+    chunking: Annotated[Chunking, tyro.conf.Suppress] = "plain"
+    expert: Annotated[bool, tyro.conf.Suppress] = False
+    report: Annotated[Path | None, tyro.conf.Suppress] = None
+    shard: Annotated[str | None, tyro.conf.Suppress] = None
 
 
 def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
@@ -75,9 +75,6 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
             that can be told.
     """
     output = asked.output or command.RUNS / benchmark.name / "late.json"
-    for name, why in REFUSED.items():
-        if getattr(asked, name) not in (None, False, "plain"):
-            raise ConfigError(f"{name}: {why}; leave it out")
     console, folder = stderr_console(), output.with_suffix("")
     points = []
     for ticks, chunking in itertools.product(asked.ticks, asked.chunkings):

@@ -361,10 +361,6 @@ def test_the_grid_of_latencies_is_one_file_and_one_picture(
         (["--ticks=-1"], "ticks: expected at least 0, got -1"),
         (["--ticks", "65"], "stress: expected NAME=VALUE"),
         (["--stress", "latency=1"], "stress: expected NAME=VALUE, a name once"),
-        (["--expert"], "expert: it answers at once"),
-        (["--chunking", "rtc"], "chunking: --chunkings says which are played; leave it out"),
-        (["--report", "x.html"], "report: each point would overwrite the last one's"),
-        (["--shard", "1/2"], "shard: parts of a grid cannot be put together"),
     ],
 )
 def test_a_grid_that_cannot_be_is_one_error(
@@ -373,3 +369,13 @@ def test_a_grid_that_cannot_be_is_one_error(
     monkeypatch.chdir(tmp_path)
     assert late.main(SEEING, GridArguments, words) == 2
     assert capfd.readouterr().err.startswith(f"error: {message}") and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["--expert"], ["--chunking", "rtc"], ["--report", "x.html"], ["--shard", "1/2"]])
+def test_what_makes_no_sense_of_a_grid_is_no_option_of_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        late.main(SEEING, GridArguments, words)
+    assert capsys.readouterr().err.startswith(f"python -m eval.toy.late: Unrecognized options: {words[0]}")
+    with pytest.raises(SystemExit):
+        late.main(SEEING, GridArguments, ["--help"])
+    assert f"{words[0]} " not in capsys.readouterr().out
