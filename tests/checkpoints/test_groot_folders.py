@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.support import groot_folders as written
 from tests.support.groot_folders import TAG, tensors, write_isaac, write_lerobot
 from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import CheckpointSpec, PolicyConfig
-from vla_accel.errors import CheckpointError
+from vla_accel.errors import CheckpointError, DependencyError
 from vla_accel.models.groot import Groot
 from vla_accel.transforms.groot import GrootProcessor
 
@@ -210,6 +211,15 @@ def test_lerobots_steps_are_known_or_refused(tmp_path: Path) -> None:
     # What lerobot turns, silently, into embodiment 0.
     with pytest.raises(CheckpointError, match="got 'typo'"):
         loaded(write_lerobot(tmp_path / "typo", embodiment_tag="typo"))
+
+
+def test_a_missing_extra_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The extra that has OpenCV brings tokenizers, too.
+    write_isaac(tmp_path, settings={**written.SETTINGS, "use_albumentations": True})
+    for name in ("cv2", "tokenizers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(DependencyError, match=r"need OpenCV: pip install 'vla_accel\[groot\]'"):
+        loaded(tmp_path)
 
 
 def test_the_first_unknown_relation_is_refused(isaac: Path, tmp_path: Path) -> None:

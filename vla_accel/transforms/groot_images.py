@@ -33,6 +33,16 @@ class Cropping:
     letterbox: bool = False
     unit: int = 32
 
+    def __post_init__(self) -> None:
+        # While the checkpoint is read, and before its tokenizer is: the extra brings what both need.
+        if self.filter == "area":
+            try:
+                import cv2  # noqa: F401
+            except ImportError as error:
+                raise DependencyError(
+                    "images of a checkpoint with use_albumentations need OpenCV: pip install 'vla_accel[groot]'"
+                ) from error
+
     def __call__(self, image: np.ndarray) -> np.ndarray:
         """uint8 (H, W, 3) to uint8, sides multiples of `unit`."""
         image = _letterboxed(image) if self.letterbox else image
@@ -80,12 +90,8 @@ def _shortest_edge(image: np.ndarray, edge: int) -> np.ndarray:
     shortest = min(image.shape[:2])
     if shortest == edge:
         return image
-    try:
-        import cv2
-    except ImportError as error:
-        raise DependencyError(
-            "images of a checkpoint with use_albumentations need OpenCV: pip install 'vla_accel[groot]'"
-        ) from error
+    import cv2
+
     height, width = (max(1, round(n * edge / shortest)) for n in image.shape[:2])
     return cv2.resize(np.ascontiguousarray(image), (width, height), interpolation=cv2.INTER_AREA)
 
