@@ -73,6 +73,7 @@ def test_the_pages_figures_are_those_of_the_metrics(monkeypatch: pytest.MonkeyPa
             assert metric(server.address, name) == value, name
         rows = {row["component"]: row for row in told["latency"]}
         assert rows.keys() == {"infer", "vision", "denoise", "request"}
+        assert metric(server.address, "vla_accel_request_seconds_count") == 5, "a bad request's time is no latency"
         for name in rows:
             for share, key in (("0.5", "p50_ms"), ("0.99", "p99_ms")):
                 line = f'vla_accel_recent_seconds{{component="{name}",quantile="{share}"}}'

@@ -238,7 +238,8 @@ class PolicyServer:
                 finally:
                     self._count(client, job, answer)
                 took = time.monotonic() - began
-                self.metrics.request(took)
+                if answer.outcome != "bad request":  # that is no latency: the policy never saw it
+                    self.metrics.request(took)
                 # Told with the next answer: it includes sending this one.
                 timing = {"prev_total_ms": took * 1e3}
                 if answer.outcome != "ok":

@@ -101,7 +101,7 @@ class Metrics:
         self.received = Counter("vla_accel_received_bytes_total", "Bytes of the messages received.")
         self.sent = Counter("vla_accel_sent_bytes_total", "Bytes of the messages sent.")
         self.request_seconds = Histogram(
-            "vla_accel_request_seconds", "From a request's arrival to its answer, sent.", SECONDS
+            "vla_accel_request_seconds", "From a request's arrival to its answer, sent; of no bad request.", SECONDS
         )
         self.component_seconds = Histogram(
             "vla_accel_component_seconds", "Latency by component, as the policy reports it.", SECONDS, "component"
@@ -116,7 +116,7 @@ class Metrics:
             Gauge("vla_accel_recent_seconds", "Latency by component in the last five minutes.", self._recent_seconds),
             Gauge(
                 "vla_accel_recent_requests_per_second",
-                "Requests answered a second, of late.",
+                "Requests answered a second, of late; no bad ones.",
                 lambda: self.recent.per_second("request"),
             ),
             Gauge("vla_accel_gpu_memory_used_bytes", "Memory used, by GPU.", _of_gpus("memory_used_bytes")),
