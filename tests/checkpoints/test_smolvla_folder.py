@@ -103,7 +103,7 @@ def test_what_the_observation_may_lack(tmp_path: Path) -> None:
     one = policy.processor.prepare({k: v for k, v in given.items() if k != CAMERAS[0]})
     assert len(whole.images) == 2 and np.array_equal(one.images[0], whole.images[1])
     assert np.isfinite(policy.infer({k: v for k, v in given.items() if k != CAMERAS[1]})["actions"]).all()
-    with pytest.raises(ObservationError, match=rf"missing one of {', '.join(CAMERAS)}; got observation\.state, task"):
+    with pytest.raises(ObservationError, match=rf"missing {' or '.join(CAMERAS)}; got observation\.state, task"):
         policy.infer({k: v for k, v in given.items() if k not in CAMERAS})
     with pytest.raises(ObservationError, match=r"observation\.state: expected shape \(6,\), got \(11,\)"):
         policy.infer({**given, "observation.state": np.zeros(11)})

@@ -62,7 +62,7 @@ class Reader:
         preset = self.preset
         missing = [k for k in preset.images if k not in present and k not in preset.optional_images]
         if not present and not missing:
-            missing.append(f"one of {', '.join(preset.images)}")
+            missing.append(" or ".join(preset.images))
         missing += [k for k in preset.state if _find(observation, k) is _ABSENT]
         if prompt is None and preset.prompt not in observation:
             missing.append(preset.prompt)
