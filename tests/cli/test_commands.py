@@ -328,11 +328,16 @@ def test_an_interrupt_of_which_a_library_makes_an_error_is_an_interrupt(number: 
             raise ValueError("too many values to unpack (expected 2)") from None
         return 0
 
-    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    assert ended(imports_matplotlib) == (130, "interrupted")
-    with pytest.raises(ValueError, match="ours"):
-        ended(lambda: int("ours"))
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    # Tests that a script runs in the background have Ctrl-C ignored, which `ended` would keep to.
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+        assert ended(imports_matplotlib) == (130, "interrupted")
+        with pytest.raises(ValueError, match="ours"):
+            ended(lambda: int("ours"))
+        assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    finally:
+        signal.signal(signal.SIGINT, found)
 
 
 @pytest.mark.parametrize("kind", ["cut off", "no archive", "pickle", "one array", "nothing", "unequal"])

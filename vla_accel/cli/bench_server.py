@@ -47,7 +47,7 @@ def main(chosen: BenchServer, words: list[str]) -> int:
         for clients in chosen.clients:
             row = measure(address, observation, clients, chosen.seconds)
             report["rows"].append(row)
-            print(f"{clients} clients: {row['per_second']:.0f} requests/s", file=sys.stderr)
+            print(f"clients: {clients}, {row['per_second']:.0f} requests/s", file=sys.stderr)
     print_table("Milliseconds of a call over the server", COLUMNS, [_cells(row) for row in report["rows"]])
     report["seconds"] = round(time.monotonic() - began, 1)
     report["passed"] = not any(row["problems"] for row in report["rows"])
