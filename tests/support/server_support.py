@@ -315,7 +315,7 @@ def serve_command(*words: str) -> Iterator[str]:
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()
             assert process.wait(PATIENCE_S) == 0, rest
-    assert "stopped after" in rest
+    assert re.search(r"stopped after \d+ requests", rest)
 
 
 def main() -> None:

@@ -111,10 +111,8 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
             given = tyro.cli(kind, args=words, prog=program, description=about, config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit:
         if box.getvalue():
-            print(
-                f"{program}: {_sentence(box.getvalue()).replace(f' from {program}', '')}; {program} --help says more",
-                file=sys.stderr,
-            )
+            said = _sentence(box.getvalue()).replace(f" from {program}", "")
+            print(f"{program}: {said}; {program} --help says more", file=sys.stderr)
         raise
     finally:
         os.environ.pop("COLUMNS", None)
@@ -128,9 +126,11 @@ def _sentence(box: str) -> str:
     """What is wrong in the first paragraph of tyro's box, without helptexts, and what it takes to have been meant."""
     # Where the output is not in UTF-8 its lines are blanks and hyphens.
     _, first, *_ = re.split(r"(?m)^(?:╭|[│ ] ?[─-]{5}).*$", box)
-    wrong = " ".join(line[1:].strip(" │") for line in first.splitlines() if not line[2:].startswith(" " * 8))
+    said = " ".join(line[1:].strip(" │") for line in first.splitlines() if not line[2:].startswith(" " * 8)).strip(" .")
+    if said.startswith("Unrecognized") and " -" not in said:  # words that belong to nothing, as in --steps 10 3
+        return f"{said}; a list is one word with commas"
     meant = re.findall(r"(?m)^[│ ] {5}(--\S+)", box.partition("Perhaps you meant:")[2])
-    return wrong.strip(" .") + (f"; did you mean {' or '.join(meant)}?" if meant else "")
+    return said + (f"; did you mean {' or '.join(meant)}?" if meant else "")
 
 
 _RULES = ConstructorRegistry()

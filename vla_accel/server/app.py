@@ -119,7 +119,7 @@ class PolicyServer:
             server.close()
             await server.wait_closed()
             await self.dispatcher.close()
-            logger.info("stopped after %d answers", sum(self.metrics.requests.values.values()))
+            logger.info("stopped after %d requests", sum(self.metrics.requests.values.values()))
 
     def stop_soon(self) -> None:
         """Begin the graceful shutdown; from any thread. A second call does not wait for requests under way."""
