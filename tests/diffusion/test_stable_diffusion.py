@@ -236,6 +236,7 @@ def test_the_commands_make_pictures_that_say_how(
     extra = ["--prompt", "a red bowl", "--use-pipeline", "--latency-json", str(breakdown), "--calls", "2"]
     assert cli.main([*words.split(), *extra]) == 0
     printed = capsys.readouterr()
+    assert printed.err.startswith("loading tiny-random\n") and "\ndenoising in 2 steps\n" in printed.err
     assert printed.err.count("denoising: 100 %\n") == 2, "no terminal: lines now and then"
     report = last_json(printed.out)
     # Ours is rounded to uint8.

@@ -33,6 +33,7 @@ def main(options: TextToImage, words: list[str]) -> int:
     request, image = _request(options)
     if options.out_img_path.suffix.lower() != ".png":
         raise ConfigError(f"out-img-path: expected a .png, got {options.out_img_path.name}")
+    say(f"loading {options.sd_dir}")
     if options.sd_dir in RANDOM:
         random = random_stable_diffusion(tiny=RANDOM[options.sd_dir], dtype=dtype, device=device)
         pipeline = StableDiffusion(random, _engines(options), strict=options.strict)
@@ -41,6 +42,7 @@ def main(options: TextToImage, words: list[str]) -> int:
             options.sd_dir, _engines(options), device=device, dtype=dtype, strict=options.strict
         )
     parts = pipeline.parts
+    say(f"denoising in {request.steps} steps")  # of which the first may take half a minute on a CPU
     for call in range(options.calls):
         if call == 1:
             pipeline.latency.clear()
