@@ -23,17 +23,18 @@ def late(results: Sequence[Any]) -> str:
     found = {(row["chunking"], row["latency_ticks"]): row for grid in grids for row in grid["rows"]}
     kinds = [kind for kind in SAID if any(kind == one for one, _ in found)]
     hz, systems = grids[0]["control_hz"], _systems(bench, grids[0]["control_hz"])
+    late_by = sorted({*(ticks for _, ticks in found), *systems})
     body = [
         [str(ticks), f"{1e3 * ticks / hz:.0f}", *(_rate(found.get((kind, ticks))) for kind in kinds),
          ", ".join(systems.get(ticks, ())) or "-"]
-        for ticks in sorted({*(ticks for _, ticks in found), *systems})
+        for ticks in late_by
     ]  # fmt: skip
     header = ["ticks late", "ms", *(SAID[kind] for kind in kinds), "so late would be"]
     counts = ", ".join(dict.fromkeys(str(row["steps"]) for row in found.values()))
     where = machines((bare_command(grid["command"]), grid["policy"]) for grid in grids)
     old = doubts((bare_command(g["command"]), g["policy"].get("policy"), g["policy"].get("weights")) for g in grids)
     notes = "".join(dict.fromkeys(f" {grid['note']}" for grid in grids if grid["note"]))
-    missing = any((kind, ticks) not in found for kind in kinds for ticks in {*systems, *(t for _, t in found)})
+    missing = any((kind, ticks) not in found for kind in kinds for ticks in late_by)
     text = (
         f"Success (Wilson, 95 %), {counts} denoising steps; a tick is {1e3 / hz:.0f} ms. So late would be: π0.5 at its "
         f"published size, by the median of a call in [the table above](#latency).{' A dash: not played.' * missing} "

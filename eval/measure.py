@@ -9,7 +9,6 @@ is interrupted as Ctrl-C does; the same command goes on: episodes are continued 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import json
 import os
@@ -35,7 +34,7 @@ from eval.store import RESULTS
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.cli.options import File, Flag, Folder, Seconds, Text, Written
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.files import replacing
+from vla_accel.files import lock, replacing
 
 ROOT = Path(__file__).parent.parent
 GRACE_S = 10.0
@@ -350,10 +349,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"{folder}: another process works in it; wait for it, or name another folder") from None
+        lock(descriptor, f"{folder}: another process works in it; wait for it, or name another folder")
         yield
     finally:
         os.close(descriptor)

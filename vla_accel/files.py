@@ -55,6 +55,14 @@ def _is_special(path: Path) -> bool:
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
+def lock(descriptor: int, otherwise: str) -> None:
+    """For as long as it is open. Raises ConfigError, which says `otherwise`, where another process has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(otherwise) from None
+
+
 class LineFile:
     """A file of lines that is written by one process at a time, each line on the disk before the next; `close` it.
 
@@ -68,13 +76,12 @@ class LineFile:
 
     def _open(self) -> None:
         self._file: io.FileIO = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - held until close()
+        otherwise = f"{self.path}: another process is writing it; wait for it, or give --output another name"
         try:
-            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            lock(self._file.fileno(), otherwise)
+        except ConfigError:
             self._file.close()
-            raise ConfigError(
-                f"{self.path}: another process is writing it; wait for it, or give --output another name"
-            ) from None
+            raise
 
     def close(self) -> None:
         """Give up the file and the lock on it."""

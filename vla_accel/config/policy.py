@@ -242,9 +242,9 @@ class PolicyConfig(Checked):
             # What a file says of the one is meant of the other, so that the shipped files suit every model.
             if part in parts and other in given and other not in parts and part not in given:
                 given[part] = given.pop(other)
-        unknown = [name for name in given if name not in parts]
-        if unknown:
-            raise ConfigError(f"{unknown[0]}: the model has no such component; it has {', '.join(parts)}")
+        others = [name for name in given if name not in parts]
+        if others:
+            raise ConfigError(f"{others[0]}: the model has no such component; it has {', '.join(parts)}")
         specs = {name: given.get(name, EngineSpec()) for name in parts}
         if self.native == NativeOptions():
             return specs

@@ -62,9 +62,9 @@ class Preset:
             keys = getattr(self, name)
             if not keys or len(set(keys)) != len(keys):
                 raise ConfigError(f"preset.{name}: expected at least one key, each once, got {list(keys)}")
-        unknown = set(self.optional_images) - set(self.images)
-        if unknown:
-            raise ConfigError(f"preset.optional_images: expected some of {list(self.images)}, got {sorted(unknown)}")
+        others = set(self.optional_images) - set(self.images)
+        if others:
+            raise ConfigError(f"preset.optional_images: expected some of {list(self.images)}, got {sorted(others)}")
         for name in ("state_dim", "action_dim"):
             if not 1 <= getattr(self, name) <= LARGEST:
                 raise ConfigError(f"preset.{name}: expected 1 to {LARGEST}, got {getattr(self, name)}")
