@@ -147,12 +147,13 @@ def test_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
             "there>=2; extra == 'one'",
             "old>=3,<4; extra == 'one'",
             "absent>=1; extra == 'one'",
+            "opencv-python-headless>=4.9; extra == 'one'",
             "windows>=1; platform_system == 'Windows' and extra == 'one'",
             "also-absent; extra == 'two'",
             "vla_accel[one]; extra == 'two'",
         )
     ]
-    versions = {"there": "2.0.1", "old": "2.9"}
+    versions = {"there": "2.0.1", "old": "2.9", "opencv-python": "4.14"}
     monkeypatch.setattr(doctor, "installed_version", versions.get)
     assert doctor.missing("one", needed) == ["old <4,>=3 (there is 2.9)", "absent"]
     assert doctor.missing("two", needed) == ["also-absent", "old <4,>=3 (there is 2.9)", "absent"]

@@ -233,6 +233,15 @@ def test_a_command_says_it_in_one_line_before_it_loads(
     assert not list(tmp_path.iterdir())
 
 
+def test_help_is_the_same_behind_other_words(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for words in (["--help"], ["list", "-h"]):
+        with pytest.raises(SystemExit):
+            main(["cache", *words])
+        shown.append(capsys.readouterr().out)
+    assert "{list,clear,verify}" in shown[0] and shown[0] == shown[1]
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_no_help_shows_how_types_are_spelt(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -99,11 +99,13 @@ def test_clients_choose_a_policy_by_key_or_by_path() -> None:
                 assert client.infer_batch([observation(6)] * 2)[1]["actions"][0, 0] == 6 * factor
         with pytest.raises(ServerError, match=r"HTTP 404.*; policy: expected one of three, two, one as the path$"):
             PolicyClient(server.address + "/four")
+        with pytest.raises(ConfigError, match=r"policy: expected one of one, two, three, of the server .*, got 'four'"):
+            PolicyClient(server.address, policy="four")
         with (
-            PolicyClient(server.address, policy="four") as client,
+            PolicyClient(server.address) as client,
             pytest.raises(ServerError, match="ObservationError: policy: expected one of one, two, three, got 'four'"),
         ):
-            client.infer(observation(1))
+            client.infer({**observation(1), "policy": "four"})
         assert metric(server.address, 'vla_accel_policy_requests_total{policy="two"}') == 4
     assert loads == ["three", "two", "one"], "each once"
 
@@ -134,8 +136,16 @@ def test_a_single_policy_takes_the_key_as_part_of_the_observation() -> None:
             assert observation.get("policy") == "x"
             return super().infer(observation)
 
-    with background(Strict(), LOCAL) as server, PolicyClient(f"{server.address}/anything", policy="x") as client:
-        assert client.infer(observation(1))["actions"].shape == (10, 7)
+    with background(Strict(), LOCAL) as server, PolicyClient(f"{server.address}/anything") as client:
+        assert client.infer({**observation(1), "policy": "x"})["actions"].shape == (10, 7)
+
+
+def test_a_client_that_names_a_policy_is_refused_where_there_is_only_one() -> None:
+    with (
+        background(EchoPolicy(), LOCAL) as server,
+        pytest.raises(ConfigError, match=r"policy: expected none, as it serves only one, .*, got 'x'"),
+    ):
+        PolicyClient(server.address, policy="x")
 
 
 def test_policies_on_the_command_line() -> None:

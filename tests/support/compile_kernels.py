@@ -304,4 +304,6 @@ if __name__ == "__main__":
     with torch.inference_mode():
         named = [v for v in sys.argv[1:] if not v.startswith("--")]
         options = ("--tried", "--smolvla", "--trained", "--tma")
+        if unknown := [v for v in sys.argv[1:] if v.startswith("--") and v not in options]:
+            sys.exit(f"compile_kernels: expected {', '.join(options)}, got {' '.join(unknown)}")
         main(named or ["9.0"], *(option in sys.argv for option in options))

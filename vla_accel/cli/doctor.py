@@ -112,7 +112,8 @@ def missing(extra: str, needed: Sequence[Requirement]) -> list[str]:
             for other in sorted(one.extras):
                 found += missing(other, needed)
             continue
-        version = installed_version(one.name)
+        # opencv's builds with and without windows bring the same module.
+        version = installed_version(one.name) or installed_version(one.name.removesuffix("-headless"))
         if version is None:
             found.append(one.name)
         elif not one.specifier.contains(version, prereleases=True):

@@ -103,8 +103,10 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
     type refuses.
     """
     about, box = _wrapped(kind.__doc__ or ""), io.StringIO()
-    columns = os.environ.get("COLUMNS")
-    if not {"-h", "--help"} & {*(sys.argv if words is None else words)}:
+    words, columns = sys.argv[1:] if words is None else words, os.environ.get("COLUMNS")
+    if {"-h", "--help"} & {*words}:
+        words = ["--help"]  # beside a word that it has read tyro leaves that one's place out
+    else:
         os.environ["COLUMNS"] = "1000000"  # of the box of an error tyro breaks no line then, and so no long word
     try:
         with _RULES, contextlib.redirect_stderr(box):

@@ -53,8 +53,8 @@ class PolicyClient:
     address's path may name it, too); `api_key`: sent as `Authorization: Api-Key …`;
     `tls_ca`: file with the certificates to trust for `wss`, the system's if not given;
     `timeout_s`: longest wait for an answer; `connect_timeout_s`: longest wait for a connection and for its metadata.
-    Raises ConfigError for anything but a websocket address, ServerError where nobody answers in openpi's format,
-    DependencyError without `websockets` and `msgpack`.
+    Raises ConfigError for anything but a websocket address and for a policy that the server has not, ServerError where
+    nobody answers in openpi's format, DependencyError without `websockets` and `msgpack`.
     """
 
     def __init__(
@@ -239,6 +239,7 @@ class PolicyClient:
             ) from error
         try:
             self.metadata = self._hello(connection)
+            self._check_policy()
         except BaseException:
             stack.close()
             raise
@@ -256,6 +257,13 @@ class PolicyClient:
         if isinstance(hello, str):
             raise ServerError(f"policy server {self.address}: expected metadata, got text: {hello.strip()!r:.200}")
         return self._read(hello, wire.unpack_map)
+
+    def _check_policy(self) -> None:
+        """Raise ConfigError where the server would answer with another policy than the one asked for."""
+        names = self.metadata.get(wire.POLICIES)
+        if self._policy is not None and self._policy not in (names if isinstance(names, list) else ()):
+            known = f"one of {', '.join(map(str, names))}" if isinstance(names, list) else "none, as it serves only one"
+            raise ConfigError(f"policy: expected {known}, of the server {self.address}, got {self._policy!r:.60}")
 
     def _read(self, data: bytes, read: Callable[[bytes], T]) -> T:
         try:

@@ -215,7 +215,7 @@ class TextToImage:
     seed: Seed = 0
     """Of the noise."""
     height: Number = None
-    """Pixels, beside --width; the given picture's size, or the checkpoint's, if not given."""
+    """Pixels, beside --width; the checkpoint's size if not given, in img2img the given picture's."""
     width: Number = None
     """Pixels, beside --height."""
     scheduler: Text = None
