@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,8 @@ def test_the_commands_make_pictures_that_say_how(
     printed = capsys.readouterr()
     assert printed.err.startswith("loading tiny-random\n") and "\ndenoising in 2 steps\n" in printed.err
     assert printed.err.count("denoising: 100 %\n") == 2, "no terminal: lines now and then"
+    asks = logging.getLogger("transformers.utils.import_utils")
+    assert not asks.isEnabledFor(logging.WARNING), "it would speak of torchvision, once a process"
     report = last_json(printed.out)
     # Ours is rounded to uint8.
     assert report["pipeline"]["parity"]["max_error"] < HALF_STEP and report["samples"] == 1

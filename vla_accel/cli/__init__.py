@@ -91,6 +91,8 @@ def ended(run: Callable[[], int]) -> tuple[int, str | None]:
     plain.addFilter(lambda r: not logging.root.handlers and (r.name == log.name or r.levelno > logging.INFO))
     log.addHandler(plain)
     log.setLevel(logging.INFO)
+    # What diffusers' pipelines import would rather have torchvision, and warns a user who can change nothing.
+    logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     try:
         try:
             return run(), None
