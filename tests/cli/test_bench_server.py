@@ -35,7 +35,10 @@ def test_the_bench_runs_and_its_report_adds_up(tmp_path: Path, capsys: pytest.Ca
     words = ["bench-server", "--clients", "1,3", "--seconds", "0.5", "--devices", "cpu,cpu", "--output", str(file)]
     assert main(words) == 0
     report = json.loads(file.read_text())
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1]) == report
+    said = [line.partition(",")[0] for line in err.splitlines()]
+    assert said == ["starting a server of nothing", *(f"clients: {n}" for n in (1, 1, 3, 3))], "before and after"
     assert [row["clients"] for row in report["rows"]] == [1, 3]
     for row in report["rows"]:
         assert row["problems"] == [] and row["requests"] == pytest.approx(row["per_second"] * row["seconds"], rel=0.02)

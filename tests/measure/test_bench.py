@@ -296,6 +296,17 @@ def test_other_projects_code_holds_what_the_allocator_gave(small: Factory, monke
     assert without.make("openpi-eager", 1).memory is None, "on a CPU nobody tells"
 
 
+def test_missing_modelopt_is_said_before_anything_is_built(
+    small: Factory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "modelopt", None)
+    words = ["bench", "--model", "pi05", "--horizon", "5", "--steps", "1", "--calls", "1", "--device", "cpu"]
+    assert cli.main([*words, "--systems", "eager,native-fp8"]) == 1
+    said = capsys.readouterr().err
+    assert "FP8 needs nvidia-modelopt" in said and "preparing" not in said
+    assert cli.main([*words, "--systems", "eager"]) == 0
+
+
 def test_a_prompt_of_so_many_tokens(folder: Path) -> None:
     policy = OptimizedPolicy.from_pretrained(folder, {"device": "cpu", "num_steps": 1})
     rng = np.random.default_rng(0)

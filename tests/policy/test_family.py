@@ -100,7 +100,9 @@ def test_parity_compares_what_the_family_says(capsys: pytest.CaptureFixture[str]
     path = tmp_path / "toy.yaml"
     path.write_text("num_steps: 2\nengines: {encoder: native, head: eager}\n")
     assert cli.main(["parity", str(path), "--synthetic", "toy", "--count", "2", "--device", "cpu"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out, err = capsys.readouterr()
+    assert err.startswith("preparing toy and FP32 eager\n"), "both take their time on a GPU"
+    found = json.loads(out.splitlines()[-1])
     assert [e["used"] for e in found["engines"]] == ["native", "eager"] and found["model"]["kind"] == "toy"
 
 

@@ -52,6 +52,8 @@ def main(chosen: Bench, words: list[str]) -> int:
     if device.type == "cpu" and isinstance(factory, Factory):
         said = "takes minutes to load and a call many seconds; for a quick look: vla-accel bench demo"
         say(f"no GPU: {family.name} at its published size {said}")
+    if isinstance(factory, Factory):
+        factory.require(systems)
     once = timed_once(factory, systems, sweep)
     others = [name for name in systems if name in factory.baselines]
     ready, left_out = _baselines(factory, {n: once[n]["steps"] if n in once else sweep[0] for n in others})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 from vla_accel import machine
 from vla_accel.checkpoints.loading import load
 from vla_accel.cli.asked.servers import BenchServer
-from vla_accel.cli.common import finish, print_table
+from vla_accel.cli.common import finish, print_table, say
 from vla_accel.cli.serve import Load, use_gpu
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
@@ -42,12 +41,14 @@ def main(chosen: BenchServer, words: list[str]) -> int:
         "rows": [],
     }
     limits = {"max_clients": max(64, 2 * max(chosen.clients)), "max_batch": chosen.max_batch}
+    say(f"starting a server of {report['policy']}")
     with served(load_policy, devices, device=chosen.device, **limits) as address:
         report["costs"] = costs(address, observation)
         for clients in chosen.clients:
+            say(f"clients: {clients}, for {chosen.seconds:g} s")
             row = measure(address, observation, clients, chosen.seconds)
             report["rows"].append(row)
-            print(f"clients: {clients}, {row['per_second']:.0f} requests/s", file=sys.stderr)
+            say(f"clients: {clients}, {row['per_second']:.0f} requests/s")
     print_table("Milliseconds of a call over the server", COLUMNS, [_cells(row) for row in report["rows"]])
     report["seconds"] = round(time.monotonic() - began, 1)
     report["passed"] = not any(row["problems"] for row in report["rows"])

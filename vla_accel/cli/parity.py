@@ -31,6 +31,7 @@ def main(chosen: Parity, words: list[str]) -> int:
     checkpoint, name = chosen.checkpoint or "demo", Path(chosen.config or AUTO).stem
     settings = chosen.settings()
     recorded = None if chosen.observations is None else load_observations(chosen.observations, chosen.count)
+    say(f"preparing {name} and FP32 eager")
     if chosen.model:
         policy, twin = random_policy(chosen.model, settings, seed=chosen.seed, steps=chosen.num_steps,
                                      device=chosen.device, with_reference=True)  # fmt: skip
