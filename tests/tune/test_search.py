@@ -12,6 +12,7 @@ import pytest
 
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError, EngineError, OutputError
+from vla_accel.report.tune import verdict
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.noninferiority import Rule
 from vla_accel.tune.outcome import outcome, write_config
@@ -149,6 +150,9 @@ def test_without_a_benchmark_agreement_decides_and_no_other_policy_is_taken(tmp_
     assert chosen == "bad", "nobody could know better"
     assert "no benchmark to judge it by" in str(tried["two steps"].dropped)
     assert not [name for (what, name), _ in machine.asked.items() if what.startswith("episode")]
+    said = {name: verdict({**t.to_json(), "chosen": name == chosen}) for name, t in tried.items()}
+    assert said["eager_fp32"] == "the reference" and said["bad"] == "chosen"
+    assert said["good"] == said["safe"] == "agrees, and is slower" and said["slow"] == "not faster than eager_fp32"
 
 
 def test_another_policy_is_judged_by_success_alone(tmp_path: Path) -> None:

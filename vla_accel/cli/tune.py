@@ -26,7 +26,7 @@ from vla_accel.measure.random_policy import random_observations
 from vla_accel.measure.recording import RECORDED, load_observations, named
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.report.page import check_path, write
-from vla_accel.report.tune import page
+from vla_accel.report.tune import page, verdict
 from vla_accel.tune import candidates
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.measuring import PolicyBench
@@ -208,7 +208,7 @@ def _print(result: dict[str, Any]) -> None:
             f"{latency['median_ms']:.2f}" if latency else "-",
             f"{agreement['cosine']:.6f}" if agreement else "-",
             f"{success['lost']} / {success['gained']} of {success['pairs']}" if success else "-",
-            "chosen" if row["chosen"] else row["dropped"] or "the reference",
+            verdict(row),
         ])  # fmt: skip
     print_table("what was tried", ["configuration", "median ms", "cosine", "lost / gained", "verdict"], body)
     print(f"{result['chosen']}: {result['times_as_fast']:.2f} times as fast as FP32 eager; {result['why']}")

@@ -33,7 +33,7 @@ def ledger(runs: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> Section:
             found.setdefault(cells, []).append(name)
     # What ran alike stands once, with the names of its runs.
     rows: list[list[Cell]] = [[*cells, "; ".join(dict.fromkeys(names))] for cells, names in found.items()]
-    header = ("component", "asked for", "ran", "why not what was asked for", "exactly", "in")
+    header = ("component", "asked for", "ran", "why", "exactly", "in")
     return Section("Engines", [Table("Which path really ran (the ledger)", header, rows)] if rows else [])
 
 

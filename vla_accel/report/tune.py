@@ -47,7 +47,7 @@ def _agreement(rows: Sequence[Row]) -> list[Picture]:
     body: list[list[Cell]] = [
         [row["name"], Number(row["latency"]["median_ms"]), Number(_cosine(row), "{:.6f}"),
          Number((row["agreement"] or {}).get("relative_error"), "{:.1%}"),
-         Number((row["agreement"] or {}).get("flipped"), "{}"), "yes" if row["front"] else "no", _verdict(row)]
+         Number((row["agreement"] or {}).get("flipped"), "{}"), "yes" if row["front"] else "no", verdict(row)]
         for row in shown
     ]  # fmt: skip
     words = "; ".join(f"{p.label}: {p.x:.1f} ms, {p.y:.1e}" for p in points)
@@ -114,7 +114,7 @@ def _films(rows: Sequence[Row]) -> list[Films]:
 def _tried(rows: Sequence[Row]) -> Table:
     body: list[list[Cell]] = [
         [row["name"], row["tries"], Number((row["latency"] or {}).get("median_ms")), Number(_cosine(row), "{:.6f}"),
-         _verdict(row)]
+         verdict(row)]
         for row in rows
     ]  # fmt: skip
     return Table("Everything tried, and why it was dropped", ("configuration", "what it tries", "median ms", "cosine",
@@ -143,5 +143,8 @@ def _disagreement(row: Row) -> float:
     return 0.0 if cosine is None else 1 - cosine
 
 
-def _verdict(row: Row) -> str:
-    return "chosen" if row["chosen"] else row["dropped"] or "the reference"
+def verdict(row: Row) -> str:
+    """What became of one that was tried. Only the reference is compared with nothing."""
+    if row["chosen"]:
+        return "chosen"
+    return row["dropped"] or ("agrees, and is slower" if row["agreement"] else "the reference")
