@@ -32,6 +32,7 @@ from eval.places import Place, by_core, gpus, places, room
 from eval.script import run_script
 from eval.store import RESULTS
 from vla_accel.checkpoints.bundled import NAMED
+from vla_accel.cli.common import print_json
 from vla_accel.cli.options import File, Flag, Folder, Seconds, Text, Written
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import lock, replacing
@@ -365,7 +366,7 @@ def report(outcomes: Mapping[str, Outcome]) -> None:
     for kind, of_kind in summary.items():
         for name, why in of_kind.items():
             _say(f"{kind:<{len(CONTINUED)}}  {name}{why and ': '}{why}")
-    print(json.dumps(summary), flush=True)
+    print_json(summary)
     if left := [name for name, one in outcomes.items() if one.kind != DONE]:
         raise EngineError(f"not done: {len(left)} of {len(outcomes)} jobs")
 

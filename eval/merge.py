@@ -7,7 +7,6 @@ Reads result files that a benchmark's command wrote with `--shard`; prints and w
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from eval.harness.pages import run_page
 from eval.harness.report import read_result
 from eval.harness.tables import print_summary, run_title, stderr_console
 from eval.script import run_script
+from vla_accel.cli.common import print_json
 from vla_accel.cli.options import OutputFile, Written
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
@@ -57,7 +57,7 @@ def run(arguments: Arguments) -> None:
         print(f"report: {page.write(run_page(result), arguments.report)}", file=sys.stderr)
     print_summary(stderr_console(), result["summary"], title=run_title(result))
     rows = [{"steps": row["steps"], **row["success"]} for row in result["summary"]["rows"]]
-    print(json.dumps({"output": str(arguments.output), "episodes": len(result["episodes"]), "rows": rows}))
+    print_json({"output": str(arguments.output), "episodes": len(result["episodes"]), "rows": rows})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,6 @@ Reads result files of a benchmark, such as `python -m eval.libero` writes.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from eval.harness.pages import paired_page, run_page
 from eval.harness.pairs import compare
 from eval.harness.report import read_result
 from eval.script import run_script
+from vla_accel.cli.common import print_json
 from vla_accel.cli.options import OutputFile, Words
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
@@ -107,7 +107,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
         write_json(arguments.output, report)
     if arguments.report is not None:
         print(f"report: {write(paired_page(report, results), arguments.report)}", file=sys.stderr)
-    print(json.dumps(report))
+    print_json(report)
     return report
 
 

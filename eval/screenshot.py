@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.script import run_script
+from vla_accel.cli.common import print_json
 from vla_accel.errors import DependencyError
 from vla_accel.files import replacing
 from vla_accel.report import bench
@@ -48,7 +49,7 @@ def run(arguments: Arguments) -> None:
         browser.close()
     with replacing(arguments.output) as temporary:
         temporary.write_bytes(picture)
-    print(json.dumps({"stored": arguments.output.name, "bytes": len(picture)}))
+    print_json({"stored": arguments.output.name, "bytes": len(picture)})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

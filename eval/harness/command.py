@@ -7,7 +7,6 @@ an interrupted run.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -26,6 +25,7 @@ from eval.harness.report import policy_name, read_result
 from eval.harness.stress import parse_stress
 from eval.harness.tables import stderr_console
 from eval.script import concluded
+from vla_accel.cli.common import print_json
 from vla_accel.cli.options import Listed, Number, OutputFile, OutputFolder, Text, Within, Written, read
 from vla_accel.errors import ConfigError
 from vla_accel.report.page import check_path
@@ -128,7 +128,7 @@ def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) 
         console.print(f"video: {video}", soft_wrap=True)
     if errors:
         console.print(f"[red]{errors} episodes ended in an error[/]; they count in no rate")
-    print(json.dumps(_line(benchmark, result, errors), allow_nan=False), flush=True)
+    print_json(_line(benchmark, result, errors))
     return 1 if errors else 0
 
 

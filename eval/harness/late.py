@@ -8,7 +8,6 @@ meet, whatever machine plays the simulator.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from eval.harness.pairs import described
 from eval.harness.policies import Chunking
 from eval.harness.tables import stderr_console
 from eval.script import concluded
+from vla_accel.cli.common import print_json
 from vla_accel.cli.options import Listed, Within, Words, read
 from vla_accel.errors import DependencyError
 from vla_accel.files import replacing, without_folders, write_json
@@ -63,7 +63,7 @@ def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) 
     asked = read(arguments, words, " ".join(program))
     with command.stdout_to_stderr():
         grid = play(benchmark, asked, [*program, *words])
-    print(json.dumps({key: grid[key] for key in ("output", "figure", "rows")}), flush=True)
+    print_json({key: grid[key] for key in ("output", "figure", "rows")})
     return 1 if any(row["errors"] for row in grid["rows"]) else 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from eval.harness import report
 from eval.harness.rollout import EpisodeResult
@@ -26,7 +27,8 @@ class EpisodeProgress:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
+            # On a narrow terminal this one is broken, and leaves the others their places.
+            TextColumn("{task.fields[note]}", table_column=Column(overflow="fold")),
         )
         self._console, self._plan = console, plan
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)

@@ -104,7 +104,9 @@ def test_runs_without_a_step_count() -> None:
     assert row["steps"] is None and row["pairs"] == 2
 
 
-def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_what_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = [write(tmp_path, n, result({3: o})) for n, o in (("a", [WON, LOST]), ("b", [WON, WON]), ("c", [LOST] * 2))]
     output = tmp_path / "out" / "paired.json"
     assert paired.main([*map(str, files), "--output", str(output), "--note", "why"]) == 0
@@ -114,6 +116,9 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
     assert [(r["name"], r["lost"], r["gained"]) for r in stored["rows"]] == [("b", 0, 1), ("c", 1, 0)]
     assert stored["policies"]["b"]["asked"] == {"vision": {"engine": "native"}, "unet": {"engine": "eager"}}
     assert str(tmp_path) not in output.read_text()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert paired.main([*map(str, files)]) == 0
+    assert "{" not in capsys.readouterr().out, "it would push the table out of sight"
 
 
 def test_files_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,8 @@ pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
 from tests.support.openpi_wire import openpi_pack, openpi_unpack
 from tests.support.server_support import EchoPolicy, expected_actions, metric, observation, port_of, serve_command
+from tests.support.tiny import tiny_observation, write_tiny_checkpoint
+from vla_accel import OptimizedPolicy
 from vla_accel.server import ServerConfig, background
 
 pytestmark = pytest.mark.parity
@@ -29,8 +31,8 @@ BRIDGE = Path(__file__).parent / "openpi_client_bridge.py"
 class OpenpiClient:
     """openpi's `WebsocketClientPolicy` in its process: `infer`, `reset` and `metadata`."""
 
-    def __init__(self, python: str, address: str, key: str = "-") -> None:
-        words = [python, str(BRIDGE), "127.0.0.1", str(port_of(address)), key]
+    def __init__(self, python: str, address: str, key: str = "-", *, chunk: int | None = None) -> None:
+        words = [python, str(BRIDGE), "127.0.0.1", str(port_of(address)), key, *([] if chunk is None else [str(chunk)])]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             hello = self._read()
@@ -92,6 +94,20 @@ def test_openpis_client_gets_metadata_answers_and_errors(python: str) -> None:
         again.close()
         with pytest.raises(ConnectionError):
             OpenpiClient(python, server.address, "wrong")
+
+
+def test_openpis_broker_hands_out_a_chunk_that_is_longer_than_the_state(python: str, tmp_path: Path) -> None:
+    folder, horizon = tmp_path / "checkpoint", 12
+    write_tiny_checkpoint(folder, action_horizon=horizon)
+    policy = OptimizedPolicy.from_pretrained(folder, {"device": "cpu", "num_steps": 1})
+    with background(policy, ServerConfig(port=0)) as server:
+        client = OpenpiClient(python, server.address, chunk=horizon)
+        steps = [client.infer(tiny_observation(0)) for _ in range(horizon + 1)]
+        client.close()
+        assert metric(server.address, 'vla_accel_requests_total{outcome="ok"}') == 2, "one for each chunk"
+    policy.reset()
+    chunk = policy.infer(tiny_observation(0))["actions"]
+    np.testing.assert_array_equal([step["actions"] for step in steps[:horizon]], chunk)
 
 
 @pytest.mark.slow

@@ -163,5 +163,7 @@ def test_tls(make_certificate: Callable[[str], tuple[Path, Path]], tmp_path: Pat
             background(EchoPolicy(), local(**wrong)),
         ):
             raise AssertionError("it must not serve")
+    with pytest.raises(ConfigError, match=r"a key in a file of its own: --tls-key$"):
+        local(tls_cert=cert).tls()
     with pytest.raises(ConfigError, match=r"tls_ca .*: expected certificates in PEM"):
         PolicyClient("wss://127.0.0.1:1", tls_ca=os.devnull)

@@ -73,6 +73,17 @@ def test_a_robot_may_have_more_cameras_than_the_model_sees() -> None:
     assert list(Reader(preset).read(less).views) == [LEROBOT[0]]
 
 
+def test_a_misspelt_one_among_keys_with_slashes() -> None:
+    views = ("images/top", "images/left", "images/right")
+    preset = Preset(views, ("state",), 2, 2, optional_images=views[1:])
+    image = np.zeros((8, 8, 3), np.uint8)
+    given: dict[str, Any] = {"images/top": image, "images/left": image, "state": np.zeros(2), "prompt": "go"}
+    assert list(Reader(preset).read(given).views) == list(views[:2])
+    with pytest.raises(ObservationError, match=r"expected some of images/top, .*, got also images/rihgt$"):
+        Reader(preset).read({**given, "images/rihgt": image})
+    assert len(Reader(preset).read({**given, "images/right": image, "images/more": image}).views) == 3
+
+
 def test_what_stands_beside_the_state_is_no_camera() -> None:
     preset = Preset(("observation.image", "observation.wrist"), ("observation.state",), 2, 2, prompt="task",
                     optional_images=("observation.wrist",))  # fmt: skip

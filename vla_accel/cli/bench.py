@@ -13,6 +13,7 @@ import numpy as np
 
 from vla_accel.cli.asked.policies import Bench
 from vla_accel.cli.common import print_json, print_table, say, write_asked
+from vla_accel.components.quantize import load_modelopt
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import without_folders
@@ -52,8 +53,9 @@ def main(chosen: Bench, words: list[str]) -> int:
     if device.type == "cpu" and isinstance(factory, Factory):
         said = "takes minutes to load and a call many seconds; for a quick look: vla-accel bench demo"
         say(f"no GPU: {family.name} at its published size {said}")
-    if isinstance(factory, Factory):
-        factory.require(systems)
+    ours = [factory.configs[name].specs(family.parts) for name in systems if name in factory.configs]
+    if isinstance(factory, Factory) and any(map(family.needs_scales, ours)):
+        load_modelopt()  # where it is missing that is said before anything is built
     once = timed_once(factory, systems, sweep)
     others = [name for name in systems if name in factory.baselines]
     ready, left_out = _baselines(factory, {n: once[n]["steps"] if n in once else sweep[0] for n in others})

@@ -1,4 +1,5 @@
-"""What commands share: names that are checked, tables and reports."""
+"""What commands share: names that are checked, tables and reports. Importing it takes no torch: scripts on stored
+results have none of it."""
 
 from __future__ import annotations
 
@@ -8,19 +9,20 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from vla_accel import machine
-from vla_accel.checkpoints.loading import local
 from vla_accel.cli.asked.images import BenchOptions
 from vla_accel.config import load_config
 from vla_accel.files import write_json
 
+if TYPE_CHECKING:
+    import torch
+
 
 def check_names(checkpoint: str, config: str | None) -> None:
     """Raise CheckpointError or ConfigError for names of nothing, before a program says that it loads them."""
+    from vla_accel.checkpoints.loading import local
+
     load_config(config)
     local(checkpoint)
 
@@ -66,7 +68,7 @@ def say(text: str) -> None:
 def print_json(content: Any) -> None:
     """The line that ends a command, for scripts: on a terminal it would push what people read out of sight."""
     if not sys.stdout.isatty():
-        print(json.dumps(content))
+        print(json.dumps(content), flush=True)
 
 
 def write_asked(path: Path | None, content: Any) -> None:
@@ -79,6 +81,8 @@ def report(
     command: str, options: BenchOptions, device: torch.device, began: float, passed: bool, content: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What every benchmark's JSON holds, round its own content. `began`: `time.perf_counter()` at the start."""
+    from vla_accel import machine
+
     return {
         "command": command,
         "dtype": options.dtype,

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from vla_accel.checkpoints.loading import base_and_lora, family_of
-from vla_accel.components.quantize import load_modelopt
 from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.fp8 import Scales
@@ -79,12 +78,6 @@ class Factory:
         """Of each policy, the most bytes that making it took beside what was there."""
         self.held: dict[str, dict[str, int]] = {}
         """Of each other project, the memory that its model took when it was made."""
-
-    def require(self, names: Sequence[str]) -> None:
-        """Raise DependencyError where what scales are measured with is missing, before anything is built."""
-        ours = [self.configs[name].specs(self.family.parts) for name in names if name in self.configs]
-        if any(self.family.needs_scales(specs) for specs in ours):
-            load_modelopt()
 
     def make(self, name: str, steps: int) -> System:
         """A system by name. Raises ConfigError for an unknown one, DependencyError for a baseline not installed."""

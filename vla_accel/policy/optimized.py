@@ -144,7 +144,7 @@ class OptimizedPolicy:
         observation, k at most the horizon; `inference_delay`: how many of them will be executed before the answer is
         used. The new chunk is guided to begin with those, and to leave them gradually (`PolicyConfig.rtc`); with a
         delay of k or more, all of them are kept, as in lerobot.
-        Returns: `actions` float64 (horizon, 7); `state` float64 (8,) as given; `policy_timing` in milliseconds:
+        Returns: `actions` float64 (horizon, 7); `state`, a list of 8 as given; `policy_timing` in milliseconds:
         `infer_ms`, and per component; `engines`: the ledger.
         Raises ObservationError for a bad observation or noise, EngineError for non-finite actions, ActionError where a
         family's answer is no chunk of actions.
@@ -204,7 +204,8 @@ class OptimizedPolicy:
             timing = {"infer_ms": sample.total_ms, "total_ms": sample.total_ms}
             timing |= {f"{name}_ms": value for name, value in sections.items()}
             return [
-                {"actions": a, "state": i.raw_state, "policy_timing": timing.copy(), "engines": engines}
+                # A list: of each array in an answer openpi's ActionChunkBroker takes the row of its step.
+                {"actions": a, "state": i.raw_state.tolist(), "policy_timing": timing.copy(), "engines": engines}
                 for a, i, engines in zip(robot, inputs, ledgers, strict=True)
             ]
 

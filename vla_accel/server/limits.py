@@ -98,5 +98,6 @@ class ServerConfig(Checked):
             context.load_cert_chain(self.tls_cert, self.tls_key)
         except (OSError, ssl.SSLError) as error:
             named = f"{self.tls_cert}" + (f" and {self.tls_key}" if self.tls_key else "")
-            raise ConfigError(f"tls_cert: expected a certificate and its key in {named}, got: {error}") from error
+            own = "" if self.tls_key else "; a key in a file of its own: --tls-key"
+            raise ConfigError(f"tls_cert: expected a certificate and its key in {named}, got: {error}{own}") from error
         return context

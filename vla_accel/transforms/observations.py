@@ -34,12 +34,13 @@ class Reader:
         # Where cameras are side by side: mappings of them alone, and keys alike but for the camera's name (lerobot's).
         self._siblings: dict[str, frozenset[str]] = {}
         beside = {k.rpartition(".")[0] for k in (*preset.state, preset.prompt)}
-        self._alike = {k.rpartition(".")[0] for k in preset.optional_images} - beside - {""}
+        dotted = {k.rpartition(".")[0] for k in preset.optional_images} - beside - {""}
         others = {key.rpartition("/")[0] for key in (*preset.state, preset.prompt)}
         for key in (*preset.images, *preset.ignored_images):
             parent, _, name = key.rpartition("/")
             if preset.optional_images and parent not in others:
                 self._siblings[parent] = self._siblings.get(parent, frozenset()) | {name}
+        self._alike = (*(f"{parent}." for parent in dotted), *(f"{parent}/" for parent in self._siblings if parent))
 
     def read(self, observation: Mapping[str, Any]) -> Observed:
         """Raises ObservationError that names the key of what is missing, unknown or of the wrong kind."""
@@ -73,7 +74,7 @@ class Reader:
     def _refuse_unknown_images(self, observation: Mapping[str, Any], views: Mapping[str, Any]) -> None:
         """Among cameras alone, a misspelt optional one would be a masked view: a silent loss of success."""
         known = (*self.preset.images, *self.preset.ignored_images)
-        alike = [k for k in map(str, observation) if k.rpartition(".")[0] in self._alike and k not in known]
+        alike = [k for k in map(str, observation) if k.startswith(self._alike) and k not in known]
         # A robot may have more cameras than the model sees.
         if alike and len(views) < len(self.preset.images):
             expected = ", ".join(self.preset.images)
