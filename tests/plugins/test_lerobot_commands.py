@@ -24,7 +24,7 @@ from tests.support.pages import ROOT, commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 SHOWN = [command.line for command in commands(ROOT / "docs/lerobot.md")]
-INSTALL = "pip install . "
+INSTALL, LIBERO = "pip install '.[checkpoints]' ", "pip install 'lerobot[libero]' "
 BY_TYPE, BY_PATH = "lerobot-eval --policy.type=", "lerobot-eval --policy.path="
 FOLDER, ROLLOUT = "python -m lerobot_policy_vla_accel ", "lerobot-rollout "
 SERVER, CLIENT = "python -m lerobot_policy_vla_accel.policy_server ", "python -m lerobot.async_inference.robot_client "
@@ -133,5 +133,5 @@ def test_lerobot_eval_in_libero(tmp_path: Path) -> None:
 
 
 def test_every_command_of_the_page_is_run_here() -> None:
-    starts = (INSTALL, BY_TYPE, BY_PATH, FOLDER, ROLLOUT, SERVER, CLIENT)
+    starts = (INSTALL, LIBERO, BY_TYPE, BY_PATH, FOLDER, ROLLOUT, SERVER, CLIENT)
     assert [sum(line.startswith(start) for line in SHOWN) for start in starts] == [1] * len(starts) == [1] * len(SHOWN)
