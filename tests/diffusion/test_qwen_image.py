@@ -86,8 +86,9 @@ def test_bench_qwen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(said.out.strip().splitlines()[-1])
     assert json.loads((tmp_path / "a.json").read_text()) == report
     names = ["baseline", "VAE only", "transformer only (native)", "both (native)"]
-    told = [line.partition(": ")[0] for line in said.err.splitlines() if "the first call took" in line]
-    assert told == [f"Qwen-Image, {name}" for name in names]
+    assert said.err.startswith("making Qwen-Image with 1 layers\n")
+    told = [line.partition(" took")[0] for line in said.err.splitlines() if "first call" in line]
+    assert told == [f"Qwen-Image, {name}: {what}" for name in names for what in ("first call", "the first call")]
     assert [r["system"] for r in report["results"]] == names and report["layers"] == 1
     assert all(r["parity"]["cosine"] > 0.9999 for r in report["results"])
     lines = qwen_images(report).splitlines()
@@ -100,7 +101,9 @@ def test_bench_vae(vae: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     picture = tmp_path / "both.png"
     words = f"bench-vae --vae {vae} --sizes 64x64,96x64 --systems eager,native --dtype fp32 --rounds 2"
     assert cli.main([*words.split(), "--picture", str(picture), "--output", str(tmp_path / "a.json")]) == 0
-    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    shown = capsys.readouterr()
+    report = json.loads(shown.out.strip().splitlines()[-1])
+    assert shown.err.startswith(f"loading {vae}\n64x64: the reference, eager in float32\n64x64 encoder, eager: first ")
     assert report["passed"] and len(report["results"]) == 8
     assert {(r["size"], r["side"], r["system"]) for r in report["results"]} == {
         (size, side, system)
@@ -113,6 +116,12 @@ def test_bench_vae(vae: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     shown = read_parameters(picture)
     assert shown["panels"] == ["source", "eager fp32", "native fp32", "difference x 8"] and shown["random_weights"]
     assert report["picture"]["parity"]["cosine"] > 0.9999 and report["picture"]["size"] == "64x64"
+
+
+def test_bench_vae_names_its_own_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench-vae", "--vae", "tiny-sd-vae", "--systems", "eager,tensorrt_rtx", "--sizes", "64x64"]) == 1
+    said = "engine-path: expected --engine-path FOLDER for tensorrt_rtx, got none"
+    assert capsys.readouterr().err.strip().endswith(said)
 
 
 def test_bench_vae_fails_on_disagreement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +181,7 @@ def test_systems_take_turns() -> None:
     systems = {n: lambda n=n: order.append(n) for n in "abc"}
     heard: list[str] = []
     timings = in_turns(systems, rounds=3, device=CPU, warm_up=1, progress=heard.append)
-    assert heard == [f"{done}/3 calls of each" for done in (1, 2, 3)]
+    assert heard == ["warming up: a, b, c", *(f"{done}/3 calls of each" for done in (1, 2, 3))]
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"
     assert all(t.calls == 3 and t.min_ms <= t.p50_ms for t in timings.values())
-    assert peak_memory(CPU, lambda: order.append("x")) == 0.0 and order[-1] == "x"
+    assert peak_memory(CPU, lambda: order.append("x")) == 0.0 and "x" not in order, "a call takes minutes there"

@@ -20,7 +20,7 @@ from tests.support.pictures import read_parameters  # noqa: E402
 from vla_accel import cli, latency  # noqa: E402
 from vla_accel.cli import bench_unet  # noqa: E402
 from vla_accel.config import EngineSpec  # noqa: E402
-from vla_accel.diffusion.models import random_stable_diffusion  # noqa: E402
+from vla_accel.diffusion.models import load_model, random_stable_diffusion  # noqa: E402
 from vla_accel.diffusion.picture import load_image, save_png, to_uint8  # noqa: E402
 from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, load_parts, make_scheduler  # noqa: E402
 from vla_accel.errors import CheckpointError, ConfigError, EngineError  # noqa: E402
@@ -272,8 +272,11 @@ def test_commands_report_one_clear_error(tmp_path: Path, capsys: pytest.CaptureF
         assert message in capsys.readouterr().err
 
 
-def test_a_saved_pipeline_loads(parts: Any, tmp_path: Path) -> None:
+def test_a_saved_pipeline_loads(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts.save_pretrained(tmp_path)
+    for module in (diffusers.pipelines.pipeline_utils, diffusers.models.modeling_utils):
+        monkeypatch.setattr(module.logger, "warning", lambda text, *_: pytest.fail(text))  # of accelerate
+    load_model(tmp_path / "unet", dtype=torch.float32, device=CPU)
     loaded = load_parts(tmp_path, device=CPU, dtype=torch.float32)
     assert torch.equal(loaded.unet.conv_in.weight, parts.unet.conv_in.weight)
     (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").rename(tmp_path / "unet" / "pytorch_model.bin")
@@ -300,11 +303,14 @@ def test_bench_unet_compares_with_both_eagers(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_bench_unet_compares_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "bench-unet --sd-dir tiny-random --systems eager-fp32,native --dtype fp32 --size 64 --steps 2 --rounds 1"
+    words = "bench-unet --sd-dir tiny-random --systems eager-fp32,native --device cpu --size 64 --steps 2 --rounds 1"
     picture, output = tmp_path / "both.png", tmp_path / "bench.json"
     extra = f"--unet-rounds 2 --img2img --picture {picture} --output {output}"
     assert cli.main([*words.split(), *extra.split()]) == 0
-    report = last_json(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    report = last_json(shown.out)
+    said = "loading tiny-random\nunet: the reference, eager in float32\nunet, eager-fp32: first call\n"
+    assert shown.err.startswith(said) and report["dtype"] == "fp32", "fp16 is for GPUs"
     assert json.loads(output.read_text()) == report and report["passed"]
     for rows in (report["unet"], report["txt2img"], report["img2img"]):
         assert [r["system"] for r in rows] == ["eager-fp32", "native"]
@@ -329,13 +335,13 @@ class NarrowDrawsDiffer(TorchFunctionMode):
 def test_bench_unet_starts_both_dtypes_from_the_same_noise(
     scheduler: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def parts(**given: Any) -> Any:
-        made = random_stable_diffusion(**given)
+    def parts(name: str, **given: Any) -> Any:
+        made = load_parts(name, **given)
         # The second draws in every step, too.
         made.scheduler = getattr(diffusers, scheduler).from_config(made.scheduler.config)
         return made
 
-    monkeypatch.setattr(bench_unet, "random_stable_diffusion", parts)
+    monkeypatch.setattr(bench_unet, "load_parts", parts)
     words = "bench-unet --sd-dir tiny-random --systems eager-fp32,eager,native --dtype bf16 --size 64 --steps 3"
     with NarrowDrawsDiffer():
         cli.main([*words.split(), "--rounds", "1", "--unet-rounds", "1", "--img2img"])

@@ -320,6 +320,8 @@ def test_a_model_has_a_row_of_all_that_is_stored_of_it() -> None:
     small = {**smolvla, "model": {**smolvla["model"], "kind": "pi0_fast"}}
     row = tables.models([small, lerobot]).splitlines()[2]
     assert row.startswith("| π0-FAST | 2.92 B | ") and row.endswith(" | - | - |"), "a small model's are not its"
+    small["rows"] = bench_report(ceilings, "eager")["rows"]
+    assert " | 60.00 (ours, eager) | 14.00, 4.3× | " in tables.models([small]).splitlines()[2], "beside no other code"
 
 
 def lerobot_report() -> dict[str, Any]:

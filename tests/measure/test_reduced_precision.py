@@ -26,7 +26,6 @@ from vla_accel.measure.reduced_precision import (
     overflowing,
     ranges,
     reduce_precision,
-    to_device,
 )
 
 CPU = torch.device("cpu")
@@ -129,13 +128,6 @@ def test_inference_is_what_it_says(net: Net) -> None:
     assert torch.backends.cudnn.benchmark == before and not torch.is_inference_mode_enabled()
 
 
-def test_moving_nested_values() -> None:
-    value = {"a": torch.ones(2), "b": [torch.zeros(1), 3], "c": ("x", torch.ones(1))}
-    moved = to_device(value, CPU)
-    assert torch.equal(moved["a"], value["a"]) and moved["b"][1] == 3 and moved["c"][0] == "x"
-    assert isinstance(moved["c"], tuple)
-
-
 def test_cost_halves_the_weights(net: Net) -> None:
     before = cost(net, lambda: net(example()), CPU, calls=3)
     reduce_precision(net, ReducedPrecision("bf16"))
@@ -147,13 +139,17 @@ def test_cost_halves_the_weights(net: Net) -> None:
 
 
 @pytest.mark.parametrize("model", ["tiny-qwen-vae", "tiny-sd-vae", "tiny-sd-unet", "tiny-qwen-text-encoder"])
-def test_the_command_reports(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
+    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
     torch.manual_seed(0)
     assert cli.main(["precision", model, "--size", "64", "--tokens", "8", "--calls", "1"]) == 0
     shown = capsys.readouterr()
-    said = [f"{model} in {dtype}, timed calls: 1" for dtype in ("float32", "bf16")]
-    assert [line for line in shown.err.splitlines() if "timed" in line] == said, "at full size it takes minutes"
+    calls = ("timed calls: 1", *(f"{done} %" for done in (20, 40, 60, 80, 100)))
+    said = [f"{model} in {dtype}{',' if 'calls' in told else ':'} {told}" for dtype in ("float32", "bf16")
+            for told in calls]  # fmt: skip
+    told = [line for line in shown.err.splitlines() if line.startswith((f"loading {model}", f"{model} in "))]
+    assert told == [f"loading {model}", *said], "at full size it takes minutes"
     report: dict[str, Any] = json.loads(shown.out.strip().splitlines()[-1])
     assert f"{report['speedup']:.2f}x as fast" in shown.out + shown.err, "it may be slower"
     assert report["weights_ratio"] == pytest.approx(0.5, abs=0.02) and list(report["parameters"]) == ["bfloat16"]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.reports import ROOT, figures_in
 from vla_accel.errors import ConfigError
-from vla_accel.report import bench, parity
+from vla_accel.report import bench, parity, tune
 from vla_accel.report.charts import Bar, Point, scatter, stacked
 from vla_accel.report.page import Films, Number, Page, Section, Table, Text, render, write
 
@@ -108,6 +108,16 @@ def test_bars_of_no_length_are_drawn(narrow: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stacked([Bar("eager", {"error": 0.0})], unit="%", narrow=narrow)
+
+
+def test_a_bar_ends_at_the_median_of_the_call() -> None:
+    """Medians of parts may add up to more; the table beside the bars keeps them."""
+    timed = {"median_ms": 6.0, "parts_ms": {"vision": 3.0, "denoise": 5.0}}
+    assert bench.call_parts(timed) == {"vision": 2.25, "denoise": 3.75}
+    assert bench.call_parts({**timed, "median_ms": 9.0}) == {"vision": 3.0, "denoise": 5.0, "other": 1.0}
+    row = {"system": "eager", "steps": 1, "p10_ms": 5.0, "p90_ms": 7.0, "floors_ms": None, **timed}
+    for picture in (tune._parts([{"name": "eager", "latency": timed}]), bench._calls([row], "all")):
+        assert [str(cell) for cell in picture.figures.rows[0][-2:]] == ["3.00", "5.00"]
 
 
 def test_a_cosine_that_rounds_to_more_than_one_is_drawn() -> None:

@@ -32,6 +32,7 @@ def main(options: BenchQwen, words: list[str]) -> int:
     if device.type == "cpu" and not options.tiny and options.layers is None:
         raise ConfigError("device: expected a GPU for Qwen-Image's 20 billion weights, --layers N or --tiny, got cpu")
     began, layers = time.perf_counter(), options.layers or LAYERS
+    say(f"making Qwen-Image with {layers} layers")
     pipeline = random_qwen_image(tiny=options.tiny, layers=layers, dtype=dtype, device=device)
     if options.edit:
         parts = dict(pipeline.components)

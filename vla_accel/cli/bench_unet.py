@@ -7,6 +7,7 @@ import copy
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from vla_accel.cli.asked.images import BenchUnet
 from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say, write_asked
-from vla_accel.cli.generate import RANDOM
+from vla_accel.cli.generate import dtype_on
 from vla_accel.config import EngineSpec
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
-from vla_accel.diffusion.models import diffusers_module, random_stable_diffusion
+from vla_accel.diffusion.models import diffusers_module
 from vla_accel.diffusion.picture import side_by_side
 from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, load_parts, unet_engine_file
 from vla_accel.errors import ConfigError, EngineError
@@ -47,9 +48,10 @@ def main(options: BenchUnet, words: list[str]) -> int:
 class _Bench:
     def __init__(self, options: BenchUnet) -> None:
         self.began = time.perf_counter()
-        self.options = options
         self.device = resolve_device(options.device)
-        self.dtype = DTYPES[options.dtype]
+        dtype = dtype_on(self.device, options.dtype)
+        self.options, self.dtype = replace(options, dtype=dtype), DTYPES[dtype]
+        say(f"loading {options.sd_dir}")
         self.parts = self._load(self.dtype)
         self.wide = self._load(torch.float32)
         for name in ("unet", "vae", "text_encoder"):
@@ -95,11 +97,7 @@ class _Bench:
         return report("bench-unet", self.options, self.device, self.began, passed, content)
 
     def _load(self, dtype: torch.dtype) -> Any:
-        name = self.options.sd_dir
-        if name in RANDOM:
-            parts = random_stable_diffusion(tiny=RANDOM[name], dtype=dtype, device=self.device)
-        else:
-            parts = load_parts(name, device=self.device, dtype=dtype)
+        parts = load_parts(self.options.sd_dir, device=self.device, dtype=dtype)
         parts.set_progress_bar_config(disable=True)
         return parts
 
@@ -122,6 +120,7 @@ class _Bench:
         states = torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
         sample, timestep = torch.cat((one, one)), torch.tensor(481, device=self.device)
         runs = {n: self._unet(n, sample, timestep, states) for n in self.options.systems}
+        say("unet: the reference, eager in float32")
         want = self.wide.unet(sample.float(), timestep, states.float(), return_dict=False)[0]
         done = self._first("unet", runs)
         timings = in_turns(

@@ -12,7 +12,7 @@ from torch import Tensor
 from vla_accel.cli.asked.images import BenchVae
 from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say
 from vla_accel.components.vae import PROFILES, Size, parse_size, size_key, static_sizes
-from vla_accel.diffusion.measure import Parity, Timing, first_calls, in_turns, parity
+from vla_accel.diffusion.measure import first_calls, in_turns, parity
 from vla_accel.diffusion.models import CONFIGS, load_model
 from vla_accel.diffusion.vae import AcceleratedVae
 from vla_accel.errors import ConfigError
@@ -28,7 +28,10 @@ MSE, COSINE = 1e-3, 0.9995
 def main(options: BenchVae, words: list[str]) -> int:
     """Run the command; the exit status."""
     device, dtype = resolve_device(options.device), DTYPES[options.dtype]
+    if not options.engine_path and (library := next((s for s in options.systems if s.startswith("tensorrt")), None)):
+        raise ConfigError(f"engine-path: expected --engine-path FOLDER for {library}, got none")
     began = time.perf_counter()
+    say(f"loading {options.vae}")
     vae = load_model(options.vae, dtype=dtype, device=device)
     reference = load_model(options.vae, dtype=torch.float32, device=device)
     # The same rounded weights, so that agreement judges arithmetic and not the checkpoint's rounding.
@@ -68,6 +71,7 @@ class _Bench:
         latents = torch.randn(1, channels, *frames, *small, generator=generator, device=self.device)
         image, latents = image.to(self.dtype), latents.to(self.dtype)
         rows: list[dict[str, Any]] = []
+        say(f"{size_key(size)}: the reference, eager in float32")
         with torch.inference_mode():
             references = self._diffusers(self.reference, image.float(), latents.float())
             want = {side: run().float() for side, run in references.items()}
@@ -80,10 +84,20 @@ class _Bench:
                 timings = in_turns(
                     {name: runs[name] for name in done}, rounds=self.options.rounds, device=self.device, progress=say
                 )
-                rows += [
-                    row(size, side, n, timings[n], parity(r, want[side]), timings.get("eager"), first[n].seconds)
-                    for n, r in done.items()
-                ]
+                base = timings.get("eager")
+                for name, timing in timings.items():
+                    agreement = parity(done[name], want[side])
+                    rows.append({
+                        "size": f"{size[1]}x{size[0]}",
+                        "key": size_key(size),
+                        "side": side,
+                        "system": name,
+                        **timing.as_dict(),
+                        "speedup": base.p50_ms / timing.p50_ms if base else None,
+                        "first_call_s": round(first[name].seconds, 2),
+                        "parity": agreement.as_dict(),
+                        "passed": agreement.passes(MSE, COSINE),
+                    })  # fmt: skip
         if self.device.type == "cuda":
             torch.compiler.reset()
         return rows
@@ -155,23 +169,6 @@ class _Bench:
         }
         compared(self.options.picture, image, pair, content, contrast=1 / spread)
         return content
-
-
-def row(
-    size: Size, side: str, system: str, timing: Timing, agreement: Parity, base: Timing | None, first_s: float
-) -> dict[str, Any]:
-    """One line of the results."""
-    return {
-        "size": f"{size[1]}x{size[0]}",
-        "key": size_key(size),
-        "side": side,
-        "system": system,
-        **timing.as_dict(),
-        "speedup": base.p50_ms / timing.p50_ms if base else None,
-        "first_call_s": round(first_s, 2),
-        "parity": agreement.as_dict(),
-        "passed": agreement.passes(MSE, COSINE),
-    }
 
 
 def _sizes(texts: tuple[str, ...]) -> dict[str, Size]:

@@ -10,12 +10,11 @@ import torch
 from vla_accel.cli.asked.images import BuildUnet
 from vla_accel.cli.build_vae import describe, pick_targets, print_files
 from vla_accel.cli.common import print_json, say
-from vla_accel.cli.generate import RANDOM
 from vla_accel.components.unet import unet_component
 from vla_accel.config import TensorrtOptions
 from vla_accel.diffusion.engine_files import BuiltFile, build_file, export_onnx, found_file
 from vla_accel.diffusion.models import load_model
-from vla_accel.diffusion.stable import unet_engine_file
+from vla_accel.diffusion.stable import RANDOM, unet_engine_file
 from vla_accel.engines.onnx import OnnxFile
 from vla_accel.engines.tensorrt_library import load_library
 from vla_accel.errors import ConfigError

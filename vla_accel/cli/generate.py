@@ -11,36 +11,29 @@ import torch
 from torch import Tensor
 
 from vla_accel import machine
-from vla_accel.cli.asked.images import ImageToImage, TextToImage
+from vla_accel.cli.asked.images import Dtype, ImageToImage, TextToImage
 from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import EngineSpec
 from vla_accel.diffusion.measure import parity
-from vla_accel.diffusion.models import diffusers_module, random_stable_diffusion
+from vla_accel.diffusion.models import diffusers_module
 from vla_accel.diffusion.picture import load_image, save_png
 from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, make_scheduler
 from vla_accel.errors import ConfigError
 from vla_accel.numeric import DTYPES
 from vla_accel.progress import shown
 
-RANDOM = {"random": False, "tiny-random": True}
-"""Instead of a folder: version 1.4's configuration, or a tiny one, with random weights."""
-
 
 def main(options: TextToImage, words: list[str]) -> int:
     """Generate, save, report; the exit status."""
     device = machine.resolve_device(options.device)
-    dtype = DTYPES[options.dtype or ("fp16" if device.type == "cuda" else "fp32")]
+    dtype = DTYPES[dtype_on(device, options.dtype)]
     request, image = _request(options)
     if options.out_img_path.suffix.lower() != ".png":
         raise ConfigError(f"out-img-path: expected a .png, got {options.out_img_path.name}")
     say(f"loading {options.sd_dir}")
-    if options.sd_dir in RANDOM:
-        random = random_stable_diffusion(tiny=RANDOM[options.sd_dir], dtype=dtype, device=device)
-        pipeline = StableDiffusion(random, _engines(options), strict=options.strict)
-    else:
-        pipeline = StableDiffusion.from_pretrained(
-            options.sd_dir, _engines(options), device=device, dtype=dtype, strict=options.strict
-        )
+    pipeline = StableDiffusion.from_pretrained(
+        options.sd_dir, _engines(options), device=device, dtype=dtype, strict=options.strict
+    )
     parts = pipeline.parts
     say(f"denoising in {request.steps} steps")  # of which the first may take half a minute on a CPU
     for call in range(options.calls):
@@ -72,6 +65,11 @@ def main(options: TextToImage, words: list[str]) -> int:
     )
     print_json(report)
     return 0
+
+
+def dtype_on(device: torch.device, asked: Dtype | None) -> Dtype:
+    """What was asked for; else fp16 on a GPU and fp32 on a CPU, where diffusers warns of fp16."""
+    return asked or ("fp16" if device.type == "cuda" else "fp32")
 
 
 def _request(options: TextToImage) -> tuple[Request, Tensor | None]:

@@ -17,6 +17,8 @@ from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import CONFIGS, diffusers_module, filled, load_model
 from vla_accel.errors import ConfigError
 from vla_accel.measure.reduced_precision import (
+    Cost,
+    ModuleRange,
     ReducedPrecision,
     cost,
     dtype_counts,
@@ -27,6 +29,7 @@ from vla_accel.measure.reduced_precision import (
 )
 from vla_accel.models.autoencoder import SCALE
 from vla_accel.numeric import DTYPES
+from vla_accel.progress import in_lines
 
 TEXT_ENCODERS = {"qwen-text-encoder": 28, "tiny-qwen-text-encoder": 2}
 """Qwen-Image(-Edit)'s text encoder, Qwen2.5-VL's language model of 7 billion weights, by its number of layers."""
@@ -35,25 +38,17 @@ TEXT_ENCODERS = {"qwen-text-encoder": 28, "tiny-qwen-text-encoder": 2}
 def main(options: Precision, words: list[str]) -> int:
     """Run the command; the exit status."""
     device, dtype = machine.resolve_device(options.device), DTYPES[options.dtype]
-    say(f"{options.model} in float32, timed calls: {options.calls}")
+    say(f"loading {options.model}")
     wide, call = _model(options, device)
-    with inference(device):
-        reference = call(wide, torch.float32)()
-        found = ranges(wide, call(wide, torch.float32))
-        before = cost(wide, call(wide, torch.float32), device, options.calls)
+    reference, found, before = _measured(options, "float32", wide, call(wide, torch.float32), device)
     keep = (*options.keep_fp32, *(overflowing(found, dtype) if options.auto_fp32 else ()))
     reduced = copy.deepcopy(wide)
     del wide
     kept = reduce_precision(reduced, ReducedPrecision(options.dtype, keep))
-    say(f"{options.model} in {options.dtype}, timed calls: {options.calls}")
-    with inference(device):
-        result = call(reduced, dtype)()
-        seen = ranges(reduced, call(reduced, dtype))
-        after = cost(reduced, call(reduced, dtype), device, options.calls)
+    result, seen, after = _measured(options, options.dtype, reduced, call(reduced, dtype), device)
     agreement = parity(result, reference)
-    overflow = [n for n in overflowing(seen, dtype) if not any(n == k or n.startswith(f"{k}.") for k in kept)]
-    would = [n for n in overflowing(found, dtype) if not any(n == k or n.startswith(f"{k}.") for k in kept)]
-    overflow = list(dict.fromkeys((*would, *overflow)))
+    names = dict.fromkeys((*overflowing(found, dtype), *overflowing(seen, dtype)))
+    overflow = [n for n in names if not any(n == k or n.startswith(f"{k}.") for k in kept)]
     summary: dict[str, Any] = {
         "command": "precision",
         "model": options.model,
@@ -75,6 +70,22 @@ def main(options: Precision, words: list[str]) -> int:
     write_asked(options.output, {**summary, "modules": [dataclasses.asdict(r) for r in seen]})
     print_json(summary)
     return 1 if overflow else 0
+
+
+def _measured(
+    options: Precision, dtype: str, model: nn.Module, run: Callable[[], Tensor], device: torch.device
+) -> tuple[Tensor, list[ModuleRange], Cost]:
+    """What a call gives, the values inside it, and what it costs; says how far that is."""
+    say(f"{options.model} in {dtype}, timed calls: {options.calls}")
+    advance = in_lines(f"{options.model} in {dtype}")
+
+    def told() -> Tensor:
+        result = run()
+        advance(1, options.calls + 4)  # two before the timed ones, and two to warm up
+        return result
+
+    with inference(device):
+        return told(), ranges(model, told), cost(model, told, device, options.calls)
 
 
 def _model(options: Precision, device: torch.device) -> tuple[nn.Module, Callable[..., Callable[[], Tensor]]]:
@@ -99,7 +110,8 @@ def _model(options: Precision, device: torch.device) -> tuple[nn.Module, Callabl
         image = draw(1, 3, *frames, side, side).clamp(-1, 1)
         # An image to latents and back, so that both halves are looked at.
         return model, lambda m, d: lambda: m.decode(m.encode(image.to(d)).latent_dist.mode()).sample.float()
-    raise ConfigError(f"model: expected a UNet2DConditionModel, an autoencoder or one of {_known()}, got {kind}")
+    known = ", ".join((*CONFIGS, *TEXT_ENCODERS))
+    raise ConfigError(f"model: expected a UNet2DConditionModel, an autoencoder or one of {known}, got {kind}")
 
 
 def text_encoder(name: str, device: torch.device) -> Any:
@@ -116,10 +128,6 @@ def text_encoder(name: str, device: torch.device) -> Any:
         **(small if tiny else real),  # pyright: ignore[reportArgumentType]
     )
     return filled(lambda: transformers.Qwen2Model(config), dtype=torch.float32, device=device)
-
-
-def _known() -> str:
-    return ", ".join((*CONFIGS, *TEXT_ENCODERS))
 
 
 def _print(options: Precision, found: list[Any], seen: dict[str, Any], summary: dict[str, Any]) -> None:

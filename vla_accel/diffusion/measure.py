@@ -66,13 +66,14 @@ def first_calls(
     part: str, systems: Mapping[str, Callable[[], Tensor]], progress: Callable[[str], None]
 ) -> dict[str, First]:
     """Call every system twice: some record a CUDA graph in their second call, which may fail as well. `progress` hears
-    of each, as a system of `part`.
+    of each, as a system of `part`, before it begins and after.
 
     One that fails is reported, not fatal: the others were paid for already. Whoever asks must say so in the end: a
     benchmark with an error in it has failed.
     """
     found: dict[str, First] = {}
     for name, run in systems.items():
+        progress(f"{part}, {name}: first call")
         began = time.perf_counter()
         try:
             result = run().float().clone()
@@ -107,7 +108,9 @@ def in_turns(
     warm_up: int = 2,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Timing]:
-    """Time every system once a round (`latency.in_turns`). `progress` is told about ten times how far it is."""
+    """Time every system once a round (`latency.in_turns`). `progress` is told what begins, then about ten times
+    how far it is."""
+    progress(f"warming up: {', '.join(systems)}")
     for run in systems.values():
         for _ in range(warm_up):
             run()
@@ -131,7 +134,6 @@ def synchronise(device: torch.device) -> None:
 def peak_memory(device: torch.device, run: Callable[[], object]) -> float:
     """GiB allocated at most while `run` runs, weights included; 0 without a GPU, where nobody counts."""
     if device.type != "cuda":
-        run()
         return 0.0
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -96,11 +96,19 @@ def load_model(source: str | Path, *, dtype: torch.dtype, device: torch.device) 
         expected = f"one of {', '.join(CONFIGS)}, or the folder of a diffusers model"
         got = "neither" if kind is None else f"the class {kind}"
         raise CheckpointError(f"model {source}: expected {expected}, got {got}")
-    try:
-        model = getattr(package, kind).from_pretrained(str(source), dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"model {source}: {str(error).splitlines()[0]}") from error
+    model = from_folder(kind, source, "model", dtype=dtype)
     return model.to(device, non_blocking=True).eval().requires_grad_(False)
+
+
+def from_folder(kind: str, source: str | Path, title: str, **options: Any) -> Any:
+    """A diffusers class by name, of a folder or a hub name. Raises CheckpointError, which begins with `title`."""
+    package = diffusers_module()
+    # Without accelerate that is what it falls back to, in six lines.
+    options["low_cpu_mem_usage"] = package.utils.is_accelerate_available()
+    try:
+        return getattr(package, kind).from_pretrained(str(source), use_safetensors=True, **options)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{title} {source}: {str(error).splitlines()[0]}") from error
 
 
 def random_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:

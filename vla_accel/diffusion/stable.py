@@ -23,7 +23,7 @@ from vla_accel import latency
 from vla_accel.components.unet import text_component, unet_component
 from vla_accel.components.vae import vae_component
 from vla_accel.config import EngineSpec
-from vla_accel.diffusion.models import diffusers_module
+from vla_accel.diffusion.models import diffusers_module, from_folder, random_stable_diffusion
 from vla_accel.diffusion.picture import to_uint8
 from vla_accel.diffusion.stage import Stage, require_finite
 from vla_accel.errors import CheckpointError, ConfigError
@@ -33,6 +33,8 @@ from vla_accel.models.unet import Unet
 from vla_accel.native.autoencoder import NativeHalf
 from vla_accel.native.unet import TRAIN_TIMESTEPS, NativeUnet
 
+RANDOM = {"random": False, "tiny-random": True}
+"""Instead of a folder: version 1.4's configuration, or a tiny one, with random weights."""
 _KEPT_SIZES = 4
 
 
@@ -353,8 +355,10 @@ def make_scheduler(own: Any, name: str | None) -> Any:
 
 
 def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """A diffusers `StableDiffusionPipeline` without its safety checker. Raises CheckpointError."""
-    package = diffusers_module()
+    """A diffusers `StableDiffusionPipeline` without its safety checker; a name of `RANDOM` has random weights. Raises
+    CheckpointError."""
+    if folder in RANDOM:
+        return random_stable_diffusion(tiny=RANDOM[str(folder)], dtype=dtype, device=device)
     path = Path(folder)
     if path.is_dir() or str(folder).startswith((".", "/")):
         if not (path / "model_index.json").is_file():
@@ -363,10 +367,5 @@ def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) 
         raise CheckpointError(
             f"Stable Diffusion: expected a diffusers folder, or owner/name of one on the hub, got {str(folder)!r}"
         )
-    try:
-        parts = package.StableDiffusionPipeline.from_pretrained(
-            str(folder), dtype=dtype, use_safetensors=True, safety_checker=None, requires_safety_checker=False
-        )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"Stable Diffusion {folder}: {str(error).splitlines()[0]}") from error
-    return parts.to(device)
+    unchecked: dict[str, Any] = {"safety_checker": None, "requires_safety_checker": False}
+    return from_folder("StableDiffusionPipeline", folder, "Stable Diffusion", dtype=dtype, **unchecked).to(device)

@@ -109,19 +109,6 @@ def inference(device: torch.device, dtype: torch.dtype | None = None) -> Iterato
         yield
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors, and dicts, lists and tuples of them, to a device without waiting: host memory is pinned first."""
-    if isinstance(value, Tensor):
-        if device.type == "cuda" and value.device.type == "cpu":
-            value = value.pin_memory()
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {k: to_device(v, device) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(to_device(v, device) for v in value)
-    return value
-
-
 def ranges(module: nn.Module, run: Callable[[], object]) -> list[ModuleRange]:
     """Every leaf module that `run` calls, in order of its first call, with the largest value it put out."""
     found: dict[str, ModuleRange] = {}

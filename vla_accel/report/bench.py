@@ -41,10 +41,12 @@ def page(report: Mapping[str, Any]) -> Page:
 
 
 def call_parts(row: Mapping[str, Any]) -> dict[str, float]:
-    """The median milliseconds of a row's parts, and of what they leave unexplained."""
-    parts = dict(row["parts_ms"])
-    rest = row["median_ms"] - sum(parts.values())
-    return {**parts, OTHER: rest} if rest > 0 else parts
+    """What a row's parts take of its median, in ms: their medians, shrunk where these add up to more, and the rest."""
+    parts, median = dict(row["parts_ms"]), row["median_ms"]
+    rest = median - sum(parts.values())
+    if rest > 0:
+        return {**parts, OTHER: rest}
+    return {name: ms * median / (median - rest) for name, ms in parts.items()}
 
 
 def _calls(rows: list[dict[str, Any]], which: str) -> Picture:
@@ -59,7 +61,7 @@ def _calls(rows: list[dict[str, Any]], which: str) -> Picture:
             *(Number(row[key]) for key in ("median_ms", "p10_ms", "p90_ms")),
             Number(row.get("speedup"), "{:.1f}×"),
             Number(bar.floor),
-            *(Number(bar.parts.get(name)) for name in names),
+            *(Number((bar.parts | row["parts_ms"]).get(name)) for name in names),
         ]
         for row, bar in zip(rows, bars, strict=True)
     ]

@@ -122,10 +122,11 @@ def _tried(rows: Sequence[Row]) -> Table:
 
 
 def _parts(rows: Sequence[Row]) -> Picture:
-    bars = [charts.Bar(row["name"], call_parts(row["latency"]), f"{row['latency']['median_ms']:.1f} ms")
-            for row in sorted(rows, key=lambda row: row["latency"]["median_ms"])]  # fmt: skip
+    found = sorted(((row["name"], row["latency"]) for row in rows), key=lambda one: one[1]["median_ms"])
+    bars = [charts.Bar(name, call_parts(latency), f"{latency['median_ms']:.1f} ms") for name, latency in found]
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
-    body = [[bar.label, *(Number(bar.parts.get(name)) for name in names)] for bar in bars]
+    medians = [(bar.label, bar.parts | latency["parts_ms"]) for bar, (_, latency) in zip(bars, found, strict=True)]
+    body = [[label, *(Number(parts.get(name)) for name in names)] for label, parts in medians]
     return Picture(
         "Median of a call, stacked by part, the fastest first",
         f"Stacked bars: {'; '.join(f'{bar.label} {bar.told}' for bar in bars)}.",

@@ -24,6 +24,7 @@ from vla_accel.cli.options import (
 from vla_accel.config import EngineName
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+DtypeOfDevice = Annotated[Dtype | None, tyro.conf.arg(metavar="{fp32,bf16,fp16}", help_behavior_hint="")]
 Library = Literal["tensorrt", "tensorrt_rtx"]
 
 
@@ -154,8 +155,8 @@ class BenchUnet(BenchOptions):
     """Denoising steps of a picture."""
     img2img: bool = False
     """Time image to image, too (strength 0.8)."""
-    dtype: Dtype = "fp16"
-    """Of every system but eager-fp32."""
+    dtype: DtypeOfDevice = None
+    """Of every system but eager-fp32; fp16 on a GPU and fp32 on a CPU, where not given."""
     unet_rounds: Count = 20
     """Single UNet calls timed of each system."""
     seed: Seed = 0
@@ -220,7 +221,7 @@ class TextToImage:
     """Pixels, beside --height."""
     scheduler: Text = None
     """A diffusers class, like DDIMScheduler, instead of the checkpoint's."""
-    dtype: Annotated[Dtype | None, tyro.conf.arg(metavar="{fp32,bf16,fp16}", help_behavior_hint="")] = None
+    dtype: DtypeOfDevice = None
     """fp16 on a GPU and fp32 on a CPU, where not given."""
     device: str = "auto"
     """cpu, cuda or cuda:N."""
