@@ -28,6 +28,7 @@ from eval.script import concluded
 from vla_accel.cli.common import print_json
 from vla_accel.cli.options import Listed, Number, OutputFile, OutputFolder, Text, Within, Written, read
 from vla_accel.errors import ConfigError
+from vla_accel.files import require_writable_folder
 from vla_accel.report.page import check_path
 
 if TYPE_CHECKING:
@@ -152,6 +153,8 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
             raise ConfigError(f"{name}: {benchmark.name} has no cameras")
     if arguments.report is not None:
         check_path(arguments.report)
+    if arguments.output is None:
+        require_writable_folder(RUNS / benchmark.name, "output")
     steps = arguments.steps or None
     stress = {} if arguments.stress is None else parse_stress(arguments.stress, benchmark.disturbances)
     source = _source(benchmark, arguments, steps)

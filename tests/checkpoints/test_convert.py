@@ -334,19 +334,23 @@ def test_assets_come_along(tmp_path: Path) -> None:
 def test_the_command_asks_for_a_horizon(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "params").mkdir()
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), *words]) == 1
     said = capsys.readouterr().err
     assert said.startswith("vla-accel convert: ") and message in said
 
 
-def test_a_folder_that_is_not_there_is_said_before_jax_is_asked_for(
+def test_what_is_no_checkpoint_is_said_before_jax_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
-    for words in (("--config", "pi05_libero"), ()):
-        assert main(["convert", "no/such", str(tmp_path / "out"), *words]) == 1
-        said = "vla-accel convert: checkpoint: expected a folder with params/, got 'no/such'\n"
-        assert capsys.readouterr().err == said and not list(tmp_path.iterdir())
+    (tmp_path / "sd" / "unet").mkdir(parents=True)
+    (tmp_path / "sd" / "model_index.json").touch()
+    for name in ("no/such", str(tmp_path / "sd"), str(tmp_path / "sd" / "model_index.json")):
+        for words in (("--config", "pi05_libero"), ()):
+            assert main(["convert", name, str(tmp_path / "out"), *words]) == 1
+            said = f"vla-accel convert: checkpoint: expected a folder with params/, got {name!r}\n"
+            assert capsys.readouterr().err == said and [path.name for path in tmp_path.iterdir()] == ["sd"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
@@ -374,6 +378,7 @@ def test_the_command_says_what_came_of_it_and_what_to_type(
 ) -> None:
     tree = ParameterTree(jax_tree(small("pi05")))
     tree.folder = tmp_path / "params"  # type: ignore[attr-defined]
+    tree.folder.mkdir()  # type: ignore[attr-defined]
     monkeypatch.setattr("vla_accel.cli.convert.OrbaxParameters", lambda folder: tree)
     monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--config", "pi05_libero"]) == 0
@@ -405,6 +410,7 @@ def test_a_config_of_another_robot_is_refused_and_nothing_written(
 ) -> None:  # fmt: skip
     tree = ParameterTree(jax_tree(small("pi05")))
     tree.folder = tmp_path / "params"  # type: ignore[attr-defined]
+    tree.folder.mkdir()  # type: ignore[attr-defined]
     monkeypatch.setattr("vla_accel.cli.convert.OrbaxParameters", lambda folder: tree)
     place = tmp_path / "assets" / asset
     place.mkdir(parents=True)
@@ -435,6 +441,7 @@ def test_statistics_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 def test_without_jax_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
+    (tmp_path / "params").mkdir()
     with pytest.raises(DependencyError, match=r"pip install 'vla_accel\[jax\]'"):
         OrbaxParameters(tmp_path)
 
@@ -459,6 +466,7 @@ def test_a_folder_without_some_of_its_arrays_is_one_sentence_and_no_traceback_of
     for name, module in (("jax", jax), ("orbax", orbax), ("orbax.checkpoint", checkpoint)):
         monkeypatch.setitem(sys.modules, name, module)
     _import.cache_clear()
+    (tmp_path / "_METADATA").touch()  # the folder may be params/ itself
     with pytest.raises(CheckpointError, match="expected parameters of orbax, found none: copy it whole"):
         OrbaxParameters(tmp_path)
     for text in ("Event loop is closed", "another"):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import signal
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from vla_accel.measure import serving
 from vla_accel.measure.random_policy import random_observation
 from vla_accel.measure.serving import Nothing, served
 from vla_accel.models.family import FAMILIES
+from vla_accel.remote.processes import start
 from vla_accel.server import background
 
 
@@ -81,6 +85,20 @@ def test_a_server_whose_starter_was_interrupted_ends_quietly() -> None:
     ours.close()
     serving._serve(theirs, Nothing, None, None, {})
     serving._serve(theirs, lambda device: 1 // 0, None, None, {})
+
+
+def endless(device: str | None) -> Any:
+    """Loads for long, and has its starter interrupted meanwhile."""
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(10)
+
+
+def test_a_server_that_loads_ends_with_its_interrupted_starter(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[BaseProcess] = []
+    monkeypatch.setattr(serving, "start", lambda process: (begun.append(process), start(process)))
+    with pytest.raises(KeyboardInterrupt), served(endless):
+        pass
+    assert [process.exitcode for process in begun] == [-signal.SIGKILL]
 
 
 def test_random_weights_are_the_same_in_every_replica(monkeypatch: pytest.MonkeyPatch) -> None:

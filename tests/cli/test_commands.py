@@ -24,9 +24,10 @@ from vla_accel.cli import COMMANDS, calibrate, ended, main, parity
 from vla_accel.cli.asked.policies import Build, Parity, PolicySource, read_former
 from vla_accel.cli.asked.servers import Serve
 from vla_accel.cli.options import told
-from vla_accel.errors import ConfigError, VlaAccelError
+from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
 from vla_accel.fp8 import FILE, Scales
 from vla_accel.measure.recording import save_observations
+from vla_accel.models.family import family_named
 
 
 @pytest.fixture(scope="module")
@@ -288,6 +289,13 @@ def test_every_help_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "(default: True)" not in said, "a switch is off until it is given, and says what it does then"
 
 
+def test_the_help_of_bench_names_the_systems_that_one_family_alone_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    said = re.findall(r"native-[a-z0-9-]*[a-z0-9]", capsys.readouterr().out)
+    assert {*family_named("pi0_fast").systems} <= {*said}
+
+
 SCRIPTS = [p for p in sorted((ROOT / "eval").rglob("*.py")) if "class Arguments" in p.read_text()]
 
 
@@ -359,6 +367,43 @@ def test_observations_of_no_use_are_one_line(kind: str, recorded: str, capsys: p
     found = {"nothing": "{'a': 0, 'b': 0}", "unequal": "{'a': 3, 'b': 4}"}.get(kind)
     expected = f"expected columns of one length, got {found}" if found else "expected a .npz of arrays, got another"
     assert f"vla-accel parity: recording {path}: {expected}" in said and len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (8, None, r"wrist: expected shape (8, 8, 3), as in the first, got none"),
+        (None, 8, r"wrist: expected shape none, as in the first, got (8, 8, 3)"),
+        (8, 9, r"wrist: expected shape (8, 8, 3), as in the first, got (9, 9, 3)"),
+    ],
+)
+def test_one_file_holds_observations_of_the_same_keys_and_shapes(
+    first: int | None, second: int | None, said: str, tmp_path: Path
+) -> None:
+    sides = (first, first, second)
+    seen = [{"prompt": "pick", **({"wrist": np.zeros((n, n, 3), np.uint8)} if n else {})} for n in sides]
+    with pytest.raises(ObservationError, match=re.escape(f"a.npz: observation 3: {said}; it takes another file")):
+        save_observations(seen, tmp_path / "a.npz")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("words", "name"), [("calibrate", "output"), ("parity --keep", "keep")])
+def test_a_checkpoints_folder_that_cannot_be_written_to_is_said_before_the_work(
+    words: str,
+    name: str,
+    checkpoint: str,
+    recorded: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refused(dir: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setattr("vla_accel.files.tempfile.TemporaryFile", refused)
+    command, *more = words.split()
+    assert main([command, checkpoint, "--observations", recorded, "--device", "cpu", *more]) == 1
+    said = f"vla-accel {command}: {name}: {checkpoint} cannot be written: {checkpoint}: Permission denied\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("words", ["parity", "calibrate", "tune --calls 1 --finalists 1 --output"])

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.support.scales import scales_of_any
 from tests.support.tiny import random_model, tiny_config, write_tiny_checkpoint
-from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, progress
 from vla_accel.checkpoints.loading import find, load
 from vla_accel.components.calibration import calibration
 from vla_accel.components.quantize import calibrate, load_modelopt
@@ -255,3 +255,14 @@ def test_without_modelopt_one_error_names_the_extra(monkeypatch: pytest.MonkeyPa
     unread: Any = SimpleNamespace()  # no weights: nothing of it may be asked for
     with pytest.raises(DependencyError, match=said):
         family_named("pi05").calibrate(unread, [], "")
+
+
+def test_how_far_it_is_is_told_observation_by_observation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
+    monkeypatch.setattr(progress, "SAID_EVERY_S", 0.0)
+    one = (np.zeros((1, 28, 28, 3), np.uint8), np.ones(3, np.int64), np.zeros(MODEL.config.action_dim, np.float32))
+    seen = [tuple(value + i if value.dtype == np.uint8 else value for value in one) for i in (1, 2)]
+    calibrate(MODEL, calibration(MODEL), seen, "test")
+    assert capsys.readouterr().err.splitlines() == ["calibrating: 50 %", "calibrating: 100 %"]

@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"fp8"},
     "models": {"component", "config", "fp8", "ops"},
     "native": {"component", "config", "fp8", "models", "ops"},
-    "components": {"component", "config", "fp8", "models", "native", "ops"},
+    "components": {"component", "config", "fp8", "models", "native", "ops", "progress"},
     "engines": {"component", "config", "fp8", "ledger", "ops"},
     "transforms": {"config"},
     "checkpoints": {"config", "fp8", "models", "progress", "transforms"},

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.small_components import component
+from vla_accel.cli import main
 from vla_accel.config import EngineSpec, TensorrtOptions
 from vla_accel.engines import ENGINES, build, tensorrt, tensorrt_inspect, tensorrt_library
 from vla_accel.engines.cache import EngineCache
@@ -129,6 +130,22 @@ def test_inspecting_reads_the_description_where_nothing_can_load(tmp_path: Path,
         tensorrt_inspect.inspect(tmp_path / "none.engine")
     with pytest.raises(EngineError, match="expected a file, got a folder"):
         tensorrt_inspect.inspect(tmp_path)
+
+
+def test_a_name_of_the_cache_is_enough_to_inspect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    about = {"target": "sm89", "library": "tensorrt_rtx", "version": "1.7", "layers": []}
+    name = EngineCache().put("double", "k", b"plan", about).path.name
+    assert main(["inspect", name]) == 0
+    assert capsys.readouterr().out.startswith(f"{name}: ")
+    (tmp_path / name).write_bytes(b"x")
+    assert main(["inspect", name]) == 1, "a file that is here goes first"
+    assert main(["inspect", "none.engine"]) == 1
+    assert "engine none.engine: expected a file, there is none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

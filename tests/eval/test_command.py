@@ -283,6 +283,16 @@ def test_bad_input_is_one_clear_line(
     assert list(tmp_path.iterdir()) == [], "bad input leaves nothing behind"
 
 
+def test_where_results_without_a_name_cannot_go_is_said_before_the_policy_is_loaded(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").touch()
+    code, line, err = harness.run(*SWEEP)
+    assert (code, line) == (2, None)
+    assert err == "error: output: runs/libero cannot be written: runs: Not a directory\n"
+
+
 def test_an_unknown_option_is_refused(harness: Harness) -> None:
     with pytest.raises(SystemExit) as exit_:
         harness.run("--setps", "3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from eval.libero import install
+from vla_accel.errors import DependencyError
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,3 +119,9 @@ def test_triton_is_there_before_osmesa(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.delitem(sys.modules, "triton")
     monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: None)
     assert install.choose_gl() == "osmesa" and "triton" not in sys.modules
+
+
+def test_where_libero_is_missing_the_extra_with_all_of_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DependencyError, match=r"LIBERO is not installed: pip install '\.\[libero\]'$"):
+        install.libero.__wrapped__()

@@ -20,14 +20,15 @@ from vla_accel.errors import CheckpointError, DependencyError
 
 
 def check_folder(folder: Path) -> None:
-    """Raises CheckpointError for one that is not there, holds PyTorch weights, or a training run's checkpoints."""
-    if not folder.is_dir():
-        raise CheckpointError(f"checkpoint: expected a folder with params/, got {str(folder)!r}")
+    """Raises CheckpointError for one that neither holds `params/` nor is it, and says what it holds instead."""
+    if any((folder / name).exists() for name in ("params", "_METADATA", "manifest.ocdbt")):
+        return
     weights, inside = (sorted(folder.glob(name)) for name in ("*.safetensors", "*/params"))
-    if (weights or inside) and not (folder / "params").is_dir():
-        those = f"those of {', '.join(str(path.parent) for path in inside)}: name one of them"
-        found = f"{weights[0].name}, which needs no conversion" if weights else those
-        raise CheckpointError(f"checkpoint {folder}: expected a folder with params/, found {found}")
+    if not (weights or inside):
+        raise CheckpointError(f"checkpoint: expected a folder with params/, got {str(folder)!r}")
+    those = f"those of {', '.join(str(path.parent) for path in inside)}: name one of them"
+    found = f"{weights[0].name}, which needs no conversion" if weights else those
+    raise CheckpointError(f"checkpoint {folder}: expected a folder with params/, found {found}")
 
 
 class OrbaxParameters:

@@ -38,9 +38,7 @@ def _row(entry: Entry) -> dict[str, object]:
     about = entry.about
     return {
         "file": entry.path.name,
-        "name": about.get("name"),
-        "target": about.get("target"),
-        "precision": about.get("precision"),
+        **{key: about.get(key) for key in ("name", "target", "precision")},
         "library": f"{about.get('library')} {about.get('version')}",
         "bytes": entry.size,
         "used": datetime.datetime.fromtimestamp(entry.used, datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -7,6 +7,7 @@ from vla_accel.cli.asked.policies import Calibrate
 from vla_accel.cli.common import say
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
+from vla_accel.files import require_writable_folder
 from vla_accel.machine import resolve_device
 from vla_accel.measure.recording import RECORDED, load_observations, named
 
@@ -17,13 +18,14 @@ def main(chosen: Calibrate, words: list[str]) -> int:
         raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, got none")
     settings = PolicyConfig() if chosen.lora is None else PolicyConfig().with_lora(chosen.lora)
     recorded = load_observations(chosen.observations, chosen.count)
-    checkpoint = load(chosen.checkpoint or "demo", settings, device=resolve_device(chosen.device))
+    checkpoint = load(chosen.checkpoint or "demo", settings, device=resolve_device(chosen.device), whole=False)
+    folder = chosen.output or checkpoint.kept
+    assert folder is not None
+    require_writable_folder(folder, "output")
     with named(chosen.observations):
         prepared = [checkpoint.processor.prepare(o) for o in recorded]
     say(f"calibrating on {len(prepared)} observations")
     scales = checkpoint.family.calibrate(checkpoint.model, prepared, chosen.observations.name)
-    folder = chosen.output or checkpoint.kept
-    assert folder is not None
     path = scales.save(folder)
     largest = max(scales.amax, key=scales.amax.__getitem__)
     print(f"{path}: {len(scales.amax)} products, {scales.observations} observations; largest input "

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vla_accel.cli.asked.engines import Inspect
 from vla_accel.cli.common import print_json, print_table
+from vla_accel.engines.cache import default_folder
 from vla_accel.engines.tensorrt_inspect import inspect
 
 
 def main(options: Inspect, words: list[str]) -> int:
     """The command; see `Inspect`."""
-    found = inspect(options.engine)
+    path = options.engine
+    if not path.exists() and (cached := default_folder() / path).is_file():
+        path = cached
+    found = inspect(path)
     source = {
         "engine inspector": "engine inspector: layers as they run",
         "description": "description written at the build: layers as parsed, before fusion",
@@ -23,7 +25,7 @@ def main(options: Inspect, words: list[str]) -> int:
     print_table("layers by type", ("type", "count"), [[k, str(v)] for k, v in found["types"].items()])
     print_table("layers by precision", ("dtype", "count"), [[k, str(v)] for k, v in found["dtypes"].items()])
     rows = [
-        [str(i), name, *(_shape(s) for s in shapes)]
+        [str(i), name, *(" x ".join(map(str, shape)) for shape in shapes)]
         for i, profile in enumerate(found["profiles"])
         for name, shapes in profile.items()
     ]
@@ -35,7 +37,3 @@ def main(options: Inspect, words: list[str]) -> int:
         found = {**found, "layers": len(found["layers"])}
     print_json(found)
     return 0
-
-
-def _shape(shape: Any) -> str:
-    return " x ".join(map(str, shape))

@@ -11,8 +11,9 @@ from vla_accel.cli.asked.policies import Parity
 from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError
+from vla_accel.files import require_writable_folder
 from vla_accel.machine import hardware, software
-from vla_accel.measure.parity import Agreement, compare, reference_of
+from vla_accel.measure.parity import compare, reference_of
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.measure.recording import load_observations, named
 from vla_accel.policy import OptimizedPolicy, agreement
@@ -31,6 +32,9 @@ def main(chosen: Parity, words: list[str]) -> int:
     checkpoint, name = chosen.checkpoint or "demo", Path(chosen.config or AUTO).stem
     settings = chosen.settings()
     recorded = None if chosen.observations is None else load_observations(chosen.observations, chosen.count)
+    kept = None if chosen.model else load(checkpoint, settings, whole=False).kept
+    if chosen.keep and kept is not None:
+        require_writable_folder(kept, "keep")
     say(f"preparing {name} and FP32 eager")
     if chosen.model:
         policy, twin = random_policy(chosen.model, settings, seed=chosen.seed, steps=chosen.num_steps,
@@ -45,9 +49,11 @@ def main(chosen: Parity, words: list[str]) -> int:
     with named(chosen.observations):
         report = compare(policy, reference, observations, name=name, seed=chosen.seed, threshold=chosen.threshold,
                          draws=chosen.draws, progress=say)  # fmt: skip
-    rows = [[n, *_cells(a)] for n, a in report.components.items()]
-    for label, a in (("actions (normalised)", report.actions), ("actions (robot)", report.robot_actions)):
-        rows.append([label, *_cells(a)])
+    actions = {"actions (normalised)": report.actions, "actions (robot)": report.robot_actions}
+    rows = []
+    for label, a in {**report.components, **actions}.items():
+        cosines = (f"{value:.6f}" for value in (a.cosine, a.median_cosine, a.worst_cosine))
+        rows.append([label, *cosines, f"{a.max_error:.2e}", f"{a.mean_error:.2e}"])
     kind = "observations" if recorded else "random observations"
     title = f"{report.name} against FP32 eager, {report.observations} {kind}, {report.num_steps} steps"
     print_table(title, ["", "cosine", "median", "worst", "max error", "mean error"], rows)
@@ -77,13 +83,7 @@ def main(chosen: Parity, words: list[str]) -> int:
     write_asked(chosen.output, content)
     if chosen.report is not None:
         say(f"report: {write(page(content, ['vla-accel', 'parity', *words]), chosen.report)}")
-    folder = policy.checkpoint.kept
-    if chosen.keep and folder is not None:
-        say(f"kept: {agreement.keep(content, folder, policy.specs, name)}")
+    if chosen.keep and kept is not None:
+        say(f"kept: {agreement.keep(content, kept, policy.specs, name)}")
     print_json(content)
     return 0 if report.passed else 1
-
-
-def _cells(a: Agreement) -> list[str]:
-    cosines = [f"{value:.6f}" for value in (a.cosine, a.median_cosine, a.worst_cosine)]
-    return [*cosines, f"{a.max_error:.2e}", f"{a.mean_error:.2e}"]

@@ -16,6 +16,7 @@ from torch import nn
 
 from vla_accel.errors import CheckpointError, DependencyError
 from vla_accel.fp8 import E4M3, Scales, fingerprint
+from vla_accel.progress import shown
 
 
 @torch.no_grad()
@@ -40,8 +41,10 @@ def calibrate(
         raise CheckpointError("FP8 calibration: expected at least one observation, got none")
 
     def forward(quantised: Any) -> None:
-        for one in observations:
-            quantised(*one)
+        with shown("calibrating") as advance:
+            for one in observations:
+                quantised(*one)
+                advance(1, len(observations))
 
     with _quiet():
         mtq.quantize(module, mtq.FP8_DEFAULT_CFG, forward)

@@ -36,14 +36,8 @@ def inspect(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "file": path.name,
         "bytes": path.stat().st_size,
-        "name": about.get("name"),
-        "library": about.get("library"),
-        "version": about.get("version"),
-        "target": about.get("target"),
-        "precision": about.get("precision"),
-        "inputs": about.get("inputs", []),
-        "outputs": about.get("outputs", []),
-        "profiles": about.get("profiles", []),
+        **{key: about.get(key) for key in ("name", "library", "version", "target", "precision")},
+        **{key: about.get(key, []) for key in ("inputs", "outputs", "profiles")},
         "source": "description",
         "layers": [{"name": n, "type": k, "dtype": d} for k, n, d in about.get("layers", [])],
     }

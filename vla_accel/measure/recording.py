@@ -22,11 +22,16 @@ RECORDED = "recorded ones as vla_accel.measure.recording.save_observations write
 
 
 def save_observations(observations: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write observations of the same keys and shapes."""
+    """Write observations of the same keys and shapes. Raises ObservationError for one unlike the first."""
     if not observations:
         raise ObservationError(f"recording {path}: expected at least one observation, got none")
-    keys = list(observations[0])
-    columns = {key: np.stack([np.asarray(o[key]) for o in observations]) for key in keys}
+    first, *others = ({key: np.shape(value) for key, value in one.items()} for one in observations)
+    for number, shapes in enumerate(others, start=2):
+        for key in first | shapes:
+            if (expected := first.get(key, "none")) != (found := shapes.get(key, "none")):
+                raise ObservationError(f"recording {path}: observation {number}: {key}: expected shape {expected}, as "
+                                       f"in the first, got {found}; it takes another file")  # fmt: skip
+    columns = {key: np.stack([np.asarray(one[key]) for one in observations]) for key in first}
     with replacing(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, **columns)  # type: ignore[arg-type]
 

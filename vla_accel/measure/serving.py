@@ -166,7 +166,9 @@ def served(
             raise address
         yield address
     finally:
-        ours.close()  # the server ends when it sees that
+        ours.close()  # a server of replicas ends when it sees that; one that loads or calls a policy would not see it
+        if devices is None:
+            process.kill()
         process.join()
 
 

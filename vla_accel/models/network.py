@@ -173,7 +173,8 @@ class Network(nn.Module, ABC):
     @contextlib.contextmanager
     def present(self, *parts: str) -> Iterator[None]:
         """Inside, these parts (`names`) are there. What was not there before is let go at the end."""
-        came = self.fetch(*parts)
+        with contextlib.nullcontext() if self.origin is None else self.origin.progress():
+            came = self.fetch(*parts)
         try:
             yield
         finally:

@@ -69,9 +69,10 @@ class Bench:
     """Random weights of a model family's published size: pi05, pi0, pi0_fast, smolvla or groot."""
     systems: Listed[str] = ()
     """Of random weights: some of eager, native-bf16, native-fp8 and -int8, each also with -vision, native-int8-denoise,
-    native-fp8-int8-denoise; portable- instead of native-, what a GPU without Hopper's kernels runs; openpi-eager,
-    openpi-compile, openpi-max-autotune; for SmolVLA and GR00T lerobot-eager, lerobot-compile. If not given: eager,
-    native's but INT8, and the other project's eager code, which is left out, loudly, where it is not installed."""
+    native-fp8-int8-denoise (of pi0_fast native-fp8, native-fp8-decode, native-int8-decode); portable- instead of
+    native-, what a GPU without Hopper's kernels runs; openpi-eager, openpi-compile, openpi-max-autotune; for SmolVLA
+    and GR00T lerobot-eager, lerobot-compile; a wrong name lists the model's own. If not given: eager, native's but
+    INT8, and the other project's eager code, which is left out, loudly, where it is not installed."""
     realtime_vla: Folder = None
     """Of random weights: a checkout of realtime-vla, whose code takes its turns, too, at ten steps: both its kinds, or
     those that --systems names."""
