@@ -111,6 +111,7 @@ def test_bench_times_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     out, err = capsys.readouterr()
     assert "no GPU: toy at its published size" in err and "preparing eager, 1 step\n" in err
+    assert "\ntiming native-bf16, eager\n" in err, "before anything is looked for or built"
     report = json.loads(out.splitlines()[-1])
     assert [(r["system"], r["steps"]) for r in report["rows"]] == [
         ("native-bf16", 2), ("eager", 2), ("native-bf16", 1), ("eager", 1),

@@ -53,6 +53,7 @@ def main(chosen: Bench, words: list[str]) -> int:
     if device.type == "cpu" and isinstance(factory, Factory):
         said = "takes minutes to load and a call many seconds; for a quick look: vla-accel bench demo"
         say(f"no GPU: {family.name} at its published size {said}")
+    say(f"timing {', '.join(systems)}")
     ours = [factory.configs[name].specs(family.parts) for name in systems if name in factory.configs]
     if isinstance(factory, Factory) and any(map(family.needs_scales, ours)):
         load_modelopt()  # where it is missing that is said before anything is built
