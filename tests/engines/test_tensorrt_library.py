@@ -140,8 +140,11 @@ def test_a_name_of_the_cache_is_enough_to_inspect(
     monkeypatch.chdir(tmp_path)
     about = {"target": "sm89", "library": "tensorrt_rtx", "version": "1.7", "layers": []}
     name = EngineCache().put("double", "k", b"plan", about).path.name
-    assert main(["inspect", name]) == 0
-    assert capsys.readouterr().out.startswith(f"{name}: ")
+    EngineCache().put("dot", "k", b"plan", about)
+    for begins in (name, "double-"):
+        assert main(["inspect", begins]) == 0
+        assert capsys.readouterr().out.startswith(f"{name}: ")
+    assert main(["inspect", "do"]) == 1, "two begin with it"
     (tmp_path / name).write_bytes(b"x")
     assert main(["inspect", name]) == 1, "a file that is here goes first"
     assert main(["inspect", "none.engine"]) == 1

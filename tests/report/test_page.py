@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import warnings
@@ -66,6 +67,18 @@ def test_many_points_close_together_stay_apart_and_their_names_do_not_overlap(na
     assert places[8] - places[0] > 0.05, "evenly they would share one place: 0.02"
     (near,) = scatter(points[:-1], x="ms", y="1 - cosine", narrow=narrow).axes
     assert near.get_xscale() == "linear"
+
+
+@pytest.mark.parametrize("slowest", [1302.0, 5000.0, 240000.0])
+def test_the_numbers_below_a_picture_stay_apart_on_a_phone(slowest: float) -> None:
+    points = [Point("fast", 240.0, 1e-4, chosen=True), Point("slow", slowest, 0.0, front=True)]
+    figure = scatter(points, x="ms", y="1 - cosine", narrow=True)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    labels = [t for t in (*axes.xaxis.get_majorticklabels(), *axes.xaxis.get_minorticklabels()) if t.get_text()]
+    boxes = sorted((t.get_window_extent() for t in labels), key=lambda box: box.x0)
+    shown = [box for box in boxes if axes.bbox.x0 <= (box.x0 + box.x1) / 2 <= axes.bbox.x1]
+    assert len(shown) >= 2 and all(left.x1 < right.x0 for left, right in itertools.pairwise(shown))
 
 
 def test_the_same_result_gives_the_same_page() -> None:

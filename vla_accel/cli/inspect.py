@@ -11,8 +11,9 @@ from vla_accel.engines.tensorrt_inspect import inspect
 def main(options: Inspect, words: list[str]) -> int:
     """The command; see `Inspect`."""
     path = options.engine
-    if not path.exists() and (cached := default_folder() / path).is_file():
-        path = cached
+    if not path.exists():  # a narrow terminal breaks names
+        cached = [file for file in default_folder().glob("*.engine") if file.name.startswith(str(path))]
+        path = cached[0] if len(cached) == 1 else path
     found = inspect(path)
     source = {
         "engine inspector": "engine inspector: layers as they run",

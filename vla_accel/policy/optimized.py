@@ -284,7 +284,7 @@ class OptimizedPolicy:
     @property
     def metadata(self) -> dict[str, Any]:
         """What was loaded and which path runs, as plain data; sent to clients on connect. `action_horizon` and
-        `action_dim` are the model's, as of `noise`: a robot's actions may have fewer numbers."""
+        `action_dim` are the model's, as of `noise`: a robot may get fewer actions (GR00T's) of fewer numbers."""
         horizon, action_dim = self.family.action_shape(self.model.config)
         return {
             "policy": self.name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import fill
@@ -130,9 +131,12 @@ def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool, finest: fl
     axes.set_ylabel(y)
     if finest is not None:
         axes.set_yscale("symlog", linthresh=finest)
-    if min(p.x for p in points) * 5 < max(p.x for p in points):
-        axes.set_xscale("log")
+    decades = math.log10(max(p.x for p in points) / min(p.x for p in points))
+    if decades > 0.7:
+        # Few decades have one label between them; more labels would meet on a phone.
+        axes.set_xscale("log", subs=(3,) if decades < 2 else ())
         axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
     axes.margins(x=0.2, y=0.12)
     axes.grid(alpha=0.4)
     marks = [("chosen", "*", PARTS["denoise"]), ("kept", "o", PARTS["vision"]), ("dropped", "x", LIMIT)]

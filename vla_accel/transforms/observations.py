@@ -69,7 +69,8 @@ class Reader:
             missing.append(preset.prompt)
         if missing:
             found = ", ".join(map(str, observation)) or "nothing"
-            raise ObservationError(f"observation: missing {', '.join(missing)}; got {found}")
+            other = f"; {preset.prompt} may also be the configuration's default_prompt" if prompt is None else ""
+            raise ObservationError(f"observation: missing {', '.join(missing)}; got {found}{other}")
 
     def _refuse_unknown_images(self, observation: Mapping[str, Any], views: Mapping[str, Any]) -> None:
         """Among cameras alone, a misspelt optional one would be a masked view: a silent loss of success."""

@@ -38,6 +38,7 @@ class Inspect:
     """Show what is inside an engine file."""
 
     engine: Annotated[Path, tyro.conf.arg(metavar="ENGINE"), tyro.conf.Positional]
-    """A .engine file, or the name of one in the user's cache folder, as `vla-accel cache list` has it."""
+    """A .engine file, or what the name of one in the user's cache folder begins with, as `vla-accel cache list`
+    has it."""
     layers: bool = False
     """List every layer, in the table and in the JSON."""
