@@ -5,6 +5,7 @@ Nothing is measured, and no GPU is needed: the engines are built on tensors that
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 from eval.script import run_script
-from vla_accel.cli.common import print_json
 from vla_accel.cli.options import Listed, Written
 from vla_accel.files import without_folders, write_json
 from vla_accel.measure.memory import counted
@@ -35,7 +35,7 @@ def run(arguments: Arguments) -> None:
     command = ["python", "-m", "eval.memory", *without_folders(sys.argv[1:])]
     report = {"schema": "vla_accel.memory/1", "command": command, "families": found}
     write_json(arguments.output, report)
-    print_json({"stored": arguments.output.name, "families": list(found)})
+    print(json.dumps({"stored": arguments.output.name, "families": list(found)}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ in bytes, so that no test compares them; README's own picture, plain SVG, is `ev
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from typing import Annotated, Any
 from eval import late_table, paired_picture, shapes_table, tune_table
 from eval.script import run_script
 from eval.tables import RESULTS, TABLES, load
-from vla_accel.cli.common import print_json
 from vla_accel.cli.options import Written
 
 
@@ -48,7 +48,7 @@ def run(arguments: Arguments) -> None:
             continue
         draw(results, arguments.output / name)
         drawn.append(name)
-    print_json({"drawn": drawn, "absent": absent})
+    print(json.dumps({"drawn": drawn, "absent": absent}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.script import run_script
-from vla_accel.cli.common import print_json
 from vla_accel.errors import DependencyError
 from vla_accel.files import replacing
 from vla_accel.report import bench
@@ -49,7 +48,7 @@ def run(arguments: Arguments) -> None:
         browser.close()
     with replacing(arguments.output) as temporary:
         temporary.write_bytes(picture)
-    print_json({"stored": arguments.output.name, "bytes": len(picture)})
+    print(json.dumps({"stored": arguments.output.name, "bytes": len(picture)}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

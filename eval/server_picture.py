@@ -10,7 +10,6 @@ from pathlib import Path
 
 from eval.script import run_script
 from eval.server_tables import GPUS_PICTURE, draw_server_gpus
-from vla_accel.cli.common import print_json
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 
@@ -33,7 +32,7 @@ def run(arguments: Arguments) -> None:
     figure = draw_server_gpus([json.loads(path.read_text()) for path in paths])
     with replacing(arguments.results / GPUS_PICTURE) as temporary:
         figure.savefig(temporary, format="png", dpi=130)
-    print_json({"stored": GPUS_PICTURE, "benches": len(paths)})
+    print(json.dumps({"stored": GPUS_PICTURE, "benches": len(paths)}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,6 @@ import tyro
 
 from eval.harness.report import read_result
 from eval.script import run_script
-from vla_accel.cli.common import print_json
 from vla_accel.cli.options import Words, Written
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing, without_folders
@@ -65,7 +64,7 @@ def run(arguments: Arguments) -> None:
     json.loads(text)
     with replacing(target) as temporary:
         temporary.write_text(text)
-    print_json({"stored": target.name, "bytes": target.stat().st_size})
+    print(json.dumps({"stored": target.name, "bytes": target.stat().st_size}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

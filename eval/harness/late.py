@@ -63,6 +63,8 @@ def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) 
     asked = read(arguments, words, " ".join(program))
     with command.stdout_to_stderr():
         grid = play(benchmark, asked, [*program, *words])
+    for name in ("output", "figure"):
+        stderr_console().print(f"{name}: {grid[name]}", soft_wrap=True)
     print_json({key: grid[key] for key in ("output", "figure", "rows")})
     return 1 if any(row["errors"] for row in grid["rows"]) else 0
 

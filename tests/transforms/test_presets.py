@@ -213,7 +213,8 @@ def test_at_least_one_camera_is_needed() -> None:
         {"images": ["a", "b"], "optional_images": ["a", "b"], "state": ["s"], "state_dim": 1, "action_dim": 1}
     )
     with pytest.raises(
-        ObservationError, match=r"; got nothing; prompt may also be the configuration's default_prompt$"
+        ObservationError,
+        match=r"missing a or b, s, prompt; got nothing; prompt may also be the configuration's default_prompt$",
     ):
         processor_of(every).prepare({})
     with pytest.raises(ObservationError, match="missing a or b; got s, prompt"):

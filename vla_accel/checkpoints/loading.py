@@ -6,7 +6,6 @@ no model and no engine.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from contextlib import AbstractContextManager
@@ -52,8 +51,8 @@ class Checkpoint:
         return self.lora or self.folder
 
     def progress(self) -> AbstractContextManager[None]:
-        """Inside, what is read of the weights is shown on the terminal."""
-        return contextlib.nullcontext() if self.model.origin is None else self.model.origin.progress()
+        """As the model's (`Network.progress`)."""
+        return self.model.progress()
 
     @functools.cached_property
     def scales(self) -> Scales | None:

@@ -54,9 +54,10 @@ def main(chosen: Bench, words: list[str]) -> int:
         said = "takes minutes to load and a call many seconds; for a quick look: vla-accel bench demo"
         say(f"no GPU: {family.name} at its published size {said}")
     say(f"timing {', '.join(systems)}")
-    ours = [factory.configs[name].specs(family.parts) for name in systems if name in factory.configs]
-    if isinstance(factory, Factory) and any(map(family.needs_scales, ours)):
-        load_modelopt()  # where it is missing that is said before anything is built
+    if isinstance(factory, Factory):
+        asked = [factory.configs[name].specs(family.parts) for name in systems if name in factory.configs]
+        if any(map(family.needs_scales, asked)):
+            load_modelopt()  # where it is missing that is said before anything is built
     once = timed_once(factory, systems, sweep)
     others = [name for name in systems if name in factory.baselines]
     ready, left_out = _baselines(factory, {n: once[n]["steps"] if n in once else sweep[0] for n in others})

@@ -65,10 +65,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def print_json(content: Any) -> None:
-    """The line that ends a command, for scripts: on a terminal it would push what people read out of sight."""
+def print_json(content: Any, *, allow_nan: bool = True) -> None:
+    """The line that ends a command, for scripts: on a terminal it would push what people read out of sight.
+    `allow_nan`: as in `files.write_json`."""
     if not sys.stdout.isatty():
-        print(json.dumps(content), flush=True)
+        print(json.dumps(content, allow_nan=allow_nan), flush=True)
 
 
 def write_asked(path: Path | None, content: Any) -> None:

@@ -260,9 +260,10 @@ class PolicyClient:
 
     def _check_policy(self) -> None:
         """Raise ConfigError where the server would answer with another policy than the one asked for."""
-        names = self.metadata.get(wire.POLICIES)
-        if self._policy is not None and self._policy not in (names if isinstance(names, list) else ()):
-            known = f"one of {', '.join(map(str, names))}" if isinstance(names, list) else "none, as it serves only one"
+        told = self.metadata.get(wire.POLICIES)
+        names = told if isinstance(told, list) else []
+        if self._policy is not None and self._policy not in names:
+            known = f"one of {', '.join(map(str, names))}" if names else "none, as it serves only one"
             raise ConfigError(f"policy: expected {known}, of the server {self.address}, got {self._policy!r:.60}")
 
     def _read(self, data: bytes, read: Callable[[bytes], T]) -> T:

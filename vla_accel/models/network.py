@@ -173,7 +173,7 @@ class Network(nn.Module, ABC):
     @contextlib.contextmanager
     def present(self, *parts: str) -> Iterator[None]:
         """Inside, these parts (`names`) are there. What was not there before is let go at the end."""
-        with contextlib.nullcontext() if self.origin is None else self.origin.progress():
+        with self.progress():
             came = self.fetch(*parts)
         try:
             yield
@@ -183,11 +183,14 @@ class Network(nn.Module, ABC):
 
     def whole(self: N) -> N:
         """This network with all its weights there, never to be read again."""
-        if self.origin is not None:
-            with self.origin.progress():
-                self.fetch()
-            self.origin = None
+        with self.progress():
+            self.fetch()
+        self.origin = None
         return self
+
+    def progress(self) -> AbstractContextManager[None]:
+        """Inside, what is read of the weights is shown on the terminal."""
+        return contextlib.nullcontext() if self.origin is None else self.origin.progress()
 
     def _set(self, name: str, value: Tensor) -> None:
         owner, _, leaf = name.rpartition(".")

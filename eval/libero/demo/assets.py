@@ -26,7 +26,6 @@ from eval.script import replacing_files, run_script
 from eval.training import runs_of
 from vla_accel.checkpoints.loading import family_of, find, load
 from vla_accel.checkpoints.writer import save_weights
-from vla_accel.cli.common import print_json
 from vla_accel.cli.options import Listed, Words, Written
 from vla_accel.models.flow import FlowNetwork
 from vla_accel.transforms.normalisation import Normaliser
@@ -129,7 +128,7 @@ def main(arguments: Arguments) -> None:
     output = arguments.output
     with replacing_files(output) as folder:
         told = write(arguments, folder)
-    print_json({"output": str(output), **told})
+    print(json.dumps({"output": str(output), **told}))
 
 
 def write(arguments: Arguments, folder: Path) -> dict[str, int]:

@@ -19,7 +19,6 @@ from eval.script import replacing_files, run_script
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.checkpoints.writer import save_weights
-from vla_accel.cli.common import print_json
 from vla_accel.cli.options import OutputFolder
 from vla_accel.errors import CheckpointError
 from vla_accel.fp8 import FILE
@@ -77,7 +76,7 @@ def main(arguments: Arguments) -> None:
         save_weights(weights, folder / "model.safetensors")
         (folder / "training.json").write_text(text)
     (output / FILE).unlink(missing_ok=True)
-    print_json({"output": str(output), "bytes": size, "steps": record["steps"]})
+    print(json.dumps({"output": str(output), "bytes": size, "steps": record["steps"]}))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ import numpy as np
 from eval.libero.simulator import LiberoEnv
 from eval.libero.suites import LiberoTask, load_suite
 from eval.script import run_script
-from vla_accel.cli.common import print_json
 from vla_accel.cli.options import Count, Listed, Within, Written
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing, write_json
@@ -186,7 +185,7 @@ def main(arguments: Arguments) -> None:
                     else:
                         _say(f"task {sample.task.id}: {len(sample.states)} of {sample.count} states")
             left, blocks = [sample for sample in left if not sample.done], 1
-    print_json({"output": str(arguments.output), "tasks": len(manifest["tasks"])})
+    print(json.dumps({"output": str(arguments.output), "tasks": len(manifest["tasks"])}))
 
 
 @contextlib.contextmanager
