@@ -58,8 +58,7 @@ class Stopwatch:
         """Close the sample; the device must have been synchronised."""
         total = (time.perf_counter() - self._began) * 1e3
         device = {n: sum(a.elapsed_time(b) for a, b in pairs) for n, pairs in self._events.items()}
-        sections = {**self._host, **device}
-        return Sample(sections, total)
+        return Sample({**self._host, **device}, total)
 
 
 @dataclass

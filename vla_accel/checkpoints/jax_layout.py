@@ -1,9 +1,8 @@
 """openpi's JAX parameters and where each of them belongs in openpi's PyTorch model.
 
-JAX keeps the layers of a stack in one array with the layer as the first axis, and projections as einsum operands
-with heads as an axis of their own; PyTorch keeps one (out, in) matrix a layer. The rules below are that difference,
-as data. Source of the layouts: openpi's Flax modules (Physical Intelligence, openpi, Apache-2.0). Knows nothing of
-files.
+JAX keeps the layers of a stack in one array with the layer as the first axis, and projections as einsum operands with
+heads as an axis of their own; PyTorch keeps one (out, in) matrix a layer. The rules below are that difference, as data.
+Source of the layouts: openpi's Flax modules (Physical Intelligence, openpi, Apache-2.0). Knows nothing of files.
 """
 
 from __future__ import annotations

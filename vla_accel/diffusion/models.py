@@ -79,9 +79,8 @@ def diffusers_module() -> Any:
 def load_model(source: str | Path, *, dtype: torch.dtype, device: torch.device) -> Any:
     """A diffusers model in eval mode: a name of `CONFIGS` with random weights, or a folder.
 
-    Only safetensors are read: a pickle can run code.
-    Raises CheckpointError for a folder that is missing, incomplete or of another class, ConfigError for a config.json
-    that is none.
+    Only safetensors are read: a pickle can run code. Raises CheckpointError for a folder that is missing, incomplete or
+    of another class, ConfigError for a config.json that is none.
     """
     package = diffusers_module()
     if str(source) in CONFIGS:

@@ -88,8 +88,7 @@ def load_folder(
         gripper=robot.gripper,
         default_prompt=settings.default_prompt,
     )
-    model = load_groot(weights, config, robot.embodiment, str(folder), device=device, dtype=dtype)
-    return model, processor
+    return load_groot(weights, config, robot.embodiment, str(folder), device=device, dtype=dtype), processor
 
 
 def _preset(robot: Robot) -> Preset:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from vla_accel.errors import ConfigError, DependencyError
 
@@ -24,6 +25,17 @@ CLASSES = {
     },
 }
 """By kind and system: the file and the class in it."""
+
+
+class _Followed(TorchFunctionMode):
+    """`torch.empty` with 64 rows more behind it: π0's kernels read blocks of so many, beyond what they were given."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is not torch.empty:
+            return func(*args, **options)
+        like = func(*args, **options | {"device": "meta"})
+        return func(like.numel() + 64 * like.shape[-1], **options)[: like.numel()].view(like.shape)
 
 
 def sampler(
@@ -46,7 +58,8 @@ def sampler(
     if kind == "pi05":
         given["discrete_state_input"] = False  # else it needs PaliGemma's tokenizer
     prompt = torch.randn(tokens, 2048, dtype=torch.bfloat16)
-    model = getattr(module, kind_of)({"language_embeds": prompt}, **given)
+    with _Followed():
+        model = getattr(module, kind_of)({"language_embeds": prompt}, **given)
     # It leaves uninitialised what a checkpoint does not bring; small numbers are no NaN.
     for weight in model.weights.values():
         weight.normal_(0.0, 0.02)

@@ -1,5 +1,4 @@
-"""lerobot's own SmolVLA as a baseline: used where it is installed (`lerobot` 0.4.4 or 0.6.1 from the package
-index)."""
+"""lerobot's own SmolVLA as a baseline: used where it is installed (`lerobot` 0.4.4 or 0.6.1 from the package index)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The denoise loop in fused ops, all of the steps in one program: CUDA C++ for few rows on
-Hopper, Triton otherwise.
+"""The denoise loop in fused ops, all of the steps in one program: CUDA C++ for few rows on Hopper, Triton otherwise.
 
 Exact savings: everything that depends on the step only is a constant (time embedding, adaptive norms, the product of a
 norm's shift with its weight), π0's two linear maps from actions to the time MLP are one, and the prefix's keys and
@@ -122,8 +121,7 @@ def sizes_of(config: Pi0Config) -> Sizes:
 
 def why_not_streamed(model: Pi0, precision: str, batch: int) -> str | None:
     """Why the streamed kernels cannot run a model where its weights are; None where they can."""
-    gpu = Gpu.of(model.device)
-    return why_not(gpu, sizes_of(model.config), batch, precision)
+    return why_not(Gpu.of(model.device), sizes_of(model.config), batch, precision)
 
 
 def steps_of(

@@ -2,8 +2,7 @@
 
 On connect the client gets the metadata; then each binary frame is one observation and is answered by one result, in
 order. Anything wrong is answered by a text frame, after which the connection is closed; the next one works. `GET
-/healthz`, `GET /metrics` and a live page at `GET /` answer on the same port. Knows nothing about what observations
-mean.
+/healthz`, `GET /metrics` and a live page at `GET /` answer on the same port. Knows nothing of what observations mean.
 Source of the protocol: openpi, `src/openpi/serving/websocket_policy_server.py`.
 """
 
