@@ -120,6 +120,27 @@ def test_prompts_are_lines(tmp_path: Path) -> None:
         processor.prepare(observation(prompt="the " * 49))
 
 
+def test_a_folder_that_lerobot_names_as_the_tokenizer_is_read(tmp_path: Path) -> None:
+    """lerobot keeps `vlm_model_name` as it was given: on a robot without the hub, a folder."""
+    folder, vlm = tmp_path / "policy", tmp_path / "vlm"
+
+    def named(files: dict[str, Any]) -> None:
+        files["policy_preprocessor"]["steps"][3]["config"]["tokenizer_name"] = str(vlm)
+
+    write_lerobot(folder, change=named)
+    vlm.mkdir()
+    (folder / "tokenizer.json").rename(vlm / "tokenizer.json")
+    tokens = load(folder).processor.prepare(observation(prompt="Pick up")).tokens
+    assert tokens.tolist() == TOKENIZER.encode("pick up\n", add_bos=True)
+    (vlm / "tokenizer.json").unlink()
+    hint = r"put its tokenizer\.json into the checkpoint's folder, or name one as checkpoint\.tokenizer"
+    wrong = rf"^tokenizer: expected tokenizer\.json in {vlm}, found none; {hint}$"
+    for _ in ("an empty folder", "none, as on another machine"):
+        with pytest.raises(CheckpointError, match=wrong):
+            load(folder)
+        vlm.rename(tmp_path / "gone") if vlm.exists() else None
+
+
 def test_this_packages_own_form(tmp_path: Path) -> None:
     config = tiny_config()
     model = tiny_model(config)

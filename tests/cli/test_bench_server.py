@@ -24,7 +24,7 @@ from tests.support.waiting import silent_port
 from vla_accel.cli import main
 from vla_accel.cli.bench_server import LoadRandom
 from vla_accel.client import load
-from vla_accel.errors import DependencyError
+from vla_accel.errors import DependencyError, EngineError
 from vla_accel.measure import serving
 from vla_accel.measure.random_policy import random_observation
 from vla_accel.measure.serving import Nothing, served
@@ -127,7 +127,7 @@ def ask(policy: Any) -> load.Load:
     """What one client sees of a policy."""
     options = {"state": "observation/state", "warm_up": 1, "api_key": None}
     with background(policy, local()) as server:
-        return load._clients(time.monotonic, server.address, 1, 0, 0.05, Nothing.example(), options)
+        return load._clients(time.monotonic, lambda: None, server.address, 1, 0, 0.05, Nothing.example(), options)
 
 
 def test_every_request_is_seen_with_its_parts() -> None:
@@ -142,7 +142,8 @@ def test_every_request_is_seen_with_its_parts() -> None:
 def test_a_client_that_cannot_begin_or_read_says_so() -> None:
     options = {"state": "observation/state", "warm_up": 1, "api_key": None}
     with silent_port() as port:
-        seen = load._clients(time.monotonic, f"ws://127.0.0.1:{port}", 2, 0, 0.05, Nothing.example(), options)
+        words: Any = f"ws://127.0.0.1:{port}", 2, 0, 0.05, Nothing.example(), options
+        seen = load._clients(time.monotonic, lambda: None, *words)
     assert seen.counts == [0, 0] and all("cannot connect" in one for one in seen.problems) and len(seen.problems) == 2
 
     class Silent(Nothing):
@@ -173,6 +174,39 @@ def arrive(folder: str) -> str:
     except FileExistsError:
         time.sleep(1.5)
     return folder
+
+
+def test_how_far_the_warm_up_is_is_told_and_an_answer_must_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    with background(Nothing(), local()) as server:
+        words: Any = server.address, 3, 0.05, Nothing.example()
+        seen = load.load(*words, warm_up=4, advance=lambda *one: told.append(one))
+        assert told == [(1, 12)] * 12 and min(seen.counts) > 0
+
+    class Stuck(Nothing):
+        def infer(self, observation: Any) -> Any:
+            time.sleep(3)
+            return super().infer(observation)
+
+    monkeypatch.setattr(load, "_WARM_UP_S", 0.2)
+    with (
+        background(Stuck(), local()) as server,
+        pytest.raises(EngineError, match=r"clients: expected an answer within 0\.2 s, got none"),
+    ):
+        load.load(server.address, 1, 0.05, Nothing.example(), warm_up=1)
+
+
+@pytest.mark.parametrize(("clients", "each"), [(1, 20), (8, 2), (64, 2)])
+def test_many_clients_warm_up_no_longer_than_one(clients: int, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 20 each, 64 clients of a policy that takes 0.14 s warmed up for three minutes."""
+    asked: dict[str, Any] = {}
+
+    def seen(*_: Any, **options: Any) -> load.Load:
+        asked.update(options)
+        return load.Load(np.ones((3, len(load.COLUMNS))), [3], seconds=1.0)
+
+    monkeypatch.setattr(serving, "load", seen)
+    assert serving.measure("ws://nowhere", {}, clients, 1.0, print)["requests"] == 3 and asked["warm_up"] == each
 
 
 def test_all_clients_count_the_same_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

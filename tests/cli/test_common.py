@@ -42,6 +42,20 @@ def test_a_table_too_wide_for_the_terminal_lies_on_its_side(
     assert words(capsys)[0] == ["a name", "count"], "on its side it would be wider still"
 
 
+def test_a_narrow_terminal_folds_heads_before_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On its side this one would be wider still. The names were in pieces: "transfor", "mer only"."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    columns = ("system", "median ms", "speed-up", "saved ms", "peak GiB", "max error")
+    names = [f"transformer only ({way})" for way in ("compile", "native", "a third", "a fourth")]
+    print_table("wide", columns, [[name, "3204.0", "1.00x", "1681.9", "12.0", "0.0391"] for name in names])
+    shown = words(capsys)
+    assert shown[0] == ["", "median", "", "saved", "peak", "max"], "below them the rest"
+    assert [row[0] for row in shown if row[1].startswith("3204")] == names
+
+
 def test_a_terminal_gets_no_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     print_json({"passed": True})

@@ -79,6 +79,21 @@ def test_twenty_billion_weights_are_not_loaded_without_a_gpu(
     assert "device: expected a GPU for Qwen-Image's 20 billion weights, --layers N or" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("words", "layers"), [("--tiny", 2), ("--tiny --layers 5", 5), ("--layers 7", 7)])
+def test_a_tiny_transformer_is_shallow(words: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all sixty, torch.compile took minutes on a CPU."""
+
+    class Asked(Exception):
+        pass
+
+    def made(**options: Any) -> Any:
+        raise Asked(options["layers"])
+
+    monkeypatch.setattr("vla_accel.cli.bench_qwen.random_qwen_image", made)
+    with pytest.raises(Asked, match=f"^{layers}$"):
+        cli.main(["bench-qwen", "--device", "cpu", *words.split()])
+
+
 def test_bench_qwen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "bench-qwen --tiny --layers 1 --size 64 --steps 2 --dtype fp32 --rounds 1 --transformer native"
     assert cli.main([*words.split(), "--output", str(tmp_path / "a.json")]) == 0
@@ -176,12 +191,17 @@ def test_parity_of_known_differences() -> None:
     assert isinstance(bad, Parity)
 
 
-def test_systems_take_turns() -> None:
+def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     systems = {n: lambda n=n: order.append(n) for n in "abc"}
     heard: list[str] = []
     timings = in_turns(systems, rounds=3, device=CPU, warm_up=1, progress=heard.append)
-    assert heard == ["warming up: a, b, c", *(f"{done}/3 calls of each" for done in (1, 2, 3))]
+    begun = [f"warming up: {name}" for name in "abc"]
+    assert heard == [*begun, "9/9 calls"]
+    heard.clear()
+    monkeypatch.setattr("vla_accel.diffusion.measure.SAID_EVERY_S", 0.0)
+    in_turns(dict.fromkeys("abc", lambda: None), rounds=3, device=CPU, warm_up=1, progress=heard.append)
+    assert heard == [*begun, *(f"{done}/9 calls" for done in range(1, 10))], "where each takes longer"
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"
     assert all(t.calls == 3 and t.min_ms <= t.p50_ms for t in timings.values())
-    assert peak_memory(CPU, lambda: order.append("x")) == 0.0 and "x" not in order, "a call takes minutes there"
+    assert peak_memory(CPU, lambda: order.append("x")) is None and "x" not in order, "a call takes minutes there"

@@ -132,7 +132,7 @@ def test_cost_halves_the_weights(net: Net) -> None:
     before = cost(net, lambda: net(example()), CPU, calls=3)
     reduce_precision(net, ReducedPrecision("bf16"))
     after = cost(net, lambda: net(example(torch.bfloat16)), CPU, calls=3)
-    assert after.weights_mib == before.weights_mib / 2 and before.latency_ms > 0 and before.peak_mib == 0.0
+    assert after.weights_mib == before.weights_mib / 2 and before.latency_ms > 0 and before.peak_mib is None
 
 
 # -- the command --------------------------------------------------------------------------------------------------
@@ -154,6 +154,9 @@ def test_the_command_reports(model: str, capsys: pytest.CaptureFixture[str], mon
     assert f"{report['speedup']:.2f}x as fast" in shown.out + shown.err, "it may be slower"
     assert report["weights_ratio"] == pytest.approx(0.5, abs=0.02) and list(report["parameters"]) == ["bfloat16"]
     assert report["overflow"] == [] and report["kept_fp32"] == []
+    costs = report["before"], report["after"]
+    assert [c["peak_mib"] for c in costs] == [None, None] and report["peak_ratio"] is None, "only a GPU tells"
+    assert precision._cells(costs[0])[1] == "-" and precision._cells({**costs[0], "peak_mib": 2.4})[1] == "2"
     # As far from float32 as the model that is simply cast.
     torch.manual_seed(0)
     wide, call = precision._model(Precision(model=model, size=64, tokens=8), CPU)

@@ -137,9 +137,17 @@ def test_prompts(processor: GrootProcessor) -> None:
 
     assert tokens("Pick it, up!") == tokens("pick it up") != tokens("Pick it, up!", formal=False)
     assert tokens("pick_it") != tokens("pickit"), "an underscore stays"
-    assert tokens("") == tokens("Perform the task.") == processor.prepare(
-        {k: v for k, v in observation().items() if k != "prompt"}
-    ).tokens.tolist()  # fmt: skip
+    assert tokens("") == tokens("Perform the task."), "as lerobot has it"
+
+
+def test_a_missing_or_misspelt_prompt_is_no_task(processor: GrootProcessor) -> None:
+    given = observation(promt="open the drawer")
+    wanted = processor.prepare(observation(prompt="open the drawer")).tokens
+    del given["prompt"]
+    with pytest.raises(ObservationError, match=r"missing prompt; .*default_prompt"):
+        processor.prepare(given)
+    told = dataclasses.replace(processor, default_prompt="open the drawer")
+    np.testing.assert_array_equal(told.prepare(given).tokens, wanted)
 
 
 def test_a_missing_camera_is_left_out(processor: GrootProcessor) -> None:

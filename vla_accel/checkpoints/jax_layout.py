@@ -201,5 +201,4 @@ def _parsed(layout: str) -> tuple[list[str], tuple[int, ...], list[list[str]]]:
     left, right = layout.split("->")
     before = left.split()
     groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", right)]
-    order = tuple(before.index(axis) for group in groups for axis in group)
-    return before, order, groups
+    return before, tuple(before.index(axis) for group in groups for axis in group), groups

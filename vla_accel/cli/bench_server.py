@@ -18,6 +18,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.files import without_folders
 from vla_accel.measure.random_policy import random_observation, random_policy
 from vla_accel.measure.serving import SCHEMA, Nothing, costs, measure, served
+from vla_accel.progress import shown
 from vla_accel.server.connection import websockets_server
 
 
@@ -46,7 +47,8 @@ def main(chosen: BenchServer, words: list[str]) -> int:
         report["costs"] = costs(address, observation)
         for clients in chosen.clients:
             say(f"clients: {clients}, for {chosen.seconds:g} s")
-            row = measure(address, observation, clients, chosen.seconds)
+            with shown(f"clients: {clients}, warming up") as advance:
+                row = measure(address, observation, clients, chosen.seconds, advance)
             report["rows"].append(row)
             say(f"clients: {clients}, {row['per_second']:.0f} requests/s")
     print_table("Milliseconds of a call over the server", COLUMNS, [_cells(row) for row in report["rows"]])

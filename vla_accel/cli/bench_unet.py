@@ -182,7 +182,7 @@ class _Bench:
         rows = self._rows(timings, compared)
         for row in rows:
             name = row["system"]
-            row |= {"peak_gib": round(memory[name], 2), "first_call_s": round(self.seconds[f"{task} {name}"], 2)}
+            row |= {"peak_gib": memory[name], "first_call_s": round(self.seconds[f"{task} {name}"], 2)}
         return rows
 
     def _picture(self, name: str, image: Tensor | None) -> Callable[[], Tensor]:

@@ -28,15 +28,16 @@ def check_names(checkpoint: str, config: str | None) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on the console; numbers to the right. Columns in which nothing stands are left out, and a table that is
-    too wide for the terminal lies on its side, if it is narrower then."""
+    """A table on the console; numbers to the right. Columns in which nothing stands are left out. A table that is too
+    wide for the terminal lies on its side, if it is narrower then; otherwise heads are folded before names are."""
     from rich.console import Console
     from rich.table import Table
 
-    def table(lines: Sequence[Sequence[str]]) -> Table:
+    def table(lines: Sequence[Sequence[str]], folded: bool = False) -> Table:
         made = Table(title=title, title_justify="left")
-        for i, name in enumerate(lines[0]):
-            made.add_column(name, justify="left" if i < 1 else "right", overflow="fold")
+        for i, column in enumerate(zip(*lines, strict=True)):
+            most = max(len(word) for cell in column for word in cell.split()) if folded and i else None
+            made.add_column(column[0], justify="right" if i else "left", overflow="fold", max_width=most)
         for row in lines[1:]:
             made.add_row(*row)
         return made
@@ -47,8 +48,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     # A file or pipe has no width to keep to.
     console = Console(width=None if sys.stdout.isatty() else 160)
     filled = [one for one in zip_longest(columns, *rows, fillvalue="") if not rows or set(one[1:]) - {"-", ""}]
-    upright, lying = table(list(zip(*filled, strict=True))), table(filled)
-    console.print(upright if width(upright) <= max(console.width, width(lying)) else lying)
+    lines = list(zip(*filled, strict=True))
+    wide = width(table(lines)) > console.width
+    lies = wide and width(table(filled)) < width(table(lines))
+    console.print(table(filled if lies else lines, folded=wide and not lies))
 
 
 PARITY_COLUMNS = ("MSE", "cosine", "max error", "PSNR dB")

@@ -61,7 +61,7 @@ def main(options: Precision, words: list[str]) -> int:
         "after": dataclasses.asdict(after),
         "speedup": before.latency_ms / after.latency_ms,
         "weights_ratio": after.weights_mib / before.weights_mib,
-        "peak_ratio": after.peak_mib / before.peak_mib if before.peak_mib else None,
+        "peak_ratio": after.peak_mib / before.peak_mib if after.peak_mib and before.peak_mib else None,
         "parity": agreement.as_dict(),
         "overflow": overflow,
         "close": [r.name for r in found if r.state(dtype) == "close"],
@@ -148,10 +148,14 @@ def _print(options: Precision, found: list[Any], seen: dict[str, Any], summary: 
         "Cost and agreement",
         ["", "weights MiB", "peak MiB", "median ms", *PARITY_COLUMNS],
         [
-            ["fp32", f"{before['weights_mib']:.0f}", f"{before['peak_mib']:.0f}", f"{before['latency_ms']:.2f}"],
-            [options.dtype, f"{after['weights_mib']:.0f}", f"{after['peak_mib']:.0f}", f"{after['latency_ms']:.2f}",
-             *parity_cells(summary["parity"])],
+            ["fp32", *_cells(before)],
+            [options.dtype, *_cells(after), *parity_cells(summary["parity"])],
             ["ratio", f"{summary['weights_ratio']:.2f}",
              f"{summary['peak_ratio']:.2f}" if summary["peak_ratio"] else "-", f"{summary['speedup']:.2f}x as fast"],
         ],
     )  # fmt: skip
+
+
+def _cells(cost: dict[str, Any]) -> tuple[str, str, str]:
+    peak = "-" if cost["peak_mib"] is None else f"{cost['peak_mib']:.0f}"
+    return f"{cost['weights_mib']:.0f}", peak, f"{cost['latency_ms']:.2f}"

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ its wait for a turn, its way to the policy, the reading of the frame, the policy
 _NOTICE_S = 0.05
 """Time for every process to hear when to begin."""
 _WARM_UP_S = 300.0
-"""All clients must have had their first answers by then; a policy may build engines before it answers."""
+"""In which an answer must come while clients warm up; a policy may build engines before it answers."""
 
 
 @dataclass
@@ -51,13 +52,14 @@ def load(
     state: str = "observation/state",
     warm_up: int = 0,
     api_key: str | None = None,
+    advance: Callable[[int, int], object] = lambda count, total: None,
 ) -> Load:
     """Ask as fast as answers come, from `clients` connections, all in the same `seconds`: they begin together once each
     has had its `warm_up`.
 
     Args: `observation`: what is sent, with other numbers as its `state`; `warm_up`: requests of each client that are
-    not counted. A client that meets an error notes it and goes on with a new connection; one that meets it before
-    its first request that counts ends.
+    not counted; `advance`: told of each of their answers. A client that meets an error notes it and goes on with a new
+    connection; one that meets it before its first request that counts ends.
     """
     processes = max(1, min(clients, os.cpu_count() or 1))
     shares = [clients // processes + (i < clients % processes) for i in range(processes)]
@@ -72,11 +74,16 @@ def load(
             begun.append((process, ours))
             start(process)
             theirs.close()
-        until = time.monotonic() + _WARM_UP_S
-        for _, pipe in begun:
-            if not pipe.poll(max(0.0, until - time.monotonic())):
-                raise EngineError(f"clients: expected all to be answered within {_WARM_UP_S:g} s, some are not")
-            pipe.recv()
+        cold: list[Any] = [pipe for _, pipe in begun]
+        while cold:
+            told: list[Any] = connection.wait(cold, _WARM_UP_S)
+            if not told:
+                raise EngineError(f"clients: expected an answer within {_WARM_UP_S:g} s, got none")
+            for pipe in told:
+                if pipe.recv():
+                    advance(1, clients * warm_up)
+                else:
+                    cold.remove(pipe)
         begin = time.monotonic() + _NOTICE_S
         for _, pipe in begun:
             pipe.send(begin)
@@ -98,15 +105,22 @@ def load(
 
 
 def _process(pipe: Any, *words: Any) -> None:
+    one_at_a_time = threading.Lock()
+
     def agreed() -> float:
-        pipe.send("warm")
+        pipe.send(False)  # none is warming up any more
         return pipe.recv()
 
-    pipe.send(_clients(agreed, *words))
+    def answered() -> None:
+        with one_at_a_time:
+            pipe.send(True)
+
+    pipe.send(_clients(agreed, answered, *words))
 
 
 def _clients(
     agreed: Callable[[], float],
+    answered: Callable[[], None],
     address: str,
     clients: int,
     first: int,
@@ -114,7 +128,8 @@ def _clients(
     observation: dict[str, Any],
     options: dict[str, Any],
 ) -> Load:
-    """The clients of one process, each in a thread. `agreed` is asked once all are warm when all processes begin."""
+    """The clients of one process, each in a thread. `agreed` is asked once all are warm when all processes begin,
+    `answered` told of each answer until then."""
     samples: list[list[tuple[float, ...]]] = [[] for _ in range(clients)]
     problems: list[str] = []
     ended: list[float] = []
@@ -152,6 +167,8 @@ def _clients(
                 problems.append(f"client {first + index} got another's answer to request {count}")
             if count >= 0:
                 samples[index].append(_sample(took, answer.get("server_timing", {})))
+            else:
+                answered()
             count += 1
         ended.append(time.monotonic())
         if policy is not None:

@@ -66,8 +66,7 @@ def check_size(size: Size) -> Size:
 
 def size_key(size: Size) -> str:
     """The name of a size: a ratio where it is one of the five, else WIDTHxHEIGHT. Folder and runtime key alike."""
-    names = {v: k for k, v in RATIOS.items()}
-    return names.get(size) or _text(size)
+    return {v: k for k, v in RATIOS.items()}.get(size) or _text(size)
 
 
 def parse_size(text: str) -> Size:
@@ -82,8 +81,7 @@ def parse_size(text: str) -> Size:
 
 def static_sizes(extra: Iterable[str] = ()) -> dict[str, Size]:
     """Key to size: the five ratios and whatever is asked for besides."""
-    sizes = [*RATIOS.values(), *(parse_size(t) for t in extra)]
-    return {size_key(s): s for s in sizes}
+    return {size_key(s): s for s in (*RATIOS.values(), *(parse_size(t) for t in extra))}
 
 
 def vae_component(

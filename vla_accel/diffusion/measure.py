@@ -18,6 +18,8 @@ from vla_accel.errors import VlaAccelError
 from vla_accel.numeric import cosine
 
 _log = logging.getLogger("vla_accel.bench")
+SAID_EVERY_S = 4.0
+"""Or after each call, where one takes longer."""
 
 
 @dataclass(frozen=True)
@@ -108,20 +110,20 @@ def in_turns(
     warm_up: int = 2,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Timing]:
-    """Time every system once a round (`latency.in_turns`). `progress` is told what begins, then about ten times
-    how far it is."""
-    progress(f"warming up: {', '.join(systems)}")
-    for run in systems.values():
+    """Time every system once a round (`latency.in_turns`). `progress` is told what begins, then now and then how far
+    it is."""
+    for name, run in systems.items():
+        progress(f"warming up: {name}")
         for _ in range(warm_up):
             run()
-    taken: dict[str, list[float]] = {n: [] for n in systems}
+    taken, told = {n: list[float]() for n in systems}, time.perf_counter()
     ready = {name: lambda _, run=run: run() for name, run in systems.items()}
     timed = latency.in_turns(ready, lambda: None, calls=rounds, settle=lambda: synchronise(device))
     for done, (name, ms, _) in enumerate(timed, 1):
         taken[name].append(ms)
-        finished, left = divmod(done, len(systems))
-        if left == 0 and 10 * finished // rounds > 10 * (finished - 1) // rounds:
-            progress(f"{finished}/{rounds} calls of each")
+        if time.perf_counter() - told >= SAID_EVERY_S or done == rounds * len(systems):
+            progress(f"{done}/{rounds * len(systems)} calls")
+            told = time.perf_counter()
     return {n: Timing(float(np.median(t)), float(np.mean(t)), float(np.min(t)), len(t)) for n, t in taken.items()}
 
 
@@ -131,12 +133,12 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_memory(device: torch.device, run: Callable[[], object]) -> float:
-    """GiB allocated at most while `run` runs, weights included; 0 without a GPU, where nobody counts."""
+def peak_memory(device: torch.device, run: Callable[[], object]) -> float | None:
+    """GiB allocated at most while `run` runs, weights included; None without a GPU, where nobody counts."""
     if device.type != "cuda":
-        return 0.0
+        return None
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) / 2**30
+    return round(torch.cuda.max_memory_allocated(device) / 2**30, 2)

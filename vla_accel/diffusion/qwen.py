@@ -5,6 +5,7 @@ The pipelines stay diffusers': `accelerate` exchanges what runs inside and retur
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -147,11 +148,7 @@ def _graphed(transformer: Any, ledger: Ledger) -> Callable[[], None]:
     graphed = GraphedForward(transformer)
     transformer.forward = graphed
     ledger.record(LedgerEntry("transformer", "native", "native", "", "CUDA graph of the module as it is"))
-
-    def undo() -> None:
-        del transformer.forward
-
-    return undo
+    return functools.partial(delattr, transformer, "forward")
 
 
 def _compiled(transformer: Any, ledger: Ledger) -> Callable[[], None]:
@@ -166,8 +163,4 @@ def _compiled(transformer: Any, ledger: Ledger) -> Callable[[], None]:
 
     transformer.forward = forward
     ledger.record(LedgerEntry("transformer", "compile", "compile", "", "torch.compile, reduce-overhead"))
-
-    def undo() -> None:
-        del transformer.forward
-
-    return undo
+    return functools.partial(delattr, transformer, "forward")

@@ -274,8 +274,7 @@ class StableDiffusion:
 
     def _noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         # As diffusers draws it: on the generator's device, in the model's dtype.
-        drawn = torch.randn(shape, generator=generator, dtype=self.dtype)
-        return drawn.to(self.device, non_blocking=True)
+        return torch.randn(shape, generator=generator, dtype=self.dtype).to(self.device, non_blocking=True)
 
     def _encode(
         self, stages: _Stages, image: Tensor, scheduler: Any, timesteps: Tensor, generator: torch.Generator
@@ -286,8 +285,7 @@ class StableDiffusion:
         deviation = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
         latents = mean + deviation * self._noise(tuple(mean.shape), generator)
         latents = self.parts.vae.config.scaling_factor * latents
-        noise = self._noise(tuple(latents.shape), generator)
-        return scheduler.add_noise(latents, noise, timesteps[:1])
+        return scheduler.add_noise(latents, self._noise(tuple(latents.shape), generator), timesteps[:1])
 
     def _denoise(
         self,

@@ -94,8 +94,7 @@ class TensorrtEngine(Engine):
         """(source, target) of the carried tensor for every run of the body."""
         assert self.loop is not None
         places = [self._between[i % 2] for i in range(self.loop.count - 1)]
-        points = [self.inputs[self.loop.start], *places, self.outputs[self.loop.end]]
-        return list(itertools.pairwise(points))
+        return list(itertools.pairwise([self.inputs[self.loop.start], *places, self.outputs[self.loop.end]]))
 
 
 class TensorrtRtxEngine(TensorrtEngine):

@@ -56,10 +56,10 @@ class ModuleRange:
 
 @dataclass(frozen=True)
 class Cost:
-    """Memory of the weights and at the peak of a call (a GPU's alone; 0 elsewhere), in MiB, and a call's median ms."""
+    """Memory of the weights and at the peak of a call (of a GPU; else None), in MiB, and a call's median ms."""
 
     weights_mib: float
-    peak_mib: float
+    peak_mib: float | None
     latency_ms: float
 
 
@@ -167,7 +167,7 @@ def cost(module: nn.Module, run: Callable[[], object], device: torch.device, cal
         taken.append((time.perf_counter() - began) * 1e3)
     weights = sum(t.nbytes for t in (*module.parameters(), *module.buffers())) / 2**20
     # Of this module alone: others may lie on the same GPU.
-    peak = weights + (torch.cuda.max_memory_allocated(device) - before) / 2**20 if cuda else 0.0
+    peak = weights + (torch.cuda.max_memory_allocated(device) - before) / 2**20 if cuda else None
     return Cost(weights, peak, sorted(taken)[len(taken) // 2])
 
 

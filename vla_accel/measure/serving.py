@@ -25,6 +25,8 @@ from vla_accel.server import Replicas, ServerConfig, background
 
 SCHEMA = "vla_accel.bench_server/1"
 PAUSE_S = 0.002
+WARM_UP = 20
+"""Requests that are not counted, of all clients, each of which makes two at least."""
 
 
 class Nothing:
@@ -52,13 +54,15 @@ class Nothing:
         }
 
 
-def measure(address: str, observation: dict[str, Any], clients: int, seconds: float) -> dict[str, Any]:
-    """One row of the bench: `clients` at once for `seconds`, after some requests that are not counted.
+def measure(
+    address: str, observation: dict[str, Any], clients: int, seconds: float, advance: Callable[[int, int], object]
+) -> dict[str, Any]:
+    """One row: `clients` at once for `seconds`, after requests that are not counted, of which `advance` is told.
 
     All times are milliseconds. `added`: what a call takes beyond the policy and the wait for its turn, over all
     requests. `parts`: medians, which need not add up to the median of the whole.
     """
-    seen = load(address, clients, seconds, observation, warm_up=20)
+    seen = load(address, clients, seconds, observation, warm_up=max(2, WARM_UP // clients), advance=advance)
     if not len(seen.samples):
         raise EngineError(f"bench-server: expected answers, got none; {'; '.join(seen.problems[:3])}")
     column = dict(zip(COLUMNS, seen.samples.T, strict=True))

@@ -162,8 +162,7 @@ class CheckpointFactory:
 
     def about(self) -> dict[str, Any]:
         """What was timed, for the record."""
-        policy = next(iter(self.policies.values()))
-        return {"name": self.checkpoint, **policy.metadata["model"]}
+        return {"name": self.checkpoint, **next(iter(self.policies.values())).metadata["model"]}
 
 
 def timed(

@@ -201,14 +201,7 @@ class _QWEN:
     def encoder(vae: Any) -> Half:
         part = vae.encoder
         blocks = [_QWEN.block(b) for b in part.down_blocks] + _QWEN.mid(part.mid_block)
-        return Half(
-            _conv2d(part.conv_in),
-            blocks,
-            ChannelRms(part.norm_out.gamma),
-            _conv2d(part.conv_out),
-            last=_conv2d(vae.quant_conv),
-            frames=True,
-        )
+        return _QWEN.half(part, blocks, last=_conv2d(vae.quant_conv))
 
     @staticmethod
     def decoder(vae: Any) -> Half:
@@ -216,15 +209,12 @@ class _QWEN:
         blocks = _QWEN.mid(part.mid_block)
         for stage in part.up_blocks:
             blocks += [_QWEN.block(b) for b in (*stage.resnets, *(stage.upsamplers or ()))]
-        return Half(
-            _conv2d(part.conv_in),
-            blocks,
-            ChannelRms(part.norm_out.gamma),
-            _conv2d(part.conv_out),
-            first=_conv2d(vae.post_quant_conv),
-            frames=True,
-            clamp=True,
-        )
+        return _QWEN.half(part, blocks, first=_conv2d(vae.post_quant_conv), clamp=True)
+
+    @staticmethod
+    def half(part: Any, blocks: list[nn.Module], **options: Any) -> Half:
+        norm = ChannelRms(part.norm_out.gamma)
+        return Half(_conv2d(part.conv_in), blocks, norm, _conv2d(part.conv_out), frames=True, **options)
 
     @staticmethod
     def mid(part: Any) -> list[nn.Module]:

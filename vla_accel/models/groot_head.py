@@ -175,8 +175,7 @@ class GrootHead(nn.Module):
         """Keys and values of features of text (B, L, vl_width) and image tokens (B, I, vl_width)."""
 
         def of(source: Source, features: Tensor) -> Tensor:
-            blocks = [self._layer(i).keys_values(features) for i in self.config.blocks(source)]
-            return torch.stack(blocks, 1)
+            return torch.stack([self._layer(i).keys_values(features) for i in self.config.blocks(source)], 1)
 
         (text_keys, text_values), (image_keys, image_values) = of("text", text), of("image", image)
         return Cache(text_keys, text_values, image_keys, image_values)

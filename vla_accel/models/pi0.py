@@ -163,11 +163,7 @@ class Pi0(PaliGemma, FlowNetwork):
         self, noisy: Tensor, time_embedding: Tensor, modulations: Tensor | None, state: Tensor | None, keys: Tensor,
         values: Tensor, prefix_mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The flow's velocity at `noisy` (B, H, action_dim); returns the same shape, in the projections' dtype.
-
-        keys, values (depth, B, S, kv_heads, head_dim); prefix_mask (B, S) bool or None; the time-only inputs are one
-        row of `conditioning`.
-        """
+        """See `FlowNetwork.velocity`; the time-only inputs are one row of `conditioning`."""
         x = self.embed_suffix(noisy, time_embedding, state).to(self.dtype)
         batch, tokens = x.shape[:2]
         prefix_tokens = keys.shape[2]

@@ -30,7 +30,7 @@ class SiglipConfig:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        if self.width % self.heads:
+        if not self.heads or self.width % self.heads:
             raise ConfigError(f"siglip.width {self.width} is not a multiple of heads {self.heads}")
         if self.image_size % self.patch_size:
             raise ConfigError(f"siglip.image_size {self.image_size} is not a multiple of patch_size {self.patch_size}")

@@ -34,5 +34,4 @@ class PreNormLayer(nn.Module):
         if rope is not None:
             q, k = ops.apply_rope(q, *rope), ops.apply_rope(k, *rope)
         x = x + self.out_proj(ops.attention(q, k, v, mask).reshape(batch, tokens, width))
-        hidden = F.gelu(self.fc1(ops.layer_norm(x, self.layer_norm2)), approximate="tanh")
-        return x + self.fc2(hidden)
+        return x + self.fc2(F.gelu(self.fc1(ops.layer_norm(x, self.layer_norm2)), approximate="tanh"))

@@ -204,8 +204,7 @@ class _Up:
         self.weight, self.shift = ops.phase_weights(block.conv.weight), _bias(block.conv)
 
     def __call__(self, x: Sum) -> Sum:
-        out = ops.conv_phases(ops.add_up(x), self.weight)
-        return Sum(out.value, shift=self.shift, phased=True)
+        return Sum(ops.conv_phases(ops.add_up(x), self.weight).value, shift=self.shift, phased=True)
 
 
 def _require_finite_weights(half: Half, dtype: torch.dtype) -> None:

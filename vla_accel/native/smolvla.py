@@ -52,8 +52,7 @@ class SmolVlaPrefixWeights:
             made[name] = weights
         with model.present("state_proj"):
             state = Linear(model.state_proj.weight.float(), model.state_proj.bias.float())
-        every = model.config.self_every
-        return cls(stack, state, tuple(layers), every, made["key_proj"], made["value_proj"])
+        return cls(stack, state, tuple(layers), model.config.self_every, made["key_proj"], made["value_proj"])
 
     @property
     def runs(self) -> list[tuple[slice, slice]]:

@@ -170,8 +170,7 @@ class NativeUnet:
         key = f"attention {tuple(q.shape)} {k.shape[2]}"
         ways = {n: lambda b=b: _sdpa(q, k, v, b) for n, b in _BACKENDS.items()} if q.is_cuda else {}
         chosen = self._choose(key, ways or {"default": lambda: None}, q)
-        out = _sdpa(q, k, v, _BACKENDS.get(chosen))
-        return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+        return _sdpa(q, k, v, _BACKENDS.get(chosen)).transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
     def _choose(self, key: str, ways: Mapping[str, Any], like: Tensor) -> str:
         if key not in self.choices:

@@ -21,7 +21,8 @@ from vla_accel.transforms.observations import Reader
 from vla_accel.transforms.robots import Preset
 from vla_accel.transforms.tokenizer import Tokenizer
 
-DEFAULT_PROMPT = "Perform the task."
+EMPTY_PROMPT = "Perform the task."
+"""What an empty prompt means to lerobot's processor; a missing one is an error here, as for other models."""
 _VIEW = "<|vision_start|><|vision_end|>"
 _KEPT_PROMPTS = 1024
 
@@ -73,7 +74,7 @@ class GrootProcessor:
             given = getattr(self.preset, f"{name}_dim")
             if groups.size != given:
                 raise CheckpointError(f"{name}: expected statistics of {given} numbers, got {groups.size}")
-        object.__setattr__(self, "_reader", Reader(self.preset, self.default_prompt or DEFAULT_PROMPT))
+        object.__setattr__(self, "_reader", Reader(self.preset, self.default_prompt))
 
     def prepare(self, observation: Mapping[str, Any]) -> GrootInputs:
         """Check and convert one observation. Raises ObservationError that names the key."""
@@ -152,7 +153,7 @@ class GrootProcessor:
         return known
 
     def _encoded(self, prompt: str, images: int) -> np.ndarray:
-        text = prompt or DEFAULT_PROMPT
+        text = prompt or EMPTY_PROMPT
         if self.formal:
             text = "".join(c for c in text.lower() if c.isalnum() or c.isspace() or c == "_")
         whole = f"<|im_start|>user\n{_VIEW * images}{text}<|im_end|>\n"

@@ -82,8 +82,7 @@ class Preset:
         """A whole state (state_dim,) by its keys: where several share it, all but the first hold one number (openpi's
         DROID: joints and gripper)."""
         first = len(state) - len(self.state) + 1
-        parts = np.split(state, range(first, len(state)))
-        return dict(zip(self.state, parts, strict=True))
+        return dict(zip(self.state, np.split(state, range(first, len(state))), strict=True))
 
 
 LIBERO = Preset(

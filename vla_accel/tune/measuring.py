@@ -70,8 +70,7 @@ class PolicyBench:
         policy = self._policy(candidate)
         system = timed(candidate.name, policy, 0.0, None)
         (row,) = bench.run([system], self._observe, calls=self.calls, seed=self.seed)
-        kept = ("median_ms", "p10_ms", "p90_ms", "calls", "parts_ms", "engines")
-        return {name: row[name] for name in kept}
+        return {name: row[name] for name in ("median_ms", "p10_ms", "p90_ms", "calls", "parts_ms", "engines")}
 
     def release(self) -> None:
         """Free the policies that are loaded."""

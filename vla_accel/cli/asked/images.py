@@ -178,7 +178,8 @@ class BenchQwen(BenchOptions):
     steps: Count = 4
     """Denoising steps of a picture."""
     layers: Number = None
-    """Of the transformer, all of them if not given; fewer, where memory is short. The report says how many."""
+    """Of the transformer, if not given all of them (of a tiny one 2); fewer, where memory is short. The report says how
+    many."""
     tiny: bool = False
     """A tiny pipeline, for machines without a GPU."""
     transformer: Listed[Literal["compile", "native"]] = ("compile", "native")
