@@ -56,6 +56,19 @@ def test_a_narrow_terminal_folds_heads_before_names(
     assert [row[0] for row in shown if row[1].startswith("3204")] == names
 
 
+def test_a_name_that_does_not_fit_has_a_line_to_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was cut into pieces of twelve letters."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    names = [f"up_blocks.{i}.attentions.1.transformer_blocks.0.ff.net.1" for i in range(4)]
+    print_table("[the largest]", ("module", "kind", "largest, fp32"), [[name, "Dropout", "9.41"] for name in names])
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert shown[0] == "[the largest]" and shown[1::2] == ["module", *names]
+    assert shown[2] == "     kind  largest, fp32" and set(shown[4::2]) == {"  Dropout           9.41"}
+
+
 def test_a_terminal_gets_no_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     print_json({"passed": True})

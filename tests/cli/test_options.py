@@ -154,9 +154,13 @@ def test_what_can_be_is_taken(tmp_path: Path) -> None:
         ("--layers", "Missing value for argument '--layers'. Expected 1 values"),
     ],
 )
+@pytest.mark.parametrize("coloured", [False, True], ids=["plain", "coloured"])
 def test_what_cannot_be_read_is_wrong_usage_in_one_line(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, coloured: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where standard output is a terminal, tyro colours the box of an error: it ended in a traceback there."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: coloured)
     with pytest.raises(SystemExit) as stopped:
         read(Options, words.split(), "program")
     (said,) = capsys.readouterr().err.splitlines()

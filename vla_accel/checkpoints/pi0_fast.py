@@ -31,10 +31,7 @@ def load_weights(
     weights: Weights, config: Pi0FastConfig, where: str, *, device: str | torch.device, dtype: torch.dtype | None
 ) -> Pi0Fast:  # fmt: skip
     """The model with a checkpoint's weights, in eval mode, each read when it is asked for; `dtype` of the large
-    products, None keeps what is stored.
-
-    Raises CheckpointError that lists keys missing, left over or misshaped.
-    """
+    products, None keeps what is stored. Raises CheckpointError that lists keys missing, left over or misshaped."""
     with weightless():
         empty = Pi0Fast(config)
     recipe = {name: pieces(name, config) for name in shapes_of(empty)}

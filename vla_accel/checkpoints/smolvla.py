@@ -39,10 +39,7 @@ def load_weights(
     weights: Weights, config: SmolVlaConfig, where: str, *, device: str | torch.device, dtype: torch.dtype | None
 ) -> SmolVla:  # fmt: skip
     """The model with a checkpoint's weights, in eval mode, each read when it is asked for; `dtype` of the large
-    products, None keeps what is stored.
-
-    Raises CheckpointError that lists keys missing, left over or misshaped.
-    """
+    products, None keeps what is stored. Raises CheckpointError that lists keys missing, left over or misshaped."""
     with weightless():
         empty = SmolVla(config)
     recipe = {name: pieces(name, config) for name in shapes_of(empty)}

@@ -29,14 +29,15 @@ def check_names(checkpoint: str, config: str | None) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on the console; numbers to the right. Columns in which nothing stands are left out. A table that is too
-    wide for the terminal lies on its side, if it is narrower then; otherwise heads are folded before names are."""
+    wide for the terminal lies on its side, if it is narrower then; otherwise its heads are folded before its names, and
+    where even words are too long, a name has a line to itself."""
     from rich.console import Console
     from rich.table import Table
 
-    def table(lines: Sequence[Sequence[str]], folded: bool = False) -> Table:
+    def table(lines: Sequence[Sequence[str]], folded: int = 1_000) -> Table:
         made = Table(title=title, title_justify="left")
         for i, column in enumerate(zip(*lines, strict=True)):
-            most = max(len(word) for cell in column for word in cell.split()) if folded and i else None
+            most = max(len(word) for cell in column for word in cell.split()) if i >= folded else None
             made.add_column(column[0], justify="right" if i else "left", overflow="fold", max_width=most)
         for row in lines[1:]:
             made.add_row(*row)
@@ -50,8 +51,15 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     filled = [one for one in zip_longest(columns, *rows, fillvalue="") if not rows or set(one[1:]) - {"-", ""}]
     lines = list(zip(*filled, strict=True))
     wide = width(table(lines)) > console.width
-    lies = wide and width(table(filled)) < width(table(lines))
-    console.print(table(filled if lies else lines, folded=wide and not lies))
+    if wide and width(table(filled)) < width(table(lines)):
+        console.print(table(filled))
+    elif wide and width(table(lines, folded=0)) > console.width:
+        console.print(title, style="italic", highlight=False, markup=False)
+        for name, *cells in lines:
+            below = (cell.rjust(max(map(len, column))) for cell, column in zip(cells, filled[1:], strict=True))
+            console.print(name, "  ".join(("", *below)), sep="\n", soft_wrap=True, highlight=False, markup=False)
+    else:
+        console.print(table(lines, folded=1 if wide else 1_000))
 
 
 PARITY_COLUMNS = ("MSE", "cosine", "max error", "PSNR dB")

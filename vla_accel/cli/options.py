@@ -126,7 +126,8 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
 
 def _sentence(box: str) -> str:
     """What is wrong in the first paragraph of tyro's box, without helptexts, and what it takes to have been meant."""
-    # Where the output is not in UTF-8 its lines are blanks and hyphens.
+    # On a terminal the box is coloured; where the output is not in UTF-8 its lines are blanks and hyphens.
+    box = re.sub(r"\x1b\[[\d;]*m", "", box)
     _, first, *_ = re.split(r"(?m)^(?:╭|[│ ] ?[─-]{5}).*$", box)
     said = " ".join(line[1:].strip(" │") for line in first.splitlines() if not line[2:].startswith(" " * 8)).strip(" .")
     if said.startswith("Unrecognized") and " -" not in said:  # words that belong to nothing, as in --steps 10 3

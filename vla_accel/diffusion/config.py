@@ -69,10 +69,7 @@ def load_vae_config(source: VaeConfig | Mapping[str, Any] | str | Path) -> VaeCo
 
 
 def engine_file(config: TrtVaeConfig, side: Side, size: Size) -> Path:
-    """The engine file for one side and size.
-
-    Raises ConfigError, naming what was looked for and what is there.
-    """
+    """The engine file for one side and size. Raises ConfigError, naming what was looked for and what is there."""
     root = Path(config.trt_engine_path)
     if root.is_file():
         if "encoder" not in root.name:
