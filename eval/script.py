@@ -19,8 +19,11 @@ from vla_accel.files import replacing
 T = TypeVar("T")
 
 
-def run_script(name: str, kind: type[T], run: Callable[[T], object], words: Sequence[str] | None) -> int:
-    """Run `python -m NAME` with its options, a dataclass, from `words` (the program's own if None).
+def run_script(
+    name: str, kind: type[T], run: Callable[[T], object], words: Sequence[str] | None, later: str = ""
+) -> int:
+    """Run `python -m NAME` with its options, a dataclass, from `words` (the program's own if None); `later`: as in
+    `concluded`.
 
     The exit status: 0 done, 1 an error was said, 130 interrupted; wrong usage ends the program with status 2.
     """
@@ -29,7 +32,7 @@ def run_script(name: str, kind: type[T], run: Callable[[T], object], words: Sequ
         run(read(kind, words, f"python -m {name}"))
         return 0
 
-    return concluded(whole)
+    return concluded(whole, later=later)
 
 
 def concluded(run: Callable[[], int], *, error: int = 1, later: str = "") -> int:

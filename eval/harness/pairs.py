@@ -86,6 +86,9 @@ def episodes_of(result: Mapping[str, Any], name: str) -> dict[Key, bool | None]:
 def pair(reference: Mapping[Key, bool | None], other: Mapping[Key, bool | None], names: tuple[str, str]
          ) -> dict[int | None, Pairs]:  # fmt: skip
     """Step count to its pairs. Raises ConfigError for an episode that one side has and the other has not."""
+    asked, got = (_steps(of) for of in (reference, other))
+    if asked != got:
+        raise ConfigError(f"{names[1]}: expected episodes at {asked} as in {names[0]}, got {got}")
     for mine, theirs, has, lacks in ((reference, other, *names), (other, reference, *reversed(names))):
         alone = sorted(mine.keys() - theirs.keys(), key=_order)
         if alone:
@@ -179,6 +182,11 @@ def described(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def _order(key: Key) -> tuple[int, str, int, int]:
     return (key[0] or 0, *key[1:])
+
+
+def _steps(found: Mapping[Key, bool | None]) -> str:
+    """Of which denoising steps there are episodes; an expert's have none."""
+    return f"{', '.join(map(str, sorted({key[0] for key in found if key[0]}))) or 'no'} denoising steps"
 
 
 def _say(key: Key) -> str:

@@ -433,6 +433,14 @@ def test_observations_are_recorded_suite_by_suite(tmp_path: Path, monkeypatch: p
     found = load_observations(output)
     assert [o["prompt"] for o in found] == [f"{name} {i}" for name in ("near", "far") for i in range(2) for _ in "abc"]
     assert [o["observation/state"][0] for o in found[:3]] == [200, 202, 100]
+    # A task whose states are still to be sampled is missed before the first is played, not after all others.
+    begun.clear()
+    made = suite("far")
+    monkeypatch.setattr("eval.libero.suites.load_suite", lambda name: made)
+    (tmp_path / "far" / "task_01.npz").unlink()
+    with pytest.raises(ConfigError, match=r"found no .*task_01\.npz; make them: python -m eval\.libero\.demo\.states "):
+        observations.run(observations.Arguments(tmp_path, output, ("far",)))
+    assert not begun
 
 
 def test_states_near_shipped_ones_are_refused_and_replaced(tmp_path: Path) -> None:

@@ -78,6 +78,20 @@ def test_an_unpaired_episode_is_an_error_on_either_side() -> None:
             pairs.compare(reference, {names[1]: other}, names[0])
 
 
+@pytest.mark.parametrize(
+    ("mine", "theirs", "message"),
+    [
+        ((3,), (1,), "b: expected episodes at 3 denoising steps as in a, got 1 denoising steps"),
+        ((3, 10), (3,), "b: expected episodes at 3, 10 denoising steps as in a, got 3 denoising steps"),
+    ],
+)
+def test_other_denoising_steps_are_named(mine: tuple[int, ...], theirs: tuple[int, ...], message: str) -> None:
+    """It said that the first task's first trial was missing, which it was not."""
+    a, b = (result({steps: [WON] * 2 for steps in given}) for given in (mine, theirs))
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        pairs.compare(a, {"b": b}, "a")
+
+
 @pytest.mark.parametrize("field", ["max_steps", "seed", "step"])
 def test_another_protocol_is_an_error(field: str) -> None:
     one = result({3: [WON]})

@@ -16,6 +16,7 @@ import numpy as np
 
 from eval.script import run_script
 from vla_accel.cli.options import Count, Listed, Within, Written
+from vla_accel.errors import ConfigError
 from vla_accel.measure.recording import save_observations
 
 
@@ -38,15 +39,21 @@ class Arguments:
 
 
 def run(chosen: Arguments) -> None:
-    """Record and write one file."""
+    """Record and write one file. Raises ConfigError for a task without start states, before any is played."""
+    print(f"playing {', '.join(chosen.suites)}", flush=True)
     from eval.libero.expert import Expert
     from eval.libero.simulator import LiberoEnv
     from eval.libero.suites import load_suite
 
     observations: list[dict[str, Any]] = []
     played = [(suite, task) for suite in chosen.suites for task in load_suite(suite).tasks]
+    starting = {(suite, task.id): chosen.states / suite / f"task_{task.id:02d}.npz" for suite, task in played}
+    for (suite, _), path in starting.items():
+        if not path.is_file():
+            made = f"python -m eval.libero.demo.states --suite {suite} --output {path.parent}"
+            raise ConfigError(f"states: expected start states of each task, found no {path}; make them: {made}")
     for suite, task in played:
-        with np.load(chosen.states / suite / f"task_{task.id:02d}.npz") as content:
+        with np.load(starting[suite, task.id]) as content:
             starts = content["states"]
         env, expert = LiberoEnv(task, render=True), Expert()
         kept, start = 0, chosen.first

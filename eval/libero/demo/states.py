@@ -220,4 +220,5 @@ def _object_xy(env: LiberoEnv, states: np.ndarray) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script("eval.libero.demo.states", Arguments, main, None))
+    later = "; the same command continues with the tasks that are left"
+    sys.exit(run_script("eval.libero.demo.states", Arguments, main, None, later))
