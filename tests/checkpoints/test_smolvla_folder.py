@@ -135,10 +135,11 @@ def test_a_folder_that_lerobot_names_as_the_tokenizer_is_read(tmp_path: Path) ->
     (vlm / "tokenizer.json").unlink()
     hint = r"put its tokenizer\.json into the checkpoint's folder, or name one as checkpoint\.tokenizer"
     wrong = rf"^tokenizer: expected tokenizer\.json in {vlm}, found none; {hint}$"
-    for _ in ("an empty folder", "none, as on another machine"):
-        with pytest.raises(CheckpointError, match=wrong):
-            load(folder)
-        vlm.rename(tmp_path / "gone") if vlm.exists() else None
+    with pytest.raises(CheckpointError, match=wrong):
+        load(folder)
+    vlm.rmdir()  # as on another machine
+    with pytest.raises(CheckpointError, match=wrong):
+        load(folder)
 
 
 def test_this_packages_own_form(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ results have none of it."""
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.console import Console
     from rich.table import Table
 
-    def table(lines: Sequence[Sequence[str]], folded: int = 1_000) -> Table:
+    def table(lines: Sequence[Sequence[str]], folded: float = math.inf) -> Table:
         made = Table(title=title, title_justify="left")
         for i, column in enumerate(zip(*lines, strict=True)):
             most = max(len(word) for cell in column for word in cell.split()) if i >= folded else None
@@ -50,16 +51,18 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console = Console(width=None if sys.stdout.isatty() else 160)
     filled = [one for one in zip_longest(columns, *rows, fillvalue="") if not rows or set(one[1:]) - {"-", ""}]
     lines = list(zip(*filled, strict=True))
-    wide = width(table(lines)) > console.width
-    if wide and width(table(filled)) < width(table(lines)):
-        console.print(table(filled))
+    upright, lying = table(lines), table(filled)
+    wide = width(upright) > console.width
+    if wide and width(lying) < width(upright):
+        console.print(lying)
     elif wide and width(table(lines, folded=0)) > console.width:
         console.print(title, style="italic", highlight=False, markup=False)
+        widths = [max(map(len, column)) for column in filled[1:]]
         for name, *cells in lines:
-            below = (cell.rjust(max(map(len, column))) for cell, column in zip(cells, filled[1:], strict=True))
-            console.print(name, "  ".join(("", *below)), sep="\n", soft_wrap=True, highlight=False, markup=False)
+            below = "  ".join(("", *map(str.rjust, cells, widths)))
+            console.print(name, below, sep="\n", soft_wrap=True, highlight=False, markup=False)
     else:
-        console.print(table(lines, folded=1 if wide else 1_000))
+        console.print(table(lines, folded=1) if wide else upright)
 
 
 PARITY_COLUMNS = ("MSE", "cosine", "max error", "PSNR dB")

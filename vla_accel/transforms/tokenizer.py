@@ -265,13 +265,10 @@ def load_tokenizer(folder: Path, source: str | None = None, *, elsewhere: bool =
 
 def load_line_tokenizer(folder: Path, source: str | None, hub: str) -> Tokenizer:
     """The tokenizer of a checkpoint whose prompts are lines: `tokenizer.json` of a folder (`source`, else the
-    checkpoint's), of a file or of the hub, by default of `hub`, which may name a folder, too. Raises CheckpointError if
-    there is none."""
-    for place in (folder, Path(hub)) if source is None else (Path(source),):
-        path = place / "tokenizer.json" if place.is_dir() else place
-        if path.is_file():
-            break
-    else:
+    checkpoint's), of a file or of the hub, by default of `hub`. Raises CheckpointError if there is none."""
+    place = folder if source is None else Path(source)
+    path = place / "tokenizer.json" if place.is_dir() else place
+    if not path.is_file():
         hint = ", or put its tokenizer.json into the checkpoint's folder, or name one as checkpoint.tokenizer"
         path = _from_hub(source or hub, hint)
     return LineTokenizer(path) if _is_hugging_face(path) else SmallTokenizer.load(path)
@@ -304,10 +301,13 @@ def _from_hub(name: str, hint: str = _PALIGEMMA_HINT) -> Path:
 
 
 def files_from_hub(name: str, files: Sequence[str], hint: str) -> Path:
-    """The folder of these files of a repository on the hub, or in its cache. Raises CheckpointError that says what else
-    can be done."""
-    if Path(name).is_absolute() or Path(name).is_dir():  # lerobot keeps where the tokenizer was, which may be elsewhere
-        raise CheckpointError(f"tokenizer: expected {files[0]} in {name}, found none; {hint.partition(', or ')[2]}")
+    """The folder of these files: of a repository on the hub, or in its cache, or `name` itself where that is a folder,
+    as lerobot keeps it. Raises CheckpointError that says what else can be done."""
+    if Path(name).is_absolute() or Path(name).is_dir():
+        for file in files:
+            if not Path(name, file).is_file():
+                raise CheckpointError(f"tokenizer: expected {file} in {name}, found none; {hint.partition(', or ')[2]}")
+        return Path(name)
     try:
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
         from huggingface_hub.errors import HfHubHTTPError

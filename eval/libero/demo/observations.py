@@ -46,14 +46,17 @@ def run(chosen: Arguments) -> None:
     from eval.libero.suites import load_suite
 
     observations: list[dict[str, Any]] = []
-    played = [(suite, task) for suite in chosen.suites for task in load_suite(suite).tasks]
-    starting = {(suite, task.id): chosen.states / suite / f"task_{task.id:02d}.npz" for suite, task in played}
-    for (suite, _), path in starting.items():
+    played = [
+        (task, chosen.states / suite / f"task_{task.id:02d}.npz")
+        for suite in chosen.suites
+        for task in load_suite(suite).tasks
+    ]
+    for _, path in played:
         if not path.is_file():
-            made = f"python -m eval.libero.demo.states --suite {suite} --output {path.parent}"
+            made = f"python -m eval.libero.demo.states --suite {path.parent.name} --output {path.parent}"
             raise ConfigError(f"states: expected start states of each task, found no {path}; make them: {made}")
-    for suite, task in played:
-        with np.load(starting[suite, task.id]) as content:
+    for task, path in played:
+        with np.load(path) as content:
             starts = content["states"]
         env, expert = LiberoEnv(task, render=True), Expert()
         kept, start = 0, chosen.first
