@@ -52,10 +52,8 @@ def dialect_of(names: Collection[str]) -> tuple[Dialect, str]:
 
 
 def pieces(name: str, config: Pi0Config, prefix: str = "") -> tuple[Piece, ...]:
-    """The tensors in openpi's dialect that make up one canonical tensor, in order along its first axis.
-
-    `embed.weight` is given as the first of `EMBEDDINGS`. `prefix`: what stands before each name.
-    """
+    """The tensors in openpi's dialect that make up one canonical tensor, in order along its first axis; `embed.weight`
+    is given as the first of `EMBEDDINGS`. `prefix`: what stands before each name."""
     return tuple(Piece(prefix + piece.name, piece.rows) for piece in NAMES.pieces(name, config))
 
 
