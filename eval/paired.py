@@ -61,7 +61,8 @@ def _print(report: Mapping[str, Any]) -> None:
         table.add_row(*cells, str(row["lost"]), str(row["gained"]), f"{row['mcnemar_exact_p']:.3g}", sees, errors)
     # Where nobody watches, lines need not be broken.
     console = Console()
-    Console(width=None if console.is_terminal else max(console.width, 120)).print(table)
+    width = None if console.is_terminal else max(console.width, 120)
+    Console(width=width, markup=False, emoji=False).print(table)
 
 
 def _with_suites(row: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:

@@ -128,7 +128,7 @@ def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) 
     for video in result["videos"]:
         console.print(f"video: {video}", soft_wrap=True)
     if errors:
-        console.print(f"[red]{errors} episodes ended in an error[/]; they count in no rate")
+        console.print(f"{errors} episodes ended in an error; they count in no rate", style="red")
     print_json(_line(benchmark, result, errors), allow_nan=False)
     return 1 if errors else 0
 

@@ -188,11 +188,12 @@ def _missing(
     if done:
         when = log.launches[-1].get("began", "an unknown time")
         console.print(
-            f"[yellow]{done} of {len(plan)} episodes are on record[/] in {log.path} (last launch: "
-            f"{when}) and are not played again; --overwrite starts afresh"
+            f"{done} of {len(plan)} episodes are on record in {log.path} (last launch: "
+            f"{when}) and are not played again; --overwrite starts afresh",
+            style="yellow",
         )
         if any(launch.get("git") != git for launch in log.launches):
-            console.print("[yellow]warning:[/] some of them ran with another version of the code")
+            console.print("warning: some of them ran with another version of the code", style="yellow")
     return missing
 
 
@@ -278,7 +279,7 @@ def _episode(result: EpisodeResult, log: EpisodeLog) -> dict[str, Any]:
 
 
 def _warner(console: Console) -> Callable[[str], None]:
-    return lambda text: console.print(f"[yellow]warning:[/] {text}")
+    return lambda text: console.print(f"warning: {text}", style="yellow")
 
 
 def _plain(value: Any) -> Any:

@@ -86,7 +86,7 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
         points.append((ticks, chunking, command.make_request(benchmark, point, words)))
     rows, first = [], None
     for ticks, chunking, request in points:
-        console.print(f"[bold]{SAID[chunking]}, {ticks} ticks late[/]")
+        console.print(f"{SAID[chunking]}, {ticks} ticks late", style="bold")
         result = evaluate(request, console)
         first = first or result
         rows += _rows(result, ticks, 1e3 * ticks / benchmark.control_hz, _kind(result, chunking))

@@ -23,12 +23,12 @@ class EpisodeProgress:
 
     def __init__(self, console: Console, name: str, *, plan: int, done: int) -> None:
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             # On a narrow terminal this one is broken, and leaves the others their places.
-            TextColumn("{task.fields[note]}", table_column=Column(overflow="fold")),
+            TextColumn("{task.fields[note]}", markup=False, table_column=Column(overflow="fold")),
         )
         self._console, self._plan = console, plan
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
@@ -57,7 +57,7 @@ class EpisodeProgress:
                 self._nodes[name] = self._progress.add_task(name, total=self._plan, note="")
             self._progress.update(self._nodes[name], completed=played, note=f"{simulators} simulators")
         if result.error:
-            self._console.print(f"[red]error[/] in {result.key}: {result.error}", markup=True)
+            self._console.print(f"error in {result.key}: {result.error}", style="red")
         elif not self._console.is_terminal:
             each = "".join(f"; {name}: {played} by {simulators}" for name, (simulators, played) in nodes.items())
             self._console.print(f"{len(results)}/{self._plan} {note}{each}")

@@ -17,9 +17,9 @@ UNWATCHED = 180  # where no terminal says
 
 
 def stderr_console() -> Console:
-    """Where progress and tables go. Where nobody watches, lines need not be broken."""
-    console = Console(stderr=True, highlight=False)
-    return console if console.is_terminal else Console(stderr=True, highlight=False, width=UNWATCHED)
+    """Where progress and tables go. Where nobody watches, lines need not be broken; words in brackets are words."""
+    width = None if Console(stderr=True).is_terminal else UNWATCHED
+    return Console(stderr=True, highlight=False, markup=False, emoji=False, width=width)
 
 
 def run_title(result: Mapping[str, Any]) -> str:
@@ -58,7 +58,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], *, title: str) -
         _show(console, target_table(fastest))
         console.print(target_verdict(fastest["target"]))
     for warning in summary["warnings"]:
-        console.print(f"[yellow]warning:[/] {warning}")
+        console.print(f"warning: {warning}", style="yellow")
 
 
 def sweep_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Columns, Columns]:
@@ -176,7 +176,7 @@ def _number(value: float | None, form: str) -> str:
 def _show(console: Console, table: Table) -> None:
     """Print a table under its title, unwrapped: rich would wrap the title to the table's width."""
     title, table.title = table.title, None
-    console.print(f"\n[bold]{title}[/]", soft_wrap=True)
+    console.print(f"\n{title}", style="bold", soft_wrap=True)
     console.print(table)
 
 

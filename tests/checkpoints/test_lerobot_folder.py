@@ -212,6 +212,16 @@ def test_what_is_not_understood_in_a_lerobot_folder_is_named(
         load(tmp_path)
 
 
+@pytest.mark.parametrize(("kind", "names"), [("pi05", "q01 <= q99"), ("pi0", "std >= 0")])
+def test_statistics_that_no_data_can_have_are_refused(tmp_path: Path, kind: Any, names: str) -> None:
+    write_lerobot(tmp_path, kind)
+    wrong = load_file(tmp_path / "pre.safetensors")
+    wrong["observation.state.q99" if kind == "pi05" else "observation.state.std"][2] = -9.0
+    save_file(wrong, tmp_path / "pre.safetensors")
+    with pytest.raises(CheckpointError, match=rf"observation\.state: expected {names}, got a span of -"):
+        load(tmp_path)
+
+
 def test_missing_files_of_lerobot_are_named(tmp_path: Path) -> None:
     write_lerobot(tmp_path, "pi05")
     (tmp_path / "pre.safetensors").unlink()

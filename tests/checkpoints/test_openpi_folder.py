@@ -118,6 +118,19 @@ def test_a_shipped_preset_of_another_robot_than_the_statistics_is_an_error(tmp_p
         load(tmp_path, PolicyConfig(preset=None if written else "libero"))
 
 
+@pytest.mark.parametrize(("kind", "name"), [("pi05", "q99"), ("pi0", "std")])
+def test_statistics_that_no_data_can_have_are_refused(tmp_path: Path, kind: Any, name: str) -> None:
+    write_openpi(tmp_path, kind)
+    path = tmp_path / "assets" / "physical-intelligence" / "libero" / "norm_stats.json"
+    content = json.loads(path.read_text())
+    content["norm_stats"]["actions"][name][1] = -9.0
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        CheckpointError, match=r"norm_stats\.actions: expected q01 <= q99 and std >= 0, got a span of -"
+    ):
+        load(tmp_path)
+
+
 def test_statistics_of_several_robots(tmp_path: Path) -> None:
     write_openpi(tmp_path, "pi0")
     write_openpi(tmp_path, "pi0", "trossen")

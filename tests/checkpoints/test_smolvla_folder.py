@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +141,18 @@ def test_a_folder_that_lerobot_names_as_the_tokenizer_is_read(tmp_path: Path) ->
     vlm.rmdir()  # as on another machine
     with pytest.raises(CheckpointError, match=wrong):
         load(folder)
+
+
+@pytest.mark.parametrize(("width", "heads", "said"), [(64, 1, True), (1152, 16, False)])
+def test_the_towers_heads_are_smolvlm2s(
+    width: int, heads: int, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of its 2.2 B are 72 wide; no weight shows it, and taken for 64 they would compute something else."""
+    config = tiny_config()
+    config = dataclasses.replace(config, vision=dataclasses.replace(config.vision, width=width, heads=heads))
+    write_lerobot(tmp_path, config)
+    assert load(tmp_path).model.config.vision.heads == heads
+    assert ("no SmolVLM2 sees with a width of 64" in caplog.text) == said
 
 
 def test_this_packages_own_form(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from vla_accel.cli.asked.servers import Serve
 from vla_accel.cli.options import told
 from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
 from vla_accel.fp8 import FILE, Scales
-from vla_accel.measure.recording import save_observations
+from vla_accel.measure.recording import load_observations, save_observations
 from vla_accel.models.family import family_named
 
 
@@ -384,7 +384,23 @@ def test_one_file_holds_observations_of_the_same_keys_and_shapes(
     seen = [{"prompt": "pick", **({"wrist": np.zeros((n, n, 3), np.uint8)} if n else {})} for n in sides]
     with pytest.raises(ObservationError, match=re.escape(f"a.npz: observation 3: {said}; it takes another file")):
         save_observations(seen, tmp_path / "a.npz")
+    with pytest.raises(ObservationError, match="a list of at least one observation, got one that is in no list"):
+        save_observations(seen[0], tmp_path / "a.npz")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+    save_observations(seen[:1], str(tmp_path / "a.npz"))
+    assert load_observations(tmp_path / "a.npz")[0]["prompt"] == "pick"
+
+
+def test_a_folder_without_rights_is_named_and_how_to_see_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(self: Any) -> Any:
+        raise PermissionError(13, "Permission denied", "/a b/engines")
+
+    monkeypatch.setattr("vla_accel.engines.cache.EngineCache.entries", refused)
+    assert main(["cache", "list", "--cache", str(tmp_path)]) == 1
+    said = "vla-accel cache: /a b/engines: Permission denied: namei -l '/a b/engines' shows whose it is\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(("words", "name"), [("calibrate", "output"), ("parity --keep", "keep")])

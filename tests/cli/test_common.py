@@ -27,6 +27,13 @@ def test_a_column_of_dashes_is_left_out(capsys: pytest.CaptureFixture[str]) -> N
     assert words(capsys) == [list(COLUMNS)]
 
 
+def test_words_in_brackets_are_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a user was to type, `pip install 'vla_accel[flash]'`, lost its end; `[/]` ended in a traceback."""
+    rows = [["bf16, flash_attn", "pip install 'vla_accel[flash]'"], ["a[/b", ":tiger: [/]"]]
+    print_table("tried in [/here]", ("configuration", "verdict"), rows)
+    assert words(capsys)[1:] == rows
+
+
 def test_a_table_too_wide_for_the_terminal_lies_on_its_side(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from vla_accel.diffusion.config import engine_file  # noqa: E402
 from vla_accel.diffusion.models import random_model  # noqa: E402
 from vla_accel.diffusion.stage import first_non_finite, require_finite  # noqa: E402
 from vla_accel.errors import CheckpointError, ConfigError, EngineError  # noqa: E402
-from vla_accel.models.autoencoder import split_autoencoder  # noqa: E402
+from vla_accel.models.autoencoder import AUTOENCODERS, split_autoencoder  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -282,19 +282,23 @@ def test_models_load_from_a_folder_of_safetensors(vae: Any, tmp_path: Path) -> N
     from vla_accel.diffusion.models import load_model
 
     vae.save_pretrained(tmp_path / "vae")
-    loaded = load_model(tmp_path / "vae", dtype=torch.bfloat16, device=CPU)
+    loaded = load_model(tmp_path / "vae", kinds=AUTOENCODERS, dtype=torch.bfloat16, device=CPU)
     assert type(loaded) is type(vae) and loaded.dtype == torch.bfloat16 and not loaded.training
     torch.testing.assert_close(loaded.encoder.conv_in.weight, vae.encoder.conv_in.weight.bfloat16())
     (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model .*vae: .*safetensors"):
-        load_model(tmp_path / "vae", dtype=torch.float32, device=CPU)
+        load_model(tmp_path / "vae", kinds=AUTOENCODERS, dtype=torch.float32, device=CPU)
     with pytest.raises(CheckpointError, match=r"expected a config\.json, found none"):
-        load_model(tmp_path / "nothing", dtype=torch.float32, device=CPU)
-    with pytest.raises(CheckpointError, match=r"model nothing: expected one of qwen-vae, .* model, got neither"):
-        load_model("nothing", dtype=torch.float32, device=CPU)
+        load_model(tmp_path / "nothing", kinds=AUTOENCODERS, dtype=torch.float32, device=CPU)
+    with pytest.raises(
+        CheckpointError, match=r"qwen-vae, sd-vae, tiny-.*, two, or .*, got neither: did you mean sd-vae"
+    ):
+        load_model("sd-va", also=["two"], kinds=AUTOENCODERS, dtype=torch.float32, device=CPU)
+    with pytest.raises(CheckpointError, match=r"model sd-unet: .* got the class UNet2DConditionModel"):
+        load_model("sd-unet", kinds=AUTOENCODERS, dtype=torch.float32, device=CPU)
     for text, message in (("{", "expected a readable YAML or JSON file"), ("[1]", "expected a mapping, got list")):
         (tmp_path / "vae" / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=message):
-            load_model(tmp_path / "vae", dtype=torch.float32, device=CPU)
+            load_model(tmp_path / "vae", kinds=AUTOENCODERS, dtype=torch.float32, device=CPU)
     with pytest.raises(ConfigError, match="expected one of qwen-vae"):
         random_model("other", dtype=torch.float32, device=CPU)

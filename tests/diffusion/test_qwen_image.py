@@ -118,7 +118,9 @@ def test_bench_vae(vae: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main([*words.split(), "--picture", str(picture), "--output", str(tmp_path / "a.json")]) == 0
     shown = capsys.readouterr()
     report = json.loads(shown.out.strip().splitlines()[-1])
-    assert shown.err.startswith(f"loading {vae}\n64x64: the reference, eager in float32\n64x64 encoder, eager: first ")
+    assert shown.err.startswith(
+        f"loading {vae}\n64x64: the systems, and the reference, eager in float32\n64x64 encoder, "
+    )
     assert report["passed"] and len(report["results"]) == 8
     assert {(r["size"], r["side"], r["system"]) for r in report["results"]} == {
         (size, side, system)
@@ -199,7 +201,7 @@ def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = [f"warming up: {name}" for name in "abc"]
     assert heard == [*begun, "9/9 calls"]
     heard.clear()
-    monkeypatch.setattr("vla_accel.diffusion.measure.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
     in_turns(dict.fromkeys("abc", lambda: None), rounds=3, device=CPU, warm_up=1, progress=heard.append)
     assert heard == [*begun, *(f"{done}/9 calls" for done in range(1, 10))], "where each takes longer"
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"

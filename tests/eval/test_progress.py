@@ -10,6 +10,7 @@ from rich.console import Console
 from eval.harness.progress import EpisodeProgress
 from eval.harness.protocol import EpisodeKey
 from eval.harness.rollout import EpisodeResult
+from eval.harness.tables import stderr_console
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -21,3 +22,16 @@ def test_the_count_keeps_its_place_whatever_is_told_beside_it(width: int) -> Non
         progress.show(one, [one], {})
     said = screen.getvalue()
     assert "1/9" in said and "0:00:0" in said and "success" in said and "1/1" in said
+
+
+def test_an_error_in_brackets_ends_no_evaluation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Words in brackets were read as colours, and `[/]` as the end of one that never began."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    failed = EpisodeResult(EpisodeKey(3, 0, 0), False, 0, "KeyError: 'images[/wrist]'", 0.1, 13)
+    with EpisodeProgress(stderr_console(), "suite[/a]", plan=9, done=0) as progress:
+        progress.show(failed, [failed], {"node[/b]": (2, 1)})
+    said = capsys.readouterr().err
+    assert all(words in said for words in ("images[/wrist]", "suite[/a]", "node[/b]"))

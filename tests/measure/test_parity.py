@@ -69,11 +69,14 @@ def test_one_draw_is_what_it_was() -> None:
     assert np.array_equal(once.noises[3], [rng.standard_normal((3, 2)).astype(np.float32) for _ in range(4)][3])
 
 
-def test_progress_ends_with_the_last_call() -> None:
+def test_progress_ends_with_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     # The reference's calls on another observation are a fifth of all: none of them comes after what says the end.
     reference, asked = Stub(), []
     report(Stub(), reference, count=20, progress=lambda line: asked.append((line, reference.calls)))
-    assert asked[-1] == ("20/20 calls of each", 40) and reference.calls == 40 and len(asked) == 10
+    assert asked[-1] == ("20/20 calls of each", 40) and reference.calls == 40 and len(asked) == 1
+    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    report(Stub(), Stub(), count=20, progress=lambda line: asked.append((line, 0)))
+    assert [line for line, _ in asked[1:]] == [f"{done}/20 calls of each" for done in range(1, 21)], "each takes longer"
 
 
 def test_flipped_commands_are_counted_and_judged_by_their_rate_alone() -> None:

@@ -27,6 +27,7 @@ from vla_accel.families.pi0 import PI0, PI05
 from vla_accel.families.prompted import PromptShape
 from vla_accel.models.memory import Counted, tensors_in
 from vla_accel.models.pi0 import Pi0
+from vla_accel.native.pi0 import Pi0Store
 from vla_accel.native.vision import VisionWeights
 from vla_accel.ops.gpu import Gpu
 from vla_accel.policy import footprint
@@ -198,7 +199,7 @@ def test_loading_takes_little_more_than_the_result(precision: str) -> None:
     """One layer in float32, in which norms are folded, at π0.5's published size."""
     model, shape = published(PI05)
     twin = model.away(footprint._Sizes(model)).placed(torch.device("meta"), torch.bfloat16)
-    store = PI05.store(twin, scales_of_any())
+    store = Pi0Store(twin, scales_of_any())
     specs = engines(precision, precision)
     with Peak("meta") as peak:
         for component in PI05.components(twin, shape, store=store):

@@ -48,6 +48,13 @@ def test_a_page_holds_the_figures_of_its_json(
     assert len(text) < 2_000_000
 
 
+@pytest.mark.parametrize(("ms", "hz"), [(2059.8, "0.485 Hz"), (8.33, "120 Hz")])
+def test_a_slow_calls_rate_is_no_zero(ms: float, hz: str) -> None:
+    report = stored("bench_record_h200")
+    report["rows"] = [{**report["rows"][0], "median_ms": ms}]
+    assert f" a call (median), {hz}, on " in bench.page(report).summary
+
+
 def test_a_mark_is_explained_where_there_is_one() -> None:
     report = stored("bench_record_h200")
     report["rows"] = report["rows"][:2]

@@ -110,6 +110,9 @@ def test_tune_finds_writes_and_continues(
     assert main(words) == 0
     assert f"continuing {out}/journal.jsonl: " in capsys.readouterr().err
     again = json.loads((out / "tune.json").read_text())
+    # What took no time now did so in an earlier launch.
+    assert result["measured_before"] == 0 < again["measured_before"]
+    assert f">{again['measured_before']}</" in (out / "report.html").read_text()
     assert again["tried"] == result["tried"]
 
 

@@ -201,11 +201,13 @@ def _normaliser(
     if low is None or high is None or low.shape != high.shape:
         needed, found = " and ".join(f"{key}.{n}" for n in names), sorted(k for k in table if k.startswith(key))
         raise CheckpointError(f"checkpoint {folder}: expected {needed} for {mode}, found {found}")
+    span, bound = (high, "std >= 0") if mode == "MEAN_STD" else (high - low, " <= ".join(names))
+    if (span < 0).any():
+        raise CheckpointError(f"checkpoint {folder}: {key}: expected {bound}, got a span of {span.min():g}")
     eps = member({"eps": 1e-8, **config}, "eps", float, folder)
     if mode == "MEAN_STD":
         # lerobot adds eps where it divides, not where it multiplies.
         return Normaliser("mean_std", low, high + eps if key == STATE else high, single=True)
-    span = high - low
     return Normaliser("quantile", low, np.where(span == 0, eps, span), single=True)
 
 

@@ -5,6 +5,7 @@ Knows nothing of robots, statistics or tokenizers: see `vla_accel.families.smolv
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from vla_accel.models.siglip import SiglipConfig
 from vla_accel.models.smollm import SmolLmConfig
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, expert_mlp_dim
 
+_log = logging.getLogger("vla_accel.checkpoints")
 _ROOT = "model.vlm_with_expert."
 _TOWER = _ROOT + "vlm.model.vision_model."
 _STACKS = {"prefix": _ROOT + "vlm.model.text_model.", "expert": _ROOT + "lm_expert."}
@@ -32,7 +34,9 @@ SIGNS = (_PROJECTOR + "weight", _STACKS["expert"] + "norm.weight")
 # Never read by the model: the language model's head, and the prefix's final norm (only K and V leave the prefix). The
 # last prefix layer's MLP and output projection are dead, too, but kept in the model, so not listed here.
 DEAD = (_ROOT + "vlm.lm_head.weight", _STACKS["prefix"] + "norm.weight")
-_HEAD_DIM = 64  # of SigLIP B and of every SmolLM2; the number of heads cannot be read off a weight
+# The number of heads cannot be read off a weight.
+_HEAD_DIM = 64  # of every SmolLM2
+_VISION_HEADS = {768: 12, 1152: 16}  # by width: of SigLIP B and SO400M, the towers of every SmolVLM2
 
 
 def load_weights(
@@ -73,12 +77,15 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, w
     width, _, _, patch = shape(_TOWER + "embeddings.patch_embedding.weight", 4)
     patches, _ = shape(_TOWER + "embeddings.position_embedding.weight", 2)
     hidden, _ = shape(_TOWER + "encoder.layers.0.mlp.fc1.weight", 2)
+    heads = _VISION_HEADS.get(width, width // _HEAD_DIM)
+    if width not in _VISION_HEADS:
+        _log.warning("%s: no SmolVLM2 sees with a width of %d: its heads are taken to be 64 wide", where.parent, width)
     crossed = "cross" in member(content, "attention_mode", str, where)
     every = member(content, "self_attn_every_n_layers", int, where)
     side = patch * math.isqrt(patches)
     try:
         config = SmolVlaConfig(
-            vision=SiglipConfig(width, depth_of(shapes, _TOWER + "encoder."), hidden, width // _HEAD_DIM, side, patch),
+            vision=SiglipConfig(width, depth_of(shapes, _TOWER + "encoder."), hidden, heads, side, patch),
             prefix=stack("prefix"),
             expert=stack("expert"),
             vocab_size=shape(_STACKS["prefix"] + "embed_tokens.weight", 2)[0],

@@ -6,6 +6,7 @@ import errno
 import importlib
 import logging
 import select
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -112,7 +113,8 @@ def ended(run: Callable[[], int]) -> tuple[int, str | None]:
             raise
         if error.filename is None:
             sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  # what is left would fail again at the end
-        return (141, None) if gone else (1, ": ".join(filter(None, (error.filename, error.strerror))))
+        whose = f"namei -l {shlex.quote(str(error.filename))} shows whose it is" * (error.errno == errno.EACCES)
+        return (141, None) if gone else (1, ": ".join(filter(None, (error.filename, error.strerror, whose))))
     except KeyboardInterrupt:
         return 130, "interrupted"
     finally:

@@ -26,6 +26,7 @@ from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceili
 from vla_accel.measure.start import PHASES, starts
 from vla_accel.measure.systems import REALTIME_VLA_STEPS, CheckpointFactory, Factory, camera_size, free, observer
 from vla_accel.models.family import Family, family_named
+from vla_accel.progress import going_on
 from vla_accel.report.bench import page, ran
 from vla_accel.report.page import check_path, write
 
@@ -86,8 +87,8 @@ def main(chosen: Bench, words: list[str]) -> int:
         made = []
         for name in names:
             if name not in once or once[name]["steps"] == steps:
-                say(f"preparing {name}, {steps} step{'s' * (steps > 1)}")
-                made.append(ready.pop(name, None) or factory.make(name, steps))
+                with going_on(f"preparing {name}, {steps} step{'s' * (steps > 1)}", say):
+                    made.append(ready.pop(name, None) or factory.make(name, steps))
         processor = factory.processor
         if processor is None:
             raise ConfigError("systems: expected at least one of this package's own beside the others")

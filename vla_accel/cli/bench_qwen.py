@@ -20,6 +20,7 @@ from vla_accel.errors import ConfigError, EngineError
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.numeric import DTYPES
+from vla_accel.progress import going_on
 
 COSINE = 0.999
 TINY_LAYERS = 2
@@ -33,8 +34,8 @@ def main(options: BenchQwen, words: list[str]) -> int:
     if device.type == "cpu" and not options.tiny and options.layers is None:
         raise ConfigError("device: expected a GPU for Qwen-Image's 20 billion weights, --layers N or --tiny, got cpu")
     began, layers = time.perf_counter(), options.layers or (TINY_LAYERS if options.tiny else LAYERS)
-    say(f"making Qwen-Image with {layers} layers")
-    pipeline = random_qwen_image(tiny=options.tiny, layers=layers, dtype=dtype, device=device)
+    with going_on(f"making Qwen-Image with {layers} layers", say):
+        pipeline = random_qwen_image(tiny=options.tiny, layers=layers, dtype=dtype, device=device)
     if options.edit:
         parts = dict(pipeline.components)
         pipeline = diffusers_module().QwenImageEditPipeline(**parts, processor=None)

@@ -27,6 +27,7 @@ from vla_accel.machine import resolve_device
 from vla_accel.models.autoencoder import SCALE
 from vla_accel.models.unet import TEXT_TOKENS
 from vla_accel.numeric import DTYPES
+from vla_accel.progress import going_on
 
 COSINE = 0.9995
 UNFINISHED = "not finished"
@@ -51,9 +52,9 @@ class _Bench:
         self.device = resolve_device(options.device)
         dtype = dtype_on(self.device, options.dtype)
         self.options, self.dtype = replace(options, dtype=dtype), DTYPES[dtype]
-        say(f"loading {options.sd_dir}")
-        self.parts = self._load(self.dtype)
-        self.wide = self._load(torch.float32)
+        with going_on(f"loading {options.sd_dir}", say):
+            self.parts = self._load(self.dtype)
+            self.wide = self._load(torch.float32)
         for name in ("unet", "vae", "text_encoder"):
             # The same rounded weights: agreement judges arithmetic, not the checkpoint's rounding.
             rounded = getattr(self.parts, name).state_dict()
@@ -119,9 +120,9 @@ class _Bench:
         shape = (2, TEXT_TOKENS, config.cross_attention_dim)
         states = torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
         sample, timestep = torch.cat((one, one)), torch.tensor(481, device=self.device)
-        runs = {n: self._unet(n, sample, timestep, states) for n in self.options.systems}
-        say("unet: the reference, eager in float32")
-        want = self.wide.unet(sample.float(), timestep, states.float(), return_dict=False)[0]
+        with going_on("unet: the systems, and the reference, eager in float32", say):
+            runs = {n: self._unet(n, sample, timestep, states) for n in self.options.systems}
+            want = self.wide.unet(sample.float(), timestep, states.float(), return_dict=False)[0]
         done = self._first("unet", runs)
         timings = in_turns(
             {n: runs[n] for n in done}, rounds=self.options.unet_rounds, device=self.device, progress=say

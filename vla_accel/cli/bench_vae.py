@@ -18,8 +18,9 @@ from vla_accel.diffusion.vae import AcceleratedVae
 from vla_accel.errors import ConfigError
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
-from vla_accel.models.autoencoder import SCALE, split_autoencoder
+from vla_accel.models.autoencoder import AUTOENCODERS, SCALE, split_autoencoder
 from vla_accel.numeric import DTYPES
+from vla_accel.progress import going_on
 
 MSE, COSINE = 1e-3, 0.9995
 """The largest error and smallest cosine that pass, against float32: what the guide promises."""
@@ -31,9 +32,9 @@ def main(options: BenchVae, words: list[str]) -> int:
     if not options.engine_path and (library := next((s for s in options.systems if s.startswith("tensorrt")), None)):
         raise ConfigError(f"engine-path: expected --engine-path FOLDER for {library}, got none")
     began = time.perf_counter()
-    say(f"loading {options.vae}")
-    vae = load_model(options.vae, dtype=dtype, device=device)
-    reference = load_model(options.vae, dtype=torch.float32, device=device)
+    with going_on(f"loading {options.vae}", say):
+        vae = load_model(options.vae, kinds=AUTOENCODERS, dtype=dtype, device=device)
+        reference = load_model(options.vae, kinds=AUTOENCODERS, dtype=torch.float32, device=device)
     # The same rounded weights, so that agreement judges arithmetic and not the checkpoint's rounding.
     reference.load_state_dict({k: v.float() for k, v in vae.state_dict().items()})
     bench = _Bench(options, vae, reference, device, dtype)
@@ -71,11 +72,12 @@ class _Bench:
         latents = torch.randn(1, channels, *frames, *small, generator=generator, device=self.device)
         image, latents = image.to(self.dtype), latents.to(self.dtype)
         rows: list[dict[str, Any]] = []
-        say(f"{size_key(size)}: the reference, eager in float32")
         with torch.inference_mode():
-            references = self._diffusers(self.reference, image.float(), latents.float())
-            want = {side: run().float() for side, run in references.items()}
-            systems = {s: self._system(s, image, latents) for s in self.options.systems if self._takes_part(s, size)}
+            with going_on(f"{size_key(size)}: the systems, and the reference, eager in float32", say):
+                references = self._diffusers(self.reference, image.float(), latents.float())
+                want = {side: run().float() for side, run in references.items()}
+                taken = [name for name in self.options.systems if self._takes_part(name, size)]
+                systems = {name: self._system(name, image, latents) for name in taken}
             for side in ("encoder", "decoder"):
                 runs = {name: system[side] for name, system in systems.items()}
                 first = first_calls(f"{size_key(size)} {side}", runs, say)

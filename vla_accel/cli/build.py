@@ -137,10 +137,10 @@ class _Bars:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=Console(stderr=True, markup=False, emoji=False),
             disable=not sys.stderr.isatty(),
         )
         self._tasks: dict[str, tuple[Any, int, Advance]] = {}

@@ -18,8 +18,9 @@ from vla_accel.diffusion.stable import RANDOM, unet_engine_file
 from vla_accel.engines.onnx import OnnxFile
 from vla_accel.engines.tensorrt_library import load_library
 from vla_accel.errors import ConfigError
-from vla_accel.models.unet import Unet
+from vla_accel.models.unet import UNET, Unet
 from vla_accel.numeric import DTYPES
+from vla_accel.progress import going_on
 
 
 def main(options: BuildUnet, words: list[str]) -> int:
@@ -32,7 +33,8 @@ def main(options: BuildUnet, words: list[str]) -> int:
     targets = pick_targets(options.library, options.targets)
     names = {"random": "sd-unet", "tiny-random": "tiny-sd-unet"}
     source = names.get(options.sd_dir, str(Path(options.sd_dir) / "unet"))
-    unet = Unet(load_model(source, dtype=DTYPES[options.dtype], device=torch.device("cpu")), paired=False)
+    loaded = load_model(source, kinds=(UNET,), dtype=DTYPES[options.dtype], device=torch.device("cpu"))
+    unet = Unet(loaded, paired=False)
     file = build_unet(unet, root, options, library, targets)
     summary = {
         "command": "build-unet",
@@ -58,14 +60,14 @@ def build_unet(
         found = found_file(component, path, options.library)
     if found is not None:
         return found
-    say(f"building {path}: minutes")
     folder = root / "unet" / "onnx"
     graph_file = folder / "unet.onnx"
-    if graph_file.is_file() and not options.force_onnx:
-        # It was compared with the module when it was exported: there is nothing to check it with now.
-        size = sum(p.nbytes for p in unet.parameters())
-        graph = OnnxFile(graph_file, {}, (unet.dtype,), size)
-    else:
-        check = unet_component(unet, (256, 256), batch=1) if not options.no_verify else None
-        graph = export_onnx(component, folder, check=check)
-    return build_file(component, graph, path, library, targets, TensorrtOptions())  # type: ignore[arg-type]
+    with going_on(f"building {path}: minutes", say):
+        if graph_file.is_file() and not options.force_onnx:
+            # It was compared with the module when it was exported: there is nothing to check it with now.
+            size = sum(p.nbytes for p in unet.parameters())
+            graph = OnnxFile(graph_file, {}, (unet.dtype,), size)
+        else:
+            check = unet_component(unet, (256, 256), batch=1) if not options.no_verify else None
+            graph = export_onnx(component, folder, check=check)
+        return build_file(component, graph, path, library, targets, TensorrtOptions())  # type: ignore[arg-type]

@@ -30,8 +30,9 @@ from vla_accel.engines.tensorrt_library import LibraryName, capability_of, load_
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
 from vla_accel.machine import resolve_device
-from vla_accel.models.autoencoder import Half, split_autoencoder
+from vla_accel.models.autoencoder import AUTOENCODERS, Half, split_autoencoder
 from vla_accel.numeric import DTYPES
+from vla_accel.progress import going_on
 
 
 def main(options: BuildVae, words: list[str]) -> int:
@@ -41,7 +42,7 @@ def main(options: BuildVae, words: list[str]) -> int:
     targets = pick_targets(options.library, options.targets)
     # Weights stay on the CPU: the builder takes them from the ONNX file.
     encoder, decoder = split_autoencoder(
-        load_model(options.vae, dtype=DTYPES[options.dtype], device=torch.device("cpu"))
+        load_model(options.vae, kinds=AUTOENCODERS, dtype=DTYPES[options.dtype], device=torch.device("cpu"))
     )
     halves: dict[Side, Half] = {"encoder": encoder, "decoder": decoder}
     files: list[BuiltFile] = []
@@ -54,8 +55,8 @@ def main(options: BuildVae, words: list[str]) -> int:
                 tuned = TensorrtOptions(
                     optimization_level=options.optimization_level, profiles=profile_texts(component) if dynamic else ()
                 )
-                say(f"building {path}: minutes")
-                with tempfile.TemporaryDirectory(prefix="vla_accel-onnx-") as scratch:
+                scratched = tempfile.TemporaryDirectory(prefix="vla_accel-onnx-")
+                with going_on(f"building {path}: minutes", say), scratched as scratch:
                     graph = export_onnx(component, Path(scratch), check=check)
                     found = build_file(component, graph, path, library, targets, tuned)
             files.append(found)

@@ -48,7 +48,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         return console.measure(made, options=console.options.update(width=10_000)).maximum
 
     # A file or pipe has no width to keep to.
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
     filled = [one for one in zip_longest(columns, *rows, fillvalue="") if not rows or set(one[1:]) - {"-", ""}]
     lines = list(zip(*filled, strict=True))
     upright, lying = table(lines), table(filled)
@@ -56,11 +56,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     if wide and width(lying) < width(upright):
         console.print(lying)
     elif wide and width(table(lines, folded=0)) > console.width:
-        console.print(title, style="italic", highlight=False, markup=False)
+        console.print(title, style="italic", highlight=False)
         widths = [max(map(len, column)) for column in filled[1:]]
         for name, *cells in lines:
             below = "  ".join(("", *map(str.rjust, cells, widths)))
-            console.print(name, below, sep="\n", soft_wrap=True, highlight=False, markup=False)
+            console.print(name, below, sep="\n", soft_wrap=True, highlight=False)
     else:
         console.print(table(lines, folded=1) if wide else upright)
 

@@ -6,12 +6,10 @@ import shlex
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from vla_accel.checkpoints.convert import Parameters, convert
 from vla_accel.checkpoints.orbax import OrbaxParameters, check_folder
 from vla_accel.cli.asked.policies import Convert
-from vla_accel.cli.common import print_json
+from vla_accel.cli.common import print_json, say
 from vla_accel.errors import ConfigError, unknown
 from vla_accel.progress import shown
 from vla_accel.transforms.normalisation import load_statistics, statistics_by_asset
@@ -54,9 +52,9 @@ def main(asked: Convert, words: list[str]) -> int:
     made, folder = f"{report.parameters:,} parameters in {len(report.rows)} tensors", shlex.quote(str(asked.output))
     print(f"{asked.output}: {report.kind}, {made}; conversion.json there says which is which; vla-accel serve {folder}")
     if not statistics_by_asset(asked.output / "assets"):
-        Console(stderr=True).print(
-            "[yellow]no assets/<asset_id>/norm_stats.json came with the checkpoint: name its folder with --assets, or "
-            "put it there before loading"
+        say(
+            "no assets/<asset_id>/norm_stats.json came with the checkpoint: name its folder with --assets, or put it "
+            "there before loading"
         )
     line = {
         "schema": report.schema,

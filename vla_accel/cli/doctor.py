@@ -11,6 +11,7 @@ import json
 import platform
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from vla_accel.engines.tensorrt_library import installed_version
 from vla_accel.machine import driver, hardware, resolve_device, software
 from vla_accel.measure.parity import cosine
 from vla_accel.policy import OptimizedPolicy
+from vla_accel.progress import going_on
 
 SCHEMA = "vla_accel.doctor/1"
 LEAST_COSINE = 0.99
@@ -35,10 +37,10 @@ def main(chosen: Doctor, words: list[str]) -> int:
     """Look, test and report; 0 if the self-test passed."""
     device = resolve_device(chosen.device)
     found = examine(device)
-    if not chosen.json:
-        # Before the test, which may take long: it loads policies and, on a GPU, compiles kernels.
-        print("\n".join([*summary(found), "self-test"]), flush=True)
-    test = self_test(device)
+    tell = (lambda _: None) if chosen.json else partial(print, flush=True)
+    tell("\n".join(summary(found)))
+    with going_on("self-test", tell):  # which may take long: it loads policies and, on a GPU, compiles kernels
+        test = self_test(device)
     print(json.dumps(found | {"self_test": test, "passed": test["passed"]}, indent=1) if chosen.json else verdict(test))
     return 0 if test["passed"] else 1
 

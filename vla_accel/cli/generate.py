@@ -17,10 +17,10 @@ from vla_accel.config import EngineSpec
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import diffusers_module
 from vla_accel.diffusion.picture import load_image, save_png
-from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, make_scheduler
+from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, make_scheduler, scheduler_class
 from vla_accel.errors import ConfigError
 from vla_accel.numeric import DTYPES
-from vla_accel.progress import shown
+from vla_accel.progress import going_on, shown
 
 
 def main(options: TextToImage, words: list[str]) -> int:
@@ -30,10 +30,10 @@ def main(options: TextToImage, words: list[str]) -> int:
     request, image = _request(options)
     if options.out_img_path.suffix.lower() != ".png":
         raise ConfigError(f"out-img-path: expected a .png, got {options.out_img_path.name}")
-    say(f"loading {options.sd_dir}")
-    pipeline = StableDiffusion.from_pretrained(
-        options.sd_dir, _engines(options), device=device, dtype=dtype, strict=options.strict
-    )
+    with going_on(f"loading {options.sd_dir}", say):
+        pipeline = StableDiffusion.from_pretrained(
+            options.sd_dir, _engines(options), device=device, dtype=dtype, strict=options.strict
+        )
     parts = pipeline.parts
     say(f"denoising in {request.steps} steps")  # of which the first may take half a minute on a CPU
     for call in range(options.calls):
@@ -73,6 +73,8 @@ def dtype_on(device: torch.device, asked: Dtype | None) -> Dtype:
 
 
 def _request(options: TextToImage) -> tuple[Request, Tensor | None]:
+    if options.scheduler is not None:
+        scheduler_class(options.scheduler)  # before the model is loaded
     size = (options.height, options.width)
     if (size[0] is None) != (size[1] is None):
         raise ConfigError("size: expected both --height and --width, or neither")
@@ -105,13 +107,14 @@ def _compare(
         "output_type": "np",
     }
     began = time.perf_counter()
-    if image is None:
-        height, width = pixels.shape[:2]
-        made = parts(request.prompt, height=height, width=width, **common)
-    else:
-        other = diffusers_module().StableDiffusionImg2ImgPipeline(**parts.components, requires_safety_checker=False)
-        other.set_progress_bar_config(disable=True)
-        made = other(request.prompt, image=image / 2 + 0.5, strength=request.strength, **common)
+    with going_on("denoising in diffusers' own pipeline", say):
+        if image is None:
+            height, width = pixels.shape[:2]
+            made = parts(request.prompt, height=height, width=width, **common)
+        else:
+            other = diffusers_module().StableDiffusionImg2ImgPipeline(**parts.components, requires_safety_checker=False)
+            other.set_progress_bar_config(disable=True)
+            made = other(request.prompt, image=image / 2 + 0.5, strength=request.strength, **common)
     seconds = time.perf_counter() - began
     reference = made.images[0]
     save_png(

@@ -17,6 +17,7 @@ from vla_accel.measure.parity import compare, reference_of
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.measure.recording import load_observations, named
 from vla_accel.policy import OptimizedPolicy, agreement
+from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
 from vla_accel.report.parity import page
 
@@ -26,7 +27,8 @@ def main(chosen: Parity, words: list[str]) -> int:
     if chosen.report is not None:
         check_path(chosen.report)
     if chosen.keep and (chosen.observations is None or chosen.threshold is not None or chosen.model):
-        raise ConfigError("keep: expected a checkpoint, --observations and no --threshold of its own")
+        got = next((f"--{n}" for n in ("model", "threshold") if getattr(chosen, n) is not None), "no --observations")
+        raise ConfigError(f"keep: expected a checkpoint, --observations and no --threshold of its own, got {got}")
     if chosen.model and (beside := chosen.checkpoint or chosen.lora):
         raise ConfigError(f"model: expected no checkpoint beside it, got {beside}")
     checkpoint, name = chosen.checkpoint or "demo", Path(chosen.config or AUTO).stem
@@ -35,16 +37,17 @@ def main(chosen: Parity, words: list[str]) -> int:
     kept = None if chosen.model else load(checkpoint, settings, whole=False).kept
     if chosen.keep and kept is not None:
         require_writable_folder(kept, "keep")
-    say(f"preparing {name} and FP32 eager")
-    if chosen.model:
-        policy, twin = random_policy(chosen.model, settings, seed=chosen.seed, steps=chosen.num_steps,
-                                     device=chosen.device, with_reference=True)  # fmt: skip
-        assert twin is not None
-        reference = twin
-    else:
-        policy = OptimizedPolicy.from_pretrained(checkpoint, settings, device=chosen.device, num_steps=chosen.num_steps)
-        exact = load(checkpoint, policy.config, device=policy.device, dtype=torch.float32)
-        reference = reference_of(policy.config, exact)
+    with going_on(f"preparing {name} and FP32 eager", say):
+        if chosen.model:
+            policy, reference = random_policy(chosen.model, settings, seed=chosen.seed, steps=chosen.num_steps,
+                                              device=chosen.device, with_reference=True)  # fmt: skip
+        else:
+            policy = OptimizedPolicy.from_pretrained(
+                checkpoint, settings, device=chosen.device, num_steps=chosen.num_steps
+            )
+            exact = load(checkpoint, policy.config, device=policy.device, dtype=torch.float32)
+            reference = reference_of(policy.config, exact)
+    assert reference is not None
     observations = recorded or random_observations(policy, chosen.count, seed=chosen.seed)
     with named(chosen.observations):
         report = compare(policy, reference, observations, name=name, seed=chosen.seed, threshold=chosen.threshold,

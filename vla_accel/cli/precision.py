@@ -14,8 +14,7 @@ from vla_accel import machine
 from vla_accel.cli.asked.images import Precision
 from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_json, print_table, say, write_asked
 from vla_accel.diffusion.measure import parity
-from vla_accel.diffusion.models import CONFIGS, diffusers_module, filled, load_model
-from vla_accel.errors import ConfigError
+from vla_accel.diffusion.models import diffusers_module, filled, load_model
 from vla_accel.measure.reduced_precision import (
     Cost,
     ModuleRange,
@@ -27,9 +26,10 @@ from vla_accel.measure.reduced_precision import (
     ranges,
     reduce_precision,
 )
-from vla_accel.models.autoencoder import SCALE
+from vla_accel.models.autoencoder import AUTOENCODERS, SCALE
+from vla_accel.models.unet import UNET
 from vla_accel.numeric import DTYPES
-from vla_accel.progress import in_lines
+from vla_accel.progress import going_on, in_lines
 
 TEXT_ENCODERS = {"qwen-text-encoder": 28, "tiny-qwen-text-encoder": 2}
 """Qwen-Image(-Edit)'s text encoder, Qwen2.5-VL's language model of 7 billion weights, by its number of layers."""
@@ -38,8 +38,8 @@ TEXT_ENCODERS = {"qwen-text-encoder": 28, "tiny-qwen-text-encoder": 2}
 def main(options: Precision, words: list[str]) -> int:
     """Run the command; the exit status."""
     device, dtype = machine.resolve_device(options.device), DTYPES[options.dtype]
-    say(f"loading {options.model}")
-    wide, call = _model(options, device)
+    with going_on(f"loading {options.model}", say):
+        wide, call = _model(options, device)
     reference, found, before = _measured(options, "float32", wide, call(wide, torch.float32), device)
     keep = (*options.keep_fp32, *(overflowing(found, dtype) if options.auto_fp32 else ()))
     reduced = copy.deepcopy(wide)
@@ -94,24 +94,23 @@ def _model(options: Precision, device: torch.device) -> tuple[nn.Module, Callabl
         model = text_encoder(options.model, device)
         ids = torch.randint(0, model.config.vocab_size, (1, options.tokens), device=device)
         return model, lambda m, _: lambda: m(input_ids=ids).last_hidden_state.float()
-    model = load_model(options.model, dtype=torch.float32, device=device)
+    model = load_model(
+        options.model, kinds=(UNET, *AUTOENCODERS), dtype=torch.float32, device=device, also=TEXT_ENCODERS
+    )
     generator = torch.Generator(device).manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
     kind, side = type(model).__name__, options.size
-    if kind == "UNet2DConditionModel":
+    if kind == UNET:
         sample = draw(2, model.config.in_channels, side // SCALE, side // SCALE)
         states, timestep = draw(2, 77, model.config.cross_attention_dim), torch.tensor(481, device=device)
         return model, lambda m, d: lambda: m(sample.to(d), timestep, states.to(d), return_dict=False)[0].float()
-    if kind in ("AutoencoderKL", "AutoencoderKLQwenImage"):
-        frames = (1,) if kind == "AutoencoderKLQwenImage" else ()
-        image = draw(1, 3, *frames, side, side).clamp(-1, 1)
-        # An image to latents and back, so that both halves are looked at.
-        return model, lambda m, d: lambda: m.decode(m.encode(image.to(d)).latent_dist.mode()).sample.float()
-    known = ", ".join((*CONFIGS, *TEXT_ENCODERS))
-    raise ConfigError(f"model: expected a UNet2DConditionModel, an autoencoder or one of {known}, got {kind}")
+    frames = (1,) if kind == "AutoencoderKLQwenImage" else ()
+    image = draw(1, 3, *frames, side, side).clamp(-1, 1)
+    # An image to latents and back, so that both halves are looked at.
+    return model, lambda m, d: lambda: m.decode(m.encode(image.to(d)).latent_dist.mode()).sample.float()
 
 
 def text_encoder(name: str, device: torch.device) -> Any:

@@ -77,8 +77,8 @@ def main(chosen: Tune, words: list[str]) -> int:
     if chosen.overwrite:
         path.unlink(missing_ok=True)
     with Journal(path, about) as journal:
-        if journal.found:
-            say(f"continuing {path}: {len(journal.found)} measurements are there; --overwrite starts afresh")
+        if known := len(journal.found):
+            say(f"continuing {path}: {known} measurements are there; --overwrite starts afresh")
         first, left_out = candidates.engines(base, parts, device)
         stages = [
             first,
@@ -103,6 +103,7 @@ def main(chosen: Tune, words: list[str]) -> int:
         "checkpoint": checkpoint,
         "settings": {**about, "benchmark": None if episodes is None else episodes.name},
         "seconds": round(time.perf_counter() - began, 1),
+        "measured_before": known,
     }
     result = outcome(search, best, left_out, told)
     where = told["hardware"].get("gpu") or told["hardware"]["cpu"]
@@ -144,7 +145,8 @@ class Teller:
 
     def __init__(self) -> None:
         console = Console(stderr=True, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        title = TextColumn("{task.description}", markup=False)
+        columns = (title, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=None)
         self._began = time.perf_counter()

@@ -16,7 +16,7 @@ from vla_accel.models.paligemma import PaliGemma
 from vla_accel.models.quantised import QUANTISED
 
 if TYPE_CHECKING:
-    from vla_accel.native.paligemma import PaliGemmaStore
+    from vla_accel.native.prefix import PaliGemmaStore
 
 
 class KvCache(nn.Module):

@@ -1,6 +1,5 @@
 """NVIDIA ModelOpt, in one place: it measures the scales of a checkpoint, and puts quantisers into modules that TensorRT
-is built from. Imported only where it is used. Knows no model: a family says what is measured.
-"""
+is built from. Imported only where it is used. Knows no model: a family says what is measured."""
 
 from __future__ import annotations
 

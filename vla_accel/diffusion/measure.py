@@ -16,10 +16,9 @@ from torch import Tensor
 from vla_accel import latency
 from vla_accel.errors import VlaAccelError
 from vla_accel.numeric import cosine
+from vla_accel.progress import counted, going_on
 
 _log = logging.getLogger("vla_accel.bench")
-SAID_EVERY_S = 4.0
-"""Or after each call, where one takes longer."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,12 @@ def first_calls(
     """
     found: dict[str, First] = {}
     for name, run in systems.items():
-        progress(f"{part}, {name}: first call")
         began = time.perf_counter()
         try:
-            result = run().float().clone()
-            seconds = time.perf_counter() - began
-            run()
+            with going_on(f"{part}, {name}: first call", progress):
+                result = run().float().clone()
+                seconds = time.perf_counter() - began
+                run()
         except Exception as error:
             said = isinstance(error, VlaAccelError)  # on purpose, so that its words are enough
             _log.warning("%s failed%s", name, f": {error}" if said else "", exc_info=not said)
@@ -116,14 +115,12 @@ def in_turns(
         progress(f"warming up: {name}")
         for _ in range(warm_up):
             run()
-    taken, told = {n: list[float]() for n in systems}, time.perf_counter()
+    taken, tell = {n: list[float]() for n in systems}, counted("calls", progress)
     ready = {name: lambda _, run=run: run() for name, run in systems.items()}
     timed = latency.in_turns(ready, lambda: None, calls=rounds, settle=lambda: synchronise(device))
     for done, (name, ms, _) in enumerate(timed, 1):
         taken[name].append(ms)
-        if time.perf_counter() - told >= SAID_EVERY_S or done == rounds * len(systems):
-            progress(f"{done}/{rounds * len(systems)} calls")
-            told = time.perf_counter()
+        tell(done, rounds * len(systems))
     return {n: Timing(float(np.median(t)), float(np.mean(t)), float(np.min(t)), len(t)) for n, t in taken.items()}
 
 

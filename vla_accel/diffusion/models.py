@@ -6,7 +6,7 @@ Random weights keep activations of order one through the depth, as trained ones 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vla_accel.config.mapping import read_mapping
-from vla_accel.errors import CheckpointError, ConfigError, DependencyError, unknown
+from vla_accel.errors import CheckpointError, ConfigError, DependencyError, nearest, unknown
 
 _SD_VAE: dict[str, Any] = {
     "block_out_channels": (128, 256, 512, 512),
@@ -76,26 +76,30 @@ def diffusers_module() -> Any:
     return diffusers
 
 
-def load_model(source: str | Path, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """A diffusers model in eval mode: a name of `CONFIGS` with random weights, or a folder.
+def load_model(
+    source: str | Path, *, kinds: Collection[str], dtype: torch.dtype, device: torch.device, also: Iterable[str] = ()
+) -> Any:  # fmt: skip
+    """A diffusers model of one of the classes `kinds`, in eval mode: a name of `CONFIGS` with random weights, or a
+    folder. `also`: other names that a user may type instead.
 
     Only safetensors are read: a pickle can run code. Raises CheckpointError for a folder that is missing, incomplete or
     of another class, ConfigError for a config.json that is none.
     """
-    package = diffusers_module()
-    if str(source) in CONFIGS:
+    diffusers_module()
+    names = [name for name, (kind, _) in CONFIGS.items() if kind in kinds]
+    if str(source) in names:
         return random_model(str(source), dtype=dtype, device=device)
-    folder, kind = Path(source), None
+    folder, kind = Path(source), CONFIGS.get(str(source), (None,))[0]
     if folder.exists() or str(source).startswith((".", "/")):
         found = folder / "config.json"
         if not found.is_file():
             raise CheckpointError(f"model folder {folder}: expected a config.json, found none")
         kind = read_mapping(found).get("_class_name")
-    if kind is None or not hasattr(package, kind):
-        expected = f"one of {', '.join(CONFIGS)}, or the folder of a diffusers model"
-        got = "neither" if kind is None else f"the class {kind}"
+    if kind not in kinds:
+        expected = f"one of {', '.join((*names, *also))}, or the folder of a diffusers model"
+        got = f"neither{nearest(source, (*names, *also))}" if kind is None else f"the class {kind}"
         raise CheckpointError(f"model {source}: expected {expected}, got {got}")
-    model = from_folder(kind, source, "model", dtype=dtype)
+    model = from_folder(str(kind), source, "model", dtype=dtype)
     return model.to(device, non_blocking=True).eval().requires_grad_(False)
 
 

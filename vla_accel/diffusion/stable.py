@@ -26,7 +26,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.diffusion.models import diffusers_module, from_folder, random_stable_diffusion
 from vla_accel.diffusion.picture import to_uint8
 from vla_accel.diffusion.stage import Stage, require_finite
-from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.errors import CheckpointError, ConfigError, nearest
 from vla_accel.ledger import Ledger
 from vla_accel.models.autoencoder import SCALE, split_autoencoder
 from vla_accel.models.unet import Unet
@@ -341,15 +341,17 @@ def make_scheduler(own: Any, name: str | None) -> Any:
 
     Raises ConfigError for a name that diffusers does not have.
     """
+    return (type(own) if name is None else scheduler_class(name)).from_config(own.config)
+
+
+def scheduler_class(name: str) -> Any:
+    """A diffusers class, its name with or without "Scheduler". Raises ConfigError for one that is not there."""
     package = diffusers_module()
-    kind = (
-        type(own)
-        if name is None
-        else getattr(package, name if name.endswith("Scheduler") else f"{name}Scheduler", None)
-    )
+    kind = getattr(package, name if name.endswith("Scheduler") else f"{name}Scheduler", None)
     if kind is None or not hasattr(kind, "set_timesteps"):
-        raise ConfigError(f"scheduler: expected a diffusers class like DDIMScheduler, got {name}")
-    return kind.from_config(own.config)
+        like = nearest(name, (n.removesuffix("Scheduler") for n in dir(package) if n.endswith("Scheduler")))
+        raise ConfigError(f"scheduler: expected a diffusers class like DDIMScheduler, got {name}{like}")
+    return kind
 
 
 def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) -> Any:

@@ -24,8 +24,8 @@ from vla_accel.fp8 import Scales
 from vla_accel.models.family import Rows, Shape, Work, weight_bytes
 from vla_accel.models.groot import Groot, GrootConfig, groot_n17, overlap_weights
 from vla_accel.models.groot_language import Layout
-from vla_accel.models.groot_random import DrawnGroot
 from vla_accel.models.groot_vision import Grid
+from vla_accel.models.random_weights import DrawnGroot
 from vla_accel.native.groot import GrootStore
 from vla_accel.transforms.groot import GrootInputs, GrootProcessor
 
@@ -57,7 +57,7 @@ class GrootFamily(TextFamily):
     chunk's and move by less of the velocity; of `RtcConfig` only `execution_horizon` counts."""
 
     name = "groot"
-    network_class, drawn = Groot, DrawnGroot
+    network_class, store_class, drawn = Groot, GrootStore, DrawnGroot
     parts = ("vision", "kv_cache", "denoise")
     sizes: ClassVar = {"groot_n17": groot_n17}
     guidance = ("target", "weights")
@@ -77,14 +77,10 @@ class GrootFamily(TextFamily):
 
     # -- running it -----------------------------------------------------------------------------------------------
 
-    def store(self, model: Groot, scales: Scales | None) -> GrootStore:  # type: ignore[override]
-        return GrootStore(model, scales)
-
     def components(  # type: ignore[override]
         self, model: Groot, shape: GrootShape, *, store: Any = None, scales: Scales | None = None,
         rtc: RtcConfig | None = None,
     ) -> Sequence[Component]:  # fmt: skip
-        del scales, rtc
         return groot_components(model, shape.layout, shape.batch, shape.steps, shape.padded, store)
 
     def shape(

@@ -1,7 +1,6 @@
 """GR00T N1.7's checkpoint folders: Isaac-GR00T's (config.json, shards, processor_config.json, statistics.json,
 embodiment_id.json) and lerobot's (one file, and the saved processors). Each to the same thing: sizes, weights, and the
-transforms of one embodiment. Knows nothing of engines.
-"""
+transforms of one embodiment. Knows nothing of engines."""
 
 from __future__ import annotations
 

@@ -14,9 +14,8 @@ from vla_accel.component import Component
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.families import pi0_openpi, pi0_realtime_vla
-from vla_accel.families.paligemma import prefix_work
 from vla_accel.families.pi0_folder import load_folder
-from vla_accel.families.prompted import DenoisingFamily, PromptShape
+from vla_accel.families.prompted import DenoisingFamily, PromptShape, prefix_work
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Work, weight_bytes
 from vla_accel.models.pi0 import Kind, Pi0, Pi0Config, pi0, pi05, pi05_demo
@@ -27,7 +26,7 @@ from vla_accel.transforms.processing import Inputs, Processor
 class Pi0Family(DenoisingFamily):
     """Either of the two: they differ in where state and time enter, and in where a horizon and views usually are."""
 
-    network_class = Pi0
+    network_class, store_class = Pi0, Pi0Store
     baselines = tuple(pi0_openpi.MODES)
 
     def __init__(self, kind: Kind, sizes: Mapping[str, Callable[..., Pi0Config]], horizon: int, views: int) -> None:
@@ -35,9 +34,6 @@ class Pi0Family(DenoisingFamily):
         self.realtime_vla = tuple(pi0_realtime_vla.CLASSES[kind])
 
     # -- running it -----------------------------------------------------------------------------------------------
-
-    def store(self, model: Pi0, scales: Scales | None) -> Pi0Store:  # type: ignore[override]
-        return Pi0Store(model, scales)
 
     def components(  # type: ignore[override]
         self, model: Pi0, shape: PromptShape, *, store: Pi0Store | None = None, scales: Scales | None = None,

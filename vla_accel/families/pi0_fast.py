@@ -17,9 +17,8 @@ from vla_accel.components.decode import RESULT, decode_component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.errors import of_one
 from vla_accel.families import stand_in
-from vla_accel.families.paligemma import prefix_work
 from vla_accel.families.pi0_fast_folder import load_folder
-from vla_accel.families.prompted import PromptedFamily, PromptShape
+from vla_accel.families.prompted import PromptedFamily, PromptShape, prefix_work
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Work, weight_bytes
 from vla_accel.models.pi0_fast import Pi0Fast, Pi0FastConfig, pi0_fast
@@ -32,7 +31,7 @@ class Pi0FastFamily(PromptedFamily):
     """Its steps are tokens."""
 
     name = "pi0_fast"
-    network_class = Pi0Fast
+    network_class, store_class = Pi0Fast, Pi0FastStore
     parts = ("vision", "kv_cache", "decode")
     sizes: ClassVar[Mapping[str, Callable[..., Pi0FastConfig]]] = {"pi0_fast": pi0_fast}
     result = RESULT
@@ -54,14 +53,10 @@ class Pi0FastFamily(PromptedFamily):
 
     # -- running it -----------------------------------------------------------------------------------------------
 
-    def store(self, model: Pi0Fast, scales: Scales | None) -> Pi0FastStore:  # type: ignore[override]
-        return Pi0FastStore(model, scales)
-
     def components(  # type: ignore[override]
         self, model: Pi0Fast, shape: PromptShape, *, store: Pi0FastStore | None = None, scales: Scales | None = None,
         rtc: RtcConfig | None = None,
     ) -> Sequence[Component]:  # fmt: skip
-        del rtc
         batch, views, tokens, padded = shape.batch, shape.views, shape.tokens, shape.padded
         return (
             vision_component(model, batch, views, store),
@@ -112,7 +107,6 @@ class Pi0FastFamily(PromptedFamily):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        del shapes
         return "input_features" in content and content.get("type") == self.name
 
     def load(

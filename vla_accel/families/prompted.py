@@ -3,7 +3,7 @@ keys, values → …, views of one size and a state; and those that then denoise
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ObservationError
 from vla_accel.families import stand_in
 from vla_accel.fp8 import Scales
-from vla_accel.models.family import Family, Rows, Shape
+from vla_accel.models.family import Family, Rows, Shape, Store, Work, products_of
 from vla_accel.models.network import Network
 from vla_accel.models.random_weights import Drawn, drawn_model
 from vla_accel.models.rtc import chunk_weights
@@ -45,11 +45,15 @@ class TextFamily(Family):
     """A family with a text prompt, whose config has `action_horizon`, `action_dim` and `max_token_len`."""
 
     network_class: type[Network]
+    store_class: Callable[[Any, Scales | None], Store]
     drawn: type[Drawn] = Drawn
     """What draws its random weights."""
 
     def network(self, config: Any) -> Network:
         return self.network_class(config)
+
+    def store(self, model: Network, scales: Scales | None) -> Store:
+        return self.store_class(model, scales)
 
     def random(self, config: Any, *, seed: int, device: str, dtype: torch.dtype) -> Network:
         return drawn_model(self.network_class, config, seed=seed, device=device, dtype=dtype, drawn=self.drawn)
@@ -84,7 +88,6 @@ class PromptedFamily(TextFamily):
     def shape(
         self, config: Any, inputs: Sequence[Inputs], steps: int, specs: Mapping[str, EngineSpec]
     ) -> PromptShape:  # fmt: skip
-        del config
         views = len(inputs[0].images)
         if any(len(i.images) != views for i in inputs):
             raise ObservationError(f"batch: expected as many views of each, got {[len(i.images) for i in inputs]}")
@@ -175,3 +178,22 @@ class DenoisingFamily(PromptedFamily):
         target[: len(previous)] = previous
         weights = chunk_weights(rtc, delay, len(previous), config.action_horizon)
         return {"target": target, "weights": weights.numpy()}
+
+
+def prefix_work(config: Any, inputs: Inputs, specs: Mapping[str, EngineSpec]) -> dict[str, Work]:
+    """Of vision and kv_cache on one prepared observation: the last prefix layer stops after its keys and values.
+    `config`: of a `models.paligemma.PaliGemma`."""
+    v, p = config.vision, config.prefix
+    image_tokens = len(inputs.images) * v.tokens
+    per_token = 4 * v.width * v.width + 2 * v.width * v.mlp_dim
+    vision = v.depth * (2 * image_tokens * per_token + 4 * image_tokens * v.tokens * v.width)
+    vision += 2 * image_tokens * (3 * v.patch_size**2 * v.width + v.width * p.width)
+    tokens = image_tokens + len(inputs.tokens)
+    attended = p.heads * p.head_dim
+    layer = p.width * (p.qkv_dim + attended + 3 * p.mlp_dim)
+    last = p.width * 2 * p.kv_heads * p.head_dim
+    prefix = 2 * tokens * ((p.depth - 1) * layer + last) + (p.depth - 1) * 4 * tokens * tokens * attended
+    return {
+        "vision": Work(float(vision), precision=products_of(specs["vision"])),
+        "kv_cache": Work(float(prefix), precision=products_of(specs["kv_cache"])),
+    }

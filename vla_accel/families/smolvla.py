@@ -28,20 +28,16 @@ class SmolVlaFamily(DenoisingFamily):
     """SmolVLA, whatever its sizes and whichever of its layers cross."""
 
     name = "smolvla"
-    network_class = SmolVla
+    network_class, store_class = SmolVla, SmolVlaStore
     sizes: ClassVar[Mapping[str, Callable[..., SmolVlaConfig]]] = {"smolvla": smolvla, "smolvla_demo": smolvla_demo}
     baselines = tuple(smolvla_lerobot.MODES)
 
     # -- running it -----------------------------------------------------------------------------------------------
 
-    def store(self, model: SmolVla, scales: Scales | None) -> SmolVlaStore:  # type: ignore[override]
-        return SmolVlaStore(model, scales)
-
     def components(  # type: ignore[override]
         self, model: SmolVla, shape: PromptShape, *, store: SmolVlaStore | None = None, scales: Scales | None = None,
         rtc: RtcConfig | None = None,
     ) -> Sequence[Component]:  # fmt: skip
-        del scales
         batch, views, tokens, padded = shape.batch, shape.views, shape.tokens, shape.padded
         prefix = model.config.prefix_tokens(views, tokens)
         return (

@@ -1,6 +1,5 @@
 """SmolVLA's checkpoint folders: lerobot's, and this package's own. To the same thing: the model, and the transforms
-around it. Knows nothing of engines.
-"""
+around it. Knows nothing of engines."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PROMPT = "pick up the black bowl between the plate and the ramekin and place it 
 
 
 @dataclass(frozen=True)
-class _Words:
+class Words:
     """A stand-in for a tokenizer whose files cannot be bundled: a token a word, about as many as it has."""
 
     vocab_size: int
@@ -45,7 +45,7 @@ def processor(config: Any, views: int, kind: type[P] = Processor, **more: Any) -
     fields."""
     unit = Normaliser("mean_std", np.zeros(8), np.ones(8))
     return kind(
-        tokenizer=_Words(config.vocab_size),
+        tokenizer=Words(config.vocab_size),
         state=unit,
         actions=Normaliser("mean_std", np.zeros(7), np.ones(7)),
         image_size=config.vision.image_size,

@@ -17,6 +17,7 @@ import torch
 
 from vla_accel.latency import in_turns
 from vla_accel.measure.host import Others
+from vla_accel.progress import counted, going_on
 
 SCHEMA = "vla_accel.bench/1"
 
@@ -59,27 +60,23 @@ def run(
     rng = np.random.default_rng(seed)
     samples = {system.name: _Samples() for system in systems}
     for system in systems:
-        start = time.perf_counter()
-        with peak() as running:
+        begins = f"warming up {system.name}, {system.steps} step{'s' * (system.steps > 1)}"
+        with going_on(begins, progress), peak() as running:
+            start = time.perf_counter()
             system.infer(observe(rng))
-            took = time.perf_counter() - start
-            system.first_call_s = system.first_call_s or took
-            if took > 1:  # what had no engines built before
-                said = f"{system.name}, {system.steps} step{'s' if system.steps > 1 else ''}"
-                progress(f"{said}: the first call took {took:.1f} s")
+            system.first_call_s = system.first_call_s or time.perf_counter() - start
             for _ in range(warmup - 1):
                 system.infer(observe(rng))
         if running and system.memory is not None:
             system.memory["peak_running"] = system.memory["total"] + running[0]
-    infer, others = {system.name: system.infer for system in systems}, Others()
+    infer, others, tell = {s.name: s.infer for s in systems}, Others(), counted("calls of each", progress)
     for done, (name, ms, result) in enumerate(in_turns(infer, lambda: observe(rng), calls=calls, turn=turn), 1):
         kept = samples[name]
         kept.total_ms.append(ms)
         for part, value in result.get("policy_timing", {}).items():
             if part not in ("infer_ms", "total_ms"):
                 kept.parts_ms.setdefault(part.removesuffix("_ms"), []).append(value)
-        if done % (turn * len(systems)) == 0 or done == calls * len(systems):
-            progress(f"{done // len(systems)}/{calls} calls of each")
+        tell(done // len(systems), calls)
     heard(others.cores())
     return [_row(system, samples[system.name]) for system in systems]
 

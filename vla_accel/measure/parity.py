@@ -22,6 +22,7 @@ from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.measure.proportion import wilson
 from vla_accel.numeric import cosine
 from vla_accel.policy import OptimizedPolicy
+from vla_accel.progress import counted
 
 SCHEMA = "vla_accel.parity/1"
 
@@ -136,10 +137,10 @@ def compare(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Run both on every observation, with the same noise, one at a time; `draws` noises each. `threshold`: a cosine
-    instead of the usual one. `progress` is told about ten times how far all of it is."""
+    instead of the usual one. `progress` is told now and then how far all of it is."""
     shape = policy.family.action_shape(policy.model.config)
     rng = np.random.default_rng(seed)
-    got, want, changed = _Kept(), _Kept(), []
+    got, want, changed, tell = _Kept(), _Kept(), [], counted("calls of each", progress)
     count, todo = len(observations), len(observations) * draws
     chosen = np.unique(np.linspace(0, count - 1, min(count, COMPARED)).astype(int)) if count > 1 else ()
     for done, (i, draw) in enumerate(((i, d) for i in range(count) for d in range(draws)), 1):
@@ -151,8 +152,7 @@ def compare(
             # Half the recording away, which in a recording of several tasks is another task's.
             _, other = reference.infer_with_internals(observations[(i + count // 2) % count], noise=noise)
             changed.append(other["actions"])
-        if 10 * done // todo > 10 * (done - 1) // todo:
-            progress(f"{done}/{todo} calls of each")
+        tell(done, todo)
     normalised, exact = got.stacked("actions"), want.stacked("actions")
     actions = Agreement.of(normalised, exact)
     kept = np.abs(normalised - exact).reshape(len(exact), -1).max(axis=1) < FLIPPED

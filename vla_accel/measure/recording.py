@@ -21,10 +21,11 @@ RECORDED = "recorded ones as vla_accel.measure.recording.save_observations write
 """For who is asked for such a file and does not know how to get one."""
 
 
-def save_observations(observations: Sequence[Mapping[str, Any]], path: Path) -> None:
+def save_observations(observations: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     """Write observations of the same keys and shapes. Raises ObservationError for one unlike the first."""
-    if not observations:
-        raise ObservationError(f"recording {path}: expected at least one observation, got none")
+    if isinstance(observations, Mapping) or not observations:
+        got = "one that is in no list" if observations else "none"
+        raise ObservationError(f"recording {path}: expected a list of at least one observation, got {got}")
     first, *others = ({key: np.shape(value) for key, value in one.items()} for one in observations)
     for number, shapes in enumerate(others, start=2):
         for key in first | shapes:
@@ -32,7 +33,7 @@ def save_observations(observations: Sequence[Mapping[str, Any]], path: Path) -> 
                 raise ObservationError(f"recording {path}: observation {number}: {key}: expected shape {expected}, as "
                                        f"in the first, got {found}; it takes another file")  # fmt: skip
     columns = {key: np.stack([np.asarray(one[key]) for one in observations]) for key in first}
-    with replacing(path) as temporary, temporary.open("wb") as file:
+    with replacing(Path(path)) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, **columns)  # type: ignore[arg-type]
 
 

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from vla_accel.errors import CheckpointError
 
 Kind = Literal["qwen", "kl"]
+AUTOENCODERS: dict[str, Kind] = {"AutoencoderKLQwenImage": "qwen", "AutoencoderKL": "kl"}
+"""diffusers' classes."""
 SCALE = 8
 """Pixels a side of one latent."""
 
@@ -140,11 +142,9 @@ class Half(nn.Module):
 
 def autoencoder_kind(vae: Any) -> Kind:
     """Which of the two families a diffusers autoencoder is. Raises CheckpointError for any other."""
-    name = type(vae).__name__
-    kinds: dict[str, Kind] = {"AutoencoderKLQwenImage": "qwen", "AutoencoderKL": "kl"}
-    if name not in kinds:
-        raise CheckpointError(f"autoencoder: expected one of {', '.join(kinds)}, got {name}")
-    return kinds[name]
+    if (name := type(vae).__name__) not in AUTOENCODERS:
+        raise CheckpointError(f"autoencoder: expected one of {', '.join(AUTOENCODERS)}, got {name}")
+    return AUTOENCODERS[name]
 
 
 def split_autoencoder(vae: Any) -> tuple[Half, Half]:

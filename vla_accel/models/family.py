@@ -139,7 +139,6 @@ class Family(ABC):
 
     def steps(self, config: Any) -> int:
         """Denoising steps where nobody says how many."""
-        del config
         return 10
 
     def shallow(self, config: Any, depth: int) -> Any:
@@ -171,12 +170,10 @@ class Family(ABC):
 
     def shapes(self, config: Any, shape: Any) -> Sequence[Any]:
         """All shapes that observations like those of `shape` may need, with other prompts."""
-        del config
         return (shape,)
 
     def prepare(self, transforms: Any, observation: Mapping[str, Any], device: torch.device) -> Any:
         """One observation, prepared for pipelines on `device`. Raises ObservationError."""
-        del device
         return transforms.prepare(observation)
 
     def ahead(
@@ -184,7 +181,6 @@ class Family(ABC):
     ) -> dict[str, Rows] | None:  # fmt: skip
         """The host inputs of the first component, as `feed` will have them, where they can be read without the rest of
         `prepare` and are of this shape; None elsewhere. What is wrong with an observation `prepare` says."""
-        del transforms, observations, shape, device
         return None
 
     @abstractmethod
@@ -193,7 +189,6 @@ class Family(ABC):
 
     def normalised(self, transforms: Any, result: np.ndarray) -> np.ndarray:
         """The normalised actions float32 (B, H, A) of a call's `result`. Raises ActionError where it is no chunk."""
-        del transforms
         return result
 
     def rehearse(self, config: Any, shape: Any, host: Mapping[str, np.ndarray]) -> None:
@@ -257,7 +252,6 @@ class Family(ABC):
 
     def needs_scales(self, specs: Mapping[str, EngineSpec]) -> bool:
         """Whether some engine is to quantise its inputs."""
-        del specs
         return False
 
     def calibrate(self, model: Network, inputs: Sequence[Any], source: str) -> Scales:
@@ -273,7 +267,6 @@ class Family(ABC):
 
     def hint(self, folder: Path) -> str | None:
         """What to do about a folder that no family recognises, but that looks like one of this family's."""
-        del folder
         return None
 
     @abstractmethod

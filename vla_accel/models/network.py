@@ -82,7 +82,6 @@ class Network(nn.Module, ABC):
     @staticmethod
     def kept_wide(name: str) -> bool:
         """Whether a parameter stays in float32 in a network of products in BF16 or FP16."""
-        del name
         return False
 
     def to_compute_dtype(self: N, dtype: torch.dtype) -> N:

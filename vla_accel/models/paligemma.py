@@ -72,7 +72,6 @@ class PaliGemma(PrefixNetwork):
     def prefix_rows(
         self, image_tokens: Tensor, tokens: Tensor, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        del state
         x = torch.cat((image_tokens, self.embed_tokens(tokens).to(image_tokens.dtype)), dim=1)
         return x, *prefix_positions(x, None)
 

@@ -138,5 +138,4 @@ class Pinned:
 
     def corrected(self, v: Tensor, x: Tensor, step: int) -> Tensor:
         """The velocity, zero where an action is pinned: it stays what it is, bit for bit."""
-        del x, step
         return torch.where(self.pinned, torch.zeros_like(v), v)

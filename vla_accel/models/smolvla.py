@@ -257,7 +257,6 @@ class SmolVla(FlowNetwork):
         values: Tensor, prefix_mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The flow's velocity; norms are plain and the state is in the prefix, so both are None."""
-        del modulations, state
         actions = self.action_in_proj(noisy.to(self.action_in_proj.weight.dtype))
         from_actions = self.action_time_mlp_in.weight[:, : self.config.expert.width]
         hidden = F.silu(F.linear(actions, from_actions) + time_embedding)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vla_accel.errors import CheckpointError
 
+UNET = "UNet2DConditionModel"
 TEXT_TOKENS = 77
 """CLIP's context, padding included."""
 
@@ -26,8 +27,8 @@ class Unet(nn.Module):
 
     def __init__(self, unet: nn.Module, *, paired: bool = True) -> None:
         super().__init__()
-        if type(unet).__name__ != "UNet2DConditionModel":
-            raise CheckpointError(f"unet: expected a UNet2DConditionModel, got {type(unet).__name__}")
+        if type(unet).__name__ != UNET:
+            raise CheckpointError(f"unet: expected a {UNET}, got {type(unet).__name__}")
         self.unet, self.paired = unet, paired
 
     @property

@@ -29,7 +29,6 @@ class GrootStore(NativeStore[Groot]):
 
     def denoise(self, batch: int, layout: Layout, steps: int, spec: EngineSpec) -> Program:
         """The whole Euler loop of `steps`. Its FP8 and INT8 are of weights alone and need no scales."""
-        del layout
         precision = self.precision("denoise", spec, self.beside_bf16("fp8", "int8"), calibrated=False)
         form = ("denoise", precision)
         weights = self.weights(form, lambda: TransformerWeights.of(self.model, precision))

@@ -253,12 +253,10 @@ class NativeTransformer:
         return out
 
     def _out(self, step: int, index: int, block: BlockWeights) -> None:
-        del step, index
         moments = self.cuts.moments("out")
         suffix.project(self.context, block.out, None, self.x, pdl=self.pdl, **self.cuts.options("out"), moments=moments)
 
     def _fc1(self, step: int, index: int, block: BlockWeights) -> None:
-        del step
         product(
             self.x, block.fc1, block.fc1_bias, self.active, norm=self.tables.plain[index], activation="gelu",
             pdl=self.pdl, cut=self.cuts.alone("fc1"), moments=self.cuts.moments("out"),

@@ -6,7 +6,7 @@ from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.expert import ExpertWeights, NativeDenoise, steps_of, why_not_streamed
-from vla_accel.native.paligemma import PaliGemmaStore
+from vla_accel.native.prefix import PaliGemmaStore
 
 
 class Pi0Store(PaliGemmaStore[Pi0]):

@@ -8,8 +8,7 @@ from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.native.decode import DecodeWeights, NativeDecode
-from vla_accel.native.paligemma import PaliGemmaStore
-from vla_accel.native.prefix import PrefixWeights
+from vla_accel.native.prefix import PaliGemmaStore, PrefixWeights
 
 
 class Pi0FastStore(PaliGemmaStore[Pi0Fast]):

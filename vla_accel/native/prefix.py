@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from vla_accel.component import Program
+from vla_accel.config import EngineSpec
 from vla_accel.fp8 import Scales, named
 from vla_accel.models.gemma import GemmaLayer
+from vla_accel.models.paligemma import PaliGemma
 from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.models.smollm import SmolLmLayer
 from vla_accel.native.ahead import Ahead
+from vla_accel.native.flow import FlowStore
 from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import amax_of, compute_dtype, format_of
 from vla_accel.ops import norms
@@ -26,6 +31,8 @@ from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.linear import block_products, gate_up, linear, products_by
 from vla_accel.ops.rows import add_norm, embed_norm, rope_cache, rope_tables
 from vla_accel.ops.weights import Linear, make_linear, pair
+
+N = TypeVar("N", bound=PaliGemma)
 
 
 @dataclass(frozen=True)
@@ -240,3 +247,15 @@ class NativePrefix:
             self.x, self.y, self.x, normed, layer=False, eps=self.weights.eps, inverse_scale=following.inverse_scale,
             pdl=self.pdl,
         )  # fmt: skip
+
+
+class PaliGemmaStore(FlowStore[N]):
+    """Prepared weights of one model on PaliGemma."""
+
+    paired: ClassVar[bool] = True
+    """As of `PrefixWeights`."""
+
+    def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
+        """The prefix program of `image_tokens` image tokens and `length` prompt tokens a row."""
+        weights = self.prefix_weights(spec, partial(PrefixWeights.of, paired=self.paired))
+        return NativePrefix(weights, batch, image_tokens, length, spec.attention)

@@ -1,6 +1,5 @@
 """How a suffix's attention, to its own keys and a prefix's or to a prefix's alone, is cut into programs, which cuts a
-GPU has room for, and in which order to try them. As `vla_accel.ops.suffix_tilings`, which has the products.
-"""
+GPU has room for, and in which order to try them. As `vla_accel.ops.suffix_tilings`, which has the products."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Products of linear layers, by own kernels where those are the fastest and by cuBLAS elsewhere. Conventions as in
-`vla_accel.ops.rows`.
-"""
+`vla_accel.ops.rows`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def page(report: Mapping[str, Any]) -> Page:
     model = report["model"].get("name") or report["model"].get("kind", "policy")
     summary = (
         f"{ran(quickest)} with {_steps(quickest['steps'])} is the quickest: {quickest['median_ms']:.2f} ms a call "
-        f"(median), {1e3 / quickest['median_ms']:.0f} Hz, on {machine(report['hardware'])}."
+        f"(median), {1e3 / quickest['median_ms']:.3g} Hz, on {machine(report['hardware'])}."
     )
     near = [row for row in rows if row["median_ms"] <= CLOSE * quickest["median_ms"]]
     pictures = [_calls(rows, "all systems")]

@@ -26,6 +26,7 @@ def page(result: Mapping[str, Any]) -> Page:
     left_out = [[name, why] for name, why in result["left_out"].items()]
     left: list[Any] = [Table("Engines that this machine cannot run", ("engine", "why"), left_out)] if left_out else []
     settings = {n: v for n, v in result["settings"].items() if isinstance(v, str | int | float)}
+    took = {"seconds of this launch": result["seconds"], "measurements of earlier ones": result["measured_before"]}
     sections = [
         Section("Latency against agreement", _agreement(timed)),
         Section("Success on paired episodes", _success(played) if played else [Text("Success was not tested.")]),
@@ -33,7 +34,7 @@ def page(result: Mapping[str, Any]) -> Page:
         Section("Everything tried", [_tried(rows), *left]),
         Section("Where the time goes", [_parts(timed)] if timed else []),
         ledger((row["name"], row["latency"]["engines"]) for row in timed),
-        conditions(result["command"], result["hardware"], result["software"], seconds=result["seconds"], **settings),
+        conditions(result["command"], result["hardware"], result["software"], **took, **settings),
     ]
     return Page(f"Tuning {result['checkpoint']}", summary, sections)
 

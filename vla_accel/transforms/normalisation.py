@@ -55,7 +55,10 @@ class Normaliser:
             raise CheckpointError(
                 f"norm_stats.{name}: expected {needed} of one length, got {low.shape} and {high.shape}"
             )
-        return cls(kind, low, (high - low if kind == "quantile" else high) + 1e-6)
+        span = high - low if kind == "quantile" else high
+        if (span < 0).any():
+            raise CheckpointError(f"norm_stats.{name}: expected q01 <= q99 and std >= 0, got a span of {span.min():g}")
+        return cls(kind, low, span + 1e-6)
 
     @classmethod
     def identity(cls, count: int) -> Normaliser:

@@ -74,7 +74,6 @@ def tokenize_line(tokenizer: Tokenizer, prompt: object, state: None, max_token_l
 
     lerobot truncates a longer prompt; we refuse it, because what is cut off first is the newline.
     """
-    del state
     line = _instruction(prompt)
     ids = tokenizer.encode(line if line.endswith("\n") else f"{line}\n", add_bos=True)
     return _fitting(tokenizer.finish(ids), prompt, max_token_len)
