@@ -18,7 +18,7 @@ import tyro
 from eval.harness.figures import draw_result
 from eval.harness.merge import merge
 from eval.harness.pages import run_page
-from eval.harness.report import read_result
+from eval.harness.report import check_output, read_result
 from eval.harness.tables import print_summary, run_title, stderr_console
 from eval.script import run_script
 from vla_accel.cli.common import print_json
@@ -47,15 +47,17 @@ def run(arguments: Arguments) -> None:
     names = [str(path) for path in arguments.parts]
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"parts: expected different result files, at least one, got {', '.join(names) or 'none'}")
+    check_output(arguments.output, arguments.parts)
     parts = {str(path): read_result(path)[0] for path in arguments.parts}
     # The files' names, not where they lie on this machine.
     result = merge(parts, ["python", "-m", "eval.merge", *(path.name for path in arguments.parts)])
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     result["figure"] = draw_result(result, arguments.output)
     write_json(arguments.output, result, allow_nan=False)
+    print_summary(stderr_console(), result["summary"], title=run_title(result))
+    print(f"output: {arguments.output}", file=sys.stderr)
     if arguments.report is not None:
         print(f"report: {page.write(run_page(result), arguments.report)}", file=sys.stderr)
-    print_summary(stderr_console(), result["summary"], title=run_title(result))
     rows = [{"steps": row["steps"], **row["success"]} for row in result["summary"]["rows"]]
     print_json({"output": str(arguments.output), "episodes": len(result["episodes"]), "rows": rows})
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from eval.harness.benchmark import schema
 from eval.harness.pages import paired_page, run_page
 from eval.harness.pairs import compare
-from eval.harness.report import read_result
+from eval.harness.report import check_output, read_result
 from eval.script import run_script
 from vla_accel.cli.common import print_json
 from vla_accel.cli.options import OutputFile, Words
@@ -81,6 +81,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
         raise ConfigError("others: expected at least one result file, got none")
     if len(set(names)) < len(names):
         raise ConfigError(f"result files: expected different names, got {', '.join(names)}")
+    check_output(arguments.output, paths)
     read = dict(zip(names, map(read_result, paths), strict=True))
     benchmarks = {benchmark for _, benchmark in read.values()}
     if len(benchmarks) > 1:

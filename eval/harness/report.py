@@ -156,6 +156,12 @@ def mean_parts(breakdown: Mapping[str, Any]) -> dict[str, float]:
     return {**parts, OTHER: rest} if rest > 0 else parts
 
 
+def check_output(output: Path | None, read: Iterable[Path]) -> None:
+    """Raise ConfigError for an output that would take the place of a result that is read."""
+    if output is not None and output.resolve() in [path.resolve() for path in read]:
+        raise ConfigError(f"output: expected another file than those that are read, got {output}")
+
+
 def read_result(path: Path) -> tuple[dict[str, Any], str]:
     """A result file and its benchmark's name. Raises ConfigError if it is none."""
     try:

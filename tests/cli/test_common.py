@@ -73,6 +73,9 @@ def test_a_name_that_does_not_fit_has_a_line_to_itself(
     print_table("[the largest]", ("module", "kind", "largest, fp32"), [[name, "Dropout", "9.41"] for name in names])
     shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert shown[0] == "[the largest]" and shown[1::2] == ["module", *names]
+    files = [[f"kv_cache-{i:020d}.engine", "tensorrt_rtx 1.7.1.116", "sm89", "2026-11-26T10:17:30"] for i in range(2)]
+    print_table("on its side it would not fit either", ("file", "library", "target", "last used"), files)
+    assert {row[0] for row in files} < set(capsys.readouterr().out.splitlines())
     assert shown[2] == "     kind  largest, fp32" and set(shown[4::2]) == {"  Dropout           9.41"}
 
 

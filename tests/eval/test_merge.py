@@ -83,6 +83,11 @@ def test_parts_that_do_not_make_one_run_are_refused(tmp_path: Path, capfd: pytes
         out, err = capfd.readouterr()
         assert out == "" and message in err
     assert not (tmp_path / "merged.json").exists()
+    kept = first.read_bytes()
+    for command in (merge.main, paired.main):
+        assert command([str(third), str(first), "--output", f"{first.parent}/../{tmp_path.name}/{first.name}"]) == 1
+        assert "output: expected another file than those that are read, got " in capfd.readouterr().err
+    assert first.read_bytes() == kept
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ SIGNS = (_PROJECTOR + "weight", _STACKS["expert"] + "norm.weight")
 DEAD = (_ROOT + "vlm.lm_head.weight", _STACKS["prefix"] + "norm.weight")
 # The number of heads cannot be read off a weight.
 _HEAD_DIM = 64  # of every SmolLM2
-_VISION_HEADS = {768: 12, 1152: 16}  # by width: of SigLIP B and SO400M, SmolVLM2's towers (arXiv 2504.05299)
+_VISION_HEADS = {256: 4, 768: 12, 1152: 16}  # by width: of the bundled demo, SigLIP B and SO400M (arXiv 2504.05299)
 
 
 def load_weights(

@@ -53,7 +53,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     lines = list(zip(*filled, strict=True))
     upright, lying = table(lines), table(filled)
     wide = width(upright) > console.width
-    if wide and width(lying) < width(upright):
+    if wide and width(lying) < width(upright) and width(table(filled, folded=0)) <= console.width:
         console.print(lying)
     elif wide and width(table(lines, folded=0)) > console.width:
         console.print(title, style="italic", highlight=False)
