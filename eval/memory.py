@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Annotated
 
 from eval.script import run_script
+from vla_accel.cli.common import say
 from vla_accel.cli.options import Listed, Written
 from vla_accel.files import without_folders, write_json
 from vla_accel.measure.memory import counted
+from vla_accel.models.family import family_named
+from vla_accel.progress import going_on
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,12 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     """Raises ConfigError for a family that is not there."""
-    families = {name: counted(name) for name in arguments.families}
+    for name in arguments.families:
+        family_named(name)  # before the first is counted
+    families = {}
+    for name in arguments.families:
+        with going_on(f"counting {name}", say):
+            families[name] = counted(name)
     found = {name: {system: asdict(one) for system, one in counts.items()} for name, counts in families.items()}
     command = ["python", "-m", "eval.memory", *without_folders(sys.argv[1:])]
     report = {"schema": "vla_accel.memory/1", "command": command, "families": found}

@@ -80,7 +80,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     if not arguments.others:
         raise ConfigError("others: expected at least one result file, got none")
     if len(set(names)) < len(names):
-        raise ConfigError(f"result files: expected different names, got {', '.join(names)}")
+        raise ConfigError(f"result files: expected different names, which the table has, got {', '.join(names)}")
     check_output(arguments.output, paths)
     read = dict(zip(names, map(read_result, paths), strict=True))
     benchmarks = {benchmark for _, benchmark in read.values()}

@@ -26,10 +26,12 @@ import numpy as np
 from eval.harness.log import log_path
 from eval.places import by_core
 from eval.script import run_script
+from vla_accel.cli.common import say
 from vla_accel.cli.options import Count, Listed, OutputFolder, Seconds, Words, Written
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import write_json
 from vla_accel.measure.host import busy_s
+from vla_accel.progress import going_on
 
 SCHEMA = "vla_accel.throughput/1"
 _EVERY_S = 0.25
@@ -95,7 +97,8 @@ def run(arguments: Arguments) -> None:
     for case, name in zip(cases, arguments.case, strict=True):
         row = asdict(case)
         try:
-            result, watch = _play(case, arguments, runs / f"{name.replace(':', '-')}.json")
+            with going_on(f"case {name}", say):
+                result, watch = _play(case, arguments, runs / f"{name.replace(':', '-')}.json")
             row |= figures(result, watch, case.simulators)
             last = result["launches"][-1]
             report |= {"hardware": last["hardware"], "software": last["software"]}

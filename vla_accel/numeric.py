@@ -1,6 +1,10 @@
-"""Small arithmetic that several parts share: dtypes by name, sizes rounded up, powers of two, cosines."""
+"""Small arithmetic that several parts share: dtypes by name, the precision of products, sizes rounded up, powers
+of two, cosines."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -24,3 +28,15 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
     size = float(np.linalg.norm(x) * np.linalg.norm(y))
     return float(x @ y) / size if size else float(not (x.any() or y.any()))
+
+
+@contextlib.contextmanager
+def matmul_precision(name: str | None = None) -> Iterator[None]:
+    """torch's precision of FP32 products: `name` ("high" lets them be TF32's), None: as it is; afterwards what it was
+    before. Else a baseline's setting would hold for every system that is timed or compared beside it."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(name or before)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

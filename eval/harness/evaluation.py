@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from eval.harness.tables import print_summary, run_title
 from vla_accel import latency
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
+from vla_accel.progress import going_on
 from vla_accel.report import page
 
 
@@ -139,13 +140,13 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
 
 def _crew(request: Request, console: Console) -> Crew:
     source = request.source
-    if source.kind != "expert":
-        console.print(f"loading policy {source.where}")
-    if request.ray is None:
-        return LocalCrew(source, request.benchmark, request.workers or 1)
-    from eval.harness.cluster_crew import RayCrew
+    expert = source.kind == "expert"
+    with nullcontext() if expert else going_on(f"loading policy {source.where}", console.print):
+        if request.ray is None:
+            return LocalCrew(source, request.benchmark, request.workers or 1)
+        from eval.harness.cluster_crew import RayCrew
 
-    return RayCrew(request.ray, source, request.benchmark, request.workers, _warner(console))
+        return RayCrew(request.ray, source, request.benchmark, request.workers, _warner(console))
 
 
 def _clear(output: Path, *, overwrite: bool) -> None:

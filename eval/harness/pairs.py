@@ -16,7 +16,7 @@ from vla_accel.errors import ConfigError
 # Which tasks, trials and step counts were played shows in the episodes; all else makes an episode the same one.
 PLAYED = {"tasks", "trials", "steps", "max_steps_source"}
 Key = tuple[int | None, str, int, int]
-"""Steps (None where a server or the expert decides), suite (empty in a run of one), task, trial."""
+"""Steps (None of the expert, and of a server that does not tell), suite (empty in a run of one), task, trial."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,12 @@ class Pairs:
 def episodes_of(result: Mapping[str, Any], name: str) -> dict[Key, bool | None]:
     """(steps, suite, task, trial) to success, or to None for an episode that crashed. Raises ConfigError for one
     that is there twice."""
+    # A server alone sets its step count, and most tell it.
+    own = (result["policy"].get("metadata") or {}).get("num_steps")
     found: dict[Key, bool | None] = {}
     for episode in result["episodes"]:
-        key = (episode["steps"], episode.get("suite", ""), episode["task_id"], episode["trial"])
+        steps = own if episode["steps"] is None else episode["steps"]
+        key = (steps, episode.get("suite", ""), episode["task_id"], episode["trial"])
         if key in found:
             raise ConfigError(f"{name}: expected every episode once, got {_say(key)} twice")
         found[key] = None if episode.get("error") else bool(episode["success"])

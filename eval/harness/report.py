@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from eval.harness.benchmark import schema
+from eval.harness.log import log_path
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult
 from eval.harness.statistics import Rate, fit_line, goals_to_json, rate_goals
@@ -157,8 +158,8 @@ def mean_parts(breakdown: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_output(output: Path | None, read: Iterable[Path]) -> None:
-    """Raise ConfigError for an output that would take the place of a result that is read."""
-    if output is not None and output.resolve() in [path.resolve() for path in read]:
+    """Raise ConfigError for an output that would take the place of a result that is read, or of its episode log."""
+    if output is not None and output.resolve() in [p.resolve() for path in read for p in (path, log_path(path))]:
         raise ConfigError(f"output: expected another file than those that are read, got {output}")
 
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import re
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,16 @@ def load_sampled(name: str, folder: Path) -> LiberoSuite:
     sampled_of(name, folder)
     paths = [place / f"task_{task.id:02d}.npz" for task in suite.tasks]
     if missing := [path.name for path in paths if not path.is_file()]:
-        raise ConfigError(f"starts: {place} lacks {', '.join(missing)}")
+        raise ConfigError(f"starts: {place} lacks {', '.join(missing)}; make them: {sampling(place)}")
     tasks = [replace(t, start_states=np.load(path)["states"]) for t, path in zip(suite.tasks, paths, strict=True)]
     return replace(suite, tasks=tuple(tasks))
+
+
+def sampling(place: Path) -> str:
+    """The command that makes the start states which a folder lacks, like those that it has."""
+    made = json.loads((place / "manifest.json").read_text()) if (place / "manifest.json").is_file() else {}
+    told = "".join(f" --{key.replace('_', '-')} {made[key]}" for key in ("seed", "per_task") if key in made)
+    return f"python -m eval.libero.demo.states --suite {place.name}{told} --output {shlex.quote(str(place))}"
 
 
 def sampled_of(name: str, folder: Path) -> dict[str, Any]:

@@ -127,6 +127,10 @@ def without(*names: str) -> dict[str, Any]:
 
 
 WHOLE = {**written.CONFIG}
+SWAPPED = {
+    name: {**entry, "q01": entry["q99"], "q99": entry["q01"], "min": entry["max"], "max": entry["min"]}
+    for name, entry in written.statistics(written.STATE).items()
+}
 W = "action_head.action_encoder.W3.W"
 
 
@@ -152,6 +156,7 @@ W = "action_head.action_encoder.W3.W"
         ({"ids": {TAG: 7}}, {}, "misshaped: action_head.action_decoder.layer1.W"),
         ({"stats": {TAG: {"state": written.statistics(written.STATE)}}}, {}, "expected action, found"),
         ({"stats": {TAG: {"state": {}, "action": {}}}}, {}, "expected x, found"),
+        ({"stats": {TAG: {"state": SWAPPED, "action": SWAPPED}}}, {}, "expected \\w+ <= "),
     ],
 )  # fmt: skip
 def test_refused(tmp_path: Path, changes: dict[str, Any], given: dict[str, Any], message: str) -> None:

@@ -220,6 +220,11 @@ def test_statistics_that_no_data_can_have_are_refused(tmp_path: Path, kind: Any,
     save_file(wrong, tmp_path / "pre.safetensors")
     with pytest.raises(CheckpointError, match=rf"observation\.state: expected {names}, got a span of -"):
         load(tmp_path)
+    write_lerobot(tmp_path, kind)
+    longer = {k: torch.cat((v, v[:1])) for k, v in load_file(tmp_path / "pre.safetensors").items()}
+    save_file(longer, tmp_path / "pre.safetensors")  # it may be another robot's
+    with pytest.raises(CheckpointError, match=r"expected observation\.state's 8 values in \w+, got 9"):
+        load(tmp_path)
 
 
 def test_missing_files_of_lerobot_are_named(tmp_path: Path) -> None:

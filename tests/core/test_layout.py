@@ -114,7 +114,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # The harness sees a policy and its timings, and no benchmark. A benchmark is a folder beside the harness and sees it;
 # only the demo's own training opens the model.
-EVAL_HARNESS = {"cli", "client", "latency", "machine", "measure", "policy", "remote", "report", "tune"}
+EVAL_HARNESS = {"cli", "client", "latency", "machine", "measure", "policy", "progress", "remote", "report", "tune"}
 EVAL_DEMO = {"checkpoints", "cli", "engines", "fp8", "machine", "measure", "models", "ops", "policy", "transforms"}
 # Imported only inside functions: a robot's client, or a user without the simulator, has none of these.
 OPTIONAL = {
@@ -262,7 +262,7 @@ def test_what_eval_may_import_of_the_package_is_what_it_does_import() -> None:
     for path in EVAL:
         used[role_in_eval(path)] |= parts_used(path) - CORE
     assert used == {
-        "tables": {"checkpoints", "cli", "measure", "report"},
+        "tables": {"checkpoints", "cli", "measure", "models", "progress", "report"},
         "harness": EVAL_HARNESS,
         "benchmark": {"cli"},
         "demo": EVAL_DEMO,

@@ -152,7 +152,10 @@ def test_engine_files_of_folder_and_file_mode(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected 1_1/vae_encoder.trt, found: vae_decoder_multi_profile.trt"):
         engine_file(static.trt_vae_config, "encoder", (1328, 1328))
     gone = load_vae_config({"vae_type": "tensorrt", "trt_vae_config": {"trt_engine_path": str(tmp_path / "no")}})
-    with pytest.raises(ConfigError, match="no such folder; build it: vla-accel build-vae --static --sizes 512x64"):
+    with pytest.raises(
+        ConfigError,
+        match=r"build it: vla-accel build-vae --vae MODEL --output-dir .* --static --sizes 512",
+    ):
         engine_file(gone.trt_vae_config, "encoder", (64, 512))
     (tmp_path / "vae_decoder.trt").touch()
     wrong = load_vae_config(

@@ -54,10 +54,19 @@ def test_an_accelerated_pipeline_makes_the_same_picture(pipeline: Any, transform
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
     assert ledger.entries["vae_decoder"].used == "native"
     assert ("transformer" in ledger.entries) is (transformer == "native")
+    again = accelerate(pipeline, {"vae_type": "native", "pad": "auto"}, transformer)
+    again()
+    assert torch.equal(generate(pipeline), got), "the first is still there"
     undo()
+    undo()  # as in a notebook
     for part in (pipeline.vae, pipeline.transformer):
         assert not {"encode", "decode", "forward"} & set(vars(part))
     assert torch.equal(generate(pipeline), want) and want.std() > 0.05
+
+
+def test_a_misspelt_transformer_is_refused(pipeline: Any) -> None:
+    with pytest.raises(ConfigError, match=r"transformer: expected one of eager, .*, got 'nativ': did you mean native"):
+        accelerate(pipeline, None, "nativ")  # type: ignore[arg-type]
 
 
 def test_the_guides_config_without_engines_says_so(pipeline: Any, tmp_path: Path) -> None:
@@ -65,7 +74,7 @@ def test_the_guides_config_without_engines_says_so(pipeline: Any, tmp_path: Path
     content = {"vae_type": "tensorrt", "trt_vae_config": {"trt_engine_path": str(path), "multi_profile": True}}
     undo = accelerate(pipeline, content)
     try:
-        with pytest.raises(ConfigError, match=r"no such folder; build it: vla-accel build-vae \(without --static\)"):
+        with pytest.raises(ConfigError, match=r"build it: vla-accel build-vae --vae MODEL --output-dir .* \(without"):
             generate(pipeline)
     finally:
         undo()

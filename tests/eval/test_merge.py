@@ -87,6 +87,8 @@ def test_parts_that_do_not_make_one_run_are_refused(tmp_path: Path, capfd: pytes
     for command in (merge.main, paired.main):
         assert command([str(third), str(first), "--output", f"{first.parent}/../{tmp_path.name}/{first.name}"]) == 1
         assert "output: expected another file than those that are read, got " in capfd.readouterr().err
+        assert command([str(third), str(first), "--output", str(first.with_suffix(".episodes.jsonl"))]) == 1
+        assert "output: expected another file than those that are read, got " in capfd.readouterr().err
     assert first.read_bytes() == kept
 
 

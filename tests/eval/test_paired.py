@@ -41,6 +41,17 @@ def write(folder: Path, name: str, content: Any) -> Path:
     return path
 
 
+def test_a_servers_run_has_the_steps_that_the_server_told() -> None:
+    local, remote = result({3: [WON, LOST]}), result({3: [WON, WON]})
+    for episode in remote["episodes"]:
+        episode["steps"] = None
+    with pytest.raises(ConfigError, match=r"expected episodes at 3 .* got no denoising steps"):
+        pairs.compare(local, {"remote": remote}, "local")
+    remote["policy"]["metadata"] = {"num_steps": 3}
+    (row,) = pairs.compare(local, {"remote": remote}, "local")["rows"]
+    assert (row["steps"], row["pairs"], row["gained"]) == (3, 2, 1)
+
+
 def test_every_pair_is_counted_once_and_errors_stay_apart() -> None:
     one = result({3: [WON, WON, WON, LOST, LOST, CRASHED, WON], 10: [WON] * 7})
     two = result({3: [WON, LOST, LOST, WON, LOST, WON, CRASHED], 10: [WON] * 7})
@@ -146,7 +157,7 @@ def test_files_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFix
             tmp_path / "missing.json",
             "missing.json: expected a readable evaluation result, got: No such file or directory\n",
         ),
-        (good, "expected different names, got good, good"),
+        (good, "expected different names, which the table has, got good, good"),
     ):
         assert paired.main([str(good), str(path), "--output", str(tmp_path / "out.json")]) == 1
         assert message in capsys.readouterr().err

@@ -21,7 +21,7 @@ from vla_accel.families.pi0_fast import PI0_FAST
 from vla_accel.families.prompted import PromptShape
 from vla_accel.models.pi0_fast import Pi0Fast, Pi0FastConfig
 from vla_accel.native.decode import TURN, NativeDecode
-from vla_accel.native.pi0_fast import Pi0FastStore
+from vla_accel.native.pi0 import Pi0FastStore
 
 ROOT = Path(__file__).parents[2]
 BATCH, LENGTH, STEPS = 3, 32, 10

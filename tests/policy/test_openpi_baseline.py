@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vla_accel.families import pi0_openpi
-from vla_accel.families.precision import matmul_precision
+from vla_accel.numeric import matmul_precision
 
 SEEN: list[str] = []
 """The precision of FP32 products in each of its calls."""

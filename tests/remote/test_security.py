@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import ssl
 import subprocess
@@ -58,8 +59,10 @@ def test_keys_have_names_are_counted_and_change_without_a_restart(
         base.infer(observation(4))
         page = get(server.address, "/metrics", {"Authorization": "Api-Key second-secret"})[2]
         base.close()
-    for line in ('{key="arm"} 1', '{key="base"} 4', '{key="new"} 1'):
+    for line in ('{key="base"} 4', '{key="new"} 1'):
         assert f"vla_accel_key_requests_total{line}" in page
+    # Its last request may have come before its connection went.
+    assert re.search(r'vla_accel_key_requests_total\{key="arm"\} [12]\b', page)
     assert "secret" not in page and "secret" not in caplog.text
     assert "keys read again: base, new" in caplog.text
 

@@ -14,7 +14,7 @@ from tests.support.compile_kernels import META, Launch, print_compiled, recorded
 from vla_accel.config import EngineSpec
 from vla_accel.models.pi0_fast import Pi0Fast, pi0_fast
 from vla_accel.native.decode import NativeDecode
-from vla_accel.native.pi0_fast import Pi0FastStore
+from vla_accel.native.pi0 import Pi0FastStore
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu
 

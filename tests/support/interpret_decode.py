@@ -19,7 +19,7 @@ from tests.support.interpreter import patch_once
 from tests.support.tiny_pi0_fast import BOS, tiny_config, tiny_model
 from vla_accel.config import EngineSpec
 from vla_accel.native.decode import NativeDecode
-from vla_accel.native.pi0_fast import Pi0FastStore
+from vla_accel.native.pi0 import Pi0FastStore
 from vla_accel.ops.dispatch import steered
 
 LENGTHS, TOTAL, STEPS = (7, 12), 12, 4

@@ -171,7 +171,7 @@ def test_a_tokenizer_without_the_signs_is_refused(folder: Path) -> None:
 
 def test_the_prompt_ends_in_a_second_bos(folder: Path) -> None:
     text = PaliGemmaTokenizer(folder / "text.json")
-    found = tokenize_fast(text, " Pick_up\n", np.array([-2.0, 0.0, 0.999]), 40)
+    found = tokenize_fast(text, " Pick_up\n", np.array([-2.0, 0.0, 0.999]), 40, "task")
     whole = "Task: Pick up, State: -1 128 255;\n"
     assert found.tolist() == [2, *text.encode(whole, add_bos=False), 2]
     assert text.vocab_size == VOCABULARY, "what was added to the vocabulary does not count"

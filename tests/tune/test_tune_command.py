@@ -84,8 +84,10 @@ def test_tune_finds_writes_and_continues(
         "--calls", "2", "--device", "cpu", "--output", str(out), "--benchmark",
         "tests.tune.test_tune_command:Coins", "--allow-steps", "1",
     ]  # fmt: skip
+    monkeypatch.setattr("vla_accel.measure.host.Others.cores", lambda self: 500.0)
     assert main(words) == 0
     captured = capsys.readouterr()
+    assert "warning: other processes kept 500.0 of " in captured.err
     assert "continuing" not in captured.err
     line = json.loads(captured.out.splitlines()[-1])
     result = json.loads((out / "tune.json").read_text())

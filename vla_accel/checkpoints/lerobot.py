@@ -204,6 +204,8 @@ def _normaliser(
     span, bound = (high, "std >= 0") if mode == "MEAN_STD" else (high - low, " <= ".join(names))
     if (span < 0).any():
         raise CheckpointError(f"checkpoint {folder}: {key}: expected {bound}, got a span of {span.min():g}")
+    if len(low) != count:
+        raise CheckpointError(f"checkpoint {folder}: expected {key}'s {count} values in {names[0]}, got {len(low)}")
     eps = member({"eps": 1e-8, **config}, "eps", float, folder)
     if mode == "MEAN_STD":
         # lerobot adds eps where it divides, not where it multiplies.

@@ -36,6 +36,7 @@ SIGNS = (_PROJECTOR + "weight", _STACKS["expert"] + "norm.weight")
 DEAD = (_ROOT + "vlm.lm_head.weight", _STACKS["prefix"] + "norm.weight")
 # The number of heads cannot be read off a weight.
 _HEAD_DIM = 64  # of every SmolLM2
+_TEXT_WIDTHS = (256, 576, 960, 2048)  # of the bundled demo, and of SmolLM2's three sizes
 _VISION_HEADS = {256: 4, 768: 12, 1152: 16}  # by width: of the bundled demo, SigLIP B and SO400M (arXiv 2504.05299)
 
 
@@ -72,21 +73,25 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, w
         queries, width = shape(f"{start}layers.0.self_attn.q_proj.weight", 2)
         keys, _ = shape(f"{start}layers.0.self_attn.k_proj.weight", 2)
         mlp_dim, _ = shape(f"{start}layers.0.mlp.gate_proj.weight", 2)
+        if queries % _HEAD_DIM or keys % _HEAD_DIM:
+            told = f"expected heads {_HEAD_DIM} wide, as every SmolLM2 has, got {queries} and {keys} rows of q and k"
+            raise CheckpointError(f"checkpoint {where.parent}: {name}: {told}")
         return SmolLmConfig(width, depth_of(shapes, start), mlp_dim, queries // _HEAD_DIM, keys // _HEAD_DIM, _HEAD_DIM)
 
     width, _, _, patch = shape(_TOWER + "embeddings.patch_embedding.weight", 4)
     patches, _ = shape(_TOWER + "embeddings.position_embedding.weight", 2)
     hidden, _ = shape(_TOWER + "encoder.layers.0.mlp.fc1.weight", 2)
     heads = _VISION_HEADS.get(width, width // _HEAD_DIM)
-    if width not in _VISION_HEADS:
-        _log.warning("%s: no SmolVLM2 sees with a width of %d: its heads are taken to be 64 wide", where.parent, width)
+    prefix = stack("prefix")
+    if width not in _VISION_HEADS or prefix.width not in _TEXT_WIDTHS:
+        _log.warning("%s: of no SmolVLM2's widths: its heads are taken to be %d wide", where.parent, _HEAD_DIM)
     crossed = "cross" in member(content, "attention_mode", str, where)
     every = member(content, "self_attn_every_n_layers", int, where)
     side = patch * math.isqrt(patches)
     try:
         config = SmolVlaConfig(
             vision=SiglipConfig(width, depth_of(shapes, _TOWER + "encoder."), hidden, heads, side, patch),
-            prefix=stack("prefix"),
+            prefix=prefix,
             expert=stack("expert"),
             vocab_size=shape(_STACKS["prefix"] + "embed_tokens.weight", 2)[0],
             shuffle=math.isqrt(shape(SIGNS[0], 2)[1] // width),

@@ -151,7 +151,9 @@ def _open(file: Path) -> Any:
     from safetensors import safe_open
 
     try:
-        file.open("rb").close()  # of one that may not be read safetensors would say that there is none
+        with file.open("rb") as opened:  # of one that may not be read safetensors would say that there is none
+            if opened.read(23) == b"version https://git-lfs":
+                raise CheckpointError(f"checkpoint {file}: a pointer of git-lfs, no weights: git lfs pull gets them")
         return safe_open(file, framework="pt")
     except OSError as error:
         raise CheckpointError(f"checkpoint {file}: cannot be read: {error.strerror or error}") from error

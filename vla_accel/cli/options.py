@@ -237,11 +237,16 @@ def _commas(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]
 
 
 def check(given: Any) -> None:
-    """Raise ConfigError or OutputError for a field that its type (`Within`, `Written`) refuses; None is none given."""
+    """Raise ConfigError or OutputError for a field that its type (`Within`, `Written`) refuses, or for a file that two
+    would write; None is none given."""
+    written: dict[Path, str] = {}
     for field, hint in typing.get_type_hints(type(given), include_extras=True).items():
         for mark in getattr(hint, "__metadata__", ()):
             if isinstance(mark, (Within, Written)):
                 value = getattr(given, field)
                 for one in value if isinstance(value, tuple) else (value,):
                     if one is not None:
-                        mark.check(field.replace("_", "-"), one)
+                        name = field.replace("_", "-")
+                        mark.check(name, one)
+                        if isinstance(mark, Written) and (other := written.setdefault(one.resolve(), name)) != name:
+                            raise ConfigError(f"{other}, {name}: expected two files, got {one} for both")

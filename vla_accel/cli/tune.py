@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,9 +23,11 @@ from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.files import content_hash, without_folders, write_json
 from vla_accel.machine import hardware, resolve_device, software
+from vla_accel.measure.host import beside
 from vla_accel.measure.random_policy import random_observations
 from vla_accel.measure.recording import RECORDED, load_observations, named
 from vla_accel.policy import OptimizedPolicy
+from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
 from vla_accel.report.tune import page, verdict
 from vla_accel.tune import candidates
@@ -180,7 +183,8 @@ def _observations(chosen: Tune, checkpoint: str, base: PolicyConfig) -> tuple[li
     if chosen.observations is not None:
         return load_observations(chosen.observations, chosen.count), content_hash(chosen.observations)
     print("warning: gate one judges on random observations; recorded ones say more (--observations)", file=sys.stderr)
-    policy = OptimizedPolicy.from_pretrained(checkpoint, replace(base, num_steps=1))
+    with going_on(f"loading {checkpoint}", say):
+        policy = OptimizedPolicy.from_pretrained(checkpoint, replace(base, num_steps=1))
     return random_observations(policy, min(8, chosen.count), seed=chosen.seed), None
 
 
@@ -213,4 +217,8 @@ def _print(result: dict[str, Any]) -> None:
             verdict(row),
         ])  # fmt: skip
     print_table("what was tried", ["configuration", "median ms", "cosine", "lost / gained", "verdict"], body)
+    # Candidates are timed one after the other: load that came or went in between moves their ratio.
+    busy = (row["latency"].get("others_busy") or 0.0 for row in result["tried"] if row["latency"])
+    if told := beside({"cores": os.cpu_count(), "others_busy": max(busy, default=0.0)}):
+        say(f"warning: {told}, and a candidate's ratio to another may be wrong")
     print(f"{result['chosen']}: {result['times_as_fast']:.2f} times as fast as FP32 eager; {result['why']}")

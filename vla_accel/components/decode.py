@@ -13,7 +13,7 @@ from vla_accel.models.pi0_fast import Pi0Fast, last_tokens
 from vla_accel.models.quantised import QUANTISED
 
 if TYPE_CHECKING:
-    from vla_accel.native.pi0_fast import Pi0FastStore
+    from vla_accel.native.pi0 import Pi0FastStore
 
 RESULT = "action_tokens"
 

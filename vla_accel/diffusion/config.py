@@ -84,6 +84,6 @@ def engine_file(config: TrtVaeConfig, side: Side, size: Size) -> Path:
         advice = "(without --static)" if config.multi_profile else f"--static --sizes {size[1]}x{size[0]}"
         raise ConfigError(
             f"trt_engine_path {root}: expected {found.relative_to(root) if root.is_dir() else found.name}, found: "
-            f"{there or 'nothing'}; build it: vla-accel build-vae {advice}"
+            f"{there or 'nothing'}; build it: vla-accel build-vae --vae MODEL --output-dir {root} {advice}"
         )
     return found

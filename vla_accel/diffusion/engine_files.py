@@ -108,6 +108,12 @@ def found_file(component: Component, path: Path, library: LibraryName) -> BuiltF
     if entry.problem:
         raise EngineError(f"{component.name}: {path}: {entry.problem}; build it again with --force-engine")
     about = dict(entry.about)
+    own, there = described(component.inputs[0])["dtype"], (about.get("inputs") or [{}])[0].get("dtype")
+    if about.get("component") == component.name and own != there:
+        raise EngineError(
+            f"{component.name}: {path} computes in {there}, and the model is in {own}: load the model in {there}, "
+            f"or build the file in {own} (--dtype, with --force-engine)"
+        )
     if about.get("component") != component.name or about.get("key") != identity(component):
         raise EngineError(
             f"{component.name}: {path} was built from another model ({about.get('component')}, other weights, dtype or "

@@ -5,21 +5,20 @@ The pipelines stay diffusers': `accelerate` exchanges what runs inside and retur
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from vla_accel.diffusion.config import VaeConfig
 from vla_accel.diffusion.models import diffusers_module, filled, random_model
-from vla_accel.diffusion.vae import AcceleratedVae, plug_in
+from vla_accel.diffusion.vae import AcceleratedVae, exchanged, plug_in
 from vla_accel.engines.graph import recording
-from vla_accel.errors import EngineError
+from vla_accel.errors import ConfigError, EngineError, unknown
 from vla_accel.ledger import Ledger, LedgerEntry
 
 Transformer = Literal["eager", "compile", "native"]
@@ -40,6 +39,8 @@ def accelerate(
     `vae`: the autoencoder's configuration, LightX2V's JSON or ours; None leaves it. `transformer`: "compile" is
     torch.compile with mode reduce-overhead, "native" one CUDA graph for each shape.
     """
+    if transformer not in get_args(Transformer):
+        raise ConfigError(unknown("transformer", transformer, get_args(Transformer)))
     ledger = ledger or Ledger()
     undo: list[Callable[[], None]] = []
     if vae is not None:
@@ -146,9 +147,8 @@ class GraphedForward:
 
 def _graphed(transformer: Any, ledger: Ledger) -> Callable[[], None]:
     graphed = GraphedForward(transformer)
-    transformer.forward = graphed
     ledger.record(LedgerEntry("transformer", "native", "native", "", "CUDA graph of the module as it is"))
-    return functools.partial(delattr, transformer, "forward")
+    return exchanged(transformer, forward=graphed)
 
 
 def _compiled(transformer: Any, ledger: Ledger) -> Callable[[], None]:
@@ -161,6 +161,5 @@ def _compiled(transformer: Any, ledger: Ledger) -> Callable[[], None]:
         keywords["return_dict"] = False
         return (compiled(*inputs, **keywords)[0].clone(),)
 
-    transformer.forward = forward
     ledger.record(LedgerEntry("transformer", "compile", "compile", "", "torch.compile, reduce-overhead"))
-    return functools.partial(delattr, transformer, "forward")
+    return exchanged(transformer, forward=forward)

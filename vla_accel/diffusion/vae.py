@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.component import Component, Program
@@ -156,10 +156,19 @@ def plug_in(vae: Any, accelerated: AcceleratedVae) -> Callable[[], None]:
         sample = accelerated.decode(z)
         return DecoderOutput(sample=sample) if return_dict else (sample,)
 
-    vae.encode, vae.decode = encode, decode
+    return exchanged(vae, encode=encode, decode=decode)
+
+
+def exchanged(module: nn.Module, **functions: Callable[..., Any]) -> Callable[[], None]:
+    """Put functions in the place of a module's own; returns what puts back what was there, as often as it is called."""
+    there = vars(module)
+    before = {name: there[name] for name in functions if name in there}
+    there.update(functions)
 
     def undo() -> None:
-        del vae.encode, vae.decode
+        for name in functions:
+            there.pop(name, None)
+        there.update(before)
 
     return undo
 

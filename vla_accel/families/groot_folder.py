@@ -188,6 +188,8 @@ def _scaled(
     if scaling == "range" and settings.get("use_percentiles") and not relative:
         names = ("q01", "q99")
     low, high = (_numbers(entry.get(n), f"{where}: {n}") for n in names)
+    if (high < (0.0 if scaling == "mean_std" else low)).any():
+        raise CheckpointError(f"{where}: expected {'std >= 0' if scaling == 'mean_std' else ' <= '.join(names)}")
     clipped = settings.get("clip_outliers", True) is not False
     return dataclasses.replace(group, scaling=scaling, low=low, high=high, clipped=clipped)
 

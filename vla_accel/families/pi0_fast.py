@@ -22,7 +22,7 @@ from vla_accel.families.prompted import PromptedFamily, PromptShape, prefix_work
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import Work, weight_bytes
 from vla_accel.models.pi0_fast import Pi0Fast, Pi0FastConfig, pi0_fast
-from vla_accel.native.pi0_fast import Pi0FastStore
+from vla_accel.native.pi0 import Pi0FastStore
 from vla_accel.transforms.fast import Detokeniser, FastProcessor, FastTokenizer
 from vla_accel.transforms.processing import Inputs
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vla_accel.errors import DependencyError
-from vla_accel.families.precision import matmul_precision
+from vla_accel.numeric import matmul_precision
 
 MODES: dict[str, str | None] = {
     "openpi-eager": None,

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from vla_accel.errors import DependencyError
-from vla_accel.families.precision import matmul_precision
 from vla_accel.models.smolvla import smolvla
+from vla_accel.numeric import matmul_precision
 
 MODES: dict[str, bool] = {"lerobot-eager": False, "lerobot-compile": True}
 """Names that `bench` knows, with whether lerobot compiles its model (torch.compile, max-autotune)."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from vla_accel import ops
 from vla_accel.errors import ConfigError
-from vla_accel.models.transformer import PreNormLayer
+from vla_accel.models.siglip import PreNormLayer
 
 Source = Literal["text", "image", "self"]
 """What a block of the diffusion transformer attends to: text tokens, image tokens, or state and actions."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from vla_accel import ops
 from vla_accel.errors import ConfigError
-from vla_accel.models.transformer import PreNormLayer
+from vla_accel.models.siglip import PreNormLayer
 
 Grid = tuple[int, int]
 """Rows and columns of an image: of its patches, or of its tokens after merging."""

@@ -1,12 +1,16 @@
-"""The native programs of π0 and π0.5: the components written in fused ops over static buffers, for a CUDA graph."""
+"""The native programs of π0, π0.5 and π0-FAST: components in fused ops over static buffers, for a CUDA graph."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.models.pi0 import Pi0
+from vla_accel.models.pi0_fast import Pi0Fast
+from vla_accel.native.decode import DecodeWeights, NativeDecode
 from vla_accel.native.expert import ExpertWeights, NativeDenoise, steps_of, why_not_streamed
-from vla_accel.native.prefix import PaliGemmaStore
+from vla_accel.native.prefix import PaliGemmaStore, PrefixWeights
 
 
 class Pi0Store(PaliGemmaStore[Pi0]):
@@ -21,3 +25,16 @@ class Pi0Store(PaliGemmaStore[Pi0]):
         steps = (*key, num_steps, max_weight, trained)
         tables = self.weights(steps, lambda: steps_of(self.model, weights, num_steps, max_weight, trained))
         return NativeDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)
+
+
+class Pi0FastStore(PaliGemmaStore[Pi0Fast]):
+    """Prepared weights of one π0-FAST. Prefix and decode are the same layers, and read the same weights."""
+
+    paired: ClassVar[bool] = False
+
+    def decode(self, batch: int, prefix_tokens: int, steps: int, spec: EngineSpec) -> Program:
+        """At most `steps` tokens behind a prefix."""
+        precision = self.loop_precision("decode", spec)
+        prefix = next((w for w in self.prepared.values() if isinstance(w, PrefixWeights)), None)
+        weights = self.weights(("decode", precision), lambda: DecodeWeights.of(self.model, precision, prefix))
+        return NativeDecode(weights, self.model.config, batch, prefix_tokens, steps)

@@ -25,7 +25,7 @@ from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.numeric import round_up
 from vla_accel.ops import suffix
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
-from vla_accel.ops.cuda.denoise.sizes import WHOLE
+from vla_accel.ops.cuda.denoise.tables import WHOLE
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import SuffixAttention
 from vla_accel.ops.weights import Linear, make_linear

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.models.network import Network
-from vla_accel.models.transformer import PreNormLayer
+from vla_accel.models.siglip import PreNormLayer
 from vla_accel.native.fold import fold_norm
 from vla_accel.native.vision import VisionLayer
 from vla_accel.ops import norms

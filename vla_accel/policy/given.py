@@ -10,7 +10,7 @@ import numpy as np
 from vla_accel.config import RtcConfig
 from vla_accel.errors import ObservationError, of_one
 from vla_accel.models.family import Family
-from vla_accel.transforms.numbers import real_numbers
+from vla_accel.transforms.observations import real_numbers
 
 
 def given_noise(noise: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:

@@ -38,7 +38,7 @@ from vla_accel.policy.footprint import free_memory, told_if_too_large
 from vla_accel.policy.given import given_noise, guidance
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.remote.async_runner import AsyncRunner
-from vla_accel.transforms.numbers import real_numbers
+from vla_accel.transforms.observations import real_numbers
 
 MOST_BUILT = 4
 """Shapes of one observation (prompt buckets) up to which warm-up builds all of them."""

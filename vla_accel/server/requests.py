@@ -9,7 +9,7 @@ import numpy as np
 
 from vla_accel.errors import ObservationError
 from vla_accel.remote import wire
-from vla_accel.transforms.numbers import real_numbers
+from vla_accel.transforms.observations import real_numbers
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from vla_accel.errors import CheckpointError, ObservationError
 from vla_accel.transforms.groot_images import Cropping
 from vla_accel.transforms.images import to_uint8
 from vla_accel.transforms.modalities import Groups
-from vla_accel.transforms.numbers import real_numbers
-from vla_accel.transforms.observations import Reader
+from vla_accel.transforms.observations import Reader, real_numbers
 from vla_accel.transforms.robots import Preset
 from vla_accel.transforms.tokenizer import Tokenizer
 

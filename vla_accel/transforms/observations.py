@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from vla_accel.errors import ObservationError
-from vla_accel.transforms.numbers import real_numbers
 from vla_accel.transforms.robots import Preset
 
 
@@ -134,3 +133,21 @@ def _text(prompt: Any, key: str) -> Any:
     except UnicodeError as error:  # other bytes, or half of a character
         raise ObservationError(f"{key}: expected text in UTF-8, got {prompt!r:.60} ({error})") from error
     return prompt
+
+
+def real_numbers(value: Any, name: str) -> np.ndarray:
+    """`value` (an array, a scalar, nested lists) as a new float64 array of its shape. NumPy would read text,
+    booleans, dates and complex values as numbers, in silence.
+
+    Raises ObservationError that names `name` for anything but integers and floats, and for NaN and infinity.
+    """
+    try:
+        given = np.asarray(value)
+    except (TypeError, ValueError) as error:  # lists of unequal length, a tensor that lies on a GPU
+        raise ObservationError(f"{name}: expected numbers, got a {type(value).__name__} ({error})") from error
+    if given.dtype.kind not in "iuf":
+        raise ObservationError(f"{name}: expected numbers, got dtype {given.dtype}")
+    numbers = np.array(given, np.float64)
+    if not np.isfinite(numbers).all():
+        raise ObservationError(f"{name}: expected finite numbers, got NaN or infinity")
+    return numbers

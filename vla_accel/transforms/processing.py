@@ -15,8 +15,7 @@ from vla_accel.errors import ObservationError
 from vla_accel.pictures import Picture, Resize, placed
 from vla_accel.transforms.images import resize, to_uint8
 from vla_accel.transforms.normalisation import Normaliser
-from vla_accel.transforms.numbers import real_numbers
-from vla_accel.transforms.observations import Reader
+from vla_accel.transforms.observations import Reader, real_numbers
 from vla_accel.transforms.robots import LIBERO, Preset
 from vla_accel.transforms.tokenizer import Tokenizer, tokenize_fast, tokenize_line, tokenize_prompt
 
@@ -193,10 +192,10 @@ class Processor:
         if self.discrete_state:
             if self.prompt_state_dim is not None:
                 state = np.pad(state, (0, max(0, self.prompt_state_dim - len(state))))
-            return _TOKENIZE[self.prompt_form](self.tokenizer, prompt, state, self.max_token_len)
+            return _TOKENIZE[self.prompt_form](self.tokenizer, prompt, state, self.max_token_len, self.preset.prompt)
         known = self._prompts.get(prompt) if isinstance(prompt, str) else None
         if known is None:
-            known = _TOKENIZE[self.prompt_form](self.tokenizer, prompt, None, self.max_token_len)
+            known = _TOKENIZE[self.prompt_form](self.tokenizer, prompt, None, self.max_token_len, self.preset.prompt)
             known.setflags(write=False)
             if len(self._prompts) >= _KEPT_PROMPTS:
                 self._prompts.clear()

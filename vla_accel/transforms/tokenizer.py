@@ -40,57 +40,59 @@ def discretise_state(state: np.ndarray) -> np.ndarray:
     return np.searchsorted(_EDGES, state, side="right") - 1
 
 
-def clean_prompt(prompt: object) -> str:
-    """openpi's cleaning. Raises ObservationError for what is not a string or says nothing."""
-    return _instruction(prompt).strip().replace("_", " ").replace("\n", " ")
+def clean_prompt(prompt: object, name: str = "prompt") -> str:
+    """openpi's cleaning. Raises ObservationError that begins with `name` for what is not a string or says nothing."""
+    return _instruction(prompt, name).strip().replace("_", " ").replace("\n", " ")
 
 
-def _instruction(prompt: object) -> str:
+def _instruction(prompt: object, name: str) -> str:
     if not isinstance(prompt, str):
-        raise ObservationError(f"prompt: expected a str, got {type(prompt).__name__}")
+        raise ObservationError(f"{name}: expected a str, got {type(prompt).__name__}")
     if not prompt.replace("_", " ").strip():
-        raise ObservationError(f"prompt: expected an instruction, got {prompt!r}")
+        raise ObservationError(f"{name}: expected an instruction, got {prompt!r}")
     return prompt
 
 
-def tokenize_prompt(tokenizer: Tokenizer, prompt: object, state: np.ndarray | None, max_token_len: int) -> np.ndarray:
+def tokenize_prompt(
+    tokenizer: Tokenizer, prompt: object, state: np.ndarray | None, max_token_len: int, name: str = "prompt"
+) -> np.ndarray:
     """The ids the model sees, int64 (L,), unpadded.
 
     Args: `state`: normalised state (n,), put into the prompt as 256 bins, or None for the plain form, which ends in
     a newline token (leaving it out costs success silently). `max_token_len`: the model's limit; openpi truncates
-    a longer prompt, we refuse it, because what is cut off first is the state.
+    a longer prompt, we refuse it, because what is cut off first is the state. `name`: of the prompt, in errors.
     """
-    cleaned = clean_prompt(prompt)
+    cleaned = clean_prompt(prompt, name)
     if state is None:
         ids = tokenizer.encode(cleaned, add_bos=True) + tokenizer.encode("\n", add_bos=False)
     else:
         values = " ".join(map(str, discretise_state(state).tolist()))
         ids = tokenizer.encode(f"Task: {cleaned}, State: {values};\nAction: ", add_bos=True)
-    return _fitting(tokenizer.finish(ids), prompt, max_token_len)
+    return _fitting(tokenizer.finish(ids), prompt, max_token_len, name)
 
 
-def tokenize_line(tokenizer: Tokenizer, prompt: object, state: None, max_token_len: int) -> np.ndarray:
+def tokenize_line(tokenizer: Tokenizer, prompt: object, state: None, max_token_len: int, name: str) -> np.ndarray:
     """The ids of an instruction as it is, ended by a newline if it is not, int64 (L,), unpadded: lerobot's SmolVLA.
 
     lerobot truncates a longer prompt; we refuse it, because what is cut off first is the newline.
     """
-    line = _instruction(prompt)
+    line = _instruction(prompt, name)
     ids = tokenizer.encode(line if line.endswith("\n") else f"{line}\n", add_bos=True)
-    return _fitting(tokenizer.finish(ids), prompt, max_token_len)
+    return _fitting(tokenizer.finish(ids), prompt, max_token_len, name)
 
 
-def tokenize_fast(tokenizer: Tokenizer, prompt: object, state: np.ndarray, max_token_len: int) -> np.ndarray:
+def tokenize_fast(tokenizer: Tokenizer, prompt: object, state: np.ndarray, max_token_len: int, name: str) -> np.ndarray:
     """The ids of π0-FAST's prefix, int64 (L,), unpadded: instruction and state as 256 bins, then <bos> once more, after
     which the model writes. As lerobot's `pi0_fast`, which truncates a longer prompt."""
     values = " ".join(map(str, discretise_state(state).tolist()))
-    ids = tokenizer.encode(f"Task: {clean_prompt(prompt)}, State: {values};\n", add_bos=True)
-    return _fitting([*tokenizer.finish(ids), *tokenizer.encode("", add_bos=True)], prompt, max_token_len)
+    ids = tokenizer.encode(f"Task: {clean_prompt(prompt, name)}, State: {values};\n", add_bos=True)
+    return _fitting([*tokenizer.finish(ids), *tokenizer.encode("", add_bos=True)], prompt, max_token_len, name)
 
 
-def _fitting(ids: list[int], prompt: object, max_token_len: int) -> np.ndarray:
+def _fitting(ids: list[int], prompt: object, max_token_len: int, name: str) -> np.ndarray:
     if len(ids) > max_token_len:
         raise ObservationError(
-            f"prompt: expected at most {max_token_len} tokens, got {len(ids)} from {str(prompt)[:60]!r}"
+            f"{name}: expected at most {max_token_len} tokens, got {len(ids)} from {str(prompt)[:60]!r}"
         )
     return np.asarray(ids, dtype=np.int64)
 

@@ -43,7 +43,7 @@ def run(chosen: Arguments) -> None:
     print(f"playing {', '.join(chosen.suites)}", flush=True)
     from eval.libero.expert import Expert
     from eval.libero.simulator import LiberoEnv
-    from eval.libero.suites import load_suite
+    from eval.libero.suites import load_suite, sampling
 
     observations: list[dict[str, Any]] = []
     played = [
@@ -53,7 +53,7 @@ def run(chosen: Arguments) -> None:
     ]
     for _, path in played:
         if not path.is_file():
-            made = f"python -m eval.libero.demo.states --suite {path.parent.name} --output {path.parent}"
+            made = sampling(path.parent)
             raise ConfigError(f"states: expected start states of each task, found no {path}; make them: {made}")
     for task, path in played:
         with np.load(path) as content:

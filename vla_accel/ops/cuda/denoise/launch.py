@@ -18,8 +18,7 @@ from vla_accel.numeric import round_up
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise.packing import Packed, splits_well
 from vla_accel.ops.cuda.denoise.schedule import KEYS, NOTHING_YET, RANKS, THREADS, Schedule
-from vla_accel.ops.cuda.denoise.sizes import Sizes
-from vla_accel.ops.cuda.denoise.tables import StepTables
+from vla_accel.ops.cuda.denoise.tables import Sizes, StepTables
 from vla_accel.ops.gpu import PORTABLE_CLUSTER, Gpu
 from vla_accel.ops.rows import rope_tables
 

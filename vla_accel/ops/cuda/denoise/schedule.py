@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vla_accel.numeric import round_up
 from vla_accel.ops.cuda.denoise.packing import CHUNK, split_of
-from vla_accel.ops.cuda.denoise.sizes import Sizes
+from vla_accel.ops.cuda.denoise.tables import Sizes
 from vla_accel.ops.cuda.runtime import source_of
 from vla_accel.ops.cuda.wgmma import wgmma
 from vla_accel.ops.gpu import PORTABLE_CLUSTER, Gpu
