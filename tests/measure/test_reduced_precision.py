@@ -187,6 +187,8 @@ def test_the_command_fails_on_overflow_and_names_it(
     captured = capsys.readouterr().out
     report = json.loads(captured.strip().splitlines()[-1])
     assert name in report["overflow"] and report["parity"]["cosine"] is None
+    assert cli.main([*words, "--keep-fp32", "decoder.*.none"]) == 1
+    assert "timed calls" not in capsys.readouterr().err, "it is said before the first run"
     assert cli.main([*words, "--keep-fp32", "decoder.mid_block.resnets.0"]) == 0
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert report["kept_fp32"] == ["decoder.mid_block.resnets.0"]

@@ -22,6 +22,7 @@ from vla_accel.measure.reduced_precision import (
     cost,
     dtype_counts,
     inference,
+    kept_by,
     overflowing,
     ranges,
     reduce_precision,
@@ -40,6 +41,7 @@ def main(options: Precision, words: list[str]) -> int:
     device, dtype = machine.resolve_device(options.device), DTYPES[options.dtype]
     with going_on(f"loading {options.model}", say):
         wide, call = _model(options, device)
+    kept_by(wide, options.keep_fp32)  # before the first run, a name that is none
     reference, found, before = _measured(options, "float32", wide, call(wide, torch.float32), device)
     keep = (*options.keep_fp32, *(overflowing(found, dtype) if options.auto_fp32 else ()))
     reduced = copy.deepcopy(wide)

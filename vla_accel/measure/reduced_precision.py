@@ -70,7 +70,7 @@ def reduce_precision(module: nn.Module, how: ReducedPrecision) -> list[str]:
     """
     dtype = DTYPES[how.dtype]
     require_supported(module, dtype)
-    kept = _kept(module, how.keep_fp32)
+    kept = kept_by(module, how.keep_fp32)
     if how.channels_last:
         _lay_out(module)
     parts = [module.get_submodule(name) for name in kept]
@@ -179,7 +179,8 @@ def dtype_counts(module: nn.Module) -> dict[str, int]:
     return counts
 
 
-def _kept(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+def kept_by(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The outermost modules that patterns name. Raises ConfigError for a pattern that names none."""
     names = [n for n, _ in module.named_modules() if n]
     kept: list[str] = []
     for pattern in patterns:
