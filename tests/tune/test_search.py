@@ -12,7 +12,7 @@ import pytest
 
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError, EngineError, OutputError
-from vla_accel.report.tune import verdict
+from vla_accel.report.tune import times_as_fast, verdict
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.noninferiority import Rule
 from vla_accel.tune.outcome import outcome, write_config
@@ -54,6 +54,7 @@ class Machine:
         self.keys: Sequence[str] = KEYS
         self.dies_after = dies_after
         self.released = False
+        self.reference_ms = TRUTH["eager_fp32"][0]
 
     def _note(self, what: str, name: str) -> None:
         if self.dies_after is not None and self.asked.total() >= self.dies_after:
@@ -71,6 +72,10 @@ class Machine:
     def latency(self, candidate: Candidate) -> dict[str, Any]:
         self._note("latency", candidate.name)
         return {"median_ms": TRUTH[candidate.name][0]}
+
+    def in_turns(self, candidate: Candidate) -> dict[str, Any]:
+        self._note("in turns", candidate.name)
+        return {"median_ms": TRUTH[candidate.name][0], "reference_ms": self.reference_ms}
 
     def release(self) -> None:
         self.released = True
@@ -110,7 +115,7 @@ def test_what_is_done_is_told_without_what_is_begun(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.jsonl", {}) as journal:
         Search(candidate("eager_fp32"), [lambda _: [candidate(n) for n in ALL[:2]]], Machine(), journal, Settings(),
                progress=lambda done, total, _: told.append((done, total))).run()  # fmt: skip
-    assert told == [(0, 1), (1, 1), (1, 3), (2, 3), (2, 3), (3, 3)]
+    assert told == [(0, 1), (1, 1), (1, 3), (2, 3), (2, 3), (3, 3), (3, 4), (4, 4)]
 
 
 def test_every_episode_that_was_played_is_told(tmp_path: Path) -> None:
@@ -153,6 +158,20 @@ def test_without_a_benchmark_agreement_decides_and_no_other_policy_is_taken(tmp_
     said = {name: verdict({**t.to_json(), "chosen": name == chosen}) for name, t in tried.items()}
     assert said["eager_fp32"] == "the reference" and said["bad"] == "chosen"
     assert said["good"] == said["safe"] == "agrees, and is slower" and said["slow"] == "not faster than eager_fp32"
+
+
+@pytest.mark.parametrize("episodes", [True, False])
+def test_the_ratio_is_of_calls_in_turns_and_what_is_slower_then_is_dropped(tmp_path: Path, episodes: bool) -> None:
+    machine = Machine()
+    machine.reference_ms = 20.0  # it had been timed while others kept the machine busy
+    chosen, tried, _ = search(tmp_path, ["good", "safe"], machine, episodes=episodes)
+    assert chosen == "eager_fp32"
+    assert tried["good"].dropped == "not faster than eager_fp32 in turns: 20.00 and 20.00 ms"
+    assert not [name for (what, name), _ in machine.asked.items() if what.startswith("episode")]
+    machine.reference_ms = 30.0
+    chosen, tried, _ = search(tmp_path / "again", ["good", "safe"], machine, episodes=episodes)
+    assert chosen == "good" and tried["good"].in_turns == {"median_ms": 20.0, "reference_ms": 30.0}
+    assert tried["safe"].in_turns is None, "only what is to be chosen is timed again"
 
 
 def test_another_policy_is_judged_by_success_alone(tmp_path: Path) -> None:
@@ -226,11 +245,13 @@ def test_the_front_holds_what_nothing_beats_in_both(tmp_path: Path) -> None:
 def test_the_outcome_has_everything_tried(tmp_path: Path) -> None:
     with Journal(tmp_path / "j", {}) as journal:
         machine = Machine()
+        machine.reference_ms = 90.0
         found = Search(candidate("eager_fp32"), [lambda _: [candidate(n) for n in ALL]], machine, journal, Settings(),
                        machine)  # fmt: skip
         made = outcome(found, found.run(), {"tensorrt": "no GPU"}, {"command": ["vla-accel", "tune"]})
     assert made["schema"] == "vla_accel.tune/1" and made["chosen"] == "two steps"
-    assert made["times_as_fast"] == pytest.approx(100 / 8)
+    assert made["times_as_fast"] == pytest.approx(90 / 8), "of the calls in turns"
+    assert times_as_fast(made) == "11.25 times as fast as FP32 eager (8.00 and 90.00 ms in turns)"
     assert [row["name"] for row in made["tried"]] == list(TRUTH)
     assert [row["name"] for row in made["tried"] if row["chosen"]] == ["two steps"]
     assert all(row["dropped"] or row["chosen"] or row["name"] == "eager_fp32" for row in made["tried"])

@@ -69,6 +69,8 @@ def test_candidates_are_measured_against_the_same_answers(checkpoint: Path) -> N
     assert found["chunks"] == 4 and found["engines"][0]["used"] == "eager"
     row = bench.latency(eager)
     assert row["median_ms"] > 0 and row["calls"] == 2 and "vision" in row["parts_ms"]
+    both = bench.in_turns(eager)
+    assert both["median_ms"] > 0 and both["reference_ms"] > 0 and both["calls"] == 2
     assert bench.lower()["vision"] == {} and "native" in bench.lower()["denoise"], "no scales: weights only"
 
 

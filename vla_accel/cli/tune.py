@@ -29,7 +29,7 @@ from vla_accel.measure.recording import RECORDED, load_observations, named
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
-from vla_accel.report.tune import page, verdict
+from vla_accel.report.tune import page, times_as_fast, verdict
 from vla_accel.tune import candidates
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.measuring import PolicyBench
@@ -217,8 +217,8 @@ def _print(result: dict[str, Any]) -> None:
             verdict(row),
         ])  # fmt: skip
     print_table("what was tried", ["configuration", "median ms", "cosine", "lost / gained", "verdict"], body)
-    # Candidates are timed one after the other: load that came or went in between moves their ratio.
+    # Candidates are timed one after the other: load that came or went in between moves their order.
     busy = (row["latency"].get("others_busy") or 0.0 for row in result["tried"] if row["latency"])
     if told := beside({"cores": os.cpu_count(), "others_busy": max(busy, default=0.0)}):
-        say(f"warning: {told}, and a candidate's ratio to another may be wrong")
-    print(f"{result['chosen']}: {result['times_as_fast']:.2f} times as fast as FP32 eager; {result['why']}")
+        say(f"warning: {told}, and another candidate may be the fastest")
+    print(f"{result['chosen']}: {times_as_fast(result)}; {result['why']}")

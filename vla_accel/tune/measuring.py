@@ -46,12 +46,8 @@ class PolicyBench:
 
     def agreement(self, candidate: Candidate) -> dict[str, Any]:
         """`measure.parity` with the reference, on the recorded observations."""
-        if self._exact is None:
-            self._exact = cast(OptimizedPolicy, Remembered(self._policy(self.reference)))
-        policy = self._policy(candidate)
-        report = parity.compare(
-            policy, self._exact, self.observations, name=candidate.name, seed=self.seed, draws=self.draws
-        )
+        exact, policy = self._both(candidate)
+        report = parity.compare(policy, exact, self.observations, name=candidate.name, seed=self.seed, draws=self.draws)
         return {
             "passed": report.passed,
             "reasons": list(report.reasons),
@@ -67,12 +63,15 @@ class PolicyBench:
 
     def latency(self, candidate: Candidate) -> dict[str, Any]:
         """`measure.bench` of whole calls, on the same observations."""
-        policy = self._policy(candidate)
-        system = timed(candidate.name, policy, 0.0, None)
-        cores: list[float | None] = []
-        (row,) = bench.run([system], self._observe, calls=self.calls, seed=self.seed, heard=cores.append)
+        (row,), cores = self._timed(self._policy(candidate))
         kept = ("median_ms", "p10_ms", "p90_ms", "calls", "parts_ms", "engines")
-        return {**{name: row[name] for name in kept}, "others_busy": cores[0]}
+        return {**{name: row[name] for name in kept}, "others_busy": cores}
+
+    def in_turns(self, candidate: Candidate) -> dict[str, Any]:
+        """`measure.bench` of the reference and the candidate together."""
+        (base, row), cores = self._timed(*self._both(candidate))
+        medians = {"median_ms": row["median_ms"], "reference_ms": base["median_ms"]}
+        return {**medians, "calls": row["calls"], "others_busy": cores}
 
     def release(self) -> None:
         """Free the policies that are loaded."""
@@ -93,6 +92,20 @@ class PolicyBench:
             for c in family.components(policy.model, shape)
         }
         return self._lower
+
+    def _timed(self, *policies: OptimizedPolicy) -> tuple[list[dict[str, Any]], float | None]:
+        """Rows of figures, and the cores that others kept busy; in ten turns, also of few calls."""
+        systems = [timed(str(place), policy, 0.0, None) for place, policy in enumerate(policies)]
+        cores: list[float | None] = []
+        rows = bench.run(systems, self._observe, calls=self.calls, turn=max(1, self.calls // 10), seed=self.seed,
+                         heard=cores.append)  # fmt: skip
+        return rows, cores[0]
+
+    def _both(self, candidate: Candidate) -> tuple[OptimizedPolicy, OptimizedPolicy]:
+        """The reference, kept with its answers, and a candidate."""
+        if self._exact is None:
+            self._exact = cast(OptimizedPolicy, Remembered(self._policy(self.reference)))
+        return self._exact, self._policy(candidate)
 
     def _observe(self, rng: np.random.Generator) -> dict[str, Any]:
         return dict(self.observations[int(rng.integers(len(self.observations)))])

@@ -19,12 +19,11 @@ def outcome(search: Search, chosen: Tried, left_out: Mapping[str, str], about: M
     """The search as JSON types (schema `vla_accel.tune/1`). `left_out`: engines that were not tried, and why; `about`:
     command, machine, settings."""
     best = front(search.tried)
-    base = search.tried[0]
     return {
         "schema": SCHEMA,
         **about,
         "chosen": chosen.candidate.name,
-        "times_as_fast": base.ms / chosen.ms,
+        "times_as_fast": timed["reference_ms"] / timed["median_ms"] if (timed := chosen.in_turns) else 1.0,
         "why": _why(search, chosen),
         "left_out": dict(left_out),
         "tried": [{**t.to_json(), "front": t.candidate.key in best, "chosen": t is chosen} for t in search.tried],

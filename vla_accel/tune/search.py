@@ -2,9 +2,9 @@
 
 Gate one is agreement with FP32 eager on recorded observations. Gate two, where a benchmark is given, is success on
 paired episodes, not worse than FP32 eager's by the margin (`noninferiority`). Of those that passed gate one and are
-faster than FP32 eager, the fastest goes first, and the first that passes gate two is chosen. At most `finalists` are
-tried, each with its share of the error rate, so that the whole search calls something worse "not worse" with
-probability alpha at most.
+faster than FP32 eager, also when the two are timed in turns, the fastest goes first, and the first that passes gate two
+is chosen. At most `finalists` are tried, each with its share of the error rate, so that the whole search calls
+something worse "not worse" with probability alpha at most.
 
 Knows neither how to measure (`Bench`) nor what an episode is (`Episodes`), so that its decisions can be tested on
 candidates whose truth is known.
@@ -49,11 +49,13 @@ class Candidate:
 
 @dataclass
 class Tried:
-    """What was found out about a candidate. `dropped`: why it is out, None while it is not."""
+    """What was found out about a candidate. `in_turns`: its latency beside the reference's, of those that might be
+    chosen; `dropped`: why it is out, None while it is not."""
 
     candidate: Candidate
     agreement: dict[str, Any] | None = None
     latency: dict[str, Any] | None = None
+    in_turns: dict[str, Any] | None = None
     success: dict[str, Any] | None = None
     dropped: str | None = None
 
@@ -72,6 +74,7 @@ class Tried:
             "config": as_mapping(c.config),
             "agreement": self.agreement,
             "latency": self.latency,
+            "in_turns": self.in_turns,
             "success": self.success,
             "dropped": self.dropped,
         }
@@ -86,6 +89,10 @@ class Bench(Protocol):
 
     def latency(self, candidate: Candidate) -> dict[str, Any]:
         """`median_ms` of a whole call, and what else explains it."""
+        ...
+
+    def in_turns(self, candidate: Candidate) -> dict[str, Any]:
+        """`median_ms` and `reference_ms` of whole calls, timed in turns."""
         ...
 
     def release(self) -> None:
@@ -203,18 +210,30 @@ class Search:
             for tried in faster:
                 if tried.candidate.other_policy:
                     tried.dropped = "gate two: another policy, and no benchmark to judge it by"
-            return next((t for t in faster if t.dropped is None), reference)
-        self.bench.release()
+            return next((t for t in faster if t.dropped is None and self._is_faster(t)), reference)
         for place, tried in enumerate(faster):
             if place >= self.settings.finalists:
                 tried.dropped = f"slower than the {self.settings.finalists} finalists, none of which passed gate two"
-            else:
+            elif self._is_faster(tried):
+                self.bench.release()
                 self._play(tried)
             if tried.dropped is None:
                 for rest in faster[place + 1 :]:
                     rest.dropped = f"slower than {tried.candidate.name}, which passed"
                 return tried
         return reference
+
+    def _is_faster(self, tried: Tried) -> bool:
+        """Whether it is faster than the reference in turns, too: load that came or went between two candidates moves
+        the ratio of what was timed one after the other."""
+        name, reference = tried.candidate.name, self.reference.name
+        self._say(1, f"{name}: in turns with {reference}")
+        tried.in_turns = self._once("in turns", tried.candidate, self.bench.in_turns)
+        mine, base = tried.in_turns["median_ms"], tried.in_turns["reference_ms"]
+        if mine >= base:
+            tried.dropped = f"not faster than {reference} in turns: {mine:.2f} and {base:.2f} ms"
+        self._say(0, f"{name}: {base / mine:.2f} times as fast as {reference}", done=len(self.tried) + 1)
+        return mine < base
 
     def _play(self, tried: Tried) -> None:
         """Gate two: pairs of episodes until the verdict is clear, or there are no more."""
