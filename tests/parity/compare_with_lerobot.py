@@ -38,7 +38,7 @@ from vla_accel.files import write_json
 from vla_accel.machine import hardware, software
 from vla_accel.models.groot import Groot, overlap_weights
 from vla_accel.models.groot_language import Layout
-from vla_accel.models.network import Network, weightless
+from vla_accel.models.network import Network
 from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.models.smolvla import SmolVla
 from vla_accel.transforms.fast import FastProcessor
@@ -154,8 +154,7 @@ def compare(folder: Path) -> tuple[str, dict[str, Any]]:
         print(json.dumps(row), file=sys.stderr, flush=True)
         rows.append(row)
     family, parameters = checkpoint.family, count(checkpoint.model)
-    with weightless():
-        size = "published" if parameters == count(family.network(family.published(None))) else "small"
+    size = "published" if parameters == count(family.network(family.published(None))) else "small"
     return family.name, {"versions": versions, "parameters": parameters, "size": size, "cases": rows}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.toy_family import REAL, TOY, ToyConfig, ToyTransforms
+from tests.support.toy_family import REAL, TOY, Toy, ToyConfig, ToyTransforms
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, cli
 from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.checkpoints.loading import load
@@ -188,10 +188,10 @@ def test_a_previous_chunk_is_refused_by_a_family_that_cannot_follow_it(folder: P
 
 
 def test_weights_that_do_not_fit_the_sizes_are_refused(folder: Path) -> None:
-    save_checkpoint(TOY.network(ToyConfig(width=5)).state_dict(), ToyConfig(width=6), folder, family="toy")
+    save_checkpoint(Toy(ToyConfig(width=5)).state_dict(), ToyConfig(width=6), folder, family="toy")
     with pytest.raises(CheckpointError, match=r"does not fit its config.json: 3 misshaped: encoder\.bias"):
         OptimizedPolicy.from_pretrained(folder, EAGER)
-    save_checkpoint(TOY.network(ToyConfig()).state_dict(), ToyConfig(), folder, family="nobody")
+    save_checkpoint(Toy(ToyConfig()).state_dict(), ToyConfig(), folder, family="nobody")
     with pytest.raises(CheckpointError, match=r"expected a family of type pi0 or pi05 or .*toy, got 'nobody'"):
         OptimizedPolicy.from_pretrained(folder, EAGER)
     with pytest.raises(ConfigError, match=r"model: expected one of pi0, pi05, .*toy, got 'toi': did you mean toy\?"):

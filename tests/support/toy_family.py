@@ -103,7 +103,7 @@ class ToyFamily(Family):
     sizes = {"toy": ToyConfig}  # noqa: RUF012
 
     def network(self, config: ToyConfig) -> Toy:
-        return Toy(config)
+        return Toy.empty(config)
 
     def random(self, config: ToyConfig, *, seed: int, device: str, dtype: torch.dtype) -> Toy:
         model = Toy(config)

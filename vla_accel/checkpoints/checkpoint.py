@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,10 +79,10 @@ def deferred(network: N, weights: Weights, recipe: Recipe, where: str) -> N:
     return network.requires_grad_(False).eval()
 
 
-def fitted(network: N, weights: Weights, recipe: Recipe, known: Collection[str], where: str, what: str) -> N:
-    """As `deferred`, every key accounted for: `known` are the stored tensors that may be there, `what` is the model or
-    file that they must fit. Raises CheckpointError that lists keys missing, left over or misshaped."""
-    account(weights, recipe, shapes_of(network), known, f"checkpoint {where} does not fit {what}")
+def fitted(network: N, weights: Weights, recipe: Recipe, where: str, what: str, dead: Iterable[str] = ()) -> N:
+    """As `deferred`, every key accounted for: `what` is the model or file that they must fit, `dead` are the stored
+    tensors that nothing reads. Raises CheckpointError that lists keys missing, left over or misshaped."""
+    account(weights, recipe, shapes_of(network), f"checkpoint {where} does not fit {what}", dead)
     return deferred(network, weights, recipe, where)
 
 
@@ -130,11 +130,11 @@ def _upload(source: Tensor, target: Tensor) -> None:
 
 
 def account(
-    weights: Weights, recipe: Recipe, expected: Mapping[str, tuple[int, ...]], known: Collection[str], failed: str
+    weights: Weights, recipe: Recipe, expected: Mapping[str, tuple[int, ...]], failed: str, dead: Iterable[str] = ()
 ) -> None:
     """Raise CheckpointError, which begins with `failed`, if any stored tensor that the recipe names is missing,
-    misshaped or no float, or if there are others than `known`."""
-    problems = _differences(weights, recipe, expected, known)
+    misshaped or no float, or if there are others that are not `dead`."""
+    problems = _differences(weights, recipe, expected, dead)
     if problems:
         raise CheckpointError(f"{failed}: " + "; ".join(problems))
 
@@ -149,11 +149,11 @@ def compare_sizes(pairs: Iterable[tuple[str, object, object]], where: str) -> No
 
 
 def _differences(
-    weights: Weights, recipe: Recipe, expected: Mapping[str, tuple[int, ...]], known: Collection[str]
+    weights: Weights, recipe: Recipe, expected: Mapping[str, tuple[int, ...]], dead: Iterable[str]
 ) -> list[str]:
     needed = {p.name: (p, expected[name]) for name, parts in recipe.items() for p in parts}
     missing = sorted(needed.keys() - weights.shapes.keys())
-    extra = sorted(weights.shapes.keys() - set(known))
+    extra = sorted(weights.shapes.keys() - needed.keys() - set(dead))
     misshaped, integers = [], []
     for name, (piece, whole) in sorted(needed.items()):
         if name not in weights.shapes:
@@ -206,7 +206,7 @@ def fitted_own(network: N, folder: Path) -> N:
     """A network, on the meta device, whose weights come from a folder of canonical names when they are asked for.
     Raises CheckpointError."""
     recipe = {name: (Piece(name),) for name in shapes_of(network)}
-    return fitted(network, SafetensorsWeights(folder), recipe, recipe.keys(), str(folder), "its config.json")
+    return fitted(network, SafetensorsWeights(folder), recipe, str(folder), "its config.json")
 
 
 def load_own(network: N, folder: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> N:

@@ -21,7 +21,6 @@ from vla_accel.models.groot import Groot, GrootConfig
 from vla_accel.models.groot_head import HeadConfig
 from vla_accel.models.groot_language import QwenConfig
 from vla_accel.models.groot_vision import QwenVisionConfig
-from vla_accel.models.network import weightless
 
 LEROBOT = "_groot_model."
 _VISION, _LANGUAGE = "backbone.model.model.visual.", "backbone.model.model.language_model."
@@ -76,8 +75,7 @@ def load_groot(
 
     Language layers behind the last that is read, and the other embodiments' weights, are not loaded.
     """
-    with weightless():
-        network = Groot(config)
+    network = Groot.empty(config)
     prefix = prefix_of(weights.shapes) or ""
     recipe: dict[str, tuple[Piece, ...]] = {
         name: tuple(Piece(prefix + p.name, p.rows, p.entry) for p in pieces(name, config, embodiment))
@@ -85,9 +83,9 @@ def load_groot(
     }
     table = next((prefix + e for e in _EMBEDDINGS if prefix + e in weights.shapes), prefix + _EMBEDDINGS[0])
     recipe["embed.weight"] = (Piece(table),)
-    known = {p.name for parts in recipe.values() for p in parts} | {prefix + d for d in _DEAD}
-    known |= {n for n in weights.shapes if _layer(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth}
-    return fitted(network, weights, recipe, known, where, "GR00T N1.7").bound_for(torch.device(device), dtype)
+    deeper = (n for n in weights.shapes if _layer(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth)
+    dead = [*(prefix + d for d in _DEAD), *deeper]
+    return fitted(network, weights, recipe, where, "GR00T N1.7", dead).bound_for(torch.device(device), dtype)
 
 
 def pieces(name: str, config: GrootConfig, embodiment: int) -> tuple[Piece, ...]:

@@ -11,7 +11,6 @@ from vla_accel.checkpoints.checkpoint import account, deferred, shapes_of
 from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, dialect_of, pieces
 from vla_accel.checkpoints.weights import Piece, Weights
 from vla_accel.errors import CheckpointError
-from vla_accel.models.network import weightless
 from vla_accel.models.pi0 import Pi0, Pi0Config
 
 
@@ -25,18 +24,18 @@ def load_weights(
     Raises CheckpointError that lists keys missing, left over or misshaped.
     """
     recipe = check_weights(weights, config, where)
-    return deferred(_empty(config), weights, recipe, where).bound_for(torch.device(device), dtype)
+    return deferred(Pi0.empty(config), weights, recipe, where).bound_for(torch.device(device), dtype)
 
 
 def check_weights(weights: Weights, config: Pi0Config, where: str) -> dict[str, tuple[Piece, ...]]:
     """The stored tensors behind each canonical one. Raises CheckpointError if anything is missing, left over,
     misshaped or no float."""
-    expected = shapes_of(_empty(config))
+    expected = shapes_of(Pi0.empty(config))
     names = weights.shapes.keys()
     dialect, prefix = dialect_of(names)
+    dead: list[str] = []
     if dialect == "vla_accel":
         recipe: dict[str, tuple[Piece, ...]] = {name: (Piece(name),) for name in expected}
-        known = set(expected)
     else:
         recipe = {name: pieces(name, config, prefix) for name in expected}
         tables = [prefix + e for e in EMBEDDINGS if prefix + e in names]
@@ -46,11 +45,6 @@ def check_weights(weights: Weights, config: Pi0Config, where: str) -> dict[str, 
             raise CheckpointError(f"checkpoint {where}: {' and '.join(tables)} are tied, but differ")
         if tables:
             recipe["embed.weight"] = (Piece(tables[0]),)
-        known = {p.name for parts in recipe.values() for p in parts} | set(tables) | {prefix + d for d in DEAD}
-    account(weights, recipe, expected, known, f"checkpoint {where} does not fit {config.kind}")
+        dead = [*tables, *(prefix + d for d in DEAD)]
+    account(weights, recipe, expected, f"checkpoint {where} does not fit {config.kind}", dead)
     return recipe
-
-
-def _empty(config: Pi0Config) -> Pi0:
-    with weightless():
-        return Pi0(config)

@@ -18,7 +18,6 @@ from vla_accel.checkpoints.lerobot import member
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.models.network import weightless
 from vla_accel.models.pi0_fast import Pi0Fast, Pi0FastConfig
 
 PREFIX = "model."
@@ -32,15 +31,13 @@ def load_weights(
 ) -> Pi0Fast:  # fmt: skip
     """The model with a checkpoint's weights, in eval mode, each read when it is asked for; `dtype` of the large
     products, None keeps what is stored. Raises CheckpointError that lists keys missing, left over or misshaped."""
-    with weightless():
-        empty = Pi0Fast(config)
+    empty = Pi0Fast.empty(config)
     recipe = {name: pieces(name, config) for name in shapes_of(empty)}
-    known = {p.name for parts in recipe.values() for p in parts}
     if config.tied:
         stored = [name for name in (_TABLE, _HEAD) if name in weights.shapes]
         recipe["embed.weight"] = (Piece((stored or [_TABLE])[0]),)
-        known |= {_TABLE, _HEAD}
-    return fitted(empty, weights, recipe, known, where, "pi0_fast").bound_for(torch.device(device), dtype)
+    dead = (_TABLE, _HEAD) if config.tied else ()
+    return fitted(empty, weights, recipe, where, "pi0_fast", dead).bound_for(torch.device(device), dtype)
 
 
 def pieces(name: str, config: Pi0FastConfig) -> tuple[Piece, ...]:

@@ -18,7 +18,6 @@ from vla_accel.checkpoints.lerobot import member
 from vla_accel.checkpoints.stacks import Names, Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.models.network import weightless
 from vla_accel.models.siglip import SiglipConfig
 from vla_accel.models.smollm import SmolLmConfig
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, expert_mlp_dim
@@ -45,11 +44,9 @@ def load_weights(
 ) -> SmolVla:  # fmt: skip
     """The model with a checkpoint's weights, in eval mode, each read when it is asked for; `dtype` of the large
     products, None keeps what is stored. Raises CheckpointError that lists keys missing, left over or misshaped."""
-    with weightless():
-        empty = SmolVla(config)
+    empty = SmolVla.empty(config)
     recipe = {name: pieces(name, config) for name in shapes_of(empty)}
-    known = {p.name for parts in recipe.values() for p in parts} | set(DEAD)
-    return fitted(empty, weights, recipe, known, where, "smolvla").bound_for(torch.device(device), dtype)
+    return fitted(empty, weights, recipe, where, "smolvla", DEAD).bound_for(torch.device(device), dtype)
 
 
 def pieces(name: str, config: SmolVlaConfig) -> tuple[Piece, ...]:

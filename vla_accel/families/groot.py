@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vla_accel.checkpoints.groot import prefix_of
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.component import Component
 from vla_accel.components.groot import CACHE, groot_components
-from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
+from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.families import groot_lerobot, groot_stand_in, stand_in
 from vla_accel.families.groot_folder import load_folder
@@ -195,10 +194,7 @@ class GrootFamily(TextFamily):
             return f"expected GR00T N1.7 (model_type Gr00tN1d7), found {kind}: N1.5 and N1.6 are other networks"
         return None
 
-    def load(
-        self, folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
-    ) -> tuple[Groot, GrootProcessor]:
-        return load_folder(folder, settings, device=device, dtype=dtype)
+    load = staticmethod(load_folder)
 
 
 def _model_type(content: Mapping[str, Any]) -> str:

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vla_accel.checkpoints.checkpoint import is_own
 from vla_accel.checkpoints.dialects import kind_of
 from vla_accel.component import Component
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
-from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
+from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.families import pi0_openpi, pi0_realtime_vla
 from vla_accel.families.pi0_folder import load_folder
 from vla_accel.families.prompted import DenoisingFamily, PromptShape, prefix_work
@@ -20,7 +18,7 @@ from vla_accel.fp8 import Scales
 from vla_accel.models.family import Work, weight_bytes
 from vla_accel.models.pi0 import Kind, Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.native.pi0 import Pi0Store
-from vla_accel.transforms.processing import Inputs, Processor
+from vla_accel.transforms.processing import Inputs
 
 
 class Pi0Family(DenoisingFamily):
@@ -94,10 +92,7 @@ class Pi0Family(DenoisingFamily):
             )
         return None
 
-    def load(
-        self, folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
-    ) -> tuple[Pi0, Processor]:
-        return load_folder(folder, settings, device=device, dtype=dtype)
+    load = staticmethod(load_folder)
 
 
 PI0 = Pi0Family("pi0", {"pi0": pi0}, horizon=50, views=3)

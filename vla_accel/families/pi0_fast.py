@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from vla_accel.component import Component
 from vla_accel.components import kv_cache_component, vision_component
 from vla_accel.components.decode import RESULT, decode_component
-from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
+from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import of_one
 from vla_accel.families import stand_in
 from vla_accel.families.pi0_fast_folder import load_folder
@@ -109,10 +107,7 @@ class Pi0FastFamily(PromptedFamily):
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
         return "input_features" in content and content.get("type") == self.name
 
-    def load(
-        self, folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
-    ) -> tuple[Pi0Fast, FastProcessor]:
-        return load_folder(folder, settings, device=device, dtype=dtype)
+    load = staticmethod(load_folder)
 
 
 PI0_FAST = Pi0FastFamily()

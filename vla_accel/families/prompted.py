@@ -50,7 +50,7 @@ class TextFamily(Family):
     """What draws its random weights."""
 
     def network(self, config: Any) -> Network:
-        return self.network_class(config)
+        return self.network_class.empty(config)
 
     def store(self, model: Network, scales: Scales | None) -> Store:
         return self.store_class(model, scales)

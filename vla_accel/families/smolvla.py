@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
-
-import torch
 
 from vla_accel.checkpoints.checkpoint import is_own
 from vla_accel.checkpoints.smolvla import SIGNS
 from vla_accel.component import Component
 from vla_accel.components import denoise_component, vision_component
 from vla_accel.components.smolvla import smolvla_kv_cache_component
-from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
+from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.families import smolvla_lerobot, stand_in
 from vla_accel.families.prompted import DenoisingFamily, PromptShape
 from vla_accel.families.smolvla_folder import load_folder
@@ -93,10 +90,7 @@ class SmolVlaFamily(DenoisingFamily):
             return content["type"] == self.name
         return all(name in shapes for name in SIGNS)
 
-    def load(
-        self, folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
-    ) -> tuple[SmolVla, Processor]:
-        return load_folder(folder, settings, device=device, dtype=dtype)
+    load = staticmethod(load_folder)
 
 
 SMOLVLA = SmolVlaFamily()

@@ -15,7 +15,6 @@ from vla_accel.checkpoints.weights import SafetensorsWeights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.families.overrides import check_vocabulary, resized, robot_of
-from vla_accel.models.network import weightless
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
 from vla_accel.transforms.normalisation import Normaliser, load_statistics
 from vla_accel.transforms.processing import Processor
@@ -56,9 +55,7 @@ def _ours(
     state, actions = (Normaliser.of(statistics[name], "mean_std", name) for name in ("state", "actions"))
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, TOKENIZER_HUB)
     processor = _processor(folder, config, Processors(preset, state, actions, {}), tokenizer, settings)
-    with weightless():
-        empty = SmolVla(config)
-    return load_own(empty, folder, device=device, dtype=dtype), processor
+    return load_own(SmolVla.empty(config), folder, device=device, dtype=dtype), processor
 
 
 def _processor(

@@ -12,7 +12,6 @@ import torch
 from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions
 from vla_accel.fp8 import Scales
 from vla_accel.models.family import family_named
-from vla_accel.models.network import weightless
 from vla_accel.policy.footprint import weight_bytes
 
 SMALLEST = "smallest"
@@ -48,9 +47,7 @@ class Count:
 def parameters(name: str) -> int:
     """How many a family's published size has. Raises ConfigError for a family that is not there."""
     family = family_named(name)
-    with weightless():
-        network = family.network(family.published(None))
-    return sum(parameter.numel() for parameter in network.parameters())
+    return sum(parameter.numel() for parameter in family.network(family.published(None)).parameters())
 
 
 def counted(name: str) -> dict[str, Count]:

@@ -105,7 +105,6 @@ def _begin(config: PolicyConfig, source: Mapping[str, Any]) -> tuple[Any, dict[s
     from vla_accel.fp8 import read_scales
     from vla_accel.measure.random_policy import random_policy
     from vla_accel.models.family import family_named
-    from vla_accel.models.network import weightless
     from vla_accel.ops.phases import recorded
     from vla_accel.policy import OptimizedPolicy
 
@@ -114,8 +113,7 @@ def _begin(config: PolicyConfig, source: Mapping[str, Any]) -> tuple[Any, dict[s
         return policy, policy.start or {}
     with recorded() as spent:
         folder, family = Path(source["weights"]), family_named(source["family"])
-        with weightless():
-            network = family.network(family.published(source["horizon"]))
+        network = family.network(family.published(source["horizon"]))
         model, scales = fitted_own(network, folder), read_scales(folder)
         policy, _ = random_policy(family, config, views=source["views"], model=model, scales=scales)
         policy.warm_up()

@@ -126,7 +126,7 @@ class Family(ABC):
 
     @abstractmethod
     def network(self, config: Any) -> Network:
-        """The network as torch makes it. On the meta device it costs no memory."""
+        """A network of these sizes, in eval mode, without weights (`Network.empty`)."""
 
     @abstractmethod
     def random(self, config: Any, *, seed: int, device: str, dtype: torch.dtype) -> Network:
@@ -269,9 +269,10 @@ class Family(ABC):
         """What to do about a folder that no family recognises, but that looks like one of this family's."""
         return None
 
+    @staticmethod
     @abstractmethod
     def load(
-        self, folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
+        folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
     ) -> tuple[Network, Transforms]:
         """The network with a folder's weights, and the transforms around it. Raises CheckpointError, ConfigError.
 

@@ -69,6 +69,12 @@ class Network(nn.Module, ABC):
     _device: torch.device | None = None
     _as_stored: bool = True
 
+    @classmethod
+    def empty(cls: type[N], config: Any) -> N:
+        """A network of these sizes, in eval mode, without weights."""
+        with weightless():
+            return cls(config).requires_grad_(False).eval()
+
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
@@ -124,10 +130,9 @@ class Network(nn.Module, ABC):
 
     def away(self: N, origin: Origin | None) -> N:
         """Another network of these sizes, in eval mode, none of whose weights are there yet."""
-        with weightless():
-            network = type(self)(self.config)
+        network = type(self).empty(self.config)
         network.origin = origin
-        return network.requires_grad_(False).eval()
+        return network
 
     # -- weights that need not be there -----------------------------------------------------------------------------
 

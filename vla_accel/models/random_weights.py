@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.models.gemma import RmsNorm
-from vla_accel.models.network import Network, weightless
+from vla_accel.models.network import Network
 
 N = TypeVar("N", bound=Network)
 
@@ -105,10 +105,9 @@ def drawn_model(
 ) -> N:  # fmt: skip
     """A model of a kind and `config` whose weights are drawn when they are asked for, on `device`, large products in
     `dtype`, in eval mode; `drawn`: what draws them."""
-    with weightless():
-        model = kind(config)
+    model = kind.empty(config)
     model.origin = drawn(model, seed, torch.device(device))
-    return model.requires_grad_(False).eval().placed(torch.device(device), dtype)
+    return model.placed(torch.device(device), dtype)
 
 
 def random_model(
