@@ -94,11 +94,12 @@ class PolicyBench:
         return self._lower
 
     def _timed(self, *policies: OptimizedPolicy) -> tuple[list[dict[str, Any]], float | None]:
-        """Rows of figures, and the cores that others kept busy; in ten turns, also of few calls."""
+        """Rows of figures, and the cores that others kept busy; in two turns at least, and in long ones, because the
+        first call of a turn finds the other's weights in the caches."""
         systems = [timed(str(place), policy, 0.0, None) for place, policy in enumerate(policies)]
         cores: list[float | None] = []
-        rows = bench.run(systems, self._observe, calls=self.calls, turn=max(1, self.calls // 10), seed=self.seed,
-                         heard=cores.append)  # fmt: skip
+        turn = max(1, min(10, self.calls // 2))
+        rows = bench.run(systems, self._observe, calls=self.calls, turn=turn, seed=self.seed, heard=cores.append)
         return rows, cores[0]
 
     def _both(self, candidate: Candidate) -> tuple[OptimizedPolicy, OptimizedPolicy]:
