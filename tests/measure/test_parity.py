@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import cli
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.families.pi0 import Pi0Family
 from vla_accel.ledger import Ledger
 from vla_accel.measure.parity import FLIP_RATE, LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
+from vla_accel.measure.recording import save_observations
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import pi05
 from vla_accel.models.siglip import SiglipConfig
@@ -60,6 +63,40 @@ def test_every_draw_has_its_own_noise_and_both_policies_get_it() -> None:
     assert list(dict.fromkeys(n.tobytes() for n in reference.noises)) == drawn and len(set(drawn)) == 12
     assert found.passed and found.actions.cosine == pytest.approx(1) and found.flipped == 0
     assert set(found.components) == {"image_tokens", "keys", "values"}
+
+
+@pytest.mark.parametrize("config", ["eager", "native"])
+def test_prompts_of_any_lengths_are_compared(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    write_tiny_checkpoint(tmp_path / "checkpoint")
+    prompts = ("pick", "pick up the bowl", "pick up the bowl place it on the plate")
+    save_observations([tiny_observation(i, prompt) for i, prompt in enumerate(prompts)], tmp_path / "observations.npz")
+    (tmp_path / "eager.yaml").write_text("num_steps: 2\n")
+    named = {"eager": str(tmp_path / "eager.yaml"), "native": "native"}[config]
+    words = ["parity", str(tmp_path / "checkpoint"), "--observations", str(tmp_path / "observations.npz"), "--config"]
+    assert cli.main([*words, named, "--device", "cpu"]) == 0
+    content = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert content["observations"] == 3 and content["engines"][0]["used"] == config
+    assert set(content["components"]) == {"image_tokens", "keys", "values"}
+    assert all(found["worst_cosine"] > 0.9999 for found in content["components"].values())
+
+
+def test_one_wrong_key_of_one_observation_is_seen_whatever_the_lengths() -> None:
+    class Long(Stub):
+        """Whose keys are as many as the prompt has tokens, one of them wrong by `error` where it has five."""
+
+        def infer_with_internals(self, observation: Any, *, noise: np.ndarray) -> Any:
+            result, raw = super().infer_with_internals(observation, noise=noise)
+            keys = np.ones((2, observation["length"]))
+            keys[1, 2] += self.error * (observation["length"] == 5)
+            return result, {**raw, "keys": keys}
+
+    shown = [{"seen": 0.5 * length, "length": length} for length in (4, 5, 6, 7)]
+    right, wrong = (compare(Long(by), Long(), shown, name="stub").components["keys"] for by in (0.0, 0.5))  # type: ignore[arg-type]
+    assert right.max_error == 0 and right.cosine == pytest.approx(1) and right.worst_cosine == pytest.approx(1)
+    assert wrong.max_error == 0.5 and wrong.mean_error == pytest.approx(0.5 / (2 * (4 + 5 + 6 + 7)))
+    assert wrong.median_cosine == pytest.approx(1) and wrong.worst_cosine < wrong.cosine < 0.9999
 
 
 def test_one_draw_is_what_it_was() -> None:

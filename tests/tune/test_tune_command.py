@@ -50,9 +50,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def observations(checkpoint: Path) -> list[dict[str, Any]]:
-    example = OptimizedPolicy.from_pretrained(checkpoint, device="cpu", num_steps=1).processor.example()
+    """Of two tasks, whose prompts differ in length."""
+    example = OptimizedPolicy.from_pretrained(checkpoint, device="cpu", num_steps=1).processor.example
     rng = np.random.default_rng(0)
-    return [{**example, "observation/image": rng.integers(0, 256, (224, 224, 3), np.uint8)} for _ in range(2)]
+    return [
+        {**example(prompt), "observation/image": rng.integers(0, 256, (224, 224, 3), np.uint8)}
+        for prompt in ("pick up the bowl", "place it")
+    ]
 
 
 def test_candidates_are_measured_against_the_same_answers(checkpoint: Path) -> None:

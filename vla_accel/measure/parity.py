@@ -25,6 +25,7 @@ from vla_accel.policy import OptimizedPolicy
 from vla_accel.progress import counted
 
 SCHEMA = "vla_accel.parity/1"
+Rows = np.ndarray | Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ FLIPPED = 1.0
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two arrays compared: cosine of the whole, median and smallest cosine of one observation, errors."""
+    """What two computed, compared: cosine of the whole, median and smallest cosine of one observation, errors."""
 
     cosine: float
     median_cosine: float
@@ -69,12 +70,12 @@ class Agreement:
     mean_error: float
 
     @classmethod
-    def of(cls, got: np.ndarray, want: np.ndarray) -> Agreement:
-        """Arrays with observations along the first axis."""
-        got, want = got.astype(np.float64), want.astype(np.float64)
-        error = np.abs(got - want)
+    def of(cls, got: Rows, want: Rows) -> Agreement:
+        """An array of each observation, of shapes that may differ with the prompt's length."""
         rows = [cosine(a, b) for a, b in zip(got, want, strict=True)]
-        return cls(cosine(got, want), float(np.median(rows)), min(rows), float(error.max()), float(error.mean()))
+        mine, true = (np.concatenate([row.ravel() for row in side]).astype(np.float64) for side in (got, want))
+        error = np.abs(mine - true)
+        return cls(cosine(mine, true), float(np.median(rows)), min(rows), float(error.max()), float(error.mean()))
 
 
 def limits_of(specs: Mapping[str, EngineSpec], dtype: torch.dtype) -> Limits:
@@ -166,7 +167,7 @@ def compare(
         }
         for d in range(robot.shape[-1])
     ]
-    components = {n: Agreement.of(got.stacked(n), want.stacked(n)) for n in got.internals}
+    components = {n: Agreement.of(got.rows[n], want.rows[n]) for n in got.internals}
     limits = limits_of(policy.specs, policy.model.dtype)
     limits = limits if threshold is None else replace(limits, cosine=threshold)
     # What another observation changes in the reference's actions, the noise being the same.
