@@ -91,7 +91,7 @@ def test_parity(checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[st
 
 
 def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
-    checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[str]
+    checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     words = ["--config", "native_fp8", "--observations", recorded, "--device", "cpu", "--num-steps", "1", "--keep"]
     assert main(["parity", checkpoint, *words]) == 0
@@ -100,6 +100,7 @@ def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
     assert "that is not native_fp8: kv_cache ran in eager, not in native" in out
     kept = Path(checkpoint) / "parity_native_fp8.json"
     assert "3/3 calls of each" in err and f"kept: {kept}" in err
+    assert "auto will not believe parity_native_fp8.json: other engines than native ran kv_cache" in caplog.text
     kept.unlink()
 
 

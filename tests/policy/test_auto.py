@@ -154,10 +154,13 @@ def kept(folder: Path, policy: OptimizedPolicy, name: str = "native_fp8", **chan
     return agreement.keep(report, folder, specs, name)
 
 
-def test_a_kept_report_counts_for_these_weights_steps_and_engines(folder: Path, tmp_path: Path) -> None:
+def test_a_kept_report_counts_for_these_weights_steps_and_engines(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
     policy = OptimizedPolicy.from_pretrained(folder, device="cpu", num_steps=2)
     assert agreement.shown(folder, policy.model, 2) is None
     path = kept(folder, policy)
+    assert not caplog.messages
     assert path.name == "parity_native_fp8.json" and agreement.shown(folder, policy.model, 2) == SHOWN
     assert agreement.shown(folder, policy.model, 3) is None
     narrow = OptimizedPolicy.from_pretrained(folder, {"precision": "bf16"}, device="cpu", num_steps=2)
@@ -168,7 +171,9 @@ def test_a_kept_report_counts_for_these_weights_steps_and_engines(folder: Path, 
     mixed = [{"component": p, "used": "eager" if p == "kv_cache" else "native"} for p in PARTS]
     wrong: list[dict[str, Any]] = [{"passed": False}, {"engines": mixed}, {"num_steps": 10}]
     for changes in wrong:
+        caplog.clear()
         kept(folder, policy, **changes)
+        assert ("auto will not believe parity_native_fp8.json: " in caplog.text) == ("num_steps" not in changes)
         assert agreement.shown(folder, policy.model, 2) is None
     path.write_text("{")
     assert agreement.shown(folder, policy.model, 2) is None

@@ -29,9 +29,11 @@ def weights_of(model: Network) -> str:
 
 def keep(report: Mapping[str, Any], folder: Path, specs: Mapping[str, EngineSpec], name: str) -> Path:
     """Write a report of `vla-accel parity`, which has the `fingerprint` of its weights, beside the checkpoint, with the
-    precisions that it was made in; the file's path."""
+    precisions that it was made in; the file's path. Warns of one that `auto` will not believe."""
     path = folder / PATTERN.replace("*", name)
     content = {**report, "precisions": {part: spec.precision for part, spec in specs.items()}}
+    if why := _why_not(content, content["fingerprint"], content["num_steps"]):
+        _log.warning("auto will not believe %s: %s", path.name, why)
     write_json(path, content)
     return path
 

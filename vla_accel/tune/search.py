@@ -224,8 +224,7 @@ class Search:
         return reference
 
     def _is_faster(self, tried: Tried) -> bool:
-        """Whether it is faster than the reference in turns, too: load that came or went between two candidates moves
-        the ratio of what was timed one after the other."""
+        """Whether it is faster in turns with the reference, too: load may have come or gone between the two."""
         name, reference = tried.candidate.name, self.reference.name
         self._say(1, f"{name}: in turns with {reference}")
         tried.in_turns = self._once("in turns", tried.candidate, self.bench.in_turns)
