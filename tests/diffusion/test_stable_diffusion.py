@@ -252,7 +252,11 @@ def test_the_commands_make_pictures_that_say_how(
     second = tmp_path / "second.png"
     words = f"img2img --sd-dir tiny-random --in-img-path {out} --steps 4 --strength 0.5 --out-img-path {second}"
     assert cli.main([*words.split(), "--engine", "eager", "--use-pipeline"]) == 0
-    report = last_json(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    report = last_json(printed.out)
+    assert (
+        report["steps"] == 2 and "64x64, 2 of 4 steps" in printed.out and "denoising in 2 of 4 steps\n" in printed.err
+    )
     assert report["pipeline"]["parity"]["max_error"] < HALF_STEP
     assert read_parameters(second)["strength"] == 0.5 and load_image(second).shape == (1, 3, 64, 64)
 

@@ -35,7 +35,9 @@ def main(options: TextToImage, words: list[str]) -> int:
             options.sd_dir, _engines(options), device=device, dtype=dtype, strict=options.strict
         )
     parts = pipeline.parts
-    say(f"denoising in {request.steps} steps")  # of which the first may take half a minute on a CPU
+    run = request.run(image is not None)
+    steps = f"{run} steps" if run == request.steps else f"{run} of {request.steps} steps"
+    say(f"denoising in {steps}")  # of which the first may take half a minute on a CPU
     for call in range(options.calls):
         if call == 1:
             pipeline.latency.clear()
@@ -52,14 +54,14 @@ def main(options: TextToImage, words: list[str]) -> int:
         "software": machine.software(),
     }
     save_png(options.out_img_path, result.pixels, settings)
-    report = pipeline.latency_report(request.steps)
+    report = pipeline.latency_report(run)
     report["image"] = options.out_img_path.name
     if options.use_pipeline:
         report["pipeline"] = _compare(options, parts, request, image, result.pixels)
     write_asked(options.latency_json, report)
     parts_ms: dict[str, dict[str, float]] = report["components"]
     print_table(
-        f"{options.out_img_path}: {settings['width']}x{settings['height']}, {request.steps} steps",
+        f"{options.out_img_path}: {settings['width']}x{settings['height']}, {steps}",
         ["component", "mean ms", "p50 ms", "share"],
         [[n, f"{v['mean_ms']:.1f}", f"{v['p50_ms']:.1f}", f"{v['share']:.0%}"] for n, v in parts_ms.items()],
     )

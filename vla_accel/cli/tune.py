@@ -155,13 +155,13 @@ class Teller:
         self._began = time.perf_counter()
 
     def __enter__(self) -> Teller:
-        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def __call__(self, done: int, total: int, text: str) -> None:
+        self._bar.start()  # not before: what refuses to begin has no bar
         self._bar.update(self._task, description=text, completed=done, total=total)
         if self._bar.disable:
             spent = time.perf_counter() - self._began

@@ -63,6 +63,10 @@ class Request:
         if not 0 <= self.strength <= 1:
             raise ConfigError(f"strength: expected 0 to 1, got {self.strength}")
 
+    def run(self, from_image: bool) -> int:
+        """How many of the steps are run."""
+        return int(self.steps * self.strength) if from_image else self.steps
+
 
 EAGER = EngineSpec("eager")
 
@@ -256,7 +260,7 @@ class StableDiffusion:
         scheduler.set_timesteps(request.steps, device="cpu")
         timesteps = scheduler.timesteps
         if from_image:
-            skipped = max(request.steps - min(int(request.steps * request.strength), request.steps), 0)
+            skipped = request.steps - request.run(from_image)
             timesteps = timesteps[skipped * scheduler.order :]
             if hasattr(scheduler, "set_begin_index"):
                 scheduler.set_begin_index(skipped * scheduler.order)

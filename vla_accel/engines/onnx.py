@@ -181,7 +181,7 @@ def compare(component: Component, module: nn.Module, path: Path, least: float = 
         session = runtime.InferenceSession(str(wide), options, providers=["CPUExecutionProvider"])
         dynamic = any(low < high for s in component.inputs for low, high in s.ranges.values())
         for shape_of in (largest, smallest) if dynamic else (largest,):
-            inputs = tuple(_wide(x) for x in examples(component, shape_of))
+            inputs = tuple(x.float() if x.dtype in _NARROW else x for x in examples(component, shape_of))
             expected = _in_float32(module, inputs)
             feeds = {s.name: x.cpu().numpy() for s, x in zip(component.inputs, inputs, strict=True)}
             # An input that the graph does not need is not there to be fed.
@@ -214,10 +214,6 @@ def _in_float32(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Tensor, ..
     with torch.no_grad(), _quiet(), quantisers_as_operators():
         results = torch.func.functional_call(module, wide, tuple(inputs))
     return results if isinstance(results, tuple) else (results,)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in _NARROW else x
 
 
 def _widen(source: Path, target: Path) -> None:

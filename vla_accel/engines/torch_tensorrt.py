@@ -65,7 +65,8 @@ def convert(
         # 2.11 logs what went wrong, then trips over the result it does not have.
         except (RuntimeError, UnboundLocalError) as error:
             cause = problems[-1] if problems else error.__cause__ or error
-            raise EngineError(f"{name}: torch-tensorrt {version} cannot convert it whole: {_short(cause)}") from error
+            said = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+            raise EngineError(f"{name}: torch-tensorrt {version} cannot convert it whole: {said}") from error
     if not content:
         raise EngineError(f"{name}: torch-tensorrt {version} gave no engine")
     seconds = {"export": exported_s, "build": time.perf_counter() - began - exported_s}
@@ -91,10 +92,6 @@ def _problems() -> Iterator[list[BaseException]]:
         yield found
     finally:
         logger.removeFilter(catch)
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def build_islands(

@@ -68,7 +68,9 @@ def precisions(lower_of: Callable[[], Lower]) -> Stage:
         lower, found = lower_of(), []
         specs = best.candidate.config.specs(list(lower))
         for precision in LOWER_PRECISIONS:
-            able = [name for name, spec in specs.items() if _can(lower[name], spec.engine, precision)]
+            # INT8 is the native engine's alone.
+            able = [name for name, spec in specs.items()
+                    if spec.engine in lower[name] and (precision == "fp8" or spec.engine == "native")]  # fmt: skip
             sets = [chosen for n in range(1, len(able) + 1) for chosen in itertools.combinations(able, n)]
             for chosen in sets:
                 low = {name: replace(specs[name], precision=precision) for name in chosen}
@@ -78,11 +80,6 @@ def precisions(lower_of: Callable[[], Lower]) -> Stage:
         return found
 
     return stage
-
-
-def _can(lower: Mapping[str, Products], engine: str, precision: str) -> bool:
-    """INT8 is the native engine's alone."""
-    return engine in lower and (precision == "fp8" or engine == "native")
 
 
 def products(lower_of: Callable[[], Lower], count: int) -> Stage:

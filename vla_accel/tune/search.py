@@ -272,14 +272,16 @@ class Search:
             tried.dropped = f"gate two: {shown}: {_said(pairs)}"
 
     def _outcomes(self, candidate: Candidate, keys: Sequence[str], done: int, left: int) -> Mapping[str, bool | None]:
-        """Outcomes of episodes, played where the journal has none. `done`, `left`: pairs, to be said beside them."""
+        """Outcomes of episodes, played where the journal has none. `done`, `left`: pairs, as before these."""
         assert self.episodes is not None
         kind = f"episode of {candidate.key}"
         missing = [key for key in keys if (kind, key) not in self.journal.found]
         if missing:
+            known = len(keys) * (candidate is not self.reference) + len(keys) - len(missing)
             for count, (key, won) in enumerate(self.episodes.play(candidate, missing), 1):
                 self.journal.put(kind, key, won)
-                self._say(left, f"{candidate.name}: {count} of {len(missing)} episodes", done)
+                pairs = (known + count) // 2
+                self._say(left - pairs, f"{candidate.name}: {count} of {len(missing)} episodes", done + pairs)
         return {key: self.journal.found[kind, key] for key in keys}
 
     def _films(self, candidate: Candidate, key: str) -> list[str]:
