@@ -72,6 +72,9 @@ def test_many_points_close_together_stay_apart_and_their_names_do_not_overlap(na
     assert {text.get_text() for text in axes.texts} == {"chosen", "reference"}
     places = [axes.transAxes.inverted().transform(axes.transData.transform((p.x, p.y)))[0] for p in points]
     assert places[8] - places[0] > 0.05, "evenly they would share one place: 0.02"
+    alike = [Point("a", 10.0, 0.0), Point("b", 9.0, 8e-7)]
+    (even,) = scatter(alike, x="ms", y="1 - cosine", narrow=narrow, finest=1e-6).axes
+    assert axes.get_yscale() == "symlog" and even.get_yscale() == "linear", "all of them below the finest"
     (near,) = scatter(points[:-1], x="ms", y="1 - cosine", narrow=narrow).axes
     assert near.get_xscale() == "linear"
 

@@ -129,7 +129,7 @@ def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool, finest: fl
             )  # fmt: skip
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    if finest is not None:
+    if finest is not None and max(p.y for p in points) > finest:  # else symlog would mark the ends alone
         axes.set_yscale("symlog", linthresh=finest)
     decades = math.log10(max(p.x for p in points) / min(p.x for p in points))
     if decades > 0.7:
