@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from vla_accel.checkpoints.smolvla import DEAD, pieces
 from vla_accel.config import CheckpointSpec, load_config
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.models.smolvla import SmolVla, smolvla
+from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 FP32 = load_config("eager_fp32")
 
@@ -138,6 +140,12 @@ def test_a_folder_that_lerobot_names_as_the_tokenizer_is_read(tmp_path: Path) ->
     wrong = rf"^tokenizer: expected tokenizer\.json in {vlm}, found none; {hint}$"
     with pytest.raises(CheckpointError, match=wrong):
         load(folder)
+    for path in ("./nowhere/tokenizer.json", "../a/b/tokenizer.json", "a/tokenizer.json"):
+        said = rf"^tokenizer: expected a file at {re.escape(str(Path(path).absolute()))}, found none$"
+        with pytest.raises(CheckpointError, match=said):
+            load_line_tokenizer(tmp_path, path, "owner/name")
+    with pytest.raises(CheckpointError, match=r"^tokenizer: expected tokenizer\.json in \./nowhere, found none; put"):
+        load_line_tokenizer(tmp_path, "./nowhere", "owner/name")
     vlm.rmdir()  # as on another machine
     with pytest.raises(CheckpointError, match=wrong):
         load(folder)

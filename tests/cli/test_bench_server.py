@@ -19,7 +19,7 @@ pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
 from tests.support.server_support import local
-from tests.support.tiny import write_tiny_checkpoint
+from tests.support.tiny import write_robot, write_tiny_checkpoint
 from tests.support.waiting import silent_port
 from vla_accel.cli import main
 from vla_accel.cli.bench_server import LoadRandom
@@ -53,10 +53,14 @@ def test_the_bench_runs_and_its_report_adds_up(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_a_checkpoints_policy_is_timed_with_what_its_robot_sends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_robot", [False, True])
+def test_a_checkpoints_policy_is_timed_with_what_its_robot_sends(tmp_path: Path, own_robot: bool) -> None:
     write_tiny_checkpoint(tmp_path / "tiny")
-    file = tmp_path / "report.json"
-    words = [str(tmp_path / "tiny"), "--config", "eager_fp32", "--device", "cpu", "--clients", "1"]
+    file, config = tmp_path / "report.json", "eager_fp32"
+    if own_robot:
+        config = str(tmp_path / "config.yaml")
+        Path(config).write_text(f"preset: {write_robot(tmp_path / 'robot.yaml')}\n")
+    words = [str(tmp_path / "tiny"), "--config", config, "--device", "cpu", "--clients", "1"]
     assert main(["bench-server", *words, "--seconds", "0.5", "--output", str(file)]) == 0
     (row,) = json.loads(file.read_text())["rows"]
     assert row["problems"] == [] and 0 < row["infer_ms"]["p50"] < row["round_trip_ms"]["p50"]

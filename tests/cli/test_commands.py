@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.support.pages import ROOT
-from tests.support.tiny import tiny_observation, write_tiny_checkpoint
+from tests.support.tiny import tiny_observation, write_robot, write_tiny_checkpoint
 from vla_accel.cli import COMMANDS, calibrate, ended, main, parity
 from vla_accel.cli.asked.policies import Build, Parity, PolicySource, read_former
 from vla_accel.cli.asked.servers import Serve
@@ -273,6 +273,22 @@ def test_calibrate_says_where_its_file_is(
         path, said = folder / FILE, capsys.readouterr()
         assert path.is_file() and said.out.startswith(f"{path}: 1 products, 3 observations; largest ")
         assert said.err == "calibrating on 3 observations\n"
+
+
+def test_calibrate_takes_what_the_checkpoint_does_not_say_of_its_robot(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales = Scales({"prefix.layers.0.o_proj": 3.0}, 1, "test", "0", "01")
+    monkeypatch.setattr("vla_accel.families.prompted.DenoisingFamily.calibrate", lambda *_: scales)
+    (tmp_path / "config.yaml").write_text(f"preset: {write_robot(tmp_path / 'robot.yaml')}\n")
+    seen = tiny_observation()
+    mine = {"front": seen["observation/image"], "wrist": seen["observation/wrist_image"],
+            "joints": seen["observation/state"], "prompt": seen["prompt"]}  # fmt: skip
+    save_observations([mine], tmp_path / "mine.npz")
+    words = ["calibrate", checkpoint, "--observations", str(tmp_path / "mine.npz"), "--device", "cpu"]
+    assert main([*words, "--output", str(tmp_path)]) == 1
+    assert "missing observation/image" in capsys.readouterr().err
+    assert main([*words, "--output", str(tmp_path), "--config", str(tmp_path / "config.yaml")]) == 0
 
 
 def test_calibrating_without_observations_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.tiny import tiny_config, write_tiny_checkpoint
+from tests.support.tiny import tiny_config, write_robot, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy, PolicyConfig, cli
 from vla_accel.cli import bench as command
 from vla_accel.config.mapping import from_mapping
@@ -341,6 +341,23 @@ def test_the_floor_is_of_the_prompt_that_is_timed(folder: Path) -> None:
         assert system.floors == floors_ms(work, Ceilings(1e15, 1e15, 1e12))
     factory = CheckpointFactory(str(folder), ["eager"], device="cpu", ceilings=None, tokens=30)
     assert factory.make("eager", 1).notes["work"] == system.notes["work"], "its factory hands the length on"
+
+
+def test_what_one_configuration_says_of_the_robot_holds_for_those_that_say_nothing(
+    folder: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    robot = write_robot(tmp_path / "robot.yaml")
+    (tmp_path / "mine.yaml").write_text(f"preset: {robot}\ncheckpoint: {{max_token_len: 150}}\n")
+    (tmp_path / "other.yaml").write_text("preset: droid\n")
+    names = ["eager", str(tmp_path / "mine.yaml"), str(tmp_path / "other.yaml")]
+    factory = CheckpointFactory(str(folder), names, device="cpu", ceilings=None, tokens=30)
+    eager, mine, other = factory.configs.values()
+    assert (eager.preset, eager.checkpoint) == (mine.preset, mine.checkpoint) and eager.vision.engine == "eager"
+    assert other.preset == "droid" and other.checkpoint.max_token_len is None
+    factory.make("eager", 1)
+    assert {"front", "wrist", "joints"} < observer(factory.family, factory.processor, 30)(
+        np.random.default_rng(0)
+    ).keys()
 
 
 def test_portable_systems_are_native_ones_without_hopper_s_kernels() -> None:

@@ -106,3 +106,9 @@ def tiny_observation(seed: int = 0, prompt: str = "pick up the bowl") -> dict[st
         "observation/state": rng.random(8),
         "prompt": prompt,
     }
+
+
+def write_robot(path: Path) -> Path:
+    """A robot's file with LIBERO's sizes and keys of its own: front, wrist and joints."""
+    path.write_text("base: libero\nimages: [front, wrist]\nstate: [joints]\n")
+    return path

@@ -170,7 +170,7 @@ def test_the_ratio_is_of_calls_in_turns_and_what_is_slower_then_is_dropped(tmp_p
     machine.reference_ms = 20.0  # it had been timed while others kept the machine busy
     chosen, tried, _ = search(tmp_path, ["good", "safe"], machine, episodes=episodes)
     assert chosen == "eager_fp32"
-    assert tried["good"].dropped == "not faster than eager_fp32 in turns: 20.00 and 20.00 ms"
+    assert tried["good"].dropped == "not faster than eager_fp32 in turns: 20.00 ms, and it 20.00"
     assert not [name for (what, name), _ in machine.asked.items() if what.startswith("episode")]
     machine.reference_ms = 30.0
     chosen, tried, _ = search(tmp_path / "again", ["good", "safe"], machine, episodes=episodes)

@@ -32,7 +32,8 @@ from vla_accel.progress import Advance, in_lines
 
 def main(options: Build, words: list[str]) -> int:
     """The command; see `Build`."""
-    family, name = _family(options), options.config or "tensorrt_rtx"
+    family = sized(options.model)[0] if options.model else family_of(base_and_lora(options.checkpoint or "demo")[0])
+    name = options.config or "tensorrt_rtx"
     config = _with_options(replace(options, config=name).settings(), family, options)
     if options.model and (beside := options.checkpoint or options.lora):
         raise ConfigError(f"model: expected no checkpoint beside it, got {beside}")
@@ -80,10 +81,6 @@ def _with_options(config: PolicyConfig, family: Family, options: Build) -> Polic
     specs = config.specs(family.parts)
     changed = {n: replace(s, tensorrt=replace(s.tensorrt, **changes)) for n, s in specs.items()}
     return config.with_specs(changed)
-
-
-def _family(options: Build) -> Family:
-    return sized(options.model)[0] if options.model else family_of(base_and_lora(options.checkpoint or "demo")[0])
 
 
 def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, EngineSpec]) -> Checkpoint:

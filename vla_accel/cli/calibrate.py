@@ -5,7 +5,6 @@ from __future__ import annotations
 from vla_accel.checkpoints.loading import load
 from vla_accel.cli.asked.policies import Calibrate
 from vla_accel.cli.common import say
-from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.files import require_writable_folder
 from vla_accel.machine import resolve_device
@@ -16,9 +15,8 @@ def main(chosen: Calibrate, words: list[str]) -> int:
     """Calibrate and write; the exit status."""
     if chosen.observations is None:
         raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, got none")
-    settings = PolicyConfig() if chosen.lora is None else PolicyConfig().with_lora(chosen.lora)
     recorded = load_observations(chosen.observations, chosen.count)
-    checkpoint = load(chosen.checkpoint or "demo", settings, device=resolve_device(chosen.device), whole=False)
+    checkpoint = load(chosen.checkpoint or "demo", chosen.settings(), device=resolve_device(chosen.device), whole=False)
     folder = chosen.output or checkpoint.kept
     assert folder is not None
     require_writable_folder(folder, "output")

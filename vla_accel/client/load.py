@@ -49,7 +49,6 @@ def load(
     seconds: float,
     observation: Mapping[str, Any],
     *,
-    state: str = "observation/state",
     warm_up: int = 0,
     api_key: str | None = None,
     advance: Callable[[int, int], object] = lambda count, total: None,
@@ -57,12 +56,13 @@ def load(
     """Ask as fast as answers come, from `clients` connections, all in the same `seconds`: they begin together once each
     has had its `warm_up`.
 
-    Args: `observation`: what is sent, with other numbers as its `state`; `warm_up`: requests of each client that are
-    not counted; `advance`: told of each of their answers. A client that meets an error notes it and goes on with a new
-    connection; one that meets it before its first request that counts ends.
+    Args: `observation`: what is sent, with other numbers as its first vector, the state or what it begins with;
+    `warm_up`: requests of each client that are not counted; `advance`: told of each of their answers. A client that
+    meets an error notes it and goes on with a new connection; one before its first request that counts ends.
     """
     processes = max(1, min(clients, os.cpu_count() or 1))
     shares = [clients // processes + (i < clients % processes) for i in range(processes)]
+    state = next(name for name, value in observation.items() if np.ndim(value) == 1)
     options = {"state": state, "warm_up": warm_up, "api_key": api_key}
     context = multiprocessing.get_context("spawn")
     begun: list[tuple[Any, Any]] = []
@@ -163,7 +163,7 @@ def _clients(
                     return
                 policy = None
                 continue
-            if not np.array_equal(back, numbers):
+            if not np.array_equal(back[: len(numbers)], numbers):
                 problems.append(f"client {first + index} got another's answer to request {count}")
             if count >= 0:
                 samples[index].append(_sample(took, answer.get("server_timing", {})))

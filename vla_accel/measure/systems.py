@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vla_accel.checkpoints.loading import base_and_lora, family_of
-from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions, PolicyConfig, load_config
+from vla_accel.config import CheckpointSpec, EnginePrecision, EngineSpec, NativeOptions, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.fp8 import Scales
 from vla_accel.measure.bench import System, peak
@@ -139,7 +139,13 @@ class CheckpointFactory:
         """`tokens`: of the prompt, an ordinary one's if not given."""
         self.checkpoint, self.device, self.ceilings, self.tokens = checkpoint, device, ceilings, tokens
         self.names, self.baselines, self.default = tuple(names), (), tuple(names)
-        self.configs = {name: load_config(name) for name in names}
+        given = {name: load_config(name) for name in names}
+        # What one says of checkpoint and robot holds for those that say nothing, such as eager: all see the same.
+        nothing = (None, CheckpointSpec())
+        robots = {name: (config.preset, config.checkpoint) for name, config in given.items()}
+        preset, spec = next((robot for robot in robots.values() if robot != nothing), nothing)
+        silent = {n: replace(given[n], preset=preset, checkpoint=spec) for n in names if robots[n] == nothing}
+        self.configs = {**given, **silent}
         self.family = family_of(base_and_lora(checkpoint)[0])
         self.processor: Any = None
         self.policies: dict[str, OptimizedPolicy] = {}

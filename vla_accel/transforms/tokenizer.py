@@ -304,7 +304,10 @@ def _from_hub(name: str, hint: str = _PALIGEMMA_HINT) -> Path:
 def files_from_hub(name: str, files: Sequence[str], hint: str) -> Path:
     """The folder of these files: of a repository on the hub, or in its cache, or `name` itself where that is a folder,
     as lerobot keeps it. Raises CheckpointError that says what else can be done."""
-    if Path(name).is_absolute() or Path(name).is_dir():
+    place = Path(name)
+    if place.suffix == ".json" and not place.exists():
+        raise CheckpointError(f"tokenizer: expected a file at {place.absolute()}, found none")
+    if place.is_absolute() or place.is_dir() or name.startswith(".") or name.count("/") > 1:
         for file in files:
             if not Path(name, file).is_file():
                 raise CheckpointError(f"tokenizer: expected {file} in {name}, found none; {hint.partition(', or ')[2]}")

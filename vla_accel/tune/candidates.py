@@ -90,7 +90,9 @@ def products(lower_of: Callable[[], Lower], count: int) -> Stage:
     def stage(tried: Sequence[Tried]) -> list[Candidate]:
         found = []
         for failed in tried:
-            specs = failed.candidate.config.specs(list(lower_of())) if _failed(failed) else {}
+            if failed.agreement is None or failed.agreement["passed"] or failed.candidate.other_policy:
+                continue
+            specs = failed.candidate.config.specs(list(lower_of()))
             low = [name for name, spec in specs.items() if spec.precision in FORMATS and not spec.keep]
             if len(low) != 1 or specs[low[0]].engine != "native" or not lower_of()[low[0]]["native"].activations:
                 continue
@@ -132,10 +134,6 @@ def together(parts: Sequence[str]) -> Stage:
         return [Candidate(f"native {', '.join(words)}", config, why)]
 
     return stage
-
-
-def _failed(tried: Tried) -> bool:
-    return tried.agreement is not None and not tried.agreement["passed"] and not tried.candidate.other_policy
 
 
 def attentions(parts: Sequence[str], choices: Sequence[Attention] = ("sdpa", "flash_attn", "fastest")) -> Stage:

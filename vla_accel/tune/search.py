@@ -230,7 +230,7 @@ class Search:
         tried.in_turns = self._once("in turns", tried.candidate, self.bench.in_turns)
         mine, base = tried.in_turns["median_ms"], tried.in_turns["reference_ms"]
         if mine >= base:
-            tried.dropped = f"not faster than {reference} in turns: {mine:.2f} and {base:.2f} ms"
+            tried.dropped = f"not faster than {reference} in turns: {mine:.2f} ms, and it {base:.2f}"
         self._say(0, f"{name}: {base / mine:.2f} times as fast as {reference}", done=len(self.tried) + 1)
         return mine < base
 

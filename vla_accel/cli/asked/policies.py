@@ -193,16 +193,16 @@ class Tune(PolicySource):
 
 
 @dataclass(frozen=True)
-class Calibrate(CheckpointSource):
+class Calibrate(PolicySource):
     """Measure the largest inputs of what FP8 may compute through NVIDIA ModelOpt; store them beside the checkpoint."""
 
+    config: Annotated[str | None, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="")] = None
+    """A YAML or JSON file with what the checkpoint does not say of itself: preset, tokenizer, embodiment."""
     observations: File = None
     """Observations that vla_accel.measure.recording.save_observations wrote, which must be given: real ones, never
     noise."""
     output: OutputFolder = None
-    """Folder for the scales, made as needed; the checkpoint's own if not given."""
-    lora: Text = None
-    """A LoRA adapter's folder or name on the hub, folded into the weights; the scales then lie beside it."""
+    """Folder for the scales, made as needed; the checkpoint's own, or its LoRA adapter's, if not given."""
     count: Count = 256
     """Observations at most, spread over the file."""
     device: str = "auto"
