@@ -62,7 +62,7 @@ def load(
     """
     processes = max(1, min(clients, os.cpu_count() or 1))
     shares = [clients // processes + (i < clients % processes) for i in range(processes)]
-    state = next(name for name, value in observation.items() if np.ndim(value) == 1)
+    state = next((name for name, value in observation.items() if np.ndim(value) == 1), "observation/state")
     options = {"state": state, "warm_up": warm_up, "api_key": api_key}
     context = multiprocessing.get_context("spawn")
     begun: list[tuple[Any, Any]] = []
