@@ -161,9 +161,7 @@ class ToyFamily(Family):
         return content.get("family") == "toy"
 
     def load(self, folder: Path, settings: Any, *, device: Any, dtype: torch.dtype | None) -> tuple[Toy, ToyTransforms]:
-        with torch.device("meta"):
-            network = Toy(read_config(folder, ToyConfig))
-        return load_own(network, folder, device=device, dtype=dtype), ToyTransforms()
+        return load_own(Toy.empty(read_config(folder, ToyConfig)), folder, device=device, dtype=dtype), ToyTransforms()
 
 
 TOY = ToyFamily()

@@ -74,9 +74,9 @@ class Stored:
 
 
 def deferred(network: N, weights: Weights, recipe: Recipe, where: str) -> N:
-    """A network on the meta device, in eval mode, whose weights come from here when they are asked for."""
+    """A network that was made without weights (`Network.empty`), and has them from here when they are asked for."""
     network.origin = Stored(weights, recipe, shapes_of(network), where)
-    return network.requires_grad_(False).eval()
+    return network
 
 
 def fitted(network: N, weights: Weights, recipe: Recipe, where: str, what: str, dead: Iterable[str] = ()) -> N:
@@ -203,7 +203,7 @@ def _no_size(content: Mapping[str, Any], where: str = "") -> str | None:
 
 
 def fitted_own(network: N, folder: Path) -> N:
-    """A network, on the meta device, whose weights come from a folder of canonical names when they are asked for.
+    """A network made without weights, which come from a folder of canonical names when they are asked for.
     Raises CheckpointError."""
     recipe = {name: (Piece(name),) for name in shapes_of(network)}
     return fitted(network, SafetensorsWeights(folder), recipe, str(folder), "its config.json")

@@ -309,9 +309,9 @@ def files_from_hub(name: str, files: Sequence[str], hint: str) -> Path:
         raise CheckpointError(f"tokenizer: expected a file at {place.absolute()}, found none")
     if place.is_absolute() or place.is_dir() or name.startswith(".") or name.count("/") > 1:
         for file in files:
-            if not Path(name, file).is_file():
+            if not (place / file).is_file():
                 raise CheckpointError(f"tokenizer: expected {file} in {name}, found none; {hint.partition(', or ')[2]}")
-        return Path(name)
+        return place
     try:
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
         from huggingface_hub.errors import HfHubHTTPError
