@@ -283,7 +283,8 @@ def test_calibrate_takes_what_the_checkpoint_does_not_say_of_its_robot(
     (tmp_path / "config.yaml").write_text(f"preset: {write_robot(tmp_path / 'robot.yaml')}\n")
     seen = tiny_observation()
     mine = {"front": seen["observation/image"], "wrist": seen["observation/wrist_image"],
-            "joints": seen["observation/state"], "prompt": seen["prompt"]}  # fmt: skip
+            "joints": seen["observation/state"][:7], "gripper": seen["observation/state"][7:],
+            "prompt": seen["prompt"]}  # fmt: skip
     save_observations([mine], tmp_path / "mine.npz")
     words = ["calibrate", checkpoint, "--observations", str(tmp_path / "mine.npz"), "--device", "cpu"]
     assert main([*words, "--output", str(tmp_path)]) == 1

@@ -355,9 +355,9 @@ def test_what_one_configuration_says_of_the_robot_holds_for_those_that_say_nothi
     assert (eager.preset, eager.checkpoint) == (mine.preset, mine.checkpoint) and eager.vision.engine == "eager"
     assert other.preset == "droid" and other.checkpoint.max_token_len is None
     factory.make("eager", 1)
-    assert {"front", "wrist", "joints"} < observer(factory.family, factory.processor, 30)(
-        np.random.default_rng(0)
-    ).keys()
+    made = observer(factory.family, factory.processor, 30)(np.random.default_rng(0))
+    assert made.keys() == {"front", "wrist", "joints", "gripper", "prompt"}
+    assert factory.processor.prepare(made).raw_state.shape == (8,)
 
 
 def test_portable_systems_are_native_ones_without_hopper_s_kernels() -> None:

@@ -109,6 +109,6 @@ def tiny_observation(seed: int = 0, prompt: str = "pick up the bowl") -> dict[st
 
 
 def write_robot(path: Path) -> Path:
-    """A robot's file with LIBERO's sizes and keys of its own: front, wrist and joints."""
-    path.write_text("base: libero\nimages: [front, wrist]\nstate: [joints]\n")
+    """A robot's file with LIBERO's sizes and keys of its own: front, wrist, joints and gripper."""
+    path.write_text("base: libero\nimages: [front, wrist]\nstate: [joints, gripper]\n")
     return path

@@ -58,7 +58,6 @@ def processor(config: Any, views: int, kind: type[P] = Processor, **more: Any) -
 
 
 def observation(preset: Preset, size: tuple[int, int], rng: np.random.Generator) -> dict[str, Any]:
-    """Noise for images of `size` (height, width), a standard normal state, a LIBERO prompt of about 20 tokens. Suits a
-    robot with one state key."""
+    """Noise for images of `size` (height, width), a standard normal state, a LIBERO prompt of about 20 tokens."""
     images = {k: rng.integers(0, 256, (*size, 3), dtype=np.uint8) for k in preset.images}
-    return {**images, preset.state[0]: rng.standard_normal(preset.state_dim), preset.prompt: PROMPT}
+    return {**images, **preset.split(rng.standard_normal(preset.state_dim)), preset.prompt: PROMPT}
