@@ -15,7 +15,7 @@ from tests.support import groot_folders as written
 from tests.support.groot_folders import TAG, tensors, write_isaac, write_lerobot
 from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import CheckpointSpec, PolicyConfig
-from vla_accel.errors import CheckpointError, DependencyError
+from vla_accel.errors import CheckpointError, ConfigError, DependencyError
 from vla_accel.models.groot import Groot
 from vla_accel.transforms.groot import GrootProcessor
 
@@ -98,6 +98,26 @@ def test_another_embodiment(isaac: Path) -> None:
     assert (arm.relative, pose.relative, gripper.relative) == ("difference", "pose", "no")
     assert arm.low is not None and arm.low.shape == (6, 3) and gripper.low is not None and gripper.low.ndim == 1
     assert [g.scaling for g in processor.state.groups] == ["mean_std", "range", "sin_cos"]
+
+
+def test_a_robot_or_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
+    folder, mine = write_isaac(tmp_path / "isaac"), tmp_path / "mine.yaml"
+    for words, message in (
+        ("state_dim: 4", r"preset: expected 8 numbers of state, got .*mine\.yaml's 4"),
+        ("action_dim: 6", "action: expected statistics of 6 numbers, got 7"),
+        ("flipped: [1]", r"preset\.flipped: expected none beside a GR00T checkpoint's own, got \[1\]"),
+        ("delta_actions: [0, 2]", r"preset\.delta_actions: expected none .*, got \[0, 2\]"),
+        ("gripper: aloha\ngripper_dims: [6]", r"preset\.gripper_dims: expected none .*, got \[6\]"),
+    ):
+        mine.write_text(f"base: libero\n{words}\n")
+        with pytest.raises((ConfigError, CheckpointError), match=f"^{message}$"):
+            load(folder, PolicyConfig(preset=str(mine)))
+    path, size = folder / "tokenizer.json", load(folder).model.config.language.vocab_size
+    content = json.loads(path.read_text())
+    content["model"]["vocab"] |= {f"word {i}": i for i in range(len(content["model"]["vocab"]), size + 1)}
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"^tokenizer: expected at most {size} tokens, got {size + 1}$"):
+        load(folder)
 
 
 def test_layers_that_nothing_reads_are_not_loaded(isaac: Path) -> None:

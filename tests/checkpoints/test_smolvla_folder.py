@@ -123,6 +123,16 @@ def test_prompts_are_lines(tmp_path: Path) -> None:
         processor.prepare(observation(prompt="the " * 49))
 
 
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Its tokens would be looked up beyond the table's end."""
+    size = tiny_config().vocab_size
+    words = {"type": "WordLevel", "unk_token": "w0", "vocab": {f"w{i}": i for i in range(size + 1)}}
+    (tmp_path / "its.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": words}))
+    write_lerobot(tmp_path)
+    with pytest.raises(CheckpointError, match=f"^tokenizer: expected at most {size} tokens, got {size + 1}$"):
+        load(tmp_path, PolicyConfig(checkpoint=CheckpointSpec(tokenizer=str(tmp_path / "its.json"))))
+
+
 def test_a_folder_that_lerobot_names_as_the_tokenizer_is_read(tmp_path: Path) -> None:
     """lerobot keeps `vlm_model_name` as it was given: on a robot without the hub, a folder."""
     folder, vlm = tmp_path / "policy", tmp_path / "vlm"

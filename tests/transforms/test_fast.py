@@ -46,7 +46,8 @@ def detokeniser(folder: Path) -> Detokeniser:
 
 def made_of(folder: Path, horizon: int = HORIZON, vocabulary: int = VOCABULARY, **more: Any) -> Detokeniser:
     text = PaliGemmaTokenizer(folder / "text.json")
-    return Detokeniser.of(FastTokenizer.load(folder), text, vocabulary, SKIPPED, horizon, ACTION_DIM, **more)
+    text.vocab_size = vocabulary
+    return Detokeniser.of(FastTokenizer.load(folder), text, SKIPPED, horizon, ACTION_DIM, **more)
 
 
 def actions_of(seed: int) -> np.ndarray:
@@ -159,6 +160,8 @@ def test_a_tokenizer_without_the_signs_is_refused(folder: Path) -> None:
     words, fast = PaliGemmaTokenizer(folder / "text.json"), FastTokenizer.load(folder)
 
     class Spelled:
+        vocab_size = words.vocab_size
+
         def encode(self, text: str, *, add_bos: bool) -> list[int]:
             return [*words.encode(text, add_bos=add_bos), 3]
 
@@ -166,7 +169,7 @@ def test_a_tokenizer_without_the_signs_is_refused(folder: Path) -> None:
             return ids
 
     with pytest.raises(CheckpointError, match=r"expected one token of '\|' and two or more"):
-        Detokeniser.of(fast, Spelled(), VOCABULARY, SKIPPED, HORIZON, ACTION_DIM)
+        Detokeniser.of(fast, Spelled(), SKIPPED, HORIZON, ACTION_DIM)
 
 
 def test_the_prompt_ends_in_a_second_bos(folder: Path) -> None:

@@ -173,6 +173,8 @@ def test_the_state_prompt() -> None:
     asked: list[tuple[str, bool]] = []
 
     class Spy:
+        vocab_size = 99
+
         def encode(self, text: str, *, add_bos: bool) -> list[int]:
             asked.append((text, add_bos))
             return [7]
@@ -359,6 +361,8 @@ def test_plain_prompts_are_tokenised_once() -> None:
     asked: list[str] = []
 
     class Spy:
+        vocab_size = 99
+
         def encode(self, text: str, *, add_bos: bool) -> list[int]:
             asked.append(text)
             return [7, len(text)]

@@ -196,7 +196,8 @@ def _normaliser(
     names = {"MEAN_STD": ("mean", "std"), "QUANTILES": ("q01", "q99"), "MIN_MAX": ("min", "max")}.get(mode)
     if names is None:
         raise CheckpointError(f"checkpoint {folder}: expected MEAN_STD, QUANTILES or MIN_MAX of {key}, got {mode!r}")
-    table = _statistics(folder, steps, step)
+    asked = next(s for s in steps if s.get("registry_name") == step).get("state_file")
+    table = read_arrays(folder / statistics_file(folder, asked, step))
     low, high = (finite_array(table.get(f"{key}.{n}"), f"{folder}: {key}.{n}") for n in names)
     if low is None or high is None or low.shape != high.shape:
         needed, found = " and ".join(f"{key}.{n}" for n in names), sorted(k for k in table if k.startswith(key))
@@ -222,11 +223,6 @@ def statistics_file(folder: Path, name: Any, step: str) -> str:
             f"checkpoint {folder}: expected {name} with the statistics of {step}, found {listing(folder)}"
         )
     return name
-
-
-def _statistics(folder: Path, steps: list[dict[str, Any]], step: str) -> dict[str, np.ndarray]:
-    asked = next(s for s in steps if s.get("registry_name") == step).get("state_file")
-    return read_arrays(folder / statistics_file(folder, asked, step))
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:

@@ -71,19 +71,21 @@ def _given_twice(node: Any) -> str | None:
 
 
 def from_mapping(kind: type[T], content: Mapping[str, Any], where: str = "") -> T:
-    """A dataclass from a mapping, recursively. Every key must be a field; tuples come from lists."""
+    """A dataclass from a mapping, recursively. Every key must be a field, and every field without a default a key;
+    tuples come from lists."""
     hints = _hints(kind)
-    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    names = [f.name for f in fields]
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in names:
             hint = nearest(key, names, where) or f": expected one of {', '.join(names)}"
             raise ConfigError(f"unknown key {where}{key!s}{hint}")
         values[key] = _convert(hints[key], value, f"{where}{key}")
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ConfigError(f"{where or kind.__name__}: {error}") from error
+    needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    if lacking := [f"{where}{name}" for name in needed if name not in values]:
+        raise ConfigError(f"expected {', '.join(lacking)}, found {', '.join(content) or 'nothing'}")
+    return kind(**values)
 
 
 def as_mapping(content: Any) -> dict[str, Any]:

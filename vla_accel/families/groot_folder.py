@@ -18,12 +18,13 @@ from vla_accel.checkpoints.lerobot import is_lerobot, statistics_file
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_arrays, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
+from vla_accel.families.overrides import check_vocabulary, robot_of
 from vla_accel.models.groot import Groot
 from vla_accel.models.groot_language import LEAD
 from vla_accel.transforms.groot import GrootProcessor
 from vla_accel.transforms.groot_images import Cropping
 from vla_accel.transforms.modalities import Group, Groups, Scaling, check_references
-from vla_accel.transforms.robots import LIBERO, Preset, load_preset
+from vla_accel.transforms.robots import LIBERO, Preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 TOKENIZER = "Qwen/Qwen3-VL-2B-Instruct"
@@ -71,11 +72,13 @@ def load_folder(
     config = infer_config(weights.shapes, stated, str(folder))
     if given.max_token_len is not None:
         config = dataclasses.replace(config, max_token_len=given.max_token_len)
+    tokenizer = load_line_tokenizer(folder, given.tokenizer, TOKENIZER)
+    check_vocabulary(tokenizer, config.language.vocab_size)
     processor = GrootProcessor(
-        tokenizer=load_line_tokenizer(folder, given.tokenizer, TOKENIZER),
+        tokenizer=tokenizer,
         state=robot.state,
         actions=robot.actions,
-        preset=_preset(robot) if settings.preset is None else load_preset(settings.preset),
+        preset=robot_of(_preset(robot), settings),
         cropping=dataclasses.replace(robot.cropping, unit=config.vision.unit),
         state_dim=config.state_dim,
         action_dim=config.action_dim,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any, TypeVar
 
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.transforms.robots import Preset, load_preset
-from vla_accel.transforms.tokenizer import SmallTokenizer, Tokenizer
+from vla_accel.transforms.tokenizer import Tokenizer
 
 C = TypeVar("C")
 _SIZES = ("action_horizon", "max_token_len", "discrete_state_input")
@@ -36,7 +35,7 @@ def robot_of(told: Preset, settings: PolicyConfig) -> Preset:
     return dataclasses.replace(given, resize=told.resize)
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:
-    """Raise CheckpointError where a small tokenizer has tokens that a model of `vocab_size` has not."""
-    if isinstance(tokenizer, SmallTokenizer) and tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(f"tokenizer {folder}: expected at most {vocab_size} tokens, got {tokenizer.vocab_size}")
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise CheckpointError where a tokenizer has tokens that a model of `vocab_size` has not."""
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(f"tokenizer: expected at most {vocab_size} tokens, got {tokenizer.vocab_size}")

@@ -15,11 +15,11 @@ from vla_accel.checkpoints.lerobot import longest_prompt, member, read_processor
 from vla_accel.checkpoints.pi0_fast import load_weights, read_sizes
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import PolicyConfig
-from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.overrides import resized, robot_of
+from vla_accel.errors import ConfigError
+from vla_accel.families.overrides import check_vocabulary, resized, robot_of
 from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.transforms.fast import Detokeniser, FastProcessor, load_fast
-from vla_accel.transforms.tokenizer import PaliGemmaTokenizer, SmallTokenizer, load_tokenizer
+from vla_accel.transforms.tokenizer import load_tokenizer
 
 # What lerobot can be told, and what would change the model in ways that are not built here.
 _FIXED = {"temperature": 0.0, "use_relative_actions": False}
@@ -38,13 +38,10 @@ def load_folder(
     if preset.action_dim != config.action_dim:
         raise ConfigError(f"preset: {preset.action_dim} action dimensions do not fit tokens of {config.action_dim}")
     tokenizer = load_tokenizer(folder, given.tokenizer, elsewhere=True)
-    assert isinstance(tokenizer, (PaliGemmaTokenizer, SmallTokenizer))
-    vocabulary = tokenizer.vocab_size
-    if vocabulary > config.vocab_size:
-        raise CheckpointError(f"tokenizer {folder}: expected at most {config.vocab_size} tokens, got {vocabulary}")
+    check_vocabulary(tokenizer, config.vocab_size)
     fast = load_fast(folder, given.action_tokenizer, member(content, "action_tokenizer_name", str, path))
     detokeniser = Detokeniser.of(
-        fast, tokenizer, vocabulary, member(content, "fast_skip_tokens", int, path), config.action_horizon,
+        fast, tokenizer, member(content, "fast_skip_tokens", int, path), config.action_horizon,
         config.action_dim, opened=bool(content.get("validate_action_token_prefix", True)),
         relaxed=given.relaxed_actions,
     )  # fmt: skip

@@ -58,7 +58,7 @@ def load_folder(
         weights = SafetensorsWeights(folder)
         described = _openpi(folder, weights, settings)
     config, tokenizer = described.config, described.tokenizer
-    check_vocabulary(tokenizer, config.vocab_size, folder)
+    check_vocabulary(tokenizer, config.vocab_size)
     needed = max(described.preset.action_dim, described.preset.state_dim if config.kind == "pi0" else 0)
     if needed > config.action_dim:
         raise ConfigError(f"preset: {needed} state or action dimensions do not fit a model of {config.action_dim}")

@@ -42,7 +42,7 @@ def load_folder(
     told = dataclasses.replace(told, preset=robot_of(told.preset, settings))
     hub = told.tokenizer.get("tokenizer_name") or TOKENIZER_HUB
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, hub)
-    processor = _processor(folder, config, told, tokenizer, settings)
+    processor = _processor(config, told, tokenizer, settings)
     return load_weights(weights, config, str(folder), device=device, dtype=dtype), processor
 
 
@@ -54,14 +54,12 @@ def _ours(
     preset = dataclasses.replace(load_preset(settings.preset or "libero"), resize="corner")
     state, actions = (Normaliser.of(statistics[name], "mean_std", name) for name in ("state", "actions"))
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, TOKENIZER_HUB)
-    processor = _processor(folder, config, Processors(preset, state, actions, {}), tokenizer, settings)
+    processor = _processor(config, Processors(preset, state, actions, {}), tokenizer, settings)
     return load_own(SmolVla.empty(config), folder, device=device, dtype=dtype), processor
 
 
-def _processor(
-    folder: Path, config: SmolVlaConfig, told: Processors, tokenizer: Tokenizer, settings: PolicyConfig
-) -> Processor:  # fmt: skip
-    check_vocabulary(tokenizer, config.vocab_size, folder)
+def _processor(config: SmolVlaConfig, told: Processors, tokenizer: Tokenizer, settings: PolicyConfig) -> Processor:
+    check_vocabulary(tokenizer, config.vocab_size)
     for what, needed, there in (
         ("state", told.preset.state_dim, config.state_dim), ("action", told.preset.action_dim, config.action_dim),
     ):  # fmt: skip

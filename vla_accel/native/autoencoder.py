@@ -37,7 +37,9 @@ class NativeHalf:
     def __init__(self, half: Half, dtype: torch.dtype | None = None) -> None:
         if dtype is not None and dtype != half.dtype:
             half = copy.deepcopy(half).to(dtype)
-            _require_finite_weights(half, dtype)
+            large = next((name for name, weight in half.named_parameters() if not weight.isfinite().all()), None)
+            if large is not None:
+                raise EngineError(f"native autoencoder: weight {large} does not fit {dtype}; use bfloat16 or float32")
         self.half, self.dtype = half, half.dtype
         self.choices: dict[str, str] = {}
         self.detail = self._describe()
@@ -205,12 +207,6 @@ class _Up:
 
     def __call__(self, x: Sum) -> Sum:
         return Sum(ops.conv_phases(ops.add_up(x), self.weight).value, shift=self.shift, phased=True)
-
-
-def _require_finite_weights(half: Half, dtype: torch.dtype) -> None:
-    for name, weight in half.named_parameters():
-        if not bool(torch.isfinite(weight).all()):
-            raise EngineError(f"native autoencoder: weight {name} does not fit {dtype}; use bfloat16 or float32")
 
 
 def _bias(conv: nn.Conv2d | nn.Linear) -> Tensor:

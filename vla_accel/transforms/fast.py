@@ -106,11 +106,11 @@ class Detokeniser:
 
     @classmethod
     def of(
-        cls, fast: FastTokenizer, tokenizer: Tokenizer, vocab_size: int, skipped: int, horizon: int, action_dim: int,
-        *, opened: bool = True, relaxed: bool = False,
+        cls, fast: FastTokenizer, tokenizer: Tokenizer, skipped: int, horizon: int, action_dim: int, *,
+        opened: bool = True, relaxed: bool = False,
     ) -> Detokeniser:  # fmt: skip
-        """`vocab_size`: of the language model's tokenizer, whose last `skipped` tokens FAST leaves alone. Raises
-        CheckpointError for sizes that do not fit."""
+        """`tokenizer`: the language model's, whose last `skipped` tokens FAST leaves alone. Raises CheckpointError for
+        sizes that do not fit."""
         opening, stop = tokenizer.encode(_OPENING, add_bos=False), tokenizer.encode(_STOP, add_bos=False)
         if len(stop) != 1 or len(opening) < 2:
             raise CheckpointError(
@@ -121,11 +121,11 @@ class Detokeniser:
         ):  # fmt: skip
             if made not in (None, needed):
                 raise CheckpointError(f"FAST: expected one for {needed} {what}, got one for {made}")
-        highest = vocab_size - 1 - skipped
+        highest = tokenizer.vocab_size - 1 - skipped
         if fast.vocab_size > highest + 1:
             raise CheckpointError(
-                f"FAST: expected at most {highest + 1} tokens beside a vocabulary of {vocab_size} whose last {skipped} "
-                f"are left alone, got {fast.vocab_size}"
+                f"FAST: expected at most {highest + 1} tokens beside a vocabulary of {tokenizer.vocab_size} whose last "
+                f"{skipped} are left alone, got {fast.vocab_size}"
             )
         return cls(fast, tuple(opening), stop[0], highest, horizon, action_dim, opened, relaxed)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_accel.errors import CheckpointError, ObservationError
+from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.transforms.groot_images import Cropping
 from vla_accel.transforms.images import to_uint8
 from vla_accel.transforms.modalities import Groups
@@ -73,6 +73,9 @@ class GrootProcessor:
             given = getattr(self.preset, f"{name}_dim")
             if groups.size != given:
                 raise CheckpointError(f"{name}: expected statistics of {given} numbers, got {groups.size}")
+        for name in ("delta_actions", "flipped", "gripper_dims"):
+            if given := getattr(self.preset, name):
+                raise ConfigError(f"preset.{name}: expected none beside a GR00T checkpoint's own, got {[*given]}")
         object.__setattr__(self, "_reader", Reader(self.preset, self.default_prompt))
 
     def prepare(self, observation: Mapping[str, Any]) -> GrootInputs:

@@ -64,7 +64,8 @@ class Preset:
                 raise ConfigError(f"preset.{name}: expected at least one key, each once, got {list(keys)}")
         others = set(self.optional_images) - set(self.images)
         if others:
-            raise ConfigError(f"preset.optional_images: expected some of {list(self.images)}, got {sorted(others)}")
+            expected = f"some of {list(self.images)}, or [] for none"
+            raise ConfigError(f"preset.optional_images: expected {expected}, got {sorted(others)}")
         for name in ("state_dim", "action_dim"):
             if not 1 <= getattr(self, name) <= LARGEST:
                 raise ConfigError(f"preset.{name}: expected 1 to {LARGEST}, got {getattr(self, name)}")
@@ -165,7 +166,7 @@ def load_preset(name: str) -> Preset:
         return PRESETS[name]
     if Path(name).suffix.lower() not in (".yaml", ".yml", ".json"):
         raise ConfigError(unknown("preset", name, PRESETS, "a YAML file or "))
-    return preset_from(read_mapping(Path(name)), name)
+    return preset_from(read_mapping(Path(name).absolute()), name)
 
 
 def of_another(name: str, asset: str) -> bool:

@@ -26,6 +26,11 @@ _PIECES = re.compile(r"-?\d+|[a-z]+|\n|[^\sa-z0-9]")
 class Tokenizer(Protocol):
     """What a policy needs of a tokenizer."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Its tokens, without those that were added to it later."""
+        ...
+
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """Text to token ids."""
         ...
@@ -191,6 +196,7 @@ class LineTokenizer:
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = read_tokenizers(path)
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_bos).ids
@@ -200,13 +206,13 @@ class LineTokenizer:
 
 
 def _from_tokenizers(path: Path) -> tuple[Callable[[str], list[int]], int, int]:
-    """Its encoder, <bos>, and how many tokens it has without those that were added later."""
+    """Its encoder, <bos> and `vocab_size`."""
     tokenizer = read_tokenizers(path)
     bos = tokenizer.token_to_id("<bos>")
     if bos is None:
         raise CheckpointError(f"tokenizer {path}: expected a token <bos>, found none")
-    count = tokenizer.get_vocab_size(with_added_tokens=False)
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, bos, count
+    size = tokenizer.get_vocab_size(with_added_tokens=False)
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, bos, size
 
 
 def read_tokenizers(path: Path) -> Any:
