@@ -6,6 +6,7 @@ import asyncio
 from collections import UserDict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tests.support.openpi_wire import openpi_pack, openpi_unpack
 from tests.support.server_support import EchoPolicy, RawClient, expected_actions, get, local, metric, observation
 from tests.support.waiting import eventually
 from vla_accel.client import PolicyClient
-from vla_accel.errors import ConfigError, ServerError
+from vla_accel.errors import ActionError, ConfigError, ServerError
 from vla_accel.server import PolicyServer, ServerConfig, background
 
 LOCAL = local()
@@ -60,6 +61,17 @@ def test_a_policys_own_mistake_is_answered_without_the_servers_paths(caplog: pyt
         assert metric(server.address, 'vla_accel_requests_total{outcome="policy error"}') == 1
     (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
     assert "Traceback" in record.getMessage() and "infer_batch" in record.getMessage()
+
+
+def test_tokens_that_are_no_chunk_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    policy = EchoPolicy()
+    policy.infer_batch = Mock(side_effect=ActionError("actions: expected tokens"))  # type: ignore[method-assign]
+    with background(policy, LOCAL) as server, PolicyClient(server.address) as client:
+        with pytest.raises(ServerError, match=r"reported: ActionError: actions: expected tokens$"):
+            client.infer(observation(1))
+        assert metric(server.address, 'vla_accel_requests_total{outcome="policy error"}') == 1
+    (said,) = [r.getMessage() for r in caplog.records if "ActionError" in r.getMessage()]
+    assert said.endswith(": ActionError: actions: expected tokens")
 
 
 @pytest.mark.parametrize("answer", [None, {"actions": object()}, [1]])

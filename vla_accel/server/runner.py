@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vla_accel.errors import EngineError, ObservationError, VlaAccelError, WireError
+from vla_accel.errors import ActionError, EngineError, ObservationError, VlaAccelError, WireError
 from vla_accel.remote import wire
 from vla_accel.server.requests import Asked, Request, read, request_of
 from vla_accel.server.shelf import OPTIONS, Served, Shelf
@@ -182,7 +182,7 @@ def failure(error: Exception, outcome: str = "") -> Answer:
         f"{kind}: {error}"[:_LONGEST_ERROR],
         outcome or ("bad request" if expected else "policy error"),
         kind,
-        "" if expected or outcome else "".join(traceback.format_exception(error)),
+        "" if expected or outcome or isinstance(error, ActionError) else "".join(traceback.format_exception(error)),
     )
 
 
