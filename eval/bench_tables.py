@@ -9,7 +9,6 @@ from typing import Any
 from eval.markdown import bare_command, machine, rows, steps_of
 from vla_accel.measure.host import beside
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, steps_timed
-from vla_accel.measure.start import PHASES
 from vla_accel.report.bench import ran
 
 PI0_PARTS = ("vision", "kv_cache", "denoise")
@@ -174,23 +173,16 @@ def paced(result: dict[str, Any]) -> str:
 
 def starts(result: dict[str, Any]) -> str:
     """Where the seconds of a start go, from `vla-accel bench --starts`."""
-    body = []
-    for row in result["rows"]:
-        if told := row.get("start"):
-            most = f"{1.5 * told['file_read'] + 2:.1f}"
-            for which, meant in (("cold", "first"), ("warm", "second")):
-                cells = [f"{told[which][name]:.1f}" for name in ("import", *PHASES, "other", "first_action")]
-                body.append([row["system"], meant, *cells, f"{told['file_read']:.1f}", most])
-    header = [
-        "system",
-        "start",
-        "import",
-        *PHASES,
-        "other",
-        "first action",
-        "reading the file alone",
-        "1.5 times that + 2",
-    ]
+    timed, body = [row for row in result["rows"] if row.get("start")], []
+    names = [name for name in timed[0]["start"]["cold"] if name != "total"]
+    for row in timed:
+        told = row["start"]
+        most = f"{1.5 * told['file_read'] + 2:.1f}"
+        for which, meant in (("cold", "first"), ("warm", "second")):
+            cells = [f"{told[which][name]:.1f}" for name in names]
+            body.append([row["system"], meant, *cells, f"{told['file_read']:.1f}", most])
+    spoken = (name.replace("_", " ") for name in names)
+    header = ["system", "start", *spoken, "reading the file alone", "1.5 times that + 2"]
     text = (
         "Seconds from the start of a process to its first action. The first start finds no compiled kernels, no "
         "tunings and no bytecode of Python's, the second those that it left; the file of weights is in memory for both."

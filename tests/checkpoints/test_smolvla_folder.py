@@ -129,7 +129,9 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     words = {"type": "WordLevel", "unk_token": "w0", "vocab": {f"w{i}": i for i in range(size + 1)}}
     (tmp_path / "its.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": words}))
     write_lerobot(tmp_path)
-    with pytest.raises(CheckpointError, match=f"^tokenizer: expected at most {size} tokens, got {size + 1}$"):
+    with pytest.raises(
+        CheckpointError, match=rf"^tokenizer .*its\.json: expected at most the model's {size} tokens, got {size + 1}$"
+    ):
         load(tmp_path, PolicyConfig(checkpoint=CheckpointSpec(tokenizer=str(tmp_path / "its.json"))))
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,10 +212,13 @@ def test_bench_says_a_fallback_once_and_names_the_rows_by_what_ran(
 
 
 @pytest.mark.slow
-def test_bench_starts_policies_anew(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", "native", "--steps", "1", "--calls", "1", "--device", "cpu", "--starts"]
-    assert main(["bench", checkpoint, *words]) == 0
-    for row in last_line(capsys)["rows"]:
+def test_bench_starts_policies_anew(checkpoint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["--config", "native", "--steps", "1", "--calls", "1", "--device", "cpu", "--starts", "--hz", "100"]
+    assert main(["bench", checkpoint, *words, "--report", str(tmp_path / "report.html")]) == 0
+    rows, page = last_line(capsys)["rows"], (tmp_path / "report.html").read_text()
+    assert "Timed besides" in page and all(f">{row['paced']['p90_ms']:.2f}<" in page for row in rows)
+    assert all(f">{row['start'][which]['first_action']:.2f}<" in page for row in rows for which in ("cold", "warm"))
+    for row in rows:
         told = row["start"]
         assert told["file_read"] > 0 and told["cold"].keys() == told["warm"].keys()
         for one in (told["cold"], told["warm"]):
@@ -400,13 +404,28 @@ def test_one_file_holds_observations_of_the_same_keys_and_shapes(
 ) -> None:
     sides = (first, first, second)
     seen = [{"prompt": "pick", **({"wrist": np.zeros((n, n, 3), np.uint8)} if n else {})} for n in sides]
-    with pytest.raises(ObservationError, match=re.escape(f"a.npz: observation 3: {said}; it takes another file")):
+    with pytest.raises(
+        ObservationError, match=re.escape(f"a.npz: observation 3: {said}; what differs needs a file of its own")
+    ):
         save_observations(seen, tmp_path / "a.npz")
     with pytest.raises(ObservationError, match="a list of at least one observation, got one that is in no list"):
         save_observations(seen[0], tmp_path / "a.npz")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
     save_observations(seen[:1], str(tmp_path / "a.npz"))
     assert load_observations(tmp_path / "a.npz")[0]["prompt"] == "pick"
+
+
+def test_a_recording_holds_what_a_policy_reads_and_refuses_the_rest(tmp_path: Path) -> None:
+    seen = [{"images": {"high": np.full((8, 8, 3), n, np.uint8), "left": None}, "state": [0.5, n]} for n in (1, 2)]
+    save_observations(seen, tmp_path / "a.npz")
+    _, second = load_observations(tmp_path / "a.npz")
+    assert second.keys() == {"images/high", "state"} and second["state"].tolist() == [0.5, 2.0]
+    assert (second["images/high"] == 2).all()
+    for wrong, kind in ((date(2026, 1, 1), "date"), ([[1.0], [1.0, 2.0]], "list"), (object(), "object")):
+        said = rf"recording .*b\.npz: observation 1: at/it: expected numbers or a text, got {kind}$"
+        with pytest.raises(ObservationError, match=said):
+            save_observations([{"at": {"it": wrong}}], tmp_path / "b.npz")
+    assert not (tmp_path / "b.npz").exists()
 
 
 def test_a_folder_without_rights_is_named_and_how_to_see_whose_it_is(

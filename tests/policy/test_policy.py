@@ -451,7 +451,7 @@ def test_statistics_of_the_other_kind_are_refused(tmp_path: Path) -> None:
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path)
     replace(TOKENIZER, words=(*TOKENIZER.words, "extra")).save(tmp_path / "tokenizer.json")
-    with pytest.raises(CheckpointError, match=rf"expected at most {TOKENIZER.vocab_size} tokens, got"):
+    with pytest.raises(CheckpointError, match=rf"expected at most the model's {TOKENIZER.vocab_size} tokens, got"):
         OptimizedPolicy.from_pretrained(tmp_path)
 
 

@@ -49,7 +49,7 @@ def write_openpi(folder: Path, kind: Kind, asset: str = LIBERO_ASSET, **config: 
     (folder / "config.json").write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
     place = folder / "assets" / asset
     place.mkdir(parents=True, exist_ok=True)
-    table = {name: {k: (v * 4)[:32] for k, v in d.items()} for name, d in statistics().items()}
+    table = {name: {k: (v * 3)[: made.action_dim] for k, v in d.items()} for name, d in statistics().items()}
     (place / "norm_stats.json").write_text(json.dumps({"norm_stats": table}))
     TOKENIZER.save(folder / "tokenizer.json")
     return made

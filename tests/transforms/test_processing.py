@@ -149,7 +149,7 @@ def test_statistics_of_the_wrong_kind_are_refused() -> None:
 
 def test_statistics_of_the_wrong_length_are_refused() -> None:
     short = Normaliser.of(stats(q01=[0.0] * 7, q99=[1.0] * 7), "quantile", "state")
-    with pytest.raises(CheckpointError, match="expected 8 values, got 7"):
+    with pytest.raises(CheckpointError, match=r"the preset's 8 numbers \(state_dim\), got 7"):
         make_processor(state=short).prepare(tiny_observation())
 
 
@@ -396,14 +396,27 @@ def test_images_are_the_callers_own_and_the_state_is_a_copy() -> None:
 
 
 def test_statistics_may_be_longer_than_the_robots_numbers() -> None:
-    """openpi computes some after padding."""
-    n = Normaliser.of(stats(mean=[0.0] * 12, std=[2.0] * 12), "mean_std", "state")
-    processor = make_processor(state=n, actions=n)
+    """openpi computes some after padding: with zeros, or to as many as the model has."""
+    n = Normaliser.of(stats(mean=[0.0] * 12, std=[2.0] * 8 + [0.0] * 4), "mean_std", "state")
+    processor = make_processor(state=n, actions=n.cut(9, 12, "actions"), action_dim=9)
     assert (len(processor.state.low), len(processor.actions.low)) == (8, 7)
     inputs = processor.prepare(tiny_observation())
     np.testing.assert_allclose(inputs.state[:8], tiny_observation()["observation/state"] / 2, atol=1e-5)
-    with pytest.raises(CheckpointError, match=r"norm_stats\.actions: expected 7 values, got 6"):
+    with pytest.raises(
+        CheckpointError, match=r"norm_stats\.actions: expected the preset's 7 numbers \(action_dim\), got 6"
+    ):
         make_processor(actions=Normaliser.of(stats(mean=[0.0] * 6, std=[2.0] * 6), "mean_std", "actions"))
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 2e-5), (-2e-5, 0.0)])
+def test_statistics_of_more_numbers_than_the_robot_has_are_refused(mean: float, std: float) -> None:
+    """Cutting them would leave out a joint or a gripper in silence."""
+    more = Normaliser.of(stats(mean=[0.0] * 7 + [mean], std=[1.0] * 7 + [std]), "mean_std", "actions")
+    with pytest.raises(
+        CheckpointError, match=r"norm_stats\.actions: expected the preset's 7 numbers \(action_dim\), got 8"
+    ):
+        make_processor(actions=more, action_dim=9)
+    assert len(make_processor(actions=more, action_dim=8).actions.low) == 7
 
 
 def test_the_example_is_a_valid_observation() -> None:

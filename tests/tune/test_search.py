@@ -280,9 +280,16 @@ def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"about another search, differing in a; .*--overwrite"):
         Journal(path, {"a": 2, "b": (2,)})
     path.unlink()
-    Journal(path, {"base": {"num_steps": 10, "denoise": {"engine": "native"}}}).close()
+    with Journal(path, {"base": {"num_steps": 10, "denoise": {"engine": "native"}}}) as journal:
+        journal.put("latency", "x", {"median_ms": 1.0})
     with pytest.raises(ConfigError, match=r"differing in base\.denoise\.engine, base\.num_steps; "):
         Journal(path, {"base": {"num_steps": 3, "denoise": {"engine": "eager"}}})
+    path.unlink()
+    Journal(path, {"a": 1}).close()
+    with Journal(path, {"a": 2}) as journal:  # nothing was measured that could be lost
+        journal.put("latency", "x", {"median_ms": 1.0})
+    with Journal(path, {"a": 2}) as journal:
+        assert journal.get("latency", "x") == {"median_ms": 1.0}
     path.write_text("not a journal\n")
     with pytest.raises(ConfigError, match="expected a journal of vla-accel tune"):
         Journal(path, {})

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.published_folders import write_openpi
 from tests.support.reports import figures_in
-from tests.support.tiny import write_tiny_checkpoint
-from vla_accel.cli import main
+from tests.support.tiny import write_robot, write_tiny_checkpoint
+from vla_accel.cli import main, tune
+from vla_accel.cli.asked.policies import Tune
 from vla_accel.cli.tune import Teller, find_benchmark
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError
@@ -122,6 +124,25 @@ def test_tune_finds_writes_and_continues(
     assert result["measured_before"] == 0 < again["measured_before"]
     assert f">{again['measured_before']}</" in (out / "report.html").read_text()
     assert again["tried"] == result["tried"]
+
+
+def test_a_journal_is_of_one_robot_and_one_checkpoint(tmp_path: Path) -> None:
+    folder, robot = tmp_path / "openpi", write_robot(tmp_path / "robot.yaml")
+    write_openpi(folder, "pi05")
+    base = PolicyConfig(preset=str(robot), device="cpu")
+
+    def about() -> dict[str, Any]:
+        return tune._about(Tune(str(folder)), str(folder), base, None)
+
+    first = about()
+    (folder / "parity_mine.json").write_text("{}")
+    assert about() == first, "kept reports decide nothing in a search"
+    (statistics,) = folder.glob("assets/**/norm_stats.json")
+    statistics.write_text(statistics.read_text().replace("0.5", "0.6"))
+    second = about()
+    assert first["checkpoint"] != second["checkpoint"] and first["robot"] == second["robot"]
+    robot.write_text(robot.read_text().replace("front, wrist", "wrist, front"))
+    assert about()["robot"] != second["robot"] and about()["checkpoint"] == second["checkpoint"]
 
 
 @pytest.mark.parametrize(

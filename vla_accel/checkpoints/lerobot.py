@@ -36,6 +36,7 @@ _KNOWN_STEPS = {
     "action_tokenizer_processor",
     "smolvla_new_line_processor",
 }
+# Saved whether or not they do anything.
 _SWITCHED = {"relative_actions_processor", "absolute_actions_processor"}
 _LIBERO_IMAGES = ("observation.images.image", "observation.images.image2")
 
@@ -233,7 +234,8 @@ def _steps(path: Path) -> list[dict[str, Any]]:
         raise CheckpointError(f"{path}: expected steps with settings, got {steps}")
     unknown = [
         str(s.get("registry_name", s.get("class"))) for s in steps
-        if s.get("registry_name") not in _KNOWN_STEPS and not _is_off(s)
+        if s.get("registry_name") not in _KNOWN_STEPS
+        and not (s.get("registry_name") in _SWITCHED and (s.get("config") or {}).get("enabled") is False)
     ]  # fmt: skip
     if unknown:
         raise CheckpointError(
@@ -249,11 +251,6 @@ def _is_step(step: Any) -> bool:
     config = step.get("config") or {}
     tables = [config.get(name) or {} for name in ("norm_map", "rename_map")] if isinstance(config, dict) else [config]
     return all(isinstance(table, dict) and all(isinstance(word, str) for word in table.values()) for table in tables)
-
-
-def _is_off(step: Mapping[str, Any]) -> bool:
-    """Whether a step is one of those that lerobot saves whether or not they do anything, and does nothing."""
-    return step.get("registry_name") in _SWITCHED and (step.get("config") or {}).get("enabled") is False
 
 
 def _config(steps: list[dict[str, Any]], name: str, default: Any) -> Any:

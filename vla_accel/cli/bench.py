@@ -23,15 +23,13 @@ from vla_accel.measure.host import beside
 from vla_accel.measure.overlap import recorded
 from vla_accel.measure.paced import paced
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates, steps_timed
-from vla_accel.measure.start import PHASES, starts
+from vla_accel.measure.start import starts
 from vla_accel.measure.systems import REALTIME_VLA_STEPS, CheckpointFactory, Factory, camera_size, free, observer
 from vla_accel.models.family import Family, family_named
 from vla_accel.progress import going_on
-from vla_accel.report.bench import page, ran
+from vla_accel.report.bench import page, ran, tables
 from vla_accel.report.page import check_path, write
 
-KERNEL_TIMES = ("sum", "overlapped", "idle_before")
-MOST_KERNELS = 30
 """Of a call that the console lists."""
 
 
@@ -100,9 +98,9 @@ def main(chosen: Bench, words: list[str]) -> int:
                 rng = np.random.default_rng(0)
                 row["paced"] = paced(system, partial(observe, rng), chosen.hz, chosen.calls, device)
             if chosen.starts and system.name in factory.configs and steps == sweep[0]:
-                say(f"two starts of {system.name}")
                 settings = replace(factory.configs[system.name], num_steps=steps, device=str(device))
-                row["start"] = starts(settings, factory.source())
+                with going_on(f"two starts of {system.name}", say):
+                    row["start"] = starts(settings, factory.source())
             if "work" in row:
                 row |= rates(row)
             inside = steps_timed(row)
@@ -257,23 +255,6 @@ def _print(report: dict[str, Any]) -> None:
             f"{row['memory']['total'] / 1e9:.2f}" if row["memory"] else "-",
         ])  # fmt: skip
     print_table("whole calls, NumPy in to NumPy out", columns, body)
-    if any("paced" in row for row in report["rows"]):
-        body = [
-            [ran(row), str(row["steps"]), *(f"{row['paced'][n]:.2f}" for n in ("median_ms", "p90_ms")),
-             str(row["paced"]["late"]), "-" if row["paced"]["power_w"] is None else f"{row['paced']['power_w']:.0f}"]
-            for row in report["rows"]
-        ]  # fmt: skip
-        hz = report["rows"][0]["paced"]["hz"]
-        print_table(f"calls at {hz:g} Hz", ["system", "steps", "median ms", "p90", "late", "W"], body)
-    if any("start" in row for row in report["rows"]):
-        names = ("import", *PHASES, "other", "first_action")
-        body = [
-            [f"{ran(row)}, {which}", *(f"{row['start'][which][name]:.2f}" for name in names)]
-            for row in report["rows"] if "start" in row for which in ("cold", "warm")
-        ]  # fmt: skip
-        read = next(row["start"]["file_read"] for row in report["rows"] if "start" in row)
-        title = f"seconds of a start; reading the file alone {read:.2f}"
-        print_table(title, ["system", *(n.replace("_", " ") for n in names)], body)
     if report["throughput"]:
         body = [
             [ran(r), str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}",
@@ -283,11 +264,5 @@ def _print(report: dict[str, Any]) -> None:
         ]  # fmt: skip
         header = ["system", "steps", "batch", "median ms", "observations/s"]
         print_table("batched calls", [*header, *(name.replace("_", " ") for name in parts_of), "floor"], body)
-    for name, told in report.get("kernels", {}).items():
-        whole = (f"{what} {told[f'{what}_us']:.0f}" for what in ("span", "busy", "overlapped", "idle"))
-        body = [
-            [one["name"][:60], str(one["count"]), *(f"{one[f'{what}_us']:.1f}" for what in KERNEL_TIMES)]
-            for one in told["kernels"][:MOST_KERNELS]
-        ]
-        title = f"{name}, kernels of a call in µs under the profiler: {', '.join(whole)}"
-        print_table(title, ["kernel", "times", *(what.replace("_", " ") for what in KERNEL_TIMES)], body)
+    for more in tables(report):
+        print_table(*more)

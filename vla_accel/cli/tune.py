@@ -27,9 +27,11 @@ from vla_accel.measure.host import beside
 from vla_accel.measure.random_policy import random_observations
 from vla_accel.measure.recording import RECORDED, load_observations, named
 from vla_accel.policy import OptimizedPolicy
+from vla_accel.policy.agreement import PATTERN
 from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
 from vla_accel.report.tune import page, times_as_fast, verdict
+from vla_accel.transforms.robots import load_preset
 from vla_accel.tune import candidates
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.measuring import PolicyBench
@@ -191,13 +193,17 @@ def _observations(chosen: Tune, checkpoint: str, base: PolicyConfig) -> tuple[li
 def _about(chosen: Tune, checkpoint: str, base: PolicyConfig, recorded: str | None) -> dict[str, Any]:
     """What decides a measurement: a journal about something else is not continued."""
     folders = zip(("checkpoint", "lora"), base_and_lora(checkpoint, base.checkpoint.lora), strict=True)
+    # Kept reports decide nothing: no candidate has the engine auto.
     files = {
-        what: {f.name: content_hash(f) for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".json")}
+        what: {str(f.relative_to(folder)): content_hash(f)
+               for f in sorted((*folder.iterdir(), *folder.glob("assets/**/*")))
+               if f.suffix in (".safetensors", ".json") and not f.match(PATTERN)}
         for what, folder in folders if folder is not None
     }  # fmt: skip
     return {
         **files,
         "base": dataclasses.asdict(base),
+        "robot": None if base.preset is None else dataclasses.asdict(load_preset(base.preset)),
         "observations": recorded,
         "hardware": hardware(resolve_device(base.device)),
         "software": software(),

@@ -73,7 +73,7 @@ def load_folder(
     if given.max_token_len is not None:
         config = dataclasses.replace(config, max_token_len=given.max_token_len)
     tokenizer = load_line_tokenizer(folder, given.tokenizer, TOKENIZER)
-    check_vocabulary(tokenizer, config.language.vocab_size)
+    check_vocabulary(tokenizer, config.language.vocab_size, settings)
     processor = GrootProcessor(
         tokenizer=tokenizer,
         state=robot.state,

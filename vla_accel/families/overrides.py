@@ -7,10 +7,13 @@ from typing import Any, TypeVar
 
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.transforms.normalisation import Normaliser
+from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import Preset, load_preset
 from vla_accel.transforms.tokenizer import Tokenizer
 
 C = TypeVar("C")
+P = TypeVar("P", bound=Processor)
 _SIZES = ("action_horizon", "max_token_len", "discrete_state_input")
 
 
@@ -24,18 +27,33 @@ def resized(config: C, settings: PolicyConfig) -> C:
 
 def robot_of(told: Preset, settings: PolicyConfig) -> Preset:
     """The user's preset, if there is one, instead of what lerobot's folder says: the robot's keys and conventions may
-    be another's; how images are resized is the checkpoint's training. Raises ConfigError for another state."""
+    be another's; how images are resized is the checkpoint's training. Raises ConfigError for other sizes."""
     if settings.preset is None:
         return told
     given = load_preset(settings.preset)
-    if given.state_dim != told.state_dim:
-        raise ConfigError(
-            f"preset: expected {told.state_dim} numbers of state, got {settings.preset}'s {given.state_dim}"
-        )
+    for name in ("state", "action"):
+        expected, got = (getattr(preset, f"{name}_dim") for preset in (told, given))
+        if got != expected:
+            raise ConfigError(f"preset: expected {expected} numbers of {name}, got {settings.preset}'s {got}")
     return dataclasses.replace(given, resize=told.resize)
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise CheckpointError where a tokenizer has tokens that a model of `vocab_size` has not."""
+def processor_of(
+    kind: type[P], config: Any, preset: Preset, scales: tuple[Normaliser, Normaliser], tokenizer: Tokenizer,
+    settings: PolicyConfig, **more: Any,
+) -> P:  # fmt: skip
+    """The transforms around a model of `config`; `scales`: of state and actions; `more` fields. Raises CheckpointError,
+    ConfigError for what does not fit the model."""
+    check_vocabulary(tokenizer, config.vocab_size, settings)
+    return kind(
+        tokenizer=tokenizer, state=scales[0], actions=scales[1], image_size=config.vision.image_size,
+        action_dim=config.action_dim, max_token_len=config.max_token_len, default_prompt=settings.default_prompt,
+        preset=preset, **more,
+    )  # fmt: skip
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, settings: PolicyConfig) -> None:
+    """Raise CheckpointError where a tokenizer has tokens that a model of `vocab_size` has not: another model's."""
     if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(f"tokenizer: expected at most {vocab_size} tokens, got {tokenizer.vocab_size}")
+        its = f"tokenizer {settings.checkpoint.tokenizer or ''}".rstrip()
+        raise CheckpointError(f"{its}: expected at most the model's {vocab_size} tokens, got {tokenizer.vocab_size}")

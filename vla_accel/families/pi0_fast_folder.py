@@ -15,8 +15,7 @@ from vla_accel.checkpoints.lerobot import longest_prompt, member, read_processor
 from vla_accel.checkpoints.pi0_fast import load_weights, read_sizes
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import PolicyConfig
-from vla_accel.errors import ConfigError
-from vla_accel.families.overrides import check_vocabulary, resized, robot_of
+from vla_accel.families.overrides import processor_of, resized, robot_of
 from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.transforms.fast import Detokeniser, FastProcessor, load_fast
 from vla_accel.transforms.tokenizer import load_tokenizer
@@ -35,10 +34,7 @@ def load_folder(
     weights = SafetensorsWeights(folder)
     config = resized(read_sizes(weights, content, longest_prompt(told, content, path), path), settings)
     preset = robot_of(told.preset, settings)
-    if preset.action_dim != config.action_dim:
-        raise ConfigError(f"preset: {preset.action_dim} action dimensions do not fit tokens of {config.action_dim}")
     tokenizer = load_tokenizer(folder, given.tokenizer, elsewhere=True)
-    check_vocabulary(tokenizer, config.vocab_size)
     fast = load_fast(folder, given.action_tokenizer, member(content, "action_tokenizer_name", str, path))
     detokeniser = Detokeniser.of(
         fast, tokenizer, member(content, "fast_skip_tokens", int, path), config.action_horizon,
@@ -46,17 +42,8 @@ def load_folder(
         relaxed=given.relaxed_actions,
     )  # fmt: skip
     config = dataclasses.replace(config, stop_token=detokeniser.stop)
-    processor = FastProcessor(
-        tokenizer=tokenizer,
-        state=told.state,
-        actions=told.actions,
-        image_size=config.vision.image_size,
-        action_dim=config.action_dim,
-        max_token_len=config.max_token_len,
-        discrete_state=True,
-        default_prompt=settings.default_prompt,
-        preset=preset,
-        prompt_form="fast",
-        detokeniser=detokeniser,
-    )
+    processor = processor_of(
+        FastProcessor, config, preset, (told.state, told.actions), tokenizer, settings, discrete_state=True,
+        prompt_form="fast", detokeniser=detokeniser,
+    )  # fmt: skip
     return load_weights(weights, config, str(folder), device=device, dtype=dtype), processor

@@ -20,7 +20,7 @@ from vla_accel.checkpoints.pi0 import load_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.overrides import check_vocabulary, resized, robot_of
+from vla_accel.families.overrides import processor_of, resized, robot_of
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics, statistics_by_asset
 from vla_accel.transforms.processing import Processor
@@ -34,8 +34,7 @@ class _Described:
 
     config: Pi0Config
     preset: Preset
-    state: Normaliser
-    actions: Normaliser
+    scales: tuple[Normaliser, Normaliser]
     tokenizer: Tokenizer
     prompt_state_dim: int | None = None
 
@@ -57,23 +56,14 @@ def load_folder(
     else:
         weights = SafetensorsWeights(folder)
         described = _openpi(folder, weights, settings)
-    config, tokenizer = described.config, described.tokenizer
-    check_vocabulary(tokenizer, config.vocab_size)
+    config = described.config
     needed = max(described.preset.action_dim, described.preset.state_dim if config.kind == "pi0" else 0)
     if needed > config.action_dim:
         raise ConfigError(f"preset: {needed} state or action dimensions do not fit a model of {config.action_dim}")
-    processor = Processor(
-        tokenizer=tokenizer,
-        state=described.state,
-        actions=described.actions,
-        image_size=config.vision.image_size,
-        action_dim=config.action_dim,
-        max_token_len=config.max_token_len,
-        discrete_state=config.discrete_state_input,
-        default_prompt=settings.default_prompt,
-        preset=described.preset,
-        prompt_state_dim=described.prompt_state_dim,
-    )
+    processor = processor_of(
+        Processor, config, described.preset, described.scales, described.tokenizer, settings,
+        discrete_state=config.discrete_state_input, prompt_state_dim=described.prompt_state_dim,
+    )  # fmt: skip
     model = load_weights(weights, config, str(folder), device=device, dtype=dtype)
     if lora is not None:
         assert model.origin is not None
@@ -93,8 +83,8 @@ def _is_ours(folder: Path) -> bool:
 def _ours(folder: Path, settings: PolicyConfig) -> _Described:
     config = resized(read_config(folder, Pi0Config), settings)
     preset = load_preset(settings.preset or "libero")
-    state, actions = _openpi_statistics(folder / "norm_stats.json", config)
-    return _Described(config, preset, state, actions, load_tokenizer(folder, settings.checkpoint.tokenizer))
+    scales = _openpi_statistics(folder / "norm_stats.json", config)
+    return _Described(config, preset, scales, load_tokenizer(folder, settings.checkpoint.tokenizer))
 
 
 def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -> _Described:
@@ -127,9 +117,8 @@ def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -
         discrete = preset.discrete_state_input
     if discrete is not None and config.kind == "pi05":
         config = dataclasses.replace(config, discrete_state_input=bool(discrete))
-    state, actions = _openpi_statistics(statistics, config)
     tokenizer = load_tokenizer(folder, settings.checkpoint.tokenizer, elsewhere=True)
-    return _Described(config, preset, state, actions, tokenizer)
+    return _Described(config, preset, _openpi_statistics(statistics, config), tokenizer)
 
 
 def _preset_of(asset: str, folder: Path) -> str:
@@ -158,7 +147,7 @@ def _lerobot(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) 
     config = resized(infer_config(weights.shapes, prefix, stated, str(folder)), settings)
     preset = robot_of(told.preset, settings)
     tokenizer = load_tokenizer(folder, settings.checkpoint.tokenizer, elsewhere=True)
-    return _Described(config, preset, told.state, told.actions, tokenizer, told.prompt_state_dim)
+    return _Described(config, preset, (told.state, told.actions), tokenizer, told.prompt_state_dim)
 
 
 # -- statistics ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from vla_accel.checkpoints.smolvla import load_weights, read_sizes
 from vla_accel.checkpoints.weights import SafetensorsWeights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
-from vla_accel.families.overrides import check_vocabulary, resized, robot_of
+from vla_accel.families.overrides import processor_of, resized, robot_of
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
 from vla_accel.transforms.normalisation import Normaliser, load_statistics
 from vla_accel.transforms.processing import Processor
@@ -59,22 +59,12 @@ def _ours(
 
 
 def _processor(config: SmolVlaConfig, told: Processors, tokenizer: Tokenizer, settings: PolicyConfig) -> Processor:
-    check_vocabulary(tokenizer, config.vocab_size)
     for what, needed, there in (
         ("state", told.preset.state_dim, config.state_dim), ("action", told.preset.action_dim, config.action_dim),
     ):  # fmt: skip
         if needed > there:
             raise ConfigError(f"preset: {needed} {what} dimensions do not fit a model of {there}")
-    return Processor(
-        tokenizer=tokenizer,
-        state=told.state,
-        actions=told.actions,
-        image_size=config.vision.image_size,
-        action_dim=config.action_dim,
-        max_token_len=config.max_token_len,
-        discrete_state=False,
-        default_prompt=settings.default_prompt,
-        preset=told.preset,
-        padded_state=config.state_dim,
-        prompt_form="line",
-    )
+    return processor_of(
+        Processor, config, told.preset, (told.state, told.actions), tokenizer, settings, discrete_state=False,
+        padded_state=config.state_dim, prompt_form="line",
+    )  # fmt: skip

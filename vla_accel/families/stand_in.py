@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
+from vla_accel.families.overrides import P, processor_of
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import LIBERO, Preset
 
-P = TypeVar("P", bound=Processor)
 VIEWS = ("observation/image", "observation/wrist_image", "observation/right_wrist_image", "observation/back_image")
 PROMPT = "pick up the black bowl between the plate and the ramekin and place it on the plate"
 
@@ -43,18 +44,8 @@ def libero(views: int) -> Preset:
 def processor(config: Any, views: int, kind: type[P] = Processor, **more: Any) -> P:
     """LIBERO's transforms with any number of views and statistics that change nothing; `kind` of them, and `more`
     fields."""
-    unit = Normaliser("mean_std", np.zeros(8), np.ones(8))
-    return kind(
-        tokenizer=Words(config.vocab_size),
-        state=unit,
-        actions=Normaliser("mean_std", np.zeros(7), np.ones(7)),
-        image_size=config.vision.image_size,
-        action_dim=config.action_dim,
-        max_token_len=config.max_token_len,
-        discrete_state=more.pop("discrete_state", False),
-        preset=libero(views),
-        **more,
-    )
+    scales, more = (Normaliser.identity(8), Normaliser.identity(7)), {"discrete_state": False, **more}
+    return processor_of(kind, config, libero(views), scales, Words(config.vocab_size), PolicyConfig(), **more)
 
 
 def observation(preset: Preset, size: tuple[int, int], rng: np.random.Generator) -> dict[str, Any]:

@@ -22,19 +22,36 @@ RECORDED = "recorded ones as vla_accel.measure.recording.save_observations write
 
 
 def save_observations(observations: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Write observations of the same keys and shapes. Raises ObservationError for one unlike the first."""
+    """Write observations of the same keys and shapes; what is nested gets keys with slashes, and what is None is left
+    out. Raises ObservationError for one unlike the first, and for what is neither numbers nor text."""
     if isinstance(observations, Mapping) or not observations:
         got = "one that is in no list" if observations else "none"
         raise ObservationError(f"recording {path}: expected a list of at least one observation, got {got}")
-    first, *others = ({key: np.shape(value) for key, value in one.items()} for one in observations)
+    rows = [dict(_arrays(one, f"recording {path}: observation {n}: ")) for n, one in enumerate(observations, start=1)]
+    first, *others = ({key: value.shape for key, value in row.items()} for row in rows)
     for number, shapes in enumerate(others, start=2):
         for key in first | shapes:
             if (expected := first.get(key, "none")) != (found := shapes.get(key, "none")):
                 raise ObservationError(f"recording {path}: observation {number}: {key}: expected shape {expected}, as "
-                                       f"in the first, got {found}; it takes another file")  # fmt: skip
-    columns = {key: np.stack([np.asarray(one[key]) for one in observations]) for key in first}
+                                       f"in the first, got {found}; what differs needs a file of its own")  # fmt: skip
+    columns = {key: np.stack([row[key] for row in rows]) for key in first}
     with replacing(Path(path)) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, **columns)  # type: ignore[arg-type]
+
+
+def _arrays(observation: Mapping[str, Any], where: str, above: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    for name, value in observation.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping):
+            yield from _arrays(value, where, f"{key}/")
+        elif value is not None:
+            try:
+                array = np.asarray(value)
+            except ValueError:  # lists of several lengths
+                array = np.empty(0, object)
+            if array.dtype.hasobject:
+                raise ObservationError(f"{where}{key}: expected numbers or a text, got {type(value).__name__}")
+            yield key, array
 
 
 def load_observations(path: Path, limit: int | None = None) -> list[dict[str, Any]]:

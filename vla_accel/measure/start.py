@@ -20,9 +20,6 @@ from typing import Any
 from vla_accel.config import PolicyConfig
 from vla_accel.config.mapping import from_mapping
 from vla_accel.errors import EngineError
-from vla_accel.ops.phases import PHASES
-
-__all__ = ["PHASES", "starts"]
 
 _CHUNK = 16 << 20
 
@@ -39,7 +36,9 @@ def starts(config: PolicyConfig, source: Mapping[str, Any]) -> dict[str, Any]:
         cache = Path(folder, "cache")
         cache.mkdir()
         if "checkpoint" in source:
-            weights = _folder(source["checkpoint"])
+            from vla_accel.checkpoints.loading import base_and_lora
+
+            weights = base_and_lora(source["checkpoint"])[0]
         else:
             weights = Path(folder, "weights")
             source = {**source, "weights": str(weights)}
@@ -47,12 +46,6 @@ def starts(config: PolicyConfig, source: Mapping[str, Any]) -> dict[str, Any]:
         read = _read(weights)
         cold, warm = (_process("start", config, source, cache) for _ in range(2))
     return {"cold": cold, "warm": warm, "file_read": read}
-
-
-def _folder(checkpoint: str) -> Path:
-    from vla_accel.checkpoints.loading import base_and_lora
-
-    return base_and_lora(checkpoint)[0]
 
 
 def _read(folder: Path) -> float:

@@ -11,6 +11,7 @@ from vla_accel.report.conditions import conditions, fell_back, ledger, machine
 from vla_accel.report.page import Number, Page, Picture, Section, Table
 
 Points = list[tuple[float, float]]
+KERNEL_TIMES, MOST_KERNELS = ("sum", "overlapped", "idle_before"), 30
 CLOSE = 4
 """Beside a system that takes longer than so many times the quickest, that one's parts cannot be seen."""
 
@@ -31,6 +32,8 @@ def page(report: Mapping[str, Any]) -> Page:
     sections = [Section("Whole calls", pictures), ledger((_label(row), row.get("engines") or []) for row in rows)]
     if report["throughput"]:
         sections.insert(1, Section("Batched calls", [_batches(report["throughput"])]))
+    if more := tables(report):
+        sections.append(Section("Timed besides", [Table(*one) for one in more]))
     left_out = ", ".join(f"{name} ({why})" for name, why in report["left_out"].items())
     host = report.get("host", {})
     busy = host.get("others_busy")
@@ -101,6 +104,36 @@ def _batches(rows: list[dict[str, Any]]) -> Picture:
                                     limits=floors),
         Table("Throughput", ("system", "steps", "batch", "median ms", "observations/s", "floor ms"), body),
     )  # fmt: skip
+
+
+def tables(report: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and rows of what was timed besides whole calls: calls at a rate, starts, kernels."""
+    rows, found = report["rows"], []
+    if any("paced" in row for row in rows):
+        body = [
+            [ran(row), str(row["steps"]), *(f"{row['paced'][n]:.2f}" for n in ("median_ms", "p90_ms")),
+             str(row["paced"]["late"]), "-" if row["paced"]["power_w"] is None else f"{row['paced']['power_w']:.0f}"]
+            for row in rows
+        ]  # fmt: skip
+        title = f"calls at {rows[0]['paced']['hz']:g} Hz"
+        found.append((title, ["system", "steps", "median ms", "p90", "late", "W"], body))
+    if started := [row for row in rows if "start" in row]:
+        names = [name for name in started[0]["start"]["cold"] if name != "total"]
+        body = [
+            [f"{ran(row)}, {which}", *(f"{row['start'][which][name]:.2f}" for name in names)]
+            for row in started for which in ("cold", "warm")
+        ]  # fmt: skip
+        title = f"seconds of a start; reading the file alone {started[0]['start']['file_read']:.2f}"
+        found.append((title, ["system", *(n.replace("_", " ") for n in names)], body))
+    for name, told in report.get("kernels", {}).items():
+        whole = (f"{what} {told[f'{what}_us']:.0f}" for what in ("span", "busy", "overlapped", "idle"))
+        body = [
+            [one["name"][:60], str(one["count"]), *(f"{one[f'{what}_us']:.1f}" for what in KERNEL_TIMES)]
+            for one in told["kernels"][:MOST_KERNELS]
+        ]
+        title = f"{name}, kernels of a call in µs under the profiler: {', '.join(whole)}"
+        found.append((title, ["kernel", "times", *(what.replace("_", " ") for what in KERNEL_TIMES)], body))
+    return found
 
 
 def ran(row: Mapping[str, Any]) -> str:

@@ -163,8 +163,8 @@ class GrootProcessor:
         view = self.tokenizer.encode(_VIEW, add_bos=False)
         if len(view) != 2 or ids[self.lead : self.lead + 2 * images] != view * images:
             raise CheckpointError(
-                f"tokenizer: expected {self.lead} tokens of '<|im_start|>user' and a newline, then two for each view, "
-                f"got {ids[: self.lead + 2 * images]}"
+                f"tokenizer: expected Qwen3-VL's, with {self.lead} tokens before the first view and two for each, got "
+                f"another model's: {ids[: self.lead + 2 * images]}"
             )
         if len(ids) > self.max_token_len:
             raise ObservationError(

@@ -65,11 +65,13 @@ class Normaliser:
         """Leaves `count` numbers as they are."""
         return cls("mean_std", np.zeros(count), np.ones(count))
 
-    def cut(self, count: int, name: str) -> Normaliser:
-        """For the first `count` numbers: openpi computes some statistics after padding. Raises CheckpointError if there
-        are fewer."""
-        if len(self.low) < count:
-            raise CheckpointError(f"norm_stats.{name}: expected {count} values, got {len(self.low)}")
+    def cut(self, count: int, padded: int, name: str) -> Normaliser:
+        """For the first `count` numbers: openpi computes some statistics after padding, to the model's `padded` or with
+        zeros. Raises CheckpointError if there are fewer, or others that are no padding."""
+        beyond = np.abs([self.low[count:], self.span[count:]])
+        if len(self.low) < count or (len(self.low) != padded and (beyond > 1e-5).any()):
+            its = f"{count} numbers ({name.removesuffix('s')}_dim)"
+            raise CheckpointError(f"norm_stats.{name}: expected the preset's {its}, got {len(self.low)}")
         return Normaliser(self.kind, self.low[:count], self.span[:count], self.single)
 
     def normalise(self, x: np.ndarray) -> np.ndarray:

@@ -80,8 +80,8 @@ class Processor:
     _grippers: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "state", self.state.cut(self.preset.state_dim, "state"))
-        object.__setattr__(self, "actions", self.actions.cut(self.preset.action_dim, "actions"))
+        object.__setattr__(self, "state", self.state.cut(self.preset.state_dim, self.action_dim, "state"))
+        object.__setattr__(self, "actions", self.actions.cut(self.preset.action_dim, self.action_dim, "actions"))
         object.__setattr__(self, "_moving", np.array(self.preset.delta_actions, np.intp))
         object.__setattr__(self, "_flipped", np.array(self.preset.flipped, np.intp))
         object.__setattr__(self, "_grippers", np.array(self.preset.gripper_dims, np.intp))

@@ -57,8 +57,7 @@ class Journal:
     def _read(self, about: Mapping[str, Any]) -> None:
         whole, _ = self._file.read()
         if not whole:
-            self._write({"schema": SCHEMA, "about": about})
-            return
+            return self._write({"schema": SCHEMA, "about": about})
         try:
             head, *lines = [json.loads(line) for line in whole]
             schema, before = head["schema"], head["about"]
@@ -67,6 +66,9 @@ class Journal:
             raise ConfigError(
                 f"{self.path}: expected a journal of vla-accel tune, got {error!r}; --overwrite starts afresh"
             ) from error
+        if schema == SCHEMA and before != about and not lines:  # nothing is lost
+            self._file.keep([])
+            return self._read(about)
         if schema != SCHEMA or before != about:
             other = _differing(before, about) or ["schema"]
             raise ConfigError(
