@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.support.server_support import EchoPolicy, RawClient, expected_actions
 from tests.support.waiting import eventually
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ActionError, ConfigError, ServerError
-from vla_accel.server import PolicyServer, ServerConfig, background
+from vla_accel.server import PolicyServer, ServerConfig, Shelf, background
 
 LOCAL = local()
 
@@ -61,6 +62,27 @@ def test_a_policys_own_mistake_is_answered_without_the_servers_paths(caplog: pyt
         assert metric(server.address, 'vla_accel_requests_total{outcome="policy error"}') == 1
     (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
     assert "Traceback" in record.getMessage() and "infer_batch" in record.getMessage()
+
+
+def test_a_policy_is_loaded_in_the_thread_that_runs_it() -> None:
+    """torch keeps CPU threads for every thread that computes: with two sets of them each small operation waits."""
+    policy, threads = EchoPolicy(), []
+    answer = policy.infer_batch
+
+    def load() -> tuple[EchoPolicy, int]:
+        threads.append(threading.get_ident())
+        policy.infer_batch = lambda observations: threads.append(threading.get_ident()) or answer(observations)
+        return policy, 0
+
+    with background(Shelf({"": load}), LOCAL) as server, PolicyClient(server.address) as client:
+        client.infer(observation(1))
+    assert len(threads) == 2 and threads[0] == threads[1] != threading.get_ident()
+
+    def wrong() -> tuple[EchoPolicy, int]:
+        raise ConfigError("no such checkpoint")
+
+    with pytest.raises(ConfigError, match=r"^no such checkpoint$"), background(Shelf({"": wrong}), LOCAL):
+        pytest.fail("it began to serve")
 
 
 def test_tokens_that_are_no_chunk_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,8 +30,6 @@ from vla_accel.progress import going_on
 from vla_accel.report.bench import page, ran, tables
 from vla_accel.report.page import check_path, write
 
-"""Of a call that the console lists."""
-
 
 def main(chosen: Bench, words: list[str]) -> int:
     """Time and report."""
@@ -96,7 +94,8 @@ def main(chosen: Bench, words: list[str]) -> int:
         for system, row in zip(made, found, strict=True):
             if chosen.hz:
                 rng = np.random.default_rng(0)
-                row["paced"] = paced(system, partial(observe, rng), chosen.hz, chosen.calls, device)
+                with going_on(f"calls of {system.name} at {chosen.hz:g} Hz", say):
+                    row["paced"] = paced(system, partial(observe, rng), chosen.hz, chosen.calls, device)
             if chosen.starts and system.name in factory.configs and steps == sweep[0]:
                 settings = replace(factory.configs[system.name], num_steps=steps, device=str(device))
                 with going_on(f"two starts of {system.name}", say):

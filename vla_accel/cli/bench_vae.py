@@ -76,7 +76,9 @@ class _Bench:
             with going_on(f"{size_key(size)}: the systems, and the reference, eager in float32", say):
                 references = self._diffusers(self.reference, image.float(), latents.float())
                 want = {side: run().float() for side, run in references.items()}
-                taken = [name for name in self.options.systems if self._takes_part(name, size)]
+                all_of_them = size in map(parse_size, self.options.compile_sizes)
+                late = () if all_of_them else ("compile", "inductor", "native-measured")
+                taken = [name for name in self.options.systems if name not in late]
                 systems = {name: self._system(name, image, latents) for name in taken}
             for side in ("encoder", "decoder"):
                 runs = {name: system[side] for name, system in systems.items()}
@@ -103,11 +105,6 @@ class _Bench:
         if self.device.type == "cuda":
             torch.compiler.reset()
         return rows
-
-    def _takes_part(self, system: str, size: Size) -> bool:
-        return system not in ("compile", "inductor", "native-measured") or size in [
-            parse_size(t) for t in self.options.compile_sizes
-        ]
 
     def _system(self, name: str, image: Tensor, latents: Tensor) -> dict[str, Callable[[], Tensor]]:
         if name == "eager":

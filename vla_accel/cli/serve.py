@@ -42,7 +42,8 @@ def main(given: Serve, words: list[str]) -> int:
     elif devices is not None:
         serve(Replicas(load, devices), limits)
     else:
-        serve(load(given.device), limits)
+        several = isinstance(load, LoadSeveral)
+        serve(load(given.device) if several else Shelf({"": lambda: (load(given.device), 0)}), limits)
     return 0
 
 

@@ -32,7 +32,7 @@ class Stage:
             # Warming up on what memory happens to hold could index a table out of range.
             buffer.zero_()
         self._graph: Captured | None = (
-            capture([(component.name, self.engine)], _nothing, ledger) if self.engine.capturable else None
+            capture([(component.name, self.engine)], lambda: None, ledger) if self.engine.capturable else None
         )
         self._note_choices(ledger)
         buffers = [*self.engine.inputs.values(), *self.engine.outputs.values()]
@@ -101,10 +101,6 @@ def first_non_finite(module: nn.Module, inputs: tuple[Tensor, ...]) -> str | Non
         for handle in handles:
             handle.remove()
     return found[0] if found else None
-
-
-def _nothing() -> None:
-    pass
 
 
 def _free(device: torch.device) -> int:

@@ -71,8 +71,10 @@ def reduce_precision(module: nn.Module, how: ReducedPrecision) -> list[str]:
     dtype = DTYPES[how.dtype]
     require_supported(module, dtype)
     kept = kept_by(module, how.keep_fp32)
-    if how.channels_last:
-        _lay_out(module)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d} if how.channels_last else {}
+    for parameter in module.parameters():
+        if parameter.dim() in formats:
+            parameter.data = parameter.data.contiguous(memory_format=formats[parameter.dim()])
     parts = [module.get_submodule(name) for name in kept]
     # Never through 16 bits: what is kept keeps every digit.
     wide = {id(t) for part in parts for t in (*part.parameters(), *part.buffers())}
@@ -194,13 +196,6 @@ def kept_by(module: nn.Module, patterns: Sequence[str]) -> list[str]:
                 called = not isinstance(part, (nn.ModuleList, nn.ModuleDict))
                 kept += [name] if called else [f"{name}.{child}" for child, _ in part.named_children()]
     return list(dict.fromkeys(kept))
-
-
-def _lay_out(module: nn.Module) -> None:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    for parameter in module.parameters():
-        if parameter.dim() in formats:
-            parameter.data = parameter.data.contiguous(memory_format=formats[parameter.dim()])
 
 
 def _widen(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:

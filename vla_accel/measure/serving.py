@@ -21,7 +21,7 @@ from vla_accel.client.load import COLUMNS, load, packing_ms
 from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.remote import wire
 from vla_accel.remote.processes import start
-from vla_accel.server import Replicas, ServerConfig, background
+from vla_accel.server import Replicas, ServerConfig, Shelf, background
 
 SCHEMA = "vla_accel.bench_server/1"
 PAUSE_S = 0.002
@@ -185,7 +185,9 @@ def _serve(
 ) -> None:
     with contextlib.suppress(ConnectionError):  # who asked for it has been interrupted
         try:
-            policy = load_policy(device) if devices is None else Replicas(load_policy, devices)
+            policy = (
+                Shelf({"": lambda: (load_policy(device), 0)}) if devices is None else Replicas(load_policy, devices)
+            )
             with background(policy, ServerConfig(port=0, **limits)) as server:
                 told.send(server.address)
                 with contextlib.suppress(EOFError):

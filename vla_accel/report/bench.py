@@ -11,7 +11,9 @@ from vla_accel.report.conditions import conditions, fell_back, ledger, machine
 from vla_accel.report.page import Number, Page, Picture, Section, Table
 
 Points = list[tuple[float, float]]
-KERNEL_TIMES, MOST_KERNELS = ("sum", "overlapped", "idle_before"), 30
+KERNEL_TIMES = ("sum", "overlapped", "idle_before")
+MOST_KERNELS = 30
+"""Of a call that are listed."""
 CLOSE = 4
 """Beside a system that takes longer than so many times the quickest, that one's parts cannot be seen."""
 

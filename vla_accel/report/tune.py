@@ -69,8 +69,8 @@ def _agreement(rows: Sequence[Row]) -> list[Picture]:
 
 def agreement_points(rows: Sequence[Row]) -> list[charts.Point]:
     """What was timed and computes the same policy, by latency and disagreement."""
-    return [charts.Point(row["name"], row["latency"]["median_ms"], _disagreement(row), chosen=row["chosen"],
-                         front=row["front"], dropped=row["dropped"] is not None)
+    return [charts.Point(row["name"], row["latency"]["median_ms"], 0.0 if (same := _cosine(row)) is None else 1 - same,
+                         chosen=row["chosen"], front=row["front"], dropped=row["dropped"] is not None)
             for row in rows if row["latency"] and not row["other_policy"]]  # fmt: skip
 
 
@@ -142,11 +142,6 @@ def _parts(rows: Sequence[Row]) -> Picture:
 
 def _cosine(row: Row) -> float | None:
     return None if row["agreement"] is None else row["agreement"]["cosine"]
-
-
-def _disagreement(row: Row) -> float:
-    cosine = _cosine(row)
-    return 0.0 if cosine is None else 1 - cosine
 
 
 def verdict(row: Row) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import logging
 import mmap
@@ -22,6 +23,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import IO, Any, Protocol
 
@@ -39,7 +41,7 @@ _SHARED_BYTES = 2**25
 """For the frames of two turns, half of it each; what has no room goes through the socket. Only what is used takes
 memory."""
 _END_S = 5.0
-"""How long a process may take to end before it is killed."""
+"""How long a process or a load may take to end before it is left to its fate."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,18 @@ class ThreadReplica:
         self.hellos, self.batches = {}, False
 
     async def start(self, on_death: Callable[[], None]) -> None:
-        shelf = self._runner.shelf
-        shelf.start()
-        self.hellos, self.batches = shelf.hellos, shelf.batches
-        self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._work, name="policy", daemon=True).start()
+        self._loop, loaded = asyncio.get_running_loop(), Future[None]()
+        loaded.set_running_or_notify_cancel()  # it goes on where nobody waits any more
+        thread = threading.Thread(target=self._work, args=(loaded,), name="policy", daemon=True)
+        thread.start()
+        try:
+            await asyncio.wrap_future(loaded)
+        except asyncio.CancelledError:  # a process that ends while torch computes is aborted
+            interrupt, ident = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(thread.ident or 0)
+            interrupt(ident, ctypes.py_object(KeyboardInterrupt))
+            await self._loop.run_in_executor(None, thread.join, _END_S)
+            raise
+        self.hellos, self.batches = self._runner.shelf.hellos, self._runner.shelf.batches
 
     def run(self, calls: Sequence[Call], deliver: Deliver) -> None:
         self._calls.put((calls, deliver))
@@ -99,7 +108,14 @@ class ThreadReplica:
     async def close(self) -> None:
         self._calls.put(None)
 
-    def _work(self) -> None:
+    def _work(self, loaded: Future[None]) -> None:
+        # Loaded where it runs: on a CPU torch keeps threads for each thread that computes, and more threads than cores
+        # wait for each other in every small operation.
+        try:
+            self._runner.shelf.start()
+        except BaseException as error:
+            return loaded.set_exception(error)
+        loaded.set_result(None)
         while (item := self._calls.get()) is not None:
             calls, deliver = item
             self._runner.run(calls, lambda answers, to=deliver: self._tell(to, answers))
@@ -295,7 +311,8 @@ def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, 
         runner = Runner(shelf, max_batch)
         _send(pipe, (shelf.hellos, shelf.batches))
         while True:
-            runner.run(_calls(_receive(pipe), frames), lambda answers: _send(pipe, answers))
+            sent = pickle.loads(_exactly(pipe, _LENGTH.unpack(_exactly(pipe, _LENGTH.size))[0]))
+            runner.run(_calls(sent, frames), lambda answers: _send(pipe, answers))
 
 
 def _calls(sent: tuple[int, list[int], bytes], frames: memoryview) -> list[Call]:
@@ -308,10 +325,6 @@ def _calls(sent: tuple[int, list[int], bytes], frames: memoryview) -> list[Call]
 def _send(pipe: socket.socket, message: Any) -> None:
     data = pickle.dumps(message, protocol=5)
     pipe.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _receive(pipe: socket.socket) -> Any:
-    return pickle.loads(_exactly(pipe, _LENGTH.unpack(_exactly(pipe, _LENGTH.size))[0]))
 
 
 def _exactly(pipe: socket.socket, count: int) -> bytearray:
