@@ -96,7 +96,7 @@ def pair(reference: Mapping[Key, bool | None], other: Mapping[Key, bool | None],
         alone = sorted(mine.keys() - theirs.keys(), key=_order)
         if alone:
             raise ConfigError(
-                f"{lacks}: expected the episodes of {has}, got none of {len(alone)}, the first {_say(alone[0])}"
+                f"{lacks}: expected the episodes of {has}, lacks {len(alone)} of them, the first {_say(alone[0])}"
             )
     counts: dict[int | None, dict[str, int]] = {}
     for key in sorted(reference, key=_order):
