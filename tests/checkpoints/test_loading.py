@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from vla_accel.checkpoints.dialects import Stated, infer_config
 from vla_accel.checkpoints.loading import find, load
 from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights
+from vla_accel.config import CheckpointSpec
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError
 from vla_accel.models.pi0 import SIZES, Kind
 from vla_accel.transforms.robots import PRESETS
@@ -127,3 +129,13 @@ def test_no_pickle_is_ever_opened(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged safetensors file"):
         SafetensorsWeights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [("pi0", "embodiment", "libero_sim"), ("pi0", "discrete_state_input", False), ("pi05", "relaxed_actions", True)],
+)
+def test_settings_that_a_family_lacks_are_refused(tmp_path: Path, kind: Kind, name: str, value: Any) -> None:
+    write_tiny_checkpoint(tmp_path, kind)
+    with pytest.raises(ConfigError, match=rf"^checkpoint\.{name}: {kind} has no such setting, expected tokenizer, "):
+        load(tmp_path, PolicyConfig(checkpoint=CheckpointSpec(**{name: value})))

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tests.support.agreement import ACTIONS_ATOL, rms
 from tests.support.whole_calls import pi0_fast_tokens, smolvla_actions
-from vla_accel.checkpoints.loading import Checkpoint, load
+from vla_accel.checkpoints.loading import Checkpoint, family_of, load
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.families.pi0_fast import PI0_FAST
 from vla_accel.files import write_json
@@ -105,7 +105,7 @@ def ask_pi0_fast(
 
 def answers(weights: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Checkpoint, dict[str, Tensor]]:
     """A checkpoint of lerobot's, and our answer in `dtype` to each of the cases that have one of its in float32."""
-    settings = PolicyConfig(checkpoint=CheckpointSpec(relaxed_actions=True))
+    settings = PolicyConfig(checkpoint=CheckpointSpec(relaxed_actions=family_of(weights) is PI0_FAST))
     checkpoint = load(weights, settings, device="cpu", dtype=dtype, whole=False)
     model = checkpoint.model
     ask: Any = ask_groot

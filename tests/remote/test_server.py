@@ -69,19 +69,19 @@ def test_a_policy_is_loaded_in_the_thread_that_runs_it() -> None:
     policy, threads = EchoPolicy(), []
     answer = policy.infer_batch
 
-    def load() -> tuple[EchoPolicy, int]:
+    def load() -> EchoPolicy:
         threads.append(threading.get_ident())
         policy.infer_batch = lambda observations: threads.append(threading.get_ident()) or answer(observations)
-        return policy, 0
+        return policy
 
-    with background(Shelf({"": load}), LOCAL) as server, PolicyClient(server.address) as client:
+    with background(Shelf.later(load), LOCAL) as server, PolicyClient(server.address) as client:
         client.infer(observation(1))
     assert len(threads) == 2 and threads[0] == threads[1] != threading.get_ident()
 
-    def wrong() -> tuple[EchoPolicy, int]:
+    def wrong() -> EchoPolicy:
         raise ConfigError("no such checkpoint")
 
-    with pytest.raises(ConfigError, match=r"^no such checkpoint$"), background(Shelf({"": wrong}), LOCAL):
+    with pytest.raises(ConfigError, match=r"^no such checkpoint$"), background(Shelf.later(wrong), LOCAL):
         pytest.fail("it began to serve")
 
 

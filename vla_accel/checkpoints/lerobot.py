@@ -234,14 +234,17 @@ def _steps(path: Path) -> list[dict[str, Any]]:
         raise CheckpointError(f"{path}: expected steps with settings, got {steps}")
     unknown = [
         str(s.get("registry_name", s.get("class"))) for s in steps
-        if s.get("registry_name") not in _KNOWN_STEPS
-        and not (s.get("registry_name") in _SWITCHED and (s.get("config") or {}).get("enabled") is False)
+        if s.get("registry_name") not in _KNOWN_STEPS and not _is_off(s)
     ]  # fmt: skip
     if unknown:
         raise CheckpointError(
             f"{path}: expected steps among {', '.join(sorted(_KNOWN_STEPS))}, got {', '.join(unknown)}"
         )
     return steps
+
+
+def _is_off(step: Mapping[str, Any]) -> bool:
+    return step.get("registry_name") in _SWITCHED and (step.get("config") or {}).get("enabled") is False
 
 
 def _is_step(step: Any) -> bool:

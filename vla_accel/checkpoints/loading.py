@@ -9,16 +9,16 @@ from __future__ import annotations
 import functools
 import re
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vla_accel.checkpoints.bundled import NAMED
-from vla_accel.checkpoints.lora import CONFIG, Folded, check_base, is_adapter, read_lora
+from vla_accel.checkpoints.lora import CONFIG, check_base, is_adapter, read_lora
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
-from vla_accel.config import PolicyConfig
+from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, unknown
 from vla_accel.fp8 import Scales, scales_for
 from vla_accel.models.family import FAMILIES, Family, family_named
@@ -26,6 +26,7 @@ from vla_accel.models.network import Network
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "assets/**")
+_SETTINGS = ("tokenizer", "action_horizon", "max_token_len")  # of every family
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,11 @@ def load(
     if lora is not None:
         settings = settings.with_lora(str(lora))
     family = family_of(folder)
+    given, usual, known = asdict(settings.checkpoint), asdict(CheckpointSpec()), (*_SETTINGS, *family.settings)
+    for name in given:
+        if name not in known and given[name] != usual[name]:
+            raise ConfigError(f"checkpoint.{name}: {family.name} has no such setting, expected {', '.join(known)}")
     model, processor = family.load(folder, settings, device=device, dtype=dtype)
-    if lora is not None and not isinstance(model.origin, Folded):
-        raise ConfigError(f"lora: expected a model that takes adapters, {family.name} takes none")
     return Checkpoint(str(path_or_name), family, model.whole() if whole else model, processor, folder, lora=lora)
 
 

@@ -43,7 +43,7 @@ def main(given: Serve, words: list[str]) -> int:
         serve(Replicas(load, devices), limits)
     else:
         several = isinstance(load, LoadSeveral)
-        serve(load(given.device) if several else Shelf({"": lambda: (load(given.device), 0)}), limits)
+        serve(load(given.device) if several else Shelf.later(lambda: load(given.device)), limits)
     return 0
 
 

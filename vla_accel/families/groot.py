@@ -58,6 +58,7 @@ class GrootFamily(TextFamily):
     name = "groot"
     network_class, store_class, drawn = Groot, GrootStore, DrawnGroot
     parts = ("vision", "kv_cache", "denoise")
+    settings = ("embodiment",)
     sizes: ClassVar = {"groot_n17": groot_n17}
     guidance = ("target", "weights")
     systems: ClassVar = {"native-fp8": {"denoise": "fp8"}, "native-int8-denoise": {"denoise": "int8"}}

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vla_accel.checkpoints.checkpoint import is_own
 from vla_accel.checkpoints.dialects import kind_of
-from vla_accel.component import Component
-from vla_accel.components import denoise_component, kv_cache_component, vision_component
-from vla_accel.config import EngineSpec, RtcConfig
+from vla_accel.config import EngineSpec
 from vla_accel.families import pi0_openpi, pi0_realtime_vla
 from vla_accel.families.pi0_folder import load_folder
-from vla_accel.families.prompted import DenoisingFamily, PromptShape, prefix_work
-from vla_accel.fp8 import Scales
+from vla_accel.families.prompted import DenoisingFamily, prefix_work
 from vla_accel.models.family import Work, weight_bytes
 from vla_accel.models.pi0 import Kind, Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.native.pi0 import Pi0Store
@@ -29,21 +26,8 @@ class Pi0Family(DenoisingFamily):
 
     def __init__(self, kind: Kind, sizes: Mapping[str, Callable[..., Pi0Config]], horizon: int, views: int) -> None:
         self.name, self.sizes, self.horizon, self.views = kind, sizes, horizon, views
+        self.settings = ("asset_id", "lora", *(("discrete_state_input",) if kind == "pi05" else ()))
         self.realtime_vla = tuple(pi0_realtime_vla.CLASSES[kind])
-
-    # -- running it -----------------------------------------------------------------------------------------------
-
-    def components(  # type: ignore[override]
-        self, model: Pi0, shape: PromptShape, *, store: Pi0Store | None = None, scales: Scales | None = None,
-        rtc: RtcConfig | None = None,
-    ) -> Sequence[Component]:  # fmt: skip
-        batch, views, tokens, padded = shape.batch, shape.views, shape.tokens, shape.padded
-        prefix = model.config.prefix_tokens(views, tokens)
-        return (
-            vision_component(model, batch, views, store),
-            kv_cache_component(model, batch, views, tokens, padded, store, scales),
-            denoise_component(model, batch, prefix, shape.steps, padded, store, rtc),
-        )
 
     # -- measuring it ---------------------------------------------------------------------------------------------
 

@@ -3,21 +3,19 @@ transforms make actions of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from vla_accel.component import Component
-from vla_accel.components import kv_cache_component, vision_component
 from vla_accel.components.decode import RESULT, decode_component
-from vla_accel.config import EngineSpec, RtcConfig
+from vla_accel.config import EngineSpec
 from vla_accel.errors import of_one
 from vla_accel.families import stand_in
 from vla_accel.families.pi0_fast_folder import load_folder
 from vla_accel.families.prompted import PromptedFamily, PromptShape, prefix_work
-from vla_accel.fp8 import Scales
 from vla_accel.models.family import Work, weight_bytes
 from vla_accel.models.pi0_fast import Pi0Fast, Pi0FastConfig, pi0_fast
 from vla_accel.native.pi0 import Pi0FastStore
@@ -31,6 +29,7 @@ class Pi0FastFamily(PromptedFamily):
     name = "pi0_fast"
     network_class, store_class = Pi0Fast, Pi0FastStore
     parts = ("vision", "kv_cache", "decode")
+    settings = ("action_tokenizer", "relaxed_actions")
     sizes: ClassVar[Mapping[str, Callable[..., Pi0FastConfig]]] = {"pi0_fast": pi0_fast}
     result = RESULT
     sweep = (64,)
@@ -51,16 +50,8 @@ class Pi0FastFamily(PromptedFamily):
 
     # -- running it -----------------------------------------------------------------------------------------------
 
-    def components(  # type: ignore[override]
-        self, model: Pi0Fast, shape: PromptShape, *, store: Pi0FastStore | None = None, scales: Scales | None = None,
-        rtc: RtcConfig | None = None,
-    ) -> Sequence[Component]:  # fmt: skip
-        batch, views, tokens, padded = shape.batch, shape.views, shape.tokens, shape.padded
-        return (
-            vision_component(model, batch, views, store),
-            kv_cache_component(model, batch, views, tokens, padded, store, scales),
-            decode_component(model, batch, views, tokens, shape.steps, padded, store),
-        )
+    def last(self, model: Pi0Fast, shape: PromptShape, store: Pi0FastStore | None, rtc: Any) -> Component:
+        return decode_component(model, shape.batch, shape.views, shape.tokens, shape.steps, shape.padded, store)
 
     def normalised(self, transforms: FastProcessor, result: np.ndarray) -> np.ndarray:
         chunks = []

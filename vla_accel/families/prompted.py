@@ -3,6 +3,7 @@ keys, values → …, views of one size and a state; and those that then denoise
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vla_accel.component import Component
+from vla_accel.components import denoise_component, kv_cache_component, vision_component
 from vla_accel.components.calibration import calibration
 from vla_accel.components.padding import PROMPT_BUCKET, padded_prompt
 from vla_accel.components.quantize import calibrate, load_modelopt
@@ -81,9 +84,23 @@ class TextFamily(Family):
 
 class PromptedFamily(TextFamily):
     """A family whose config is one of a `models.prefixed.PrefixNetwork`, whose transforms are a `Processor`, and whose
-    first components are vision and kv_cache."""
+    components are vision, kv_cache and another, `last`."""
 
     # -- running it -----------------------------------------------------------------------------------------------
+
+    def components(
+        self, model: Any, shape: PromptShape, *, store: Any = None, scales: Scales | None = None,
+        rtc: RtcConfig | None = None,
+    ) -> Sequence[Component]:  # fmt: skip
+        vision = vision_component(model, shape.batch, shape.views, store)
+        return vision, self.kv_cache(model, shape, store, scales), self.last(model, shape, store, rtc)
+
+    def kv_cache(self, model: Any, shape: PromptShape, store: Any, scales: Scales | None) -> Component:
+        return kv_cache_component(model, shape.batch, shape.views, shape.tokens, shape.padded, store, scales)
+
+    @abstractmethod
+    def last(self, model: Any, shape: PromptShape, store: Any, rtc: RtcConfig | None) -> Component:
+        """What makes the result from keys and values."""
 
     def shape(
         self, config: Any, inputs: Sequence[Inputs], steps: int, specs: Mapping[str, EngineSpec]
@@ -166,6 +183,10 @@ class DenoisingFamily(PromptedFamily):
         return replace(
             config, prefix=replace(config.prefix, depth=depth), expert=replace(config.expert, depth=depth)
         )  # fmt: skip
+
+    def last(self, model: Any, shape: PromptShape, store: Any, rtc: RtcConfig | None) -> Component:
+        prefix = model.config.prefix_tokens(shape.views, shape.tokens)
+        return denoise_component(model, shape.batch, prefix, shape.steps, shape.padded, store, rtc)
 
     def guide(self, config: Any, rtc: RtcConfig, previous: np.ndarray, delay: int) -> dict[str, np.ndarray]:
         most = config.action_horizon - 1 if rtc.max_delay is None else rtc.max_delay

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from vla_accel.checkpoints.checkpoint import is_own
 from vla_accel.checkpoints.smolvla import SIGNS
 from vla_accel.component import Component
-from vla_accel.components import denoise_component, vision_component
 from vla_accel.components.smolvla import smolvla_kv_cache_component
-from vla_accel.config import EngineSpec, RtcConfig
+from vla_accel.config import EngineSpec
 from vla_accel.families import smolvla_lerobot, stand_in
 from vla_accel.families.prompted import DenoisingFamily, PromptShape
 from vla_accel.families.smolvla_folder import load_folder
-from vla_accel.fp8 import Scales
 from vla_accel.models.family import Work, products_of, weight_bytes
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.native.smolvla import SmolVlaStore
@@ -31,17 +29,8 @@ class SmolVlaFamily(DenoisingFamily):
 
     # -- running it -----------------------------------------------------------------------------------------------
 
-    def components(  # type: ignore[override]
-        self, model: SmolVla, shape: PromptShape, *, store: SmolVlaStore | None = None, scales: Scales | None = None,
-        rtc: RtcConfig | None = None,
-    ) -> Sequence[Component]:  # fmt: skip
-        batch, views, tokens, padded = shape.batch, shape.views, shape.tokens, shape.padded
-        prefix = model.config.prefix_tokens(views, tokens)
-        return (
-            vision_component(model, batch, views, store),
-            smolvla_kv_cache_component(model, batch, views, tokens, padded, store),
-            denoise_component(model, batch, prefix, shape.steps, padded, store, rtc),
-        )
+    def kv_cache(self, model: SmolVla, shape: PromptShape, store: SmolVlaStore | None, scales: Any) -> Component:
+        return smolvla_kv_cache_component(model, shape.batch, shape.views, shape.tokens, shape.padded, store)
 
     # -- measuring it ---------------------------------------------------------------------------------------------
 

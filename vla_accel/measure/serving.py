@@ -185,9 +185,8 @@ def _serve(
 ) -> None:
     with contextlib.suppress(ConnectionError):  # who asked for it has been interrupted
         try:
-            policy = (
-                Shelf({"": lambda: (load_policy(device), 0)}) if devices is None else Replicas(load_policy, devices)
-            )
+            later = Shelf.later(lambda: load_policy(device))
+            policy = later if devices is None else Replicas(load_policy, devices)
             with background(policy, ServerConfig(port=0, **limits)) as server:
                 told.send(server.address)
                 with contextlib.suppress(EOFError):

@@ -117,6 +117,8 @@ class Family(ABC):
     """Names of the components, in order: keys of configurations, of the ledger and of timings."""
     sizes: Mapping[str, Callable[..., Any]]
     """Published sizes by name; a function takes the fields to change. The first is what `bench` times."""
+    settings: tuple[str, ...] = ()
+    """Fields of `config.CheckpointSpec` that count for its checkpoints, besides those that count for every family's."""
     guidance: tuple[str, ...] = ()
     """Host inputs of real-time chunking. They are zero in a plain call."""
     result: str = "actions"

@@ -56,7 +56,12 @@ class Shelf:
     @classmethod
     def of(cls, policy: Any) -> Shelf:
         """A shelf with one policy that has no name and stays, or the shelf that it is already."""
-        return policy if isinstance(policy, cls) else cls({"": lambda: (policy, 0)})
+        return policy if isinstance(policy, cls) else cls.later(lambda: policy)
+
+    @classmethod
+    def later(cls, load: Callable[[], Any]) -> Shelf:
+        """A shelf with one policy that has no name, made when the shelf starts."""
+        return cls({"": lambda: (load(), 0)})
 
     @property
     def names(self) -> list[str]:
