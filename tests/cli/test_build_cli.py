@@ -190,7 +190,7 @@ def test_everything_that_is_missing_comes_in_one_error(tmp_path: Path, capsys: A
     path = tmp_path / "c.yaml"
     path.write_text("vision: torch_tensorrt\nkv_cache: tensorrt\ndenoise: tensorrt_rtx\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run("build", path, "--cache", tmp_path / "e") == 1
+    assert run("build", "--config", path, "--cache", tmp_path / "e") == 1
     said = capsys.readouterr().err
     for part in ("torch-tensorrt is not installed; the set for torch", "no usable TensorRT", "name the GPUs"):
         assert part in said

@@ -17,9 +17,9 @@ from tests.support.server_support import get, metric, serve_command
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
 from vla_accel.cli import main
-from vla_accel.cli.serve import is_loopback
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ServerError
+from vla_accel.server import ServerConfig
 
 CONFIG = "configs/eager_fp32.yaml"
 
@@ -37,7 +37,7 @@ def frame(prompt: str = "pick up the black bowl on the stove and place it on the
 def test_the_bundled_checkpoint_is_served_and_answers_as_in_process(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("a secret\n")
-    words = (CONFIG, "--num-steps", "2", "--device", "cpu", "--api-key-file", str(key))
+    words = ("--config", CONFIG, "--num-steps", "2", "--device", "cpu", "--api-key-file", str(key))
     local = OptimizedPolicy.from_pretrained("demo", CONFIG, device="cpu", num_steps=2)
     expected = [local.infer(frame())["actions"] for _ in range(2)]
     with serve_command(*words) as address:
@@ -118,15 +118,18 @@ def test_two_policies_are_served_and_one_is_put_away_and_loaded_again(tmp_path: 
     [
         (("no/such.yaml",), "no/such.yaml"),
         ((CONFIG, "--checkpoint", "no/such/folder"), "checkpoint: expected a folder or one of demo"),
-        ((CONFIG, "--devices", "cpu,cuda:99"), "devices: expected all, or a list of "),
+        (("--config", CONFIG, "--devices", "cpu,cuda:99"), "devices: expected all, or a list of "),
         (
-            (CONFIG, "--devices", "cpu", "--device", "cpu"),
+            ("--config", CONFIG, "--devices", "cpu", "--device", "cpu"),
             "devices: expected --devices alone, got --device or --ray, too",
         ),
-        ((CONFIG, "--host", "0.0.0.0"), "host: 0.0.0.0 without a key lets in whoever reaches it: expected --api-key-f"),
-        ((CONFIG, "--tls-key", "x"), "tls_key: expected tls_cert, too"),
-        ((CONFIG, "--max-clients", "0"), "max-clients: expected at least 1"),
-        ((CONFIG, "--api-key-file", "no/such/file"), "api key no/such/file: expected a readable text file"),
+        (
+            ("--config", CONFIG, "--host", "0.0.0.0"),
+            "host: 0.0.0.0 without a key lets in whoever reaches it: expected --api-key-f",
+        ),
+        (("--config", CONFIG, "--tls-key", "x"), "tls_key: expected tls_cert, too"),
+        (("--config", CONFIG, "--max-clients", "0"), "max-clients: expected at least 1"),
+        (("--config", CONFIG, "--api-key-file", "no/such/file"), "api key no/such/file: expected a readable text file"),
     ],
 )
 def test_what_cannot_be_served_is_one_clear_line(
@@ -157,5 +160,5 @@ def test_what_is_loaded_is_said_before_it_takes_its_time(
 
 
 def test_who_can_reach_an_address() -> None:
-    assert [is_loopback(h) for h in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
-    assert [is_loopback(h) for h in ("0.0.0.0", "::", "192.168.1.5", "robot", "")] == [False] * 5
+    assert [ServerConfig(h).beyond for h in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [False] * 4
+    assert [ServerConfig(h).beyond for h in ("0.0.0.0", "::", "192.168.1.5", "robot", "")] == [True] * 5

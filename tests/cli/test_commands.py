@@ -53,9 +53,8 @@ def recorded(tmp_path: Path) -> str:
         ("folder --config native_fp8", ("folder", "native_fp8")),
         ("--config mine.yaml folder", ("folder", "mine.yaml")),
         # The former spelling.
-        ("configs/native.yaml", (None, "configs/native.yaml")),
         ("configs/native.yaml --checkpoint folder", ("folder", "configs/native.yaml")),
-        ("--checkpoint=folder mine.json", ("folder", "mine.json")),
+        ("--checkpoint=folder mine.yml", ("folder", "mine.yml")),
         ("--checkpoint folder", ("folder", None)),
         ("--checkpoint folder --config native", ("folder", "native")),
     ],
@@ -69,13 +68,21 @@ def test_a_checkpoint_and_how_it_runs(kind: type[PolicySource], words: str, expe
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("a.yaml --config native", "config: expected one, got a.yaml and native"),
+        ("a.yaml --config native --checkpoint folder", "config: expected one, got a.yaml and native"),
         ("demo --checkpoint folder", "checkpoint: expected one, got demo and folder"),
     ],
 )
 def test_two_of_one_thing_are_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_former(Serve, words.split(), "vla-accel serve")
+
+
+@pytest.mark.parametrize(("kind", "file", "option"), [(Serve, "a.yaml", "config"), (Parity, "b.npz", "observations")])
+def test_a_file_in_the_checkpoints_place_is_not_the_demos(kind: type[PolicySource], file: str, option: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"expected a folder or a name, got {file}; did you mean --{option} {file}\?"
+    ):
+        read_former(kind, [file], "vla-accel")
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> Any:

@@ -127,6 +127,29 @@ def test_a_value_that_cannot_be_is_refused(words: str, message: str) -> None:
     assert isinstance(caught.value, OutputError if "cannot be written" in message else ConfigError)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--output a.png --picture a.png", "^output, picture: expected two files, got a.png for both$"),
+        (
+            "--note seen.png --picture {}/seen.png",
+            "^picture: expected another file than those that are read, got seen.png of note$",
+        ),
+        (
+            "--files other,seen.png --output seen.png",
+            "^output: expected another file than those that are read, got seen.png of files$",
+        ),
+    ],
+)
+def test_a_file_is_not_written_twice_nor_over_what_is_read(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("seen.png").touch()
+    with pytest.raises(ConfigError, match=message):
+        read(Options, words.format(tmp_path).split(), "program")
+
+
 def test_what_can_be_is_taken(tmp_path: Path) -> None:
     words = f"--calls 1 --layers 1 --wait 0.1 --share 1 --output {tmp_path}/new/a.json --runs {tmp_path}"
     words += " --sweep 1,2 --sides decoder --files a,b"

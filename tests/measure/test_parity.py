@@ -139,7 +139,7 @@ def test_the_cosine_is_of_the_chunks_in_which_no_command_fell_the_other_way() ->
 def test_the_command_draws(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "eager.yaml"
     config.write_text("num_steps: 1\nprecision: fp32\n")
-    words = ["parity", str(config), "--count", "1", "--draws", "2", "--device", "cpu"]
+    words = ["parity", "--config", str(config), "--count", "1", "--draws", "2", "--device", "cpu"]
     assert cli.main(words) == 0
     content = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert content["draws"] == 2 and content["observations"] == 1 and content["flipped"] == 0

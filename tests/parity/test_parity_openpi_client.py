@@ -123,7 +123,7 @@ def test_openpis_client_plays_a_whole_libero_episode(python: str) -> None:
         suite.name, tasks=(0,), trials=1, steps=(None,), max_steps=suite.max_steps, settings=LIBERO.settings
     )
     task = suite.tasks[0]
-    with serve_command("configs/eager.yaml", "--num-steps", "3", "--device", "cpu") as address:
+    with serve_command("--config", "configs/eager.yaml", "--num-steps", "3", "--device", "cpu") as address:
         client = OpenpiClient(python, address)
         assert client.metadata["policy"] == "demo" and client.metadata["num_steps"] == 3
         actor = PolicyActor(lambda steps: client, LIBERO, protocol, send_noise=False)

@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_keys_have_names_are_counted_and_change_without_a_restart(
     with background(EchoPolicy(), local(api_key_file=file)) as server:
 
         def asks(key: str) -> PolicyClient:
-            client = PolicyClient(server.address, api_key=key)
+            client = PolicyClient(server.address, api_key=f"{key}\n")  # as it is read from a file of its own
             client.infer(observation(1))
             return client
 
@@ -87,7 +88,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     assert read_keys(file) == {"arm": "one", "base": "two: three"}
     for text, said in (
         ("\n# x\n", "expected a key, got an empty file"),
-        ("arm: one\nsecret\n", "line 2: expected NAME: KEY, since there are several"),
+        ("arm: one\nsecret\n", "line 2: with several keys expected NAME: KEY, no space in NAME"),
         ("arm: one\narm: secret\n", "line 2: expected a name and a key of its own, got arm again"),
         ("arm: secret\nbase: secret\n", "line 2: expected a name and a key of its own, got the key of arm again"),
         ("secr\u00e9t\n", "line 1: expected printable ASCII"),
@@ -111,6 +112,18 @@ def test_beyond_this_machine_without_a_key_only_when_told(tmp_path: Path) -> Non
         assert server_config(Serve(host=host, insecure=True)).host == host
         assert server_config(Serve(host=host, api_key_file=tmp_path / "key")).api_key_file == tmp_path / "key"
     assert server_config(Serve()).host == "127.0.0.1"
+
+
+def test_an_open_door_is_told_also_in_a_program_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
+    for given, told in (
+        ({}, "0.0.0.0 without a key: whoever"),
+        ({"api_key": "a"}, "0.0.0.0 without a TLS certificate"),
+    ):
+        with background(EchoPolicy(), replace(local(**given), host="0.0.0.0")):
+            assert told in caplog.text
+        caplog.clear()
+    with background(EchoPolicy(), local()):
+        assert not caplog.records
 
 
 @pytest.fixture(scope="module")

@@ -166,7 +166,7 @@ def read_arrays(file: Path) -> dict[str, np.ndarray]:
     opened = _open(file)
     tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
     # Copies: a tensor is mapped, and would follow a file that is written over.
-    return {name: np.array(t.float() if t.dtype == torch.bfloat16 else t) for name, t in tensors.items()}
+    return {name: np.array((t.float() if t.dtype == torch.bfloat16 else t).numpy()) for name, t in tensors.items()}
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import itertools
 import math
 import os
 import re
@@ -238,15 +239,17 @@ def _commas(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]
 
 def check(given: Any) -> None:
     """Raise ConfigError or OutputError for a field that its type (`Within`, `Written`) refuses, or for a file that two
-    would write; None is none given."""
-    written: dict[Path, str] = {}
-    for field, hint in typing.get_type_hints(type(given), include_extras=True).items():
-        for mark in getattr(hint, "__metadata__", ()):
-            if isinstance(mark, (Within, Written)):
-                value = getattr(given, field)
-                for one in value if isinstance(value, tuple) else (value,):
-                    if one is not None:
-                        name = field.replace("_", "-")
-                        mark.check(name, one)
-                        if isinstance(mark, Written) and (other := written.setdefault(one.resolve(), name)) != name:
-                            raise ConfigError(f"{other}, {name}: expected two files, got {one} for both")
+    would write, or one read and another write; None is none given."""
+    hints, written, others = typing.get_type_hints(type(given), include_extras=True), {}, []
+    for field, hint in hints.items():
+        name, value = field.replace("_", "-"), getattr(given, field)
+        values = [one for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
+        marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, (Within, Written))]
+        for mark, one in itertools.product(marks, values):
+            mark.check(name, one)
+            if isinstance(mark, Written) and (other := written.setdefault(one.resolve(), name)) != name:
+                raise ConfigError(f"{other}, {name}: expected two files, got {one} for both")
+        others += [(name, Path(one)) for one in values if not marks and isinstance(one, (str, Path))]
+    for name, path in others:
+        if path.is_file() and (other := written.get(path.resolve())) is not None:
+            raise ConfigError(f"{other}: expected another file than those that are read, got {path} of {name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import re
 from dataclasses import dataclass
@@ -24,11 +23,6 @@ def main(given: Serve, words: list[str]) -> int:
     limits = server_config(given)
     limits.require_free()
     log = logging.getLogger("vla_accel.server")
-    if not is_loopback(limits.host):
-        if limits.api_key_file is None:
-            log.warning("%s without a key: whoever reaches it may use it", limits.host)
-        elif limits.tls_cert is None:
-            log.warning("%s without --tls-cert: keys travel in the clear", limits.host)
     load = loader(given)
     if given.ray is None:  # else it lies where the replicas are
         for one in load.loads.values() if isinstance(load, LoadSeveral) else (load,):
@@ -49,11 +43,6 @@ def main(given: Serve, words: list[str]) -> int:
 
 def server_config(given: Serve) -> ServerConfig:
     """The server's part. Raises ConfigError, also for an open door that nobody asked for."""
-    if given.api_key_file is None and not given.insecure and not is_loopback(given.host):
-        raise ConfigError(
-            f"host: {given.host or 'every address'} without a key lets in whoever reaches it: expected "
-            "--api-key-file, or --insecure"
-        )
     config = ServerConfig(
         host=given.host,
         port=given.port,
@@ -68,6 +57,11 @@ def server_config(given: Serve) -> ServerConfig:
         max_batch=given.max_batch,
         max_wait_s=given.max_wait_ms / 1e3,
     )
+    if given.api_key_file is None and not given.insecure and config.beyond:
+        raise ConfigError(
+            f"host: {given.host or 'every address'} without a key lets in whoever reaches it: expected "
+            "--api-key-file, or --insecure"
+        )
     # Before the policy is loaded: a missing package and files of no use are an error at once.
     websockets_server()
     Keys(file=given.api_key_file)
@@ -143,11 +137,3 @@ class LoadSeveral:
 
     def __call__(self, device: str | None) -> Shelf:
         return Shelf({name: partial(load.sized, device) for name, load in self.loads.items()}, self.budget)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address to listen on."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

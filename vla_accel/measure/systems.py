@@ -126,7 +126,9 @@ class Factory:
 
     def about(self) -> dict[str, Any]:
         """What was timed, for the record."""
-        return {} if self.model is None else describe_sizes(self.family, self.model.config, self.views)
+        if self.model is None:
+            return {}
+        return {**asdict(self.model.config), "kind": self.family.name, "views": self.views}
 
 
 class CheckpointFactory:
@@ -250,8 +252,3 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def describe_sizes(family: Family, config: Any, views: int) -> dict[str, Any]:
-    """What was timed, for the record."""
-    return {**asdict(config), "kind": family.name, "views": views}

@@ -103,6 +103,10 @@ class PolicyServer:
         host, port = server.sockets[0].getsockname()[:2]
         scheme = "wss" if tls else "ws"
         self.address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        if config.beyond and config.api_key is None and config.api_key_file is None:
+            logger.warning("%s without a key: whoever reaches it may use it", config.host)
+        elif config.beyond and not tls:
+            logger.warning("%s without a TLS certificate: keys travel in the clear", config.host)
         watch = asyncio.create_task(self._watch())
         try:
             page = f" (live page: {self.address.replace('ws', 'http', 1)})" if config.page else ""

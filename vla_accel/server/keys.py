@@ -105,7 +105,7 @@ def read_keys(path: Path) -> dict[str, str]:
             raise ConfigError(f"api key {path}: line {number}: expected printable ASCII characters")
         name, key = match[1] or DEFAULT, match[2]
         if match[1] is None and len(rows) > 1:
-            raise ConfigError(f"api key {path}: line {number}: expected NAME: KEY, since there are several")
+            raise ConfigError(f"api key {path}: line {number}: with several keys expected NAME: KEY, no space in NAME")
         if again := name if name in keys else next((f"the key of {n}" for n, k in keys.items() if k == key), ""):
             raise ConfigError(f"api key {path}: line {number}: expected a name and a key of its own, got {again} again")
         keys[name] = key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 import ssl
 from dataclasses import dataclass
@@ -75,6 +76,14 @@ class ServerConfig(Checked):
         for name in ("grace_s", "max_wait_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}: expected 0 or more seconds, got {getattr(self, name)}")
+
+    @property
+    def beyond(self) -> bool:
+        """Whether more than this machine reaches the address to listen on."""
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host != "localhost"
 
     def require_free(self) -> None:
         """Raise ConfigError if the address cannot be listened on: for before a policy is loaded."""

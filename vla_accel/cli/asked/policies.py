@@ -89,7 +89,7 @@ class Bench:
     horizon: Number = None
     """Of random weights: actions a chunk; the family's own if not given: 10 for π0.5, 50 for π0."""
     batch: Annotated[Listed[int], Within(1)] = ()
-    """Batch sizes whose throughput is measured besides, e.g. 1,2,4,8,16."""
+    """Batch sizes whose throughput is measured besides, at the first of --steps, e.g. 1,2,4,8,16."""
     hz: Annotated[float | None, tyro.conf.arg(metavar="HZ", help_behavior_hint=""), Within(0, above=True)] = None
     """Besides, time calls that come at this rate, as a robot makes them, with the GPU's power."""
     starts: bool = False
@@ -259,7 +259,7 @@ class Convert:
 
 
 S = TypeVar("S", bound=CheckpointSource)
-FIRST = {".yaml": "config", ".yml": "config", ".json": "config", ".npz": "observations"}
+FIRST = {".yaml": "config", ".yml": "config", ".npz": "observations"}
 """What a file in the checkpoint's place is, by its ending."""
 FORMER = {"--synthetic": "--model", "--random": "--model"}
 """Options by the names that they had."""
@@ -276,6 +276,8 @@ def read_former(kind: type[S], words: Sequence[str], program: str) -> S:
         raise ConfigError("checkpoint: expected a folder or a name, got ''")
     name = FIRST.get(Path(first or "").suffix, "")
     if first is not None and hasattr(given, name):
+        if named is None:  # nobody who forgot the checkpoint wants the demo
+            raise ConfigError(f"checkpoint: expected a folder or a name, got {first}; did you mean --{name} {first}?")
         if (other := getattr(given, name)) is not None:
             raise ConfigError(f"{name}: expected one, got {first} and {other}")
         return replace(given, checkpoint=named, **{name: Path(first) if name == "observations" else first})
