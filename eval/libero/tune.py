@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from eval.harness.tuning import opener
 from eval.libero.benchmark import LIBERO
 from eval.script import concluded
-from vla_accel.cli.asked.policies import Tune, read_former
-from vla_accel.cli.options import Text
+from vla_accel.cli.asked.policies import Tune
+from vla_accel.cli.options import Text, read
 
 episodes = opener(LIBERO)
 """`vla-accel tune --benchmark libero` finds it here."""
@@ -30,7 +30,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if words is None else words)
 
     def tune() -> int:
-        chosen = read_former(Arguments, given, "python -m eval.libero.tune")
+        chosen = read(Arguments, given, "python -m eval.libero.tune")
         from vla_accel.cli.tune import main as search
 
         return search(chosen, [*given, "--benchmark", str(chosen.benchmark)])

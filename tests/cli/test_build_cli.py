@@ -54,7 +54,7 @@ def built(config: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFacto
     cache = tmp_path_factory.mktemp("built") / "engines"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert run("build", config, "--checkpoint", checkpoint, "--cache", cache, "--targets", "sm89,sm120") == 0
+        assert run("build", checkpoint, "--config", config, "--cache", cache, "--targets", "sm89,sm120") == 0
     return cache, json.loads(printed.getvalue().strip().splitlines()[-1])
 
 
@@ -71,7 +71,7 @@ def test_build_cache_and_inspect(
     config: Path, checkpoint: Path, built: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: Any
 ) -> None:
     cache = tmp_path / "engines"
-    common = ("build", config, "--checkpoint", checkpoint, "--cache", cache, "--targets", "sm89,sm120")
+    common = ("build", checkpoint, "--config", config, "--cache", cache, "--targets", "sm89,sm120")
     assert run(*common, "--dry-run") == 0
     planned = last_line(capsys)
     assert len(planned["jobs"]) == 4 and set(planned["states"]) == {"to build"} and not cache.exists()
@@ -152,7 +152,7 @@ def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(
         (CONFIG, (), "there is no GPU to build for; name the GPUs, as in --targets sm89,sm120"),
         (
             CONFIG,
-            ("--targets", "sm89", "--random", "pi7"),
+            ("--targets", "sm89", "--model", "pi7"),
             "model: expected one of groot_n17, pi0, pi05, pi05_demo, pi0_fast, smolvla, smolvla_demo",
         ),
         ("vision: {engine: tensorrt}", (), "no usable TensorRT"),
@@ -177,7 +177,7 @@ def test_what_cannot_be_built_is_said_in_one_line(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    assert run("build", path, "--checkpoint", checkpoint, "--cache", tmp_path / "e", *words) == 1
+    assert run("build", checkpoint, "--config", path, "--cache", tmp_path / "e", *words) == 1
     said = capsys.readouterr().err.strip()
     pattern = message if "\\" in message else re.escape(message)
     *begun, last = said.splitlines()
@@ -211,7 +211,7 @@ def test_an_interrupted_build_keeps_what_is_whole(
         return real(job, *args, **given)
 
     monkeypatch.setattr(building, "build", interrupted)
-    words = ("build", config, "--checkpoint", checkpoint, "--cache", cache, "--targets", "sm89", "--no-verify")
+    words = ("build", checkpoint, "--config", config, "--cache", cache, "--targets", "sm89", "--no-verify")
     assert run(*words) == 130
     told = capsys.readouterr().err
     assert "interrupted after 1 engines; they are in the cache" in told

@@ -59,7 +59,7 @@ def test_the_bundled_checkpoint_is_served_and_answers_as_in_process(tmp_path: Pa
 @pytest.mark.slow
 def test_a_real_policy_answers_batches_of_different_observations(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path / "tiny")
-    words = (CONFIG, "--checkpoint", str(tmp_path / "tiny"), "--device", "cpu", "--max-batch", "4")
+    words = (str(tmp_path / "tiny"), "--config", CONFIG, "--device", "cpu", "--max-batch", "4")
     with serve_command(*words, "--max-wait-ms", "3600000") as address, ThreadPoolExecutor(4) as pool:
         # A full batch waits for nobody, and nobody goes alone.
         clients = [PolicyClient(address) for _ in range(4)]
@@ -117,7 +117,7 @@ def test_two_policies_are_served_and_one_is_put_away_and_loaded_again(tmp_path: 
     ("words", "message"),
     [
         (("no/such.yaml",), "no/such.yaml"),
-        ((CONFIG, "--checkpoint", "no/such/folder"), "checkpoint: expected a folder or one of demo"),
+        (("no/such/folder", "--config", CONFIG), "checkpoint: expected a folder or one of demo"),
         (("--config", CONFIG, "--devices", "cpu,cuda:99"), "devices: expected all, or a list of "),
         (
             ("--config", CONFIG, "--devices", "cpu", "--device", "cpu"),

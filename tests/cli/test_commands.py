@@ -1,4 +1,4 @@
-"""The checkpoint comes first, the configuration is an option, and the former spelling still works."""
+"""The checkpoint comes first, and the configuration is an option."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ import pytest
 from tests.support.pages import ROOT
 from tests.support.tiny import tiny_observation, write_robot, write_tiny_checkpoint
 from vla_accel.cli import COMMANDS, calibrate, ended, main, parity
-from vla_accel.cli.asked.policies import Build, Parity, PolicySource, read_former
+from vla_accel.cli.asked.policies import Build, Parity, PolicySource
 from vla_accel.cli.asked.servers import Serve
-from vla_accel.cli.options import told
+from vla_accel.cli.options import read, told
 from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
 from vla_accel.fp8 import FILE, Scales
 from vla_accel.measure.recording import load_observations, save_observations
@@ -52,47 +52,27 @@ def recorded(tmp_path: Path) -> str:
         ("demo", ("demo", None)),
         ("folder --config native_fp8", ("folder", "native_fp8")),
         ("--config mine.yaml folder", ("folder", "mine.yaml")),
-        # The former spelling.
-        ("configs/native.yaml --checkpoint folder", ("folder", "configs/native.yaml")),
-        ("--checkpoint=folder mine.yml", ("folder", "mine.yml")),
-        ("--checkpoint folder", ("folder", None)),
-        ("--checkpoint folder --config native", ("folder", "native")),
     ],
 )
 @pytest.mark.parametrize("kind", [Serve, Parity, Build])
 def test_a_checkpoint_and_how_it_runs(kind: type[PolicySource], words: str, expected: tuple[Any, Any]) -> None:
-    given = read_former(kind, words.split(), "vla-accel")
+    given = read(kind, words.split(), "vla-accel")
     assert (given.checkpoint, given.config) == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("a.yaml --config native --checkpoint folder", "config: expected one, got a.yaml and native"),
-        ("demo --checkpoint folder", "checkpoint: expected one, got demo and folder"),
-    ],
-)
-def test_two_of_one_thing_are_refused(words: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_former(Serve, words.split(), "vla-accel serve")
 
 
 @pytest.mark.parametrize(("kind", "file", "option"), [(Serve, "a.yaml", "config"), (Parity, "b.npz", "observations")])
 def test_a_file_in_the_checkpoints_place_is_not_the_demos(kind: type[PolicySource], file: str, option: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"expected a folder or a name, got {file}; did you mean --{option} {file}\?"
-    ):
-        read_former(kind, [file], "vla-accel")
+    with pytest.raises(ConfigError, match=rf"expected a folder or a name, got {file}, which goes behind --{option}$"):
+        read(kind, [file], "vla-accel")
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("former", [False, True])
-def test_parity(checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[str], former: bool) -> None:
-    first = ["configs/native.yaml", "--checkpoint", checkpoint] if former else [checkpoint, "--config", "native"]
-    assert main(["parity", *first, "--observations", recorded, "--device", "cpu", "--num-steps", "2"]) == 0
+def test_parity(checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [checkpoint, "--config", "native", "--observations", recorded, "--device", "cpu", "--num-steps", "2"]
+    assert main(["parity", *words]) == 0
     report = last_line(capsys)
     assert (report["name"], report["weights"], report["num_steps"]) == ("native", checkpoint, 2)
     assert report["observations"] == 3 and {e["used"] for e in report["engines"]} == {"native"}
@@ -181,9 +161,8 @@ def test_parity_of_the_default_configuration(checkpoint: str, capsys: pytest.Cap
     assert main(["parity", checkpoint, "--count", "1", "--device", "cpu", "--num-steps", "1"]) == 0
     report = last_line(capsys)
     assert report["name"] == "auto" and {e["requested"] for e in report["engines"]} == {"auto"}
-    for option in ("--model", "--synthetic"):  # the former spelling
-        assert main(["parity", checkpoint, option, "pi05"]) == 1
-        assert "model: expected no checkpoint beside it" in capsys.readouterr().err
+    assert main(["parity", checkpoint, "--model", "pi05"]) == 1
+    assert "model: expected no checkpoint beside it" in capsys.readouterr().err
 
 
 def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,8 +233,7 @@ def test_what_cannot_be_timed_is_one_clear_line(words: str, message: str, capsys
     assert re.search(message, said) and len(said.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("former", [False, True])
-def test_calibrate(monkeypatch: pytest.MonkeyPatch, recorded: str, former: bool) -> None:
+def test_calibrate(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
     asked: list[Any] = []
 
     class Found(VlaAccelError):
@@ -268,8 +246,7 @@ def test_calibrate(monkeypatch: pytest.MonkeyPatch, recorded: str, former: bool)
     # A file that is none is found before anything is loaded.
     monkeypatch.setattr(calibrate, "load", load)
     monkeypatch.setattr(calibrate, "load_observations", lambda path, limit: asked.append((str(path), limit)))
-    words = [recorded, "--checkpoint", "folder"] if former else ["folder", "--observations", recorded]
-    assert main(["calibrate", *words, "--count", "7", "--device", "cpu"]) == 1
+    assert main(["calibrate", "folder", "--observations", recorded, "--count", "7", "--device", "cpu"]) == 1
     assert asked == [(recorded, 7), "folder"]
 
 
@@ -523,7 +500,7 @@ def test_weights_that_are_a_link_to_nothing_or_a_folder_are_told_as_such(
     assert "found config.json, model.safetensors/ (no right to read it), " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["serve", ""], ["parity", ""], ["calibrate", "--checkpoint", ""], ["bench", ""]])
+@pytest.mark.parametrize("words", [["serve", ""], ["parity", ""], ["calibrate", ""], ["bench", ""]])
 def test_an_empty_name_is_neither_the_demo_nor_the_current_folder(
     words: list[str], checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

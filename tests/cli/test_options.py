@@ -226,7 +226,7 @@ def test_lists_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -
         ("tune demo --quick --output /proc/a", "output: /proc/a cannot be written"),
         ("build --model pi05_demo --depth 0", "depth: expected at least 1"),
         ("build demo --depth 3", "depth: expected --model beside it"),
-        ("build demo --random pi05_demo", "model: expected no checkpoint beside it, got demo"),
+        ("build demo --model pi05_demo", "model: expected no checkpoint beside it, got demo"),
         ("build demo --cache /proc/a", "cache: /proc/a cannot be written"),
         ("cache list --cache nowhere", "cache: expected a folder of engines, got nowhere"),
         ("convert here there --action-horizon -1", "action-horizon: expected at least 1"),

@@ -207,7 +207,7 @@ def test_the_command_keeps_a_report(folder: Path, tmp_path: Path, capsys: pytest
     config = tmp_path / "fast.yaml"
     config.write_text("num_steps: 2\nprecision: fp32\nvision: native\nkv_cache: native\ndenoise: native\n")
     save_observations([tiny_observation(i) for i in range(2)], tmp_path / "seen.npz")
-    words = ["parity", str(config), "--checkpoint", str(folder), "--device", "cpu", "--threshold", "0.99", "--keep"]
+    words = ["parity", str(folder), "--config", str(config), "--device", "cpu", "--threshold", "0.99", "--keep"]
     assert cli.main(words) == 1
     assert "--observations and no --threshold of its own, got --threshold" in capsys.readouterr().err
     assert not list(folder.glob("parity_*"))

@@ -99,7 +99,7 @@ def test_parity_compares_what_the_family_says(capsys: pytest.CaptureFixture[str]
     assert {e["used"] for e in reference.ledger.as_list()} == {"eager"}
     path = tmp_path / "toy.yaml"
     path.write_text("num_steps: 2\nengines: {encoder: native, head: eager}\n")
-    assert cli.main(["parity", "--config", str(path), "--synthetic", "toy", "--count", "2", "--device", "cpu"]) == 0
+    assert cli.main(["parity", "--config", str(path), "--model", "toy", "--count", "2", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
     assert err.startswith("preparing toy and FP32 eager\n"), "both take their time on a GPU"
     found = json.loads(out.splitlines()[-1])

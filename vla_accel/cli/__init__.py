@@ -62,13 +62,12 @@ def run(words: list[str]) -> int:
         hint = nearest(name, COMMANDS)
         print(f"vla-accel: unknown command {name}{hint or '; vla-accel --help lists them'}", file=sys.stderr)
         return 2
-    from vla_accel.cli.asked.policies import CheckpointSource, read_former
     from vla_accel.cli.options import read
 
     module, options, _ = COMMANDS[name]
     place, _, kind_name = options.partition(".")
     kind = getattr(importlib.import_module(f"vla_accel.cli.asked.{place}"), kind_name)
-    chosen = (read_former if issubclass(kind, CheckpointSource) else read)(kind, rest, f"vla-accel {name}")
+    chosen = read(kind, rest, f"vla-accel {name}")
     return importlib.import_module(f"vla_accel.cli.{module}").main(chosen, rest)
 
 

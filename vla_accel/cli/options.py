@@ -238,8 +238,8 @@ def _commas(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]
 
 
 def check(given: Any) -> None:
-    """Raise ConfigError or OutputError for a field that its type (`Within`, `Written`) refuses, or for a file that two
-    would write, or one read and another write; None is none given."""
+    """Raise ConfigError or OutputError for a field that its type (`Within`, `Written`) refuses, for a file that two
+    would write, or one read and another write, and for what its own `check` refuses; None is none given."""
     hints, written, others = typing.get_type_hints(type(given), include_extras=True), {}, []
     for field, hint in hints.items():
         name, value = field.replace("_", "-"), getattr(given, field)
@@ -253,3 +253,5 @@ def check(given: Any) -> None:
     for name, path in others:
         if path.is_file() and (other := written.get(path.resolve())) is not None:
             raise ConfigError(f"{other}: expected another file than those that are read, got {path} of {name}")
+    if (own := getattr(given, "check", None)) is not None:
+        own()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import tyro
 
@@ -21,13 +20,14 @@ from vla_accel.cli.options import (
     Text,
     Within,
     Written,
-    read,
 )
 from vla_accel.config import AUTO, PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 
 Checkpoint = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="")]
 """Of a command that does something else where none is given."""
+_OPTIONS = {".yaml": "config", ".yml": "config", ".npz": "observations"}
+"""What takes a file that stands in the checkpoint's place, by its ending."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,15 @@ class CheckpointSource:
         str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="(default: demo)")
     ] = None
     """A folder, a bundled checkpoint's name or one on the hub."""
+
+    def check(self) -> None:
+        """Raise ConfigError for what stands in the checkpoint's place and is none."""
+        if self.checkpoint == "":  # a variable of the shell that is not set, not the wish for the demo
+            raise ConfigError("checkpoint: expected a folder or a name, got ''")
+        option = _OPTIONS.get(Path(self.checkpoint or "").suffix)
+        if option and hasattr(self, option):
+            hint = f"which goes behind --{option}"
+            raise ConfigError(f"checkpoint: expected a folder or a name, got {self.checkpoint}, {hint}")
 
 
 @dataclass(frozen=True)
@@ -256,42 +265,3 @@ class Convert:
     """alpha / rank of the attention's LoRA adapters, which are folded in; openpi's variants have alpha = rank."""
     unused_head: bool = False
     """Also write the expert's output head, which nothing reads: openpi's own loader insists on it."""
-
-
-S = TypeVar("S", bound=CheckpointSource)
-FIRST = {".yaml": "config", ".yml": "config", ".npz": "observations"}
-"""What a file in the checkpoint's place is, by its ending."""
-FORMER = {"--synthetic": "--model", "--random": "--model"}
-"""Options by the names that they had."""
-
-
-def read_former(kind: type[S], words: Sequence[str], program: str) -> S:
-    """Options of a command on a checkpoint (`options.read`); also in the former spelling, `CONFIG.yaml --checkpoint
-    CHECKPOINT`, and by `FORMER` names."""
-    parts = (word.partition("=") for word in words)
-    words, named = without_option([FORMER.get(name, name) + sign + rest for name, sign, rest in parts], "--checkpoint")
-    given = read(kind, words, program)
-    first = given.checkpoint
-    if "" in (first, named):  # a variable of the shell that is not set, not the wish for the demo
-        raise ConfigError("checkpoint: expected a folder or a name, got ''")
-    name = FIRST.get(Path(first or "").suffix, "")
-    if first is not None and hasattr(given, name):
-        if named is None:  # nobody who forgot the checkpoint wants the demo
-            raise ConfigError(f"checkpoint: expected a folder or a name, got {first}; did you mean --{name} {first}?")
-        if (other := getattr(given, name)) is not None:
-            raise ConfigError(f"{name}: expected one, got {first} and {other}")
-        return replace(given, checkpoint=named, **{name: Path(first) if name == "observations" else first})
-    if first is not None and named is not None:
-        raise ConfigError(f"checkpoint: expected one, got {first} and {named}")
-    return replace(given, checkpoint=named or first)
-
-
-def without_option(arguments: Sequence[str], option: str) -> tuple[list[str], str | None]:
-    """The words of a command line without `option VALUE` or `option=VALUE`, and the value."""
-    words = list(arguments)
-    for index, word in enumerate(words):
-        if word == option and index + 1 < len(words):
-            return words[:index] + words[index + 2 :], words[index + 1]
-        if word.startswith(f"{option}="):
-            return words[:index] + words[index + 1 :], word.partition("=")[2]
-    return words, None
