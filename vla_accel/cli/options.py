@@ -32,7 +32,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from vla_accel.errors import ConfigError
+from vla_accel.errors import ConfigError, nearest
 from vla_accel.files import require_writable, require_writable_folder
 
 T = TypeVar("T")
@@ -114,7 +114,9 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
             given = tyro.cli(kind, args=words, prog=program, description=about, config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit:
         if box.getvalue():
-            said = _sentence(box.getvalue()).replace(f" from {program}", "")
+            hints = typing.get_type_hints(kind, include_extras=True).items()
+            options = [n.replace("_", "-") for n, hint in hints if tyro.conf.Positional not in typing.get_args(hint)]
+            said = _sentence(box.getvalue(), options).replace(f" from {program}", "")
             print(f"{program}: {said}; {program} --help says more", file=sys.stderr)
         raise
     finally:
@@ -125,16 +127,16 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
     return given
 
 
-def _sentence(box: str) -> str:
-    """What is wrong in the first paragraph of tyro's box, without helptexts, and what it takes to have been meant."""
+def _sentence(box: str, options: Sequence[str]) -> str:
+    """What is wrong in the first paragraph of tyro's box, without helptexts, and which option was meant."""
     # On a terminal the box is coloured; where the output is not in UTF-8 its lines are blanks and hyphens.
     box = re.sub(r"\x1b\[[\d;]*m", "", box)
     _, first, *_ = re.split(r"(?m)^(?:╭|[│ ] ?[─-]{5}).*$", box)
     said = " ".join(line[1:].strip(" │") for line in first.splitlines() if not line[2:].startswith(" " * 8)).strip(" .")
     if said.startswith("Unrecognized") and " -" not in said:  # words that belong to nothing, as in --steps 10 3
         return f"{said}; a list is one word with commas"
-    meant = re.findall(r"(?m)^[│ ] {5}(--\S+)", box.partition("Perhaps you meant:")[2])
-    return said + (f"; did you mean {' or '.join(meant)}?" if meant else "")
+    wrong = re.match(r"Unrecognized options: --([\w-]+)", said)
+    return said + (nearest(wrong[1], options, "--") if wrong else "")
 
 
 _RULES = ConstructorRegistry()
