@@ -158,8 +158,9 @@ def mean_parts(breakdown: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_output(output: Path | None, read: Iterable[Path]) -> None:
-    """Raise ConfigError for an output that would take the place of a result that is read, or of its episode log."""
-    if output is not None and output.resolve() in [p.resolve() for path in read for p in (path, log_path(path))]:
+    """Raise ConfigError for an output that would take the place of the episode log of a result that is read; that of
+    the result itself is refused with the options."""
+    if output is not None and output.resolve() in [log_path(path).resolve() for path in read]:
         raise ConfigError(f"output: expected another file than those that are read, got {output}")
 
 

@@ -71,10 +71,10 @@ class PolicyClient:
         for name, seconds in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
             if not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name}: expected seconds above 0, got {seconds}")
-        api_key = api_key.strip() if isinstance(api_key, str) else api_key  # a file's last line ends in a newline
-        printable = isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()
-        if api_key is not None and not (printable and api_key):
-            raise ConfigError("api_key: expected printable ASCII characters, at least one")
+        if api_key is not None:
+            api_key = api_key.strip() if isinstance(api_key, str) else ""  # a file's last line ends in a newline
+            if not (api_key and api_key.isascii() and api_key.isprintable()):
+                raise ConfigError("api_key: expected printable ASCII characters, at least one")
         self.address = address
         self.metadata: dict[str, Any] = {}
         self._policy = policy

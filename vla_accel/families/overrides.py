@@ -18,11 +18,10 @@ _SIZES = ("action_horizon", "max_token_len", "discrete_state_input")
 
 
 def resized(config: C, settings: PolicyConfig) -> C:
-    """A family's config with the sizes that the user knows better, of those that it has."""
+    """A family's config with the sizes that the user knows better. Those that it has not were refused before."""
     made: Any = config
-    known = {one.name for one in dataclasses.fields(made)}
-    given = {name: getattr(settings.checkpoint, name) for name in _SIZES if name in known}
-    return dataclasses.replace(made, **{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name in _SIZES if (value := getattr(settings.checkpoint, name)) is not None}
+    return dataclasses.replace(made, **given)
 
 
 def robot_of(told: Preset, settings: PolicyConfig) -> Preset:

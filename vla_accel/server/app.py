@@ -103,7 +103,7 @@ class PolicyServer:
         host, port = server.sockets[0].getsockname()[:2]
         scheme = "wss" if tls else "ws"
         self.address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-        if config.beyond and config.api_key is None and config.api_key_file is None:
+        if config.beyond and not self._keys.needed:
             logger.warning("%s without a key: whoever reaches it may use it", config.host)
         elif config.beyond and not tls:
             logger.warning("%s without a TLS certificate: keys travel in the clear", config.host)
