@@ -56,45 +56,39 @@ def test_weights_of_both_kinds_are_neither() -> None:
 # -- where checkpoints are ----------------------------------------------------------------------------------------
 
 
-def hub(fetch: Callable[..., str]) -> types.ModuleType:
-    module = types.ModuleType("huggingface_hub")
-    module.snapshot_download = fetch  # type: ignore[attr-defined]
-    return module
-
-
-def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, list[str]]] = []
-
-    def fetch(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(tmp_path)
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub(fetch))
-    made = write_lerobot(tmp_path, "pi05")
-    found = load("lerobot/pi05_libero_finetuned")
-    same_weights(found.model, made)
-    assert (found.folder, found.family.name) == (tmp_path, "pi05")
-    assert asked[0][0] == "lerobot/pi05_libero_finetuned"
-    assert not any("bin" in p or "pt" in p.split(".")[-1:] for p in asked[0][1]), "no pickle is fetched"
-
-
-def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(name: str, allow_patterns: list[str]) -> str:
-        raise OSError("no route to host")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub(fetch))
-    with pytest.raises(CheckpointError, match=r"'lerobot/pi05_base' is no folder here, and could not be .*: no route"):
-        find("lerobot/pi05_base")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(DependencyError, match=r"'lerobot/pi05_base' is no folder here; .*pip install 'vla_accel\["):
-        find("lerobot/pi05_base")
-
-
-@pytest.mark.parametrize("name", ["dmeo", "a/b/c", "/no/such/folder", "./folder", ""])
+@pytest.mark.parametrize("name", ["dmeo", "/no/such/folder", "./folder", "a/b/../c", "a/b/c@main", ""])
 def test_names_that_are_neither(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
-    with pytest.raises(CheckpointError, match=rf"expected a folder or one of demo.*, got '{name}'"):
+    with pytest.raises(CheckpointError, match=rf"expected a folder, .* or one of demo.*, got '{name}'"):
         find(name)
+
+
+def test_a_path_below_a_folder_that_is_here_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outputs" / "run" / "checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"got 'outputs/run/last'; outputs/run holds checkpoints/"):
+        find("outputs/run/last")
+
+
+@pytest.mark.parametrize("inside", ["pretrained_model", "checkpoints/000100/pretrained_model", "libero_10"])
+@pytest.mark.parametrize("sign", ["config.json", "adapter_config.json"])
+def test_a_runs_folder_says_which_folder_in_it_is_the_checkpoint(inside: str, sign: str, tmp_path: Path) -> None:
+    (tmp_path / inside).mkdir(parents=True)
+    (tmp_path / inside / sign).write_text("{}")
+    (tmp_path / "training_state").mkdir()
+    with pytest.raises(CheckpointError, match=rf"expected config\.json, found .*; did you mean {tmp_path / inside}\?"):
+        load(tmp_path)
+
+
+def test_the_last_checkpoint_of_a_run_is_named_first(tmp_path: Path) -> None:
+    for step in ("000100", "000200"):
+        (tmp_path / "checkpoints" / step / "pretrained_model").mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / "pretrained_model" / "config.json").write_text("{}")
+    (tmp_path / "checkpoints" / "last").symlink_to("000200")
+    with pytest.raises(CheckpointError, match=r"did you mean \S*/checkpoints/last/pretrained_model or "):
+        load(tmp_path)
 
 
 def test_bundled_checkpoints_are_found_by_their_folders(tmp_path: Path) -> None:

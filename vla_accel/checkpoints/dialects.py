@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vla_accel.checkpoints.checkpoint import compare_sizes
-from vla_accel.checkpoints.lora import Place
 from vla_accel.checkpoints.stacks import Names, ShapeOf, Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, some
 from vla_accel.errors import CheckpointError, ConfigError
@@ -32,6 +31,8 @@ NAMES = Names(_TOWER, _PROJECTOR, _STACKS, EMBEDDINGS[0])
 # Never read by the model: the expert's head, and the prefix's final norm (only K and V leave the prefix). The last
 # prefix layer's MLP and output projection are dead, too, but kept in the model, so not listed here.
 DEAD = (_ROOT + "gemma_expert.lm_head.weight", _STACKS["prefix"] + "norm.weight")
+UNREAD = (*DEAD, EMBEDDINGS[1])
+"""Stored tensors of π0 and π0.5 that no action depends on, next to a token table under its first name."""
 _SIGLIP_HEAD_DIM = 72  # of every SigLIP So400m; the number of heads cannot be read off a weight
 
 # Sizes behind the names in openpi's and lerobot's configs: width, depth, mlp_dim, heads, kv_heads, head_dim.
@@ -55,17 +56,6 @@ def pieces(name: str, config: Pi0Config, prefix: str = "") -> tuple[Piece, ...]:
     """The tensors in openpi's dialect that make up one canonical tensor, in order along its first axis; `embed.weight`
     is given as the first of `EMBEDDINGS`. `prefix`: what stands before each name."""
     return tuple(Piece(prefix + piece.name, piece.rows) for piece in NAMES.pieces(name, config))
-
-
-def places(names: Collection[str], config: Pi0Config) -> dict[str, Place]:
-    """Where each tensor in openpi's dialect, and each canonical one, lies in the canonical weights `names`."""
-    found = {name: Place(name) for name in names}
-    for name in names:
-        start = 0
-        for piece in pieces(name, config):
-            found[piece.name] = Place(name, start, piece.rows)
-            start += piece.rows or 0
-    return found
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
+from vla_accel.checkpoints.lora import Lora, fold
 from vla_accel.checkpoints.stacks import shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
@@ -67,11 +68,11 @@ def prefix_of(shapes: Mapping[str, object]) -> str | None:
 
 
 def load_groot(
-    weights: Weights, config: GrootConfig, embodiment: int, where: str, *, device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+    weights: Weights, config: GrootConfig, embodiment: int, where: str, *, lora: Lora | None = None,
+    device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
 ) -> Groot:  # fmt: skip
-    """The model of one embodiment, whose weights come when they are asked for. Raises CheckpointError that lists keys
-    missing, left over or misshaped.
+    """The model of one embodiment, whose weights are read when they are needed, with an adapter folded in. Raises
+    CheckpointError that lists keys missing, left over or misshaped.
 
     Language layers behind the last that is read, and the other embodiments' weights, are not loaded.
     """
@@ -85,7 +86,12 @@ def load_groot(
     recipe["embed.weight"] = (Piece(table),)
     deeper = (n for n in weights.shapes if _layer(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth)
     dead = [*(prefix + d for d in _DEAD), *deeper]
-    return fitted(network, weights, recipe, where, "GR00T N1.7", dead).bound_for(torch.device(device), dtype)
+    model = fitted(network, weights, recipe, where, "GR00T N1.7", dead).bound_for(torch.device(device), dtype)
+    if lora is None:
+        return model
+    unread = [name.removeprefix(prefix) for name in dead]
+    unread += [name for name in lora.changes if _layer(name, _LANGUAGE) >= config.language.depth]
+    return fold(model, lora, lambda name: pieces(name, config, embodiment), unread)
 
 
 def pieces(name: str, config: GrootConfig, embodiment: int) -> tuple[Piece, ...]:

@@ -7,7 +7,7 @@ no model and no engine.
 from __future__ import annotations
 
 import functools
-import re
+import logging
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,18 +15,21 @@ from typing import Any
 
 import torch
 
+from vla_accel.checkpoints import hub
 from vla_accel.checkpoints.bundled import NAMED
-from vla_accel.checkpoints.lora import CONFIG, check_base, is_adapter, read_lora
+from vla_accel.checkpoints.hub import HubName
+from vla_accel.checkpoints.lora import CONFIG, Lora, is_adapter, read_lora
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import CheckpointSpec, PolicyConfig
-from vla_accel.errors import CheckpointError, ConfigError, DependencyError, unknown
+from vla_accel.errors import CheckpointError, ConfigError, unknown
 from vla_accel.fp8 import Scales, scales_for
 from vla_accel.models.family import FAMILIES, Family, family_named
 from vla_accel.models.network import Network
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "assets/**")
-_SETTINGS = ("tokenizer", "action_horizon", "max_token_len")  # of every family
+_SETTINGS = ("tokenizer", "action_horizon", "max_token_len", "lora")  # of every family
+# Levels of a run's folder: checkpoints/<step>/pretrained_model.
+_DEPTH = 3
+_log = logging.getLogger("vla_accel.checkpoints")
 
 
 @dataclass(frozen=True)
@@ -95,57 +98,87 @@ def load(
 
 
 def base_and_lora(path_or_name: str | Path, lora: str | None = None) -> tuple[Path, Path | None]:
-    """The folder of a checkpoint's whole weights, and that of the adapter to fold into them. What is named may be an
-    adapter itself, which names its base. Raises CheckpointError, and ConfigError for two adapters."""
+    """Return the folder of a checkpoint's whole weights, and that of the adapter to fold into them.
+
+    Args:
+        path_or_name: As for `load`. If it is an adapter, its configuration names the base.
+        lora: An adapter's folder, or its name on the hub.
+
+    Raises:
+        CheckpointError: The checkpoint, the adapter or its base cannot be found, or the adapter has another base.
+        ConfigError: Both names are adapters.
+    """
     folder, name = find(path_or_name), str(path_or_name)
     if is_adapter(folder):
         if lora is not None:
             raise ConfigError(f"lora: expected a checkpoint of whole weights for {lora}, got another adapter, {name}")
-        base = read_lora(folder).base
-        if base is None:
-            raise CheckpointError(
-                f"lora {folder}: expected base_model_name_or_path in {CONFIG}, got none; name the base as the "
-                f"checkpoint, and this with --lora {name}, or `checkpoint: {{lora: {name}}}` in a configuration"
-            )
-        return find(base), folder
+        return _base_of(read_lora(folder), name), folder
     if lora is None:
         return folder, None
-    if not Path(lora).exists() and not _HUB_NAME.fullmatch(lora):
-        raise CheckpointError(f"lora: expected an adapter's folder, or its name on the hub, got {lora!r}")
+    if not Path(lora).exists() and HubName.parse(lora) is None:
+        raise CheckpointError(f"lora: expected an adapter's folder, or its name on the hub ({hub.FORM}), got {lora!r}")
     try:
         found = find(lora)
     except CheckpointError as error:
         raise CheckpointError(f"lora: {error}") from error
-    check_base(read_lora(found), name)
+    _check_base(read_lora(found), name)
     return folder, found
 
 
+def _base_of(lora: Lora, name: str) -> Path:
+    """The folder of an adapter's base, as its configuration names it."""
+    how = (
+        f"name the base as the checkpoint, and this adapter with --lora {name}, or `checkpoint: {{lora: {name}}}` in "
+        "a configuration"
+    )
+    if lora.base is None:
+        raise CheckpointError(f"lora {lora.folder}: expected base_model_name_or_path in {CONFIG}, got none; {how}")
+    try:
+        return find(lora.base)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"lora {lora.folder}: expected the base that base_model_name_or_path in {CONFIG} names, got {lora.base!r}, "
+            f"which cannot be found ({error}); {how}"
+        ) from error
+
+
+def _check_base(lora: Lora, base: str) -> None:
+    """Raise CheckpointError if an adapter says that it was trained on another checkpoint than `base`, by the last part
+    of their names. A path of another machine is no sure name: if it differs, the log says so."""
+    if lora.base is None or _last_part(lora.base) == _last_part(base):
+        return
+    if HubName.parse(lora.base) is None and not Path(lora.base).exists():
+        _log.warning("lora %s: trained on %s, which is not here; folded into %s", lora.folder, lora.base, base)
+        return
+    raise CheckpointError(
+        f"lora {lora.folder}: expected on top of {lora.base}, as its {CONFIG} says, got {base}; if that is "
+        "the same checkpoint under another name, change base_model_name_or_path there"
+    )
+
+
+def _last_part(name: str) -> str:
+    named = HubName.parse(name)
+    return Path(name if named is None else named.path).name.lower()
+
+
 def find(path_or_name: str | Path) -> Path:
-    """The folder of a checkpoint; one named on the hub is fetched, or found in the hub's cache."""
-    folder, name = local(path_or_name), str(path_or_name)
+    """Return the folder of a checkpoint. One on the hub is fetched, or found in the hub's cache."""
+    folder = local(path_or_name)
     if folder is not None:
         return folder
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise DependencyError(
-            f"checkpoint: {name!r} is no folder here; to fetch it from the hub, pip install 'vla_accel[checkpoints]'"
-        ) from error
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
-    # The hub's errors have no common base: ValueError for a bad name, OSError for the network, its own for the rest.
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"checkpoint: {name!r} is no folder here, and could not be fetched from the hub: {reason}"
-        ) from error
+    named = HubName.parse(str(path_or_name))
+    assert named is not None
+    return hub.fetch(named)
 
 
 def local(path_or_name: str | Path) -> Path | None:
-    """The folder of a checkpoint that is here; None of one that only the hub may have. Raises CheckpointError for what
-    neither can be."""
+    """Return the folder of a checkpoint that is here; None for a name that only the hub may have.
+
+    Raises:
+        CheckpointError: The name can be neither.
+    """
     if not isinstance(path_or_name, (str, Path)):
-        raise CheckpointError(unknown("checkpoint", path_or_name, NAMED, "a folder or "))
+        raise CheckpointError(_unknown(path_or_name))
     name = str(path_or_name)
     folder = NAMED.get(name, Path(path_or_name))
     if name and folder.is_dir():  # an empty name would be the current folder
@@ -153,9 +186,17 @@ def local(path_or_name: str | Path) -> Path | None:
     if folder.is_file():
         hint = f"; did you mean {folder.parent}?" if (folder.parent / "config.json").is_file() else ""
         raise CheckpointError(f"checkpoint: expected a folder, got the file {name!r}{hint}")
-    if not _HUB_NAME.fullmatch(name):
-        raise CheckpointError(unknown("checkpoint", name, NAMED, "a folder or "))
+    named = HubName.parse(name)
+    if named is None:
+        raise CheckpointError(_unknown(name))
+    if named.folder and Path(named.repo).is_dir():  # a path that is misspelt, not a repository of that name
+        nearest = next(parent for parent in folder.parents if parent.is_dir())
+        raise CheckpointError(f"checkpoint: expected a folder, got {name!r}; {nearest} holds {listing(nearest)}")
     return None
+
+
+def _unknown(name: object) -> str:
+    return unknown("checkpoint", name, NAMED, f"a folder, a name on the hub ({hub.FORM}) or ")
 
 
 def family_of(folder: Path) -> Family:
@@ -176,7 +217,18 @@ def family_of(folder: Path) -> Family:
         if word in content:
             raise CheckpointError(f"{path}: expected a {what} of type {known}, got {content[word]!r}")
     if not content and not stored:
-        raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}")
+        inside = _inside(folder)
+        hint = f"; did you mean {' or '.join(inside)}?" if inside else ""
+        raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}{hint}")
     if not stored:
         raise CheckpointError(f"checkpoint {folder}: expected model.safetensors, found {listing(folder)}")
     raise CheckpointError(f"checkpoint {folder}: expected weights of {known}, found {', '.join(list(shapes)[:8])}")
+
+
+def _inside(folder: Path) -> list[str]:
+    """The folders with a checkpoint below a run's folder, the last one first; at most four."""
+    levels = ("/".join(["*"] * depth + ["*config.json"]) for depth in range(1, _DEPTH + 1))
+    files = [str(file.relative_to(folder).as_posix()) for level in levels for file in folder.glob(level)]
+    found = hub.checkpoint_folders(files)
+    found = sorted(found, key=lambda name: "last" not in name.split("/"))
+    return [str(folder / name) for name in found[:4]]

@@ -1,32 +1,54 @@
 """LoRA adapters as peft saves them, folded into the weights that they adapt: W + s·B·A, where s is alpha / rank, or
 alpha / √rank if rank-stabilised.
 
-Source of the layout and of s: peft (Hugging Face, Apache-2.0). Knows no model: who folds says which rows of which
-weight a stored name means.
+Source of the layout and of s: peft (Hugging Face, Apache-2.0). Knows no model: each family says which stored names
+make up a weight, and which no action depends on.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, some
+from vla_accel.checkpoints.checkpoint import shapes_of
+from vla_accel.checkpoints.hub import HubName
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, listing, read_json, some
 from vla_accel.errors import CheckpointError
-from vla_accel.models.network import Origin
+from vla_accel.models.network import Network, Origin
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WRAPPED = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
-# What would make an adapter more than W + s·B·A.
-_OTHERS = ("use_dora", "use_qalora", "lora_bias", "layer_replication", "alora_invocation_tokens")
+N = TypeVar("N", bound=Network)
+_log = logging.getLogger("vla_accel.checkpoints")
+
+# The fields of adapter_config.json (peft's LoraConfig). These are read:
+_READ = {
+    "peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "rank_pattern", "alpha_pattern",
+    "use_rslora",
+}  # fmt: skip
+# These do not change what the stored factors mean: they are for training, or choose the modules that the file lists.
+_NEUTRAL = {
+    "alora_invocation_string", "auto_mapping", "corda_config", "eva_config", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
+    "modules_to_save", "peft_version", "qalora_group_size", "runtime_config", "target_modules", "task_type",
+}  # fmt: skip
+# These are known with the values that leave W + s·B·A: the others change the base's weights (PiSSA, OLoRA, CorDA,
+# LoftQ, LoRA-GA) or train more than factors. Any other field is refused unless it is null, false or empty.
+_FIXED: dict[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,11 +79,25 @@ class Change:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stored tensor lies: `rows` rows of a canonical weight, from row `start`; None: all of it."""
+    """Where a stored tensor lies in the canonical weight `name`: from row `start`, as much as `piece` has rows."""
 
     name: str
-    start: int = 0
-    rows: int | None = None
+    start: int
+    piece: Piece
+
+    @property
+    def rows(self) -> slice:
+        """Of the canonical weight."""
+        return slice(None) if self.piece.rows is None else slice(self.start, self.start + self.piece.rows)
+
+    def taken(self, change: Change, whole: tuple[int, ...]) -> Change | str:
+        """The change in canonical order, or why it cannot be made of a weight of shape `whole`."""
+        if change.whole is not None:
+            reason = self.piece.why_not(change.shape, whole)
+            return reason or Change(whole=self.piece.taken(change.whole))
+        if self.piece.entry is not None:
+            return "expected a whole tensor, got factors"
+        return self.piece.why_not(change.shape, whole) or change
 
 
 @dataclass(frozen=True)
@@ -89,12 +125,7 @@ def read_lora(folder: Path) -> Lora:
         if not (folder / file).is_file():
             raise CheckpointError(f"lora {folder}: expected {file}, found {listing(folder)}")
     config = read_json(folder / CONFIG)
-    more = [f"{name} {config[name]}" for name in _OTHERS if config.get(name)]
-    if config.get("peft_type") != "LORA" or more:
-        raise CheckpointError(
-            f"lora {folder}: expected peft_type LORA and nothing beside it, got {config.get('peft_type')}"
-            f"{''.join(f', {one}' for one in more)}"
-        )
+    _refuse_others(config, folder)
     weights = SafetensorsWeights(folder / WEIGHTS)
     factors: dict[str, dict[str, Tensor]] = {}
     changes: dict[str, Change] = {}
@@ -110,18 +141,57 @@ def read_lora(folder: Path) -> Lora:
         changes[_unwrapped(f"{module}.weight")] = _change(module, pair, config, folder)
     if not changes:
         raise CheckpointError(f"lora {folder}: expected at least one adapted weight, found none")
-    return Lora(folder, config.get("base_model_name_or_path") or None, changes)
+    return Lora(folder, _base_of(config), changes)
+
+
+def fold(model: N, lora: Lora, pieces: Callable[[str], tuple[Piece, ...]], dead: Collection[str] = ()) -> N:
+    """Fold an adapter into a model's weights, which are read later.
+
+    Args:
+        model: A model whose weights have an origin.
+        lora: The adapter.
+        pieces: Returns the stored tensors that make up a canonical weight, in order along its first axis, by the names
+            that the adapter's modules have.
+        dead: Stored names that no action depends on. What an adapter changes there is left out.
+
+    Returns:
+        The same model.
+
+    Raises:
+        CheckpointError: The adapter changes a weight that the model lacks, or that has another shape.
+    """
+    assert model.origin is not None
+    shapes = shapes_of(model)
+    places: dict[str, Place] = {}
+    for name in shapes:
+        start = 0
+        for piece in pieces(name):
+            places[_unwrapped(piece.name)] = Place(name, start, piece)
+            start += piece.rows or 0
+        places.setdefault(name, Place(name, 0, Piece(name)))
+    left_out = {_unwrapped(name) for name in dead} - places.keys()
+    changes = {name: change for name, change in lora.changes.items() if name not in left_out}
+    if len(changes) < len(lora.changes):
+        dropped = sorted(lora.changes.keys() - changes.keys())
+        _log.info("lora %s: no action depends on %s, which it adapts: left out", lora.folder, some(dropped))
+    model.origin = Folded(model.origin, dataclasses.replace(lora, changes=changes), places, shapes)
+    return model
 
 
 class Folded:
     """An origin of weights (`models.network.Origin`) with an adapter folded in.
 
-    Args: `places`: where each of the base's stored names lies.
-    Raises CheckpointError, which names what does not fit, for an adapter of another base.
+    Args:
+        places: Where each stored name that an adapter may change lies.
+        shapes: Of the canonical weights.
+
+    Raises:
+        CheckpointError: The adapter has another base; the message names what does not fit.
     """
 
-    def __init__(self, origin: Origin, lora: Lora, places: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]]
-                 ) -> None:  # fmt: skip
+    def __init__(
+        self, origin: Origin, lora: Lora, places: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
         self._origin = origin
         self._changes: dict[str, list[tuple[slice, Change]]] = {}
         unknown = sorted(lora.changes.keys() - places.keys())
@@ -130,12 +200,11 @@ class Folded:
         wrong = []
         for name, change in lora.changes.items():
             place = places[name]
-            whole = shapes[place.name]
-            shape = whole if place.rows is None else (place.rows, *whole[1:])
-            if change.shape != shape:
-                wrong.append(f"{name} (expected {change.shape}, got {shape})")
-            rows = slice(None) if place.rows is None else slice(place.start, place.start + place.rows)
-            self._changes.setdefault(place.name, []).append((rows, change))
+            taken = place.taken(change, shapes[place.name])
+            if isinstance(taken, str):
+                wrong.append(f"{name} ({taken})")
+            else:
+                self._changes.setdefault(place.name, []).append((place.rows, taken))
         if wrong:
             raise CheckpointError(f"lora {lora.folder}: it adapts another model: {some(wrong)}")
 
@@ -162,19 +231,34 @@ class Folded:
         return self._origin.progress()
 
 
-def check_base(lora: Lora, base: str) -> None:
-    """Raise CheckpointError if an adapter says that it was trained on another checkpoint than `base`, by the last part
-    of their names."""
-    if lora.base is not None and Path(lora.base).name.lower() != Path(base).name.lower():
+def _unwrapped(name: str) -> str:
+    """Without what lerobot's policies have around the model."""
+    return name.removeprefix("model.").removeprefix("_groot_model.")
+
+
+def _refuse_others(config: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for an adapter that is more than W + s·B·A, or that has a setting not known here."""
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"lora {folder}: expected peft_type LORA in {CONFIG}, got {config.get('peft_type')!r}")
+    wrong = [
+        f"{name} {value!r:.60}"
+        for name, value in config.items()
+        if name not in _READ | _NEUTRAL and value not in (None, False, [], {}) and value not in _FIXED.get(name, ())
+    ]
+    if wrong:
         raise CheckpointError(
-            f"lora {lora.folder}: expected on top of {lora.base}, as its {CONFIG} says, got {base}; if that is "
-            "the same checkpoint under another name, change base_model_name_or_path there"
+            f"lora {folder}: expected factors of linear layers alone (W + s·B·A), got {', '.join(wrong)} in "
+            f"{CONFIG}; merge it with peft (merge_and_unload) and save the whole policy"
         )
 
 
-def _unwrapped(name: str) -> str:
-    """Without the `model.` that lerobot's policies have around the model."""
-    return name.removeprefix("model.")
+def _base_of(config: Mapping[str, Any]) -> str | None:
+    """The base's name, with the revision that the adapter was trained on."""
+    base, revision = config.get("base_model_name_or_path") or None, config.get("revision")
+    named = None if base is None or Path(base).exists() else HubName.parse(base)
+    if named is None or not revision or named.revision is not None:
+        return base
+    return str(dataclasses.replace(named, revision=str(revision)))
 
 
 def _change(module: str, pair: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> Change:

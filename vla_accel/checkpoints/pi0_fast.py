@@ -6,7 +6,7 @@ both. Knows nothing of robots, statistics or tokenizers: see `vla_accel.families
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,11 @@ def load_weights(
     products, None keeps what is stored. Raises CheckpointError that lists keys missing, left over or misshaped."""
     empty = Pi0Fast.empty(config)
     recipe = {name: pieces(name, config) for name in shapes_of(empty)}
-    if config.tied:
-        stored = [name for name in (_TABLE, _HEAD) if name in weights.shapes]
-        recipe["embed.weight"] = (Piece((stored or [_TABLE])[0]),)
+    stored = [name for name in (_TABLE, _HEAD) if name in weights.shapes]
+    for name in ("embed.weight", "head.weight"):
+        # One table under either name, unless there are two.
+        if name in recipe and (config.tied or len(stored) == 1):
+            recipe[name] = (Piece((stored or [_TABLE])[0]),)
     dead = (_TABLE, _HEAD) if config.tied else ()
     return fitted(empty, weights, recipe, where, "pi0_fast", dead).bound_for(torch.device(device), dtype)
 
@@ -45,6 +47,11 @@ def pieces(name: str, config: Pi0FastConfig) -> tuple[Piece, ...]:
     if name in _OTHERS:
         return (Piece(_OTHERS[name]),)
     return tuple(Piece(PREFIX + piece.name, piece.rows) for piece in NAMES.pieces(name, config))
+
+
+def reads_head(changes: Collection[str]) -> bool:
+    """Whether an adapter changes the head, which then is another table than the embedding."""
+    return EMBEDDINGS[1] in changes
 
 
 def read_sizes(weights: Weights, content: Mapping[str, Any], max_token_len: int, where: Path) -> Pi0FastConfig:

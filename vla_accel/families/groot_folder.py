@@ -18,7 +18,7 @@ from vla_accel.checkpoints.lerobot import is_lerobot, statistics_file
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_arrays, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
-from vla_accel.families.overrides import check_vocabulary, robot_of
+from vla_accel.families.overrides import adapter_of, check_vocabulary, robot_of
 from vla_accel.models.groot import Groot
 from vla_accel.models.groot_language import LEAD
 from vla_accel.transforms.groot import GrootProcessor
@@ -62,9 +62,10 @@ def load_folder(
 ) -> tuple[Groot, GrootProcessor]:
     """The model of one embodiment and its transforms; see `vla_accel.checkpoints.loading.load`."""
     given, weights = settings.checkpoint, SafetensorsWeights(folder)
-    content = read_json(folder / "config.json")
-    if is_lerobot(folder):
-        robot, stated = _lerobot(folder, content, given.embodiment)
+    lora, described = adapter_of(folder, settings)
+    content = read_json(described / "config.json")
+    if is_lerobot(described):
+        robot, stated = _lerobot(described, content, given.embodiment)
     else:
         robot, stated = _isaac(folder, given.embodiment), content
     if given.action_horizon is not None:
@@ -72,7 +73,7 @@ def load_folder(
     config = infer_config(weights.shapes, stated, str(folder))
     if given.max_token_len is not None:
         config = dataclasses.replace(config, max_token_len=given.max_token_len)
-    tokenizer = load_line_tokenizer(folder, given.tokenizer, TOKENIZER)
+    tokenizer = load_line_tokenizer(described, given.tokenizer, TOKENIZER)
     check_vocabulary(tokenizer, config.language.vocab_size, settings)
     processor = GrootProcessor(
         tokenizer=tokenizer,
@@ -90,7 +91,8 @@ def load_folder(
         gripper=robot.gripper,
         default_prompt=settings.default_prompt,
     )
-    return load_groot(weights, config, robot.embodiment, str(folder), device=device, dtype=dtype), processor
+    model = load_groot(weights, config, robot.embodiment, str(folder), lora=lora, device=device, dtype=dtype)
+    return model, processor
 
 
 def _preset(robot: Robot) -> Preset:

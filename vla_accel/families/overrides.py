@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, TypeVar
 
+from vla_accel.checkpoints.lerobot import is_lerobot
+from vla_accel.checkpoints.lora import Lora, read_lora
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.transforms.normalisation import Normaliser
@@ -15,6 +18,17 @@ from vla_accel.transforms.tokenizer import Tokenizer
 C = TypeVar("C")
 P = TypeVar("P", bound=Processor)
 _SIZES = ("action_horizon", "max_token_len", "discrete_state_input")
+
+
+def adapter_of(folder: Path, settings: PolicyConfig) -> tuple[Lora | None, Path]:
+    """Return the adapter to fold in, if any, and the folder whose settings and statistics count.
+
+    lerobot saves an adapter with the statistics that it was trained with, and those count.
+    """
+    if settings.checkpoint.lora is None:
+        return None, folder
+    lora = read_lora(Path(settings.checkpoint.lora))
+    return lora, lora.folder if is_lerobot(lora.folder) else folder
 
 
 def resized(config: C, settings: PolicyConfig) -> C:

@@ -26,7 +26,7 @@ class Pi0Family(DenoisingFamily):
 
     def __init__(self, kind: Kind, sizes: Mapping[str, Callable[..., Pi0Config]], horizon: int, views: int) -> None:
         self.name, self.sizes, self.horizon, self.views = kind, sizes, horizon, views
-        self.settings = ("asset_id", "lora", *(("discrete_state_input",) if kind == "pi05" else ()))
+        self.settings = ("asset_id", *(("discrete_state_input",) if kind == "pi05" else ()))
         self.realtime_vla = tuple(pi0_realtime_vla.CLASSES[kind])
 
     # -- measuring it ---------------------------------------------------------------------------------------------

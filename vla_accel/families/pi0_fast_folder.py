@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 
 from vla_accel.checkpoints.lerobot import longest_prompt, member, read_processors, read_settings
-from vla_accel.checkpoints.pi0_fast import load_weights, read_sizes
+from vla_accel.checkpoints.lora import fold
+from vla_accel.checkpoints.pi0_fast import load_weights, pieces, read_sizes, reads_head
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import PolicyConfig
-from vla_accel.families.overrides import processor_of, resized, robot_of
+from vla_accel.families.overrides import adapter_of, processor_of, resized, robot_of
 from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.transforms.fast import Detokeniser, FastProcessor, load_fast
 from vla_accel.transforms.tokenizer import load_tokenizer
@@ -28,14 +29,17 @@ def load_folder(
     folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
 ) -> tuple[Pi0Fast, FastProcessor]:
     """The model and the robot's transforms; see `vla_accel.checkpoints.loading.load`."""
-    path, given = folder / "config.json", settings.checkpoint
+    lora, described = adapter_of(folder, settings)
+    path, given = described / "config.json", settings.checkpoint
     content = read_settings(path, ("pi0_fast",), _FIXED)
-    told = read_processors(folder, content, "bilinear")
+    told = read_processors(described, content, "bilinear")
     weights = SafetensorsWeights(folder)
     config = resized(read_sizes(weights, content, longest_prompt(told, content, path), path), settings)
+    if lora is not None and reads_head(lora.changes):
+        config = dataclasses.replace(config, tied=False)
     preset = robot_of(told.preset, settings)
-    tokenizer = load_tokenizer(folder, given.tokenizer, elsewhere=True)
-    fast = load_fast(folder, given.action_tokenizer, member(content, "action_tokenizer_name", str, path))
+    tokenizer = load_tokenizer(described, given.tokenizer, elsewhere=True)
+    fast = load_fast(described, given.action_tokenizer, member(content, "action_tokenizer_name", str, path))
     detokeniser = Detokeniser.of(
         fast, tokenizer, member(content, "fast_skip_tokens", int, path), config.action_horizon,
         config.action_dim, opened=bool(content.get("validate_action_token_prefix", True)),
@@ -46,4 +50,5 @@ def load_folder(
         FastProcessor, config, preset, (told.state, told.actions), tokenizer, settings, discrete_state=True,
         prompt_form="fast", detokeniser=detokeniser,
     )  # fmt: skip
-    return load_weights(weights, config, str(folder), device=device, dtype=dtype), processor
+    model = load_weights(weights, config, str(folder), device=device, dtype=dtype)
+    return model if lora is None else fold(model, lora, lambda name: pieces(name, config)), processor

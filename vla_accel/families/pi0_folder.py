@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from vla_accel.checkpoints.checkpoint import is_own, read_config, shapes_of
-from vla_accel.checkpoints.dialects import Stated, dialect_of, infer_config, places
+from vla_accel.checkpoints.checkpoint import is_own, read_config
+from vla_accel.checkpoints.dialects import UNREAD, Stated, dialect_of, infer_config, pieces
 from vla_accel.checkpoints.lerobot import is_lerobot, read_folder
-from vla_accel.checkpoints.lora import Folded, read_lora
+from vla_accel.checkpoints.lora import fold
 from vla_accel.checkpoints.pi0 import load_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.overrides import processor_of, resized, robot_of
+from vla_accel.families.overrides import adapter_of, processor_of, resized, robot_of
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics, statistics_by_asset
 from vla_accel.transforms.processing import Processor
@@ -44,9 +44,7 @@ def load_folder(
 ) -> tuple[Pi0, Processor]:
     """The model, none of whose weights is read yet, and the robot's transforms; see
     `vla_accel.checkpoints.loading.load`."""
-    lora = None if settings.checkpoint.lora is None else read_lora(Path(settings.checkpoint.lora))
-    # lerobot saves an adapter with the statistics that it was trained with; they are the ones that count.
-    told = lora.folder if lora is not None and is_lerobot(lora.folder) else folder
+    lora, told = adapter_of(folder, settings)
     if is_lerobot(told):
         weights = SafetensorsWeights(folder)
         described = _lerobot(told, weights, settings)
@@ -66,9 +64,7 @@ def load_folder(
     )  # fmt: skip
     model = load_weights(weights, config, str(folder), device=device, dtype=dtype)
     if lora is not None:
-        assert model.origin is not None
-        shapes = shapes_of(model)
-        model.origin = Folded(model.origin, lora, places(shapes, config), shapes)
+        fold(model, lora, lambda name: pieces(name, config), UNREAD)
     return model, processor
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
-from vla_accel.checkpoints.checkpoint import is_own, load_own, read_config
+from vla_accel.checkpoints.checkpoint import fitted_own, is_own, read_config
 from vla_accel.checkpoints.lerobot import Processors, read_processors, read_settings
-from vla_accel.checkpoints.smolvla import load_weights, read_sizes
+from vla_accel.checkpoints.lora import Lora, fold
+from vla_accel.checkpoints.smolvla import DEAD, load_weights, pieces, read_sizes
 from vla_accel.checkpoints.weights import SafetensorsWeights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
-from vla_accel.families.overrides import processor_of, resized, robot_of
+from vla_accel.families.overrides import adapter_of, processor_of, resized, robot_of
 from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
 from vla_accel.transforms.normalisation import Normaliser, load_statistics
 from vla_accel.transforms.processing import Processor
@@ -30,24 +31,30 @@ def load_folder(
     folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
 ) -> tuple[SmolVla, Processor]:
     """The model and the robot's transforms; see `vla_accel.checkpoints.loading.load`."""
-    path = folder / "config.json"
+    lora, described = adapter_of(folder, settings)
+    path = described / "config.json"
     content = read_json(path)
     if is_own(content):
-        return _ours(folder, settings, device=device, dtype=dtype)
+        return _ours(folder, settings, lora, device=device, dtype=dtype)
     read_settings(path, ("smolvla",), _FIXED)
-    told = read_processors(folder, content, "corner")
+    told = read_processors(described, content, "corner")
     weights = SafetensorsWeights(folder)
-    longest = size_of(told.tokenizer, "max_length", folder / "policy_preprocessor.json")
+    longest = size_of(told.tokenizer, "max_length", described / "policy_preprocessor.json")
     config = resized(read_sizes(weights.shapes, content, longest, path), settings)
     told = dataclasses.replace(told, preset=robot_of(told.preset, settings))
     hub = told.tokenizer.get("tokenizer_name") or TOKENIZER_HUB
-    tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, hub)
+    tokenizer = load_line_tokenizer(described, settings.checkpoint.tokenizer, hub)
     processor = _processor(config, told, tokenizer, settings)
-    return load_weights(weights, config, str(folder), device=device, dtype=dtype), processor
+    model = load_weights(weights, config, str(folder), device=device, dtype=dtype)
+    return model if lora is None else _adapted(model, lora), processor
+
+
+def _adapted(model: SmolVla, lora: Lora) -> SmolVla:
+    return fold(model, lora, lambda name: pieces(name, model.config), DEAD)
 
 
 def _ours(
-    folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
+    folder: Path, settings: PolicyConfig, lora: Lora | None, *, device: str | torch.device, dtype: torch.dtype | None
 ) -> tuple[SmolVla, Processor]:
     config = resized(read_config(folder, SmolVlaConfig), settings)
     statistics = load_statistics(folder / "norm_stats.json")
@@ -55,7 +62,8 @@ def _ours(
     state, actions = (Normaliser.of(statistics[name], "mean_std", name) for name in ("state", "actions"))
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, TOKENIZER_HUB)
     processor = _processor(config, Processors(preset, state, actions, {}), tokenizer, settings)
-    return load_own(SmolVla.empty(config), folder, device=device, dtype=dtype), processor
+    model = fitted_own(SmolVla.empty(config), folder).bound_for(torch.device(device), dtype)
+    return (model if lora is None else _adapted(model, lora)).whole(), processor
 
 
 def _processor(config: SmolVlaConfig, told: Processors, tokenizer: Tokenizer, settings: PolicyConfig) -> Processor:
