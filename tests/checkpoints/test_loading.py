@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.published_folders import KINDS, real_config, same_weights, shapes_of, write_lerobot, write_openpi
+from tests.support.published_folders import KINDS, real_config, shapes_of, write_openpi
 from tests.support.tiny import statistics, write_tiny_checkpoint
 from vla_accel import PolicyConfig
 from vla_accel.checkpoints.bundled import NAMED, bundled
@@ -22,7 +19,7 @@ from vla_accel.checkpoints.loading import find, load
 from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import CheckpointSpec
-from vla_accel.errors import CheckpointError, ConfigError, DependencyError
+from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.pi0 import SIZES, Kind
 from vla_accel.transforms.robots import PRESETS
 

@@ -1,5 +1,5 @@
-"""A hub on this machine: repositories of files behind the parts of the hub's interface that huggingface_hub uses to list
-and fetch them."""
+"""A hub on this machine: repositories of files, behind the part of the hub's interface that huggingface_hub uses to
+list and fetch them."""
 
 from __future__ import annotations
 

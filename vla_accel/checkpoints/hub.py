@@ -81,7 +81,8 @@ def fetch(name: HubName) -> Path:
         ) from error
     # The hub's errors have no common base: ValueError for a bad name, OSError for the network, its own for the rest.
     try:
-        files = HfApi().list_repo_files(name.repo, revision=name.revision)
+        # NOTE: `list_repo_files` would try again for 20 s where there is no connection; this request is made once.
+        siblings = HfApi().model_info(name.repo, revision=name.revision).siblings or []
     except Exception as error:
         for file in _MAIN:
             place = f"{name.folder and name.folder + '/'}{file}"
@@ -89,7 +90,7 @@ def fetch(name: HubName) -> Path:
             if isinstance(found, str):
                 return Path(found).parent
         raise _failed(name, error) from error
-    patterns = [glob.escape(file) for file in _chosen(name, files)]
+    patterns = [glob.escape(file) for file in _chosen(name, [s.rfilename for s in siblings])]
     try:
         root = snapshot_download(name.repo, revision=name.revision, allow_patterns=patterns)
     except Exception as error:
