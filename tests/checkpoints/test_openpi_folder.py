@@ -141,9 +141,35 @@ def test_statistics_of_several_robots(tmp_path: Path) -> None:
     processor = load(tmp_path, PolicyConfig(checkpoint=CheckpointSpec(asset_id="trossen"))).processor
     assert processor.preset == PRESETS["aloha"]
     with pytest.raises(
-        CheckpointError, match=r"expected droid/norm_stats\.json, found physical-intelligence/libero, tro"
+        CheckpointError, match=r"expected assets/droid/norm_stats\.json, found physical-intelligence/libero, tro"
     ):
         load(tmp_path, PolicyConfig(checkpoint=CheckpointSpec(asset_id="droid")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("asset", ["physical-intelligence/libero", "droid"])
+def test_statistics_by_robot_without_an_assets_folder(tmp_path: Path, asset: str, kind: Kind) -> None:
+    """As RLinf leaves them; another checkpoint inside the folder keeps its own."""
+    for folder, name in ((tmp_path, asset), (tmp_path / "expected", asset), (tmp_path / "step_100", "trossen")):
+        write_openpi(folder, kind, name)
+    for folder in (tmp_path, tmp_path / "step_100"):
+        for entry in (folder / "assets").iterdir():
+            entry.rename(folder / entry.name)
+        (folder / "assets").rmdir()
+    found, expected = (load(folder).processor for folder in (tmp_path, tmp_path / "expected"))
+    assert found.preset == expected.preset and found.discrete_state == expected.discrete_state
+    example = expected.example()
+    np.testing.assert_array_equal(found.prepare(example).state, expected.prepare(example).state)
+
+
+def test_statistics_in_assets_count_before_those_outside(tmp_path: Path) -> None:
+    write_openpi(tmp_path, "pi05")
+    (tmp_path / "droid").mkdir()
+    outside = tmp_path / "droid" / "norm_stats.json"
+    outside.write_text((tmp_path / "assets/physical-intelligence/libero/norm_stats.json").read_text())
+    assert load(tmp_path).processor.preset == PRESETS["libero"]
+    with pytest.raises(ConfigError, match="preset: expected droid"):
+        load(tmp_path, PolicyConfig(preset="libero", checkpoint=CheckpointSpec(asset_id="droid")))
 
 
 @pytest.mark.parametrize(
@@ -205,6 +231,21 @@ def shard(folder: Path, change: Callable[[dict[str, str]], None] = lambda table:
         save_file({k: state[k] for k in keys}, folder / file)
     change(table)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+
+
+def test_an_index_beside_the_whole_weights_says_what_to_remove(tmp_path: Path) -> None:
+    made = write_openpi(tmp_path, "pi05")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    shard(tmp_path)
+    for file in tmp_path.glob("model-*.safetensors"):
+        file.unlink()
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    with pytest.raises(
+        CheckpointError, match=r"found .*; if model\.safetensors holds all .* remove model\.safe.*index"
+    ):
+        load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    same_weights(load(tmp_path).model, made)
 
 
 def test_shards_with_an_index(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ class SafetensorsWeights:
         absent = [f.name for f in files if not f.is_file()]
         if absent or not files:
             expected = ", ".join(absent) or "model.safetensors"
-            raise CheckpointError(f"checkpoint {self.path}: expected {expected}, found {listing(self.path)}")
+            whole = table is not None and (self.path / "model.safetensors").is_file()
+            hint = f"; if model.safetensors holds all weights, remove {INDEX}" if whole else ""
+            raise CheckpointError(f"checkpoint {self.path}: expected {expected}, found {listing(self.path)}{hint}")
         return files
 
     def _add(self, file: Path) -> None:
@@ -176,7 +178,10 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"checkpoint {path}: expected an index with a weight_map, got {error!r}") from error
     flat = isinstance(table, dict) and all(isinstance(v, str) and Path(v).name == v for v in table.values())
     if not flat or not table:
-        raise CheckpointError(f"checkpoint {path}: expected weight_map from keys to files of this folder")
+        raise CheckpointError(
+            f"checkpoint {path}: expected weight_map from keys to files of this folder, got {table!r:.60}; without an "
+            "index, all model*.safetensors of the folder are read"
+        )
     return table
 
 

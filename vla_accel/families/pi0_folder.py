@@ -157,17 +157,29 @@ def _openpi_statistics(path: Path, config: Pi0Config) -> tuple[Normaliser, Norma
 
 def _asset(folder: Path, wanted: str | None) -> tuple[str, Path]:
     """The asset's name and its statistics file; a base checkpoint holds those of several robots."""
-    root = folder / "assets"
-    found = statistics_by_asset(root)
+    found = statistics_by_asset(folder / "assets")
     if (folder / "norm_stats.json").is_file():
         found["."] = folder / "norm_stats.json"
     if wanted is not None:
+        found = {**_without_assets(folder), **found}
         if wanted not in found:
             raise CheckpointError(
-                f"checkpoint {root}: expected {wanted}/norm_stats.json, found {', '.join(found) or 'none'}"
+                f"checkpoint {folder}: expected assets/{wanted}/norm_stats.json, found {', '.join(found) or 'none'}"
             )
         return wanted, found[wanted]
+    found = found or _without_assets(folder)
     if len(found) != 1:
         told = f"found {', '.join(found)}: choose one as checkpoint.asset_id" if found else f"found {listing(folder)}"
         raise CheckpointError(f"checkpoint {folder}: expected one assets/<asset_id>/norm_stats.json, {told}")
     return next(iter(found.items()))
+
+
+def _without_assets(folder: Path) -> dict[str, Path]:
+    """RLinf's layout: `<asset_id>/norm_stats.json` in the folder itself. Other checkpoints in the folder are left out."""
+    found = {}
+    for file in sorted((*folder.glob("*/norm_stats.json"), *folder.glob("*/*/norm_stats.json"))):
+        between = file.relative_to(folder).parts[:-1]
+        above = [folder.joinpath(*between[: depth + 1]) for depth in range(len(between))]
+        if between[0] != "assets" and not any((place / "config.json").is_file() for place in above):
+            found["/".join(between)] = file
+    return found
