@@ -6,7 +6,7 @@ Sizes are read off the shapes and checked against what config.json states. Knows
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
+from vla_accel.checkpoints.groot_settings import refused_in_config
 from vla_accel.checkpoints.lora import Lora, fold
 from vla_accel.checkpoints.stacks import shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
@@ -30,8 +31,9 @@ SIGN = _DIT + "proj_out_1.weight"
 """A tensor that GR00T's checkpoints have and others do not."""
 # One table under two names; savers keep either or both.
 _EMBEDDINGS = (_LANGUAGE + "embed_tokens.weight", "backbone.model.lm_head.weight")
-# Nothing reads the last layer's norm: the head takes what comes before it. The mask token is for training.
-_DEAD = (_LANGUAGE + "norm.weight", _HEAD + "mask_token", *_EMBEDDINGS)
+# Nothing reads the last layer's norm: the head takes what comes before it. The mask token and the dropout are for
+# training.
+_DEAD = (_LANGUAGE + "norm.weight", _HEAD + "mask_token", _HEAD + "dropout_prob_by_embodiment", *_EMBEDDINGS)
 # Heads' widths that no shape shows: of vision, of the vision-language attention, of the diffusion transformer.
 _VISION_HEAD, _VL_HEAD, _DIT_HEAD = 64, 64, 48
 
@@ -65,6 +67,21 @@ _SHARED = {
 def prefix_of(shapes: Mapping[str, object]) -> str | None:
     """What stands before each of GR00T's names; None where these are no GR00T's."""
     return next((prefix for prefix in ("", LEROBOT) if prefix + SIGN in shapes), None)
+
+
+OTHERS = "another network, which is not supported; lerobot up to 0.5.1 runs N1.5, Isaac-GR00T has a branch for each"
+
+
+def other_generation(content: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """Which other GR00T a folder holds, by its weights' names or by the base that lerobot's config.json names; None for
+    N1.7."""
+    for part, generation in ((".eagle_model.", "N1.5"), ("backbone.model.vision_model.", "N1.6")):
+        if any(part in name for name in names):
+            return generation
+    for key in ("base_model_path", "model_name"):
+        if match := re.search(r"gr00t.n1[._d]?([0-6])(?!\d)", str(content.get(key)).lower()):
+            return f"N1.{match[1]}"
+    return None
 
 
 def load_groot(
@@ -245,24 +262,9 @@ def _stated(shape: _Shapes, stated: Mapping[str, Any], part: str, key: str, defa
     return _whole(shape, content, key, default) if isinstance(content, Mapping) else default
 
 
-_ONLY: dict[str, tuple[object, ...]] = {
-    "use_alternate_vl_dit": (True,),
-    "add_pos_embed": (True,),
-    "use_vlln": (True,),
-    "exclude_state": (False, None),
-    "state_history_length": (1,),
-    "reproject_vision": (False, None),
-}
-
-
 def _refuse_others(stated: Mapping[str, Any], where: str) -> None:
     """GR00T's code can build networks that no published N1.7 is."""
-    wrong = [f"{k} {stated[k]!r}" for k, allowed in _ONLY.items() if k in stated and stated[k] not in allowed]
-    dit = stated.get("diffusion_model_cfg")
-    if isinstance(dit, Mapping):
-        fixed = {"interleave_self_attention": True, "norm_type": "ada_norm", "positional_embeddings": None}
-        wrong += [f"diffusion_model_cfg.{k} {dit[k]!r}" for k, v in fixed.items() if dit.get(k, v) != v]
-    if wrong:
+    if wrong := refused_in_config(stated):
         raise CheckpointError(f"checkpoint {where}: cannot run GR00T with {', '.join(wrong)}")
 
 
@@ -281,6 +283,7 @@ def _cross_check(config: GrootConfig, stated: Mapping[str, Any], shape: _Shapes)
         ("diffusion_model_cfg.num_layers", dit.get("num_layers"), head.depth),
         ("diffusion_model_cfg.num_attention_heads", dit.get("num_attention_heads"), head.heads),
         ("diffusion_model_cfg.output_dim", dit.get("output_dim"), head.hidden),
+        ("use_vl_self_attention", stated.get("use_vl_self_attention"), head.vl_depth > 0),
         ("vl_self_attention_cfg.num_layers", vl.get("num_layers"), head.vl_depth),
         ("vl_self_attention_cfg.num_attention_heads", vl.get("num_attention_heads"), head.vl_heads),
     ]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vla_accel.checkpoints.checkpoint import shapes_of
 from vla_accel.checkpoints.hub import HubName
+from vla_accel.checkpoints.settings import KnownSettings
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, listing, read_json, some
 from vla_accel.errors import CheckpointError
 from vla_accel.models.network import Network, Origin
@@ -32,23 +33,17 @@ _FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 N = TypeVar("N", bound=Network)
 _log = logging.getLogger("vla_accel.checkpoints")
 
-# The fields of adapter_config.json (peft's LoraConfig). These are read:
-_READ = {
-    "peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "rank_pattern", "alpha_pattern",
-    "use_rslora",
-}  # fmt: skip
-# These do not change what the stored factors mean: they are for training, or choose the modules that the file lists.
-_NEUTRAL = {
-    "alora_invocation_string", "auto_mapping", "corda_config", "eva_config", "exclude_modules", "inference_mode",
-    "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
-    "modules_to_save", "peft_version", "qalora_group_size", "runtime_config", "target_modules", "task_type",
-}  # fmt: skip
-# These are known with the values that leave W + s·B·A: the others change the base's weights (PiSSA, OLoRA, CorDA,
-# LoftQ, LoRA-GA) or train more than factors. Any other field is refused unless it is null, false or empty.
-_FIXED: dict[str, tuple[object, ...]] = {
-    "bias": ("none",),
-    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
-}
+# The fields of adapter_config.json, peft's LoraConfig. `init_lora_weights` may change the base's weights (PiSSA, OLoRA,
+# CorDA, LoftQ, LoRA-GA): those are refused, with all that trains more than factors.
+_CONFIG = KnownSettings.of(
+    "peft_type base_model_name_or_path revision r lora_alpha rank_pattern alpha_pattern use_rslora",
+    # training, and which modules have factors: the file lists those
+    "auto_mapping corda_config eva_config exclude_modules inference_mode layers_pattern layers_to_transform "
+    "loftq_config lora_dropout lora_ga_config megatron_core modules_to_save peft_version qalora_group_size "
+    "runtime_config target_modules task_type",
+    bias=("none",),
+    init_lora_weights=(True, False, "gaussian", "orthogonal", "eva"),
+)
 
 
 @dataclass(frozen=True)
@@ -240,12 +235,7 @@ def _refuse_others(config: Mapping[str, Any], folder: Path) -> None:
     """Raise CheckpointError for an adapter that is more than W + s·B·A, or that has a setting not known here."""
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"lora {folder}: expected peft_type LORA in {CONFIG}, got {config.get('peft_type')!r}")
-    wrong = [
-        f"{name} {value!r:.60}"
-        for name, value in config.items()
-        if name not in _READ | _NEUTRAL and value not in (None, False, [], {}) and value not in _FIXED.get(name, ())
-    ]
-    if wrong:
+    if wrong := _CONFIG.refused(config):
         raise CheckpointError(
             f"lora {folder}: expected factors of linear layers alone (W + s·B·A), got {', '.join(wrong)} in "
             f"{CONFIG}; merge it with peft (merge_and_unload) and save the whole policy"

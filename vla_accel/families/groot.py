@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from vla_accel.checkpoints.groot import prefix_of
+from vla_accel.checkpoints.groot import OTHERS, prefix_of
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.component import Component
 from vla_accel.components.groot import CACHE, groot_components
@@ -192,7 +192,7 @@ class GrootFamily(TextFamily):
         path = folder / "config.json"
         kind = _model_type(read_json(path)) if path.is_file() else ""
         if kind.startswith("gr00t"):
-            return f"expected GR00T N1.7 (model_type Gr00tN1d7), found {kind}: N1.5 and N1.6 are other networks"
+            return f"expected GR00T N1.7 (model_type Gr00tN1d7), found {kind}: {OTHERS}"
         return None
 
     load = staticmethod(load_folder)

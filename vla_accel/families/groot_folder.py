@@ -5,56 +5,39 @@ transforms of one embodiment. Knows nothing of engines."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from vla_accel.checkpoints.groot import infer_config, load_groot
+from vla_accel.checkpoints.groot import OTHERS, infer_config, load_groot, other_generation
+from vla_accel.checkpoints.groot_settings import refused_in_processor
 from vla_accel.checkpoints.lerobot import is_lerobot, statistics_file
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_arrays, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
+from vla_accel.families.groot_robot import LIBERO_TAG, Robot, isaac_cropping, lerobot_cropping, mapping, read_robot
 from vla_accel.families.overrides import adapter_of, check_vocabulary, robot_of
 from vla_accel.models.groot import Groot
 from vla_accel.models.groot_language import LEAD
 from vla_accel.transforms.groot import GrootProcessor
-from vla_accel.transforms.groot_images import Cropping
-from vla_accel.transforms.modalities import Group, Groups, Scaling, check_references
 from vla_accel.transforms.robots import LIBERO, Preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 TOKENIZER = "Qwen/Qwen3-VL-2B-Instruct"
 """On the hub. NVIDIA's own, of the same words, must be asked for."""
-LIBERO_TAG = "libero_sim"
 PUBLISHED_IDS = {
-    "simpler_env_google": 0, "simpler_env_widowx": 1, LIBERO_TAG: 2, "new_embodiment": 10,
-    "oxe_droid_relative_eef_relative_joint": 24, "real_g1_relative_eef_relative_joints": 25,
-    "unitree_g1_full_body_with_waist_height_nav_cmd": 25, "real_r1_pro_sharpa_relative_eef": 26,
-    "xdof_relative_eef_relative_joint": 27,
+    "simpler_env_google": 0, "simpler_env_widowx": 1, LIBERO_TAG: 2, "new_embodiment": 10, "robocasa_panda_omron": 10,
+    "robocasa_gr1_tabletop": 10, "unitree_g1_sonic": 11, "oxe_droid_relative_eef_relative_joint": 24,
+    "real_g1_relative_eef_relative_joints": 25, "unitree_g1_full_body_with_waist_height_nav_cmd": 25,
+    "real_r1_pro_sharpa_relative_eef": 26, "real_r1_pro_sharpa_relative_eef_human": 26,
+    "real_r1_pro_sharpa_relative_eef_maxinsights": 26, "real_r1_pro_sharpa_relative_eef_mecka": 26,
+    "xdof_relative_eef_relative_joint": 27, "xdof_relative_eef_relative_joint_subtask": 27,
 }  # fmt: skip
-"""Embodiments of the published checkpoints, for folders without embodiment_id.json (Isaac-GR00T, lerobot 0.6.1)."""
-
-
-@dataclass(frozen=True)
-class Robot:
-    """What a folder says of one embodiment. `cameras` in the model's order; `features`: lerobot's own names of the
-    robot's cameras, empty where the folder has none."""
-
-    tag: str
-    embodiment: int
-    cameras: tuple[str, ...]
-    frames: int
-    rows: int
-    state: Groups
-    actions: Groups
-    cropping: Cropping
-    formal: bool
-    gripper: bool
-    features: tuple[str, ...] = ()
+"""Isaac-GR00T's own embodiments, for folders without embodiment_id.json and for tags that it lacks."""
+_log = logging.getLogger("vla_accel.checkpoints")
 
 
 def load_folder(
@@ -64,6 +47,8 @@ def load_folder(
     given, weights = settings.checkpoint, SafetensorsWeights(folder)
     lora, described = adapter_of(folder, settings)
     content = read_json(described / "config.json")
+    if (other := other_generation(content, weights.shapes)) is not None:
+        raise CheckpointError(f"checkpoint {folder}: expected GR00T N1.7, got {other}: {OTHERS}")
     if is_lerobot(described):
         robot, stated = _lerobot(described, content, given.embodiment)
     else:
@@ -89,6 +74,7 @@ def load_folder(
         frames=robot.frames,
         formal=robot.formal,
         gripper=robot.gripper,
+        exclude_state=robot.exclude_state,
         default_prompt=settings.default_prompt,
     )
     model = load_groot(weights, config, robot.embodiment, str(folder), lora=lora, device=device, dtype=dtype)
@@ -117,14 +103,14 @@ def _preset(robot: Robot) -> Preset:
 
 
 def _isaac(folder: Path, wanted: str | None) -> Robot:
-    for name in ("processor_config.json", "statistics.json"):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"checkpoint {folder}: expected {name}, found {listing(folder)}")
-    path = folder / "processor_config.json"
-    settings = _mapping(read_json(path), "processor_kwargs", path)
-    modalities, statistics = _mapping(settings, "modality_configs", path), read_json(folder / "statistics.json")
-    ids_path = folder / "embodiment_id.json"
-    ids = read_json(ids_path) if ids_path.is_file() else PUBLISHED_IDS
+    path = _processor_folder(folder) / "processor_config.json"
+    settings = mapping(read_json(path), "processor_kwargs", path)
+    if wrong := refused_in_processor(settings):
+        raise CheckpointError(f"{path}: cannot run GR00T with {', '.join(wrong)}")
+    modalities, statistics = mapping(settings, "modality_configs", path), read_json(path.parent / "statistics.json")
+    ids_path = path.parent / "embodiment_id.json"
+    own = read_json(ids_path) if ids_path.is_file() else {}
+    ids = {**PUBLISHED_IDS, **own}
     there = sorted(tag for tag in modalities if tag in statistics and tag in ids)
     if not there:
         parts = (path.name, modalities), ("statistics.json", statistics), (ids_path.name, ids)
@@ -134,105 +120,25 @@ def _isaac(folder: Path, wanted: str | None) -> Robot:
     if tag is None or tag not in there:
         asked = "choose one as checkpoint.embodiment" if tag is None else f"got {tag!r}"
         raise CheckpointError(f"checkpoint {folder}: expected an embodiment of {', '.join(there)}; {asked}")
-    return _robot(tag, ids[tag], modalities[tag], statistics[tag], settings, settings, path)
+    if own and tag not in own:
+        _log.warning("%s: lacks %s: Isaac-GR00T's own number is taken, %d", ids_path, tag, ids[tag])
+    modality = modalities[tag]
+    robot = read_robot(tag, ids[tag], modality, statistics[tag], settings, isaac_cropping(settings, path), path)
+    blind = bool(settings.get("exclude_state") or mapping(modality, "state", path).get("exclude_state"))
+    return dataclasses.replace(robot, exclude_state=blind)
 
 
-def _robot(
-    tag: str, embodiment: Any, modality: Any, statistics: Any, settings: Mapping[str, Any],
-    images: Mapping[str, Any], path: Path,
-) -> Robot:  # fmt: skip
-    """One embodiment's groups, cameras and images, from Isaac-GR00T's settings."""
-    video, action = _mapping(modality, "video", path), _mapping(modality, "action", path)
-    if not isinstance(embodiment, int) or isinstance(embodiment, bool) or embodiment < 0:
-        raise CheckpointError(f"{path}: expected a number for embodiment {tag}, got {embodiment!r}")
-    rows = len(action.get("delta_indices") or ())
-    cameras = tuple(map(str, video.get("modality_keys") or ()))
-    if not rows or not cameras:
-        raise CheckpointError(f"{path}: {tag}: expected video.modality_keys and action.delta_indices, got none")
-    state = _groups("state", modality, statistics, settings, f"{path}: {tag}")
-    actions = _groups("action", modality, statistics, settings, f"{path}: {tag}")
-    check_references(actions, state.groups, f"{path}: {tag}")
-    return Robot(
-        tag=tag, embodiment=embodiment, cameras=cameras, frames=max(1, len(video.get("delta_indices") or ())),
-        rows=rows, state=state, actions=actions, cropping=_cropping(images, path),
-        formal=settings.get("formalize_language", True) is not False, gripper=tag == LIBERO_TAG,
-    )  # fmt: skip
-
-
-def _groups(kind: str, modality: Any, statistics: Any, settings: Mapping[str, Any], where: str) -> Groups:
-    config = _mapping(modality, kind, where)
-    table = _mapping(statistics, kind, where)
-    names = [str(n) for n in config.get("modality_keys") or ()]
-    forms = config.get("action_configs") or []
-    found = []
-    for index, name in enumerate(names):
-        entry = _mapping(table, name, f"{where}: statistics of {kind}")
-        size = _size(entry, f"{where}: statistics of {kind} {name}")
-        form = forms[index] if index < len(forms) and isinstance(forms[index], Mapping) else {}
-        relative = bool(settings.get("use_relative_action")) and _word(form.get("rep")) == "relative"
-        group = Group(name, size, "sin_cos")
-        if relative:
-            entry = _mapping(_mapping(statistics, "relative_action", where), name, f"{where}: relative_action")
-            group = dataclasses.replace(
-                group, relative=_relation(form, f"{where}: action {name}"), reference=form.get("state_key") or name
-            )
-        as_angles = settings.get("apply_sincos_state_encoding") and name in (config.get("sin_cos_embedding_keys") or ())
-        if not as_angles:
-            scaling = "mean_std" if name in (config.get("mean_std_embedding_keys") or ()) else "range"
-            group = _scaled(group, entry, scaling, settings, relative, f"{where}: {kind} {name}")
-        found.append(group)
-    if not found:
-        raise CheckpointError(f"{where}: expected {kind}.modality_keys, got none")
-    return Groups(tuple(found))
-
-
-def _scaled(
-    group: Group, entry: Mapping[str, Any], scaling: Scaling, settings: Mapping[str, Any], relative: bool, where: str
-) -> Group:
-    names = ("mean", "std") if scaling == "mean_std" else ("min", "max")
-    if scaling == "range" and settings.get("use_percentiles") and not relative:
-        names = ("q01", "q99")
-    low, high = (_numbers(entry.get(n), f"{where}: {n}") for n in names)
-    if (high < (0.0 if scaling == "mean_std" else low)).any():
-        raise CheckpointError(f"{where}: expected {'std >= 0' if scaling == 'mean_std' else ' <= '.join(names)}")
-    clipped = settings.get("clip_outliers", True) is not False
-    return dataclasses.replace(group, scaling=scaling, low=low, high=high, clipped=clipped)
-
-
-def _relation(form: Mapping[str, Any], where: str) -> Any:
-    kind, layout = _word(form.get("type")), _word(form.get("format")).replace("_", "+")
-    if kind == "non+eef" or kind == "non_eef":
-        return "difference"
-    if kind == "eef" and layout == "xyz+rot6d":
-        return "pose"
-    raise CheckpointError(f"{where}: expected NON_EEF, or EEF as XYZ_ROT6D, got {dict(form)}")
-
-
-def _word(value: Any) -> str:
-    return str(value).lower()
-
-
-def _cropping(settings: Mapping[str, Any], path: Path) -> Cropping:
-    def sides(key: str, default: tuple[int, int]) -> tuple[int, int]:
-        value = default if settings.get(key) is None else settings[key]
-        if not isinstance(value, (list, tuple)) or len(value) != 2:
-            raise CheckpointError(f"{path}: {key}: expected a height and a width, got {value!r:.60}")
-        height, width = (size_of({key: side}, key, path) for side in value)
-        return height, width
-
-    target, crop = sides("image_target_size", (256, 256)), settings.get("crop_fraction")
-    if settings.get("image_target_size") is None:
-        crop = 230 / 256
-    elif crop is None:
-        crop = sides("image_crop_size", target)[0] / target[0]
-    if not isinstance(crop, (int, float)):
-        raise CheckpointError(f"{path}: crop_fraction: expected a number, got {crop!r:.60}")
-    return Cropping(
-        filter="area" if settings.get("use_albumentations") else "bicubic",
-        edge=size_of(settings, "shortest_image_edge", path, target[0]),
-        crop=crop if 0.0 < crop < 1.0 else 1.0,
-        target=target,
-        letterbox=bool(settings.get("letter_box_transform")),
+def _processor_folder(folder: Path) -> Path:
+    """Where the processor's files are: in the folder, or in `processor/` of the training run's output folder, which is
+    this one or holds it."""
+    names = ("processor_config.json", "statistics.json")
+    for place in (folder, folder / "processor", folder.parent / "processor"):
+        if all((place / name).is_file() for name in names):
+            return place
+    lacking = next(name for name in names if not (folder / name).is_file())
+    raise CheckpointError(
+        f"checkpoint {folder}: expected {lacking}, found {listing(folder)}; training keeps it in processor/ of its "
+        "output folder: copy the files from there"
     )
 
 
@@ -240,6 +146,7 @@ def _cropping(settings: Mapping[str, Any], path: Path) -> Cropping:
 
 _PACK, _ENCODE, _DECODE = "groot_n1_7_pack_inputs_v1", "groot_n1_7_vlm_encode_v1", "groot_n1_7_action_decode_v1"
 _UNPACK = "groot_action_unpack_unnormalize_v2"
+_N1_5 = {"groot_pack_inputs_v3", "groot_eagle_encode_v3", "groot_eagle_collate_v3"}
 _KNOWN = {"rename_observations_processor", "to_batch_processor", "device_processor", _PACK, _ENCODE, _DECODE, _UNPACK}
 
 
@@ -264,7 +171,7 @@ def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tu
         modality, statistics = _whole(folder, pack, content)
         merged, horizon = {**merged, "use_percentiles": False}, 40
     modality = {**modality, "video": _video(modality, pack, content, path)}
-    robot = _robot(tag, ids[tag], modality, statistics, merged, images, path)
+    robot = read_robot(tag, ids[tag], modality, statistics, merged, lerobot_cropping(images, path), path)
     transform = decode.get("action_decode_transform")
     features = content.get("input_features")
     robot = dataclasses.replace(
@@ -321,35 +228,10 @@ def _steps(path: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(steps, Sequence) or not all(isinstance(s, Mapping) for s in steps):
         raise CheckpointError(f"{path}: expected a list of steps, got {steps!r:.60}")
     unknown = [str(s.get("registry_name", s.get("class"))) for s in steps if s.get("registry_name") not in _KNOWN]
+    if any(name in _N1_5 for name in unknown):
+        raise CheckpointError(
+            f"checkpoint {path.parent}: expected GR00T N1.7, got N1.5 ({', '.join(unknown)}): {OTHERS}"
+        )
     if unknown:
         raise CheckpointError(f"{path}: expected steps among {', '.join(sorted(_KNOWN))}, got {', '.join(unknown)}")
     return {s["registry_name"]: {**(s.get("config") or {}), "state_file": s.get("state_file")} for s in steps}
-
-
-# -- values -------------------------------------------------------------------------------------------------------
-
-
-def _mapping(content: Any, key: str, where: object) -> Mapping[str, Any]:
-    value = content.get(key) if isinstance(content, Mapping) else None
-    if not isinstance(value, Mapping):
-        found = sorted(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
-        raise CheckpointError(f"{where}: expected {key}, found {found}")
-    return value
-
-
-def _size(entry: Mapping[str, Any], where: str) -> int:
-    for name in ("mean", "q01", "min", "max", "std"):
-        if entry.get(name) is not None:
-            return int(_numbers(entry[name], f"{where}: {name}").shape[-1])
-    raise CheckpointError(f"{where}: expected mean, q01 or min, found {sorted(entry)}")
-
-
-def _numbers(value: Any, where: str) -> np.ndarray:
-    """Float64 (n,) or (rows, n) of finite numbers."""
-    try:
-        array = np.asarray(value, np.float64)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: expected finite numbers, got {value!r:.60}") from error
-    if array.ndim not in (1, 2) or not array.size or not np.isfinite(array).all():
-        raise CheckpointError(f"{where}: expected finite numbers, got {value!r:.60}")
-    return array

@@ -175,7 +175,7 @@ def _asset(folder: Path, wanted: str | None) -> tuple[str, Path]:
 
 
 def _without_assets(folder: Path) -> dict[str, Path]:
-    """RLinf's layout: `<asset_id>/norm_stats.json` in the folder itself. Other checkpoints in the folder are left out."""
+    """RLinf's layout: `<asset_id>/norm_stats.json` in the folder itself. Other checkpoints inside are left out."""
     found = {}
     for file in sorted((*folder.glob("*/norm_stats.json"), *folder.glob("*/*/norm_stats.json"))):
         between = file.relative_to(folder).parts[:-1]

@@ -45,7 +45,8 @@ class GrootProcessor:
     `state_dim`, `action_dim`, `max_token_len`: the model's; `rows`: actions of a chunk that the robot gets;
     `lead`: tokens before the first image (who speaks, and a newline); `frames`:
     images that each view brings, oldest first (of fewer, the oldest is repeated); `formal`: prompts lose capitals and
-    punctuation; `gripper`: the last action is a gripper's opening in [0, 1] and LIBERO's is -1 for open, 1 for closed.
+    punctuation; `gripper`: the last action is a gripper's opening in [0, 1] and LIBERO's is -1 for open, 1 for closed;
+    `exclude_state`: the model gets zeros for its state, and relative actions still refer to the robot's.
     A view that is missing is left out.
     """
 
@@ -62,6 +63,7 @@ class GrootProcessor:
     frames: int = 1
     formal: bool = True
     gripper: bool = False
+    exclude_state: bool = False
     default_prompt: str | None = None
     _prompts: dict[tuple[str, int], np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
     _reader: Reader = field(init=False, repr=False, compare=False)
@@ -88,8 +90,9 @@ class GrootProcessor:
         if len(sizes) > 1:
             raise ObservationError(f"{', '.join(seen.views)}: expected images of one shape, got {sorted(sizes)}")
         state = np.zeros(self.state_dim, np.float32)
-        with np.errstate(over="ignore"):
-            state[: self.state.width] = self.state.normalise(seen.state)
+        if not self.exclude_state:
+            with np.errstate(over="ignore"):
+                state[: self.state.width] = self.state.normalise(seen.state)
         if not np.isfinite(state).all():
             name = " and ".join(self.preset.state)
             raise ObservationError(

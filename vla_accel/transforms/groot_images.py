@@ -1,8 +1,8 @@
 """Camera images to what GR00T N1.7 takes: cropped and resized in one of two ways, then to whole tokens.
 
-"area" (checkpoints that say `use_albumentations`) resizes by OpenCV's area filter and keeps the aspect ratio; "bicubic"
-makes every image square with torch's antialiased filter. Source: lerobot 0.6.1's processor and transformers' Qwen2-VL
-image processor (both Apache-2.0).
+"area" (checkpoints that say `use_albumentations`) resizes by OpenCV's area filter and keeps the aspect ratio. "bicubic"
+(lerobot) and "bilinear" (Isaac-GR00T) make every image square with torch's antialiased filter. Source: Isaac-GR00T's
+image transforms, lerobot 0.6.1's processor and transformers' Qwen2-VL image processor (all Apache-2.0).
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ LEAST_PIXELS, MOST_PIXELS = 65_536, 16_777_216
 
 @dataclass(frozen=True)
 class Cropping:
-    """How an image becomes the model's. `edge`: pixels of the shortest edge (area) or of each (bicubic); `crop`: share
-    of each edge that is kept, around the middle; `target` (height, width) of bicubic; `letterbox`: black bars make an
-    image square first; `unit`: pixels a side of a token."""
+    """How an image becomes the model's.
 
-    filter: Literal["area", "bicubic"] = "bicubic"
-    edge: int = 256
-    crop: float = 230 / 256
+    Attributes:
+        filter: "area", "bicubic" or "bilinear".
+        edge: Pixels of the shortest edge (area) or of each (bicubic). None for an area filter that resizes to `target`.
+        crop: The share of each edge that is kept, around the middle; for bilinear, (height, width) in pixels.
+        target: (height, width) of bicubic, bilinear, and of area without an edge.
+        letterbox: Whether black bars make an image square first.
+        unit: Pixels a side of a token.
+    """
+
+    filter: Literal["area", "bicubic", "bilinear"] = "bicubic"
+    edge: int | None = 256
+    crop: float | tuple[int, int] = 230 / 256
     target: tuple[int, int] = (256, 256)
     letterbox: bool = False
     unit: int = 32
@@ -46,18 +53,31 @@ class Cropping:
     def __call__(self, image: np.ndarray) -> np.ndarray:
         """uint8 (H, W, 3) to uint8, sides multiples of `unit`."""
         image = _letterboxed(image) if self.letterbox else image
-        image = self._area(image) if self.filter == "area" else self._bicubic(image)
+        image = {"area": self._area, "bicubic": self._bicubic, "bilinear": self._bilinear}[self.filter](image)
         return _resized(image, whole_tokens(image.shape[0], image.shape[1], self.unit))
 
     def _area(self, image: np.ndarray) -> np.ndarray:
-        image = _shortest_edge(image, self.edge)
+        assert isinstance(self.crop, float)
+        image = self._by_area(image)
         height, width = (max(1, int(n * self.crop)) for n in image.shape[:2])
-        return _shortest_edge(_middle(image, height, width), self.edge)
+        return self._by_area(_middle(image, height, width))
+
+    def _by_area(self, image: np.ndarray) -> np.ndarray:
+        return _area(image, self.target) if self.edge is None else _shortest_edge(image, self.edge)
 
     def _bicubic(self, image: np.ndarray) -> np.ndarray:
+        assert isinstance(self.crop, float) and self.edge is not None
         image = _resized(image, (self.edge, self.edge))
         height, width = (max(1, round(n * self.crop)) for n in image.shape[:2])
         return _resized(_middle(image, height, width), self.target)
+
+    def _bilinear(self, image: np.ndarray) -> np.ndarray:
+        assert isinstance(self.crop, tuple)
+        image = _resized(image, self.target, "bilinear")
+        # torchvision rounds half a pixel to even, lerobot rounds it down.
+        top, left = (round((n - kept) / 2) for n, kept in zip(self.target, self.crop, strict=True))
+        kept = image[top : top + self.crop[0], left : left + self.crop[1]]
+        return _resized(kept, self.target, "bilinear")
 
 
 def whole_tokens(height: int, width: int, unit: int) -> tuple[int, int]:
@@ -90,17 +110,23 @@ def _shortest_edge(image: np.ndarray, edge: int) -> np.ndarray:
     shortest = min(image.shape[:2])
     if shortest == edge:
         return image
+    height, width = (max(1, round(n * edge / shortest)) for n in image.shape[:2])
+    return _area(image, (height, width))
+
+
+def _area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    if image.shape[:2] == size:
+        return image
     import cv2
 
-    height, width = (max(1, round(n * edge / shortest)) for n in image.shape[:2])
-    return cv2.resize(np.ascontiguousarray(image), (width, height), interpolation=cv2.INTER_AREA)
+    return cv2.resize(np.ascontiguousarray(image), size[::-1], interpolation=cv2.INTER_AREA)
 
 
-def _resized(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Bicubic with a filter, as torchvision resizes uint8 images."""
+def _resized(image: np.ndarray, size: tuple[int, int], mode: str = "bicubic") -> np.ndarray:
+    """Resized with an antialiased filter, as torchvision resizes uint8 images."""
     if image.shape[:2] == size:
         return image
     # What came over the wire is read-only, of which torch would warn.
     channels = torch.from_numpy(np.require(image, requirements=["C", "W"])).permute(2, 0, 1)[None]
-    made = F.interpolate(channels, size=size, mode="bicubic", antialias=True, align_corners=False)
+    made = F.interpolate(channels, size=size, mode=mode, antialias=True, align_corners=False)
     return made[0].permute(1, 2, 0).contiguous().numpy()
