@@ -115,7 +115,7 @@ def test_images_without_albumentations_are_cropped_in_pixels(tmp_path: Path) -> 
 
     first = resized(torch.from_numpy(PICTURE).permute(2, 0, 1).double())
     expected = resized(first[:, 16:241, 14:243]).permute(1, 2, 0).numpy()  # 15.5 and 13.5 pixels are left over
-    assert np.abs(found.cropping(PICTURE).astype(int) - expected).max() <= 1
+    assert np.abs(found.cropping(PICTURE).astype(int) - expected).max() <= 2, "a level for each resize"
 
 
 def test_lerobots_form_keeps_lerobots_crop(tmp_path: Path) -> None:

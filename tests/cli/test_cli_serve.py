@@ -117,7 +117,7 @@ def test_two_policies_are_served_and_one_is_put_away_and_loaded_again(tmp_path: 
     ("words", "message"),
     [
         (("no/such.yaml",), "no/such.yaml"),
-        (("no/such/folder", "--config", CONFIG), "checkpoint: expected a folder or one of demo"),
+        (("./no/such/folder", "--config", CONFIG), "checkpoint: expected a folder or one of demo"),
         (("--config", CONFIG, "--devices", "cpu,cuda:99"), "devices: expected all, or a list of "),
         (
             ("--config", CONFIG, "--devices", "cpu", "--device", "cpu"),

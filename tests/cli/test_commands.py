@@ -219,7 +219,7 @@ def test_bench_starts_policies_anew(checkpoint: str, capsys: pytest.CaptureFixtu
         ("demo --model pi05", "model: expected none beside checkpoint demo, got pi05"),
         ("demo --systems eager", "systems: expected none beside checkpoint demo"),
         ("demo --config native_fp9", "config: expected a file or one of auto, eager, .*: did you mean native_fp8"),
-        ("no/such/folder", "checkpoint: expected a folder or one of demo"),
+        ("./no/such/folder", "checkpoint: expected a folder or one of demo"),
         ("demo --camera 480", "camera: expected height and width such as 480x640, got '480'"),
         (
             "--model pi05 --systems native-bf16,openpi-eager --camera 480x640",

@@ -302,7 +302,7 @@ def test_an_unknown_option_is_refused(harness: Harness) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--policy", "no/such/folder"), "checkpoint: expected a folder or one of demo"),
+        (("--policy", "./no/such/folder"), "checkpoint: expected a folder or one of demo"),
         (("--policy", "dmeo"), "checkpoint: expected a folder or one of demo"),
         (("--config", "native_fp9"), "config: expected a file or one of auto, eager"),
     ],

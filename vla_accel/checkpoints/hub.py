@@ -20,8 +20,6 @@ _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9_-][\w.-]*/[\w.-]+)(?:@(?P<revision>refs/(?:pr|convert)/[\w.-]+|[\w.-]+))?"
     r"(?P<folder>(?:/[\w-][\w.-]*)*)"
 )
-FORM = "owner/name[@revision][/folder]"
-"""How a checkpoint on the hub is named."""
 _SIGNS = ("config.json", "adapter_config.json")
 _MAIN = (*_SIGNS, "model.safetensors", "model.safetensors.index.json")
 # Of the files directly in a checkpoint's folder, and of those deeper: openpi's and RLinf's statistics, FAST's

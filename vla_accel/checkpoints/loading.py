@@ -116,7 +116,7 @@ def base_and_lora(path_or_name: str | Path, lora: str | None = None) -> tuple[Pa
     if lora is None:
         return folder, None
     if not Path(lora).exists() and HubName.parse(lora) is None:
-        raise CheckpointError(f"lora: expected an adapter's folder, or its name on the hub ({hub.FORM}), got {lora!r}")
+        raise CheckpointError(f"lora: expected an adapter's folder, or its name on the hub, got {lora!r}")
     try:
         found = find(lora)
     except CheckpointError as error:
@@ -196,7 +196,8 @@ def local(path_or_name: str | Path) -> Path | None:
 
 
 def _unknown(name: object) -> str:
-    return unknown("checkpoint", name, NAMED, f"a folder, a name on the hub ({hub.FORM}) or ")
+    form = "; a name on the hub has the form owner/name[@revision][/folder]" if "/" in str(name) else ""
+    return unknown("checkpoint", name, NAMED, "a folder or ") + form
 
 
 def family_of(folder: Path) -> Family:

@@ -103,7 +103,7 @@ class OptimizedPolicy:
         seed: int | None = None,
         lora: str | Path | None = None,
     ) -> OptimizedPolicy:
-        """Load a checkpoint folder, a bundled checkpoint ("demo") or one on the hub by name (`checkpoints.loading`).
+        """Load a checkpoint folder, a bundled checkpoint ("demo") or `owner/name[@revision][/folder]` on the hub.
 
         Args: `config`: a `PolicyConfig`, a mapping, a YAML/JSON file or the name of a shipped one ("native_fp8"), by
         default the fast path (`engines.auto`); `device`, `num_steps` and `seed` override it; `lora`: folder or hub name

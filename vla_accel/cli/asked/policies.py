@@ -37,7 +37,7 @@ class CheckpointSource:
     checkpoint: Annotated[
         str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]", help_behavior_hint="(default: demo)")
     ] = None
-    """A folder, a bundled checkpoint's name or one on the hub."""
+    """A folder, a bundled checkpoint's name, or owner/name[@revision][/folder] on the hub."""
 
     def check(self) -> None:
         """Raise ConfigError for what stands in the checkpoint's place and is none."""
@@ -57,7 +57,7 @@ class PolicySource(CheckpointSource):
     """How it runs: a shipped configuration's name (native_fp8), or a YAML or JSON file. auto takes the fastest engines
     that lose nothing on this machine."""
     lora: Text = None
-    """A LoRA adapter's folder or name on the hub, folded into the checkpoint's weights."""
+    """A LoRA adapter to fold into the checkpoint's weights: a folder, or owner/name[@revision][/folder] on the hub."""
 
     def settings(self) -> PolicyConfig:
         """The configuration, with what the options say beside it."""
@@ -71,7 +71,7 @@ class Bench:
     given) of policies of a family's published size with random weights, beside openpi's or lerobot's own code."""
 
     checkpoint: Checkpoint = None
-    """A folder, a bundled checkpoint's name or one on the hub."""
+    """A folder, a bundled checkpoint's name, or owner/name[@revision][/folder] on the hub."""
     config: Listed[str] = (AUTO,)
     """Of a checkpoint: the configurations to time beside eager, names of shipped ones or files."""
     model: Text = None
