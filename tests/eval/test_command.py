@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from eval.harness.policies import PolicySource
 from eval.libero.benchmark import LIBERO
 from eval.libero.suites import LiberoTask
 from tests.support.eval_support import FakeEnv, FakePolicy
+from tests.support.local_hub import COMMIT, LocalHub, served
 from tests.support.tiny import write_tiny_checkpoint
 from vla_accel.cli.options import read
 from vla_accel.client import PolicyClient
@@ -331,19 +331,18 @@ def test_a_name_on_the_hub_is_evaluated_like_its_folder(
 ) -> None:
     folder = tmp_path / "snapshot"
     write_tiny_checkpoint(folder)
-    hub = types.ModuleType("huggingface_hub")
-    hub.snapshot_download = lambda name, allow_patterns: str(folder)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     benchmark = replace(
         LIBERO, load_suite=lambda name: SUITE, make_environment=lambda task, settings, render: FakeEnv(3)
     )
     policies = []
-    for policy, config in (("someone/tiny", []), (str(folder), ["--config", "eager"])):
-        output = tmp_path / f"{len(policies)}.json"
-        words = ["--policy", policy, "--steps", "1", "--tasks", "0", "--trials", "1", "--device", "cpu", *config]
-        code = command.main(benchmark, libero.Arguments, [*words, "--output", str(output)])
-        assert code == 0, capfd.readouterr().err
-        policies.append(json.loads(output.read_text())["policy"])
+    hub = LocalHub({("someone/tiny", COMMIT): folder})
+    with served(hub, tmp_path / "cache", monkeypatch):
+        for policy, config in (("someone/tiny", []), (str(folder), ["--config", "eager"])):
+            output = tmp_path / f"{len(policies)}.json"
+            words = ["--policy", policy, "--steps", "1", "--tasks", "0", "--trials", "1", "--device", "cpu", *config]
+            code = command.main(benchmark, libero.Arguments, [*words, "--output", str(output)])
+            assert code == 0, capfd.readouterr().err
+            policies.append(json.loads(output.read_text())["policy"])
     named, local = policies
     assert named["name"] == "tiny" and named["sha256"] == local["sha256"] and len(named["sha256"]) == 64
     assert named["config"] == local["config"], "what auto chooses is what ran, and what makes two runs the same"

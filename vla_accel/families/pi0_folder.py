@@ -17,7 +17,7 @@ from vla_accel.checkpoints.dialects import UNREAD, Stated, dialect_of, infer_con
 from vla_accel.checkpoints.lerobot import is_lerobot, read_folder
 from vla_accel.checkpoints.lora import fold
 from vla_accel.checkpoints.pi0 import load_weights
-from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, size_of
+from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, size_of, some
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import adapter_of, processor_of, resized, robot_of
@@ -87,9 +87,11 @@ def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -
     """openpi's folder: weights, `assets/<asset_id>/norm_stats.json`, and the config.json that its converter writes;
     `pi05`, `max_token_len` and `discrete_state_input` in it are ours (`vla-accel convert`)."""
     path = folder / "config.json"
-    if not path.is_file() and (folder / "policy_preprocessor.json").is_file():  # lerobot's, but for that file
-        raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}")
     content = read_json(path) if path.is_file() else {}
+    if (folder / "policy_preprocessor.json").is_file():  # lerobot's, but for that file
+        if not path.is_file():
+            raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}")
+        raise CheckpointError(f"{path}: expected lerobot's type and input_features, found {some(sorted(content))}")
     asset, statistics = _asset(folder, settings.checkpoint.asset_id)
     sizes = ("action_dim", "action_horizon", "max_token_len")
     told: dict[str, Any] = {name: size_of(content, name, path) for name in sizes if content.get(name) is not None}
