@@ -318,3 +318,36 @@ def test_a_base_of_this_generation_is_not_taken_for_another(tmp_path: Path) -> N
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, "base_model_path": "nvidia/GR00T-N1.7-3B"}))
     assert processor(folder).state.size == 8
+
+
+# -- lerobot's form -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "step", "name", "value"),
+    [
+        ("pre", 2, "state_horizon", 2), ("pre", 2, "normalize_min_max", False), ("pre", 2, "language_key", "text"),
+        ("pre", 2, "a_later_setting", 1), ("pre", 3, "a_later_setting", 1), ("post", 0, "a_later_setting", "x"),
+        ("post", 0, "action_decode_transform", "another"),
+    ],
+)  # fmt: skip
+def test_a_setting_of_lerobots_steps_that_is_not_honoured_is_refused(
+    file: str, step: int, name: str, value: Any, tmp_path: Path
+) -> None:
+    folder = write_lerobot(tmp_path)
+    path = folder / f"policy_{file}processor.json"
+    content = json.loads(path.read_text())
+    content["steps"][step]["config"][name] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"{path.name}: groot_\w+: cannot run GR00T with {name} "):
+        processor(folder)
+
+
+def test_actions_that_lerobot_would_cut_are_refused(tmp_path: Path) -> None:
+    folder = write_lerobot(tmp_path)
+    path = folder / "policy_postprocessor.json"
+    content = json.loads(path.read_text())
+    content["steps"][0]["config"]["env_action_dim"] = 5
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="env_action_dim: expected 7, got 5"):
+        processor(folder)

@@ -1,7 +1,8 @@
-"""The settings of Isaac-GR00T's files: config.json, and the processor's keyword arguments and modalities.
+"""The settings of Isaac-GR00T's files (config.json, and the processor's keyword arguments and modalities), and of
+lerobot's steps of GR00T.
 
-Source: Isaac-GR00T's `Gr00tN1d7Config`, `Gr00tN1d7Processor` and `ModalityConfig` (NVIDIA, Apache-2.0), and the
-config.json that was published with GR00T N1.7.
+Source: Isaac-GR00T's `Gr00tN1d7Config`, `Gr00tN1d7Processor` and `ModalityConfig` (NVIDIA, Apache-2.0), the config.json
+that was published with GR00T N1.7, and lerobot 0.6.1's steps (Apache-2.0).
 """
 
 from __future__ import annotations
@@ -81,6 +82,37 @@ _MODALITIES = {
     ),
     "language": KnownSettings.of("", "delta_indices modality_keys"),
 }
+
+
+PACK, ENCODE, DECODE = "groot_n1_7_pack_inputs_v1", "groot_n1_7_vlm_encode_v1", "groot_n1_7_action_decode_v1"
+UNPACK = "groot_action_unpack_unnormalize_v2"
+"""lerobot's steps of GR00T N1.7."""
+_STEPS = {
+    PACK: KnownSettings.of(
+        "action_horizon valid_action_horizon video_horizon formalize_language embodiment_tag embodiment_mapping "
+        "clip_outliers use_percentiles video_modality_keys raw_stats modality_config",
+        "max_state_dim max_action_dim state_dropout_prob",
+        state_horizon=(1,), normalize_min_max=(True,), language_key=("task",),
+    ),
+    ENCODE: KnownSettings.of(
+        "image_crop_size image_target_size shortest_image_edge crop_fraction use_albumentations letter_box_transform",
+        "model_name device",
+    ),
+    # Its statistics and groups are those of the first step.
+    DECODE: KnownSettings.of(
+        "env_action_dim use_relative_action", "raw_stats modality_config use_percentiles",
+        action_decode_transform=("libero",),
+    ),
+    UNPACK: KnownSettings.of(
+        "env_action_dim libero_gripper_action", normalize_min_max=(True,), clip_normalized_action=(True,),
+        libero_gripper_binarize=(True,),
+    ),
+}  # fmt: skip
+
+
+def refused_in_step(name: str, config: Mapping[str, Any]) -> list[str]:
+    """Return the settings of one of lerobot's steps that are refused, each as "name value"."""
+    return _STEPS[name].refused(config) if name in _STEPS else []
 
 
 def refused_in_config(content: Mapping[str, Any]) -> list[str]:

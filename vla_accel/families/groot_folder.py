@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vla_accel.checkpoints.groot import OTHERS, infer_config, load_groot, other_generation
-from vla_accel.checkpoints.groot_settings import refused_in_processor
+from vla_accel.checkpoints.groot_settings import DECODE, ENCODE, PACK, UNPACK, refused_in_processor, refused_in_step
 from vla_accel.checkpoints.lerobot import is_lerobot, statistics_file
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_arrays, read_json, size_of
 from vla_accel.config import PolicyConfig
@@ -144,20 +144,18 @@ def _processor_folder(folder: Path) -> Path:
 
 # -- lerobot ------------------------------------------------------------------------------------------------------
 
-_PACK, _ENCODE, _DECODE = "groot_n1_7_pack_inputs_v1", "groot_n1_7_vlm_encode_v1", "groot_n1_7_action_decode_v1"
-_UNPACK = "groot_action_unpack_unnormalize_v2"
 _N1_5 = {"groot_pack_inputs_v3", "groot_eagle_encode_v3", "groot_eagle_collate_v3"}
-_KNOWN = {"rename_observations_processor", "to_batch_processor", "device_processor", _PACK, _ENCODE, _DECODE, _UNPACK}
+_KNOWN = {"rename_observations_processor", "to_batch_processor", "device_processor", PACK, ENCODE, DECODE, UNPACK}
 
 
 def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tuple[Robot, Mapping[str, Any]]:
     """The robot, and what lerobot's folder states of the model in Isaac-GR00T's words."""
     path = folder / "policy_preprocessor.json"
     before, after = _steps(path), _steps(folder / "policy_postprocessor.json")
-    pack, encode = before.get(_PACK), before.get(_ENCODE)
-    decode = after.get(_DECODE) or after.get(_UNPACK)
+    pack, encode = before.get(PACK), before.get(ENCODE)
+    decode = after.get(DECODE) or after.get(UNPACK)
     if pack is None or encode is None or decode is None:
-        raise CheckpointError(f"{path}: expected the steps {_PACK}, {_ENCODE} and one that decodes, found {[*before]}")
+        raise CheckpointError(f"{path}: expected the steps {PACK}, {ENCODE} and one that decodes, found {[*before]}")
     tag, ids = str(pack.get("embodiment_tag")), pack.get("embodiment_mapping") or PUBLISHED_IDS
     if tag not in ids or wanted not in (None, tag):
         there = tag if tag in ids else ", ".join(sorted(ids))
@@ -172,6 +170,11 @@ def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tu
         merged, horizon = {**merged, "use_percentiles": False}, 40
     modality = {**modality, "video": _video(modality, pack, content, path)}
     robot = read_robot(tag, ids[tag], modality, statistics, merged, lerobot_cropping(images, path), path)
+    size, behind = robot.actions.size, folder / "policy_postprocessor.json"
+    # lerobot's 0 means all of them.
+    count = size_of({"env_action_dim": decode.get("env_action_dim") or size}, "env_action_dim", behind)
+    if count < size:
+        raise CheckpointError(f"{behind}: env_action_dim: expected {size}, got {count}")
     transform = decode.get("action_decode_transform")
     features = content.get("input_features")
     robot = dataclasses.replace(
@@ -206,7 +209,7 @@ def _whole(
     folder: Path, pack: Mapping[str, Any], content: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """One group of state and one of actions, of the statistics beside the saved processor."""
-    flat = read_arrays(folder / statistics_file(folder, pack.get("state_file"), _PACK))
+    flat = read_arrays(folder / statistics_file(folder, pack.get("state_file"), PACK))
     statistics: dict[str, Any] = {"state": {"state": {}}, "action": {"action": {}}}
     for key, value in flat.items():
         feature, _, statistic = key.rpartition(".")
@@ -234,4 +237,7 @@ def _steps(path: Path) -> dict[str, dict[str, Any]]:
         )
     if unknown:
         raise CheckpointError(f"{path}: expected steps among {', '.join(sorted(_KNOWN))}, got {', '.join(unknown)}")
+    for step in steps:
+        if wrong := refused_in_step(step["registry_name"], step.get("config") or {}):
+            raise CheckpointError(f"{path}: {step['registry_name']}: cannot run GR00T with {', '.join(wrong)}")
     return {s["registry_name"]: {**(s.get("config") or {}), "state_file": s.get("state_file")} for s in steps}
