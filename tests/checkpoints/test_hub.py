@@ -35,6 +35,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
         (one / extra).write_bytes(b"never fetched")
     write_lerobot(tagged, "pi0")
     write_openpi(rlinf, "pi05")
+    (rlinf / "assets" / "physical-intelligence").rename(rlinf / "physical-intelligence")
     monkeypatch.chdir(tmp_path)
     repositories = {(MANY, COMMIT): many, (ONE, COMMIT): one, (ONE, TAGGED): tagged, (RLINF, COMMIT): rlinf}
     with served(LocalHub(repositories), tmp_path / "cache", monkeypatch) as running:
@@ -86,8 +87,10 @@ def test_a_revision_is_another_checkpoint(revision: str, hub: LocalHub) -> None:
 
 
 def test_statistics_in_deeper_folders_are_fetched(hub: LocalHub) -> None:
-    assert load(RLINF, whole=False).family.name == "pi05"
-    assert "assets/physical-intelligence/libero/norm_stats.json" in hub.fetched
+    write_openpi(hub.repositories[RLINF, COMMIT] / "openpi", "pi05")
+    for name, asset in ((RLINF, "physical-intelligence"), (f"{RLINF}/openpi", "assets/physical-intelligence")):
+        folder = load(name, whole=False).folder
+        assert folder is not None and (folder / asset / "libero" / "norm_stats.json").is_file()
 
 
 def test_what_was_fetched_before_is_found_without_a_connection(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
