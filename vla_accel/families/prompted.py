@@ -150,7 +150,8 @@ class PromptedFamily(TextFamily):
 
     def random_observation(self, transforms: Processor, rng: np.random.Generator) -> dict[str, Any]:
         side = transforms.image_size
-        return stand_in.observation(transforms.preset, (side, side), rng)
+        prompt = transforms.ordinary_prompt(stand_in.PROMPT)
+        return stand_in.observation(transforms, (side, side), rng, prompt)
 
     # -- FP8 ------------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from vla_accel.policy import agreement
 from vla_accel.policy.footprint import free_memory, told_if_too_large
 from vla_accel.policy.given import given_noise, guidance
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
+from vla_accel.policy.states import StateCheck
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.transforms.observations import real_numbers
 
@@ -87,6 +88,7 @@ class OptimizedPolicy:
         if any(ENGINES[name].needs == "all" for spec in self.specs.values() for name in (spec.engine, *spec.fallback)):
             with self._told_if_too_large():
                 self.model.fetch()
+        self._states = StateCheck(self.processor, self.ledger)
         self.start: dict[str, float] | None = None
         """Seconds of `from_pretrained` by phase (`ops.phases`)."""
         self._lock = threading.RLock()
@@ -179,6 +181,7 @@ class OptimizedPolicy:
                 for index, one in enumerate(observations):
                     with of_one(index, len(observations)):
                         inputs.append(family.prepare(self.processor, one, self.device))
+                        self._states.look(inputs[-1])
                 guided = guidance(family, sizes, rtc, self.processor, inputs, prev_chunks, inference_delays)
                 pipeline, feed = self._feed(inputs, noise, guided)
                 if ahead is not None and ahead is not pipeline:
