@@ -48,11 +48,11 @@ class Ledger:
             self.warn(message)
         self.entries[entry.component] = entry
 
-    def warn(self, message: str) -> None:
-        """Say it once."""
-        if message not in self.told:
+    def warn(self, message: str, about: str | None = None) -> None:
+        """Log a warning once. `about`: what makes it the same warning; None is the message itself."""
+        if (about or message) not in self.told:
             _log.warning(message)
-        self.told.add(message)
+        self.told.add(about or message)
 
     def add(self, component: str, detail: str) -> None:
         """Say more of what runs inside a component that is there."""

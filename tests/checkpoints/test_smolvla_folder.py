@@ -119,7 +119,7 @@ def test_prompts_are_lines(tmp_path: Path) -> None:
     processor = load(tmp_path).processor
     plain, ended = (processor.prepare(observation(prompt=p)).tokens for p in ("Pick up", "Pick up\n"))
     assert plain.tolist() == ended.tolist() == TOKENIZER.encode("pick up\n", add_bos=True)
-    with pytest.raises(ObservationError, match="expected at most 48 tokens, got 51"):
+    with pytest.raises(ObservationError, match=r"expected at most 48 tokens \(max_token_len\), got 51"):
         processor.prepare(observation(prompt="the " * 49))
 
 

@@ -278,6 +278,7 @@ def test_calibrate_takes_what_the_checkpoint_does_not_say_of_its_robot(
     assert main([*words, "--output", str(tmp_path)]) == 1
     assert "missing observation/image" in capsys.readouterr().err
     assert main([*words, "--output", str(tmp_path), "--config", str(tmp_path / "config.yaml")]) == 0
+    assert capsys.readouterr().err.startswith("state: 0.00 % of the values of 1 rows lie outside")
 
 
 def test_calibrating_without_observations_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

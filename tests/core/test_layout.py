@@ -79,6 +79,7 @@ ALLOWED: dict[str, set[str]] = {
         "progress",
         "remote",
         "server",
+        "transforms",
     },
     "tune": {"config", "engines", "fp8", "measure", "ops", "policy"},
     "diffusion": {

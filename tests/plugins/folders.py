@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny_smolvla import write_lerobot
+import torch
+from safetensors.torch import save_file
+
+from tests.support.tiny_smolvla import statistics, write_lerobot
 
 
 def write_arm(folder: Path) -> Path:
@@ -27,4 +30,8 @@ def write_pusht(folder: Path) -> Path:
         config["n_action_steps"] = 2
 
     write_lerobot(folder, change=change)
+    table = {f"{key}.{name}": torch.from_numpy(value) for key in ("observation.state", "action")
+             for name, value in statistics(2).items()}  # fmt: skip
+    for path in folder.glob("policy_*.safetensors"):
+        save_file(table, path)
     return folder

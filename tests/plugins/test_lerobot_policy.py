@@ -180,12 +180,12 @@ def test_a_folder_is_loaded_as_lerobots_tools_load_it(
 ) -> None:
     monkeypatch.chdir(arm.parent)
     folder = tmp_path / "made"
-    words = [arm.name, str(folder), "--num-steps", "2", "--camera-size", "48", "64"]
+    words = [arm.name, str(folder), "--num-steps", "2"]
     assert main(words) == 0
     monkeypatch.chdir(tmp_path)
     assert json.loads((folder / "config.json").read_text())["type"] == "vla_accel"
     loaded = VlaAccelPolicy.from_pretrained(folder)
-    assert {f.shape for f in loaded.config.image_features.values()} == {(3, 48, 64)}
+    assert set(loaded.config.image_features) == set(ARM[:2])
     overrides = {
         "device_processor": {"device": "cpu"},
         "rename_observations_processor": {"rename_map": {"observation.images.top": ARM[0]}},
@@ -206,6 +206,67 @@ def test_a_folder_is_loaded_as_lerobots_tools_load_it(
 def test_a_folder_that_cannot_act_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", str(tmp_path / "made"), "--num-steps", "0"]) == 1
     assert "num-steps: expected at least 1, got 0" in capsys.readouterr().err and not (tmp_path / "made").exists()
+
+
+def test_more_actions_than_a_chunk_has_are_refused(arm: Path, tmp_path: Path, engine: OptimizedPolicy) -> None:
+    most = engine.metadata["action_horizon"]
+    every = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), num_steps=2, n_action_steps=most, device="cpu"))
+    every.select_action(arm_batch(0)[1])
+    assert len(every._queue) == most - 1
+    with pytest.raises(ConfigError, match=rf"n_action_steps: expected at most {most}, .*, got {most + 1}"):
+        VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), n_action_steps=most + 1, device="cpu"))
+    assert main([str(arm), str(tmp_path / "made"), "--n-action-steps", str(most + 1)]) == 1
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"n_obs_steps": 2}, r"n_obs_steps: expected 1.*, got 2"),
+        ({"use_amp": True}, r"use_amp: expected false.*policy\.config"),
+        ({"use_peft": True}, r"use_peft: expected false.*policy\.lora"),
+        ({"rtc_config": RTCConfig(debug=True)}, r"rtc_config\.debug: expected false"),
+    ],
+)
+def test_settings_of_lerobot_that_would_do_nothing_are_refused(
+    arm: Path, setting: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # lerobot itself ignores use_amp where the device has none.
+    monkeypatch.setattr("lerobot.configs.policies.is_amp_available", lambda device: True)
+    with pytest.raises(ConfigError, match=message):
+        VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), device="cpu", **setting))
+
+
+def test_real_time_chunking_can_be_set_as_a_policys_setting(arm: Path) -> None:
+    _, batch = arm_batch(0)
+
+    def made(**setting: Any) -> VlaAccelPolicy:
+        rtc = RTCConfig(execution_horizon=4, max_guidance_weight=5.0, **setting)
+        return VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), num_steps=4, device="cpu", rtc_config=rtc))
+
+    on, off = made(), made(enabled=False)
+    assert on.engine.config.rtc.execution_horizon == 4
+    engine = on.engine
+    on.init_rtc_processor()
+    assert on.engine is engine
+    noise = torch.randn(1, *engine.family.action_shape(engine.model.config), generator=torch.Generator().manual_seed(0))
+    plain = on.predict_action_chunk(batch, noise=noise)
+    before = {"inference_delay": 1, "prev_chunk_left_over": plain[0, 2:4] + 0.5}
+    assert not torch.equal(on.predict_action_chunk(batch, noise=noise, **before), plain)
+    assert torch.equal(off.predict_action_chunk(batch, noise=noise, **before), plain)
+    with pytest.raises(ConfigError, match="rtc_config: expected none"):
+        on.select_action(batch)
+    assert off.select_action(batch).shape == (1, 6)
+
+
+@pytest.mark.parametrize("key", ["images.front", "front", "observation.image.front"])
+def test_an_image_under_any_unknown_key_is_refused_while_a_camera_is_missing(policy: VlaAccelPolicy, key: str) -> None:
+    _, batch = arm_batch(0)
+    with pytest.raises(ObservationError) as refused:
+        policy.predict_action_chunk({key if k == ARM[0] else k: v for k, v in batch.items()})
+    expected, _, got = str(refused.value).partition(", got ")
+    assert ARM[0] in expected and key in got.partition(";")[0].split(", ")
+    policy.predict_action_chunk({**batch, key: batch[ARM[0]]})
 
 
 def test_a_folder_names_an_adapter(tmp_path: Path) -> None:

@@ -142,6 +142,32 @@ def test_cameras_of_other_robots_must_be_named() -> None:
     assert [len(row[key]) for key in droid.state] == [7, 1]
 
 
+def test_a_camera_that_is_not_named_is_no_missing_one() -> None:
+    aloha = PRESETS["aloha"]
+    names = dict(zip(("top", "left", "right"), aloha.images, strict=True))
+    image, state = np.zeros((8, 10, 3), np.uint8), np.zeros(14)
+    given = {"images": {"top": image, "left": image}, "state": state}
+    assert aloha.images[2] not in observation(given, aloha, names)
+    with pytest.raises(ObservationError, match="expected right, got top, left, rihgt"):
+        observation({"images": {**given["images"], "rihgt": image}, "state": state}, aloha, names)
+    whole = {"images": dict.fromkeys((*names, "more"), image), "state": state}
+    assert set(aloha.images) < set(observation(whole, aloha, names))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"chunk_size": 6}, "chunk_size: expected 1 to 5, .*, got 6"),
+        ({"chunk_size": 0}, "chunk_size: expected 1 to 5, .*, got 0"),
+        ({"max_batch_size": 0}, "max_batch_size: expected at least 1, got 0"),
+        ({"max_wait_time": -1.0}, r"max_wait_time: expected seconds from 0 on, got -1\.0"),
+    ],
+)
+def test_a_setting_that_cannot_be_done_is_refused(tiny: Path, setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VlaAccelModelServer(str(tiny), device="cpu", num_steps=1, **setting)
+
+
 @pytest.mark.slow
 def test_vla_eval_plays_libero_as_the_page_says(tmp_path: Path) -> None:
     """One episode; the server's words and the harness's are the page's."""

@@ -201,7 +201,7 @@ def test_actions_and_back(processor: GrootProcessor) -> None:
         ({"observation/state": np.full(8, 1e300)}, "expected a state in the checkpoint's range"),
         ({"observation/image": np.zeros((256, 256))}, r"observation/image: expected shape \(height, width, 3\)"),
         ({"prompt": 5}, "prompt: expected a str, got int"),
-        ({"prompt": "a " * 200}, "prompt: expected at most 128 tokens, got 209"),
+        ({"prompt": "a " * 200}, r"prompt: expected at most 128 tokens \(max_token_len\), got 209"),
     ],
 )
 def test_refused(processor: GrootProcessor, changes: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from vla_accel.errors import VlaAccelError, nearest
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "doctor": ("doctor", "engines.Doctor", "say what this machine can run, what is missing and what to type; test it"),
+    "doctor": ("doctor", "engines.Doctor", "say what this machine can run; show a checkpoint's statistics"),
     "bench": ("bench", "policies.Bench", "time whole calls of a policy beside its baselines and its floor, in turns"),
     "parity": ("parity", "policies.Parity", "compare a configuration with FP32 eager; fails where it does not agree"),
     "tune": ("tune", "policies.Tune", "find the fastest configuration here that loses nothing, with the evidence"),

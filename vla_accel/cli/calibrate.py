@@ -9,6 +9,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.files import require_writable_folder
 from vla_accel.machine import resolve_device
 from vla_accel.measure.recording import RECORDED, load_observations, named
+from vla_accel.measure.statistics import fits
 
 
 def main(chosen: Calibrate, words: list[str]) -> int:
@@ -22,6 +23,9 @@ def main(chosen: Calibrate, words: list[str]) -> int:
     require_writable_folder(folder, "output")
     with named(chosen.observations):
         prepared = [checkpoint.processor.prepare(o) for o in recorded]
+        fit = fits(checkpoint.processor, recorded, prepared)
+    for line in (line for one in fit if one.rows for line in one.lines()):
+        say(line)
     say(f"calibrating on {len(prepared)} observations")
     scales = checkpoint.family.calibrate(checkpoint.model, prepared, chosen.observations.name)
     path = scales.save(folder)

@@ -1,4 +1,5 @@
-"""`vla-accel doctor`: what this machine can run, why not and what to type, and a self-test of about five seconds.
+"""`vla-accel doctor`: what this machine can run, why not and what to type, and a self-test of about five seconds; with
+a checkpoint, its statistics.
 
 The exit status is that of the self-test: an engine that cannot run here, or an extra that is not installed, is no
 failure.
@@ -19,22 +20,33 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from vla_accel.checkpoints.loading import load
 from vla_accel.cli.asked.engines import Doctor
+from vla_accel.config import load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.tensorrt_library import installed_version
+from vla_accel.errors import ConfigError
 from vla_accel.machine import driver, hardware, resolve_device, software
 from vla_accel.measure.parity import cosine
+from vla_accel.measure.recording import load_observations, named
+from vla_accel.measure.statistics import fits
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.progress import going_on
 
 SCHEMA = "vla_accel.doctor/1"
+STATISTICS_SCHEMA = "vla_accel.statistics/1"
 LEAST_COSINE = 0.99
 """Of the self-test's actions with FP32 eager's: far below any rounding, far above any mistake."""
 PACKAGE = "vla_accel"
 
 
 def main(chosen: Doctor, words: list[str]) -> int:
-    """Look, test and report; 0 if the self-test passed."""
+    """Look, test and report; 0 if the self-test passed, or if a checkpoint's statistics fit the data."""
+    if chosen.checkpoint is not None:
+        return examine_checkpoint(chosen)
+    for name in ("config", "observations"):
+        if getattr(chosen, name) is not None:
+            raise ConfigError(f"{name}: expected a checkpoint that it belongs to, got none")
     device = resolve_device(chosen.device)
     found = examine(device)
     tell = (lambda _: None) if chosen.json else partial(print, flush=True)
@@ -54,6 +66,23 @@ def examine(device: torch.device) -> dict[str, Any]:
         "engines": {name: {"why_not": why_not(name, device)} for name in ENGINES},
         "extras": extras(),
     }
+
+
+def examine_checkpoint(chosen: Doctor) -> int:
+    """Report a checkpoint's statistics, and how recorded data fit them; 1 where some data are far outside."""
+    recorded = [] if chosen.observations is None else load_observations(chosen.observations, chosen.count)
+    assert chosen.checkpoint is not None
+    checkpoint = load(chosen.checkpoint, load_config(chosen.config), device=resolve_device(chosen.device), whole=False)
+    with named(chosen.observations):
+        found = fits(checkpoint.processor, recorded)
+    far = any(one.far.any() for one in found)
+    if chosen.json:
+        content = {one.name: one.as_dict() for one in found}
+        report = {"schema": STATISTICS_SCHEMA, "checkpoint": checkpoint.name, "statistics": content, "passed": not far}
+        print(json.dumps(report, indent=1))
+    else:
+        print("\n".join(line for one in found for line in one.lines()) or "no statistics")
+    return 1 if far else 0
 
 
 def why_not(engine: str, device: torch.device) -> str | None:

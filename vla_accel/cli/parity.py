@@ -16,6 +16,7 @@ from vla_accel.machine import hardware, software
 from vla_accel.measure.parity import compare, reference_of
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.measure.recording import load_observations, named
+from vla_accel.measure.statistics import fits
 from vla_accel.policy import OptimizedPolicy, agreement
 from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
@@ -50,6 +51,7 @@ def main(chosen: Parity, words: list[str]) -> int:
     assert reference is not None
     observations = recorded or random_observations(policy, chosen.count, seed=chosen.seed)
     with named(chosen.observations):
+        fit = [one for one in fits(policy.processor, recorded or ()) if one.rows]
         report = compare(policy, reference, observations, name=name, seed=chosen.seed, threshold=chosen.threshold,
                          draws=chosen.draws, progress=say)  # fmt: skip
     actions = {"actions (normalised)": report.actions, "actions (robot)": report.robot_actions}
@@ -70,6 +72,8 @@ def main(chosen: Parity, words: list[str]) -> int:
     else:
         error = "" if report.relative_error is None else f"; the error is {100 * report.relative_error:.2f} % of that"
         print(f"another observation changes the actions by {100 * report.sensitivity:.1f} % of their norm{error}")
+    for one in fit:
+        print("\n".join(one.lines()))
     if report.passed:
         print(f"agrees: cosine {report.rest_cosine:.6f}, at least {report.threshold} wanted")
     else:
@@ -80,6 +84,7 @@ def main(chosen: Parity, words: list[str]) -> int:
     content = {
         **report.as_dict(), "model": policy.metadata["model"], "weights": chosen.model or checkpoint,
         "recorded": chosen.observations.name if chosen.observations else None,
+        "statistics": {one.name: one.as_dict() for one in fit},
         "fingerprint": agreement.weights_of(policy.model),
         "hardware": hardware(policy.device), "software": software(),
     }  # fmt: skip

@@ -171,7 +171,7 @@ class GrootFamily(TextFamily):
         return groot_stand_in.processor(config, views)
 
     def random_observation(self, transforms: GrootProcessor, rng: np.random.Generator) -> dict[str, Any]:
-        return stand_in.observation(transforms.preset, transforms.cropping.target, rng)
+        return stand_in.observation(transforms, transforms.cropping.target, rng)
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Callable[[Mapping[str, Any]], Any]:
         return groot_lerobot.sampler(horizon, device, name, steps)

@@ -81,6 +81,14 @@ class TextFamily(Family):
         longest = padded_prompt(config.max_token_len)
         return [replace(shape, tokens=tokens) for tokens in range(PROMPT_BUCKET, longest + 1, PROMPT_BUCKET)]
 
+    def shapes_of(self, transforms: Any, observation: Mapping[str, Any], shape: Any) -> Sequence[Any]:
+        if not shape.padded or not hasattr(transforms, "token_counts"):
+            return (shape,)
+        counts = transforms.token_counts(observation[transforms.preset.prompt])
+        first, last = (padded_prompt(min(count, transforms.max_token_len)) for count in counts)
+        tokens = sorted(range(first, last + 1, PROMPT_BUCKET), key=lambda n: abs(n - shape.tokens))
+        return [replace(shape, tokens=n) for n in tokens]
+
 
 class PromptedFamily(TextFamily):
     """A family whose config is one of a `models.prefixed.PrefixNetwork`, whose transforms are a `Processor`, and whose
@@ -150,7 +158,8 @@ class PromptedFamily(TextFamily):
 
     def random_observation(self, transforms: Processor, rng: np.random.Generator) -> dict[str, Any]:
         side = transforms.image_size
-        return stand_in.observation(transforms.preset, (side, side), rng)
+        prompt = transforms.ordinary_prompt(stand_in.PROMPT)
+        return stand_in.observation(transforms, (side, side), rng, prompt)
 
     # -- FP8 ------------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,12 @@ def processor(config: Any, views: int, kind: type[P] = Processor, **more: Any) -
     return processor_of(kind, config, libero(views), scales, Words(config.vocab_size), PolicyConfig(), **more)
 
 
-def observation(preset: Preset, size: tuple[int, int], rng: np.random.Generator) -> dict[str, Any]:
-    """Noise for images of `size` (height, width), a standard normal state, a LIBERO prompt of about 20 tokens."""
+def observation(
+    transforms: Any, size: tuple[int, int], rng: np.random.Generator, prompt: str = PROMPT
+) -> dict[str, Any]:  # fmt: skip
+    """Noise for images of `size` (height, width), a state whose normalised numbers are standard normal, and a LIBERO
+    prompt of about 20 tokens."""
+    preset = transforms.preset
     images = {k: rng.integers(0, 256, (*size, 3), dtype=np.uint8) for k in preset.images}
-    return {**images, **preset.split(rng.standard_normal(preset.state_dim)), preset.prompt: PROMPT}
+    state = transforms.state_at(rng.standard_normal(preset.state_dim))
+    return {**images, **preset.split(state), preset.prompt: prompt}

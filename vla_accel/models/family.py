@@ -174,6 +174,10 @@ class Family(ABC):
         """All shapes that observations like those of `shape` may need, with other prompts."""
         return (shape,)
 
+    def shapes_of(self, transforms: Any, observation: Mapping[str, Any], shape: Any) -> Sequence[Any]:
+        """All shapes that an observation of `shape` may need with the same prompt and other states, `shape` first."""
+        return (shape,)
+
     def prepare(self, transforms: Any, observation: Mapping[str, Any], device: torch.device) -> Any:
         """One observation, prepared for pipelines on `device`. Raises ObservationError."""
         return transforms.prepare(observation)

@@ -37,6 +37,7 @@ from vla_accel.policy import agreement
 from vla_accel.policy.footprint import free_memory, told_if_too_large
 from vla_accel.policy.given import given_noise, guidance
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
+from vla_accel.policy.states import StateCheck
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.transforms.observations import real_numbers
 
@@ -87,6 +88,7 @@ class OptimizedPolicy:
         if any(ENGINES[name].needs == "all" for spec in self.specs.values() for name in (spec.engine, *spec.fallback)):
             with self._told_if_too_large():
                 self.model.fetch()
+        self._states = StateCheck(self.processor, self.ledger)
         self.start: dict[str, float] | None = None
         """Seconds of `from_pretrained` by phase (`ops.phases`)."""
         self._lock = threading.RLock()
@@ -179,6 +181,7 @@ class OptimizedPolicy:
                 for index, one in enumerate(observations):
                     with of_one(index, len(observations)):
                         inputs.append(family.prepare(self.processor, one, self.device))
+                        self._states.look(inputs[-1])
                 guided = guidance(family, sizes, rtc, self.processor, inputs, prev_chunks, inference_delays)
                 pipeline, feed = self._feed(inputs, noise, guided)
                 if ahead is not None and ahead is not pipeline:
@@ -235,9 +238,10 @@ class OptimizedPolicy:
         """Build the engines that calls will need, and run them once, so that the ledger is complete, a strict fallback
         raises now, and no call of an episode is a slow one. Leaves noise and latency log untouched.
 
-        Built are the shapes of an ordinary observation and of the prompts in `PolicyConfig.warm_up`, and, where the
-        native engine runs a component, those of all prompts that the checkpoint allows if these are no more than
-        `MOST_BUILT` shapes. A warning says which of them are not built.
+        This builds the shapes of an ordinary observation and of the prompts in `PolicyConfig.warm_up`. Where the state
+        is part of the prompt, each prompt gets the shapes from the shortest to the longest state, `MOST_BUILT` at most.
+        Where the native engine runs a component, the shapes of all prompts that the checkpoint allows are built if
+        these are no more than `MOST_BUILT`. A warning lists the shapes that are not built.
         """
         noise = np.zeros(self.family.action_shape(self.model.config), np.float32)
         if resize.fits_on(self.device):
@@ -245,11 +249,14 @@ class OptimizedPolicy:
         example = self.processor.example()
         prompts = [self.processor.example(prompt) for prompt in self.config.warm_up]
         with self._lock:
-            ordinary, *others = (self._shape([self.processor.prepare(o)]) for o in (example, *prompts))
+            own = [(o, self._shape([self.processor.prepare(o)])) for o in (example, *prompts)]
+            ordinary = own[0][1]
+            ranges = [self.family.shapes_of(self.processor, o, shape) for o, shape in own]
             # Dictionaries as sets that keep their order.
-            wanted = possible = dict.fromkeys((ordinary, *others))
+            wanted = dict.fromkeys(shape for shapes in ranges for shape in shapes[:MOST_BUILT])
+            possible = dict.fromkeys((*wanted, *chain.from_iterable(ranges)))
             if any(spec.engine == "native" for spec in self.specs.values()):
-                possible = dict.fromkeys((*self.family.shapes(self.model.config, ordinary), *wanted))
+                possible = dict.fromkeys((*self.family.shapes(self.model.config, ordinary), *possible))
             if len(possible) <= MOST_BUILT:
                 wanted = possible
             for shape in wanted:

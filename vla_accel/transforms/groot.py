@@ -17,6 +17,7 @@ from vla_accel.transforms.groot_images import Cropping
 from vla_accel.transforms.images import to_uint8
 from vla_accel.transforms.modalities import Groups
 from vla_accel.transforms.observations import Reader, real_numbers
+from vla_accel.transforms.ranges import Range
 from vla_accel.transforms.robots import Preset
 from vla_accel.transforms.tokenizer import Tokenizer
 
@@ -111,6 +112,52 @@ class GrootProcessor:
         """The inverse of `finish`: robot actions (k, robot's) to the model's, float32 (k, action_dim), padded with
         zeros; relative ones become relative to the state of `inputs`. Raises ObservationError, which calls them
         `name`."""
+        robot = self._model_actions(actions, name)
+        padded = np.zeros((len(robot), self.action_dim), np.float32)
+        padded[:, : self.actions.width] = self.actions.normalise(robot, self.state.split(inputs.raw_state))
+        return padded
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """What the checkpoint's statistics expect of `before_scaling`, by the same names."""
+        return {"state": self.state.range, "actions": self.actions.range}
+
+    def before_scaling(self, inputs: GrootInputs, actions: Any = None) -> dict[str, np.ndarray]:
+        """Return numbers in the units of the statistics.
+
+        Args:
+            inputs: A prepared observation.
+            actions: The robot's, (k, robot's), where there are some.
+
+        Returns:
+            `state` (1, n) and, with actions, `actions` (k, n), float64; relative actions are relative to the state.
+        """
+        found = {"state": inputs.raw_state[None]}
+        if actions is None:
+            return found
+        robot = self._model_actions(actions, "actions")
+        return {**found, "actions": self.actions.before_scaling(robot, self.state.split(inputs.raw_state))}
+
+    def example(self, prompt: str | None = None) -> dict[str, Any]:
+        """A valid observation with every view: black images and the middle of each state's range. `prompt`: instead of
+        an ordinary one."""
+        height, width = self.cropping.target
+        observation: dict[str, Any] = {k: np.zeros((height, width, 3), np.uint8) for k in self.preset.images}
+        prompt = prompt or self.default_prompt or "pick up the black bowl on the stove and place it on the plate"
+        state = self.state_at(np.zeros(self.state.size))
+        return {**observation, **self.preset.split(state), self.preset.prompt: prompt}
+
+    def state_at(self, normalised: np.ndarray) -> np.ndarray:
+        """Return a robot's state (n,) with these normalised numbers, one for each of its own; angles as they are."""
+        parts = self.state.split(normalised)
+        return np.concatenate(
+            [parts[g.name] if g.scaling == "sin_cos" else g.restore(parts[g.name][None])[0] for g in self.state.groups]
+        )
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _model_actions(self, actions: Any, name: str) -> np.ndarray:
+        """The robot's actions (k, robot's) in the model's conventions, before normalisation."""
         robot = real_numbers(actions, name)
         if robot.ndim != 2 or not 0 < len(robot) <= self.rows or robot.shape[1] != self.actions.size:
             raise ObservationError(
@@ -118,23 +165,7 @@ class GrootProcessor:
             )
         if self.gripper:
             robot[:, -1] = (1.0 - np.sign(robot[:, -1])) / 2.0
-        padded = np.zeros((len(robot), self.action_dim), np.float32)
-        padded[:, : self.actions.width] = self.actions.normalise(robot, self.state.split(inputs.raw_state))
-        return padded
-
-    def example(self, prompt: str | None = None) -> dict[str, Any]:
-        """A valid observation with every view: black images and the middle of each state's range. `prompt`: instead of
-        an ordinary one."""
-        parts = [
-            np.zeros(g.size) if g.low is None or g.scaling == "sin_cos" else g.restore(np.zeros((1, g.size)))[0]
-            for g in self.state.groups
-        ]  # fmt: skip
-        height, width = self.cropping.target
-        observation: dict[str, Any] = {k: np.zeros((height, width, 3), np.uint8) for k in self.preset.images}
-        prompt = prompt or self.default_prompt or "pick up the black bowl on the stove and place it on the plate"
-        return {**observation, **self.preset.split(np.concatenate(parts)), self.preset.prompt: prompt}
-
-    # -- inside ---------------------------------------------------------------------------------------------------
+        return robot
 
     def _history(self, image: Any, key: str) -> list[np.ndarray]:
         """A view's images, oldest first, `frames` of them."""
@@ -171,7 +202,8 @@ class GrootProcessor:
             )
         if len(ids) > self.max_token_len:
             raise ObservationError(
-                f"{self.preset.prompt}: expected at most {self.max_token_len} tokens, got {len(ids)} from {text[:60]!r}"
+                f"{self.preset.prompt}: expected at most {self.max_token_len} tokens (max_token_len), got {len(ids)} "
+                f"from {text[:60]!r}"
             )
         tokens = np.asarray(ids, np.int64)
         tokens.setflags(write=False)

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from vla_accel.errors import CheckpointError
+from vla_accel.transforms.ranges import Range
 
 Scaling = Literal["range", "mean_std", "sin_cos"]
 Relative = Literal["no", "difference", "pose"]
@@ -78,6 +79,15 @@ class Group:
             low, high = low[:rows], high[:rows]
         return low, high if self.scaling == "mean_std" else high - low
 
+    @property
+    def range(self) -> Range:
+        """The expected range of each number before it is normalised, (size,) or (rows, size); infinite for angles."""
+        if self.scaling == "sin_cos" or self.low is None or self.high is None:
+            return Range(np.full(self.size, -np.inf), np.full(self.size, np.inf), "no statistics")
+        if self.scaling == "mean_std":
+            return Range.around(self.low, self.high)
+        return Range(self.low, self.high, "quantiles, or minimum and maximum")
+
     def absolute(self, x: np.ndarray, state: np.ndarray) -> np.ndarray:
         """Relative actions (rows, size) to absolute ones; `state`: the reference (size,)."""
         if self.relative == "pose":
@@ -96,6 +106,30 @@ class Groups:
     """A robot's vector as groups in order. `state`: the groups that relative actions refer to."""
 
     groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        """Raise CheckpointError where no number of any group varies: such statistics are of no data."""
+        if self.groups and not any(g.range.span.any() for g in self.groups):
+            names = ", ".join(g.name for g in self.groups)
+            raise CheckpointError(
+                f"statistics of {names}: expected some that vary in at least one of {self.size} dimensions, got a span "
+                "of 0 in each"
+            )
+
+    @property
+    def range(self) -> Range:
+        """The expected range of each number before it is normalised, of relative actions before they are absolute."""
+        ranges = [g.range for g in self.groups]
+        rows = {len(r.low) for r in ranges if r.low.ndim == 2}
+
+        def joined(parts: list[np.ndarray]) -> np.ndarray:
+            if not rows:
+                return np.concatenate(parts)
+            return np.concatenate([np.broadcast_to(p, (min(rows), p.shape[-1])) if p.ndim == 1 else p[: min(rows)]
+                                   for p in parts], -1)  # fmt: skip
+
+        meanings = ", ".join(dict.fromkeys(r.meaning for r in ranges))
+        return Range(joined([r.low for r in ranges]), joined([r.high for r in ranges]), meanings)
 
     @property
     def size(self) -> int:
@@ -116,6 +150,11 @@ class Groups:
         """The robot's (…, size) to the model's (…, width). `state`: by group, for relative actions."""
         parts = self.split(vector)
         return np.concatenate([g.normalise(self._against(g, parts[g.name], state)) for g in self.groups], -1)
+
+    def before_scaling(self, vector: np.ndarray, state: dict[str, np.ndarray]) -> np.ndarray:
+        """The robot's actions (rows, size) in the units of the statistics: relative ones are relative to `state`."""
+        parts = self.split(vector)
+        return np.concatenate([self._against(g, parts[g.name], state) for g in self.groups], -1)
 
     def restore(self, normalised: np.ndarray, state: dict[str, np.ndarray]) -> np.ndarray:
         """The model's actions (rows, at least width) to the robot's (rows, size)."""

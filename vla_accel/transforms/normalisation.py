@@ -14,8 +14,10 @@ from typing import Any, Literal
 import numpy as np
 
 from vla_accel.errors import CheckpointError
+from vla_accel.transforms.ranges import Range
 
-NormKind = Literal["quantile", "mean_std"]
+NormKind = Literal["quantile", "mean_std", "identity"]
+_ADDED = 2e-6  # spans up to this are zero: openpi adds 1e-6, lerobot 1e-8
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Normaliser:
     """(x - low) / span * 2 - 1 for quantiles (low is q01), (x - low) / span otherwise (low is the mean).
 
     Written in openpi's order of operations: x == q01 must give exactly -1, the edge of the first state bin. For the
-    same reason `single` rounds x to float32 first where statistics are float32 (lerobot's).
+    same reason `single` rounds x to float32 first where statistics are float32 (lerobot's). "identity" has no
+    statistics: low is 0 and span 1.
     """
 
     kind: NormKind
@@ -63,15 +66,30 @@ class Normaliser:
     @classmethod
     def identity(cls, count: int) -> Normaliser:
         """Leaves `count` numbers as they are."""
-        return cls("mean_std", np.zeros(count), np.ones(count))
+        return cls("identity", np.zeros(count), np.ones(count))
+
+    @property
+    def range(self) -> Range:
+        """The expected range of each number before it is normalised; infinite without statistics."""
+        if self.kind == "identity":
+            return Range(np.full(len(self.low), -np.inf), np.full(len(self.low), np.inf), "no statistics")
+        if self.kind == "mean_std":
+            return Range.around(self.low, self.span)
+        return Range(self.low, self.low + self.span, "quantiles, or minimum and maximum")
 
     def cut(self, count: int, padded: int, name: str) -> Normaliser:
         """For the first `count` numbers: openpi computes some statistics after padding, to the model's `padded` or with
-        zeros. Raises CheckpointError if there are fewer, or others that are no padding."""
+        zeros. Raises CheckpointError if there are fewer, others that are no padding, or none that varies: such
+        statistics are of no data."""
         beyond = np.abs([self.low[count:], self.span[count:]])
         if len(self.low) < count or (len(self.low) != padded and (beyond > 1e-5).any()):
             its = f"{count} numbers ({name.removesuffix('s')}_dim)"
             raise CheckpointError(f"norm_stats.{name}: expected the preset's {its}, got {len(self.low)}")
+        if (self.span[:count] <= _ADDED).all():
+            raise CheckpointError(
+                f"norm_stats.{name}: expected statistics that vary in at least one of {count} dimensions, got a span "
+                "of 0 in each"
+            )
         return Normaliser(self.kind, self.low[:count], self.span[:count], self.single)
 
     def normalise(self, x: np.ndarray) -> np.ndarray:

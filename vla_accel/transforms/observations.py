@@ -13,6 +13,7 @@ import numpy as np
 
 from vla_accel.errors import ObservationError
 from vla_accel.transforms.robots import Preset
+from vla_accel.transforms.unknown_images import unknown_images
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,8 @@ class Reader:
 
     def __init__(self, preset: Preset, default_prompt: str | None = None) -> None:
         self.preset, self.default_prompt = preset, default_prompt
-        # Where cameras are side by side: mappings of them alone, and keys alike but for the camera's name (lerobot's).
-        self._siblings: dict[str, frozenset[str]] = {}
-        beside = {k.rpartition(".")[0] for k in (*preset.state, preset.prompt)}
-        dotted = {k.rpartition(".")[0] for k in preset.optional_images} - beside - {""}
-        others = {key.rpartition("/")[0] for key in (*preset.state, preset.prompt)}
-        for key in (*preset.images, *preset.ignored_images):
-            parent, _, name = key.rpartition("/")
-            if preset.optional_images and parent not in others:
-                self._siblings[parent] = self._siblings.get(parent, frozenset()) | {name}
-        self._alike = (*(f"{parent}." for parent in dotted), *(f"{parent}/" for parent in self._siblings if parent))
+        # Keys that are no misspelt cameras.
+        self._known = (*preset.images, *preset.ignored_images, *preset.state, preset.prompt)
 
     def read(self, observation: Mapping[str, Any]) -> Observed:
         """Raises ObservationError that names the key of what is missing, unknown or of the wrong kind."""
@@ -51,7 +44,8 @@ class Reader:
         prompt: Any = observation.get(preset.prompt, self.default_prompt)
         if prompt is None or len(views) < len(preset.images) or any(s is _ABSENT for s in states):
             self._report_missing(observation, views.keys(), prompt)
-        self._refuse_unknown_images(observation, views)
+        if len(views) < len(preset.images):
+            self._refuse_unknown_images(observation, views)
         return Observed(views, self._state(states), _text(prompt, preset.prompt))
 
     def views(self, observation: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,18 +66,15 @@ class Reader:
             raise ObservationError(f"observation: missing {', '.join(missing)}; got {found}{other}")
 
     def _refuse_unknown_images(self, observation: Mapping[str, Any], views: Mapping[str, Any]) -> None:
-        """Among cameras alone, a misspelt optional one would be a masked view: a silent loss of success."""
-        known = (*self.preset.images, *self.preset.ignored_images)
-        alike = [k for k in map(str, observation) if k.startswith(self._alike) and k not in known]
-        # A robot may have more cameras than the model sees.
-        if alike and len(views) < len(self.preset.images):
-            expected = ", ".join(self.preset.images)
-            raise ObservationError(f"observation: expected some of {expected}, got also {', '.join(sorted(alike))}")
-        for parent, known in self._siblings.items():
-            given = observation.get(parent)
-            if isinstance(given, Mapping) and not known.issuperset(given):
-                unknown = sorted(set(map(str, given)) - known)
-                raise ObservationError(f"{parent}: expected some of {sorted(known)}, got also {', '.join(unknown)}")
+        """Raise ObservationError for an image under an unknown key while an optional camera is missing: the key may be
+        misspelt, and a masked camera costs success without an error."""
+        unknown = sorted(unknown_images(observation, self._known))
+        if unknown:
+            missing = ", ".join(key for key in self.preset.images if key not in views)
+            raise ObservationError(
+                f"observation: expected an image at {missing}, got one at {', '.join(unknown)}; "
+                "if the model never sees that image, name its key in the preset's ignored_images"
+            )
 
     def _state(self, values: list[Any]) -> np.ndarray:
         keys, count = self.preset.state, self.preset.state_dim

@@ -5,6 +5,7 @@ Everything is checked here, before the device sees it. Knows nothing about model
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,10 +17,12 @@ from vla_accel.pictures import Picture, Resize, placed
 from vla_accel.transforms.images import resize, to_uint8
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.observations import Reader, real_numbers
+from vla_accel.transforms.ranges import Range
 from vla_accel.transforms.robots import LIBERO, Preset
-from vla_accel.transforms.tokenizer import Tokenizer, tokenize_fast, tokenize_line, tokenize_prompt
+from vla_accel.transforms.tokenizer import STATE_BINS, Tokenizer, tokenize_fast, tokenize_line, tokenize_prompt
 
 _KEPT_PROMPTS = 1024
+_ORDINARY = ("pick up the black bowl on the stove and place it on the plate", "pick up the bowl", "pick")
 PromptForm = Literal["cleaned", "line", "fast"]
 _TOKENIZE: dict[PromptForm, Callable[..., np.ndarray]] = {
     "cleaned": tokenize_prompt, "line": tokenize_line, "fast": tokenize_fast,
@@ -73,6 +76,7 @@ class Processor:
     padded_state: int | None = None
     prompt_form: PromptForm = "cleaned"
     _prompts: dict[str, np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _counts: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False, default_factory=dict)
     _reader: Reader = field(init=False, repr=False, compare=False)
     # The preset's dimensions as NumPy indexes with them.
     _moving: np.ndarray = field(init=False, repr=False, compare=False)
@@ -144,16 +148,7 @@ class Processor:
         """The inverse of `finish`: robot actions (k, robot's) to the model's, float32 (k, action_dim), padded with
         zeros. Deltas become relative to the state of `inputs`, whenever the actions were computed. Raises
         ObservationError, which calls them `name`."""
-        preset = self.preset
-        robot = real_numbers(actions, name)
-        if robot.ndim != 2 or not len(robot) or robot.shape[1] != preset.action_dim:
-            raise ObservationError(f"{name}: expected shape (k, {preset.action_dim}), k at least 1, got {robot.shape}")
-        if preset.gripper == "aloha":
-            robot[:, self._grippers] = _aloha_gripper_output(robot[:, self._grippers])
-        if self._flipped.size:
-            robot[:, self._flipped] *= -1.0
-        if self._moving.size:
-            robot[:, self._moving] -= self._decoded(inputs.raw_state)[self._moving]
+        robot = self._model_actions(actions, inputs, name)
         with np.errstate(over="ignore", invalid="ignore"):
             normalised = self.actions.invert(robot).astype(np.float32)
         if not np.isfinite(normalised).all():
@@ -161,20 +156,63 @@ class Processor:
                 f"{name}: expected actions in the checkpoint's range, got up to {abs(robot).max():g}"
             )
         padded = np.zeros((len(robot), self.action_dim), np.float32)
-        padded[:, : preset.action_dim] = normalised
+        padded[:, : self.preset.action_dim] = normalised
         return padded
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """What the checkpoint's statistics expect of `before_scaling`, by the same names."""
+        return {"state": self.state.range, "actions": self.actions.range}
+
+    def before_scaling(self, inputs: Inputs, actions: Any = None) -> dict[str, np.ndarray]:
+        """Return numbers in the units of the statistics.
+
+        Args:
+            inputs: A prepared observation.
+            actions: The robot's, (k, robot's), where there are some.
+
+        Returns:
+            `state` (1, n) and, with actions, `actions` (k, n), float64.
+        """
+        found = {"state": self._decoded(inputs.raw_state)[None]}
+        return found if actions is None else {**found, "actions": self._model_actions(actions, inputs, "actions")}
 
     def example(self, prompt: str | None = None) -> dict[str, Any]:
         """A valid observation with every view: black images and an ordinary state, to build and warm engines with.
         `prompt`: instead of an ordinary one."""
         preset, size = self.preset, self.image_size
         # The middle of each range, so that a prompt with the state in it has its usual length.
-        state = self.state.restore(np.zeros(preset.state_dim))
-        state[list(preset.flipped)] *= -1.0
-        state[list(preset.gripper_dims)] = 0.5
+        state = self.state_at(np.zeros(preset.state_dim))
         observation: dict[str, Any] = {k: np.zeros((size, size, 3), np.uint8) for k in preset.images}
-        prompt = prompt or self.default_prompt or "pick up the black bowl on the stove and place it on the plate"
+        prompt = prompt or self.default_prompt or self.ordinary_prompt()
         return {**observation, **preset.split(state), preset.prompt: prompt}
+
+    def state_at(self, normalised: np.ndarray) -> np.ndarray:
+        """Return a robot's state with these normalised numbers (state_dim,), its grippers half open."""
+        state = self.state.restore(normalised)
+        state[list(self.preset.flipped)] *= -1.0
+        state[list(self.preset.gripper_dims)] = 0.5
+        return state
+
+    def ordinary_prompt(self, *preferred: str) -> str:
+        """Return the first of `preferred` and of some instructions of decreasing length that fits the model's
+        `max_token_len` with every state; the shortest if none does."""
+        prompts = (*preferred, *_ORDINARY)
+        return next((p for p in prompts if self.token_counts(p)[1] <= self.max_token_len), prompts[-1])
+
+    def token_counts(self, prompt: str) -> tuple[int, int]:
+        """Return the smallest and the largest number of tokens that a prompt may have, whatever the state.
+
+        Where the state is part of the prompt, its numbers have one to three digits. `max_token_len` is not considered.
+        """
+        known = self._counts.get(prompt)
+        if known is None:
+            # All dimensions in the same bin, for each bin and for what is below the first.
+            bins = np.linspace(-1, 1, STATE_BINS + 1) - 1 / STATE_BINS
+            states = [np.full(self.preset.state_dim, x) for x in bins] if self.discrete_state else [None]
+            counts = [len(self._tokenized(prompt, state)) for state in states]
+            known = self._counts[prompt] = min(counts), max(counts)
+        return known
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -188,19 +226,37 @@ class Processor:
             state[self._grippers] = _aloha_gripper_angle(state[self._grippers])
         return state
 
+    def _model_actions(self, actions: Any, inputs: Inputs, name: str) -> np.ndarray:
+        """The robot's actions (k, robot's) in the model's conventions, before normalisation."""
+        preset = self.preset
+        robot = real_numbers(actions, name)
+        if robot.ndim != 2 or not len(robot) or robot.shape[1] != preset.action_dim:
+            raise ObservationError(f"{name}: expected shape (k, {preset.action_dim}), k at least 1, got {robot.shape}")
+        if preset.gripper == "aloha":
+            robot[:, self._grippers] = _aloha_gripper_output(robot[:, self._grippers])
+        if self._flipped.size:
+            robot[:, self._flipped] *= -1.0
+        if self._moving.size:
+            robot[:, self._moving] -= self._decoded(inputs.raw_state)[self._moving]
+        return robot
+
     def _tokens(self, prompt: Any, state: np.ndarray) -> np.ndarray:
         if self.discrete_state:
-            if self.prompt_state_dim is not None:
-                state = np.pad(state, (0, max(0, self.prompt_state_dim - len(state))))
-            return _TOKENIZE[self.prompt_form](self.tokenizer, prompt, state, self.max_token_len, self.preset.prompt)
+            return self._tokenized(prompt, state, self.max_token_len)
         known = self._prompts.get(prompt) if isinstance(prompt, str) else None
         if known is None:
-            known = _TOKENIZE[self.prompt_form](self.tokenizer, prompt, None, self.max_token_len, self.preset.prompt)
+            known = self._tokenized(prompt, None, self.max_token_len)
             known.setflags(write=False)
             if len(self._prompts) >= _KEPT_PROMPTS:
                 self._prompts.clear()
             self._prompts[prompt] = known
         return known
+
+    def _tokenized(self, prompt: Any, state: np.ndarray | None, most: int = sys.maxsize) -> np.ndarray:
+        """The tokens of a prompt, with the normalised state in it where there is one; at most `most`."""
+        if state is not None and self.prompt_state_dim is not None:
+            state = np.pad(state, (0, max(0, self.prompt_state_dim - len(state))))
+        return _TOKENIZE[self.prompt_form](self.tokenizer, prompt, state, most, self.preset.prompt)
 
 
 def _to_fit(image: np.ndarray, size: int, method: Resize) -> np.ndarray | Picture:

@@ -97,7 +97,7 @@ def tokenize_fast(tokenizer: Tokenizer, prompt: object, state: np.ndarray, max_t
 def _fitting(ids: list[int], prompt: object, max_token_len: int, name: str) -> np.ndarray:
     if len(ids) > max_token_len:
         raise ObservationError(
-            f"{name}: expected at most {max_token_len} tokens, got {len(ids)} from {str(prompt)[:60]!r}"
+            f"{name}: expected at most {max_token_len} tokens (max_token_len), got {len(ids)} from {str(prompt)[:60]!r}"
         )
     return np.asarray(ids, dtype=np.int64)
 

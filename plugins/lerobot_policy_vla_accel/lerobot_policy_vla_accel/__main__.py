@@ -12,8 +12,7 @@ import tyro
 from lerobot.configs import FeatureType, PolicyFeature
 
 from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig
-from lerobot_policy_vla_accel.modeling_vla_accel import describe
-from lerobot_policy_vla_accel.observations import stated
+from lerobot_policy_vla_accel.modeling_vla_accel import check_action_steps, describe
 from lerobot_policy_vla_accel.processor_vla_accel import make_vla_accel_pre_post_processors
 from vla_accel.checkpoints.loading import load
 from vla_accel.cli.options import Number, Text, read
@@ -38,9 +37,6 @@ class Arguments:
     """Folder or hub name of an adapter."""
     n_action_steps: Number = None
     """Actions of a chunk that are executed before the next one is asked for."""
-    camera_size: Annotated[tuple[int, int] | None, tyro.conf.arg(metavar="HEIGHT WIDTH", help_behavior_hint="")] = None
-    """Height and width of the robot's images, where the checkpoint does not say (openpi's). lerobot's async server
-    brings images to it without keeping their aspect ratio."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -61,13 +57,10 @@ def write(given: Arguments) -> None:
         raise CheckpointError(f"{given.folder}: expected a folder that is not there yet")
     settings = load_config(given.config)
     checkpoint = load(given.checkpoint, settings if given.lora is None else settings.with_lora(given.lora), whole=False)
+    check_action_steps(given.n_action_steps, checkpoint)
     preset = checkpoint.processor.preset
-    features = describe(checkpoint.processor, stated(checkpoint.folder))
-    if given.camera_size is not None:
-        shape = (3, *given.camera_size)
-        features = {k: PolicyFeature(f.type, shape) if len(f.shape) == 3 else f for k, f in features.items()}
     config = VlaAccelConfig(
-        input_features=features,
+        input_features=describe(checkpoint.processor),
         output_features={"action": PolicyFeature(FeatureType.ACTION, (preset.action_dim,))},
         checkpoint=_lasting(given.checkpoint),
         config=_lasting(given.config),

@@ -21,7 +21,8 @@ class VlaAccelConfig(PreTrainedConfig):
     the next one is asked for; None is what the checkpoint's config.json says, or all of them. `rtc_config`: lerobot's
     own, set by `lerobot-rollout --inference.type=rtc`.
 
-    `device` is lerobot's: where the engines run.
+    `device` is lerobot's: where the engines run. `n_obs_steps`, `use_amp` and `use_peft` are lerobot's and keep their
+    defaults. `push_to_hub`, `repo_id`, `private`, `tags` and `license` belong to training, which this policy refuses.
     """
 
     checkpoint: str | None = None
@@ -36,6 +37,12 @@ class VlaAccelConfig(PreTrainedConfig):
         super().__post_init__()
         if self.n_action_steps is not None and self.n_action_steps < 1:
             raise ConfigError(f"policy.n_action_steps: expected at least 1, got {self.n_action_steps}")
+        if self.n_obs_steps != 1:
+            raise ConfigError(f"policy.n_obs_steps: expected 1, the newest observation, got {self.n_obs_steps}")
+        if self.use_amp:
+            raise ConfigError("policy.use_amp: expected false, got true; policy.config sets the precision")
+        if self.use_peft:
+            raise ConfigError("policy.use_peft: expected false, got true; policy.lora names an adapter")
 
     @property
     def observation_delta_indices(self) -> None:

@@ -13,12 +13,14 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.constants import CONFIG_NAME
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.policies.rtc.configuration_rtc import RTCConfig
 from torch import Tensor
 
 from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig, refuse_training
 from lerobot_policy_vla_accel.observations import input_features, observations, stated
+from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.checkpoints.weights import read_json
-from vla_accel.config import RtcConfig
+from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.policy import OptimizedPolicy
 
@@ -39,20 +41,23 @@ class VlaAccelPolicy(PreTrainedPolicy):
         super().__init__(config)
         if config.checkpoint is None:
             raise ConfigError("policy.checkpoint: expected a folder, a bundled checkpoint or a name on the hub")
+        settings = load_config(config.config)
+        if config.rtc_config is not None and not settings.rtc.trained:
+            settings = replace(settings, rtc=_guidance(config.rtc_config))
         self.engine = OptimizedPolicy.from_pretrained(
-            config.checkpoint, config.config, device=config.device, num_steps=config.num_steps, lora=config.lora
+            config.checkpoint, settings, device=config.device, num_steps=config.num_steps, lora=config.lora
         )
         self.preset = self.engine.processor.preset
-        told = stated(self.engine.checkpoint.folder)
-        self._executed = config.n_action_steps or told.get("n_action_steps")
+        check_action_steps(config.n_action_steps, self.engine.checkpoint)
+        self._executed = config.n_action_steps or stated(self.engine.checkpoint.folder).get("n_action_steps")
         wanted = (config.output_features or {}).get("action")
         if wanted is not None and tuple(wanted.shape) != (self.preset.action_dim,):
             raise ConfigError(
                 f"action: expected {wanted.shape} as the environment or data set has, the checkpoint "
                 f"{config.checkpoint} has ({self.preset.action_dim},)"
             )
-        described = describe(self.engine.processor, told)
-        # Those of a folder, or of an environment with the same names, say how large the cameras' own images are.
+        described = describe(self.engine.processor)
+        # An environment's features hold the size of its own images.
         if set(config.input_features or ()) != set(described):
             config.input_features = described
         config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (self.preset.action_dim,))}
@@ -92,10 +97,10 @@ class VlaAccelPolicy(PreTrainedPolicy):
         """The actions (B, horizon, n) of a batch. `noise` (B, horizon, model's dimensions). Real-time chunking, as
         `lerobot-rollout` asks for it, for one row: `prev_chunk_left_over` (k, n) what an earlier call returned and has
         not been executed, `inference_delay` how many of it will be. lerobot fills it up with rows of zeros, which are
-        taken off."""
+        taken off. `rtc_config.enabled: false` ignores both, as in lerobot."""
         rows = observations(batch, self.preset)
         left = None if prev_chunk_left_over is None else _without_padding(prev_chunk_left_over.cpu().numpy())
-        guided = left is not None and len(left) > 0
+        guided = left is not None and len(left) > 0 and self._rtc_enabled is not False
         results = self.engine.infer_batch(
             rows,
             noise=None if noise is None else noise.cpu().numpy(),
@@ -106,7 +111,13 @@ class VlaAccelPolicy(PreTrainedPolicy):
         return torch.from_numpy(chunk).to(self.engine.device)
 
     def select_action(self, batch: dict[str, Tensor], *, noise: Tensor | None = None) -> Tensor:
-        """The next action (B, n): of the chunk that is being executed, or the first of a new one."""
+        """The next action (B, n): of the chunk that is being executed, or the first of a new one. Raises ConfigError
+        where `rtc_config` is on: only `lerobot-rollout --inference.type=rtc` passes what real-time chunking needs."""
+        if self._rtc_enabled:
+            raise ConfigError(
+                "policy.rtc_config: expected none, or enabled: false, for actions one by one, got enabled: true; "
+                "run lerobot-rollout --inference.type=rtc for real-time chunking"
+            )
         if not self._queue:
             chunk = self.predict_action_chunk(batch, noise=noise)
             self._queue.extend(chunk.transpose(0, 1)[: self._executed])
@@ -128,23 +139,28 @@ class VlaAccelPolicy(PreTrainedPolicy):
         asked = self.config.rtc_config
         if asked is None or self.engine.config.rtc.trained:
             return
-        rtc = RtcConfig(
-            schedule=asked.prefix_attention_schedule.value.lower(),
-            max_guidance_weight=asked.max_guidance_weight,
-            execution_horizon=asked.execution_horizon,
-        )
+        rtc = _guidance(asked)
+        if rtc == self.engine.config.rtc:
+            return
         config = replace(self.engine.config, rtc=rtc)
         self.engine = OptimizedPolicy(self.engine.checkpoint, config, store=self.engine.store)
         self.engine.warm_up()
+
+    @property
+    def _rtc_enabled(self) -> bool | None:
+        """What `rtc_config` says; None without one."""
+        return None if self.config.rtc_config is None else self.config.rtc_config.enabled
 
     # -- what lerobot asks of every module ------------------------------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> VlaAccelPolicy:
         """The engines stay where they were built. Raises ConfigError for another device."""
         asked = kwargs.get("device", args[0] if args else None)
-        there = self.engine.device.type
-        if isinstance(asked, (str, torch.device)) and torch.device(asked).type != there:
-            raise ConfigError(f"policy device: expected {there}, where the engines were built, got {asked}")
+        there = self.engine.device
+        if isinstance(asked, (str, torch.device)):
+            device = torch.device(asked)
+            if device.type != there.type or (device.index is not None and device.index != (there.index or 0)):
+                raise ConfigError(f"policy device: expected {there}, where the engines were built, got {asked}")
         return self
 
     def get_optim_params(self) -> NoReturn:
@@ -159,11 +175,30 @@ def _config_file(path: str | Path, hub: dict[str, Any]) -> Path:
     return Path(path) / CONFIG_NAME if Path(path).is_dir() else Path(hf_hub_download(str(path), CONFIG_NAME, **hub))
 
 
-def describe(processor: Any, told: Any) -> dict[str, PolicyFeature]:
-    """lerobot's `input_features` of a checkpoint, from its transforms and from what lerobot wrote of it (`told`)."""
+def describe(processor: Any) -> dict[str, PolicyFeature]:
+    """lerobot's `input_features` of a checkpoint, from its transforms."""
     preset, example = processor.preset, processor.example()
-    shapes = [(3, *np.shape(example[key])[-3:-1]) for key in preset.images]
-    return input_features(preset, shapes, told)
+    return input_features(preset, [(3, *np.shape(example[key])[-3:-1]) for key in preset.images])
+
+
+def check_action_steps(asked: int | None, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError for more actions than a chunk of the checkpoint has, as lerobot's policies do."""
+    horizon, _ = checkpoint.family.action_shape(checkpoint.model.config)
+    # GR00T: a robot may get fewer actions than the model computes.
+    most = min(horizon, getattr(checkpoint.processor, "rows", horizon))
+    if asked is not None and asked > most:
+        raise ConfigError(f"policy.n_action_steps: expected at most {most}, a chunk of {checkpoint.name}, got {asked}")
+
+
+def _guidance(asked: RTCConfig) -> RtcConfig:
+    """lerobot's settings of real-time chunking as this package's."""
+    if asked.debug:
+        raise ConfigError("policy.rtc_config.debug: expected false, got true; the engines record no debug data")
+    return RtcConfig(
+        schedule=asked.prefix_attention_schedule.value.lower(),
+        max_guidance_weight=asked.max_guidance_weight,
+        execution_horizon=asked.execution_horizon,
+    )
 
 
 def _without_padding(actions: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from vla_accel.checkpoints.lerobot import is_lerobot
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import ObservationError
 from vla_accel.transforms.robots import LIBERO, Preset
+from vla_accel.transforms.unknown_images import looks_like_image
 
 _IMAGES, _STATE = "observation.images.", "observation.state"
 _LIBERO_CAMERAS = dict(zip(LIBERO.images, (f"{_IMAGES}image", f"{_IMAGES}image2"), strict=True))
@@ -35,15 +36,14 @@ def stated(folder: Path | None) -> Mapping[str, Any]:
     return read_json(folder / "config.json") if folder is not None and is_lerobot(folder) else {}
 
 
-def input_features(
-    preset: Preset, shapes: Sequence[tuple[int, ...]], told: Mapping[str, Any]
-) -> dict[str, PolicyFeature]:
-    """lerobot's description of what the policy reads. `shapes`: of the images that the model takes, (3, H, W); a
-    checkpoint of lerobot (`told`) says itself what its cameras' images are."""
-    features = told.get("input_features", {})
-    cameras = [f for k, f in features.items() if f.get("type") == "VISUAL" and "empty_camera" not in k]
-    if len(cameras) == len(preset.images):
-        shapes = [tuple(f["shape"]) for f in cameras]
+def input_features(preset: Preset, shapes: Sequence[tuple[int, ...]]) -> dict[str, PolicyFeature]:
+    """Return lerobot's description of what the policy reads.
+
+    Args:
+        preset: The robot.
+        shapes: (3, height, width) of the model's own images, one for each of the preset's cameras. Frames of any other
+            size are resized by the policy.
+    """
     named = {camera_name(k): PolicyFeature(FeatureType.VISUAL, s) for k, s in zip(preset.images, shapes, strict=True)}
     return {**named, _state_name(preset): PolicyFeature(FeatureType.STATE, (preset.state_dim,))}
 
@@ -52,8 +52,8 @@ def observations(batch: Mapping[str, Any], preset: Preset) -> list[dict[str, Any
     """A batch, images float in [0, 1] or uint8 (B, 3, H, W), state (B, n), `task` B texts, as B observations. An empty
     text, which environments without a task give, is none: the configuration's `default_prompt` takes its place.
 
-    Raises ObservationError for cameras that the checkpoint does not have while one that it has is missing, and for
-    batches that lerobot has normalised or tokenised already.
+    Raises ObservationError for images under unknown keys while a camera of the checkpoint is missing, and for batches
+    that lerobot has normalised or tokenised already.
     """
     if done := [k for k in batch if k.startswith("observation.language.")]:
         raise ObservationError(
@@ -61,11 +61,11 @@ def observations(batch: Mapping[str, Any], preset: Preset) -> list[dict[str, Any
             "through; make a folder for lerobot: python -m lerobot_policy_vla_accel CHECKPOINT FOLDER"
         )
     names = {camera_name(key): key for key in preset.images}
-    unknown = [k for k in batch if k.startswith("observation.image") and k not in names]
     missing = [k for k in names if k not in batch]
+    unknown = missing and any(looks_like_image(value) for key, value in batch.items() if key not in names)
     state = _state_name(preset)
     if state not in batch or (missing and (unknown or len(missing) == len(names))):
-        given = ", ".join(k for k in batch if k.startswith("observation"))
+        given = ", ".join(k for k, v in batch.items() if k.startswith("observation") or looks_like_image(v))
         raise ObservationError(
             f"observation: expected {', '.join((*names, state))}, got {given}; --rename_map says what is which"
         )

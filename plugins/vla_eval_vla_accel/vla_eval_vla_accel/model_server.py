@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,8 +61,17 @@ class VlaAccelModelServer(PredictModelServer):
         self.policy = OptimizedPolicy.from_pretrained(checkpoint, config, device=device, num_steps=num_steps, lora=lora)
         self.preset: Preset = self.policy.processor.preset
         self.cameras = camera_names(self.preset, cameras)
+        horizon = self.policy.metadata["action_horizon"]
+        # GR00T: a robot may get fewer actions than the model computes.
+        most = min(horizon, getattr(self.policy.processor, "rows", horizon))
+        if chunk_size is not None and not 1 <= chunk_size <= most:
+            raise ConfigError(f"chunk_size: expected 1 to {most}, a chunk of {checkpoint}, got {chunk_size}")
+        if max_batch_size < 1:
+            raise ConfigError(f"max_batch_size: expected at least 1, got {max_batch_size}")
+        if not 0 <= max_wait_time < math.inf:
+            raise ConfigError(f"max_wait_time: expected seconds from 0 on, got {max_wait_time}")
         super().__init__(
-            chunk_size=chunk_size or self.policy.metadata["action_horizon"],
+            chunk_size=chunk_size or most,
             max_batch_size=max_batch_size,
             max_wait_time=max_wait_time,
             **kwargs,
@@ -119,7 +129,10 @@ def observation(given: Observation, preset: Preset, cameras: Mapping[str, str]) 
     """One of vla-eval's observations under the preset's keys. Raises ObservationError for what is missing."""
     images = given.get("images") or {}
     state = given.get("states", given.get("state"))
-    missing = [name for name, key in cameras.items() if name not in images and key not in preset.optional_images]
+    absent = {name: key for name, key in cameras.items() if name not in images}
+    # An unknown camera may be an optional one under another name, which would be masked.
+    unknown = absent and any(name not in cameras for name in images)
+    missing = [name for name, key in absent.items() if unknown or key not in preset.optional_images]
     if state is None:
         missing.append("states")
     if missing:

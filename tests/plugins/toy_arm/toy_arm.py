@@ -28,9 +28,14 @@ class ToyArm(Robot):
         self._connected = False
 
     @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the frames; the cameras differ."""
+        height, width = self.config.height, self.config.width
+        return dict(zip(CAMERAS, ((height, width, 3), (2 * height, width + 10, 3)), strict=True))
+
+    @property
     def observation_features(self) -> dict[str, Any]:
-        shape = (self.config.height, self.config.width, 3)
-        return {**dict.fromkeys(JOINTS, float), **dict.fromkeys(CAMERAS, shape)}
+        return {**dict.fromkeys(JOINTS, float), **self._shapes}
 
     @property
     def action_features(self) -> dict[str, Any]:
@@ -57,8 +62,7 @@ class ToyArm(Robot):
         self._connected = False
 
     def get_observation(self) -> dict[str, Any]:
-        shape = (self.config.height, self.config.width, 3)
-        return {**self.joints, **{c: self.random.integers(0, 256, shape, dtype=np.uint8) for c in CAMERAS}}
+        return {**self.joints, **{c: self.random.integers(0, 256, s, np.uint8) for c, s in self._shapes.items()}}
 
     def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
         self.joints = {name: float(action[name]) for name in JOINTS}

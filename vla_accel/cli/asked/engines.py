@@ -8,14 +8,28 @@ from typing import Annotated, Literal
 
 import tyro
 
-from vla_accel.cli.options import Folder
+from vla_accel.cli.asked.policies import Checkpoint, CheckpointSource
+from vla_accel.cli.options import Count, File, Folder, Text
 
 
 @dataclass(frozen=True)
-class Doctor:
+class Doctor(CheckpointSource):
     """Say what this machine can run, and test it with the bundled checkpoint: one call in the default engine and one
-    in FP32 eager must agree. The exit status is the test's. On a GPU the very first test compiles kernels."""
+    in FP32 eager must agree. The exit status is the test's. On a GPU the very first test compiles kernels.
 
+    With a checkpoint, show its statistics of states and actions instead, and with recorded observations the share of
+    values outside of them; the exit status is 1 where some are far outside."""
+
+    checkpoint: Checkpoint = None
+    """A folder, a bundled checkpoint's name or one on the hub."""
+    config: Text = None
+    """Of a checkpoint: a YAML or JSON file with what the checkpoint does not say of itself: preset, tokenizer,
+    embodiment."""
+    observations: File = None
+    """Of a checkpoint: observations that vla_accel.measure.recording.save_observations wrote; a key `actions` holds
+    the robot's actions."""
+    count: Count = 256
+    """Observations at most, spread over the file."""
     json: bool = False
     """Print one JSON document instead of the summary."""
     device: str = "auto"
