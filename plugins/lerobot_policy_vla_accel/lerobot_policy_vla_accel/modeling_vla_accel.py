@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from vla_accel.checkpoints.weights import read_json
 from vla_accel.config import RtcConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.policy import OptimizedPolicy
+
+_log = logging.getLogger("vla_accel.lerobot")
 
 
 class VlaAccelPolicy(PreTrainedPolicy):
@@ -120,19 +123,32 @@ class VlaAccelPolicy(PreTrainedPolicy):
     # -- real-time chunking ---------------------------------------------------------------------------------------
 
     def supports_rtc(self) -> bool:
-        return True
+        """Whether the checkpoint's family has real-time chunking: π0-FAST has none."""
+        return self.engine.supports_prev_chunk
 
     def init_rtc_processor(self) -> None:
         """`lerobot-rollout` calls this after it has set `config.rtc_config`: engines with that guidance, on the same
-        weights. A checkpoint that is run with clean prefixes (`rtc: {trained: true}`) keeps them."""
+        weights. A checkpoint that is run with clean prefixes (`rtc: {trained: true}`) keeps them. Settings that the
+        family lacks (GR00T: all but the execution horizon) are left out with a warning, because lerobot always has
+        them. Raises ConfigError for a family without real-time chunking."""
         asked = self.config.rtc_config
         if asked is None or self.engine.config.rtc.trained:
             return
-        rtc = RtcConfig(
-            schedule=asked.prefix_attention_schedule.value.lower(),
-            max_guidance_weight=asked.max_guidance_weight,
-            execution_horizon=asked.execution_horizon,
-        )
+        family = self.engine.family
+        if not self.supports_rtc():
+            if not getattr(asked, "enabled", True):
+                return
+            raise ConfigError(
+                f"rtc_config: expected none for {family.name}, which has no real-time chunking, got {asked}"
+            )
+        settings: dict[str, Any] = {
+            "schedule": asked.prefix_attention_schedule.value.lower(),
+            "max_guidance_weight": asked.max_guidance_weight,
+            "execution_horizon": asked.execution_horizon,
+        }
+        if unused := sorted(settings.keys() - set(family.rtc_settings)):
+            _log.warning("%s: rtc_config: %s are ignored", family.name, ", ".join(unused))
+        rtc = RtcConfig(**{name: value for name, value in settings.items() if name not in unused})
         config = replace(self.engine.config, rtc=rtc)
         self.engine = OptimizedPolicy(self.engine.checkpoint, config, store=self.engine.store)
         self.engine.warm_up()
