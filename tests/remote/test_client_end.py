@@ -1,5 +1,5 @@
-"""A program with a client ends soon, whatever its server does. Bounds are generous: they tell a wait for the server (ten
-minutes here) from none."""
+"""A program with a client ends soon, whatever its server does. Bounds are generous: they tell a wait for the server
+(ten minutes here) from none."""
 
 from __future__ import annotations
 
