@@ -77,7 +77,7 @@ def byte_array() -> Case:
 
 def memory_view() -> Case:
     owner = np.zeros((2, 3), np.float32)
-    return memoryview(owner)[::1], filled(owner)
+    return owner.data, filled(owner)
 
 
 def array_module() -> Case:
@@ -124,7 +124,7 @@ def seen(value: Any) -> Any:
     if isinstance(value, (str, float)):
         return value
     if hasattr(value, "detach"):
-        value = value.detach().numpy()
+        value = value.detach().numpy()  # pyright: ignore[reportAttributeAccessIssue]
     return np.asarray(value).tolist()
 
 
@@ -167,7 +167,7 @@ def test_the_policy_sees_the_observation_of_its_tick(case: Callable[[], Case]) -
 
 
 def test_a_memory_view_keeps_its_shape_and_format() -> None:
-    copy = copied(memoryview(np.arange(6, dtype=">f4").reshape(2, 3)[:, ::-1]))
+    copy = copied(np.arange(6, dtype=">f4").reshape(2, 3)[:, ::-1].data)
     assert (copy.shape, copy.format) == ((2, 3), ">f")
     np.testing.assert_array_equal(np.asarray(copy), np.arange(6).reshape(2, 3)[:, ::-1])
 

@@ -68,8 +68,8 @@ class Policy:
 def simulated(
     monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], *, ticks: int, max_delay: int | None = None,
     **options: Any,
-) -> tuple[list[tuple[int, int]], AsyncRunner]:  # fmt: skip
-    """(actions left, delay announced) of each guided inference, and the runner."""
+) -> tuple[list[tuple[int, int]], AsyncRunner, SimulatedInference]:  # fmt: skip
+    """(actions left, delay announced) of each guided inference, the runner, and its inferences."""
     clock = Clock()
     inference = SimulatedInference(clock, seconds)
     monkeypatch.setattr(async_runner, "time", types.SimpleNamespace(monotonic=clock.monotonic))
@@ -80,11 +80,11 @@ def simulated(
         due = clock.now + 1 / HZ
         runner.step({})
         clock.now = max(clock.now, due)
-    return [(len(job.prev_chunk), job.delay) for job in inference.jobs if job.prev_chunk is not None], runner
+    return [(len(job.prev_chunk), job.delay) for job in inference.jobs if job.prev_chunk is not None], runner, inference
 
 
 def test_a_cold_first_call_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, runner = simulated(monkeypatch, lambda n: 2.0 if n == 0 else 0.04, ticks=40)
+    told, runner, _ = simulated(monkeypatch, lambda n: 2.0 if n == 0 else 0.04, ticks=40)
     assert told == [(5, 1)] * 7
     report = runner.report()
     assert (report.late, report.stale, report.underruns) == (0, 0, 0)
@@ -92,13 +92,13 @@ def test_a_cold_first_call_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_hiccup_changes_no_announcement_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, runner = simulated(monkeypatch, lambda n: 1.0 if n == 4 else 0.04, ticks=100, underrun=np.zeros(2))
+    told, runner, _ = simulated(monkeypatch, lambda n: 1.0 if n == 4 else 0.04, ticks=100, underrun=np.zeros(2))
     assert told == [(5, 1)] * len(told) and len(told) > 10
     assert runner.report().stale == 1, "a second is longer than the chunk lasts"
 
 
 def test_a_lasting_change_of_speed_is_followed_within_three_inferences(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, _ = simulated(monkeypatch, lambda n: 0.04 if n < 15 else 0.18, ticks=140)
+    told, _, _ = simulated(monkeypatch, lambda n: 0.04 if n < 15 else 0.18, ticks=140)
     announced = [delay for _, delay in told]
     first = announced.index(4)
     assert announced[:first] == [1] * first and first <= 14 + 3
@@ -106,16 +106,16 @@ def test_a_lasting_change_of_speed_is_followed_within_three_inferences(monkeypat
 
 
 def test_the_announced_delay_is_one_that_the_policy_was_trained_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, runner = simulated(monkeypatch, lambda n: 0.23, ticks=60, max_delay=3)
+    told, runner, inference = simulated(monkeypatch, lambda n: 0.23, ticks=60, max_delay=3)
     assert {delay for _, delay in told} == {3}
-    assert runner.report().late == len(told) - runner._inference.busy, "five ticks, of which three were announced"
+    assert runner.report().late == len(told) - inference.busy, "five ticks, of which three were announced"
     assert runner.report().underruns == 0
 
 
 def test_a_policy_slower_than_its_chunks_never_gets_a_delay_that_leaves_nothing_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told, _ = simulated(monkeypatch, lambda n: 0.47, ticks=200, underrun=np.zeros(2))
+    told, _, _ = simulated(monkeypatch, lambda n: 0.47, ticks=200, underrun=np.zeros(2))
     assert told
     for left, delay in told:
         assert 0 <= delay < left <= HORIZON
@@ -127,7 +127,7 @@ def test_no_speed_makes_the_runner_announce_what_a_policy_refuses(
     seconds: float, max_delay: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factors = np.random.default_rng(0).uniform(0.2, 3, 1000)
-    told, _ = simulated(
+    told, _, _ = simulated(
         monkeypatch, lambda n: seconds * factors[n], ticks=300, max_delay=max_delay, underrun=np.zeros(2)
     )
     for left, delay in told:
@@ -135,10 +135,10 @@ def test_no_speed_makes_the_runner_announce_what_a_policy_refuses(
 
 
 def test_a_second_episode_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, runner = simulated(monkeypatch, lambda n: 5.0 if n == 0 else 0.09, ticks=20)
-    before = len(runner._inference.jobs)
+    told, runner, inference = simulated(monkeypatch, lambda n: 5.0 if n == 0 else 0.09, ticks=20)
+    before = len(inference.jobs)
     runner.start({})
-    assert len(runner._inference.jobs) == before + 1, "only the first start of a runner warms up"
+    assert len(inference.jobs) == before + 1, "only the first start of a runner warms up"
     assert {delay for _, delay in told} == {2}
 
 

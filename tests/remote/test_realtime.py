@@ -488,9 +488,8 @@ def test_settings_that_cannot_be_are_refused(options: dict[str, Any], message: s
 
 @pytest.mark.parametrize("number", [np.float32, np.float64, np.int64, np.uint8, int])
 def test_numpy_numbers_are_numbers(number: Any) -> None:
-    with AsyncRunner(
-        Plain(), number(50), max_wait_s=number(1), replan_ticks=np.int64(2), margin_ticks=np.uint8(1)
-    ) as runner:
+    ticks: Any = np.int64(2)
+    with AsyncRunner(Plain(), number(50), max_wait_s=number(1), replan_ticks=ticks, margin_ticks=ticks) as runner:
         assert (runner._hz, runner._max_wait_s) == (50.0, 1.0)
         with pytest.raises(ConfigError, match="timeout_s: expected seconds above 0, got None"):
             runner.start({}, timeout_s=None)  # type: ignore[arg-type]

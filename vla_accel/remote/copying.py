@@ -42,7 +42,7 @@ def copied(value: Any, name: str = "observation") -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value.copy()
     if isinstance(value, memoryview):
-        return memoryview(np.array(value))  # keeps shape and format, which `memoryview.tobytes` does not
+        return np.array(value).data  # keeps shape and format, which `memoryview.tobytes` does not
     if isinstance(value, bytearray):
         return bytearray(value)
     # An object of these classes can exist only after their module was imported; a robot without torch stays so.

@@ -18,7 +18,7 @@ trained with clean prefixes (`rtc: {trained: true}`) accepts at most the delays 
 ROBOT = "robot"
 """Metadata key: the robot that the policy acts for, a map of `images` and `state` (observation keys), `action_dim`
 (numbers of an action) and `motion_dims` (see `transforms.robots.Preset`; None where the checkpoint does not say)."""
-_IDENTITY = ("policy", "action_dim", "action_horizon", MAX_DELAY, wire.REAL_TIME_CHUNKING, ROBOT)
+_IDENTITY = ("policy", "action_dim", "action_horizon", MAX_DELAY, wire.REAL_TIME_CHUNKING)
 
 
 def supports_prev_chunk(policy: Any) -> bool:
@@ -44,23 +44,26 @@ def motion_dims(policy: Any) -> tuple[int, ...] | None:
     the policy does not say."""
     robot = _metadata(policy).get(ROBOT)
     dims = robot.get("motion_dims") if isinstance(robot, Mapping) else None
-    whole = isinstance(dims, (list, tuple)) and all(isinstance(i, int) and i >= 0 for i in dims)
-    return tuple(dims) if whole else None
+    if not isinstance(dims, (list, tuple)) or not all(isinstance(i, int) and i >= 0 for i in dims):
+        return None
+    return tuple(dims)
 
 
 def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     """How the policy of the metadata `second` differs from that of `first`, in its name, its sizes or its robot;
     empty if it does not."""
-    before, after = ({**_as_map(one.get(ROBOT)), **{k: one.get(k) for k in _IDENTITY[:-1]}} for one in (first, second))
-    changed = [key for key in dict.fromkeys((*_IDENTITY[:-1], *before, *after)) if before.get(key) != after.get(key)]
+    before, after = _identity(first), _identity(second)
+    changed = [key for key in dict.fromkeys((*before, *after)) if before.get(key) != after.get(key)]
     if not changed:
         return ""
     told = [", ".join(f"{key} {_short(one.get(key))}" for key in changed) for one in (before, after)]
     return f"expected {told[0]}, as at the first connection, got {told[1]}"
 
 
-def _as_map(value: Any) -> dict[str, Any]:
-    return {f"robot.{key}": one for key, one in value.items()} if isinstance(value, Mapping) else {}
+def _identity(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    robot = metadata.get(ROBOT)
+    parts = {f"{ROBOT}.{key}": one for key, one in robot.items()} if isinstance(robot, Mapping) else {}
+    return {**{key: metadata.get(key) for key in _IDENTITY}, **parts}
 
 
 def _short(value: Any) -> str:
