@@ -337,7 +337,7 @@ class AsyncRunner:
         """Keep the error until no action is left, and pause before the next attempt."""
         self._counts["failures"] += 1
         self._error, self._trace = error, error.__traceback__
-        pause = min(2**self._failed, math.ceil(_LONGEST_PAUSE_S * self._hz))
+        pause = min(2 ** min(self._failed, 30), math.ceil(_LONGEST_PAUSE_S * self._hz))
         self._failed += 1
         self._attempt_at = self._tick + pause
         left = 0 if self._chunk is None else len(self._chunk.remaining(self._tick))
