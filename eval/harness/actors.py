@@ -12,6 +12,7 @@ from eval.harness.benchmark import Benchmark, Expert
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.stress import disturb
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.remote.metadata import max_delay
 
 WARM_UP_CALLS = 2
 
@@ -69,7 +70,9 @@ class PolicyActor:
         obs = {**seen, "prompt": self._instruction}
         options: dict[str, Any] = {"noise": self._noise(self._call)} if self._send_noise else {}
         if self._guided and left is not None:
-            options |= {"prev_chunk": left, "inference_delay": min(protocol.latency, len(left))}
+            most = max_delay(self._policy)
+            delay = min(protocol.latency, len(left))
+            options |= {"prev_chunk": left, "inference_delay": delay if most is None else min(delay, most)}
         start = time.perf_counter()
         out = self._policy.infer(obs, **options)
         wall = (time.perf_counter() - start) * 1e3

@@ -21,7 +21,7 @@ from eval.harness.rollout import EpisodeResult, describe
 from eval.harness.runner import Runner, Setup
 from eval.harness.workers import available_cores
 from vla_accel.errors import EngineError
-from vla_accel.remote.async_runner import takes_prev_chunk
+from vla_accel.remote.metadata import supports_prev_chunk
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Loaded:
     metadata: Mapping[str, Any]
     identity: dict[str, Any]
     hardware: dict[str, Any]
-    takes_prev_chunk: bool
+    supports_prev_chunk: bool
 
 
 class Replica:
@@ -96,7 +96,7 @@ class Replica:
         policy = self._source.load()
         self._policies = PolicyBySteps(policy)
         who = identity(self._source, policy, self._benchmark)
-        return Loaded(policy.metadata, who, machine.hardware(policy.device), takes_prev_chunk(policy))
+        return Loaded(policy.metadata, who, machine.hardware(policy.device), supports_prev_chunk(policy))
 
 
 @dataclass

@@ -98,7 +98,7 @@ class RayCrew:
             else:
                 known = LocalCrew(source, benchmark, self.size)
             self.metadata, self.identity, self.hardware = known.metadata, known.identity, dict(known.hardware)
-            self.takes_prev_chunk = known.takes_prev_chunk
+            self.supports_prev_chunk = known.supports_prev_chunk
             self.hardware["nodes"] = sorted(f"{node.cores} cores, {node.gpus} GPUs" for node in nodes)
         except BaseException:
             self.close()

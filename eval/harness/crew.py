@@ -14,7 +14,7 @@ from eval.harness.protocol import Protocol as EvaluationProtocol
 from eval.harness.rollout import EpisodeResult
 from eval.harness.runner import Setup
 from vla_accel import machine
-from vla_accel.remote.async_runner import takes_prev_chunk
+from vla_accel.remote.metadata import supports_prev_chunk
 
 
 class Crew(Protocol):
@@ -24,14 +24,14 @@ class Crew(Protocol):
         metadata: the policy's own; None for the expert.
         identity: what must not change when a run is resumed (JSON types).
         hardware: what the policy runs on (JSON types).
-        takes_prev_chunk: the policy can be guided by what is left of its last chunk.
+        supports_prev_chunk: the policy can be guided by what is left of its last chunk.
         size: simulators that play at once, if there are as many episodes.
     """
 
     metadata: Mapping[str, Any] | None
     identity: dict[str, Any]
     hardware: dict[str, Any]
-    takes_prev_chunk: bool
+    supports_prev_chunk: bool
     size: int
 
     def metadata_at(self, steps: int | None) -> Mapping[str, Any]:
@@ -69,7 +69,7 @@ class LocalCrew:
         self._source, self._benchmark, self.size = source, benchmark, workers
         self._policies = None if policy is None else PolicyBySteps(policy)
         self.metadata = None if policy is None else policy.metadata
-        self.takes_prev_chunk = policy is not None and takes_prev_chunk(policy)
+        self.supports_prev_chunk = policy is not None and supports_prev_chunk(policy)
         self.identity = identity(source, policy, benchmark)
         device = policy.device if policy is not None and source.kind == "local" else torch.device("cpu")
         self._on_gpu = device.type == "cuda"

@@ -100,7 +100,7 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
     with closing(_crew(request, console)) as crew:
         protocol = request.protocol(crew.metadata or {})
         if crew.metadata is not None:
-            check_chunks(crew.metadata, request.source, protocol, takes_prev_chunk=crew.takes_prev_chunk)
+            check_chunks(crew.metadata, request.source, protocol, supports_prev_chunk=crew.supports_prev_chunk)
         mark = fingerprint(protocol, crew.identity)
         output = request.output or request.folder / f"{request.label}-{mark[:8]}.json"
         _clear(output, overwrite=request.overwrite)

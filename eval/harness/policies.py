@@ -107,7 +107,7 @@ def make_actor(source: PolicySource, policies: PolicyBySteps | None, benchmark: 
 
 
 def check_chunks(
-    metadata: Mapping[str, Any], source: PolicySource, protocol: Protocol, *, takes_prev_chunk: bool
+    metadata: Mapping[str, Any], source: PolicySource, protocol: Protocol, *, supports_prev_chunk: bool
 ) -> None:
     """Raise `ConfigError` if a local policy with this metadata predicts fewer actions than are to be executed, or too
     few to have some left when they arrive, or if a policy takes no previous chunk and shall be guided by it."""
@@ -122,8 +122,10 @@ def check_chunks(
                 raise ConfigError(
                     f"{name}: expected at most the policy's {horizon} predicted actions{fewer}, got {got}"
                 )
-    if source.chunking == "rtc" and not takes_prev_chunk:
-        raise ConfigError("chunking: rtc needs a policy whose infer takes prev_chunk and inference_delay")
+    if source.chunking == "rtc" and not supports_prev_chunk:
+        raise ConfigError(
+            "chunking: rtc: expected a policy with real-time chunking (supports_prev_chunk), got one without"
+        )
 
 
 def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,30 @@ def test_the_recipe_and_the_page_know_the_servers_defaults() -> None:
     there = {
         "--max-clients": limits.max_clients,
         "--max-payload-mib": limits.max_payload / 2**20,
+        "--max-observations": limits.max_observations,
         "--timeout-s": limits.request_timeout_s,
         "--grace-s": limits.grace_s,
     }
     assert {option: float(value) for option, value in told} == there
+
+
+def test_the_health_check_asks_the_server_and_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("websockets", reason="needs websockets")
+    from tests.support.server_support import EchoPolicy, local, port_of
+    from tests.support.waiting import silent_port
+    from vla_accel.server import background
+
+    (text,) = [text for name, text in instructions() if name == "HEALTHCHECK"]
+    (python, option, code) = json.loads(text[text.index("[") :])
+    assert (python, option) == ("python", "-c")
+    with silent_port() as port:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        with background(EchoPolicy(), local()) as server:
+            words = [sys.executable, "-c", code.replace(":8000/", f":{port_of(server.address)}/")]
+            assert subprocess.run(words, check=False).returncode == 0
+        assert subprocess.run(words, check=False, stderr=subprocess.DEVNULL).returncode != 0, "the server is gone"
 
 
 def test_the_files_of_the_compose_file_fit_together() -> None:

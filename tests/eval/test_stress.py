@@ -152,6 +152,8 @@ def test_a_policy_slower_than_half_a_chunk_leaves_the_robot_waiting() -> None:
 class Watching(FakePolicy):
     """Keeps what it was shown and told; answers with rows that count on from call to call."""
 
+    supports_prev_chunk = True
+
     def __init__(self, steps: int = 10) -> None:
         super().__init__(steps)
         self.images: list[Any] = []
@@ -169,10 +171,11 @@ class Watching(FakePolicy):
 
 
 def episode(
-    stress: dict[str, float], *, guided: bool = False, succeed_after: int | None = None
+    stress: dict[str, float], *, guided: bool = False, succeed_after: int | None = None, max_delay: int | None = None
 ) -> tuple[Any, Any, Any]:
     protocol = Protocol("libero_spatial", tasks=(4,), trials=2, steps=(3,), max_steps=16, stress=stress)
     policy, env = Watching(), FakeEnv(succeed_after)
+    policy.metadata = {**policy.metadata, "max_delay": max_delay}
 
     class Recorder:
         every = 2
@@ -204,6 +207,11 @@ def test_a_guided_policy_is_told_what_is_left_and_how_late_it_will_be() -> None:
         np.testing.assert_array_equal(left[:, 0], 100.0 * call + np.arange(5, 10))
     _, at_once, _ = episode({}, guided=True)
     assert [delay for _, delay in at_once.told] == [None, 0, 0, 0] and len(at_once.told[1][0]) == 5
+
+
+def test_a_policy_is_told_no_delay_beyond_its_training() -> None:
+    _, policy, _ = episode({"latency": 2}, guided=True, max_delay=1)
+    assert [delay for _, delay in policy.told[1:]] == [1] * (len(policy.told) - 1) and len(policy.told) > 1
 
 
 def test_only_the_policy_sees_the_stress_and_the_goal_is_checked_as_ever() -> None:
@@ -254,14 +262,14 @@ def test_requests_that_are_answered_together_keep_their_own_chunks() -> None:
 def test_a_policy_must_have_actions_left_when_they_arrive() -> None:
     protocol, source = Protocol("line", (0,), 1, (3,), 5), PolicySource("local", "x")
     metadata = FakePolicy().metadata
-    check_chunks(metadata, source, replace(protocol, stress={"latency": 9}), takes_prev_chunk=False)
+    check_chunks(metadata, source, replace(protocol, stress={"latency": 9}), supports_prev_chunk=False)
     with pytest.raises(
         ConfigError, match="latency: expected at most the policy's 10 predicted actions less one, got 10"
     ):
-        check_chunks(metadata, source, replace(protocol, stress={"latency": 10}), takes_prev_chunk=False)
-    with pytest.raises(ConfigError, match="chunking: rtc needs a policy whose infer takes prev_chunk"):
-        check_chunks(metadata, replace(source, chunking="rtc"), protocol, takes_prev_chunk=False)
-    check_chunks(metadata, replace(source, chunking="rtc"), protocol, takes_prev_chunk=True)
+        check_chunks(metadata, source, replace(protocol, stress={"latency": 10}), supports_prev_chunk=False)
+    with pytest.raises(ConfigError, match="chunking: rtc: expected a policy with real-time chunking"):
+        check_chunks(metadata, replace(source, chunking="rtc"), protocol, supports_prev_chunk=False)
+    check_chunks(metadata, replace(source, chunking="rtc"), protocol, supports_prev_chunk=True)
 
 
 # -- the record ---------------------------------------------------------------------------------------------------

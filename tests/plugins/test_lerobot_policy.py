@@ -152,6 +152,19 @@ def test_a_checkpoint_of_lerobot_says_how_many_actions_are_executed(tmp_path: Pa
         assert len(policy._queue) == left
 
 
+def test_a_family_without_real_time_chunking_says_so(tmp_path: Path) -> None:
+    from tests.support.tiny_pi0_fast import write_lerobot
+
+    write_lerobot(tmp_path)
+    policy = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(tmp_path), device="cpu"))
+    assert not policy.supports_rtc()
+    policy.config.rtc_config = RTCConfig(enabled=False)
+    policy.init_rtc_processor()
+    policy.config.rtc_config = RTCConfig(enabled=True)
+    with pytest.raises(ConfigError, match="rtc_config: expected none for pi0_fast"):
+        policy.init_rtc_processor()
+
+
 def test_real_time_chunking_as_lerobot_asks_for_it(policy: VlaAccelPolicy, arm: Path) -> None:
     policy = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), num_steps=4, device="cpu"))
     assert policy.supports_rtc()

@@ -35,8 +35,9 @@ from vla_accel.errors import ObservationError
 from vla_accel.families.pi0 import PI0
 from vla_accel.models.pi0 import Kind
 from vla_accel.ops import suffix
-from vla_accel.remote import async_runner
-from vla_accel.remote.async_runner import AsyncRunner, takes_prev_chunk
+from vla_accel.remote import inference
+from vla_accel.remote.async_runner import AsyncRunner
+from vla_accel.remote.metadata import batches_prev_chunks, supports_prev_chunk
 from vla_accel.transforms.normalisation import Normaliser, Statistics
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import ALOHA, PRESETS
@@ -427,7 +428,7 @@ def test_over_the_server(folders: dict[Kind, Path]) -> None:
 
     served, here = load(folders["pi05"]), load(folders["pi05"])
     with background(served, ServerConfig(port=0)) as server, PolicyClient(server.address) as client:
-        assert client.supports_prev_chunk and takes_prev_chunk(client)
+        assert client.supports_prev_chunk and supports_prev_chunk(client)
         previous: dict[str, Any] = {}
         for seed in range(3):
             want, got = (p.infer(tiny_observation(seed), **previous)["actions"] for p in (here, client))
@@ -443,7 +444,6 @@ def test_over_the_server(folders: dict[Kind, Path]) -> None:
 def test_the_servers_batches_mix_them(folders: dict[Kind, Path]) -> None:
     from vla_accel.server.requests import Request
     from vla_accel.server.runner import run_requests
-    from vla_accel.server.shelf import batches_prev_chunks
 
     policy = load(folders["pi05"], replace(EAGER, num_steps=1, rtc=RtcConfig("ones")))
     assert batches_prev_chunks(policy)
@@ -463,6 +463,8 @@ def test_the_servers_batches_mix_them(folders: dict[Kind, Path]) -> None:
 
 class Recorded:
     """A policy whose calls are written down."""
+
+    supports_prev_chunk = True
 
     def __init__(self, policy: OptimizedPolicy) -> None:
         self.policy = policy
@@ -484,7 +486,7 @@ def test_the_runner_joins_the_chunks_of_a_policy(folders: dict[Kind, Path], monk
     policy = Recorded(load(folders["pi05"], replace(EAGER, num_steps=1, rtc=RtcConfig("ones"))))
     # By this clock every inference takes a tick and a half; in the loop it ends before the next step.
     monkeypatch.setattr(
-        async_runner,
+        inference,
         "time",
         types.SimpleNamespace(monotonic=time.monotonic, perf_counter=itertools.count(0, 0.015).__next__),
     )
@@ -493,15 +495,15 @@ def test_the_runner_joins_the_chunks_of_a_policy(folders: dict[Kind, Path], monk
         runner.start(tiny_observation(0))
         for tick in range(20):
             runner.step(tiny_observation(tick))
-            assert not runner._busy or runner._wait_until(time.monotonic() + PATIENCE_S)
+            assert not runner._inference.busy or runner._inference.wait_until(time.monotonic() + PATIENCE_S)
     guided = [c for c in policy.calls if c[0] is not None]
     assert len(guided) >= 3
     previous, delay, _ = guided[0]
     assert previous is not None and delay is not None
-    assert delay >= min(2, len(previous)), "what the first inference took, or all that is left"
+    assert delay == min(2, len(previous) - 1), "what the inference of the start took, or all but one that are left"
     for previous, delay, actions in guided:
         assert previous is not None and delay is not None
-        assert 0 <= delay <= len(previous) <= 5
+        assert 0 <= delay < len(previous) <= 5
         np.testing.assert_allclose(actions[: len(previous)], previous, rtol=0, atol=1e-4)
 
 
@@ -510,5 +512,5 @@ def test_a_policys_own_runner_is_guided(folders: dict[Kind, Path]) -> None:
         runner.start(tiny_observation(0))
         for tick in range(8):
             assert np.isfinite(runner.step(tiny_observation(tick))).all()
-            assert not runner._busy or runner._wait_until(time.monotonic() + PATIENCE_S)
+            assert not runner._inference.busy or runner._inference.wait_until(time.monotonic() + PATIENCE_S)
     assert runner.report().chunks >= 2

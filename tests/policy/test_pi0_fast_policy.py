@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from tests.support.tiny_pi0_fast import (
     written,
 )
 from tests.support.tiny_smolvla import statistics
+from tests.support.waiting import PATIENCE_S
 from vla_accel import EngineSpec, OptimizedPolicy
-from vla_accel.config import load_config
+from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import ActionError, ConfigError
 from vla_accel.families.pi0_fast import PI0_FAST
 from vla_accel.measure.parity import compare, reference_of
@@ -194,3 +197,32 @@ def test_fp8_is_calibrated_as_of_every_prefix() -> None:
     assert policy.infer(given)["actions"].shape == (HORIZON, 7)
     details = {e["component"]: str(e["detail"]) for e in policy.ledger.as_list()}
     assert "FP8" in details["kv_cache"] and "FP8 weights" in details["decode"]
+
+
+def test_it_declares_no_real_time_chunking_and_a_runner_plans_without(policy: OptimizedPolicy) -> None:
+    assert not policy.supports_prev_chunk and not policy.batches_prev_chunks
+    with policy.async_runner(20.0, replan_ticks=1, max_wait_s=60.0) as runner:
+        runner.start(observation(0))
+        for tick in range(6):
+            runner.step(observation(tick))
+            assert not runner._inference.busy or runner._inference.wait_until(time.monotonic() + PATIENCE_S)
+    report = runner.report()
+    assert report.failures == 0 and report.chunks > 3
+    with pytest.raises(ConfigError, match="real_time_chunking: expected a policy that takes prev_chunk"):
+        policy.async_runner(20.0, real_time_chunking=True)
+
+
+def test_a_server_of_it_does_not_offer_real_time_chunking(policy: OptimizedPolicy) -> None:
+    pytest.importorskip("websockets", reason="needs websockets")
+    from vla_accel.client import PolicyClient
+    from vla_accel.server import ServerConfig, background
+
+    with background(policy, ServerConfig(port=0)) as server, PolicyClient(server.address) as client:
+        assert client.metadata["real_time_chunking"] is False and not client.supports_prev_chunk
+
+
+@pytest.mark.parametrize("rtc", [{"trained": True}, {"schedule": "exp"}, {"execution_horizon": 2}])
+def test_settings_of_real_time_chunking_are_refused(folder: Path, rtc: dict[str, Any]) -> None:
+    name = next(iter(rtc))
+    with pytest.raises(ConfigError, match=rf"rtc\.{name}: expected none for pi0_fast, which has no real-time chunking"):
+        OptimizedPolicy.from_pretrained(folder, replace(RELAXED, rtc=RtcConfig(**rtc)))

@@ -342,6 +342,13 @@ def test_metadata_and_latency_report(folders: dict[Kind, Path], policy: Optimize
         "action_horizon": 5,
         "action_dim": 8,
         "image_size": 28,
+        "robot": {
+            "images": ["observation/image", "observation/wrist_image"],
+            "state": ["observation/state"],
+            "action_dim": 7,
+            "motion_dims": [0, 1, 2, 3, 4, 5],
+        },
+        "max_delay": None,
         "num_steps": 3,
         "device": "cpu",
         "dtype": "float32",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,7 +20,7 @@ from websockets.streams import StreamReader
 from tests.support.openpi_wire import openpi_pack, serving
 from tests.support.server_support import EchoPolicy, local, observation
 from tests.support.waiting import PATIENCE_S, eventually, silent_port
-from vla_accel.client import PolicyClient, Reconnect
+from vla_accel.client import PolicyChangedError, PolicyClient, Reconnect
 from vla_accel.client import client as client_module
 from vla_accel.client.connection import Frame
 from vla_accel.errors import ConfigError, ServerError, WireError
@@ -86,13 +85,15 @@ def test_a_late_answer_or_a_reported_error_is_never_sent_again() -> None:
 def test_it_waits_for_a_server_that_comes_up(monkeypatch: pytest.MonkeyPatch) -> None:
     refused, up = threading.Event(), threading.Event()
 
-    def wait(seconds: float) -> None:
+    def wait(seconds: float) -> bool:
         assert seconds == 0.05
         refused.set()
         assert up.wait(PATIENCE_S)
+        return False
 
     with silent_port() as port, ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
-        patch.setattr(client_module, "time", types.SimpleNamespace(sleep=wait, monotonic=time.monotonic))
+        event = types.SimpleNamespace(wait=wait, clear=lambda: None, is_set=lambda: False)
+        patch.setattr(client_module, "threading", types.SimpleNamespace(Event=lambda: event, RLock=threading.RLock))
         future = pool.submit(PolicyClient, f"ws://127.0.0.1:{port}", reconnect=Reconnect(attempts=2, wait_s=0.05))
         assert refused.wait(PATIENCE_S)
         with background(EchoPolicy(), local(port=port)):
@@ -137,9 +138,11 @@ def test_a_request_that_is_too_large_is_one_clear_error() -> None:
         assert client.infer(observation(1))["actions"].shape == (10, 7)
 
 
-@pytest.mark.parametrize("changes", [{"attempts": 0}, {"wait_s": -1.0}])
+@pytest.mark.parametrize(
+    "changes", [{"attempts": 0}, {"attempts": "3"}, {"attempts": 1.5}, {"wait_s": -1.0}, {"wait_s": "1"}]
+)
 def test_a_reconnect_policy_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="reconnect: expected"):
+    with pytest.raises(ConfigError, match=rf"reconnect: {next(iter(changes))}: expected"):
         Reconnect(**changes)
 
 
@@ -173,7 +176,11 @@ def test_what_cannot_be_is_refused_before_anybody_is_called() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"timeout_s": 0.0}, "timeout_s: expected seconds above 0, got 0"),
         ({"timeout_s": float("nan")}, "timeout_s: expected seconds above 0"),
+        ({"timeout_s": None}, "timeout_s: expected seconds above 0, got None"),
+        ({"timeout_s": "5"}, "timeout_s: expected seconds above 0, got '5'"),
         ({"connect_timeout_s": -1.0}, "connect_timeout_s: expected seconds above 0"),
+        ({"proxy": "proxy:3128"}, "proxy: expected http://host:port"),
+        ({"proxy": 3128}, "proxy: expected None, True or a proxy's address, got 3128"),
         ({"api_key": "a\nb"}, "api_key: expected printable ASCII characters"),
         ({"api_key": 5}, "api_key: expected printable ASCII characters"),
         ({"api_key": "schlüssel"}, "api_key: expected printable ASCII characters"),
@@ -184,8 +191,64 @@ def test_what_cannot_be_is_refused_before_anybody_is_called() -> None:
     for wrong in (None, 8000, object()):
         with pytest.raises(ConfigError, match="policy: expected ws://host:port, got "):
             PolicyClient(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="reconnect: expected"):
+    with pytest.raises(ConfigError, match="reconnect: wait_s: expected"):
         Reconnect(wait_s=float("nan"))
+
+
+def test_numpy_numbers_are_seconds() -> None:
+    with (
+        background(EchoPolicy(), local()) as server,
+        PolicyClient(
+            server.address,
+            timeout_s=np.float32(60),  # type: ignore[arg-type]
+            connect_timeout_s=np.int64(60),  # type: ignore[arg-type]
+            reconnect=Reconnect(np.int64(2), np.float32(0.5)),  # type: ignore[arg-type]
+        ) as client,
+    ):
+        assert client.infer(observation(1))["actions"][0, 0] == 1
+
+
+class Another(EchoPolicy):
+    """An echo policy with other metadata."""
+
+    def __init__(self, **metadata: Any) -> None:
+        super().__init__()
+        self.metadata |= metadata
+
+
+ARM = {"images": ["front"], "state": ["joints"], "action_dim": 7, "motion_dims": []}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected", "got"),
+    [
+        ({"policy": "other"}, "policy 'echo'", "policy 'other'"),
+        ({"action_dim": 14}, "action_dim 7", "action_dim 14"),
+        ({"action_horizon": 50}, "action_horizon 10", "action_horizon 50"),
+        ({"max_delay": 3}, "max_delay None", "max_delay 3"),
+        ({"robot": {**ARM, "action_dim": 14}}, "robot.action_dim 7", "robot.action_dim 14"),
+        ({"robot": {**ARM, "state": ["pose"]}}, r"robot.state \['joints'\]", r"robot.state \['pose'\]"),
+        ({"robot": None}, "robot.action_dim 7", "robot.action_dim None"),
+    ],
+)
+def test_another_policy_at_the_same_address_is_refused_after_a_reconnect(
+    changed: dict[str, Any], expected: str, got: str
+) -> None:
+    with silent_port() as port:
+        with background(Another(robot=ARM), local(port=port)) as server:
+            client = PolicyClient(server.address)
+            client.infer(observation(1))
+        with background(Another(**{"robot": ARM, **changed}), local(port=port)):
+            with pytest.raises(ServerError):  # the connection is lost
+                client.infer(observation(1))
+            for _ in range(2):
+                with pytest.raises(PolicyChangedError, match=f"expected .*{expected}.* got .*{got}.*make a new client"):
+                    client.infer(observation(1))
+            with PolicyClient(server.address) as new:
+                assert new.infer(observation(1))["actions"].shape == (10, 7)
+        with background(Another(robot=ARM, device="cuda:1"), local(port=port)):
+            assert client.infer(observation(1))["actions"].shape == (10, 7), "the same policy on another device"
+            client.close()
 
 
 def test_an_observation_that_is_none_is_named() -> None:

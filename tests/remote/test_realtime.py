@@ -19,14 +19,17 @@ import pytest
 from tests.support.server_support import local
 from tests.support.waiting import PATIENCE_S, eventually
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.remote import async_runner
-from vla_accel.remote.async_runner import AsyncRunner, takes_prev_chunk
+from vla_accel.remote import async_runner, inference
+from vla_accel.remote.async_runner import AsyncRunner
+from vla_accel.remote.delay import DelayEstimate
+from vla_accel.remote.metadata import supports_prev_chunk
 
 HORIZON, DIM = 8, 2
 
 
 class Plain:
-    """Chunk n, from the observation of number o, has the actions (n, o), (n, o + 1), …"""
+    """Chunk n, from the observation of number o, has the actions (n, o), (n, o + 1), … The first call is not counted:
+    a runner makes it to warm the policy up."""
 
     def __init__(self, horizon: int = HORIZON) -> None:
         self.horizon = horizon
@@ -34,6 +37,8 @@ class Plain:
         self.entered = threading.Semaphore(0)
         self.calls: list[dict[str, Any]] = []
         self.resets = 0
+        self.warm = False
+        self.width = DIM
         self.error: BaseException | None = None
 
     def reset(self) -> None:
@@ -43,18 +48,25 @@ class Plain:
         return self._run(observation, {})
 
     def _run(self, observation: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        self.calls.append({"tick": float(observation["tick"][0]), **options})
-        number = len(self.calls)
+        call = {"tick": float(observation["tick"][0]), **options}
+        if self.warm:
+            self.calls.append(call)
+        self.warm, number = True, len(self.calls)
         self.entered.release()
         assert self.gate.acquire(timeout=PATIENCE_S)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        ticks = self.calls[number - 1]["tick"] + np.arange(self.horizon)
-        return {"actions": np.stack([np.full(self.horizon, float(number)), ticks], axis=1)}
+        ticks = call["tick"] + np.arange(self.horizon)
+        actions = np.stack(
+            [np.full(self.horizon, float(number)), ticks, *np.zeros((self.width - 2, self.horizon))], axis=1
+        )
+        return {"actions": actions}
 
 
 class Guided(Plain):
+    supports_prev_chunk = True
+
     def infer(
         self, observation: Mapping[str, Any], *, prev_chunk: Any = None, inference_delay: Any = None
     ) -> dict[str, Any]:
@@ -70,10 +82,12 @@ class Loop:
         self.tick = 0
 
     def start(self) -> None:
-        self.policy.gate.release()
+        calls = 1 if self.runner._delay.measured else 2
+        self.policy.gate.release(calls)
         self.frame[0] = self.tick
         self.runner.start({"tick": self.frame, "prompt": "x"})
-        assert self.policy.entered.acquire(timeout=PATIENCE_S)
+        for _ in range(calls):
+            assert self.policy.entered.acquire(timeout=PATIENCE_S)
 
     def step(self, *, done: bool = False) -> tuple[float, float]:
         """(chunk, tick) that the action belongs to."""
@@ -88,8 +102,7 @@ class Loop:
         """Let the inference under way end."""
         assert self.policy.entered.acquire(timeout=PATIENCE_S), "no inference is under way"
         self.policy.gate.release()
-        with self.runner._condition:
-            assert self.runner._condition.wait_for(lambda: self.runner._done is not None, PATIENCE_S)
+        assert inference.Inference.wait_until(self.runner._inference, time.monotonic() + PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +116,13 @@ def _no_thread_is_left() -> Iterator[None]:
 def _every_inference_takes_10_ms(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock that it is timed with: half a tick, however slow this machine is."""
     clock = types.SimpleNamespace(monotonic=time.monotonic, perf_counter=itertools.count(0, 0.01).__next__)
-    monkeypatch.setattr(async_runner, "time", clock)
+    monkeypatch.setattr(inference, "time", clock)
+
+
+def expecting(runner: AsyncRunner, ticks: int) -> None:
+    """As if the only inference so far had taken `ticks`."""
+    runner._delay = DelayEstimate(50.0)
+    runner._delay.add(ticks, 0.0)
 
 
 def stopped(loop: Loop) -> None:
@@ -140,15 +159,14 @@ def test_the_policy_sees_the_frame_of_its_tick_though_the_robot_writes_the_next_
     flat, nested = np.zeros((2, 2), np.uint8), np.zeros((2, 2), np.uint8)
     observation = {"tick": np.zeros(1), "image": flat, "images": {"left": {"top": nested}, "note": "x"}}
     with AsyncRunner(Late(), 50.0, replan_ticks=1, max_wait_s=0.0, margin_ticks=0) as runner:
-        policy.gate.release()
+        policy.gate.release(2)
         runner.start(observation)
         runner.step(observation)
         runner.step(observation)  # begins the second inference
         flat[:], nested[:] = 7, 7
         policy.gate.release()
-        with runner._condition:
-            assert runner._condition.wait_for(lambda: runner._done is not None, PATIENCE_S)
-    assert len(seen) == 4 and not any(image.any() for image in seen)
+        assert runner._inference.wait_until(time.monotonic() + PATIENCE_S)
+    assert len(seen) == 6 and not any(image.any() for image in seen)
 
 
 def test_a_guided_policy_gets_the_rest_of_the_chunk_and_the_delay() -> None:
@@ -156,7 +174,7 @@ def test_a_guided_policy_gets_the_rest_of_the_chunk_and_the_delay() -> None:
     assert loop.runner.real_time_chunking
     loop.start()
     assert loop.policy.calls[0]["prev_chunk"] is None and loop.policy.calls[0]["inference_delay"] is None
-    loop.runner._delays.append(2)  # as if the first chunk had taken two ticks
+    expecting(loop.runner, 2)
     for _ in range(4):
         loop.step()
     assert loop.policy.entered.acquire(timeout=PATIENCE_S)
@@ -173,45 +191,38 @@ def test_a_guided_policy_gets_the_rest_of_the_chunk_and_the_delay() -> None:
 def test_a_chunk_later_than_announced_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(Guided(), replan_ticks=2)
     loop.start()
-    loop.runner._delays.clear()
-    loop.runner._delays.append(1)
+    expecting(loop.runner, 1)
     for _ in range(5):
         loop.step()  # begins at tick 2
     assert loop.step(done=True) == (2, 5)
     assert loop.runner.report().late == 1
-    assert "took 3 ticks, 1 were expected" in caplog.text
+    assert "took 3 ticks, 1 were announced" in caplog.text
     stopped(loop)
 
 
 def test_the_next_inference_begins_early_enough_for_the_measured_delay() -> None:
     loop = Loop(Plain(), replan_ticks=7, margin_ticks=1)
     loop.start()
-    loop.runner._delays.clear()
-    loop.runner._delays.append(3)
+    expecting(loop.runner, 3)
     starts = []
     for _ in range(6):
         loop.step()
-        starts.append(loop.runner._busy)
+        starts.append(loop.runner._inference.busy)
     # 8 actions, 3 ticks and one to spare: with 4 left, at tick 4.
     assert starts == [False] * 4 + [True] * 2
     stopped(loop)
 
 
-def test_half_a_chunk_is_the_default_and_the_slowest_of_the_newest_delays_counts() -> None:
+def test_half_a_chunk_is_the_default() -> None:
     loop = Loop(Plain())
     loop.start()
-    loop.runner._delays.clear()
     began = []
     for _ in range(5):
         loop.step()
-        began.append(loop.runner._busy)
+        began.append(loop.runner._inference.busy)
     assert began == [False] * 4 + [True]
     assert loop.step(done=True) == (2, 5)
     assert loop.runner.report().delay_ticks == 1
-    loop.runner._delays.extend([1, 5, 2])
-    assert loop.runner._expected_delay() == 5
-    loop.runner._delays.extend([1] * 10)
-    assert loop.runner._expected_delay() == 1
     stopped(loop)
 
 
@@ -257,7 +268,7 @@ def test_a_chunk_that_took_longer_than_it_lasts_is_dropped() -> None:
     assert loop.step(done=True) == (1, 7), "held: the new chunk has nothing for tick 9"
     report = loop.runner.report()
     assert (report.stale, report.chunks, report.underruns) == (1, 1, 2)
-    assert loop.runner._busy, "and the next inference begins at once"
+    assert loop.runner._inference.busy, "and the next inference begins at once"
     assert loop.step(done=True) == (3, 10)
     stopped(loop)
 
@@ -269,18 +280,18 @@ def test_step_waits_for_the_deadline_and_no_longer(monkeypatch: pytest.MonkeyPat
         loop.step()
     now, until = 100.0, []
     loop.runner._longest_step_s = 0.0  # so far it told this machine's own time
-    clock = types.SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
-    wait_until = loop.runner._wait_until
+    clock = types.SimpleNamespace(monotonic=lambda: now)
+    wait_until = loop.runner._inference.wait_until
 
     def wait_in_vain(end: float) -> bool:
         nonlocal now
         until.append(end)
         now = end
-        return wait_until(now)
+        return wait_until(0.0)
 
     with monkeypatch.context() as patch:
         patch.setattr(async_runner, "time", clock)
-        patch.setattr(loop.runner, "_wait_until", wait_in_vain)
+        patch.setattr(loop.runner._inference, "wait_until", wait_in_vain)
         loop.step()
         assert until == [pytest.approx(100.3)] and loop.runner.report().underruns == 1
         assert loop.runner.report().longest_step_ms == pytest.approx(300)
@@ -290,7 +301,7 @@ def test_step_waits_for_the_deadline_and_no_longer(monkeypatch: pytest.MonkeyPat
             return wait_until(end)
 
         # What comes while it waits is used.
-        patch.setattr(loop.runner, "_wait_until", wait)
+        patch.setattr(loop.runner._inference, "wait_until", wait)
         assert loop.step() == (2, 9)
     stopped(loop)
 
@@ -299,25 +310,76 @@ def test_step_does_not_wait_for_a_slow_policy(monkeypatch: pytest.MonkeyPatch) -
     loop = Loop(Plain(), replan_ticks=1, max_wait_s=5.0)
     loop.start()
     with monkeypatch.context() as patch:
-        patch.delattr(AsyncRunner, "_wait_until")  # whoever waits shows
+        patch.delattr(inference.Inference, "wait_until")  # a call would raise
         for _ in range(8):
             loop.step()
     stopped(loop)
 
 
 @pytest.mark.parametrize("error", [ValueError("bad camera"), SystemExit(2)])
-def test_an_error_reaches_the_robots_thread_and_the_next_step_goes_on(error: BaseException) -> None:
-    loop = Loop(Plain(), replan_ticks=1)
+def test_an_error_is_raised_only_when_no_action_is_left(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(Plain(), replan_ticks=4)
     loop.start()
-    loop.step()
+    for _ in range(4):
+        loop.step()
     loop.policy.error = error
-    loop.step()  # begins
-    with pytest.raises(type(error)) as caught:
-        loop.step(done=True)
-    assert caught.value is error
-    loop.tick = loop.runner.report().ticks
-    assert loop.step() == (1, 3), "the old chunk still has actions"
-    assert loop.step(done=True) == (3, 4)
+    loop.step()  # tick 4: begins
+    assert loop.step(done=True) == (1, 5), "two more actions are there"
+    assert "an inference failed at tick 5, 3 actions are left" in caplog.text, "the error is logged at once"
+    assert [loop.step(), loop.step()] == [(1, 6), (1, 7)]
+    for _ in range(3):  # the second attempt is under way; holding would hide that the policy fails
+        with pytest.raises(type(error)) as caught:
+            loop.step()
+        assert caught.value is error
+        loop.tick = loop.runner.report().ticks
+    assert loop.runner.report().failures == 1
+    assert loop.step(done=True) == (3, 11), "an inference that succeeds ends it"
+    stopped(loop)
+
+
+def test_attempts_after_errors_come_with_longer_and_longer_pauses() -> None:
+    class Dead(Plain):
+        def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+            if self.warm and self.calls:
+                self.calls.append({"tick": float(observation["tick"][0])})
+                raise ConnectionError("gone")
+            return super().infer(observation)
+
+    loop = Loop(Dead(), replan_ticks=1)
+    loop.start()
+    raised = 0
+    for tick in range(200):
+        loop.frame[0] = tick
+        try:
+            loop.runner.step({"tick": loop.frame})
+        except ConnectionError:
+            raised += 1
+        if loop.runner._inference.busy:
+            assert loop.runner._inference.wait_until(time.monotonic() + PATIENCE_S)
+    attempts = [call["tick"] for call in loop.policy.calls[1:]]
+    # Each fails one tick after it began; the pauses after that are 1, 2, 4, …, 50 ticks (a second).
+    assert list(np.diff(attempts)) == [1 + pause for pause in (1, 2, 4, 8, 16, 32, 50, 50)][: len(attempts) - 1]
+    assert raised == 192, "all but the eight actions that were there"
+    assert loop.runner.report().failures == len(attempts)
+    stopped(loop)
+
+
+def test_a_chunk_of_another_width_is_refused() -> None:
+    loop = Loop(Plain(), replan_ticks=1, underrun="hold")
+    loop.start()
+    loop.policy.width = 7
+    loop.step()
+    loop.step()
+    loop.step(done=True)
+    with pytest.raises(EngineError, match="expected chunks of 2 numbers an action, as at first, got 7"):
+        for _ in range(20):
+            loop.policy.gate.release()
+            assert len(loop.runner.step({"tick": loop.frame})) == 2
+            if loop.runner._inference.busy:
+                assert loop.runner._inference.wait_until(time.monotonic() + PATIENCE_S)
+    with pytest.raises(EngineError, match="expected chunks of 2 numbers"):
+        loop.policy.gate.release()
+        loop.runner.start({"tick": loop.frame})
     stopped(loop)
 
 
@@ -329,8 +391,11 @@ def test_an_error_of_the_first_chunk_is_raised_by_start() -> None:
     with pytest.raises(ConfigError, match="call start"):
         loop.step()
     loop.policy.entered.acquire()
+    while loop.policy.gate.acquire(blocking=False):
+        pass
+    loop.policy.warm, loop.policy.calls = False, []
     loop.start()
-    assert loop.step() == (2, 0)
+    assert loop.step() == (1, 0)
     stopped(loop)
 
 
@@ -339,7 +404,7 @@ def test_start_begins_anew() -> None:
     loop.start()
     for _ in range(3):
         loop.step()
-    assert loop.runner._busy
+    assert loop.runner._inference.busy
     assert loop.policy.entered.acquire(timeout=PATIENCE_S)
     # The inference of the old episode ends while the new one begins; its chunk must not be used.
     threading.Timer(0.2, loop.policy.gate.release).start()
@@ -347,7 +412,7 @@ def test_start_begins_anew() -> None:
     loop.tick, loop.frame[0] = 100, 100
     loop.runner.start({"tick": loop.frame})
     assert loop.step() == (3, 100)
-    assert loop.policy.resets == 2
+    assert loop.policy.resets == 3
     stopped(loop)
 
 
@@ -361,13 +426,26 @@ def test_start_gives_up_on_a_policy_that_hangs() -> None:
     stopped(loop)
 
 
-@pytest.mark.parametrize("actions", [np.zeros(3), np.zeros((0, 2)), np.full((2, 2), np.nan)])
-def test_actions_that_cannot_be_are_refused(actions: np.ndarray) -> None:
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        ({"actions": np.zeros(3)}, r"got shape \(3,\)"),
+        ({"actions": np.zeros((0, 2))}, r"got shape \(0, 2\)"),
+        ({"actions": np.full((2, 2), np.nan)}, "got NaN"),
+        ({"actions": {"arm": np.zeros((2, 6)), "gripper": np.zeros((2, 1))}}, "got a mapping of arm, gripper"),
+        ({"actions": "left"}, "got a str"),
+        ({"actions": [[1.0, 2.0], [3.0]]}, "got a list"),
+        ({"action": np.zeros((2, 2))}, r"got the keys \['action'\]"),
+        ([np.zeros((2, 2))], "got a list"),
+        (None, "got a NoneType"),
+    ],
+)
+def test_an_answer_that_is_no_chunk_is_refused(answer: Any, got: str) -> None:
     class Odd:
-        def infer(self, observation: Any) -> dict[str, Any]:
-            return {"actions": actions}
+        def infer(self, observation: Any) -> Any:
+            return answer
 
-    with AsyncRunner(Odd(), 10.0) as runner, pytest.raises(EngineError, match="actions: expected"):
+    with AsyncRunner(Odd(), 10.0) as runner, pytest.raises(EngineError, match=f"(actions|policy): expected .*{got}"):
         runner.start({})
 
 
@@ -388,17 +466,35 @@ def test_a_closed_runner_says_so() -> None:
         ({"hz": 0}, "hz: expected"),
         ({"hz": float("nan")}, "hz: expected"),
         ({"hz": "20"}, "hz: expected a control rate above 0, got '20'"),
+        ({"hz": True}, "hz: expected"),
+        ({"hz": None}, "hz: expected"),
         ({"max_wait_s": -1.0}, "max_wait_s: expected 0 or more seconds"),
         ({"max_wait_s": float("nan")}, "max_wait_s: expected 0 or more seconds"),
+        ({"max_wait_s": "1"}, "max_wait_s: expected 0 or more seconds, got '1'"),
         ({"replan_ticks": 0}, "replan_ticks >= 1"),
+        ({"replan_ticks": "3"}, "replan_ticks >= 1, got '3'"),
+        ({"replan_ticks": 2.5}, "replan_ticks >= 1"),
         ({"margin_ticks": -1}, "margin_ticks >= 0"),
+        ({"margin_ticks": None}, "margin_ticks >= 0"),
         ({"underrun": "guess"}, "underrun: expected"),
-        ({"real_time_chunking": True}, "takes no prev_chunk"),
+        ({"underrun": {"hold": 3}}, "underrun: expected"),
+        ({"real_time_chunking": True}, "expected a policy that takes prev_chunk"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AsyncRunner(Plain(), **{"hz": 50.0, **options})
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.int64, np.uint8, int])
+def test_numpy_numbers_are_numbers(number: Any) -> None:
+    ticks: Any = np.int64(2)
+    with AsyncRunner(Plain(), number(50), max_wait_s=number(1), replan_ticks=ticks, margin_ticks=ticks) as runner:
+        assert (runner._hz, runner._max_wait_s) == (50.0, 1.0)
+        with pytest.raises(ConfigError, match="timeout_s: expected seconds above 0, got None"):
+            runner.start({}, timeout_s=None)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="timeout_s: expected 0 or more seconds, got '1'"):
+            runner.close("1")  # type: ignore[arg-type]
 
 
 def test_a_policy_that_is_none_is_refused() -> None:
@@ -413,14 +509,17 @@ def test_an_action_for_underruns_of_another_robot_is_refused() -> None:
     stopped(loop)
 
 
-def test_who_takes_a_previous_chunk() -> None:
-    class Says(Plain):
-        supports_prev_chunk = False
-
+def test_a_policy_has_real_time_chunking_if_it_says_so_and_only_then() -> None:
+    class Takes(Plain):
         def infer(self, observation: Any, *, prev_chunk: Any = None, inference_delay: Any = None) -> dict[str, Any]:
             return {}
 
-    assert takes_prev_chunk(Guided()) and not takes_prev_chunk(Plain()) and not takes_prev_chunk(Says())
+    class Odd(Takes):
+        supports_prev_chunk = "yes"
+
+    assert supports_prev_chunk(Guided()) and not supports_prev_chunk(Plain()) and not supports_prev_chunk(Takes())
+    with pytest.raises(ConfigError, match="supports_prev_chunk: expected True or False, got 'yes' from a Odd"):
+        AsyncRunner(Odd(), 50.0)
     loop = Loop(Guided(), real_time_chunking=False, replan_ticks=1)
     loop.start()
     loop.step()
@@ -446,11 +545,11 @@ def test_over_the_server_the_chunk_and_the_delay_arrive_and_no_tick_is_missed() 
                 action = runner.step({"tick": np.array([float(tick)])})
                 assert action[1] == tick
                 # Each inference takes one tick, however long that is.
-                assert not runner._busy or runner._wait_until(time.monotonic() + PATIENCE_S)
+                assert not runner._inference.busy or runner._inference.wait_until(time.monotonic() + PATIENCE_S)
         report = runner.report()
     assert report.underruns == 0 and report.chunks >= 5
     guided = [c for c in policy.calls if c["prev_chunk"] is not None]
-    assert len(guided) == len(policy.calls) - 1
+    assert len(guided) == len(policy.calls) - 1, "all but the chunk of the start"
     for call in guided:
         assert call["prev_chunk"][0, 1] == call["tick"]
         assert call["inference_delay"] >= 0

@@ -39,6 +39,7 @@ from vla_accel.machine import devices, resolve_devices
 from vla_accel.remote import wire
 from vla_accel.server import PolicyServer, Replicas, background, serve
 from vla_accel.server.dispatch import Dispatcher
+from vla_accel.server.limits import BatchLimits
 from vla_accel.server.metrics import Metrics
 from vla_accel.server.replica import ProcessReplica, _end
 
@@ -204,7 +205,7 @@ def test_a_start_that_is_given_up_leaves_no_process(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(BaseProcess, "start", start)
 
     async def main() -> None:
-        replica = ProcessReplica("0 cpu", ProcessPolicy, "cpu", 1)
+        replica = ProcessReplica("0 cpu", ProcessPolicy, "cpu", BatchLimits())
         starting = asyncio.create_task(replica.start(lambda: None))
         assert await asyncio.to_thread(started.wait, PATIENCE_S)
         starting.cancel()

@@ -26,6 +26,7 @@ from vla_accel.errors import ServerError
 from vla_accel.remote import wire
 from vla_accel.server import PolicyServer, Replicas, background, runner
 from vla_accel.server.dispatch import Dispatcher, Job
+from vla_accel.server.limits import BatchLimits
 from vla_accel.server.metrics import Metrics
 from vla_accel.server.runner import Answer, Call, Runner
 from vla_accel.server.shelf import Shelf
@@ -138,7 +139,7 @@ def test_waiting_behind_a_turn_counts_as_waiting(monkeypatch: pytest.MonkeyPatch
     policy = EchoPolicy()
     shelf = Shelf.of(policy)
     shelf.start()
-    worker, frame = Runner(shelf, 1), wire.pack(observation(1))
+    worker, frame = Runner(shelf, BatchLimits()), wire.pack(observation(1))
     answered: list[Any] = []
     with monkeypatch.context() as patch:
         patch.setattr(runner.time, "monotonic", lambda: 10.0)

@@ -78,6 +78,8 @@ class EchoPolicy:
 class GuidedPolicy(EchoPolicy):
     """An echo policy that takes real-time chunking and says what it got."""
 
+    supports_prev_chunk = True
+
     def __init__(self) -> None:
         super().__init__()
         self.got: list[tuple[Any, Any]] = []
@@ -91,6 +93,8 @@ class GuidedPolicy(EchoPolicy):
 
 class MixingPolicy(GuidedPolicy):
     """A guided policy whose batches may hold guided and plain observations."""
+
+    batches_prev_chunks = True
 
     def infer_batch(
         self, observations: list[Mapping[str, Any]], *, prev_chunks: Any = None, inference_delays: Any = None

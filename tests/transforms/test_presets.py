@@ -199,7 +199,7 @@ def test_a_preset_from_yaml(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("base: droid\nimages: [cams/front]\ndelta_actions: [0, 1]\nprompt: task\n")
     assert load_preset(str(path)) == replace(
-        PRESETS["droid"], images=("cams/front",), delta_actions=(0, 1), prompt="task"
+        PRESETS["droid"], images=("cams/front",), delta_actions=(0, 1), motion_dims=None, prompt="task"
     )
     path.write_text("images: [front, side]\noptional_images: [side]\nstate: [pose]\nstate_dim: 3\naction_dim: 2\n")
     preset = load_preset(str(path))

@@ -164,11 +164,13 @@ def _preset(config: Mapping[str, Any], renamed: Mapping[str, str], path: Path, r
     if tuple(cameras) == _LIBERO_IMAGES and (state_dim, action_dim) == (LIBERO.state_dim, LIBERO.action_dim):
         images, state, prompt = LIBERO.images, LIBERO.state, LIBERO.prompt
         optional: tuple[str, ...] = ()
+        motion = LIBERO.motion_dims
     else:
         # What the robot calls them, before the pipeline's own renaming.
         given: dict[str, str] = {model: robot for robot, model in renamed.items()}
         images = tuple(given.get(k, k) for k in cameras)
         state, prompt, optional = (given.get(STATE, STATE),), "task", images
+        motion = None  # such a folder does not say whether its actions are targets or motion
     try:
         return Preset(
             images=images,
@@ -178,6 +180,7 @@ def _preset(config: Mapping[str, Any], renamed: Mapping[str, str], path: Path, r
             prompt=prompt,
             # A camera that is missing is a masked view, as in lerobot.
             optional_images=optional,
+            motion_dims=motion,
             resize=resize,
         )
     except ConfigError as error:

@@ -55,6 +55,8 @@ def server_config(given: Serve) -> ServerConfig:
         request_timeout_s=given.timeout_s,
         grace_s=given.grace_s,
         max_batch=given.max_batch,
+        max_observations=given.max_observations,
+        rate_limit=given.rate_limit,
         max_wait_s=given.max_wait_ms / 1e3,
     )
     if given.api_key_file is None and not given.insecure and config.beyond:

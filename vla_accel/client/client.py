@@ -7,24 +7,30 @@ observations mean. Source: openpi, `packages/openpi-client` (`websocket_client_p
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 
 from vla_accel.client.connection import connection_class, websockets_client
+from vla_accel.client.proxies import Proxy
 from vla_accel.errors import ConfigError, ServerError, WireError
 from vla_accel.remote import wire
+from vla_accel.remote.metadata import difference
+from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
 
 T = TypeVar("T")
+
+_CLOSE_TIMEOUT_S = 1.0
+"""For the server to answer the closing handshake; one that hangs never does."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +47,35 @@ class Reconnect:
     resend: bool = False
 
     def __post_init__(self) -> None:
-        if self.attempts < 1 or not 0 <= self.wait_s < float("inf"):
-            raise ConfigError(f"reconnect: expected attempts >= 1 and wait_s >= 0, got {self}")
+        object.__setattr__(self, "attempts", at_least(1, self.attempts, "reconnect: attempts"))
+        object.__setattr__(self, "wait_s", zero_or_more(self.wait_s, "reconnect: wait_s"))
+
+
+class PolicyChangedError(ServerError):
+    """Another policy answers at the address than when the client was made."""
 
 
 class PolicyClient:
     """`infer`, `reset` and `metadata` of a policy server. Calls from several threads are taken in turn.
 
-    Args: `address`: `ws://host:port` or `wss://host:port`; `policy`: its name, where the server has several (the
-    address's path may name it, too); `api_key`: sent as `Authorization: Api-Key …`;
-    `tls_ca`: file with the certificates to trust for `wss`, the system's if not given;
-    `timeout_s`: longest wait for an answer; `connect_timeout_s`: longest wait for a connection and for its metadata.
-    Raises ConfigError for anything but a websocket address and for a policy that the server has not, ServerError where
-    nobody answers in openpi's format, DependencyError without `websockets` and `msgpack`.
+    A client stays with the policy that it first met: if another one answers after a reconnect (another name, action
+    size, horizon or robot in its metadata), every request is refused. Make a new client for another policy.
+
+    Args:
+        address: `ws://host:port` or `wss://host:port`.
+        policy: its name, if the server has several; the address's path may name it, too.
+        api_key: sent as `Authorization: Api-Key …`.
+        tls_ca: file with the certificates to trust for `wss`; None for the system's.
+        timeout_s: longest wait for an answer, in seconds.
+        connect_timeout_s: longest wait for a connection and for its metadata, in seconds.
+        reconnect: what happens when there is no connection.
+        proxy: None connects directly, whatever `http_proxy` says, so that no observation passes through a proxy
+            unasked. True takes the proxy that the environment names for this address; text is a proxy's address.
+
+    Raises:
+        ConfigError: no websocket address, a policy that the server does not have, or an argument out of its range.
+        ServerError: nobody answers in openpi's format.
+        DependencyError: `websockets` or `msgpack` is not installed.
     """
 
     def __init__(
@@ -66,23 +88,28 @@ class PolicyClient:
         timeout_s: float = 60.0,
         connect_timeout_s: float = 10.0,
         reconnect: Reconnect | None = None,
+        proxy: bool | str | None = None,
     ) -> None:
         check_address(address)
-        for name, seconds in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
-            if not 0 < seconds < float("inf"):
-                raise ConfigError(f"{name}: expected seconds above 0, got {seconds}")
+        timeout_s, connect_timeout_s = (
+            above_zero(seconds, name)
+            for name, seconds in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s))
+        )
         if api_key is not None:
             api_key = api_key.strip() if isinstance(api_key, str) else ""  # a file's last line ends in a newline
             if not (api_key and api_key.isascii() and api_key.isprintable()):
                 raise ConfigError("api_key: expected printable ASCII characters, at least one")
         self.address = address
         self.metadata: dict[str, Any] = {}
+        self._first: dict[str, Any] | None = None
         self._policy = policy
+        self._proxy = Proxy(address, proxy)
         self._tls = None if tls_ca is None else _trusting(tls_ca)
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None
         self._timeout_s, self._connect_timeout_s = timeout_s, connect_timeout_s
         self._reconnect = reconnect or Reconnect()
         self._lock = threading.RLock()
+        self._interrupted = threading.Event()
         self._packer = wire.Packer()
         self._connection: Any = None
         self._stack = ExitStack()
@@ -91,8 +118,10 @@ class PolicyClient:
     def __enter__(self) -> PolicyClient:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        # An exception that ended the block must not be replaced by one of the closing handshake.
+        with contextlib.suppress(*(() if kind is None else (Exception,))):
+            self.close()
 
     @property
     def supports_prev_chunk(self) -> bool:
@@ -134,9 +163,12 @@ class PolicyClient:
         if self._policy is not None:
             content = {**content, wire.POLICY: self._policy}
         with self._lock, self._packer.packed(content) as request:
+            self._interrupted.clear()
             try:
                 answer = self._exchange(request)
             except _LostConnection as lost:
+                if self._interrupted.is_set():
+                    raise ServerError(f"policy server {self.address}: closed while the request was under way") from None
                 if not self._reconnect.resend:
                     raise ServerError(str(lost)) from lost.__cause__
                 try:
@@ -152,14 +184,26 @@ class PolicyClient:
     def reset(self) -> None:
         """Start an episode: a policy server keeps no state of it. Connects again if the connection was lost."""
         with self._lock:
+            self._interrupted.clear()
             if self._connection is None:
                 self._connect()
 
     def close(self) -> None:
-        """Close the connection; the next request opens a new one."""
-        with self._lock:
+        """Close the connection; the next request opens a new one.
+
+        Does not wait for a request under way in another thread: its connection is shut, and it raises ServerError.
+        """
+        if not self._lock.acquire(blocking=False):
+            self._interrupted.set()
+            connection = self._connection
+            if connection is not None:
+                connection.abort()
+            return
+        try:
             self._connection = None
             self._stack.close()
+        finally:
+            self._lock.release()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -176,6 +220,8 @@ class PolicyClient:
     def _exchange(self, request: memoryview) -> bytes | str:
         connection = self._connection or self._connect()
         try:
+            if self._interrupted.is_set():  # closed while it connected
+                raise ConnectionError("closed")
             connection.send_binary(request)
             return connection.recv(timeout=self._timeout_s)
         except TimeoutError as error:
@@ -197,10 +243,13 @@ class PolicyClient:
             left -= 1
             try:
                 return self._connect_once()
+            except PolicyChangedError:
+                raise
             except ServerError:
                 if not left:
                     raise
-            time.sleep(self._reconnect.wait_s)
+            if self._interrupted.wait(self._reconnect.wait_s):
+                raise ServerError(f"policy server {self.address}: closed while it was waited for")
 
     def _connect_once(self) -> Any:
         client = websockets_client()
@@ -210,11 +259,13 @@ class PolicyClient:
         try:
             connection = stack.enter_context(
                 client.connect(
-                    self.address,
+                    self._url(),
                     create_connection=connection_class(),
                     compression=None,
                     max_size=None,
                     open_timeout=self._connect_timeout_s,
+                    close_timeout=_CLOSE_TIMEOUT_S,
+                    proxy=self._proxy.url,
                     # An openpi server answers no pings while it computes; each request has its own time limit.
                     ping_interval=None,
                     additional_headers=self._headers,
@@ -225,6 +276,9 @@ class PolicyClient:
         except Exception as error:
             answer = getattr(error, "response", None)
             said = bytes(getattr(answer, "body", None) or b"")[:500].decode(errors="replace").strip()
+            if self._policy is not None and getattr(answer, "status_code", 0) == 404:
+                known = said.removesuffix(" as the path")
+                raise ConfigError(f"{known}, of the server {self.address}, got {self._policy!r:.60}") from error
             hints = {401: "its key is missing or wrong: api_key", 404: said, 503: "it has no room for another client"}
             hint = hints.get(getattr(answer, "status_code", 0))
             if isinstance(error, ssl.SSLCertVerificationError):
@@ -232,17 +286,26 @@ class PolicyClient:
             elif isinstance(error, (ssl.SSLError, InvalidMessage)):
                 hint = "a server with --tls-cert is asked by wss://, one without by ws://"
             raise ServerError(
-                f"policy server {self.address}: cannot connect ({type(error).__name__}: {error})"
+                f"policy server {self.address}: cannot connect{self._proxy.through} ({type(error).__name__}: {error})"
                 + (f"; {hint}" if hint else "")
+                + self._proxy.hint
             ) from error
         try:
             self.metadata = self._hello(connection)
             self._check_policy()
+            self._check_same()
         except BaseException:
             stack.close()
             raise
         self._stack, self._connection = stack, connection
         return connection
+
+    def _url(self) -> str:
+        """The address with the policy as its path, so that the metadata are this policy's."""
+        parts = urlsplit(self.address)
+        if not isinstance(self._policy, str) or parts.path.strip("/") or parts.query:
+            return self.address
+        return f"{self.address.rstrip('/')}/{quote(self._policy, safe='')}"
 
     def _hello(self, connection: Any) -> dict[str, Any]:
         """The metadata that a server sends first."""
@@ -263,6 +326,14 @@ class PolicyClient:
         if self._policy is not None and self._policy not in names:
             known = f"one of {', '.join(map(str, names))}" if names else "none, as it serves only one"
             raise ConfigError(f"policy: expected {known}, of the server {self.address}, got {self._policy!r:.60}")
+
+    def _check_same(self) -> None:
+        """Raise PolicyChangedError if another policy answers than at the first connection."""
+        if self._first is None:
+            self._first = self.metadata
+        if differs := difference(self._first, self.metadata):
+            self.metadata = self._first
+            raise PolicyChangedError(f"policy server {self.address}: {differs}; make a new client for another policy")
 
     def _read(self, data: bytes, read: Callable[[bytes], T]) -> T:
         try:

@@ -7,7 +7,9 @@ what a message says.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import socket
 import ssl
 import struct
 import sys
@@ -33,7 +35,7 @@ def websockets_client() -> Any:
 
 
 def connection_class() -> type:
-    """A subclass of websockets' `ClientConnection` with `send_binary`, which sends one binary message."""
+    """A subclass of websockets' `ClientConnection` with `send_binary`, which sends one binary message, and `abort`."""
 
     class Connection(websockets_client().ClientConnection):  # type: ignore[misc]
         def __init__(self, sock: Any, *arguments: Any, **options: Any) -> None:
@@ -44,6 +46,11 @@ def connection_class() -> type:
             """As `send`. Raises what it raises."""
             with self.send_context():
                 self.protocol.writes.append(self._frame.of(message))
+
+        def abort(self) -> None:
+            """Shut the socket without a closing handshake; from any thread, also while another one sends or waits."""
+            with contextlib.suppress(OSError):  # it is closed already
+                self.socket.shutdown(socket.SHUT_RDWR)
 
     return Connection
 

@@ -179,6 +179,12 @@ class RtcConfig(Checked):
         if self.execution_horizon is not None and self.execution_horizon < 1:
             raise ConfigError(f"rtc.execution_horizon: expected at least 1, got {self.execution_horizon}")
 
+    def longest_delay(self, horizon: int) -> int | None:
+        """The largest `inference_delay` of a call for a chunk of `horizon` actions; None if any is accepted."""
+        if not self.trained:
+            return None
+        return horizon - 1 if self.max_delay is None else self.max_delay
+
 
 @dataclass(frozen=True)
 class PolicyConfig(Checked):

@@ -61,6 +61,7 @@ class GrootFamily(TextFamily):
     settings = ("embodiment",)
     sizes: ClassVar = {"groot_n17": groot_n17}
     guidance = ("target", "weights")
+    rtc_settings = ("execution_horizon",)
     systems: ClassVar = {"native-fp8": {"denoise": "fp8"}, "native-int8-denoise": {"denoise": "int8"}}
     sweep = (4, 2, 1)
     baselines = tuple(groot_lerobot.MODES)
@@ -107,10 +108,6 @@ class GrootFamily(TextFamily):
             host["lengths"][:] = shape.tokens
 
     def guide(self, config: GrootConfig, rtc: RtcConfig, previous: np.ndarray, delay: int) -> dict[str, np.ndarray]:
-        if rtc.trained:
-            raise ConfigError(
-                "rtc.trained: expected a model whose actions have flow times of their own, GR00T's have not"
-            )
         target = np.zeros(self.action_shape(config), np.float32)
         target[: len(previous)] = previous
         weights = overlap_weights(len(previous), delay, config.action_horizon, config.ramp, rtc.execution_horizon)

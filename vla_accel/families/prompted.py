@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -177,6 +177,7 @@ class DenoisingFamily(PromptedFamily):
 
     parts = ("vision", "kv_cache", "denoise")
     guidance = ("target", "weights")
+    rtc_settings = tuple(field.name for field in fields(RtcConfig))
     systems: ClassVar = {
         "native-fp8": {"kv_cache": "fp8"},
         "native-fp8-vision": {"vision": "fp8", "kv_cache": "fp8"},
@@ -198,8 +199,8 @@ class DenoisingFamily(PromptedFamily):
         return denoise_component(model, shape.batch, prefix, shape.steps, shape.padded, store, rtc)
 
     def guide(self, config: Any, rtc: RtcConfig, previous: np.ndarray, delay: int) -> dict[str, np.ndarray]:
-        most = config.action_horizon - 1 if rtc.max_delay is None else rtc.max_delay
-        if rtc.trained and delay > min(most, len(previous)):
+        most = rtc.longest_delay(config.action_horizon)
+        if most is not None and delay > min(most, len(previous)):
             raise ObservationError(
                 f"inference_delay: expected at most {min(most, len(previous))} actions, of {len(previous)} that are "
                 f"left and {most} that the checkpoint was trained for, got {delay}"

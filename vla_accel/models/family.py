@@ -120,7 +120,9 @@ class Family(ABC):
     settings: tuple[str, ...] = ()
     """Fields of `config.CheckpointSpec` that count for its checkpoints, besides those that count for every family's."""
     guidance: tuple[str, ...] = ()
-    """Host inputs of real-time chunking. They are zero in a plain call."""
+    """Host inputs of real-time chunking, zero in a plain call. Without any the family has no real-time chunking."""
+    rtc_settings: tuple[str, ...] = ()
+    """Fields of `RtcConfig` that change its real-time chunking; it refuses the others."""
     result: str = "actions"
     """The last component's output that a call brings to the host."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from vla_accel.config import RtcConfig
-from vla_accel.errors import ObservationError, of_one
+from vla_accel.errors import ConfigError, ObservationError, of_one
 from vla_accel.models.family import Family
 from vla_accel.transforms.observations import real_numbers
 
@@ -22,6 +23,16 @@ def given_noise(noise: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
         expected, got = (shape[1:], noise.shape[1:]) if one else (shape, noise.shape)
         raise ObservationError(f"noise: expected shape {expected}, got {got}")
     return noise.astype(np.float32)
+
+
+def refuse_unused_rtc(family: Family, rtc: RtcConfig) -> None:
+    """Raise ConfigError for a setting of real-time chunking that the family would ignore."""
+    for field in fields(rtc):
+        value = getattr(rtc, field.name)
+        if value != field.default and field.name not in family.rtc_settings:
+            known = ", ".join(family.rtc_settings)
+            why = f"which takes only {known} of rtc" if known else "which has no real-time chunking"
+            raise ConfigError(f"rtc.{field.name}: expected none for {family.name}, {why}, got {value!r}")
 
 
 def guidance(

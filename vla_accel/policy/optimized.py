@@ -35,7 +35,7 @@ from vla_accel.ops import resize
 from vla_accel.ops.phases import recorded
 from vla_accel.policy import agreement
 from vla_accel.policy.footprint import free_memory, told_if_too_large
-from vla_accel.policy.given import given_noise, guidance
+from vla_accel.policy.given import given_noise, guidance, refuse_unused_rtc
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.policy.states import StateCheck
 from vla_accel.remote.async_runner import AsyncRunner
@@ -58,6 +58,7 @@ class OptimizedPolicy:
         of the same model, to share its prepared weights. Raises ConfigError for a component that the model lacks."""
         self.name, self.family = checkpoint.name, checkpoint.family
         self.num_steps = config.num_steps or self.family.steps(checkpoint.model.config)
+        refuse_unused_rtc(self.family, config.rtc)
         self.config = config = replace(config, num_steps=self.num_steps)
         self.device = resolve_device(config.device)
         dtype = resolve_dtype(config, self.device)
@@ -289,10 +290,22 @@ class OptimizedPolicy:
     # -- what it is -----------------------------------------------------------------------------------------------
 
     @property
+    def supports_prev_chunk(self) -> bool:
+        """Whether `infer` takes `prev_chunk` and `inference_delay`: whether the family has real-time chunking."""
+        return bool(self.family.guidance)
+
+    @property
+    def batches_prev_chunks(self) -> bool:
+        """Whether `infer_batch` takes `prev_chunks` and `inference_delays`."""
+        return self.supports_prev_chunk
+
+    @property
     def metadata(self) -> dict[str, Any]:
         """What was loaded and which path runs, as plain data; sent to clients on connect. `action_horizon` and
-        `action_dim` are the model's, as of `noise`: a robot may get fewer actions (GR00T's) of fewer numbers."""
+        `action_dim` are the model's, as of `noise`: a robot may get fewer actions (GR00T's) of fewer numbers.
+        `robot`: `Preset.described`; `max_delay`: the largest `inference_delay`, None if any is accepted."""
         horizon, action_dim = self.family.action_shape(self.model.config)
+        preset = getattr(self.processor, "preset", None)
         return {
             "policy": self.name,
             "model": self._described(),
@@ -300,6 +313,8 @@ class OptimizedPolicy:
             "action_dim": action_dim,
             # Of the images that it makes of the cameras'; a family may have no such size.
             "image_size": getattr(self.processor, "image_size", None),
+            "robot": None if preset is None else preset.described(),
+            "max_delay": self.config.rtc.longest_delay(horizon),
             "num_steps": self.num_steps,
             "device": str(self.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),

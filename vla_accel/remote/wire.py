@@ -15,7 +15,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,11 @@ def pack(value: Any) -> bytes:
     """
     with Packer().packed(value) as data:
         return bytes(data)
+
+
+def pack_list(items: Sequence[bytes]) -> bytes:
+    """The message of a list of items that are packed already."""
+    return b"".join((_msgpack().Packer().pack_array_header(len(items)), *items))
 
 
 class Packer:

@@ -22,11 +22,12 @@ from typing import Any
 from vla_accel.errors import ConfigError
 from vla_accel.server.connection import SPARE_SOCKETS, connection_class, websockets_server
 from vla_accel.server.dispatch import ClientGone, Dispatcher, Job
-from vla_accel.server.keys import Keys
-from vla_accel.server.limits import ServerConfig
+from vla_accel.server.keys import DEFAULT, Keys
+from vla_accel.server.limits import BatchLimits, ServerConfig
 from vla_accel.server.loop import run_loop
 from vla_accel.server.metrics import Metrics
 from vla_accel.server.pages import HEADERS, Pages
+from vla_accel.server.rates import Rates
 from vla_accel.server.ray_replica import RayReplicas
 from vla_accel.server.replica import ProcessReplica, Replica, Replicas, ThreadReplica
 from vla_accel.server.runner import Answer, Call
@@ -55,7 +56,7 @@ class PolicyServer:
             running=lambda: self.dispatcher.running,
             replicas=lambda: self.dispatcher.ready,
         )
-        self.dispatcher = Dispatcher(_replicas(policy, self.config.max_batch), self.config, self.metrics)
+        self.dispatcher = Dispatcher(_replicas(policy, self.config.batches), self.config, self.metrics)
         self._pages = Pages(self.metrics, self.dispatcher, self.config.page)
         self._clients: set[Any] = set()
         self._stop: asyncio.Event | None = None
@@ -64,6 +65,7 @@ class PolicyServer:
         self._starting: asyncio.Future[None] | None = None
         self._draining = False
         self._closing: set[asyncio.Future[None]] = set()
+        self._rates = Rates(self.config.rate_limit)
         self._keys = Keys(self.config.api_key, self.config.api_key_file)
 
     # -- its life -------------------------------------------------------------------------------------------------
@@ -233,9 +235,11 @@ class PolicyServer:
                 client.busy = True
                 began = time.monotonic()
                 self.metrics.received.add(amount=len(frame))
-                job = self.dispatcher.submit(Call(frame, name, timing), _host(client))
+                await self._wait_for_rate(client, timing)
+                job = self.dispatcher.submit(Call(frame, name, timing), _turn_of(client))
                 client.on_gone = functools.partial(self.dispatcher.give_up, job)
                 answer = await job.outcome
+                self._rates.spend(_turn_of(client), max(len(job.items), 1) - 1)
                 try:
                     await self._send(client, answer.message)
                 finally:
@@ -270,7 +274,7 @@ class PolicyServer:
         if client.key is not None:
             self.metrics.key_requests.add(client.key)
         if answer.outcome == "ok":
-            self.metrics.queue_seconds.observe(job.started_s - job.arrived_s)
+            self.metrics.queue_seconds.observe(job.waited_s)
             self.metrics.batch_size.observe(answer.batch)
             self.metrics.components(answer.policy_timing)
             if answer.policy:
@@ -279,6 +283,19 @@ class PolicyServer:
         self.metrics.errors.add(answer.error)
         level = logging.ERROR if answer.outcome == "policy error" else logging.WARNING
         logger.log(level, "%s: %s%s", _peer(client), answer.message, f"\n{answer.trace}" if answer.trace else "")
+
+    async def _wait_for_rate(self, client: Any, timing: dict[str, float]) -> None:
+        """Hold back a request of a client that asks faster than it may. Raises ClientGone if it leaves meanwhile."""
+        wait_s = self._rates.spend(_turn_of(client), 1)
+        if not wait_s:
+            return
+        self.metrics.delayed.add(client.key or "")
+        timing["rate_ms"] = wait_s * 1e3
+        gone = asyncio.Event()
+        client.on_gone = gone.set
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(gone.wait(), wait_s)
+            raise ClientGone
 
     async def _send(self, client: Any, message: bytes | str) -> None:
         """Send, or drop a client that does not take its answer."""
@@ -346,13 +363,13 @@ def background(policy: Any, config: ServerConfig | None = None) -> Iterator[Poli
         raise failure[0]
 
 
-def _replicas(policy: Any, max_batch: int) -> Sequence[Replica]:
+def _replicas(policy: Any, limits: BatchLimits) -> Sequence[Replica]:
     if isinstance(policy, RayReplicas):
-        return policy.made(max_batch)
+        return policy.made(limits)
     if not isinstance(policy, Replicas):
-        return [ThreadReplica(policy, max_batch)]
+        return [ThreadReplica(policy, limits)]
     named = [(f"{i} {device}", device) for i, device in enumerate(policy.devices)]
-    return [ProcessReplica(name, policy.load, device, max_batch) for name, device in named]
+    return [ProcessReplica(name, policy.load, device, limits) for name, device in named]
 
 
 def _path(request: Any) -> str:
@@ -360,10 +377,13 @@ def _path(request: Any) -> str:
     return request.path.partition("?")[0].strip("/")
 
 
-def _host(client: Any) -> str:
-    """Whose turn a request takes: the client's machine, so that many connections do not make many turns."""
+def _turn_of(client: Any) -> tuple[str, str]:
+    """Whose turn a request takes, so that many connections do not make many turns: the name of the key, or the
+    client's machine if it has no key or the one that all share."""
+    if client.key not in (None, DEFAULT):
+        return "key", client.key
     address = client.remote_address
-    return str(address[0]) if isinstance(address, tuple) else ""
+    return "address", str(address[0]) if isinstance(address, tuple) else ""
 
 
 def _peer(client: Any) -> str:

@@ -11,9 +11,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from vla_accel.errors import EngineError, ServerError
+from vla_accel.remote import wire
 from vla_accel.server.limits import ServerConfig
 from vla_accel.server.metrics import Metrics
 from vla_accel.server.queue import FairQueue
@@ -34,8 +35,14 @@ class Job:
     client: Hashable
     arrived_s: float
     outcome: asyncio.Future[Answer]
+    queued_s: float
+    """Since when it waits for its next turn."""
+    waited_s: float = 0.0
+    """For its turns so far, in all."""
     started_s: float = 0.0
     """0 while it waits, be it at a replica."""
+    items: list[bytes] = field(default_factory=list)
+    """Of a request with several observations: the packed results of earlier turns."""
     deaths: int = 0
     """Replicas that died while they worked on it."""
 
@@ -100,7 +107,8 @@ class Dispatcher:
 
     def submit(self, call: Call, client: Hashable) -> Job:
         """Queue a call; its outcome is an answer, after `request_timeout_s` at the latest."""
-        job = Job(call, client, time.monotonic(), self._loop.create_future())
+        now = time.monotonic()
+        job = Job(call, client, now, self._loop.create_future(), queued_s=now)
         limit = self._loop.call_later(self.config.request_timeout_s, self._too_late, job)
         job.outcome.add_done_callback(lambda _: limit.cancel())
         self._queue.put(client, job)
@@ -154,7 +162,7 @@ class Dispatcher:
     def _begin(self, replica: Replica, jobs: list[Job]) -> None:
         now = time.monotonic()
         for job in jobs:
-            job.call.timing["queue_ms"] = (now - job.arrived_s) * 1e3
+            job.call.timing["queue_ms"] = (job.waited_s + now - job.queued_s) * 1e3
             job.call.sent_s = now
         turn: Turn = dict(enumerate(jobs))
         turns = self._turns.setdefault(replica, [])
@@ -164,11 +172,8 @@ class Dispatcher:
             _started(turn, now)
 
         def deliver(answers: list[tuple[int, Answer]]) -> None:
-            for index, answer in answers:
-                job = turn.pop(index)
-                if not job.outcome.done():  # else its client has given up
-                    job.outcome.set_result(answer)
-            self._metrics.replica_requests.add(replica.name, len(answers))
+            ended = sum(self._delivered(turn.pop(index), answer) for index, answer in answers)
+            self._metrics.replica_requests.add(replica.name, ended)
             if turn:
                 return
             turns.remove(turn)
@@ -180,6 +185,20 @@ class Dispatcher:
             self._pump()
 
         replica.run([job.call for job in jobs], deliver)
+
+    def _delivered(self, job: Job, answer: Answer) -> bool:
+        """Take an answer; False if observations of the request are left, for which it waits again, after the requests
+        of other clients."""
+        if job.outcome.done():  # its client has given up
+            return True
+        job.items += answer.items
+        if not answer.left:
+            job.outcome.set_result(replace(answer, message=wire.pack_list(job.items)) if answer.items else answer)
+            return True
+        job.call.done = len(job.items)
+        job.started_s, job.queued_s = 0.0, time.monotonic()
+        self._queue.put(job.client, job)
+        return False
 
     def _too_late(self, job: Job) -> None:
         if not job.outcome.done():
@@ -210,7 +229,7 @@ class Dispatcher:
                 error = EngineError("policy: its process died twice while it computed this request")
                 job.outcome.set_result(failure(error, "policy error"))
             else:
-                job.started_s = 0.0
+                job.started_s, job.queued_s = 0.0, time.monotonic()
                 self._metrics.retried.add()
                 self._queue.put_first(job.client, job)
         task = asyncio.ensure_future(self._revive(replica))
@@ -238,6 +257,7 @@ class Dispatcher:
 def _started(turn: Turn, now: float) -> None:
     for job in turn.values():
         job.started_s = now
+        job.waited_s += now - job.queued_s
 
 
 class ClientGone(Exception):

@@ -14,6 +14,19 @@ from vla_accel.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class BatchLimits:
+    """How many observations run together.
+
+    Attributes:
+        max_batch: observations of one turn, at most.
+        max_observations: observations of one request, at most.
+    """
+
+    max_batch: int = 1
+    max_observations: int = 64
+
+
+@dataclass(frozen=True)
 class ServerConfig(Checked):
     """Address, limits and batching of a policy server.
 
@@ -51,7 +64,13 @@ class ServerConfig(Checked):
     grace_s: float = 30.0
     """At shutdown, for the requests under way to finish."""
     max_batch: int = 1
-    """Requests run together, at most; batches have a power of two of them, because engines have fixed shapes."""
+    """Observations run together, at most; batches have a power of two of them, because engines have fixed shapes. A
+    request with more of them gives way to other clients after each so many."""
+    max_observations: int = BatchLimits.max_observations
+    """Observations of one request (`{"batch": [...]}`), at most; more are an error."""
+    rate_limit: float | None = None
+    """Observations a second of each client, at most, on average over a second; a client that asks faster waits. None
+    for no limit."""
     max_wait_s: float = 0.005
     """How long a batch waits to become full."""
 
@@ -65,7 +84,9 @@ class ServerConfig(Checked):
             raise ConfigError("api_key: expected api_key or api_key_file, got both")
         if self.tls_key is not None and self.tls_cert is None:
             raise ConfigError("tls_key: expected tls_cert, too, got none")
-        for name in ("max_payload", "max_clients", "max_batch"):
+        if self.rate_limit is not None and not 0 < self.rate_limit < float("inf"):
+            raise ConfigError(f"rate_limit: expected observations a second above 0, got {self.rate_limit}")
+        for name in ("max_payload", "max_clients", "max_batch", "max_observations"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
         for name in ("request", "message", "handshake", "send"):
@@ -76,6 +97,11 @@ class ServerConfig(Checked):
         for name in ("grace_s", "max_wait_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}: expected 0 or more seconds, got {getattr(self, name)}")
+
+    @property
+    def batches(self) -> BatchLimits:
+        """The limits that replicas keep."""
+        return BatchLimits(self.max_batch, self.max_observations)
 
     @property
     def beyond(self) -> bool:

@@ -94,6 +94,9 @@ class Metrics:
         self.connections = Counter("vla_accel_connections_total", "Connections that completed the handshake.")
         self.refused = Counter("vla_accel_refused_total", "Connections refused or ended, by reason.", "reason")
         self.key_requests = Counter("vla_accel_key_requests_total", "Requests answered, by the key's name.", "key")
+        self.delayed = Counter(
+            "vla_accel_delayed_total", "Requests that the rate limit held back, by the key's name.", "key"
+        )
         self.policy_requests = Counter("vla_accel_policy_requests_total", "Requests answered, by policy.", "policy")
         self.replica_requests = Counter("vla_accel_replica_requests_total", "Requests computed, by replica.", "replica")
         self.replica_deaths = Counter("vla_accel_replica_deaths_total", "Replicas that ended unasked.", "replica")

@@ -13,6 +13,7 @@ from typing import Any
 
 from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.remote import cluster
+from vla_accel.server.limits import BatchLimits
 from vla_accel.server.loop import tune_process
 from vla_accel.server.runner import Answer, Call, Deliver, Runner
 from vla_accel.server.shelf import Shelf
@@ -37,7 +38,7 @@ class RayReplicas:
     device: str
     software: Callable[[], Mapping[str, str]]
 
-    def made(self, max_batch: int) -> list[RayReplica]:
+    def made(self, limits: BatchLimits) -> list[RayReplica]:
         """The replicas, not started. Raises ConfigError for an address where no cluster is and for a GPU that no node
         has, EngineError for a node with other versions."""
         ray = cluster.connect(self.address)
@@ -47,9 +48,7 @@ class RayReplicas:
         places = cluster.places(nodes, self.device)
         if not places:
             raise EngineError("ray: expected a node that lends a core or a GPU, got none")
-        return [
-            RayReplica(f"{i} {place.node.name}", ray, self.load, place, max_batch) for i, place in enumerate(places)
-        ]
+        return [RayReplica(f"{i} {place.node.name}", ray, self.load, place, limits) for i, place in enumerate(places)]
 
 
 class RayReplica:
@@ -60,15 +59,17 @@ class RayReplica:
 
     takes_ahead = False  # over a network: frames of two turns would be on their way at once
 
-    def __init__(self, name: str, ray: Any, load: Callable[[str], Any], place: cluster.Place, max_batch: int) -> None:
-        self.name, self._ray, self._load, self._place, self._max_batch = name, ray, load, place, max_batch
+    def __init__(
+        self, name: str, ray: Any, load: Callable[[str], Any], place: cluster.Place, limits: BatchLimits
+    ) -> None:
+        self.name, self._ray, self._load, self._place, self._limits = name, ray, load, place, limits
         self.hellos, self.batches = {}, False
         self._actor: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, on_death: Callable[[], None]) -> None:
         make = self._ray.remote(max_concurrency=4, **self._place.options(self._ray))(Actor)
-        self._actor = actor = make.remote(self._load, "cuda:0" if self._place.gpu else "cpu", self._max_batch)
+        self._actor = actor = make.remote(self._load, "cuda:0" if self._place.gpu else "cpu", self._limits)
         try:
             await asyncio.wait_for(self._value(actor.ready), PLACE_TIMEOUT_S)
             self.hellos, self.batches = await self._value(actor.start)
@@ -131,8 +132,8 @@ class RayReplica:
 class Actor:
     """What runs on the node."""
 
-    def __init__(self, load: Callable[[str], Any], device: str, max_batch: int) -> None:
-        self._load, self._device, self._max_batch = load, device, max_batch
+    def __init__(self, load: Callable[[str], Any], device: str, limits: BatchLimits) -> None:
+        self._load, self._device, self._limits = load, device, limits
         self._thread = ThreadPoolExecutor(1)  # the policy's only one
         self._runner: Runner | None = None
 
@@ -162,7 +163,7 @@ class Actor:
             torch.set_num_threads(len(os.sched_getaffinity(0)))
         shelf = Shelf.of(self._load(self._device))
         shelf.start()
-        self._runner = Runner(shelf, self._max_batch)
+        self._runner = Runner(shelf, self._limits)
         return shelf.hellos, shelf.batches
 
     def _run(self, calls: Sequence[Call]) -> list[tuple[int, Answer]]:

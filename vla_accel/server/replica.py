@@ -30,6 +30,7 @@ from typing import IO, Any, Protocol
 from vla_accel import errors
 from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.remote.processes import start
+from vla_accel.server.limits import BatchLimits
 from vla_accel.server.loop import tune_process
 from vla_accel.server.runner import Answer, Call, Deliver, Runner
 from vla_accel.server.shelf import Shelf
@@ -83,8 +84,8 @@ class ThreadReplica:
     name = "here"
     takes_ahead = True
 
-    def __init__(self, policy: Any, max_batch: int) -> None:
-        self._runner = Runner(Shelf.of(policy), max_batch)
+    def __init__(self, policy: Any, limits: BatchLimits) -> None:
+        self._runner = Runner(Shelf.of(policy), limits)
         self._calls: queue.SimpleQueue[tuple[Sequence[Call], Deliver] | None] = queue.SimpleQueue()
         self.hellos, self.batches = {}, False
 
@@ -139,8 +140,8 @@ class ProcessReplica:
 
     takes_ahead = True
 
-    def __init__(self, name: str, load: Callable[[str], Any], device: str, max_batch: int) -> None:
-        self.name, self._load, self._device, self._max_batch = name, load, device, max_batch
+    def __init__(self, name: str, load: Callable[[str], Any], device: str, limits: BatchLimits) -> None:
+        self.name, self._load, self._device, self._limits = name, load, device, limits
         self.hellos, self.batches = {}, False
         self.pid = 0
         self._process: Any = None
@@ -157,7 +158,7 @@ class ProcessReplica:
             self._frames = mmap.mmap(file.fileno(), _SHARED_BYTES)
             socket.send_fds(ours, [b"m"], [file.fileno()])
             # Not forked: a process that has used CUDA or threads cannot be.
-            words = theirs, self._load, self._device, self.name, self._max_batch
+            words = theirs, self._load, self._device, self.name, self._limits
             process = multiprocessing.get_context("spawn").Process(
                 target=_replica_main, args=words, name=self.name, daemon=True
             )
@@ -289,7 +290,7 @@ def _end(process: Any) -> None:
 # -- in the replica's process ------------------------------------------------------------------------------------------
 
 
-def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, name: str, max_batch: int) -> None:
+def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, name: str, limits: BatchLimits) -> None:
     """Load the policy, then answer until the server closes its end."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd tells the whole group: the server decides
     tune_process()
@@ -308,7 +309,7 @@ def _replica_main(pipe: socket.socket, load: Callable[[str], Any], device: str, 
             told = str(error) if known else f"{type(error).__name__}: {error}"
             _send(pipe, (type(error) if known else EngineError)(told))
             return
-        runner = Runner(shelf, max_batch)
+        runner = Runner(shelf, limits)
         _send(pipe, (shelf.hellos, shelf.batches))
         while True:
             sent = pickle.loads(_exactly(pipe, _LENGTH.unpack(_exactly(pipe, _LENGTH.size))[0]))

@@ -29,10 +29,17 @@ class Asked:
     several: bool = False
 
 
-def read(frame: Any, *, named: bool) -> Asked:
-    """What a frame asks. `named`: whether the server has policies to choose from.
+def read(frame: Any, *, named: bool, most: int) -> Asked:
+    """What a frame asks.
 
-    Raises WireError for what is no openpi message, ObservationError for a list of observations or a name that is none.
+    Args:
+        frame: as a client sent it.
+        named: whether the server has policies to choose from.
+        most: observations that one request may have.
+
+    Raises:
+        WireError: no openpi message.
+        ObservationError: a list of observations or a name that is none, or too many observations.
     """
     content = wire.unpack_map(frame)
     policy = content.pop(wire.POLICY, "") if named else ""
@@ -43,6 +50,11 @@ def read(frame: Any, *, named: bool) -> Asked:
     observations = content[wire.BATCH]
     if not isinstance(observations, list) or not observations:
         raise ObservationError(f"{wire.BATCH}: expected a list of observations, got {observations!r:.60}")
+    if len(observations) > most:
+        raise ObservationError(
+            f"{wire.BATCH}: expected at most {most} observations in one request, got {len(observations)}; send several "
+            "requests, or let the server take more: --max-observations"
+        )
     for index, one in enumerate(observations):
         if not isinstance(one, dict) or not all(isinstance(key, str) for key in one):
             raise ObservationError(f"{wire.BATCH}[{index}]: expected a map with text keys, got {one!r:.60}")

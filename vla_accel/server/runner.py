@@ -10,11 +10,12 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vla_accel.errors import ActionError, EngineError, ObservationError, VlaAccelError, WireError
 from vla_accel.remote import wire
+from vla_accel.server.limits import BatchLimits
 from vla_accel.server.requests import Asked, Request, read, request_of
 from vla_accel.server.shelf import OPTIONS, Served, Shelf
 
@@ -27,13 +28,15 @@ _LONGEST_ERROR = 4000
 class Call:
     """A frame as a client sent it. `policy`: the name that its connection asks, "" for the default; `timing`: what is
     known so far of the answer's `server_timing`, milliseconds; `sent_s`: when it was given to a replica
-    (`time.monotonic`, which a machine's processes share); `dropped`: nobody waits for it any more."""
+    (`time.monotonic`, which a machine's processes share); `dropped`: nobody waits for it any more; `done`: how many of
+    its observations earlier turns have answered."""
 
     frame: bytes | memoryview | str
     policy: str = ""
     timing: dict[str, float] = field(default_factory=dict)
     sent_s: float = 0.0
     dropped: bool = False
+    done: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class Answer:
     """Observations that ran together."""
     policy: str = ""
     policy_timing: dict[str, Any] = field(default_factory=dict)
+    items: tuple[bytes, ...] = ()
+    """Of a request with several observations: the packed results of this turn, in order. `message` is then empty."""
+    left: int = 0
+    """Observations of the request that no turn has answered."""
 
 
 _DROPPED = Answer("", "dropped")
@@ -61,24 +68,31 @@ Deliver = Callable[[list[tuple[int, Answer]]], object]
 
 @dataclass
 class _Work:
-    """A call that was read: its policy, and the results, in order, as they come."""
+    """A call that was read: its policy, how many of its observations this turn answers, and the results, by place, as
+    they come."""
 
     call: Call
     asked: Asked
     served: Served
+    count: int
     results: dict[int, Any] = field(default_factory=dict)
 
 
 class Runner:
-    """Answers calls with the policies of a shelf, up to `max_batch` as one batch where a policy has `infer_batch`."""
+    """Answers calls with the policies of a shelf, up to `max_batch` as one batch where a policy has `infer_batch`.
 
-    def __init__(self, shelf: Shelf, max_batch: int) -> None:
-        self.shelf, self._max_batch = shelf, max_batch
+    A turn answers at least one observation of each call, and more only up to `max_batch` in all (one of each where the
+    policy has no `infer_batch`): a call with more comes again, after those of other clients.
+    """
+
+    def __init__(self, shelf: Shelf, limits: BatchLimits) -> None:
+        self.shelf, self._limits = shelf, limits
         self._free_s = 0.0
         """When the last turn ended."""
 
     def run(self, calls: Sequence[Call], deliver: Deliver) -> None:
-        """Answer every call exactly once, whatever the policy raises; a batch's answers leave before the next begins.
+        """Answer every call exactly once, all of it or as much as fits the turn, whatever the policy raises; a batch's
+        answers leave before the next begins.
 
         When a batch fails its requests run one by one, so that one bad observation fails alone; with it fails the call
         that it came with.
@@ -86,6 +100,7 @@ class Runner:
         works: dict[int, _Work] = {}
         waiting: list[Entry] = []
         refused: list[tuple[int, Answer]] = []
+        spare = max(0, self._limits.max_batch - len(calls))
         for index, call in enumerate(calls):
             if call.dropped:
                 refused.append((index, _DROPPED))
@@ -96,7 +111,8 @@ class Runner:
             call.timing["queue_ms"] = call.timing.get("queue_ms", 0.0) + (ready - call.sent_s) * 1e3
             call.timing["handover_ms"] = (began - ready) * 1e3
             try:
-                works[index], requests = self._read(call)
+                works[index], requests = self._read(call, spare)
+                spare -= len(requests) - 1
                 waiting += [Entry(index, place, works[index].served, r) for place, r in enumerate(requests)]
             except Exception as error:
                 refused.append((index, failure(error)))
@@ -104,7 +120,7 @@ class Runner:
         if refused:
             deliver(refused)
         while waiting:
-            group = next_group(waiting, self._max_batch)
+            group = next_group(waiting, self._limits.max_batch)
             taken = {(one.call, one.place) for one in group}
             waiting = [one for one in waiting if (one.call, one.place) not in taken]
             began = time.monotonic()
@@ -114,21 +130,23 @@ class Runner:
             for one, outcome in zip(group, outcomes, strict=True):
                 work = works[one.call]
                 work.results[one.place] = outcome, infer_ms, len(group)
-                if len(work.results) == len(work.asked.observations):
+                if len(work.results) == work.count:
                     answers.append((one.call, _answer(work)))
             deliver(answers)
         self._free_s = time.monotonic()
 
-    def _read(self, call: Call) -> tuple[_Work, list[Request]]:
-        asked = read(call.frame, named=bool(self.shelf.names))
+    def _read(self, call: Call, spare: int) -> tuple[_Work, list[Request]]:
+        """A call, and the requests of this turn: its next observation, and up to `spare` more."""
+        asked = read(call.frame, named=bool(self.shelf.names), most=self._limits.max_observations)
         served = self.shelf.get(asked.policy or call.policy)
+        end = call.done + 1 + (spare if served.batches else 0)
         requests = []
-        for index, observation in enumerate(asked.observations):
+        for index, observation in enumerate(asked.observations[call.done : end], call.done):
             try:
                 requests.append(request_of(observation, real_time_chunking=served.real_time_chunking))
             except ObservationError as error:
                 raise _placed(error, asked, index) from None
-        return _Work(call, asked, served), requests
+        return _Work(call, asked, served, len(requests)), requests
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,20 +169,23 @@ def _answer(work: _Work) -> Answer:
 
 def _packed(work: _Work) -> Answer:
     packed, told, infer_ms, batch = [], {}, 0.0, 0
-    for place in range(len(work.results)):
+    for place in range(work.count):
         outcome, infer_ms, batch = work.results[place]
         if isinstance(outcome, Exception):
-            return failure(_placed(outcome, work.asked, place))
+            return failure(_placed(outcome, work.asked, work.call.done + place))
         if not isinstance(outcome, Mapping):
             return failure(EngineError(f"policy: expected a mapping as its result, got {type(outcome).__name__}"))
         told = outcome.get("policy_timing")
         packed.append({**outcome, "server_timing": {"infer_ms": infer_ms, **work.call.timing, "batch": batch}})
     try:
-        message = wire.pack(packed if work.asked.several else packed[0])
+        items = tuple(wire.pack(one) for one in packed)
     except WireError as error:
         return failure(EngineError(f"policy: its result cannot be sent: {error}"))
     timing = dict(told) if isinstance(told, Mapping) else {}
-    return Answer(message, batch=batch, policy=work.served.name, policy_timing=timing)
+    answer = Answer(items[0], batch=batch, policy=work.served.name, policy_timing=timing)
+    if not work.asked.several:
+        return answer
+    return replace(answer, message=b"", items=items, left=len(work.asked.observations) - work.call.done - work.count)
 
 
 def _placed(error: Exception, asked: Asked, index: int) -> Exception:

@@ -6,14 +6,13 @@ Knows nothing about requests; what a policy costs is told by whoever loads it.
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.remote import wire
-from vla_accel.remote.async_runner import takes_prev_chunk
+from vla_accel.remote.metadata import batches_prev_chunks, supports_prev_chunk
 
 logger = logging.getLogger("vla_accel.server")
 
@@ -26,7 +25,7 @@ class Served:
 
     def __init__(self, policy: Any, name: str = "", size: int = 0) -> None:
         self.policy, self.name, self.size = policy, name, size
-        self.real_time_chunking = takes_prev_chunk(policy)
+        self.real_time_chunking = supports_prev_chunk(policy)
         self.batches = hasattr(policy, "infer_batch")
         self.mixed = batches_prev_chunks(policy)
 
@@ -106,9 +105,3 @@ class Shelf:
             del self._loaded[oldest]
             gc.collect()  # engines and graphs hold each other
             logger.warning("policy %s was put away: the memory budget is %d MiB", oldest, self._budget >> 20)
-
-
-def batches_prev_chunks(policy: Any) -> bool:
-    """Whether `policy.infer_batch` takes a previous chunk and a delay, or None, for each observation."""
-    infer_batch = getattr(policy, "infer_batch", None)
-    return infer_batch is not None and {f"{n}s" for n in OPTIONS} <= inspect.signature(infer_batch).parameters.keys()

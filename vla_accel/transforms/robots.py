@@ -33,7 +33,10 @@ class Preset:
     values are joined to the state, `state_dim` numbers in all. `action_dim`: numbers of an action that the robot
     takes. `prompt`: key of the instruction.
 
-    `delta_actions`: dimensions whose model output is relative to the state when the chunk begins. `flipped`:
+    `delta_actions`: dimensions whose model output is relative to the state when the chunk begins; the robot gets
+    absolute targets. `motion_dims`: dimensions of the robot's action that are motion, a velocity or a step for one
+    control tick, so that 0 means standing still; `()` for a robot whose actions are all absolute targets; None where
+    that is not known. `flipped`:
     dimensions of state and actions whose sign differs between robot and model. `gripper`, `gripper_dims`: the
     grippers' units: "aloha" turns ALOHA's linear positions into the angles π0 was trained on, and back.
 
@@ -51,6 +54,7 @@ class Preset:
     optional_images: tuple[str, ...] = ()
     ignored_images: tuple[str, ...] = ()
     delta_actions: tuple[int, ...] = ()
+    motion_dims: tuple[int, ...] | None = None
     flipped: tuple[int, ...] = ()
     gripper: Gripper = "none"
     gripper_dims: tuple[int, ...] = ()
@@ -74,10 +78,23 @@ class Preset:
             wrong = [i for i in getattr(self, name) if not 0 <= i < shared]
             if wrong:
                 raise ConfigError(f"preset.{name}: expected dimensions 0 to {shared - 1}, got {wrong}")
+        wrong = [i for i in self.motion_dims or () if not 0 <= i < self.action_dim]
+        if wrong:
+            raise ConfigError(f"preset.motion_dims: expected dimensions 0 to {self.action_dim - 1}, got {wrong}")
         if (self.gripper == "none") != (not self.gripper_dims):
             raise ConfigError(
                 f"preset.gripper {self.gripper!r} and gripper_dims {list(self.gripper_dims)}: expected both or neither"
             )
+
+    def described(self) -> dict[str, Any]:
+        """What a client must know of the robot, as plain data: keys of images and state, the action's size and its
+        motion dimensions."""
+        return {
+            "images": list(self.images),
+            "state": list(self.state),
+            "action_dim": self.action_dim,
+            "motion_dims": None if self.motion_dims is None else list(self.motion_dims),
+        }
 
     def split(self, state: np.ndarray) -> dict[str, np.ndarray]:
         """A whole state (state_dim,) by its keys: where several share it, all but the first hold one number (openpi's
@@ -91,6 +108,7 @@ LIBERO = Preset(
     state=("observation/state",),
     state_dim=8,
     action_dim=7,
+    motion_dims=(0, 1, 2, 3, 4, 5),  # steps of the gripper's pose; the last one opens or closes it
     # pi05_libero was trained without; a checkpoint that says otherwise (the demo, lerobot's) is believed.
     discrete_state_input=False,
 )
@@ -99,6 +117,7 @@ DROID = Preset(
     state=("observation/joint_position", "observation/gripper_position"),
     state_dim=8,
     action_dim=8,
+    motion_dims=(0, 1, 2, 3, 4, 5, 6),  # joint velocities; the last one is the gripper's position
 )
 ALOHA = Preset(
     images=("images/cam_high", "images/cam_left_wrist", "images/cam_right_wrist"),
@@ -107,6 +126,7 @@ ALOHA = Preset(
     state=("state",),
     state_dim=14,
     action_dim=14,
+    motion_dims=(),
     delta_actions=(0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12),
     flipped=(1, 2, 8, 9),
     gripper="aloha",
@@ -119,10 +139,13 @@ PRESETS: dict[str, Preset] = {
     "pi0_libero": dataclasses.replace(LIBERO, delta_actions=(0, 1, 2, 3, 4, 5)),
     "droid": DROID,
     # DROID models trained on joint positions instead of velocities.
-    "droid_joint_position": dataclasses.replace(DROID, delta_actions=(0, 1, 2, 3, 4, 5, 6)),
+    "droid_joint_position": dataclasses.replace(DROID, delta_actions=(0, 1, 2, 3, 4, 5, 6), motion_dims=()),
     "aloha": ALOHA,
     "aloha_sim": dataclasses.replace(ALOHA, delta_actions=()),
 }
+
+_OTHER_ACTIONS = {"action_dim", "delta_actions"}
+"""Fields of a file's preset that say that its actions are others than those of its base."""
 
 # The folder below `assets/` that openpi names after the data the statistics come from.
 BY_ASSET = {
@@ -182,7 +205,10 @@ def preset_from(content: Mapping[str, Any], where: str = "preset") -> Preset:
         if base is not None:
             if base not in [*PRESETS]:  # which takes a list, too
                 raise ConfigError(unknown("base", base, PRESETS))
-            fields = {**dataclasses.asdict(PRESETS[base]), **fields}
+            same = dataclasses.asdict(PRESETS[base])
+            if fields.keys() & _OTHER_ACTIONS:
+                same["motion_dims"] = None  # holding still with another robot's would move it to a position of 0
+            fields = {**same, **fields}
         return from_mapping(Preset, fields)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

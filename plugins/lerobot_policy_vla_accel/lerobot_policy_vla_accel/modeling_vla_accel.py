@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,14 @@ from torch import Tensor
 
 from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig, refuse_training
 from lerobot_policy_vla_accel.observations import input_features, observations, stated
-from vla_accel.checkpoints.loading import Checkpoint
+from vla_accel.checkpoints.loading import Checkpoint, base_and_lora, family_of
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.models.family import Family
 from vla_accel.policy import OptimizedPolicy
+
+_log = logging.getLogger("vla_accel.lerobot")
 
 
 class VlaAccelPolicy(PreTrainedPolicy):
@@ -43,7 +47,8 @@ class VlaAccelPolicy(PreTrainedPolicy):
             raise ConfigError("policy.checkpoint: expected a folder, a bundled checkpoint or a name on the hub")
         settings = load_config(config.config)
         if config.rtc_config is not None and not settings.rtc.trained:
-            settings = replace(settings, rtc=_guidance(config.rtc_config))
+            family = family_of(base_and_lora(config.checkpoint, config.lora)[0])
+            settings = replace(settings, rtc=_guidance(config.rtc_config, family))
         self.engine = OptimizedPolicy.from_pretrained(
             config.checkpoint, settings, device=config.device, num_steps=config.num_steps, lora=config.lora
         )
@@ -131,15 +136,18 @@ class VlaAccelPolicy(PreTrainedPolicy):
     # -- real-time chunking ---------------------------------------------------------------------------------------
 
     def supports_rtc(self) -> bool:
-        return True
+        """Whether the checkpoint's family has real-time chunking: π0-FAST has none."""
+        return self.engine.supports_prev_chunk
 
     def init_rtc_processor(self) -> None:
         """`lerobot-rollout` calls this after it has set `config.rtc_config`: engines with that guidance, on the same
-        weights. A checkpoint that is run with clean prefixes (`rtc: {trained: true}`) keeps them."""
+        weights. A checkpoint that is run with clean prefixes (`rtc: {trained: true}`) keeps them. Settings that the
+        family lacks (GR00T: all but the execution horizon) are left out with a warning, because lerobot always has
+        them. Raises ConfigError for a family without real-time chunking."""
         asked = self.config.rtc_config
         if asked is None or self.engine.config.rtc.trained:
             return
-        rtc = _guidance(asked)
+        rtc = _guidance(asked, self.engine.family)
         if rtc == self.engine.config.rtc:
             return
         config = replace(self.engine.config, rtc=rtc)
@@ -190,15 +198,25 @@ def check_action_steps(asked: int | None, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"policy.n_action_steps: expected at most {most}, a chunk of {checkpoint.name}, got {asked}")
 
 
-def _guidance(asked: RTCConfig) -> RtcConfig:
-    """lerobot's settings of real-time chunking as this package's."""
-    if asked.debug:
+def _guidance(requested: RTCConfig, family: Family) -> RtcConfig:
+    """lerobot's settings of real-time chunking as this package's, those that the family reads. Raises ConfigError for a
+    family without real-time chunking, and for `debug`."""
+    if requested.debug:
         raise ConfigError("policy.rtc_config.debug: expected false, got true; the engines record no debug data")
-    return RtcConfig(
-        schedule=asked.prefix_attention_schedule.value.lower(),
-        max_guidance_weight=asked.max_guidance_weight,
-        execution_horizon=asked.execution_horizon,
-    )
+    if not family.rtc_settings:
+        if not requested.enabled:
+            return RtcConfig()
+        raise ConfigError(
+            f"policy.rtc_config: expected none for {family.name}, which has no real-time chunking, got {requested}"
+        )
+    settings: dict[str, Any] = {
+        "schedule": requested.prefix_attention_schedule.value.lower(),
+        "max_guidance_weight": requested.max_guidance_weight,
+        "execution_horizon": requested.execution_horizon,
+    }
+    if unused := sorted(settings.keys() - set(family.rtc_settings)):
+        _log.warning("%s: policy.rtc_config: %s are ignored", family.name, ", ".join(unused))
+    return RtcConfig(**{name: value for name, value in settings.items() if name not in unused})
 
 
 def _without_padding(actions: np.ndarray) -> np.ndarray:

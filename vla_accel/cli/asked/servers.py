@@ -46,7 +46,14 @@ class Serve(PolicySource):
     grace_s: Annotated[float, Within(0)] = LIMITS.grace_s
     """At shutdown, how long requests under way may still take."""
     max_batch: Count = LIMITS.max_batch
-    """Observations of different clients to run together. Each batch size of 1, 2, 4, … builds engines of its own."""
+    """Observations of different clients to run together. Each batch size of 1, 2, 4, … builds engines of its own. A
+    request with more observations gives way to other clients after each so many."""
+    max_observations: Count = LIMITS.max_observations
+    """Observations of one request."""
+    rate_limit: Annotated[
+        float | None, tyro.conf.arg(metavar="PER_SECOND", help_behavior_hint=""), Within(0, above=True)
+    ] = None
+    """Observations a second of each client (the key's name, or its address); a client that asks faster waits."""
     max_wait_ms: Annotated[float, Within(0)] = LIMITS.max_wait_s * 1e3
     """How long a batch waits to become full."""
     policy: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=CONFIG:CHECKPOINT")] = ()

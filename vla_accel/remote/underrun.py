@@ -1,0 +1,117 @@
+"""What a robot gets in a tick for which no computed action is there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from vla_accel.errors import ConfigError
+from vla_accel.remote.numbers import at_least
+
+UNKNOWN_LIMIT_S = 0.5
+"""How long an action is repeated that may be a velocity; the default timeout of ROS's velocity controllers."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Hold the robot while no action is left: repeat the last action, with its motion set to 0.
+
+    Args:
+        motion_dims: dimensions of the action (from 0) that are motion, a velocity or a step, for which 0 means standing
+            still; the others (absolute targets, grippers) are repeated. `()` for none. None: as the policy declares
+            (`motion_dims` of its preset).
+        limit_ticks: consecutive ticks to hold before `step` raises EngineError. None: no limit if the motion dimensions
+            are known, half a second if they are not, because the repeated action may be a velocity.
+    """
+
+    motion_dims: tuple[int, ...] | None = None
+    limit_ticks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.motion_dims is not None:
+            try:
+                dims = tuple(at_least(0, one, "motion_dims") for one in self.motion_dims)
+            except TypeError:
+                raise ConfigError(f"motion_dims: expected dimensions (0, 1, …), got {self.motion_dims!r}") from None
+            object.__setattr__(self, "motion_dims", dims)
+        if self.limit_ticks is not None:
+            object.__setattr__(self, "limit_ticks", at_least(0, self.limit_ticks, "limit_ticks"))
+
+
+Choice = Literal["hold", "raise"] | Hold | np.ndarray
+
+
+class Underrun:
+    """The action of a tick without one, as the user chose it.
+
+    Args:
+        choice: "hold" is `Hold()`; an action (action_dim,) is returned as it is; "raise" returns none.
+        declared: the motion dimensions that the policy declares; None if it does not.
+        hz: control rate.
+    """
+
+    def __init__(self, choice: Any, declared: tuple[int, ...] | None, hz: float) -> None:
+        self._own: np.ndarray | None = None
+        self._hold = Hold() if isinstance(choice, str) and choice == "hold" else None
+        if isinstance(choice, Hold):
+            self._hold = choice
+        elif isinstance(choice, str) and choice not in ("hold", "raise"):
+            raise ConfigError(f"underrun: expected 'hold', 'raise', a Hold or an action, got {choice!r}")
+        elif not isinstance(choice, str):
+            self._own = _action(choice)
+        self._dims: tuple[int, ...] | None = None
+        self._limit: float = math.inf
+        if self._hold is not None:
+            self._dims = declared if self._hold.motion_dims is None else self._hold.motion_dims
+            unknown = math.ceil(UNKNOWN_LIMIT_S * hz) if self._dims is None else math.inf
+            self._limit = unknown if self._hold.limit_ticks is None else self._hold.limit_ticks
+
+    def check(self, action: np.ndarray) -> None:
+        """Raise ConfigError if the choice does not fit the robot's actions, of which `action` is one."""
+        if self._own is not None and self._own.shape != action.shape:
+            raise ConfigError(f"underrun: expected an action of shape {action.shape}, got {self._own.shape}")
+        if self._dims and max(self._dims) >= len(action):
+            raise ConfigError(f"motion_dims: expected dimensions 0 to {len(action) - 1}, got {list(self._dims)}")
+
+    def action(self, last: np.ndarray | None, missed: int) -> np.ndarray | None:
+        """The action after `missed` ticks in a row without one, this tick included; None to raise an error.
+
+        Args: `last`: the action of the tick before the first of them.
+        """
+        if self._own is not None:
+            return self._own
+        if self._hold is None or last is None or missed > self._limit:
+            return None
+        held = last.copy()
+        held[list(self._dims or ())] = 0.0
+        return held
+
+    @property
+    def described(self) -> str:
+        """What happens, for a log message."""
+        if self._own is not None:
+            return "the action of `underrun` is used"
+        if self._hold is None:
+            return "an error is raised"
+        limit = "" if self._limit == math.inf else f", for at most {self._limit:g} ticks"
+        if self._dims is None:
+            return (
+                f"the last action is repeated{limit}: the policy does not declare motion_dims, so it may be a velocity"
+            )
+        still = f" with dimensions {list(self._dims)} set to 0" if self._dims else ""
+        return f"the last action is repeated{still}{limit}"
+
+
+def _action(choice: Any) -> np.ndarray:
+    try:
+        action = np.array(choice, np.float64)
+    except (TypeError, ValueError):
+        action = np.array(np.nan)
+    if action.ndim != 1 or not np.isfinite(action).all():
+        raise ConfigError(
+            f"underrun: expected 'hold', 'raise', a Hold or an action of finite numbers, got {choice!r:.60}"
+        )
+    return action
