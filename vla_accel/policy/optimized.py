@@ -76,6 +76,13 @@ class OptimizedPolicy:
                     raise ConfigError(
                         f"deterministic: {part}: {engine} takes the kernels that it measures as the fastest"
                     )
+        on_host = [part for part, spec in specs.items() if spec.native.embeddings == "host"]
+        unread = [part for part in on_host if part not in self.family.host_embeddings]
+        if unread and (config.native.embeddings == "gpu" or unread == on_host):
+            have = ", ".join(self.family.host_embeddings) or "no component"
+            raise ConfigError(
+                f"{unread[0]}.native.embeddings: host is for {have} of {self.family.name}, got it for {unread[0]}"
+            )
         self.choices = choose(specs, self.device, dtype, self._shown(specs))
         self.specs = {name: choice.spec for name, choice in self.choices.items()}
         """The engine that each component is built with; "auto" is resolved."""
