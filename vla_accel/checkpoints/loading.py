@@ -26,6 +26,8 @@ from vla_accel.models.network import Network
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "assets/**")
+_FILES = (".yaml", ".yml", ".json", ".npz", ".safetensors", ".pt", ".bin")
+"""Endings of files: a name with one of them is not looked for on the hub."""
 _SETTINGS = ("tokenizer", "action_horizon", "max_token_len")  # of every family
 
 
@@ -153,6 +155,10 @@ def local(path_or_name: str | Path) -> Path | None:
     if folder.is_file():
         hint = f"; did you mean {folder.parent}?" if (folder.parent / "config.json").is_file() else ""
         raise CheckpointError(f"checkpoint: expected a folder, got the file {name!r}{hint}")
+    if folder.suffix.lower() in _FILES:
+        raise CheckpointError(
+            f"checkpoint: expected a folder or a name on the hub, got {name!r}, a file that does not exist"
+        )
     if not _HUB_NAME.fullmatch(name):
         raise CheckpointError(unknown("checkpoint", name, NAMED, "a folder or "))
     return None

@@ -51,9 +51,10 @@ class ServerConfig(Checked):
     grace_s: float = 30.0
     """At shutdown, for the requests under way to finish."""
     max_batch: int = 1
-    """Requests run together, at most; batches have a power of two of them, because engines have fixed shapes."""
+    """Requests run together, at most: 1, 2, 4, 8, …, because engines have fixed shapes. More than 1 needs a policy with
+    `infer_batch`."""
     max_wait_s: float = 0.005
-    """How long a batch waits to become full."""
+    """How long a batch waits to become full, where `max_batch` is above 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,6 +69,11 @@ class ServerConfig(Checked):
         for name in ("max_payload", "max_clients", "max_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_batch & (self.max_batch - 1):
+            lower = 1 << (self.max_batch.bit_length() - 1)
+            raise ConfigError(
+                f"max_batch: expected a power of two, such as {lower} or {2 * lower}, got {self.max_batch}"
+            )
         for name in ("request", "message", "handshake", "send"):
             if not getattr(self, f"{name}_timeout_s") > 0:
                 raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -30,6 +30,16 @@ _OPTIONS = {".yaml": "config", ".yml": "config", ".npz": "observations"}
 """What takes a file that stands in the checkpoint's place, by its ending."""
 
 
+def check_checkpoint(options: Any) -> None:
+    """Raise ConfigError for what stands in the checkpoint's place of a command's options and is none."""
+    given = options.checkpoint
+    if given == "":  # a variable of the shell that is not set, not the wish for the demo
+        raise ConfigError("checkpoint: expected a folder or a name, got ''")
+    option = _OPTIONS.get(Path(given or "").suffix)
+    if option and hasattr(options, option):
+        raise ConfigError(f"checkpoint: expected a folder or a name, got {given}: type --{option} {given}")
+
+
 @dataclass(frozen=True)
 class CheckpointSource:
     """What a command of a checkpoint works on."""
@@ -41,12 +51,7 @@ class CheckpointSource:
 
     def check(self) -> None:
         """Raise ConfigError for what stands in the checkpoint's place and is none."""
-        if self.checkpoint == "":  # a variable of the shell that is not set, not the wish for the demo
-            raise ConfigError("checkpoint: expected a folder or a name, got ''")
-        option = _OPTIONS.get(Path(self.checkpoint or "").suffix)
-        if option and hasattr(self, option):
-            hint = f"which goes behind --{option}"
-            raise ConfigError(f"checkpoint: expected a folder or a name, got {self.checkpoint}, {hint}")
+        check_checkpoint(self)
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,10 @@ class Bench:
     """JSON file."""
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, engines, conditions."""
+
+    def check(self) -> None:
+        """Raise ConfigError for what stands in the checkpoint's place and is none."""
+        check_checkpoint(self)
 
 
 @dataclass(frozen=True)
