@@ -20,6 +20,7 @@ from vla_accel.checkpoints.lora import CONFIG, check_base, is_adapter, read_lora
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, unknown
+from vla_accel.files import user_path
 from vla_accel.fp8 import Scales, scales_for
 from vla_accel.models.family import FAMILIES, Family, family_named
 from vla_accel.models.network import Network
@@ -112,7 +113,7 @@ def base_and_lora(path_or_name: str | Path, lora: str | None = None) -> tuple[Pa
         return find(base), folder
     if lora is None:
         return folder, None
-    if not Path(lora).exists() and not _HUB_NAME.fullmatch(lora):
+    if not user_path(lora).exists() and not _HUB_NAME.fullmatch(lora):
         raise CheckpointError(f"lora: expected an adapter's folder, or its name on the hub, got {lora!r}")
     try:
         found = find(lora)
@@ -149,7 +150,7 @@ def local(path_or_name: str | Path) -> Path | None:
     if not isinstance(path_or_name, (str, Path)):
         raise CheckpointError(unknown("checkpoint", path_or_name, NAMED, "a folder or "))
     name = str(path_or_name)
-    folder = NAMED.get(name, Path(path_or_name))
+    folder = NAMED.get(name, user_path(path_or_name))
     if name and folder.is_dir():  # an empty name would be the current folder
         return folder
     if folder.is_file():

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from vla_accel.config.mapping import Checked, from_mapping, read_mapping
 from vla_accel.errors import ConfigError, unknown
+from vla_accel.files import user_path
 
 Precision = Literal["auto", "fp32", "bf16"]
 EngineName = Literal["auto", "eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
@@ -353,7 +354,7 @@ def find_config(name_or_path: str | Path) -> Path:
     if not isinstance(name_or_path, (str, Path)):
         raise ConfigError(f"config: expected a name, a file, a mapping or a PolicyConfig, got {name_or_path!r:.60}")
     shipped, name = shipped_configs(), str(name_or_path)
-    path = shipped.get(name, Path(name_or_path))
+    path = shipped.get(name, user_path(name_or_path))
     if path.suffix or (name and path.exists()):
         return path
     raise ConfigError(unknown("config", name, (AUTO, *shipped), "a file or "))

@@ -18,6 +18,7 @@ import numpy as np
 from vla_accel.config.mapping import from_mapping, read_mapping
 from vla_accel.config.policy import LARGEST
 from vla_accel.errors import ConfigError, unknown
+from vla_accel.files import user_path
 from vla_accel.pictures import Resize
 
 Gripper = Literal["none", "aloha"]
@@ -166,7 +167,7 @@ def load_preset(name: str) -> Preset:
         return PRESETS[name]
     if Path(name).suffix.lower() not in (".yaml", ".yml", ".json"):
         raise ConfigError(unknown("preset", name, PRESETS, "a YAML file or "))
-    return preset_from(read_mapping(Path(name).absolute()), name)
+    return preset_from(read_mapping(user_path(name).absolute()), name)
 
 
 def of_another(name: str, asset: str) -> bool:
