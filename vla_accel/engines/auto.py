@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vla_accel.config import EnginePrecision, EngineSpec
+from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions
 from vla_accel.engines.native import NativeEngine, why_not
 from vla_accel.errors import ConfigError
 from vla_accel.numeric import DTYPES
@@ -44,10 +44,16 @@ def choose(
     `shown` counts only where all components are left to `auto`: it was shown for all of them together.
     """
     free = all(spec.engine == "auto" and spec.precision == "auto" for spec in specs.values())
-    return {
+    choices = {
         name: _choice(name, spec, device, dtype, shown if free else None) if spec.engine == "auto" else Choice(spec)
         for name, spec in specs.items()
     }
+    # `PolicyConfig.native` is for all native engines: it is enough that one of them reads it.
+    read = [choice.spec.native for choice in choices.values()]
+    for name, spec in specs.items():
+        if spec.native != NativeOptions() and spec.native not in read:
+            raise ConfigError(f"{name}.native: engine auto takes eager here, because {choices[name].why}")
+    return choices
 
 
 def _choice(name: str, spec: EngineSpec, device: torch.device, dtype: torch.dtype, shown: Shown | None) -> Choice:
@@ -56,7 +62,7 @@ def _choice(name: str, spec: EngineSpec, device: torch.device, dtype: torch.dtyp
     if reason is not None or gpu is None:
         reason = reason or "there is no GPU"
         try:
-            return Choice(replace(spec, engine="eager"), reason)
+            return Choice(replace(spec, engine="eager", native=NativeOptions()), reason)
         except ConfigError as error:
             raise ConfigError(f"{name}: engine auto takes eager here, because {reason}: {error}") from error
     why = f"{gpu.name} has compute capability {gpu.version}"

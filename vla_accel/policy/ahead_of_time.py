@@ -137,7 +137,7 @@ def _components(
     for name, spec in specs.items():
         if spec.engine == "auto":
             native = capability >= (8, 0) and model.dtype == torch.bfloat16
-            specs[name] = replace(spec, engine="native" if native else "eager")
+            specs[name] = replace(spec, engine="native") if native else EngineSpec("eager")
     scales = checkpoint.scales if family.needs_scales(specs) else None
     shape = family.shape(model.config, [inputs], config.num_steps or family.steps(model.config), specs)
     return {c.name: c for c in family.components(model, shape, scales=scales, rtc=config.rtc)}
