@@ -19,6 +19,7 @@ from vla_accel.cli import bench, main, serve
 from vla_accel.cli.asked.policies import Bench, Calibrate, Parity
 from vla_accel.cli.asked.servers import BenchServer, Serve
 from vla_accel.cli.options import REMOVED, read
+from vla_accel.errors import ConfigError
 from vla_accel.server import RayReplicas, Replicas, ServerConfig, Shelf
 
 
@@ -345,3 +346,25 @@ def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(
     for name in ("configs/native.yaml", "runs/model.safetensors", "a/b.npz"):
         assert main(["parity", name]) == 1
         assert "checkpoint: expected a folder or a name" in capsys.readouterr().err
+
+
+def test_bench_takes_steps_and_device_from_the_configurations(
+    checkpoint: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps: list[int] = []
+
+    def made(self: Any, name: str, number: int) -> Any:
+        steps.append(number)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(bench.CheckpointFactory, "make", made)
+    (place / "mine.yaml").write_text("num_steps: 7\n")
+    for more in ((), ("--steps", "3")):
+        main(["bench", checkpoint, "--config", "mine.yaml", "--device", "cpu", *more])
+    assert steps == [7, 3], "--steps goes before"
+    (place / "mine.yaml").write_text("device: cuda:62\n")
+    (place / "other.yaml").write_text("device: cuda:61\n")
+    for words, told in (("mine.yaml", "cuda:62"), ("mine.yaml,other.yaml", "device: expected one of all")):
+        capsys.readouterr()
+        assert main(["bench", "demo", "--config", words]) == 1
+        assert told in capsys.readouterr().err

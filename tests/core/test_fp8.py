@@ -103,8 +103,11 @@ def test_scales_return_from_their_file(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"format": "vla_accel.fp8_scales/1"}, r"format 1 has no fingerprint of the weights; calibrate again: vla-acc"),
-        ({"format": "other"}, "expected format 'vla_accel.fp8_scales/2' with a fingerprint and a table of amax"),
-        ({"fingerprint": ""}, "expected format 'vla_accel.fp8_scales/2' with a fingerprint"),
+        (
+            {"format": "other"},
+            r"expected format .*fp8_scales/2' with a fingerprint and a table of amax.*calibrate again",
+        ),
+        ({"fingerprint": ""}, r"expected format .*fp8_scales/2' with a fingerprint.*calibrate again"),
         ({"amax": [1.0]}, "with a fingerprint and a table of amax"),
         ({"amax": {"a": 0.0, "b": "x", "c": 1.0}}, "expected positive numbers, got others at a, b"),
     ],

@@ -280,3 +280,15 @@ def test_a_tilde_is_the_home_folder(folders: dict[str, Path], tmp_path: Path, mo
         assert checkpoint.processor.preset.images == ("front", "wrist") and checkpoint.folder == tmp_path / "folder"
     with pytest.raises(VlaAccelError, match="lora"):
         load("~/folder", PolicyConfig(checkpoint=CheckpointSpec(lora="~/adapter")))
+
+
+def test_what_a_checkpoint_was_not_loaded_with_is_refused(folders: dict[str, Path]) -> None:
+    """A checkpoint that is there already has its robot, its prompt and its sizes."""
+    made = load(folders["pi05"], PolicyConfig(default_prompt="pick"))
+    assert OptimizedPolicy(made, PolicyConfig(device="cpu", default_prompt="pick")).processor.default_prompt == "pick"
+    assert OptimizedPolicy(made, PolicyConfig(device="cpu")).processor.default_prompt == "pick"
+    for name, value in (
+        ("preset", "droid"), ("default_prompt", "place"), ("checkpoint", CheckpointSpec(action_horizon=3)),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{name}: expected what .* was loaded with"):
+            OptimizedPolicy(made, PolicyConfig(device="cpu", **{name: value}))

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.errors import CheckpointError
 
 _MARK = "lora"
 
@@ -27,19 +27,16 @@ class _Parameters(Protocol):
 class FoldedParameters:
     """`convert.Parameters` without adapters: reading a weight folds its own in, in float32.
 
-    Args: `scale`: alpha / rank of the attention's adapters. `adapters`: how many weights have one.
-    Raises CheckpointError for an adapter without its weight or its other half, or whose shape is not the weight's,
-    ConfigError for a scale without such adapters.
+    Args: `scale`: alpha / rank of the attention's adapters. `adapters`: how many weights have one; `scaled`: how
+    many of them `scale` is for.
+    Raises CheckpointError for an adapter without its weight or its other half, or whose shape is not the weight's.
     """
 
     def __init__(self, parameters: _Parameters, scale: float = 1.0, where: str = "memory") -> None:
         self._parameters, self._scale = parameters, scale
         self._pairs = _pairs(parameters.shapes, where)
         self.adapters = len(self._pairs)
-        if scale != 1.0 and not any("/attn/" in name for name in self._pairs):
-            raise ConfigError(
-                f"lora_scale: expected a checkpoint with LoRA adapters of attention, got {scale} for {where}"
-            )
+        self.scaled = sum("/attn/" in name for name in self._pairs)
         halves = {half for pair in self._pairs.values() for half in pair}
         self.shapes = {name: shape for name, shape in parameters.shapes.items() if name not in halves}
         self.dtypes = {name: dtype for name, dtype in parameters.dtypes.items() if name not in halves}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Checkpoint:
     folder: Path | None = None
     calibrated: Scales | None = None
     lora: Path | None = None
+    settings: PolicyConfig = field(default_factory=PolicyConfig)
+    """What it was loaded with."""
 
     @property
     def kept(self) -> Path | None:
@@ -84,7 +86,7 @@ def load(
     Raises CheckpointError for anything missing, left over, misshaped or contradictory, ConfigError for settings that
     cannot be, DependencyError that says what to install.
     """
-    settings = settings or PolicyConfig()
+    settings = loaded_with = settings or PolicyConfig()
     folder, lora = base_and_lora(path_or_name, settings.checkpoint.lora)
     if lora is not None:
         settings = settings.with_lora(str(lora))
@@ -94,7 +96,8 @@ def load(
         if name not in known and given[name] != usual[name]:
             raise ConfigError(f"checkpoint.{name}: {family.name} has no such setting, expected {', '.join(known)}")
     model, processor = family.load(folder, settings, device=device, dtype=dtype)
-    return Checkpoint(str(path_or_name), family, model.whole() if whole else model, processor, folder, lora=lora)
+    model = model.whole() if whole else model
+    return Checkpoint(str(path_or_name), family, model, processor, folder, lora=lora, settings=loaded_with)
 
 
 def base_and_lora(path_or_name: str | Path, lora: str | None = None) -> tuple[Path, Path | None]:

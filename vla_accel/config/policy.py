@@ -231,9 +231,10 @@ class PolicyConfig(Checked):
     `num_steps`: denoising steps; None is what the model was made for (π0, π0.5: 10; GR00T: 4); of π0-FAST the tokens
     that it writes at most. `precision`: dtype of the large products; "auto" is BF16 on a GPU and FP32 on a CPU.
     `device`: "auto", "cpu", "cuda" or "cuda:N". `strict`: a fallback raises instead of being recorded. `seed`: of the
-    noise, where the caller gives none. `deterministic`: nothing is chosen by measuring which is the fastest, so that
-    the same call gives the same bits after every start on the same kind of GPU. `default_prompt`: used when an
-    observation carries none. `cuda_graph`: record a whole call into CUDA graphs where every engine allows it.
+    noise, where the caller passes none; π0-FAST draws none. `deterministic`: nothing is chosen by measuring which is
+    the fastest, so that the same call gives the same bits after every start on the same kind of GPU. `default_prompt`:
+    used when an observation carries none. `cuda_graph`: on a GPU, record a whole call into CUDA graphs where every
+    engine allows it.
     `pipeline_memory_gib`: device memory for the buffers and graphs of all shapes together; the least recently used go
     first. `preset`: the robot's conventions (a name of `vla_accel.transforms.robots` or a YAML file), by default
     decided from the checkpoint. `checkpoint`: what the checkpoint does not say of itself. `rtc`: how a call that brings

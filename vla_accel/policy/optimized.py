@@ -54,7 +54,12 @@ class OptimizedPolicy:
 
     def __init__(self, checkpoint: Checkpoint, config: PolicyConfig, *, store: Store | None = None) -> None:
         """`checkpoint`: its model is moved and cast in place, unless it can be read again; `store`: of another policy
-        of the same model, to share its prepared weights. Raises ConfigError for a component that the model lacks."""
+        of the same model, to share its prepared weights. Raises ConfigError for a component that the model lacks, and
+        for a preset, a prompt or a setting of the checkpoint that it was not loaded with."""
+        for name in ("preset", "checkpoint", "default_prompt"):
+            value, read = getattr(config, name), getattr(checkpoint.settings, name)
+            if value not in (getattr(PolicyConfig(), name), read):
+                raise ConfigError(f"{name}: expected what {checkpoint.name} was loaded with, {read}, got {value}")
         self.name, self.family = checkpoint.name, checkpoint.family
         self.num_steps = config.num_steps or self.family.steps(checkpoint.model.config)
         self.config = config = replace(config, num_steps=self.num_steps)
@@ -146,11 +151,11 @@ class OptimizedPolicy:
 
         Args: `observation`: what the robot's transforms expect, in LIBERO's case openpi's keys: `observation/image`,
         `observation/wrist_image` uint8 (224, 224, 3), `observation/state` (8,), `prompt` str. `noise`: (horizon,
-        action_dim), else drawn from the policy's seeded generator; no use where none is drawn. Real-time
-        chunking: `prev_chunk` (k, 7), what an earlier `infer` returned, from the action on that is due at this
-        observation, k at most the horizon; `inference_delay`: how many of them will be executed before the answer is
-        used. The new chunk is guided to begin with those, and to leave them gradually (`PolicyConfig.rtc`); with a
-        delay of k or more, all of them are kept, as in lerobot.
+        action_dim), else drawn from the policy's seeded generator. π0-FAST decodes greedily: it checks the noise's
+        shape and does not use it. Real-time chunking: `prev_chunk` (k, 7), what an earlier `infer` returned, from the
+        action on that is due at this observation, k at most the horizon; `inference_delay`: how many of them will be
+        executed before the answer is used. The new chunk is guided to begin with those, and to leave them gradually
+        (`PolicyConfig.rtc`); with a delay of k or more, all of them are kept, as in lerobot.
         Returns: `actions` float64 (horizon, 7); `state`, a list of 8 as given; `policy_timing` in milliseconds:
         `infer_ms`, and per component; `engines`: the ledger.
         Raises ObservationError for a bad observation or noise, EngineError for non-finite actions, ActionError where a

@@ -74,6 +74,8 @@ class ServerConfig(Checked):
             raise ConfigError(
                 f"max_batch: expected a power of two, such as {lower} or {2 * lower}, got {self.max_batch}"
             )
+        if self.max_batch == 1 and self.max_wait_s != type(self).max_wait_s:
+            raise ConfigError(f"max_wait_s: expected max_batch above 1 with it, got {self.max_wait_s} alone")
         for name in ("request", "message", "handshake", "send"):
             if not getattr(self, f"{name}_timeout_s") > 0:
                 raise ConfigError(

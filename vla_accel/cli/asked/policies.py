@@ -93,8 +93,8 @@ class Bench:
     prompt_tokens: Number = None
     """Length of the prompt in tokens; an ordinary one of about 20 if not given."""
     steps: Annotated[Listed[int], Within(1)] = ()
-    """Denoising steps, one run after the other; if not given the family's sweep: 10,3,1, GR00T's 4,2,1; of
-    pi0_fast tokens, 64. What torch.compile compiles is timed at the first alone."""
+    """Denoising steps, one run after the other; if not given, those that the configurations name, else the family's
+    sweep: 10,3,1, GR00T's 4,2,1; of pi0_fast tokens, 64. What torch.compile compiles is timed at the first alone."""
     camera: Annotated[str | None, tyro.conf.arg(metavar="HEIGHTxWIDTH", help_behavior_hint="")] = None
     """Of our systems alone: size of the cameras' images, e.g. 480x640, which a policy fits to its own; if not given
     they come fitted."""
@@ -114,8 +114,8 @@ class Bench:
     profile: bool = False
     """Besides, list the GPU's kernels of one call of each of our systems, its graph replayed: how long each ran, what
     of that lay beside others, and how long the GPU was idle before it."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N."""
+    device: Text = None
+    """cpu, cuda or cuda:N instead of the configurations'."""
     output: OutputFile = None
     """JSON file."""
     report: OutputFile = None
@@ -223,8 +223,8 @@ class Calibrate(PolicySource):
     """Folder for the scales, made as needed; the checkpoint's own, or its LoRA adapter's, if not given."""
     count: Count = 256
     """Observations at most, spread over the file."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N."""
+    device: Text = None
+    """cpu, cuda or cuda:N instead of the configuration's."""
 
 
 @dataclass(frozen=True)
