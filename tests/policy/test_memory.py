@@ -271,7 +271,7 @@ def test_smaller_configurations_are_of_components_that_can_have_them(monkeypatch
         "vision: {engine: native, precision: fp8}, kv_cache: {engine: native, precision: fp8}",
     ]
     assert next(iter(found.values())) == {**specs, "kv_cache": EngineSpec("native", precision="fp8")}
-    groot = dict.fromkeys(PARTS, EngineSpec("native"))
+    groot: dict[str, EngineSpec] = dict.fromkeys(PARTS, EngineSpec("native"))
     texts = [text for text, _ in footprint.smaller(GROOT, groot, torch.device("cuda"), True)]
     assert texts and not any("host" in text for text in texts), "its program does not read them from there"
 

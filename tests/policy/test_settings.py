@@ -287,8 +287,7 @@ def test_what_a_checkpoint_was_not_loaded_with_is_refused(folders: dict[str, Pat
     made = load(folders["pi05"], PolicyConfig(default_prompt="pick"))
     assert OptimizedPolicy(made, PolicyConfig(device="cpu", default_prompt="pick")).processor.default_prompt == "pick"
     assert OptimizedPolicy(made, PolicyConfig(device="cpu")).processor.default_prompt == "pick"
-    for name, value in (
-        ("preset", "droid"), ("default_prompt", "place"), ("checkpoint", CheckpointSpec(action_horizon=3)),
-    ):  # fmt: skip
+    others: dict[str, Any] = {"preset": "droid", "default_prompt": "place", "checkpoint": {"action_horizon": 3}}
+    for name, value in others.items():
         with pytest.raises(ConfigError, match=f"{name}: expected what .* was loaded with"):
-            OptimizedPolicy(made, PolicyConfig(device="cpu", **{name: value}))
+            OptimizedPolicy(made, load_config({"device": "cpu", name: value}))
