@@ -16,15 +16,17 @@ from tests.support.scales import scales_of_any
 from tests.support.small_components import small
 from tests.support.tiny import random_model, tiny_config
 from vla_accel.component import Component
-from vla_accel.components import kv_cache_component, vision_component
+from vla_accel.components import denoise_component, kv_cache_component, vision_component
 from vla_accel.config import EngineName, EnginePrecision, EngineSpec, TensorrtOptions, load_config
 from vla_accel.engines import build
+from vla_accel.engines.eager import EagerEngine
 from vla_accel.engines.native import NativeEngine
+from vla_accel.engines.onnx import module_at
 from vla_accel.engines.tensorrt_builder import _set_flags, profiles_of
 from vla_accel.engines.tensorrt_plan import cache_of, obtain
 from vla_accel.engines.torch_tensorrt import _Whole, island_module
 from vla_accel.engines.torch_tensorrt_versions import conversion_options
-from vla_accel.errors import ConfigError
+from vla_accel.errors import ConfigError, EngineError
 from vla_accel.ledger import Ledger
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.policy import ahead_of_time
@@ -136,6 +138,17 @@ def test_options_of_all_native_engines_and_of_one_are_not_mixed() -> None:
     assert [s.native.kernels for s in specs.values()] == ["auto", "portable"]
 
 
+def test_a_precision_is_that_of_the_products_and_not_of_the_outputs() -> None:
+    """The actions are in float32 whatever computes them."""
+    component = denoise_component(MODEL, 1, 17, 2, False)
+    assert component.outputs[0].dtype == torch.float32
+    assert module_at(component, "bf16") is component.module
+    with pytest.raises(EngineError, match="denoise: precision fp32 was asked for"):
+        module_at(component, "fp32")
+    for precision, lacks in (("bf16", False), ("fp32", True)):
+        assert (EagerEngine.lacks(component, precision) is not None) == lacks
+
+
 # -- what each option changes -------------------------------------------------------------------------------------
 
 
@@ -222,8 +235,6 @@ def verified(given: EngineSpec, folder: Path) -> Any:
 
 def targets(given: EngineSpec) -> Any:
     """The GPUs that `vla-accel build` builds for, of those it refuses."""
-    from vla_accel.errors import EngineError
-
     try:
         ahead_of_time.check_targets({"vision": given}, (), torch.bfloat16)
     except EngineError as error:

@@ -213,6 +213,7 @@ class RtcConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         guided = {"max_guidance_weight": self.max_guidance_weight, "execution_horizon": self.execution_horizon}
+        guided["schedule"] = None if self.schedule == type(self).schedule else self.schedule
         if self.trained and any(value is not None for value in guided.values()):
             raise ConfigError(f"rtc.trained: expected no guidance beside it, got {guided}")
         if self.max_delay is not None and (self.max_delay < 1 or not self.trained):

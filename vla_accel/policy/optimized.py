@@ -118,8 +118,8 @@ class OptimizedPolicy:
         """Load a checkpoint folder, a bundled checkpoint ("demo") or one on the hub by name (`checkpoints.loading`).
 
         Args: `config`: a `PolicyConfig`, a mapping, a YAML/JSON file or the name of a shipped one ("native_fp8"), by
-        default the fast path (`engines.auto`); `device`, `num_steps` and `seed` override it; `lora`: folder or hub name
-        of an adapter that is folded into the weights. Raises CheckpointError for anything incomplete, ConfigError for
+        default the fast path (`engines.auto`); `device`, `num_steps`, `seed` and `lora` override it; `lora`: folder or
+        hub name of an adapter that is folded into the weights. Raises CheckpointError for anything incomplete, ConfigError for
         settings that cannot be.
         """
         with recorded() as spent:

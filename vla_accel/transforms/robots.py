@@ -38,8 +38,8 @@ class Preset:
     dimensions of state and actions whose sign differs between robot and model. `gripper`, `gripper_dims`: the
     grippers' units: "aloha" turns ALOHA's linear positions into the angles π0 was trained on, and back.
 
-    `discrete_state_input`: whether π0.5 reads the state in its prompt, where the checkpoint does not say; None is the
-    model's default (it does). `resize`: how images of other sizes are brought to the model's: "antialias" as openpi
+    `discrete_state_input`: whether π0.5 reads the state in its prompt, where the checkpoint does not say (openpi's
+    folders); None is the model's default (it does). `resize`: how images of other sizes are brought to the model's: "antialias" as openpi
     does, "bilinear" without a filter as lerobot does; both keep the aspect ratio and pad with black on both sides.
     "corner" is "bilinear" with black above and on the left alone, as in lerobot's SmolVLA.
     """
