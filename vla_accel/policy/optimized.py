@@ -119,8 +119,8 @@ class OptimizedPolicy:
 
         Args: `config`: a `PolicyConfig`, a mapping, a YAML/JSON file or the name of a shipped one ("native_fp8"), by
         default the fast path (`engines.auto`); `device`, `num_steps`, `seed` and `lora` override it; `lora`: folder or
-        hub name of an adapter that is folded into the weights. Raises CheckpointError for anything incomplete, ConfigError for
-        settings that cannot be.
+        hub name of an adapter that is folded into the weights. Raises CheckpointError for anything incomplete,
+        ConfigError for settings that cannot be, and for those that would change nothing.
         """
         with recorded() as spent:
             settings = load_config(config)
