@@ -323,6 +323,11 @@ def run(arguments: Arguments) -> None:
         if path is not None and not path.exists():
             raise ConfigError(f"{name.replace('_', '-')}: expected a path that is there, got {path}")
     jobs = chosen(arguments.names or ("*",), JOBS)
+    for name in ("observations", "realtime_vla", "starts", "stress"):
+        if getattr(arguments, name) is not None and not any(f"{{{name}}}" in job.command for job in jobs):
+            raise ConfigError(
+                f"{name.replace('_', '-')}: expected a run that reads it, got {', '.join(job.name for job in jobs)}"
+            )
     found, names = gpus()
     measuring = Measuring(
         jobs,

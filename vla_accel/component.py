@@ -110,6 +110,13 @@ class Component:
     quantised: Mapping[str, Products] = field(default_factory=dict)
     # Brings the weights that `module` computes with to the device, and returns them; None where they are there.
     fetch: Callable[[], Sequence[Tensor]] | None = None
+    # The dtype of the module's large products, where the first output has another one.
+    products: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the module's large products: the precision that "auto" stands for."""
+        return self.outputs[0].dtype if self.products is None else self.products
 
     def weights(self) -> Sequence[Tensor]:
         """The weights that `module` computes with, on the device from now on."""

@@ -19,6 +19,11 @@ from vla_accel.errors import ConfigError, EngineError, OutputError
 _OTHERS_WRITE = 0o022  # group and world
 
 
+def user_path(name: str | Path) -> Path:
+    """A path as the user wrote it, with ~ and ~NAME as their home folders. Python leaves them as they are."""
+    return Path(os.path.expanduser(name))
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A hidden name beside `path`, of the same suffix, to write to; it takes the place of `path` when the block ends

@@ -23,11 +23,15 @@ from vla_accel.files import write_json
 
 FILE = "fp8_scales.json"
 FORMAT = "vla_accel.fp8_scales/2"
-AGAIN = "calibrate again: vla-accel calibrate CHECKPOINT --observations OBSERVATIONS"
 NO_SCALES = f"FP8 needs calibrated scales beside the checkpoint ({FILE}); make them with `vla-accel calibrate`"
 """As `no_scales("fp8")`."""
 SAMPLE = 4096
 """Values of each tensor that a fingerprint looks at."""
+
+
+def again(checkpoint: object = "CHECKPOINT") -> str:
+    """What to type where scales cannot be used."""
+    return f"calibrate again: vla-accel calibrate {checkpoint} --observations OBSERVATIONS"
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class Scales:
     def of(self, product: str) -> float:
         """The largest absolute input of a product. Raises EngineError where it was not calibrated."""
         if product not in self.amax:
-            raise EngineError(f"FP8 and INT8: there is no calibrated scale of {product}; {AGAIN}")
+            raise EngineError(f"FP8 and INT8: there is no calibrated scale of {product}; {again()}")
         return self.amax[product]
 
     def why_not(self, model: nn.Module) -> str | None:
@@ -156,15 +160,17 @@ def read_scales(folder: Path) -> Scales | None:
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
-        raise CheckpointError(f"FP8 scales {path}: expected JSON, got: {error}") from error
+        raise CheckpointError(f"FP8 scales {path}: expected JSON, got: {error}; {again(folder)}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found == "vla_accel.fp8_scales/1":
-        raise CheckpointError(f"FP8 scales {path}: format 1 has no fingerprint of the weights; {AGAIN}")
+        raise CheckpointError(f"FP8 scales {path}: format 1 has no fingerprint of the weights; {again(folder)}")
     if found != FORMAT or not isinstance(content.get("amax"), dict) or not content.get("fingerprint"):
-        raise CheckpointError(f"FP8 scales {path}: expected format {FORMAT!r} with a fingerprint and a table of amax")
+        expected = f"format {FORMAT!r} with a fingerprint and a table of amax"
+        raise CheckpointError(f"FP8 scales {path}: expected {expected}, got format {found!r}; {again(folder)}")
     bad = [k for k, v in content["amax"].items() if not isinstance(v, (int, float)) or not 0 < v < math.inf]
     if bad:
-        raise CheckpointError(f"FP8 scales {path}: expected positive numbers, got others at {', '.join(bad[:8])}")
+        names = ", ".join(bad[:8])
+        raise CheckpointError(f"FP8 scales {path}: expected positive numbers, got others at {names}; {again(folder)}")
     amax = {name: float(value) for name, value in content["amax"].items()}
     source, version = content.get("source", ""), content.get("modelopt", "")
     return Scales(amax, int(content.get("observations", 0)), source, version, str(content["fingerprint"]))
@@ -175,7 +181,7 @@ def scales_for(model: nn.Module, folder: Path) -> Scales | None:
     weights than the model's."""
     scales = read_scales(folder)
     if scales is not None and (reason := scales.why_not(model)):
-        raise CheckpointError(f"FP8 scales {folder / FILE}: {reason}; {AGAIN}")
+        raise CheckpointError(f"FP8 scales {folder / FILE}: {reason}; {again(folder)}")
     return scales
 
 

@@ -34,11 +34,12 @@ def fitted(height: int, width: int, size: int) -> tuple[int, int, int, int]:
     return (size - inner_height) // 2, (size - inner_width) // 2, inner_height, inner_width
 
 
-def placed(height: int, width: int, size: int, method: Resize) -> tuple[int, int, int, int]:
-    """`fitted`, where a method puts it. Raises ObservationError where nothing of the image is left."""
+def placed(height: int, width: int, size: int, method: Resize, key: str = "image") -> tuple[int, int, int, int]:
+    """`fitted`, where a method puts it. Raises ObservationError, which names `key`, where nothing of the image is
+    left."""
     top, left, inner_height, inner_width = fitted(height, width, size)
     if not (inner_height and inner_width):
-        raise ObservationError(f"image: expected a shape that can be resized to {size}, got {(height, width, 3)}")
+        raise ObservationError(f"{key}: expected a shape that can be resized to {size}, got {(height, width, 3)}")
     if method == "corner":
         top, left = size - inner_height, size - inner_width
     return top, left, inner_height, inner_width

@@ -7,6 +7,7 @@ an interrupted run.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import sys
@@ -151,6 +152,8 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
     for name, given in (("video", arguments.video is not None), ("film-all", arguments.film_all)):
         if given and not benchmark.cameras:
             raise ConfigError(f"{name}: {benchmark.name} has no cameras")
+    if arguments.overwrite and arguments.retry_errors:
+        raise ConfigError("retry-errors: expected no --overwrite with it, which forgets the earlier episodes, got both")
     if arguments.report is not None:
         check_path(arguments.report)
     if arguments.output is None:
@@ -217,8 +220,10 @@ def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] |
         return source
     if steps is not None:
         raise ConfigError("steps: the scripted expert has no denoising steps; leave --steps out")
+    own = {field.name: field.default for field in dataclasses.fields(arguments)}["policy"]
     for name, given in (
         ("config", arguments.config), ("stress", arguments.stress), ("chunking", arguments.chunking != "plain"),
+        ("device", arguments.device != "auto"), ("policy", arguments.policy != own),
     ):  # fmt: skip
         if given:
             raise ConfigError(f"{name}: the scripted expert reads the simulator and answers at once; leave it out")

@@ -58,7 +58,9 @@ class PolicySource:
             return cls("local", text, config, device, chunking)
         check_address(text)
         if config is not None:
-            raise ConfigError(f"config: a remote policy is configured at its server, got {config!r} beside {text}")
+            raise ConfigError(f"config: a remote policy is configured at its server, got {config!r} with {text}")
+        if device != "auto":
+            raise ConfigError(f"device: a remote policy runs on its server's device, got {device} with {text}")
         return cls("remote", text, chunking=chunking)
 
     @property

@@ -28,7 +28,7 @@ from vla_accel.checkpoints.jax_layout import targets
 from vla_accel.checkpoints.orbax import OrbaxParameters, _import
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.cli import main
-from vla_accel.errors import CheckpointError, DependencyError, OutputError
+from vla_accel.errors import CheckpointError, ConfigError, DependencyError, OutputError
 from vla_accel.models.gemma import GemmaConfig
 from vla_accel.models.pi0 import SIZES, Kind, Pi0Config
 from vla_accel.models.siglip import SiglipConfig
@@ -176,6 +176,11 @@ def test_the_result_loads(converted: tuple[Any, ...]) -> None:
     close(state["embed.weight"], tree["PaliGemma/llm/embedder/input_embedding"])
     for file in folder.iterdir():
         assert file.stat().st_mode & stat.S_IROTH, f"{file.name} is not readable by all"
+
+
+def test_a_scale_of_adapters_that_are_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lora_scale: expected a checkpoint with LoRA adapters of attention, got 2"):
+        convert(ParameterTree(jax_tree(small("pi05"))), tmp_path, action_horizon=5, lora_scale=2.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

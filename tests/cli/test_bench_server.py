@@ -78,7 +78,7 @@ def test_clients_that_cannot_be_are_an_error(capsys: pytest.CaptureFixture[str])
     for words, message in (
         (["--clients", "1,0"], "clients: expected at least 1, got 0"),
         (["--seconds", "0"], "seconds: expected more than 0, got 0.0"),
-        (["--config", "native"], "config, num-steps: expected a checkpoint or --model beside them, got native alone"),
+        (["--config", "native"], "config, num-steps: expected a checkpoint or --model with them, got native alone"),
     ):
         assert main(["bench-server", *words]) == 1
         assert message in capsys.readouterr().err

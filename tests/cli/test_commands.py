@@ -22,8 +22,8 @@ import pytest
 from tests.support.pages import ROOT
 from tests.support.tiny import tiny_observation, write_robot, write_tiny_checkpoint
 from vla_accel.cli import COMMANDS, calibrate, ended, main, parity
-from vla_accel.cli.asked.policies import Build, Parity, PolicySource
-from vla_accel.cli.asked.servers import Serve
+from vla_accel.cli.asked.policies import Bench, Build, Parity, PolicySource
+from vla_accel.cli.asked.servers import BenchServer, Serve
 from vla_accel.cli.options import read, told
 from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
 from vla_accel.fp8 import FILE, Scales
@@ -60,9 +60,17 @@ def test_a_checkpoint_and_how_it_runs(kind: type[PolicySource], words: str, expe
     assert (given.checkpoint, given.config) == expected
 
 
-@pytest.mark.parametrize(("kind", "file", "option"), [(Serve, "a.yaml", "config"), (Parity, "b.npz", "observations")])
-def test_a_file_in_the_checkpoints_place_is_not_the_demos(kind: type[PolicySource], file: str, option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"expected a folder or a name, got {file}, which goes behind --{option}$"):
+@pytest.mark.parametrize(
+    ("kind", "file", "option"),
+    [
+        (Serve, "a.yaml", "config"),
+        (Parity, "b.npz", "observations"),
+        (Bench, "a.yaml", "config"),
+        (BenchServer, "configs/a.yaml", "config"),
+    ],
+)
+def test_a_file_in_the_checkpoints_place_is_not_the_demos(kind: type[Any], file: str, option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"expected a folder or a name, got {file}: type --{option} {file}$"):
         read(kind, [file], "vla-accel")
 
 
@@ -444,7 +452,7 @@ def test_a_checkpoints_folder_that_cannot_be_written_to_is_said_before_the_work(
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("words", ["parity", "calibrate", "tune --calls 1 --finalists 1 --output"])
+@pytest.mark.parametrize("words", ["parity", "calibrate", "tune --calls 1 --output"])
 def test_observations_of_another_robot_are_told_with_their_file(
     words: str, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

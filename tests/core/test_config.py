@@ -27,7 +27,7 @@ def test_yaml_json_and_mapping_agree(tmp_path: Path) -> None:
         "strict": True,
         "default_prompt": "pick",
         "vision": "eager",
-        "denoise": {"engine": "eager", "fallback": ["eager"]},
+        "denoise": {"engine": "native", "fallback": ["eager"]},
     }
     expected = PolicyConfig(
         num_steps=3,
@@ -35,11 +35,11 @@ def test_yaml_json_and_mapping_agree(tmp_path: Path) -> None:
         strict=True,
         default_prompt="pick",
         vision=EngineSpec("eager"),
-        denoise=EngineSpec("eager", ("eager",)),
+        denoise=EngineSpec("native", ("eager",)),
     )
     text = (
         "num_steps: 3\nprecision: fp32\nstrict: true\ndefault_prompt: pick\nvision: eager\n"
-        "denoise:\n  engine: eager\n  fallback: [eager]\n"
+        "denoise:\n  engine: native\n  fallback: [eager]\n"
     )
     assert load_config(content) == expected
     assert load_config(write(tmp_path, "a.json", json.dumps(content))) == expected

@@ -146,18 +146,24 @@ def test_tensor_spec_ranges_must_hold_the_example() -> None:
 # -- build and the ledger -----------------------------------------------------------------------------------------
 
 
-def refuses(_: Component, __: torch.device, ___: EngineSpec) -> Engine:
-    raise EngineError("no such GPU")
+class Refuses(EagerEngine):
+    name = "refuses"
+
+    def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
+        raise EngineError("no such GPU")
 
 
-def is_wrong(_: Component, __: torch.device, ___: EngineSpec) -> Engine:
-    raise KeyError("a bug")
+class IsWrong(EagerEngine):
+    name = "is_wrong"
+
+    def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
+        raise KeyError("a bug")
 
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENGINES, "refuses", refuses)
-    monkeypatch.setitem(ENGINES, "is_wrong", is_wrong)
+    monkeypatch.setitem(ENGINES, "refuses", Refuses)
+    monkeypatch.setitem(ENGINES, "is_wrong", IsWrong)
 
 
 def spec(*names: str) -> EngineSpec:

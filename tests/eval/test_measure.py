@@ -350,6 +350,7 @@ def test_listing_runs_nothing_and_bad_options_are_refused(
     for words, why in (
         (["--minutes", "0"], "minutes: expected"),
         (["--observations", "no.npz"], "observations: expected"),
+        (["bench_record_h200", "--stress", "noise=0.2"], "stress: expected a run that reads it, got bench_record_h200"),
     ):
         assert measure.main(words) == 1
         assert why in capsys.readouterr().err

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,8 @@ def test_fp8_where_there_is_none(groot_folder: Path) -> None:
         policy_of(groot_folder, "bf16", vision=fp8)
     with pytest.raises(EngineError, match=r"denoise: .*\(native: the native engine of a fp32 policy has fp32, got fp8"):
         policy_of(groot_folder, denoise=fp8)
+    with pytest.raises(EngineError, match=r"denoise: .*\(native: keep: its weights are stored in one byte all or none"):
+        policy_of(groot_folder, "bf16", denoise=replace(fp8, keep=("fc1",)))
 
 
 def compiled(*words: str) -> list[dict[str, int]]:

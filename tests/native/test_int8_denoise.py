@@ -181,9 +181,6 @@ def test_what_cannot_be_is_one_error_each(folders: dict[str, Path]) -> None:
         actions(policy_of(folders["pi05"], "fp16"))
     with pytest.raises(EngineError, match=r"denoise: .*\(native: keep: its weights are stored in one byte all or none"):
         actions(policy_of(folders["pi05"], keep=("o_proj",)))
-    with pytest.raises(EngineError, match=r"denoise: no engine could be built \(tensorrt: INT8 is the native engine's"):
-        other = EngineSpec("tensorrt", precision="int8")
-        OptimizedPolicy.from_pretrained(folders["pi05"], PolicyConfig(precision="bf16", device="cpu", denoise=other))
 
 
 def test_the_shipped_configuration() -> None:

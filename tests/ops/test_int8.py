@@ -21,7 +21,7 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
 from vla_accel.engines.native import why_not
-from vla_accel.errors import CheckpointError, EngineError
+from vla_accel.errors import CheckpointError, ConfigError, EngineError
 from vla_accel.fp8 import E4M3, FORMATS, INT8, no_scales
 from vla_accel.measure.parity import LIMITS, compare, reference_of
 from vla_accel.measure.random_policy import calibrate_on_noise, random_observations
@@ -235,8 +235,11 @@ def test_what_cannot_be_is_one_error_each(folder: Path, tmp_path: Path) -> None:
     scales.save(tmp_path)
     with pytest.raises(CheckpointError, match="they were measured on other weights"):
         OptimizedPolicy.from_pretrained(tmp_path, INT8_PREFIX)
-    with pytest.raises(EngineError, match=r"kv_cache: no engine could be built \(tensorrt: INT8 is the native engine"):
-        policy_of(folder, replace(BF16, kv_cache=EngineSpec("tensorrt", precision="int8")))
+    with pytest.raises(ConfigError, match=r"precision: .*int8.*, got tensorrt"):
+        EngineSpec("tensorrt", precision="int8")
+    policy = policy_of(folder, replace(BF16, kv_cache=EngineSpec("tensorrt", ("native",), precision="int8")))
+    entry = policy.ledger.entries["kv_cache"]
+    assert entry.used == "native" and entry.reason.startswith("tensorrt: ") and "int8" in entry.reason
     with pytest.raises(
         EngineError,
         match=r"kv_cache: .*\(native: the native engine of a fp32 policy has fp32, got int8",

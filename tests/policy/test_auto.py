@@ -63,9 +63,9 @@ def test_what_the_configuration_names_stays() -> None:
     assert (choices["vision"], choices["denoise"]) == (Choice(named["vision"]), Choice(named["denoise"]))
     assert choices["kv_cache"].spec.engine == "native" and choices["kv_cache"].why
     asked = chosen(RTX_4090, {**FREE, "kv_cache": EngineSpec(precision="fp8")})
-    assert asked["kv_cache"].spec == EngineSpec("native", ("eager",), precision="fp8")
-    refused = chosen(A100, {**FREE, "kv_cache": EngineSpec(precision="fp8")})
-    assert refused["kv_cache"].spec.engine == "eager" and "needs compute capability 8.9" in refused["kv_cache"].why
+    assert asked["kv_cache"].spec == EngineSpec("native", precision="fp8"), "eager has no FP8 to step down to"
+    with pytest.raises(ConfigError, match=r"kv_cache: .*needs compute capability 8\.9.*precision.*fp8"):
+        chosen(A100, {**FREE, "kv_cache": EngineSpec(precision="fp8")})
 
 
 def test_a_lower_precision_is_taken_only_as_a_whole_and_where_the_gpu_has_it() -> None:

@@ -21,8 +21,9 @@ from tests.support.scales import scales_of_any
 from tests.support.tiny import Kind, tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import load
-from vla_accel.config import NativeOptions
+from vla_accel.config import NativeOptions, TensorrtOptions
 from vla_accel.errors import DeviceMemoryError
+from vla_accel.families.groot import GROOT
 from vla_accel.families.pi0 import PI0, PI05
 from vla_accel.families.prompted import PromptShape
 from vla_accel.models.memory import Counted, tensors_in
@@ -77,10 +78,11 @@ def test_a_policy_read_part_by_part_computes_the_same_bits(
 ) -> None:
     """As one whose model was read as a whole; with other steps, too, and the embeddings on the host."""
     whole, parts = policy_of(folders[kind], config, whole=True), policy_of(folders[kind], config)
-    on_host = policy_of(folders[kind], replace(config, native=NativeOptions(embeddings="host")))
     want = actions(whole)
     np.testing.assert_array_equal(actions(parts), want)
-    np.testing.assert_array_equal(actions(on_host), want)
+    if config.kv_cache.engine == "native":
+        on_host = policy_of(folders[kind], replace(config, native=NativeOptions(embeddings="host")))
+        np.testing.assert_array_equal(actions(on_host), want)
     np.testing.assert_array_equal(actions(parts.with_steps(3)), actions(whole.with_steps(3)))
 
 
@@ -256,6 +258,39 @@ def test_smaller_configurations_are_those_that_the_gpu_has(monkeypatch: pytest.M
     assert texts[:4] == [host, expert, f"{expert}, {host}", prefix.replace("fp8", "int8")] and len(texts) == 7
     texts = [text for text, _ in footprint.smaller(PI05, engines(), cuda, False)]
     assert texts == [host, expert, f"{expert}, {host}"], "weights alone need no scales"
+
+
+def test_smaller_configurations_are_of_components_that_can_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever engines, options and fallbacks the others have."""
+    monkeypatch.setattr(Gpu, "of", lambda _: H200)
+    rtx = EngineSpec("tensorrt_rtx", ("native", "eager"), tensorrt=TensorrtOptions(refit=True))
+    specs = {"vision": EngineSpec("eager"), "kv_cache": rtx, "denoise": EngineSpec("native")}
+    found = dict(footprint.smaller(PI05, specs, torch.device("cuda"), True))
+    assert [*found] == [
+        "kv_cache: {engine: native, precision: fp8}",
+        "vision: {engine: native, precision: fp8}, kv_cache: {engine: native, precision: fp8}",
+    ]
+    assert next(iter(found.values())) == {**specs, "kv_cache": EngineSpec("native", precision="fp8")}
+    groot: dict[str, EngineSpec] = dict.fromkeys(PARTS, EngineSpec("native"))
+    texts = [text for text, _ in footprint.smaller(GROOT, groot, torch.device("cuda"), True)]
+    assert texts and not any("host" in text for text in texts), "its program does not read them from there"
+
+
+def test_weights_are_counted_whatever_engines_the_components_have(folders: dict[Kind, Path]) -> None:
+    model = load(folders["pi05"], dtype=torch.bfloat16, whole=False).model
+    chain = EngineSpec("native", ("tensorrt", "eager"), tensorrt=TensorrtOptions(refit=True))
+    found = footprint.weight_bytes(
+        model,
+        PI05,
+        PromptShape(1, 2, 2, 32, True),
+        {
+            "vision": EngineSpec("eager"),
+            "kv_cache": chain,
+            "denoise": EngineSpec("eager", ("native",), precision="fp8"),
+        },
+        None,
+    )
+    assert all(size > 0 for size in found.values())
 
 
 def test_tensors_are_found_wherever_they_are() -> None:

@@ -26,7 +26,7 @@ from tests.support.tiny_smolvla import statistics
 from tests.support.waiting import PATIENCE_S
 from vla_accel import EngineSpec, OptimizedPolicy
 from vla_accel.config import RtcConfig, load_config
-from vla_accel.errors import ActionError, ConfigError
+from vla_accel.errors import ActionError, ConfigError, ObservationError
 from vla_accel.families.pi0_fast import PI0_FAST
 from vla_accel.measure.parity import compare, reference_of
 from vla_accel.measure.random_policy import random_observations, random_policy
@@ -75,6 +75,16 @@ def test_a_batch_is_its_rows_and_the_formulas(policy: OptimizedPolicy) -> None:
     assert np.abs(together[0]["actions"] - together[1]["actions"]).max() > 1e-3
     assert {"vision_ms", "kv_cache_ms", "decode_ms"} <= together[0]["policy_timing"].keys()
     assert {"vision", "kv_cache", "decode"} <= policy.latency_report()["components"].keys()
+
+
+def test_a_seed_changes_nothing_and_noise_of_another_shape_is_refused(folder: Path, policy: OptimizedPolicy) -> None:
+    """The decoding is greedy."""
+    plain = policy.infer(observation())["actions"]
+    noise = np.zeros(PI0_FAST.action_shape(policy.model.config))
+    other = OptimizedPolicy.from_pretrained(folder, RELAXED, seed=7)
+    np.testing.assert_array_equal(other.infer(observation())["actions"], plain)
+    with pytest.raises(ObservationError, match="noise: expected shape"):
+        policy.infer(observation(), noise=noise[1:])
 
 
 def test_written_actions_arrive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,6 +240,8 @@ def test_one_client_too_many_is_refused_and_welcome_when_another_leaves() -> Non
         ({"api_key_file": 3}, "api_key_file: expected Path, got 3"),
         ({"max_clients": 0}, "max_clients: expected at least 1"),
         ({"max_batch": 0}, "max_batch: expected at least 1"),
+        ({"max_batch": 3}, "max_batch: expected a power of two, such as 2 or 4, got 3"),
+        ({"max_wait_s": 0.1}, "max_wait_s: expected max_batch above 1 with it, got 0.1 alone"),
         ({"max_payload": 0}, "max_payload: expected at least 1"),
         ({"request_timeout_s": 0}, "request_timeout_s: expected seconds above 0"),
         ({"message_timeout_s": float("nan")}, "message_timeout_s: expected seconds above 0"),

@@ -90,6 +90,18 @@ def test_a_machine_with_many_connections_does_not_delay_another() -> None:
     assert order == [1, 2, 100, 3, 4, 5]
 
 
+def test_batches_of_a_policy_that_takes_one_observation_are_refused() -> None:
+    class One:
+        def infer(self, observation: Any) -> Any:
+            raise NotImplementedError
+
+    with (
+        pytest.raises(ConfigError, match="max_batch: expected a policy with infer_batch"),
+        background(One(), local(max_batch=2)),
+    ):
+        pass
+
+
 def test_requests_that_wait_together_run_together_and_each_gets_its_own() -> None:
     policy = EchoPolicy()
     policy.gate.clear()

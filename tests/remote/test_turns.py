@@ -60,7 +60,9 @@ class Told:
 async def dispatched(*replicas: Told, max_batch: int = 1) -> AsyncIterator[tuple[Dispatcher, Callable[[str], Job]]]:
     """A dispatcher that has started, and what submits a call to it by its name."""
     metrics = Metrics(clients=int, waiting=int, running=int, replicas=int)
-    dispatcher = Dispatcher(replicas, replace(LOCAL, max_batch=max_batch, max_wait_s=0.0), metrics)
+    dispatcher = Dispatcher(
+        replicas, replace(LOCAL, max_batch=max_batch, **({"max_wait_s": 0.0} if max_batch > 1 else {})), metrics
+    )
 
     def submit(frame: str) -> Job:
         return dispatcher.submit(Call(frame), "a client")

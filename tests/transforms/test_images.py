@@ -111,6 +111,13 @@ def test_other_shapes_are_refused(shape: Any) -> None:
         to_uint8(np.zeros(shape, np.uint8), "cam")
 
 
+@pytest.mark.parametrize(("shape", "colours"), [((8, 9, 4), "[..., :3]"), ((4, 8, 9), "[:3]"), ((8, 9, 2), "")])
+def test_an_alpha_channel_is_named_with_what_to_pass_instead(shape: Any, colours: str) -> None:
+    with pytest.raises(ObservationError) as caught:
+        to_uint8(np.zeros(shape, np.uint8), "cam")
+    assert str(caught.value).endswith(f"image{colours}" if colours else f"got {shape}")
+
+
 @pytest.mark.parametrize(
     ("image", "got"),
     [

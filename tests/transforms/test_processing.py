@@ -288,6 +288,7 @@ BAD: list[tuple[str, Any, str]] = [
         image((0, 28, 3)),
         r"observation/image: expected shape \(height, width, 3\), got \(0, 28, 3\)",
     ),
+    ("observation/wrist_image", image((1, 300, 3)), r"observation/wrist_image: .*resized to 28, got \(1, 300, 3\)"),
     ("observation/image", image((28, 28, 4)), r"observation/image: expected shape .* got \(28, 28, 4\)"),
     ("observation/wrist_image", image((28, 28)), r"observation/wrist_image: expected shape .* got \(28, 28\)"),
     ("observation/wrist_image", image((1, 28, 28, 3)), r"observation/wrist_image: expected shape .* got \(1, 28"),

@@ -21,7 +21,7 @@ from vla_accel.checkpoints.jax_layout import Target, targets
 from vla_accel.checkpoints.jax_lora import FoldedParameters
 from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.writer import SafetensorsWriter
-from vla_accel.errors import CheckpointError
+from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.files import replacing, write_json
 from vla_accel.models.pi0 import Pi0, Pi0Config
 
@@ -91,9 +91,12 @@ def convert(
     also write the expert's output head, as zeros: nothing reads it, but openpi's own loader insists on it;
     `lora_scale`: alpha / rank of the attention's LoRA adapters, which are folded in (`jax_lora`); `advance`: called
     with each source's name.
-    Raises CheckpointError if a parameter has no place, or the model lacks one, or values are not finite.
+    Raises CheckpointError if a parameter has no place, or the model lacks one, or values are not finite; ConfigError
+    for a scale without adapters.
     """
     parameters = FoldedParameters(parameters, lora_scale, source)
+    if lora_scale != 1.0 and not parameters.scaled:
+        raise ConfigError(f"lora_scale: expected a checkpoint with LoRA adapters of attention, got {lora_scale}")
     places = targets(parameters.shapes, source)
     shapes = {t.name: t.shape for t in places}
     stated = Stated(action_horizon=action_horizon, discrete_state_input=discrete_state_input)

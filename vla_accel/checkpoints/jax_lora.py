@@ -27,7 +27,8 @@ class _Parameters(Protocol):
 class FoldedParameters:
     """`convert.Parameters` without adapters: reading a weight folds its own in, in float32.
 
-    Args: `scale`: alpha / rank of the attention's adapters. `adapters`: how many weights have one.
+    Args: `scale`: alpha / rank of the attention's adapters. `adapters`: how many weights have one; `scaled`: how
+    many of them `scale` is for.
     Raises CheckpointError for an adapter without its weight or its other half, or whose shape is not the weight's.
     """
 
@@ -35,6 +36,7 @@ class FoldedParameters:
         self._parameters, self._scale = parameters, scale
         self._pairs = _pairs(parameters.shapes, where)
         self.adapters = len(self._pairs)
+        self.scaled = sum("/attn/" in name for name in self._pairs)
         halves = {half for pair in self._pairs.values() for half in pair}
         self.shapes = {name: shape for name, shape in parameters.shapes.items() if name not in halves}
         self.dtypes = {name: dtype for name, dtype in parameters.dtypes.items() if name not in halves}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,13 @@ from vla_accel.checkpoints.lora import CONFIG, Lora, is_adapter, read_lora
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, unknown
+from vla_accel.files import user_path
 from vla_accel.fp8 import Scales, scales_for
 from vla_accel.models.family import FAMILIES, Family, family_named
 from vla_accel.models.network import Network
 
+_FILES = (".yaml", ".yml", ".json", ".npz", ".safetensors", ".pt", ".bin")
+"""Endings of files: a name with one of them is not looked up on the hub."""
 _SETTINGS = ("tokenizer", "action_horizon", "max_token_len", "lora")  # of every family
 # Levels of a run's folder: checkpoints/<step>/pretrained_model.
 _DEPTH = 3
@@ -48,6 +51,8 @@ class Checkpoint:
     folder: Path | None = None
     calibrated: Scales | None = None
     lora: Path | None = None
+    settings: PolicyConfig = field(default_factory=PolicyConfig)
+    """What it was loaded with."""
 
     @property
     def kept(self) -> Path | None:
@@ -84,7 +89,7 @@ def load(
     Raises CheckpointError for anything missing, left over, misshaped or contradictory, ConfigError for settings that
     cannot be, DependencyError that says what to install.
     """
-    settings = settings or PolicyConfig()
+    settings = loaded_with = settings or PolicyConfig()
     folder, lora = base_and_lora(path_or_name, settings.checkpoint.lora)
     if lora is not None:
         settings = settings.with_lora(str(lora))
@@ -94,7 +99,8 @@ def load(
         if name not in known and given[name] != usual[name]:
             raise ConfigError(f"checkpoint.{name}: {family.name} has no such setting, expected {', '.join(known)}")
     model, processor = family.load(folder, settings, device=device, dtype=dtype)
-    return Checkpoint(str(path_or_name), family, model.whole() if whole else model, processor, folder, lora=lora)
+    model = model.whole() if whole else model
+    return Checkpoint(str(path_or_name), family, model, processor, folder, lora=lora, settings=loaded_with)
 
 
 def base_and_lora(path_or_name: str | Path, lora: str | None = None) -> tuple[Path, Path | None]:
@@ -115,7 +121,7 @@ def base_and_lora(path_or_name: str | Path, lora: str | None = None) -> tuple[Pa
         return _base_of(read_lora(folder), name), folder
     if lora is None:
         return folder, None
-    if not Path(lora).exists() and HubName.parse(lora) is None:
+    if not user_path(lora).exists() and HubName.parse(lora) is None:
         raise CheckpointError(f"lora: expected an adapter's folder, or its name on the hub, got {lora!r}")
     try:
         found = find(lora)
@@ -180,12 +186,16 @@ def local(path_or_name: str | Path) -> Path | None:
     if not isinstance(path_or_name, (str, Path)):
         raise CheckpointError(_unknown(path_or_name))
     name = str(path_or_name)
-    folder = NAMED.get(name, Path(path_or_name))
+    folder = NAMED.get(name, user_path(path_or_name))
     if name and folder.is_dir():  # an empty name would be the current folder
         return folder
     if folder.is_file():
         hint = f"; did you mean {folder.parent}?" if (folder.parent / "config.json").is_file() else ""
         raise CheckpointError(f"checkpoint: expected a folder, got the file {name!r}{hint}")
+    if folder.suffix.lower() in _FILES:
+        raise CheckpointError(
+            f"checkpoint: expected a folder or a name on the hub, got {name!r}, a file that does not exist"
+        )
     named = HubName.parse(name)
     if named is None:
         raise CheckpointError(_unknown(name))

@@ -14,7 +14,7 @@ import numpy as np
 from vla_accel.cli.asked.policies import Bench
 from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.components.quantize import load_modelopt
-from vla_accel.config import AUTO
+from vla_accel.config import AUTO, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import without_folders
 from vla_accel.machine import hardware, resolve_device, software
@@ -35,13 +35,15 @@ def main(chosen: Bench, words: list[str]) -> int:
     """Time and report."""
     if chosen.report is not None:
         check_path(chosen.report)
-    device = resolve_device(chosen.device)
+    configs = [load_config(name) for name in chosen.config] if chosen.checkpoint is not None else []
+    device = resolve_device(chosen.device or _device(configs))
     if chosen.profile and device.type != "cuda":
         raise ConfigError(f"profile: expected a GPU, whose kernels it tells, got {device}")
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
     factory = _factory(chosen, str(device), ceilings)
     family = factory.family
-    sweep = chosen.steps or family.sweep
+    named = tuple(dict.fromkeys(config.num_steps for config in configs if config.num_steps is not None))
+    sweep = chosen.steps or named or family.sweep
     camera = camera_size(chosen.camera)
     systems = _systems(factory, chosen.systems, fitted=camera is None)
     unknown = [name for name in systems if name not in factory.names]
@@ -134,6 +136,14 @@ def _heard(host: dict[str, Any], cores: float | None) -> None:
     """Keep the busiest of what a report's rows heard of the machine."""
     if cores is not None:
         host["others_busy"] = max(round(cores, 1), host["others_busy"] or 0.0)
+
+
+def _device(configs: Sequence[PolicyConfig]) -> str:
+    """The device that the configurations name. Raises ConfigError where they name several."""
+    named = [*dict.fromkeys(config.device for config in configs if config.device != "auto")]
+    if len(named) > 1:
+        raise ConfigError(f"device: expected one of all configurations, or --device, got {', '.join(named)}")
+    return named[0] if named else "auto"
 
 
 def _factory(chosen: Bench, device: str, ceilings: Ceilings | None) -> Factory | CheckpointFactory:

@@ -25,6 +25,8 @@ from vla_accel.server.connection import websockets_server
 def main(chosen: BenchServer, words: list[str]) -> int:
     """Time and report; fails if an answer was lost or crossed."""
     began = time.monotonic()
+    if chosen.devices is not None and chosen.device is not None:
+        raise ConfigError(f"devices: expected --devices alone, got --device {chosen.device}, too")
     websockets_server()  # or what is missing is said, before a checkpoint is read
     load_policy, observation = _policy(chosen)
     devices = None if chosen.devices is None else machine.resolve_devices(chosen.devices)
@@ -80,7 +82,7 @@ def _policy(chosen: BenchServer) -> tuple[Callable[[str | None], Any], dict[str,
         return LoadRandom(chosen.model, chosen.config, chosen.num_steps), random_observation(chosen.model)
     if chosen.checkpoint is None:
         if beside := chosen.config or chosen.num_steps:
-            raise ConfigError(f"config, num-steps: expected a checkpoint or --model beside them, got {beside} alone")
+            raise ConfigError(f"config, num-steps: expected a checkpoint or --model with them, got {beside} alone")
         return Nothing, Nothing.example()
     loaded = load(chosen.checkpoint, load_config(chosen.config), whole=False)
     return Load(chosen.checkpoint, chosen.config, chosen.num_steps), dict(loaded.processor.example())

@@ -40,7 +40,10 @@ def main(options: Build, words: list[str]) -> int:
     if options.depth is not None and not options.model:
         raise ConfigError("depth: expected --model beside it: a checkpoint has its own depth")
     targets = [parse_target(t) for t in options.targets]
+    if options.dry_run and options.manifest is not None:
+        raise ConfigError(f"manifest: expected no --dry-run with it, which builds nothing, got {options.manifest}")
     specs = building.named(config.specs(family.parts))
+    building.check_targets(specs, targets, _dtype(config))
     building.check_libraries(specs, targets or [parse_target(t) for s in specs.values() for t in s.tensorrt.targets])
     began = time.perf_counter()
     todo = building.jobs(_checkpoint(options, config, specs), config, targets)
@@ -79,15 +82,21 @@ def _with_options(config: PolicyConfig, family: Family, options: Build) -> Polic
     if options.no_verify:
         changes["verify"] = False
     specs = config.specs(family.parts)
-    changed = {n: replace(s, tensorrt=replace(s.tensorrt, **changes)) for n, s in specs.items()}
-    return config.with_specs(changed)
+    for name, spec in building.named(specs).items():
+        specs[name] = replace(spec, tensorrt=replace(spec.tensorrt, **changes))
+    return config.with_specs(specs)
+
+
+def _dtype(config: PolicyConfig) -> torch.dtype:
+    """Of the large products on a GPU."""
+    return torch.float32 if config.precision == "fp32" else torch.bfloat16
 
 
 def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, EngineSpec]) -> Checkpoint:
     """The model in the dtype it has on a GPU, and what belongs to it."""
     on_gpu = torch.cuda.is_available() and any(s.engine != "tensorrt_rtx" for s in specs.values())
     device = torch.device("cuda" if on_gpu else "cpu")
-    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    dtype = _dtype(config)
     if not options.model:
         return load(options.checkpoint or "demo", config, device=device, dtype=dtype)
     family, size = sized(options.model)

@@ -30,7 +30,7 @@ def main(options: BuildUnet, words: list[str]) -> int:
         raise ConfigError(f"output-dir: expected a folder for the files of {options.sd_dir}, got none")
     root = options.output_dir or Path(options.sd_dir)
     library = load_library(options.library)
-    targets = pick_targets(options.library, options.targets)
+    targets = pick_targets(options.library, options.targets, DTYPES[options.dtype])
     names = {"random": "sd-unet", "tiny-random": "tiny-sd-unet"}
     source = names.get(options.sd_dir, str(Path(options.sd_dir) / "unet"))
     loaded = load_model(source, kinds=(UNET,), dtype=DTYPES[options.dtype], device=torch.device("cpu"))

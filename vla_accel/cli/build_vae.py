@@ -26,7 +26,7 @@ from vla_accel.config import TensorrtOptions
 from vla_accel.diffusion.config import TrtVaeConfig, VaeConfig
 from vla_accel.diffusion.engine_files import BuiltFile, build_file, export_onnx, found_file
 from vla_accel.diffusion.models import load_model
-from vla_accel.engines.tensorrt_library import LibraryName, capability_of, load_library, parse_target
+from vla_accel.engines.tensorrt_library import LibraryName, capability_of, check_target, load_library, parse_target
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
 from vla_accel.machine import resolve_device
@@ -39,7 +39,7 @@ def main(options: BuildVae, words: list[str]) -> int:
     """Run the command; the exit status."""
     began = time.perf_counter()
     library = load_library(options.library)
-    targets = pick_targets(options.library, options.targets)
+    targets = pick_targets(options.library, options.targets, DTYPES[options.dtype])
     # Weights stay on the CPU: the builder takes them from the ONNX file.
     encoder, decoder = split_autoencoder(
         load_model(options.vae, kinds=AUTOENCODERS, dtype=DTYPES[options.dtype], device=torch.device("cpu"))
@@ -89,13 +89,21 @@ def _wanted(options: BuildVae, side: Side) -> list[tuple[Path, Size, bool]]:
     return [(options.output_dir / key / f"vae_{side}.trt", size, False) for key, size in sizes.items()]
 
 
-def pick_targets(library: LibraryName, texts: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Compute capabilities to build for: those named, or this machine's GPU's. Raises ConfigError for neither."""
+def pick_targets(library: LibraryName, texts: tuple[str, ...], dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Compute capabilities to build for: those named, or this machine's GPU's. Raises ConfigError for neither, and for
+    targets of a library that builds for this machine's GPU alone; EngineError for a GPU that the library does not run
+    on, or that lacks `dtype`."""
+    if texts and library != "tensorrt_rtx":
+        raise ConfigError(f"targets: only --library tensorrt_rtx builds for other GPUs, got targets for {library}")
     if texts:
-        return [parse_target(t) for t in texts]
-    if torch.cuda.is_available():
-        return [capability_of(resolve_device("auto"))]
-    raise ConfigError(f"targets: no GPU here; expected --targets (like sm89) for {library}, got none")
+        targets = [parse_target(t) for t in texts]
+    elif torch.cuda.is_available():
+        targets = [capability_of(resolve_device("auto"))]
+    else:
+        raise ConfigError(f"targets: no GPU here; expected --targets (like sm89) for {library}, got none")
+    for target in targets:
+        check_target(library, target, (dtype,))
+    return targets
 
 
 def describe(file: BuiltFile, root: Path) -> dict[str, Any]:

@@ -17,7 +17,9 @@ def main(chosen: Calibrate, words: list[str]) -> int:
     if chosen.observations is None:
         raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, got none")
     recorded = load_observations(chosen.observations, chosen.count)
-    checkpoint = load(chosen.checkpoint or "demo", chosen.settings(), device=resolve_device(chosen.device), whole=False)
+    settings = chosen.settings()
+    device = resolve_device(chosen.device or settings.device)
+    checkpoint = load(chosen.checkpoint or "demo", settings, device=device, whole=False)
     folder = chosen.output or checkpoint.kept
     assert folder is not None
     require_writable_folder(folder, "output")

@@ -127,6 +127,15 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
     return given
 
 
+REMOVED = {
+    "checkpoint": "the checkpoint comes first, without an option",
+    "limit": "it is now --count N",
+    "random": "it is now --model NAME, such as --model pi05",
+    "synthetic": "it is now --model NAME, such as --model pi05",
+}
+"""Options of earlier versions, and what to type instead."""
+
+
 def _sentence(box: str, options: Sequence[str]) -> str:
     """What is wrong in the first paragraph of tyro's box, without helptexts, and which option was meant."""
     # On a terminal the box is coloured; where the output is not in UTF-8 its lines are blanks and hyphens.
@@ -136,6 +145,8 @@ def _sentence(box: str, options: Sequence[str]) -> str:
     if said.startswith("Unrecognized") and " -" not in said:  # words that belong to nothing, as in --steps 10 3
         return f"{said}; a list is one word with commas"
     wrong = re.match(r"Unrecognized options: --([\w-]+)", said)
+    if wrong and wrong[1] in REMOVED:
+        return f"{said}: {REMOVED[wrong[1]]}"
     return said + (nearest(wrong[1], options, "--") if wrong else "")
 
 

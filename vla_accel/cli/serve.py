@@ -43,6 +43,8 @@ def main(given: Serve, words: list[str]) -> int:
 
 def server_config(given: Serve) -> ServerConfig:
     """The server's part. Raises ConfigError, also for an open door that nobody asked for."""
+    if given.max_wait_ms is not None and given.max_batch == 1:
+        raise ConfigError(f"max-wait-ms: expected --max-batch above 1 with it, got {given.max_wait_ms:g} alone")
     config = ServerConfig(
         host=given.host,
         port=given.port,
@@ -57,8 +59,11 @@ def server_config(given: Serve) -> ServerConfig:
         max_batch=given.max_batch,
         max_observations=given.max_observations,
         rate_limit=given.rate_limit,
-        max_wait_s=given.max_wait_ms / 1e3,
+        max_wait_s=ServerConfig.max_wait_s if given.max_wait_ms is None else given.max_wait_ms / 1e3,
     )
+    if given.insecure and (given.api_key_file is not None or not config.beyond):
+        got = "--api-key-file" if given.api_key_file is not None else f"--host {given.host}"
+        raise ConfigError(f"insecure: expected a --host beyond this machine and no key file, got {got}")
     if given.api_key_file is None and not given.insecure and config.beyond:
         raise ConfigError(
             f"host: {given.host or 'every address'} without a key lets in whoever reaches it: expected "

@@ -42,6 +42,10 @@ from vla_accel.tune.search import Episodes, Search, Settings
 MOST_KEPT = 3
 """Products of a component that are kept at once, at most: a layer has four."""
 
+OF_EPISODES = ("margin", "confidence", "finalists", "episodes", "workers", "no_films")
+"""Options of gate two, which only a benchmark has."""
+QUICK = {"count": 8, "draws": 1, "calls": 10}
+"""Options that --quick limits, and to what."""
 
 Opener = Callable[..., Episodes]
 """`open(checkpoint, *, suite, tasks, device, workers, seed, folder, films)`: a benchmark's `Episodes`. `suite`, `tasks`
@@ -60,6 +64,7 @@ def main(chosen: Tune, words: list[str]) -> int:
         raise ConfigError("allow-steps: expected --benchmark beside it: another number of steps is judged by success")
     if chosen.benchmark is None and (alone := chosen.suite or chosen.tasks):
         raise ConfigError(f"suite, tasks: expected --benchmark beside them, got {alone} alone")
+    _refuse_unread(chosen)
     if chosen.observations is None and not chosen.quick:
         raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, or --quick, got none")
     opener = None if chosen.benchmark is None else find_benchmark(chosen.benchmark)
@@ -72,7 +77,7 @@ def main(chosen: Tune, words: list[str]) -> int:
         seed=chosen.seed, folder=chosen.output / "episodes", films=not chosen.no_films,
     )  # fmt: skip
     observations, recorded = _observations(chosen, checkpoint, base)
-    quick = {"count": min(8, chosen.count), "draws": 1, "calls": min(10, chosen.calls)} if chosen.quick else {}
+    quick = {name: min(most, getattr(chosen, name)) for name, most in QUICK.items()} if chosen.quick else {}
     chosen = replace(chosen, **quick)
     reference = candidates.reference(base, parts)
     bench = PolicyBench(checkpoint, reference, observations[: chosen.count], draws=chosen.draws, calls=chosen.calls,
@@ -171,6 +176,18 @@ class Teller:
             left = round(spent / done * (total - done)) if done else 0
             told = f", about {left} s left" if left else ""
             print(f"[{done}/{total}] {text} ({spent:.0f} s so far{told})", file=sys.stderr, flush=True)
+
+
+def _refuse_unread(chosen: Tune) -> None:
+    """Raise ConfigError for options that others leave without effect."""
+    usual = {field.name: field.default for field in dataclasses.fields(chosen)}
+    changed = {name: value for name, value in vars(chosen).items() if value != usual[name]}
+    if chosen.benchmark is None and (alone := [name for name in OF_EPISODES if name in changed]):
+        name = alone[0]
+        raise ConfigError(f"{name.replace('_', '-')}: expected --benchmark with it, got {changed[name]} alone")
+    for name, most in QUICK.items() if chosen.quick else ():
+        if name in changed and changed[name] > most:
+            raise ConfigError(f"{name}: expected at most {most} with --quick, got {changed[name]}")
 
 
 def _base(chosen: Tune) -> PolicyConfig:

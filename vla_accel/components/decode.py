@@ -56,5 +56,6 @@ def decode_component(
     outputs = (TensorSpec(RESULT, (batch, steps), torch.int64),)
     native = None if store is None or not padded else partial(store.decode, batch, total, steps)
     return Component(
-        "decode", module, tuple(inputs), outputs, native, quantised=QUANTISED["decode"], fetch=module.fetch
+        "decode", module, tuple(inputs), outputs, native, quantised=QUANTISED["decode"], fetch=module.fetch,
+        products=model.dtype,
     )  # fmt: skip

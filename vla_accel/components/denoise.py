@@ -119,5 +119,5 @@ def denoise_component(
 
     return Component(
         "denoise", module, tuple(inputs), outputs, native, loop=None if rtc.trained else loop,
-        quantised=QUANTISED["denoise"], fetch=module.fetch,
+        quantised=QUANTISED["denoise"], fetch=module.fetch, products=model.dtype,
     )  # fmt: skip

@@ -170,6 +170,6 @@ def groot_components(
         ),
     }  # fmt: skip
     return tuple(
-        Component(name, m, i, o, n, quantised=QUANTISED.get(name, {}), fetch=m.fetch)
+        Component(name, m, i, o, n, quantised=QUANTISED.get(name, {}), fetch=m.fetch, products=model.dtype)
         for name, (m, i, o, n) in made.items()
     )  # type: ignore[return-value]

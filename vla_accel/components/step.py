@@ -63,6 +63,7 @@ def denoise_loop(
         DenoiseStep(model, modulations is not None, "lengths" in specs),
         body_inputs,
         (TensorSpec("next", start.shape, start.dtype),),
+        products=model.dtype,
     )
     scalars = {"dt": [-1.0 / steps] * steps, "time": times, "gain": gains}
     tables = {n: torch.tensor(v, dtype=torch.float32, device=rows.device)[:, None] for n, v in scalars.items()}

@@ -2,6 +2,8 @@
 
 from vla_accel.config.policy import (
     AUTO,
+    PRECISIONS,
+    TENSORRT,
     Attention,
     CheckpointSpec,
     EngineName,
@@ -20,6 +22,8 @@ from vla_accel.config.policy import (
 
 __all__ = [
     "AUTO",
+    "PRECISIONS",
+    "TENSORRT",
     "Attention",
     "CheckpointSpec",
     "EngineName",

@@ -85,7 +85,13 @@ def from_mapping(kind: type[T], content: Mapping[str, Any], where: str = "") -> 
     needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     if lacking := [f"{where}{name}" for name in needed if name not in values]:
         raise ConfigError(f"expected {', '.join(lacking)}, found {', '.join(content) or 'nothing'}")
-    return kind(**values)
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        if not where:
+            raise
+        # The dataclass names its own field; only the mapping knows which component it belongs to.
+        raise ConfigError(f"{where}{str(error).removeprefix(getattr(kind, 'where', ''))}") from error
 
 
 def as_mapping(content: Any) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vla_accel.config.mapping import Checked, from_mapping, read_mapping
 from vla_accel.errors import ConfigError, unknown
+from vla_accel.files import user_path
 
 Precision = Literal["auto", "fp32", "bf16"]
 EngineName = Literal["auto", "eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
@@ -22,6 +23,18 @@ AUTO = "auto"
 LARGEST = 4096
 """Of sizes that no weight shows (actions of a chunk, tokens of a prompt, numbers of a state, pixels of an edge): more
 are a mistake, which would take all the memory that there is."""
+
+TENSORRT = ("tensorrt", "tensorrt_rtx", "torch_tensorrt")
+PRECISIONS: Mapping[str, tuple[EnginePrecision, ...]] = {
+    "eager": ("auto", "fp32", "bf16"),
+    **dict.fromkeys(TENSORRT, ("auto", "fp32", "bf16", "fp16", "fp8")),
+}
+"""The precisions of `EngineSpec` that an engine has for some component; an engine that is not listed has all."""
+
+
+def _read_by(*engines: str) -> Mapping[str, Any]:
+    """Metadata of a field that only these engines read: `EngineSpec` refuses a value that no engine would read."""
+    return {"engines": engines}
 
 
 @dataclass(frozen=True)
@@ -41,19 +54,19 @@ class TensorrtOptions(Checked):
 
     where = "tensorrt."
 
-    targets: tuple[str, ...] = ()
-    profiles: tuple[str, ...] = ()
-    optimization_level: int | None = None
-    workspace_mb: int | None = None
-    weight_streaming: bool = False
-    refit: bool = False
-    version_compatible: bool = False
-    hardware_compatible: bool = False
-    timing_cache: bool = True
-    whole: bool = False
-    verify: bool = True
-    cache: str | None = None
-    cache_gb: float = 20.0
+    targets: tuple[str, ...] = field(default=(), metadata=_read_by("tensorrt_rtx"))
+    profiles: tuple[str, ...] = field(default=(), metadata=_read_by("tensorrt", "tensorrt_rtx"))
+    optimization_level: int | None = field(default=None, metadata=_read_by(*TENSORRT))
+    workspace_mb: int | None = field(default=None, metadata=_read_by(*TENSORRT))
+    weight_streaming: bool = field(default=False, metadata=_read_by(*TENSORRT))
+    refit: bool = field(default=False, metadata=_read_by(*TENSORRT))
+    version_compatible: bool = field(default=False, metadata=_read_by(*TENSORRT))
+    hardware_compatible: bool = field(default=False, metadata=_read_by(*TENSORRT))
+    timing_cache: bool = field(default=True, metadata=_read_by("tensorrt", "tensorrt_rtx"))
+    whole: bool = field(default=False, metadata=_read_by("torch_tensorrt"))
+    verify: bool = field(default=True, metadata=_read_by(*TENSORRT))
+    cache: str | None = field(default=None, metadata=_read_by(*TENSORRT))
+    cache_gb: float = field(default=20.0, metadata=_read_by(*TENSORRT))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,8 +88,8 @@ class NativeOptions(Checked):
 
     where = "native."
 
-    kernels: Literal["auto", "portable"] = "auto"
-    embeddings: Literal["gpu", "host"] = "gpu"
+    kernels: Literal["auto", "portable"] = field(default="auto", metadata=_read_by("native"))
+    embeddings: Literal["gpu", "host"] = field(default="gpu", metadata=_read_by("native"))
 
 
 @dataclass(frozen=True)
@@ -86,11 +99,13 @@ class EngineSpec(Checked):
     `engine`: the engine asked for; "auto" takes the fastest one that loses nothing on this machine (`engines.auto`).
     `fallback`: engines to try, in order, if it cannot be built; empty means that failing to build is an error; "auto"
     steps down by itself. `precision`: of the large products inside the engine; "auto" is the policy's.
-    `keep`: products, by their names in a layer, that stay as they are where `precision` is FP8 (native engine only).
+    `keep`: products, by their names in a layer, that stay as they are where `precision` is FP8 or INT8 (native engine).
     `attention`: of the native engine's vision and kv_cache: its own kernels, torch's SDPA, flash-attn, or the one that
     is measured to be the fastest when the engine is built; "auto" takes its own where they were written for the shape
     (CUDA C++), elsewhere the fastest, which it remembers. With "own" results repeat bit for bit.
     `native`, `tensorrt`: options of these engines.
+
+    Raises ConfigError for a precision or an option that neither `engine` nor one of `fallback` has.
     """
 
     alone = "engine"
@@ -98,20 +113,49 @@ class EngineSpec(Checked):
     engine: EngineName = "auto"
     fallback: tuple[EngineName, ...] = ()
     precision: EnginePrecision = "auto"
-    keep: tuple[str, ...] = ()
-    attention: Attention = "auto"
+    keep: tuple[str, ...] = field(default=(), metadata=_read_by("native"))
+    attention: Attention = field(default="auto", metadata=_read_by("native"))
     native: NativeOptions = field(default_factory=NativeOptions)
     tensorrt: TensorrtOptions = field(default_factory=TensorrtOptions)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        chain = (self.engine, *self.fallback)
         if "auto" in self.fallback or (self.engine == "auto" and self.fallback):
             raise ConfigError(f"fallback: engine auto steps down by itself, got {self.engine} with {self.fallback}")
-        if self.keep and (self.precision in ("auto", "fp32", "bf16", "fp16") or self.engine != "native"):
+        if len({*chain}) < len(chain):
+            raise ConfigError(f"fallback: expected other engines than {self.engine}, each once, got {chain[1:]}")
+        if self.keep and (self.precision not in ("fp8", "int8") or self.engine != "native"):
             what = f"{', '.join(self.keep)} for {self.precision} in engine {self.engine}"
-            raise ConfigError(f"keep: expected products of the native engine in FP8, got {what}")
-        if self.attention not in ("auto", "own") and not {"auto", "native"} & {self.engine, *self.fallback}:
-            raise ConfigError(f"attention: only the native engine has a choice, got {self.attention} for {self.engine}")
+            raise ConfigError(f"keep: expected products of the native engine in FP8 or INT8, got {what}")
+        # An engine that a program registers itself (`engines.ENGINES`) may have any of them.
+        known = {*get_args(EngineName)}
+        able = {"native", "eager"} if self.engine == "auto" else {*chain}
+        if able <= known:
+            self._refuse_unread(able)
+
+    def _refuse_unread(self, able: set[str]) -> None:
+        """Raise ConfigError for what no engine of `able` would read."""
+        got = ", ".join((self.engine, *self.fallback))
+        having = [name for name in get_args(EngineName) if self.precision in PRECISIONS.get(name, (self.precision,))]
+        if not able.intersection(having):
+            having.remove("auto")
+            expected = f"an engine that has {self.precision} ({', '.join(having)})"
+            raise ConfigError(f"precision: expected {expected}, got {got}")
+        for name, engines in _changed(self):
+            if not able.intersection(engines):
+                raise ConfigError(f"{name}: only engine {' or '.join(engines)} reads it, got {got}")
+
+
+def _changed(options: Any, before: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each field of a spec or its options that differs from its default, by its dotted name, and the engines that read
+    it."""
+    for one in dataclasses.fields(options):
+        value = getattr(options, one.name)
+        if dataclasses.is_dataclass(value):
+            yield from _changed(value, f"{before}{one.name}.")
+        elif "engines" in one.metadata and value != one.default:
+            yield f"{before}{one.name}", one.metadata["engines"]
 
 
 @dataclass(frozen=True)
@@ -169,6 +213,7 @@ class RtcConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         guided = {"max_guidance_weight": self.max_guidance_weight, "execution_horizon": self.execution_horizon}
+        guided["schedule"] = None if self.schedule == type(self).schedule else self.schedule
         if self.trained and any(value is not None for value in guided.values()):
             raise ConfigError(f"rtc.trained: expected no guidance beside it, got {guided}")
         if self.max_delay is not None and (self.max_delay < 1 or not self.trained):
@@ -193,9 +238,10 @@ class PolicyConfig(Checked):
     `num_steps`: denoising steps; None is what the model was made for (π0, π0.5: 10; GR00T: 4); of π0-FAST the tokens
     that it writes at most. `precision`: dtype of the large products; "auto" is BF16 on a GPU and FP32 on a CPU.
     `device`: "auto", "cpu", "cuda" or "cuda:N". `strict`: a fallback raises instead of being recorded. `seed`: of the
-    noise, where the caller gives none. `deterministic`: nothing is chosen by measuring which is the fastest, so that
-    the same call gives the same bits after every start on the same kind of GPU. `default_prompt`: used when an
-    observation carries none. `cuda_graph`: record a whole call into CUDA graphs where every engine allows it.
+    noise, where the caller passes none; π0-FAST draws none. `deterministic`: nothing is chosen by measuring which is
+    the fastest, so that the same call gives the same bits after every start on the same kind of GPU. `default_prompt`:
+    used when an observation carries none. `cuda_graph`: on a GPU, record a whole call into CUDA graphs where every
+    engine allows it.
     `pipeline_memory_gib`: device memory for the buffers and graphs of all shapes together; the least recently used go
     first. `preset`: the robot's conventions (a name of `vla_accel.transforms.robots` or a YAML file), by default
     decided from the checkpoint. `checkpoint`: what the checkpoint does not say of itself. `rtc`: how a call that brings
@@ -253,17 +299,30 @@ class PolicyConfig(Checked):
         specs = {name: given.get(name, EngineSpec()) for name in parts}
         if self.native == NativeOptions():
             return specs
-        return {name: dataclasses.replace(spec, native=self.native) for name, spec in specs.items()}
+        if own := [name for name, spec in specs.items() if spec.native != NativeOptions()]:
+            raise ConfigError(f"{own[0]}.native: given twice, as native of every component, too")
+        if not any(map(_may_be_native, specs.values())):
+            engines = ", ".join(f"{name} {spec.engine}" for name, spec in specs.items())
+            raise ConfigError(f"native: expected a component in engine native, got {engines}")
+        return {
+            name: dataclasses.replace(spec, native=self.native) if _may_be_native(spec) else spec
+            for name, spec in specs.items()
+        }
 
     def with_lora(self, lora: str) -> PolicyConfig:
         """The same with an adapter folded into the checkpoint's weights."""
         return dataclasses.replace(self, checkpoint=dataclasses.replace(self.checkpoint, lora=lora))
 
     def with_specs(self, specs: Mapping[str, EngineSpec]) -> PolicyConfig:
-        """This configuration with these engines and no others."""
+        """This configuration with these engines and no others; without `native` where none of them could read it."""
         fields: dict[str, Any] = {name: specs.get(name, EngineSpec()) for name in _FIELDS}
         rest = {name: spec for name, spec in specs.items() if name not in _FIELDS}
-        return dataclasses.replace(self, **fields, engines=rest)
+        native = self.native if any(map(_may_be_native, (*fields.values(), *rest.values()))) else NativeOptions()
+        return dataclasses.replace(self, **fields, engines=rest, native=native)
+
+
+def _may_be_native(spec: EngineSpec) -> bool:
+    return not {"auto", "native"}.isdisjoint((spec.engine, *spec.fallback))
 
 
 _FIELDS = ("vision", "kv_cache", "denoise")
@@ -303,7 +362,7 @@ def find_config(name_or_path: str | Path) -> Path:
     if not isinstance(name_or_path, (str, Path)):
         raise ConfigError(f"config: expected a name, a file, a mapping or a PolicyConfig, got {name_or_path!r:.60}")
     shipped, name = shipped_configs(), str(name_or_path)
-    path = shipped.get(name, Path(name_or_path))
+    path = shipped.get(name, user_path(name_or_path))
     if path.suffix or (name and path.exists()):
         return path
     raise ConfigError(unknown("config", name, (AUTO, *shipped), "a file or "))

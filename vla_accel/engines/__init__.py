@@ -39,8 +39,10 @@ def build(component: Component, spec: EngineSpec, *, device: torch.device, ledge
     for name in (spec.engine, *spec.fallback):
         if name not in ENGINES:
             raise ConfigError(f"{component.name}: expected an engine of {', '.join(ENGINES)}, got {name!r}")
-        if spec.precision == "int8" and name not in ("native", "eager"):
-            reasons.append(f"{name}: INT8 is the native engine's alone")
+        lacking = ENGINES[name].lacks(component, spec.precision)
+        # A fallback to eager is one to the policy's own precision, too.
+        if lacking is not None and (name == spec.engine or name != "eager"):
+            reasons.append(f"{name}: {lacking}")
             continue
         try:
             engine = ENGINES[name](component, device, spec)
@@ -52,10 +54,10 @@ def build(component: Component, spec: EngineSpec, *, device: torch.device, ledge
         if spec.precision in FORMATS:
             # The same word means other products in other engines: the ledger says which.
             keep = spec.keep if name == "native" else ()
-            products, word = component.quantised.get(name), spec.precision.upper()
-            done = products and products.without(keep).described(spec.precision)
-            detail += f"; {done or f'nothing in {word}, which {name} does not have'}"
+            products = component.quantised.get(name)
+            detail += f"; {products.without(keep).described(spec.precision)}" if products else ""
             detail += f", kept as they are: {', '.join(keep)}" if keep else ""
+        detail += f"; {lacking}" if lacking else ""
         ledger.record(LedgerEntry(component.name, requested, name, "; ".join(reasons), detail))
         return engine
     raise EngineError(f"{component.name}: no engine could be built ({'; '.join(reasons)})")

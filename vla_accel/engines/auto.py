@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vla_accel.config import EnginePrecision, EngineSpec
+from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions
 from vla_accel.engines.native import NativeEngine, why_not
+from vla_accel.errors import ConfigError
+from vla_accel.numeric import DTYPES
 from vla_accel.ops.gpu import Gpu
 
 
@@ -36,27 +38,40 @@ class Shown:
 def choose(
     specs: Mapping[str, EngineSpec], device: torch.device, dtype: torch.dtype, shown: Shown | None = None
 ) -> dict[str, Choice]:
-    """The engine of every component of a model whose large products are in `dtype`.
+    """The engine of every component of a model whose large products are in `dtype`. Raises ConfigError for an option or
+    a precision next to "auto" that the engine chosen here lacks.
 
     `shown` counts only where all components are left to `auto`: it was shown for all of them together.
     """
     free = all(spec.engine == "auto" and spec.precision == "auto" for spec in specs.values())
-    return {
+    choices = {
         name: _choice(name, spec, device, dtype, shown if free else None) if spec.engine == "auto" else Choice(spec)
         for name, spec in specs.items()
     }
+    # `PolicyConfig.native` is for all native engines: it is enough that one of them reads it.
+    read = [choice.spec.native for choice in choices.values()]
+    for name, spec in specs.items():
+        if spec.native != NativeOptions() and spec.native not in read:
+            raise ConfigError(f"{name}.native: engine auto takes eager here, because {choices[name].why}")
+    return choices
 
 
 def _choice(name: str, spec: EngineSpec, device: torch.device, dtype: torch.dtype, shown: Shown | None) -> Choice:
-    gpu = Gpu.of(device)
+    gpu, pinned = Gpu.of(device), spec.precision
     reason = _why_not_native(device, gpu, dtype, spec.precision)
     if reason is not None or gpu is None:
-        return Choice(replace(spec, engine="eager", precision="auto", attention="auto"), reason or "there is no GPU")
+        reason = reason or "there is no GPU"
+        try:
+            return Choice(replace(spec, engine="eager", native=NativeOptions()), reason)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: engine auto takes eager here, because {reason}: {error}") from error
     why = f"{gpu.name} has compute capability {gpu.version}"
     lower = None if shown is None else shown.precisions.get(name)
     if shown is not None and lower not in (None, "auto", "bf16") and why_not(gpu, lower) is None:
         spec, why = replace(spec, precision=lower), f"{why}, and {shown.source} shows that {lower} agrees"
-    return Choice(replace(spec, engine="native", fallback=("eager",)), why)
+    # A precision that the user named is part of the request: eager must not replace it without permission.
+    fallback = ("eager",) if pinned in ("auto", *(n for n, d in DTYPES.items() if d == dtype)) else ()
+    return Choice(replace(spec, engine="native", fallback=fallback), why)
 
 
 def _why_not_native(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.component import Component, TensorSpec
-from vla_accel.config import EngineSpec
+from vla_accel.config import PRECISIONS, EnginePrecision, EngineSpec
 from vla_accel.errors import EngineError
 
 
@@ -50,6 +50,13 @@ class Engine(ABC):
         Builds and loads no engine. What a component or a precision needs besides is said when it is built.
         """
         return None
+
+    @classmethod
+    def lacks(cls, component: Component, precision: EnginePrecision) -> str | None:
+        """Why this engine cannot compute a component in `precision`; None where it can, or where only building it shows
+        that it cannot."""
+        has = PRECISIONS.get(cls.name, (precision,))
+        return None if precision in has else f"it has {', '.join(has)}, got precision {precision}"
 
     def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
         self.component, self.device, self.spec = component, device, spec

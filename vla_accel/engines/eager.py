@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from vla_accel.component import Component
-from vla_accel.config import EngineSpec
+from vla_accel.config import EnginePrecision, EngineSpec
 from vla_accel.engines.base import Engine
 from vla_accel.errors import EngineError
+from vla_accel.numeric import DTYPES
 
 
 class EagerEngine(Engine):
@@ -15,6 +16,13 @@ class EagerEngine(Engine):
 
     name = "eager"
     needs = "parts"
+
+    @classmethod
+    def lacks(cls, component: Component, precision: EnginePrecision) -> str | None:
+        if precision == "auto" or DTYPES.get(precision) == component.dtype:
+            return None
+        own = next((name for name, dtype in DTYPES.items() if dtype == component.dtype), str(component.dtype))
+        return f"it computes in the policy's own precision, {own}, got {precision}"
 
     def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
         super().__init__(component, device, spec)

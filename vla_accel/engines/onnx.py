@@ -63,7 +63,7 @@ def module_at(component: Component, precision: EnginePrecision) -> nn.Module:
     """
     if precision in component.variants:
         return component.variants[precision]()
-    if precision == "auto" or DTYPES.get(precision) == component.outputs[0].dtype:
+    if precision == "auto" or DTYPES.get(precision) == component.dtype:
         return component.module
     have = ", ".join(("auto", *component.variants))
     raise EngineError(f"{component.name}: precision {precision} was asked for; this component comes in {have}")

@@ -19,7 +19,7 @@ from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_arra
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
 from vla_accel.families.groot_robot import LIBERO_TAG, Robot, isaac_cropping, lerobot_cropping, mapping, read_robot
-from vla_accel.families.overrides import adapter_of, check_vocabulary, robot_of
+from vla_accel.families.overrides import adapter_of, check_vocabulary, robot_of, warn_of_contradictions
 from vla_accel.models.groot import Groot
 from vla_accel.models.groot_language import LEAD
 from vla_accel.transforms.groot import GrootProcessor
@@ -54,6 +54,7 @@ def load_folder(
     else:
         robot, stated = _isaac(folder, given.embodiment), content
     if given.action_horizon is not None:
+        warn_of_contradictions({"action_horizon": given.action_horizon}, stated)
         stated = {**stated, "action_horizon": given.action_horizon}
     config = infer_config(weights.shapes, stated, str(folder))
     if given.max_token_len is not None:

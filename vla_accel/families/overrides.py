@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ from vla_accel.transforms.tokenizer import Tokenizer
 
 C = TypeVar("C")
 P = TypeVar("P", bound=Processor)
+_log = logging.getLogger("vla_accel")
 _SIZES = ("action_horizon", "max_token_len", "discrete_state_input")
 
 
@@ -32,10 +35,26 @@ def adapter_of(folder: Path, settings: PolicyConfig) -> tuple[Lora | None, Path]
 
 
 def resized(config: C, settings: PolicyConfig) -> C:
-    """A family's config with the sizes that the user knows better. Those that it has not were refused before."""
+    """A family's config, as the folder says it, with the sizes of the user's configuration. A size that contradicts the
+    folder is logged. Settings that the family lacks were refused before."""
     made: Any = config
     given = {name: value for name in _SIZES if (value := getattr(settings.checkpoint, name)) is not None}
+    warn_of_contradictions(given, vars(made))
     return dataclasses.replace(made, **given)
+
+
+def warn_of_contradictions(given: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    """Log each setting of `checkpoint:` that the folder says differently; `told`: what it says, None where it does
+    not."""
+    for name, value in given.items():
+        if told.get(name) is not None and told[name] != value:
+            _log.warning("checkpoint.%s: %s instead of the checkpoint's own %s", name, value, told[name])
+
+
+def refuse_asset(settings: PolicyConfig, folder: Path) -> None:
+    """Raise ConfigError for `asset_id` with a folder that has no `assets` to choose from."""
+    if (asset := settings.checkpoint.asset_id) is not None:
+        raise ConfigError(f"checkpoint.asset_id: expected openpi's folder, with assets/{asset}, got {folder}")
 
 
 def robot_of(told: Preset, settings: PolicyConfig) -> Preset:
@@ -48,6 +67,11 @@ def robot_of(told: Preset, settings: PolicyConfig) -> Preset:
         expected, got = (getattr(preset, f"{name}_dim") for preset in (told, given))
         if got != expected:
             raise ConfigError(f"preset: expected {expected} numbers of {name}, got {settings.preset}'s {got}")
+    if given.resize not in (Preset.resize, told.resize):
+        raise ConfigError(f"preset.resize: expected {told.resize}, as the checkpoint was trained, got {given.resize}")
+    if len(given.images) != len(told.images):
+        counts = len(given.images), settings.preset, len(told.images)
+        _log.warning("preset: %d cameras of %s, where the checkpoint was trained with %d", *counts)
     return dataclasses.replace(given, resize=told.resize)
 
 

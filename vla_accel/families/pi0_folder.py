@@ -20,7 +20,14 @@ from vla_accel.checkpoints.pi0 import load_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, size_of, some
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.overrides import adapter_of, processor_of, resized, robot_of
+from vla_accel.families.overrides import (
+    adapter_of,
+    processor_of,
+    refuse_asset,
+    resized,
+    robot_of,
+    warn_of_contradictions,
+)
 from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics, statistics_by_asset
 from vla_accel.transforms.processing import Processor
@@ -77,6 +84,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _ours(folder: Path, settings: PolicyConfig) -> _Described:
+    refuse_asset(settings, folder)
     config = resized(read_config(folder, Pi0Config), settings)
     preset = load_preset(settings.preset or "libero")
     scales = _openpi_statistics(folder / "norm_stats.json", config)
@@ -95,7 +103,9 @@ def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -
     asset, statistics = _asset(folder, settings.checkpoint.asset_id)
     sizes = ("action_dim", "action_horizon", "max_token_len")
     told: dict[str, Any] = {name: size_of(content, name, path) for name in sizes if content.get(name) is not None}
-    told |= {name: value for name in sizes[1:] if (value := getattr(settings.checkpoint, name)) is not None}
+    given = {name: value for name in sizes[1:] if (value := getattr(settings.checkpoint, name)) is not None}
+    warn_of_contradictions(given, told)
+    told |= given
     stated = Stated(
         kind=None if "pi05" not in content else ("pi05" if content["pi05"] else "pi0"),
         variants=(content.get("paligemma_variant"), content.get("action_expert_variant")),
@@ -111,6 +121,8 @@ def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -
     discrete = settings.checkpoint.discrete_state_input
     if discrete is None:
         discrete = content.get("discrete_state_input")
+    else:
+        warn_of_contradictions({"discrete_state_input": discrete}, content)
     if discrete is None:
         discrete = preset.discrete_state_input
     if discrete is not None and config.kind == "pi05":
@@ -132,6 +144,7 @@ def _preset_of(asset: str, folder: Path) -> str:
 
 
 def _lerobot(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -> _Described:
+    refuse_asset(settings, folder)
     told = read_folder(folder)
     _, prefix = dialect_of(weights.shapes)
     stated = Stated(

@@ -94,6 +94,8 @@ class PromptedFamily(TextFamily):
     """A family whose config is one of a `models.prefixed.PrefixNetwork`, whose transforms are a `Processor`, and whose
     components are vision, kv_cache and another, `last`."""
 
+    host_embeddings = ("kv_cache",)
+
     # -- running it -----------------------------------------------------------------------------------------------
 
     def components(

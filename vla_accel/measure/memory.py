@@ -73,7 +73,7 @@ def counted(name: str) -> dict[str, Count]:
     found |= {system: count(dict(low)) for system, low in family.systems.items()}
     most = max(family.systems_in("fp8").values(), key=len, default=())
     # The last part's weights alone are in FP8, which needs no calibration.
-    smallest = count(dict.fromkeys((*most, family.parts[-1]), "fp8"), on_host=True)
+    smallest = count(dict.fromkeys((*most, family.parts[-1]), "fp8"), on_host=bool(family.host_embeddings))
     if all(sum(smallest.bytes.values()) < sum(one.bytes.values()) for one in found.values()):
         found[SMALLEST] = smallest
     return found

@@ -119,6 +119,8 @@ class Family(ABC):
     """Published sizes by name; a function takes the fields to change. The first is what `bench` times."""
     settings: tuple[str, ...] = ()
     """Fields of `config.CheckpointSpec` that count for its checkpoints, besides those that count for every family's."""
+    host_embeddings: tuple[str, ...] = ()
+    """Components whose native program can read token embeddings from host memory (`config.NativeOptions`)."""
     guidance: tuple[str, ...] = ()
     """Host inputs of real-time chunking, zero in a plain call. Without any the family has no real-time chunking."""
     rtc_settings: tuple[str, ...] = ()

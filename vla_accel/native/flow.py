@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
-from vla_accel.errors import EngineError
 from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.native.store import NativeStore
 from vla_accel.native.vision import NativeVision, VisionWeights
@@ -38,10 +37,7 @@ class FlowStore(NativeStore[N]):
 
     def loop_precision(self, component: str, spec: EngineSpec) -> str:
         """Of the weights of a loop of few rows. Raises EngineError where products of it are to be kept."""
-        precision = self.precision(component, spec, self.beside_bf16("fp8", "int8"), calibrated=False)
-        if spec.keep:
-            raise EngineError(f"{component}: keep: its weights are stored in one byte all or none")
-        return precision
+        return self.precision(component, spec, self.beside_bf16("fp8", "int8"), calibrated=False)
 
     def loop_weights(
         self, spec: EngineSpec, batch: int, trained: bool, why_not_streamed: Callable[..., str | None],

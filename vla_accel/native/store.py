@@ -55,6 +55,8 @@ class NativeStore(Generic[N]):
             allowed = ", ".join((own, *extra))
             why = "; a policy on a CPU is fp32 unless it is asked for bf16" if own == "fp32" else ""
             raise EngineError(f"{component}: the native engine of a {own} policy has {allowed}, got {asked}{why}")
+        if spec.keep and not calibrated:
+            raise EngineError(f"{component}: keep: its weights are stored in one byte all or none")
         if asked in FORMATS and calibrated and self.scales is None:
             raise EngineError(f"{component}: {no_scales(asked)}")
         return asked

@@ -24,7 +24,9 @@ from vla_accel.engines import ENGINES, onnx, tensorrt_library, tensorrt_plan, to
 from vla_accel.engines.tensorrt_builder import Progress
 from vla_accel.engines.tensorrt_library import Capability, LibraryName, check_target, load_library, parse_target
 from vla_accel.engines.tensorrt_plan import Exports, Obtained, body_of, obtain
-from vla_accel.errors import ConfigError, DependencyError
+from vla_accel.errors import ConfigError, DependencyError, EngineError
+from vla_accel.fp8 import E4M3
+from vla_accel.numeric import DTYPES
 
 SCHEMA = "vla_accel.build/1"
 
@@ -53,6 +55,32 @@ def named(specs: Mapping[str, EngineSpec]) -> dict[str, EngineSpec]:
         have = ", ".join(f"{name} {spec.engine}" for name, spec in specs.items())
         raise ConfigError(f"nothing to build: the configuration names no TensorRT engine ({have})")
     return found
+
+
+def check_targets(specs: Mapping[str, EngineSpec], targets: Sequence[Capability], dtype: torch.dtype) -> None:
+    """Check, before anything is loaded, that the engines of `specs` can be built for their GPUs.
+
+    Args: `specs`: those of `named`; `targets`: instead of each spec's own; `dtype`: of the policy's large products.
+    Raises ConfigError for `targets` with engines that build for the GPU at hand alone, EngineError for a GPU that the
+    library does not run on, or that lacks a precision.
+    """
+    if targets and not any(spec.engine == "tensorrt_rtx" for spec in specs.values()):
+        engines = ", ".join(dict.fromkeys(spec.engine for spec in specs.values()))
+        raise ConfigError(f"targets: only tensorrt_rtx builds for other GPUs, got targets for {engines}")
+    for name, spec in specs.items():
+        if spec.engine == "tensorrt_rtx":
+            wanted = tuple(targets) or tuple(map(parse_target, spec.tensorrt.targets))
+        elif torch.cuda.is_available():
+            wanted = (tensorrt_library.capability_of(torch.device("cuda")),)
+        else:
+            wanted = ()  # `check_libraries` says that there is no GPU
+        low = E4M3.dtype if spec.precision == "fp8" else DTYPES.get(spec.precision, dtype)
+        library: LibraryName = "tensorrt_rtx" if spec.engine == "tensorrt_rtx" else "tensorrt"
+        for target in wanted:
+            try:
+                check_target(library, target, (dtype, low))
+            except EngineError as error:
+                raise EngineError(f"{name}: {error}") from error
 
 
 def check_libraries(specs: Mapping[str, EngineSpec], targets: Sequence[Capability]) -> None:
@@ -109,7 +137,7 @@ def _components(
     for name, spec in specs.items():
         if spec.engine == "auto":
             native = capability >= (8, 0) and model.dtype == torch.bfloat16
-            specs[name] = replace(spec, engine="native" if native else "eager")
+            specs[name] = replace(spec, engine="native") if native else EngineSpec("eager")
     scales = checkpoint.scales if family.needs_scales(specs) else None
     shape = family.shape(model.config, [inputs], config.num_steps or family.steps(model.config), specs)
     return {c.name: c for c in family.components(model, shape, scales=scales, rtc=config.rtc)}

@@ -39,10 +39,17 @@ def weight_bytes(
     store = family.store(twin, scales)
     found: dict[str, list[Tensor]] = {}
     for component in family.components(twin, shape, store=store, scales=scales):
-        spec = replace(specs[component.name], attention="own", fallback=())
+        spec = _alone(specs[component.name])
         found[component.name] = list(build(component, spec, device=_META, ledger=Ledger()).weights)
     counted, prepared = Counted("meta"), store.tensors()
     return {name: counted.add([*own, *prepared.get(name, ())]) for name, own in found.items()}
+
+
+def _alone(spec: EngineSpec) -> EngineSpec:
+    """A spec without its fallbacks and without what only they read; nothing is measured on tensors without values."""
+    if spec.engine == "native":
+        return EngineSpec("native", precision=spec.precision, keep=spec.keep, attention="own", native=spec.native)
+    return EngineSpec(spec.engine, precision="auto" if spec.engine == "eager" else spec.precision)
 
 
 class _Sizes:
@@ -68,15 +75,18 @@ def smaller(
     """Configurations that need less, the mildest first, each with what to write. Those that only move memory lose
     nothing; FP8, and INT8 where there is none, need scales, but of weights alone."""
     gpu = Gpu.of(device)
-    on_host = {n: replace(s, native=replace(s.native, embeddings="host")) for n, s in specs.items()}
-    yield "native: {embeddings: host}", on_host
+    able = [n for n, s in specs.items() if n in family.host_embeddings and s.engine == "native"]
+    on_host = {**specs, **{n: replace(specs[n], native=replace(specs[n].native, embeddings="host")) for n in able}}
+    if able:
+        yield "native: {embeddings: host}", on_host
     if gpu is None or not (gpu.fp8 or gpu.int8):
         return
     precision: EnginePrecision = "fp8" if gpu.fp8 else "int8"
     for parts in family.systems_in(precision).values():
-        for base, word in ((specs, ""), (on_host, ", native: {embeddings: host}")):
+        for base, word in ((specs, ""), (on_host, ", native: {embeddings: host}"))[: 2 if able else 1]:
             text = ", ".join(f"{part}: {{engine: native, precision: {precision}}}" for part in parts)
-            chosen = {n: replace(s, engine="native", precision=precision) if n in parts else s for n, s in base.items()}
+            low = {n: EngineSpec("native", precision=precision, native=base[n].native) for n in parts}
+            chosen = {**base, **low}
             if has_scales or not family.needs_scales(chosen):
                 yield text + word, chosen
 

@@ -55,7 +55,12 @@ class OptimizedPolicy:
 
     def __init__(self, checkpoint: Checkpoint, config: PolicyConfig, *, store: Store | None = None) -> None:
         """`checkpoint`: its model is moved and cast in place, unless it can be read again; `store`: of another policy
-        of the same model, to share its prepared weights. Raises ConfigError for a component that the model lacks."""
+        of the same model, to share its prepared weights. Raises ConfigError for a component that the model lacks, and
+        for a preset, a prompt or a setting of the checkpoint that it was not loaded with."""
+        for name in ("preset", "checkpoint", "default_prompt"):
+            value, read = getattr(config, name), getattr(checkpoint.settings, name)
+            if value not in (getattr(PolicyConfig(), name), read):
+                raise ConfigError(f"{name}: expected what {checkpoint.name} was loaded with, {read}, got {value}")
         self.name, self.family = checkpoint.name, checkpoint.family
         self.num_steps = config.num_steps or self.family.steps(checkpoint.model.config)
         refuse_unused_rtc(self.family, config.rtc)
@@ -78,6 +83,13 @@ class OptimizedPolicy:
                     raise ConfigError(
                         f"deterministic: {part}: {engine} takes the kernels that it measures as the fastest"
                     )
+        on_host = [part for part, spec in specs.items() if spec.native.embeddings == "host"]
+        unread = [part for part in on_host if part not in self.family.host_embeddings]
+        if unread and (config.native.embeddings == "gpu" or unread == on_host):
+            have = ", ".join(self.family.host_embeddings) or "no component"
+            raise ConfigError(
+                f"{unread[0]}.native.embeddings: host is for {have} of {self.family.name}, got it for {unread[0]}"
+            )
         self.choices = choose(specs, self.device, dtype, self._shown(specs))
         self.specs = {name: choice.spec for name, choice in self.choices.items()}
         """The engine that each component is built with; "auto" is resolved."""
@@ -109,9 +121,9 @@ class OptimizedPolicy:
         """Load a checkpoint folder, a bundled checkpoint ("demo") or `owner/name[@revision][/folder]` on the hub.
 
         Args: `config`: a `PolicyConfig`, a mapping, a YAML/JSON file or the name of a shipped one ("native_fp8"), by
-        default the fast path (`engines.auto`); `device`, `num_steps` and `seed` override it; `lora`: folder or hub name
-        of an adapter that is folded into the weights. Raises CheckpointError for anything incomplete, ConfigError for
-        settings that cannot be.
+        default the fast path (`engines.auto`); `device`, `num_steps`, `seed` and `lora` override it; `lora`: folder or
+        hub name of an adapter that is folded into the weights. Raises CheckpointError for anything incomplete,
+        ConfigError for settings that cannot be, and for those that would change nothing.
         """
         with recorded() as spent:
             settings = load_config(config)
@@ -142,11 +154,11 @@ class OptimizedPolicy:
 
         Args: `observation`: what the robot's transforms expect, in LIBERO's case openpi's keys: `observation/image`,
         `observation/wrist_image` uint8 (224, 224, 3), `observation/state` (8,), `prompt` str. `noise`: (horizon,
-        action_dim), else drawn from the policy's seeded generator; no use where none is drawn. Real-time
-        chunking: `prev_chunk` (k, 7), what an earlier `infer` returned, from the action on that is due at this
-        observation, k at most the horizon; `inference_delay`: how many of them will be executed before the answer is
-        used. The new chunk is guided to begin with those, and to leave them gradually (`PolicyConfig.rtc`); with a
-        delay of k or more, all of them are kept, as in lerobot.
+        action_dim), else drawn from the policy's seeded generator. π0-FAST decodes greedily: it checks the noise's
+        shape and does not use it. Real-time chunking: `prev_chunk` (k, 7), what an earlier `infer` returned, from the
+        action on that is due at this observation, k at most the horizon; `inference_delay`: how many of them will be
+        executed before the answer is used. The new chunk is guided to begin with those, and to leave them gradually
+        (`PolicyConfig.rtc`); with a delay of k or more, all of them are kept, as in lerobot.
         Returns: `actions` float64 (horizon, 7); `state`, a list of 8 as given; `policy_timing` in milliseconds:
         `infer_ms`, and per component; `engines`: the ledger.
         Raises ObservationError for a bad observation or noise, EngineError for non-finite actions, ActionError where a

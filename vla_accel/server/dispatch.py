@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from vla_accel.errors import EngineError, ServerError
+from vla_accel.errors import ConfigError, EngineError, ServerError
 from vla_accel.remote import wire
 from vla_accel.server.limits import ServerConfig
 from vla_accel.server.metrics import Metrics
@@ -76,7 +76,10 @@ class Dispatcher:
             await asyncio.wait(starts)
             await self.close()
             raise
-        self._max_batch = self.config.max_batch if self.replicas[0].batches else 1
+        if self.config.max_batch > 1 and not self.replicas[0].batches:
+            await self.close()
+            raise ConfigError(f"max_batch: expected a policy with infer_batch, got {self.config.max_batch} for another")
+        self._max_batch = self.config.max_batch
         self._idle.extend(self.replicas)
 
     @property

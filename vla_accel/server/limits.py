@@ -64,15 +64,15 @@ class ServerConfig(Checked):
     grace_s: float = 30.0
     """At shutdown, for the requests under way to finish."""
     max_batch: int = 1
-    """Observations run together, at most; batches have a power of two of them, because engines have fixed shapes. A
-    request with more of them gives way to other clients after each so many."""
+    """Observations run together, at most: 1, 2, 4, 8, …, because engines have fixed shapes; more than 1 needs a policy
+    with `infer_batch`. A request with more of them gives way to other clients after each so many."""
     max_observations: int = BatchLimits.max_observations
     """Observations of one request (`{"batch": [...]}`), at most; more are an error."""
     rate_limit: float | None = None
-    """Observations a second of each client, at most, on average over a second; a client that asks faster waits. None
+    """Observations a second of each client, at most, on average over a second; a client that sends faster waits. None
     for no limit."""
     max_wait_s: float = 0.005
-    """How long a batch waits to become full."""
+    """How long a batch waits to become full, where `max_batch` is above 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,6 +89,13 @@ class ServerConfig(Checked):
         for name in ("max_payload", "max_clients", "max_batch", "max_observations"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_batch & (self.max_batch - 1):
+            lower = 1 << (self.max_batch.bit_length() - 1)
+            raise ConfigError(
+                f"max_batch: expected a power of two, such as {lower} or {2 * lower}, got {self.max_batch}"
+            )
+        if self.max_batch == 1 and self.max_wait_s != type(self).max_wait_s:
+            raise ConfigError(f"max_wait_s: expected max_batch above 1 with it, got {self.max_wait_s} alone")
         for name in ("request", "message", "handshake", "send"):
             if not getattr(self, f"{name}_timeout_s") > 0:
                 raise ConfigError(

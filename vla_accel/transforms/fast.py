@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel.errors import ActionError, CheckpointError
+from vla_accel.files import user_path
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.tokenizer import Tokenizer, files_from_hub, read_tokenizers
 
@@ -78,7 +79,7 @@ def _size(content: dict[str, Any], name: str) -> int | None:
 def load_fast(folder: Path, source: str | None, hub: str) -> FastTokenizer:
     """The FAST of a checkpoint folder: of `source`, a folder or a hub name, or of the checkpoint's own folder `fast`,
     or of the hub's `hub`. Raises CheckpointError if there is none."""
-    place = folder / "fast" if source is None else Path(source)
+    place = folder / "fast" if source is None else user_path(source)
     if not place.is_dir():
         place = files_from_hub(source or hub, FILES, _HINT)
     return FastTokenizer.load(place)

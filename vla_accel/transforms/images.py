@@ -24,8 +24,11 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
     except (TypeError, ValueError) as error:  # lists of unequal length, a tensor that lies on a GPU
         raise ObservationError(f"{key}: expected an array, got a {type(image).__name__} ({error})") from error
     if image.ndim != 3 or 3 not in (image.shape[0], image.shape[-1]) or 0 in image.shape:
+        alpha = image.ndim == 3 and 4 in (image.shape[0], image.shape[-1])
+        colours = "[..., :3]" if alpha and image.shape[-1] == 4 else "[:3]"
+        hint = f"; pass its colours without the alpha channel, image{colours}" if alpha else ""
         raise ObservationError(
-            f"{key}: expected shape (height, width, 3), got {image.shape or f'{image.item()!r:.60}'}"
+            f"{key}: expected shape (height, width, 3), got {image.shape or f'{image.item()!r:.60}'}{hint}"
         )
     # openpi looks at the first axis; an image of three rows is none.
     if image.shape[0] == 3:
@@ -39,12 +42,12 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
     return (255 * image).astype(np.uint8)
 
 
-def resize(image: np.ndarray, size: int, method: Resize) -> np.ndarray:
+def resize(image: np.ndarray, size: int, method: Resize, key: str = "image") -> np.ndarray:
     """Uint8 (H, W, 3) as uint8 (size, size, 3), with black bars where the aspect ratio differs. An image of that size
-    is returned itself, not a copy."""
+    is returned itself, not a copy. Raises ObservationError, which names `key`, for a shape that cannot be resized."""
     if image.shape == (size, size, 3):
         return image
-    top, left, height, width = placed(image.shape[0], image.shape[1], size, method)
+    top, left, height, width = placed(image.shape[0], image.shape[1], size, method, key)
     inner = _filtered(image, height, width) if method == "antialias" else _sampled(image, height, width)
     if height == width == size:
         return inner

@@ -96,7 +96,7 @@ class Processor:
         sizes than the model's are fitted here and now."""
         preset = self.preset
         seen = self._reader.read(observation)
-        images = tuple(self._image(to_uint8(image, key), fitted) for key, image in seen.views.items())
+        images = tuple(self._image(to_uint8(image, key), key, fitted) for key, image in seen.views.items())
         to_fit = None if fitted else (self.image_size, preset.resize)
         raw = seen.state
         normalised = self.state.normalise(self._decoded(raw))
@@ -119,17 +119,17 @@ class Processor:
             if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
                 return None
             try:
-                found.append(self._image(to_uint8(image, key), fitted=False))
+                found.append(self._image(to_uint8(image, key), key, fitted=False))
             except ObservationError:
                 # `prepare` says what is wrong with it.
                 return None
         return [_to_fit(image, self.image_size, self.preset.resize) for image in found]
 
-    def _image(self, image: np.ndarray, fitted: bool) -> np.ndarray:
+    def _image(self, image: np.ndarray, key: str, fitted: bool) -> np.ndarray:
         size, method = self.image_size, self.preset.resize
         if fitted:
-            return resize(image, size, method)
-        placed(image.shape[0], image.shape[1], size, method)  # refuses what cannot be fitted
+            return resize(image, size, method, key)
+        placed(image.shape[0], image.shape[1], size, method, key)  # refuses what cannot be fitted
         return image
 
     def finish(self, actions: np.ndarray, inputs: Inputs | None = None) -> np.ndarray:

@@ -18,6 +18,7 @@ import numpy as np
 from vla_accel.config.mapping import from_mapping, read_mapping
 from vla_accel.config.policy import LARGEST
 from vla_accel.errors import ConfigError, unknown
+from vla_accel.files import user_path
 from vla_accel.pictures import Resize
 
 Gripper = Literal["none", "aloha"]
@@ -40,10 +41,11 @@ class Preset:
     dimensions of state and actions whose sign differs between robot and model. `gripper`, `gripper_dims`: the
     grippers' units: "aloha" turns ALOHA's linear positions into the angles π0 was trained on, and back.
 
-    `discrete_state_input`: whether π0.5 reads the state in its prompt, where the checkpoint does not say; None is the
-    model's default (it does). `resize`: how images of other sizes are brought to the model's: "antialias" as openpi
-    does, "bilinear" without a filter as lerobot does; both keep the aspect ratio and pad with black on both sides.
-    "corner" is "bilinear" with black above and on the left alone, as in lerobot's SmolVLA.
+    `discrete_state_input`: whether π0.5 reads the state in its prompt, where the checkpoint does not say (openpi's
+    folders); None is the model's default (it does). `resize`: how images of other sizes are brought to the model's:
+    "antialias" as openpi does, "bilinear" without a filter as lerobot does; both keep the aspect ratio and pad with
+    black on both sides. "corner" is "bilinear" with black above and on the left alone, as in lerobot's SmolVLA.
+    lerobot's checkpoints decide it themselves: there the default takes theirs, and another one is an error.
     """
 
     images: tuple[str, ...]
@@ -189,7 +191,7 @@ def load_preset(name: str) -> Preset:
         return PRESETS[name]
     if Path(name).suffix.lower() not in (".yaml", ".yml", ".json"):
         raise ConfigError(unknown("preset", name, PRESETS, "a YAML file or "))
-    return preset_from(read_mapping(Path(name).absolute()), name)
+    return preset_from(read_mapping(user_path(name).absolute()), name)
 
 
 def of_another(name: str, asset: str) -> bool:

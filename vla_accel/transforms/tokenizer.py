@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vla_accel.errors import CheckpointError, DependencyError, ObservationError
+from vla_accel.files import user_path
 
 STATE_BINS = 256
 _EDGES = np.linspace(-1, 1, STATE_BINS + 1)[:-1]
@@ -254,7 +255,7 @@ def load_tokenizer(folder: Path, source: str | None = None, *, elsewhere: bool =
     Raises CheckpointError if there is none.
     """
     if source is not None:
-        place = Path(source)
+        place = user_path(source)
         if place.is_file():
             return _load_file(place)
         if place.is_dir():
@@ -273,7 +274,7 @@ def load_tokenizer(folder: Path, source: str | None = None, *, elsewhere: bool =
 def load_line_tokenizer(folder: Path, source: str | None, hub: str) -> Tokenizer:
     """The tokenizer of a checkpoint whose prompts are lines: `tokenizer.json` of a folder (`source`, else the
     checkpoint's), of a file or of the hub, by default of `hub`. Raises CheckpointError if there is none."""
-    place = folder if source is None else Path(source)
+    place = folder if source is None else user_path(source)
     path = place / "tokenizer.json" if place.is_dir() else place
     if not path.is_file():
         hint = ", or put its tokenizer.json into the checkpoint's folder, or name one as checkpoint.tokenizer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -30,6 +30,16 @@ _OPTIONS = {".yaml": "config", ".yml": "config", ".npz": "observations"}
 """What takes a file that stands in the checkpoint's place, by its ending."""
 
 
+def check_checkpoint(options: Any) -> None:
+    """Raise ConfigError for what stands in the checkpoint's place of a command's options and is none."""
+    given = options.checkpoint
+    if given == "":  # a variable of the shell that is not set, not the wish for the demo
+        raise ConfigError("checkpoint: expected a folder or a name, got ''")
+    option = _OPTIONS.get(Path(given or "").suffix)
+    if option and hasattr(options, option):
+        raise ConfigError(f"checkpoint: expected a folder or a name, got {given}: type --{option} {given}")
+
+
 @dataclass(frozen=True)
 class CheckpointSource:
     """What a command of a checkpoint works on."""
@@ -41,12 +51,7 @@ class CheckpointSource:
 
     def check(self) -> None:
         """Raise ConfigError for what stands in the checkpoint's place and is none."""
-        if self.checkpoint == "":  # a variable of the shell that is not set, not the wish for the demo
-            raise ConfigError("checkpoint: expected a folder or a name, got ''")
-        option = _OPTIONS.get(Path(self.checkpoint or "").suffix)
-        if option and hasattr(self, option):
-            hint = f"which goes behind --{option}"
-            raise ConfigError(f"checkpoint: expected a folder or a name, got {self.checkpoint}, {hint}")
+        check_checkpoint(self)
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,8 @@ class Bench:
     prompt_tokens: Number = None
     """Length of the prompt in tokens; an ordinary one of about 20 if not given."""
     steps: Annotated[Listed[int], Within(1)] = ()
-    """Denoising steps, one run after the other; if not given the family's sweep: 10,3,1, GR00T's 4,2,1; of
-    pi0_fast tokens, 64. What torch.compile compiles is timed at the first alone."""
+    """Denoising steps, one run after the other; if not given, those that the configurations name, else the family's
+    sweep: 10,3,1, GR00T's 4,2,1; of pi0_fast tokens, 64. What torch.compile compiles is timed at the first alone."""
     camera: Annotated[str | None, tyro.conf.arg(metavar="HEIGHTxWIDTH", help_behavior_hint="")] = None
     """Of our systems alone: size of the cameras' images, e.g. 480x640, which a policy fits to its own; if not given
     they come fitted."""
@@ -109,12 +114,16 @@ class Bench:
     profile: bool = False
     """Besides, list the GPU's kernels of one call of each of our systems, its graph replayed: how long each ran, what
     of that lay beside others, and how long the GPU was idle before it."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N."""
+    device: Text = None
+    """cpu, cuda or cuda:N instead of the configurations'."""
     output: OutputFile = None
     """JSON file."""
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, engines, conditions."""
+
+    def check(self) -> None:
+        """Raise ConfigError for what stands in the checkpoint's place and is none."""
+        check_checkpoint(self)
 
 
 @dataclass(frozen=True)
@@ -214,8 +223,8 @@ class Calibrate(PolicySource):
     """Folder for the scales, made as needed; the checkpoint's own, or its LoRA adapter's, if not given."""
     count: Count = 256
     """Observations at most, spread over the file."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N."""
+    device: Text = None
+    """cpu, cuda or cuda:N instead of the configuration's."""
 
 
 @dataclass(frozen=True)

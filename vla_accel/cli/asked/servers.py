@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from vla_accel.cli.asked.policies import Checkpoint, PolicySource
+from vla_accel.cli.asked.policies import Checkpoint, PolicySource, check_checkpoint
 from vla_accel.cli.options import Count, File, Listed, Number, OutputFile, Seconds, Text, Within
 from vla_accel.server.limits import ServerConfig
 
@@ -34,7 +34,7 @@ class Serve(PolicySource):
     tls_key: File = None
     """The certificate's private key (PEM), if it is not in the same file."""
     insecure: bool = False
-    """Let in whoever reaches an address beyond this machine, without a key."""
+    """With a --host beyond this machine: accept clients without a key."""
     no_page: bool = False
     """Leave out the live page at GET /."""
     max_clients: Count = LIMITS.max_clients
@@ -46,16 +46,16 @@ class Serve(PolicySource):
     grace_s: Annotated[float, Within(0)] = LIMITS.grace_s
     """At shutdown, how long requests under way may still take."""
     max_batch: Count = LIMITS.max_batch
-    """Observations of different clients to run together. Each batch size of 1, 2, 4, … builds engines of its own. A
+    """Observations of different clients to run together: 1, 2, 4, 8, …; each batch size builds engines of its own. A
     request with more observations gives way to other clients after each so many."""
     max_observations: Count = LIMITS.max_observations
     """Observations of one request."""
     rate_limit: Annotated[
         float | None, tyro.conf.arg(metavar="PER_SECOND", help_behavior_hint=""), Within(0, above=True)
     ] = None
-    """Observations a second of each client (the key's name, or its address); a client that asks faster waits."""
-    max_wait_ms: Annotated[float, Within(0)] = LIMITS.max_wait_s * 1e3
-    """How long a batch waits to become full."""
+    """Observations a second of each client (the key's name, or its address); a client that sends faster waits."""
+    max_wait_ms: Annotated[float | None, tyro.conf.arg(metavar="MS", help_behavior_hint=""), Within(0)] = None
+    """With --max-batch above 1: how long a batch waits to become full. Default: 5."""
     policy: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=CONFIG:CHECKPOINT")] = ()
     """Once for each of several policies; clients choose one by the key `policy` or by the address's path, and get the
     first if they do not. CONFIG may be auto."""
@@ -94,8 +94,12 @@ class BenchServer:
     device: Text = None
     """cpu, cuda or cuda:N instead of the configuration's."""
     max_batch: Count = 1
-    """As `vla-accel serve --max-batch`."""
+    """As `vla-accel serve --max-batch`: 1, 2, 4, 8, …"""
     num_steps: Number = None
     """Denoising steps instead of the configuration's."""
     output: OutputFile = None
     """JSON file."""
+
+    def check(self) -> None:
+        """Raise ConfigError for what stands in the checkpoint's place and is none."""
+        check_checkpoint(self)

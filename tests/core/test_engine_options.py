@@ -1,0 +1,300 @@
+"""Every option of `EngineSpec`: the engines that read it, what it changes there, and that it is refused elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tests.support.gpus import H200
+from tests.support.scales import scales_of_any
+from tests.support.small_components import small
+from tests.support.tiny import random_model, tiny_config
+from vla_accel.component import Component
+from vla_accel.components import denoise_component, kv_cache_component, vision_component
+from vla_accel.config import EngineName, EnginePrecision, EngineSpec, TensorrtOptions, load_config
+from vla_accel.engines import build
+from vla_accel.engines.eager import EagerEngine
+from vla_accel.engines.native import NativeEngine
+from vla_accel.engines.onnx import module_at
+from vla_accel.engines.tensorrt_builder import _set_flags, profiles_of
+from vla_accel.engines.tensorrt_plan import cache_of, obtain
+from vla_accel.engines.torch_tensorrt import _Whole, island_module
+from vla_accel.engines.torch_tensorrt_versions import conversion_options
+from vla_accel.errors import ConfigError, EngineError
+from vla_accel.ledger import Ledger
+from vla_accel.native.pi0 import Pi0Store
+from vla_accel.policy import ahead_of_time
+
+CPU = torch.device("cpu")
+MODEL = random_model(tiny_config("pi05")).to_compute_dtype(torch.bfloat16)
+NATIVE, RTX, TORCH = {"native"}, {"tensorrt_rtx"}, {"torch_tensorrt"}
+ONNX = {"tensorrt", "tensorrt_rtx"}
+
+READERS: dict[str, tuple[Any, set[str]]] = {
+    "keep": (("fc2",), NATIVE),
+    "attention": ("sdpa", NATIVE),
+    "native.kernels": ("portable", NATIVE),
+    "native.embeddings": ("host", NATIVE),
+    "tensorrt.targets": (("sm89",), RTX),
+    "tensorrt.profiles": (("rows.0=1:1:2",), ONNX),
+    "tensorrt.optimization_level": (1, ONNX | TORCH),
+    "tensorrt.workspace_mb": (64, ONNX | TORCH),
+    "tensorrt.weight_streaming": (True, ONNX | TORCH),
+    "tensorrt.refit": (True, ONNX | TORCH),
+    "tensorrt.version_compatible": (True, ONNX | TORCH),
+    "tensorrt.hardware_compatible": (True, ONNX | TORCH),
+    "tensorrt.timing_cache": (False, ONNX),
+    "tensorrt.whole": (True, TORCH),
+    "tensorrt.verify": (False, ONNX | TORCH),
+    "tensorrt.cache": ("engines", ONNX | TORCH),
+    "tensorrt.cache_gb": (1.5, ONNX | TORCH),
+}
+"""Each option with a value that is not the default, and the engines that read it."""
+PRECISIONS: dict[str, set[str]] = {
+    "auto": {"auto", "fp32", "bf16", "fp16", "fp8", "int8"},
+    "eager": {"auto", "fp32", "bf16"},
+    "native": {"auto", "fp32", "bf16", "fp16", "fp8", "int8"},
+    **{name: {"auto", "fp32", "bf16", "fp16", "fp8"} for name in ("tensorrt", "tensorrt_rtx", "torch_tensorrt")},
+}
+COMMON = {"engine", "fallback", "precision"}
+"""Fields that every engine has."""
+
+
+def names(kind: type, before: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(kind):
+        made = field.default_factory
+        if dataclasses.is_dataclass(made):
+            yield from names(made, f"{before}{field.name}.")
+        else:
+            yield before + field.name
+
+
+def spec(engine: str, option: str, value: Any, **more: Any) -> EngineSpec:
+    """A spec as a file has it."""
+    block, _, inner = option.rpartition(".")
+    content = {"engine": engine, **more, **({block: {inner: value}} if block else {option: value})}
+    if option == "keep":
+        content["precision"] = "fp8"
+    return load_config({"engines": {"vision": content}}).engines["vision"]
+
+
+def test_every_option_has_an_entry_here() -> None:
+    assert {*names(EngineSpec)} - COMMON == {*READERS} == {*EFFECTS}
+
+
+@pytest.mark.parametrize("engine", get_args(EngineName))
+@pytest.mark.parametrize("option", READERS)
+def test_an_option_is_taken_by_the_engines_that_read_it_alone(option: str, engine: str) -> None:
+    value, readers = READERS[option]
+    # Engine auto takes native or eager.
+    if engine in readers or (engine == "auto" and "native" in readers and option != "keep"):
+        assert spec(engine, option, value) != EngineSpec(engine)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(ConfigError, match=rf"vision\.{option}: .*{engine}"):
+            spec(engine, option, value)
+
+
+@pytest.mark.parametrize("option", [option for option in READERS if option != "keep"])
+def test_an_option_for_a_fallback_is_taken(option: str) -> None:
+    value, readers = READERS[option]
+    (reader, *_) = sorted(readers)
+    spec("eager", option, value, fallback=[reader])
+    other = "native" if "native" not in readers else "tensorrt"
+    with pytest.raises(ConfigError, match=rf"vision\.{option}: .*eager, {other}"):
+        spec("eager", option, value, fallback=[other])
+
+
+@pytest.mark.parametrize("engine", get_args(EngineName))
+@pytest.mark.parametrize("precision", get_args(EnginePrecision))
+def test_a_precision_is_taken_by_the_engines_that_have_it(engine: Any, precision: Any) -> None:
+    if precision in PRECISIONS[engine]:
+        assert EngineSpec(engine, precision=precision).precision == precision
+    else:
+        with pytest.raises(ConfigError, match=rf"precision: .*{precision}.*got {engine}"):
+            EngineSpec(engine, precision=precision)
+
+
+def test_a_fallback_is_another_engine() -> None:
+    for chain in (("eager", "eager"), ("native", "eager", "eager")):
+        with pytest.raises(ConfigError, match="fallback: expected other engines than"):
+            EngineSpec(chain[0], chain[1:])  # type: ignore[arg-type]
+
+
+def test_options_of_all_native_engines_and_of_one_are_not_mixed() -> None:
+    mixed = {"native": {"kernels": "portable"}, "vision": {"engine": "native", "native": {"embeddings": "host"}}}
+    with pytest.raises(ConfigError, match=r"vision\.native: given twice"):
+        load_config(mixed).specs(("vision", "denoise"))
+    eager = {"native": {"kernels": "portable"}, "vision": "eager", "denoise": {"engine": "tensorrt"}}
+    with pytest.raises(ConfigError, match="native: expected a component in engine native, got vision eager"):
+        load_config(eager).specs(("vision", "denoise"))
+    eager["denoise"] = {"engine": "tensorrt", "fallback": ["native"]}
+    specs = load_config(eager).specs(("vision", "denoise"))
+    assert [s.native.kernels for s in specs.values()] == ["auto", "portable"]
+
+
+def test_a_precision_is_that_of_the_products_and_not_of_the_outputs() -> None:
+    """The actions are in float32 whatever computes them."""
+    component = denoise_component(MODEL, 1, 17, 2, False)
+    assert component.outputs[0].dtype == torch.float32
+    assert module_at(component, "bf16") is component.module
+    with pytest.raises(EngineError, match="denoise: precision fp32 was asked for"):
+        module_at(component, "fp32")
+    assert EagerEngine.lacks(component, "bf16") is None
+    assert EagerEngine.lacks(component, "fp32") is not None
+
+
+# -- what each option changes -------------------------------------------------------------------------------------
+
+
+def computed(given: EngineSpec) -> tuple[Any, ...]:
+    """What vision and kv_cache compute in the native engine, what they say, and which weights were prepared."""
+    store = Pi0Store(MODEL, scales_of_any())
+    found: list[Any] = []
+    for component in (vision_component(MODEL, 1, 2, store), kv_cache_component(MODEL, 1, 2, 32, True, store)):
+        engine = build(component, given, device=CPU, ledger=Ledger())
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in engine.inputs.items():
+            if tensor.is_floating_point():
+                tensor.normal_(generator=generator)
+            else:
+                tensor.fill_(40 if name == "lengths" else 1)
+        engine.run()
+        found += [*(tensor.float().sum().item() for tensor in engine.outputs.values()), engine.detail]
+        given = dataclasses.replace(given, keep=())
+    return (*found, *sorted(map(str, store.prepared)))
+
+
+def gpu_of_program(given: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The GPU that a program finds when it runs."""
+    from vla_accel.ops.gpu import Gpu, assumed
+
+    seen: list[Any] = []
+
+    def program(_: EngineSpec) -> Any:
+        def run(inputs: Any, outputs: Any) -> None:
+            seen.append(Gpu.of(torch.device("cuda", 0)))
+
+        run.detail = ""  # type: ignore[attr-defined]
+        return run
+
+    monkeypatch.setattr("vla_accel.engines.native.Gpu", SimpleNamespace(of=lambda _: H200))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    with assumed(H200):
+        NativeEngine(Component("part", torch.nn.Identity(), (), (), native=program), CPU, given).run()
+    return seen
+
+
+class Recorder:
+    """A builder's configuration, or a part of the library, that keeps what was asked of it."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return name
+
+    def set_flag(self, flag: Any) -> None:
+        self.told.append(flag)
+
+    def set_memory_pool_limit(self, *limit: Any) -> None:
+        self.told.append(limit)
+
+
+def builder_flags(given: EngineSpec) -> Any:
+    config, part = Recorder(), Recorder()
+    flags = SimpleNamespace(BuilderFlag=part, HardwareCompatibilityLevel=part, MemoryPoolType=part)
+    flags.ProfilingVerbosity = part
+    _set_flags(config, SimpleNamespace(trt=flags, title="a library"), given.tensorrt)  # type: ignore[arg-type]
+    return vars(config)
+
+
+def conversion(given: EngineSpec) -> Any:
+    return conversion_options((2, 13), given.tensorrt)
+
+
+def verified(given: EngineSpec, folder: Path) -> Any:
+    """Whether the export is told to compare the graph with the module."""
+
+    class Exports:
+        def graph(self, content: str, component: Any, module: Any, verify: bool) -> Any:
+            raise InterruptedError(verify)
+
+    options = dataclasses.replace(given.tensorrt, cache=str(folder))
+    library: Any = SimpleNamespace(name="tensorrt_rtx", title="a library")
+    with pytest.raises(InterruptedError) as stopped:
+        obtain(small(), dataclasses.replace(given, tensorrt=options), library, [(8, 9)], device=CPU,
+               exports=Exports())  # type: ignore[arg-type]  # fmt: skip
+    return stopped.value.args
+
+
+def targets(given: EngineSpec) -> Any:
+    """The GPUs that `vla-accel build` builds for, of those it refuses."""
+    try:
+        ahead_of_time.check_targets({"vision": given}, (), torch.bfloat16)
+    except EngineError as error:
+        return str(error)
+    return None
+
+
+def is_whole(given: EngineSpec) -> bool:
+    return isinstance(island_module(vision_component(MODEL, 1, 2), given), _Whole)
+
+
+EFFECTS: dict[str, Callable[[EngineSpec], Any] | None] = {
+    "keep": computed,
+    "attention": computed,
+    "native.kernels": None,
+    "native.embeddings": computed,
+    "tensorrt.targets": targets,
+    "tensorrt.profiles": lambda given: profiles_of(vision_component(MODEL, 1, 2), given.tensorrt),
+    "tensorrt.optimization_level": builder_flags,
+    "tensorrt.workspace_mb": builder_flags,
+    "tensorrt.weight_streaming": builder_flags,
+    "tensorrt.refit": builder_flags,
+    "tensorrt.version_compatible": builder_flags,
+    "tensorrt.hardware_compatible": builder_flags,
+    "tensorrt.timing_cache": builder_flags,
+    "tensorrt.whole": is_whole,
+    "tensorrt.verify": None,
+    "tensorrt.cache": lambda given: cache_of(given.tensorrt).folder,
+    "tensorrt.cache_gb": lambda given: cache_of(given.tensorrt).limit,
+}
+"""What shows that an option is read; None where a test of its own does."""
+SHOWN_WITH: dict[str, Any] = {"tensorrt.targets": ("sm90",), "tensorrt.profiles": ("images.1=1:2:2",)}
+"""A value that shows it better than the one of `READERS`."""
+BESIDE: dict[str, dict[str, Any]] = {"keep": {"precision": "fp8"}, "tensorrt.whole": {"precision": "fp16"}}
+"""What an option is for."""
+
+
+@pytest.mark.parametrize("option", [option for option, effect in EFFECTS.items() if effect is not None])
+def test_an_option_changes_something(option: str) -> None:
+    value, readers = READERS[option]
+    effect, beside = EFFECTS[option], BESIDE.get(option, {})
+    assert effect is not None
+    for engine in sorted(readers):
+        plain = EngineSpec(engine, **beside)  # type: ignore[arg-type]
+        assert effect(spec(engine, option, SHOWN_WITH.get(option, value), **beside)) != effect(plain)
+
+
+def test_portable_kernels_are_those_of_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_of_program(EngineSpec("native"), monkeypatch) == [H200]
+    assert gpu_of_program(spec("native", "native.kernels", "portable"), monkeypatch) == [H200.portable]
+
+
+def test_an_export_is_compared_with_its_module_unless_it_is_switched_off(tmp_path: Path) -> None:
+    assert verified(EngineSpec("tensorrt_rtx"), tmp_path) == (True,)
+    assert verified(EngineSpec("tensorrt_rtx", tensorrt=TensorrtOptions(verify=False)), tmp_path) == (False,)
+
+
+@pytest.mark.parametrize("option", ["optimization_level", "workspace_mb", "weight_streaming", "refit",
+                                    "version_compatible", "hardware_compatible"])  # fmt: skip
+def test_torch_tensorrt_is_told_the_builders_options(option: str) -> None:
+    value, _ = READERS[f"tensorrt.{option}"]
+    given = spec("torch_tensorrt", f"tensorrt.{option}", value)
+    assert conversion(given) != conversion(EngineSpec("torch_tensorrt"))
