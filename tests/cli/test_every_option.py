@@ -61,6 +61,8 @@ SERVE = {
     "timeout_s": "--timeout-s 9",
     "grace_s": "--grace-s 1",
     "max_batch": "--max-batch 4",
+    "max_observations": "--max-observations 3",
+    "rate_limit": "--rate-limit 9",
     "max_wait_ms": "--max-batch 4 --max-wait-ms 8",
     "policy": "--policy a=eager:demo",
     "memory_budget_gib": "--policy a=eager:demo --memory-budget-gib 2",

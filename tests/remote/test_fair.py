@@ -61,7 +61,9 @@ def connected(stack: ExitStack, server: PolicyServer, host: str, key: str | None
 
 def order_beside_a_batch(policy: Any, noting: Noting, **limits: Any) -> list[list[float]]:
     """What runs in which order where one client sends six observations and two others, after it, one each."""
-    with background(policy, local(max_wait_s=0.0, **limits)) as server, ExitStack() as stack:
+    if limits.get("max_batch", 1) > 1:
+        limits["max_wait_s"] = 0.0
+    with background(policy, local(**limits)) as server, ExitStack() as stack:
         greedy, one, two = (connected(stack, server, f"127.0.0.{i}") for i in (1, 2, 3))
         greedy.send(openpi_pack({"batch": batch_of(range(6))}))
         assert noting.entered.acquire(timeout=PATIENCE_S)
@@ -87,10 +89,9 @@ def test_a_batch_gives_way_after_max_batch_observations() -> None:
     assert order_beside_a_batch(policy, policy, max_batch=2) == [[0, 1], [100, 200], [2, 3], [4, 5]]
 
 
-def test_a_policy_without_batches_gives_way_after_each_whatever_max_batch_says() -> None:
-    policy = Noting()
-    order = order_beside_a_batch(OneByOne(policy), policy, max_batch=8)
-    assert order == [[0], [100], [200], [1], [2], [3], [4], [5]]
+def test_a_policy_without_batches_refuses_max_batch() -> None:
+    with pytest.raises(ConfigError, match="max_batch: expected a policy with infer_batch, got 8"):
+        order_beside_a_batch(OneByOne(Noting()), Noting(), max_batch=8)
 
 
 def test_a_batch_over_several_processes_is_answered_whole() -> None:
