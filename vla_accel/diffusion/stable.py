@@ -333,7 +333,7 @@ class StableDiffusion:
         prompts = [request.negative_prompt, request.prompt] if guided else [request.prompt]
         most = tokenizer.model_max_length
         for prompt in prompts:
-            whole = tokenizer(prompt).input_ids
+            whole = tokenizer(prompt, verbose=False).input_ids
             if len(whole) > most:
                 _log.warning(
                     "prompt: expected at most %d tokens, got %d; this part is ignored: %r",

@@ -60,13 +60,16 @@ def _copied(value: Any) -> Any:
 
 @torch.inference_mode()
 def _measured(tensors: list[Tensor]) -> Tensor:
-    """Norm and maximum of every floating-point tensor, float32, on the CPU."""
+    """Norm and maximum of every floating-point tensor, on the CPU."""
     rows: list[Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel() and tensor.device.type != "meta":
+        # No reductions exist for eight bits.
+        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() and tensor.device.type != "meta":
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
-    for group in groups.values():
-        rows.append(torch.stack(torch._foreach_norm(group, 2, dtype=torch.float32)).cpu())
-        rows.append(torch.stack(torch._foreach_max(group)).float().cpu())
-    return torch.cat(rows) if rows else torch.empty(0)
+    for (_, dtype), group in groups.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        rows.append(torch.stack(torch._foreach_norm(group, 2, dtype=wide)).double().cpu())
+        rows.append(torch.stack(torch._foreach_max(group)).double().cpu())
+    # A NaN would differ from itself.
+    return torch.nan_to_num(torch.cat(rows)) if rows else torch.empty(0)
