@@ -71,7 +71,7 @@ def tile(vae: Any, size: int) -> None:
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("name", VAES)
-def test_tiles_are_those_of_diffusers(name: str, engine: str) -> None:
+def test_tiles_are_those_of_diffusers(name: str, engine: Any) -> None:
     vae = make(name)
     image, latents = inputs(name, 136, 200)
     whole = both(vae, image, latents)
@@ -158,7 +158,7 @@ def exchanged_parameters(vae: Any) -> None:
 @pytest.mark.parametrize("change", [loaded, in_place, through_data, exchanged_parameters])
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("name", VAES)
-def test_weights_that_change_later_count(name: str, engine: str, change: Callable[[Any], None]) -> None:
+def test_weights_that_change_later_count(name: str, engine: Any, change: Callable[[Any], None]) -> None:
     vae = make(name)
     values = inputs(name)
     undo = plug_in(vae, AcceleratedVae(vae, {"vae_type": engine}))
@@ -173,7 +173,7 @@ def test_weights_that_change_later_count(name: str, engine: str, change: Callabl
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("name", VAES)
-def test_another_dtype_counts(name: str, engine: str) -> None:
+def test_another_dtype_counts(name: str, engine: Any) -> None:
     vae = make(name)
     image, latents = inputs(name)
     undo = plug_in(vae, AcceleratedVae(vae, {"vae_type": engine}))
@@ -189,7 +189,7 @@ def test_another_dtype_counts(name: str, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
-def test_weights_of_our_own_pipeline_count(part: str, engine: str) -> None:
+def test_weights_of_our_own_pipeline_count(part: str, engine: Any) -> None:
     parts = random_stable_diffusion(tiny=True, dtype=torch.float32, device=CPU)
     parts.set_progress_bar_config(disable=True)
     pipeline = StableDiffusion(parts, Engines.all(EngineSpec(engine)))
@@ -218,7 +218,7 @@ def test_our_own_pipeline_follows_to_another_dtype() -> None:
 
 
 def test_a_state_tells_what_changed_and_what_did_not() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+    module: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
     state = WeightState(module)
     module(torch.ones(2, 3))
     assert not state.changed()
@@ -238,12 +238,12 @@ def test_a_state_tells_what_changed_and_what_did_not() -> None:
 class FakeLora(nn.Module):
     """A LoRA layer as peft puts it in the place of a layer: with the attributes that peft's have."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: Any) -> None:
         super().__init__()
         self.base_layer, self.merged_adapters, self.scaling = base, [], {"one": 1.0}
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Any:
         return self.base_layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
