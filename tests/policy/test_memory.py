@@ -25,7 +25,7 @@ from vla_accel.config import NativeOptions
 from vla_accel.errors import DeviceMemoryError
 from vla_accel.families.pi0 import PI0, PI05
 from vla_accel.families.prompted import PromptShape
-from vla_accel.models.memory import Counted, tensors_in, free_memory
+from vla_accel.models.memory import Counted, free_memory, tensors_in
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.native.vision import VisionWeights

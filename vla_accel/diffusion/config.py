@@ -91,17 +91,16 @@ def check_spec(name: str, spec: EngineSpec, precisions: Collection[str] = ()) ->
         raise ConfigError(f"{name}: native.embeddings: expected gpu for an image model, got {spec.native.embeddings}")
 
 
-def why_no_engine(config: VaeConfig, size: Size) -> str | None:
+def why_no_engine(config: VaeConfig, side: Side, size: Size) -> str | None:
     """Why the engine files do not have a size; None if they do, or if the whole folder is missing (`engine_file`)."""
+    files = config.trt_vae_config
     try:
         check_size(size)
+        if not files.multi_profile and Path(files.trt_engine_path).is_dir():
+            engine_file(files, side, size)
     except ConfigError as error:
         return str(error)
-    files = config.trt_vae_config
-    root = Path(files.trt_engine_path)
-    if files.multi_profile or not root.is_dir() or (root / size_key(size)).is_dir():
-        return None
-    return f"image size {size_text(size)}: {_missing(root / size_key(size), files, size)}"
+    return None
 
 
 def engine_file(config: TrtVaeConfig, side: Side, size: Size) -> Path:
@@ -116,15 +115,10 @@ def engine_file(config: TrtVaeConfig, side: Side, size: Size) -> Path:
     else:
         found = root / size_key(size) / f"vae_{side}.trt"
     if not found.is_file():
-        raise ConfigError(_missing(found, config, size))
+        there = ", ".join(sorted(p.name for p in root.iterdir())) if root.is_dir() else "no such folder"
+        advice = "(without --static)" if config.multi_profile else f"--static --sizes {size_text(size)}"
+        raise ConfigError(
+            f"trt_engine_path {root}: expected {found.relative_to(root) if root.is_dir() else found.name}, found: "
+            f"{there or 'nothing'}; build it: vla-accel build-vae --vae MODEL --output-dir {root} {advice}"
+        )
     return found
-
-
-def _missing(found: Path, config: TrtVaeConfig, size: Size) -> str:
-    root = Path(config.trt_engine_path)
-    there = ", ".join(sorted(p.name for p in root.iterdir())) if root.is_dir() else "no such folder"
-    advice = "(without --static)" if config.multi_profile else f"--static --sizes {size_text(size)}"
-    return (
-        f"trt_engine_path {root}: expected {found.relative_to(root) if root.is_dir() else found.name}, found: "
-        f"{there or 'nothing'}; build it: vla-accel build-vae --vae MODEL --output-dir {root} {advice}"
-    )

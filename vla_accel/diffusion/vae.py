@@ -203,7 +203,7 @@ class AcceleratedVae:
         if self.config.from_files:
             from vla_accel.diffusion.engine_files import open_engine
 
-            if (reason := why_no_engine(self.config, size)) is not None:
+            if (reason := why_no_engine(self.config, side, size)) is not None:
                 return self._eager(vae_component(half, side, size, batch=batch), reason)
             component = vae_component(half, side, size, batch=batch, dynamic=self.config.trt_vae_config.multi_profile)
             # One for all sizes of this object, whose lock lets one of them run at a time.
