@@ -18,7 +18,7 @@ import tyro
 from eval.harness.figures import draw_result
 from eval.harness.merge import merge
 from eval.harness.pages import run_page
-from eval.harness.report import check_output, read_result
+from eval.harness.report import check_output, read_result, row_line
 from eval.harness.tables import print_summary, run_title, stderr_console
 from eval.script import run_script
 from vla_accel.cli.common import print_json
@@ -58,7 +58,7 @@ def run(arguments: Arguments) -> None:
     print(f"output: {arguments.output}", file=sys.stderr)
     if arguments.report is not None:
         print(f"report: {page.write(run_page(result), arguments.report)}", file=sys.stderr)
-    rows = [{"steps": row["steps"], **row["success"]} for row in result["summary"]["rows"]]
+    rows = [row_line(row) for row in result["summary"]["rows"]]
     print_json({"output": str(arguments.output), "episodes": len(result["episodes"]), "rows": rows})
 
 

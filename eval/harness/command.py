@@ -22,7 +22,7 @@ import tyro
 from eval.harness.benchmark import Benchmark, Suite
 from eval.harness.policies import Chunking, PolicySource
 from eval.harness.protocol import REPLAN_STEPS, SEED, Protocol, Shard, parse_tasks
-from eval.harness.report import policy_name, read_result
+from eval.harness.report import policy_name, read_result, row_line
 from eval.harness.stress import parse_stress
 from eval.harness.tables import stderr_console
 from eval.script import concluded
@@ -273,12 +273,6 @@ def _steps(asked: tuple[int, ...] | None, own: int | None, source: PolicySource)
 
 def _line(benchmark: Benchmark, result: dict[str, Any], errors: int) -> dict[str, Any]:
     """The run on one line."""
-    rows = []
-    for row in result["summary"]["rows"]:
-        breakdown = row["breakdown"]
-        total = breakdown["components"]["total"]["mean_ms"] if breakdown else None
-        hz = breakdown["hz"] if breakdown else None
-        rows.append({"steps": row["steps"], **row["success"], "mean_ms": total, "hz": hz})
     protocol = result["protocol"]
     return {
         "benchmark": benchmark.name,
@@ -287,7 +281,7 @@ def _line(benchmark: Benchmark, result: dict[str, Any], errors: int) -> dict[str
         },
         "policy": policy_name(result),
         **({"shard": result["shard"]} if "shard" in result else {}),
-        "rows": rows,
+        "rows": [row_line(row) for row in result["summary"]["rows"]],
         "errors": errors,
         "elapsed_s": result["elapsed_s"],
         "output": result["output"],

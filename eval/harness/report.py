@@ -150,6 +150,24 @@ def summarise_run(
     }
 
 
+def row_line(row: Mapping[str, Any]) -> dict[str, Any]:
+    """One step count on the JSON line that ends a command.
+
+    Returns:
+        Rates, `mean_ms` (the whole call), `components_ms` (mean milliseconds of each component and of `total`) and
+        `hz`. The last three are None where no call was timed.
+    """
+    breakdown = row["breakdown"]
+    means = {name: part["mean_ms"] for name, part in breakdown["components"].items()} if breakdown else None
+    return {
+        "steps": row["steps"],
+        **row["success"],
+        "mean_ms": means["total"] if means else None,
+        "components_ms": means,
+        "hz": breakdown["hz"] if breakdown else None,
+    }
+
+
 def mean_parts(breakdown: Mapping[str, Any]) -> dict[str, float]:
     """Mean milliseconds of each part, and of what none of them explains (`OTHER`)."""
     parts = _parts(breakdown)

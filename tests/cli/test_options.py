@@ -240,7 +240,7 @@ def test_lists_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -
         ("serve demo --memory-budget-gib 3", r"memory-budget-gib: expected several policies \(--policy\)"),
         ("serve demo --host 999.1.1.1 --insecure", "cannot listen on 999.1.1.1:8000: "),
         ("bench-vae --rounds 0", "rounds: expected at least 1"),
-        ("bench-unet --size 63", "size: expected a multiple of 16, got 63"),
+        ("bench-unet --size 63", "size: expected a multiple of 8, got 63"),
         ("bench-qwen --tiny --vae foo", "vae_type: expected one of eager, native, .*, got 'foo'"),
         ("txt2img --sd-dir random --guidance nan", "guidance: expected at least 0, got nan"),
         ("build-vae --vae tiny-sd-vae --output-dir /proc/a", "output-dir: /proc/a cannot be written"),

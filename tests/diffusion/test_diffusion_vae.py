@@ -65,20 +65,20 @@ def test_ratios_are_the_guides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "padded"), [((1080, 1920), (1088, 1920)), ((1, 65), (64, 80)), ((64, 1905), (64, 1920))]
+    ("size", "larger"), [((1081, 1920), (1088, 1920)), ((1, 65), (64, 72)), ((64, 1905), (64, 1912))]
 )
-def test_a_size_that_no_engine_takes_names_the_padded_one(size: sizes.Size, padded: sizes.Size) -> None:
-    assert sizes.padded_size(size) == padded
+def test_a_size_that_no_engine_file_has_names_a_larger_one(size: sizes.Size, larger: sizes.Size) -> None:
+    assert sizes.check_size(larger) == larger
     with pytest.raises(
-        ConfigError, match=f"got {size[1]}x{size[0]}; the smallest that holds it is {padded[1]}x{padded[0]}"
+        ConfigError, match=f"got {size[1]}x{size[0]}; the smallest that holds it is {larger[1]}x{larger[0]}"
     ):
         sizes.check_size(size)
 
 
-@pytest.mark.parametrize("size", [(1936, 512), (512, 2048), (0, 64)])
-def test_a_size_beyond_the_range_is_refused(size: sizes.Size) -> None:
-    with pytest.raises(ConfigError, match="expected 64 to 1920 pixels a side"):
-        sizes.padded_size(size)
+@pytest.mark.parametrize("size", [(1936, 512), (512, 2048)])
+def test_a_size_beyond_the_range_of_engine_files_is_refused(size: sizes.Size) -> None:
+    with pytest.raises(ConfigError, match=f"from 64 to 1920 pixels a side, got {size[1]}x{size[0]}$"):
+        sizes.check_size(size)
 
 
 @pytest.mark.parametrize("text", ["1024", "axb", "1024x", "-64x64", "5_4"])
@@ -126,6 +126,13 @@ def test_the_guides_json(tmp_path: Path) -> None:
         ({"memory_budget_gib": 0}, "memory_budget_gib: expected more than 0"),
         ({"vae_type": "eager", "precision": "fp16"}, "precision: fp16 is for vae_type native, got eager"),
         ({"pad": "yes"}, "pad: expected one of error, auto"),
+        ({"vae_type": "eager", "inductor": "measure"}, "inductor: measure is for vae_type native, got eager"),
+        (
+            {"vae_type": "tensorrt", "inductor": "measure", "trt_vae_config": {"trt_engine_path": "engines"}},
+            "inductor: measure is for vae_type native, got tensorrt",
+        ),
+        ({"trt_vae_config": {"trt_engine_path": "engines"}}, "trt_vae_config: expected vae_type tensorrt .*native"),
+        ({"vae_type": "eager", "trt_vae_config": {"multi_profile": True}}, "trt_vae_config: .*, got eager"),
     ],
 )
 def test_bad_configurations(content: dict[str, Any], message: str) -> None:
@@ -189,22 +196,6 @@ def test_results_do_not_change_with_the_next_call(vae: Any) -> None:
     copy = first.clone()
     accelerated.encode(-image(64, 64))
     assert torch.equal(first, copy)
-
-
-def test_padding_repeats_edges_and_crops_exactly(vae: Any) -> None:
-    accelerated = AcceleratedVae(vae, {"pad": "auto"})
-    x = image(70, 90)
-    whole = torch.nn.functional.pad(x[:, :, 0], (0, 6, 0, 10), mode="replicate")[:, :, None]
-    moments = accelerated.encode(x)
-    torch.testing.assert_close(moments, AcceleratedVae(vae).encode(whole))
-    latents = moments[:, :4].contiguous()
-    decoded = accelerated.decode(latents, (70, 90))
-    assert decoded.shape == (1, 3, 1, 70, 90)
-    torch.testing.assert_close(decoded, accelerated.decode(latents)[..., :70, :90])
-    # Latents of 72x72 pixels: padded to 80x80 and cropped back.
-    assert accelerated.decode(torch.zeros(1, 4, 1, 9, 9)).shape == (1, 3, 1, 72, 72)
-    with pytest.raises(ConfigError, match="got 90x70; the smallest that holds it is 96x80"):
-        AcceleratedVae(vae).encode(x)
 
 
 def test_engines_are_made_on_first_use_and_given_up_under_the_budget(vae: Any) -> None:

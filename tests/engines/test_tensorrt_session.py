@@ -212,6 +212,17 @@ def test_contexts_share_engine_and_scratch(fake: Fake) -> None:
     assert all(torch.equal(e.outputs["y"], 2 * e.inputs["x"]) for e in (one, two, three))
 
 
+def test_owners_that_run_in_different_threads_have_scratch_of_their_own(fake: Fake) -> None:
+    session = engine(2).session
+    own = tensorrt_session.Scratch(CPU)
+    for rows in (2, 3):
+        tensorrt_session.Session(session.library, session.engine, [{"x": ((1, 3), (1, 3), (4, 3))}], component(rows),
+                                 CPU, own)  # fmt: skip
+    shared, first, second = (context.memory for context in fake.engines[0].contexts)
+    assert first == second != shared and None not in (shared, first)
+    assert own is not tensorrt_session.scratch_of(CPU)
+
+
 def test_contexts_that_are_gone_are_forgotten(fake: Fake) -> None:
     kept, gone = engine(2), engine(3)
     scratch = tensorrt_session.scratch_of(CPU)

@@ -22,7 +22,7 @@ from eval.harness.benchmark import Benchmark, Suite
 from eval.harness.policies import PolicySource
 from eval.libero.benchmark import LIBERO
 from eval.libero.suites import LiberoTask
-from tests.support.eval_support import FakeEnv, FakePolicy
+from tests.support.eval_support import PARTS, FakeEnv, FakePolicy
 from tests.support.local_hub import COMMIT, LocalHub, served
 from tests.support.tiny import write_tiny_checkpoint
 from vla_accel.cli.options import read
@@ -117,6 +117,10 @@ def test_a_sweep_writes_result_log_and_picture(harness: Harness, tmp_path: Path)
     fit = result["summary"]["denoise_fit"]
     assert (fit["intercept_ms"], fit["slope_ms"]) == pytest.approx((2.0, 3.0))
     assert line["rows"][1]["steps"] == 3 and line["rows"][1]["rate"] == 1.0
+    for row in line["rows"]:
+        parts = {**PARTS, "denoise": 2.0 + 3.0 * row["steps"]}
+        assert row["components_ms"] == pytest.approx({**parts, "total": sum(parts.values())})
+        assert row["mean_ms"] == row["components_ms"]["total"]
     assert (line["errors"], line["output"]) == (0, str(output))
     assert sorted(p.name for p in output.parent.iterdir()) == [
         "run.episodes.jsonl",
@@ -380,6 +384,28 @@ def test_a_policy_server_is_evaluated_like_any_policy(
     assert row["mean_ms"] > 0, "without the server's own total, the wall clock counts"
     policy = json.loads(output.read_text())["policy"]
     assert policy["metadata"] == {"policy": "far", "num_steps": 5}
+
+
+def test_a_server_that_times_its_components_has_them_on_the_json_line(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("websockets", reason="needs websockets")
+
+    from tests.support.openpi_wire import openpi_pack, serving
+
+    parts = {"vision": 3.0, "kv_cache": 5.0, "denoise": 7.0, "total": 16.0}
+
+    def answer(obs: dict[str, Any]) -> bytes:
+        timing = {**{f"{name}_ms": ms for name, ms in parts.items()}, "infer_ms": 16.5}
+        return openpi_pack({"actions": np.full((10, 7), 0.1), "policy_timing": timing})
+
+    monkeypatch.setattr(PolicySource, "load", lambda self: PolicyClient(self.where))
+    with serving(answer, openpi_pack({"policy": "far"})) as address:
+        words = ("--policy", address, "--tasks", "0", "--trials", "1", "--output", str(tmp_path / "run.json"))
+        code, line, _ = harness.run(*words)
+    assert code == 0 and line is not None
+    (row,) = line["rows"]
+    assert row["components_ms"] == pytest.approx(parts) and row["hz"] == pytest.approx(1e3 / 16)
 
 
 def test_a_missing_gl_library_is_one_clear_line(tmp_path: Path) -> None:

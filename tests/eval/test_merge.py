@@ -105,7 +105,10 @@ def test_latencies_of_the_parts_are_summarised_together(tmp_path: Path, capfd: p
         for i in (1, 2):
             words = ["--policy", address, "--replan", "1", "--shard", f"{i}/2", "--output", str(tmp_path / f"{i}.json")]
             assert main(words) == 0
+    capfd.readouterr()
     assert merged(tmp_path / "merged.json", tmp_path / "1.json", tmp_path / "2.json") == 0
+    (row,) = json.loads(capfd.readouterr().out.splitlines()[-1])["rows"]
+    assert row["components_ms"] == {"eyes": 2.0, "total": 2.0} and row["mean_ms"] == 2.0
     results = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("1", "2", "merged")]
     one, two, both = (result["summary"]["rows"][0]["breakdown"] for result in results)
     assert both["samples"] == one["samples"] + two["samples"] and both["components"]["eyes"]["mean_ms"] == 2.0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
-from vla_accel.components.unet import ModuleProgram, unet_component  # noqa: E402
+from vla_accel.components.unet import ModuleProgram, check_file_size, unet_component  # noqa: E402
 from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.diffusion.models import filled  # noqa: E402
 from vla_accel.errors import CheckpointError, ConfigError, EngineError  # noqa: E402
@@ -123,10 +123,12 @@ def test_another_model_is_refused() -> None:
 def test_sizes() -> None:
     unet = Unet(make())
     assert unet.multiple == 4
-    with pytest.raises(ConfigError, match="multiples of 32, got 100 and 64; the next are 128 and 64"):
+    with pytest.raises(ConfigError, match="multiples of 8, got 64x100; the smallest that holds it is 64x104"):
         unet_component(unet, (100, 64), batch=2)
-    with pytest.raises(EngineError, match="latents of multiples of 4, got 12x18"):
-        run(NativeUnet(unet), example(side=(12, 18)))
+    with pytest.raises(ConfigError, match="multiples of 32, got 264x512; the smallest that holds it is 288x512"):
+        check_file_size(unet, (512, 264))
+    with pytest.raises(ConfigError, match="256 to 1024 pixels a side for an engine file, got 256x1056"):
+        check_file_size(unet, (1056, 256))
     component = unet_component(unet, (512, 256), batch=2, dynamic=True)
     assert component.inputs[0].shape == (2, 4, 64, 32)
     assert component.inputs[0].ranges == {0: (1, 8), 2: (32, 128), 3: (32, 128)}

@@ -26,7 +26,7 @@ from vla_accel.errors import DeviceMemoryError
 from vla_accel.families.groot import GROOT
 from vla_accel.families.pi0 import PI0, PI05
 from vla_accel.families.prompted import PromptShape
-from vla_accel.models.memory import Counted, tensors_in
+from vla_accel.models.memory import Counted, free_memory, tensors_in
 from vla_accel.models.pi0 import Pi0
 from vla_accel.native.pi0 import Pi0Store
 from vla_accel.native.vision import VisionWeights
@@ -312,4 +312,4 @@ def test_a_limit_is_asked_of_a_device_with_a_number(name: str, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
-    assert footprint.free_memory(torch.device(name)) == (480, 500)
+    assert free_memory(torch.device(name)) == (480, 500)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vla_accel.cli.asked.images import BenchQwen
 from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say
-from vla_accel.components.vae import check_size
 from vla_accel.diffusion.config import load_vae_config
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
 from vla_accel.diffusion.models import diffusers_module
@@ -24,11 +23,14 @@ from vla_accel.progress import going_on
 
 COSINE = 0.999
 TINY_LAYERS = 2
+MULTIPLE = 16
+"""Pixels a side of one of the transformer's patches: 8 for a latent, 2 latents a patch."""
 
 
 def main(options: BenchQwen, words: list[str]) -> int:
     """Run the command; the exit status."""
-    check_size((options.size, options.size))
+    if options.size % MULTIPLE:
+        raise ConfigError(f"size: expected a multiple of {MULTIPLE}, got {options.size}")
     device, dtype = resolve_device(options.device), DTYPES[options.dtype]
     vae = load_vae_config({"vae_type": options.vae} if not options.vae.endswith(".json") else options.vae)
     if device.type == "cpu" and not options.tiny and options.layers is None:

@@ -20,8 +20,9 @@ from vla_accel.cli.generate import dtype_on
 from vla_accel.config import EngineSpec
 from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
 from vla_accel.diffusion.models import diffusers_module
+from vla_accel.diffusion.parts import load_parts, unet_engine_file
 from vla_accel.diffusion.picture import side_by_side
-from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, load_parts, unet_engine_file
+from vla_accel.diffusion.stable import Engines, Request, StableDiffusion
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.machine import resolve_device
 from vla_accel.models.autoencoder import SCALE
@@ -35,8 +36,8 @@ UNFINISHED = "not finished"
 
 def main(options: BenchUnet, words: list[str]) -> int:
     """Run the command; the exit status."""
-    if options.size % 16:
-        raise ConfigError(f"size: expected a multiple of 16, got {options.size}")
+    if options.size % SCALE:
+        raise ConfigError(f"size: expected a multiple of {SCALE}, got {options.size}")
     bench = _Bench(options)
     with torch.inference_mode():
         bench.measure("unet", "UNet, one call (guidance pair)", bench.unet_calls)

@@ -31,6 +31,7 @@ def main(options: BenchVae, words: list[str]) -> int:
     device, dtype = resolve_device(options.device), DTYPES[options.dtype]
     if not options.engine_path and (library := next((s for s in options.systems if s.startswith("tensorrt")), None)):
         raise ConfigError(f"engine-path: expected --engine-path FOLDER for {library}, got none")
+    _check(options)
     began = time.perf_counter()
     with going_on(f"loading {options.vae}", say):
         vae = load_model(options.vae, kinds=AUTOENCODERS, dtype=dtype, device=device)
@@ -52,6 +53,23 @@ def main(options: BenchVae, words: list[str]) -> int:
         "errors": bench.errors,
     }
     return finish(report("bench-vae", options, device, began, passed, content), options.output)
+
+
+def _check(options: BenchVae) -> None:
+    """Raise ConfigError for options that would have no effect."""
+    if not any(name.startswith("tensorrt") for name in options.systems):
+        for name, given in (("engine-path", options.engine_path), ("multi-profile", options.multi_profile)):
+            if given:
+                raise ConfigError(f"{name}: expected tensorrt or tensorrt_rtx among --systems, got {options.systems}")
+    if options.picture is not None and _to_compare(options) is None:
+        raise ConfigError(
+            f"picture: expected an accelerated system to compare with eager, got {', '.join(options.systems)}"
+        )
+
+
+def _to_compare(options: BenchVae) -> str | None:
+    """The first accelerated system."""
+    return next((name for name in options.systems if name not in ("eager", "compile")), None)
 
 
 class _Bench:
@@ -79,6 +97,8 @@ class _Bench:
                 all_of_them = size in map(parse_size, self.options.compile_sizes)
                 late = () if all_of_them else ("compile", "inductor", "native-measured")
                 taken = [name for name in self.options.systems if name not in late]
+                if out := [name for name in self.options.systems if name in late]:
+                    say(f"{size_key(size)}: without {', '.join(out)}, which --compile-sizes leaves out at this size")
                 systems = {name: self._system(name, image, latents) for name in taken}
             for side in ("encoder", "decoder"):
                 runs = {name: system[side] for name, system in systems.items()}
@@ -142,11 +162,8 @@ class _Bench:
 
         assert self.options.picture is not None
         size = next(iter(_sizes(self.options.sizes).values()))
-        other = next((s for s in self.options.systems if s not in ("eager", "compile")), None)
-        if other is None:
-            raise ConfigError(
-                f"picture: expected an accelerated system to compare with eager, got {', '.join(self.options.systems)}"
-            )
+        other = _to_compare(self.options)
+        assert other is not None
         drawn = scene(size).to(self.device, self.dtype)
         image = drawn[:, :, None] if self.frames else drawn
         latents = self.vae.encode(image).latent_dist.mode()

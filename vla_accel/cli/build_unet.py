@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
 import torch
 
 from vla_accel.cli.asked.images import BuildUnet
-from vla_accel.cli.build_vae import describe, pick_targets, print_files
+from vla_accel.cli.build_vae import check_built, describe, pick_targets, print_files
 from vla_accel.cli.common import print_json, say
 from vla_accel.components.unet import unet_component
 from vla_accel.config import TensorrtOptions
-from vla_accel.diffusion.engine_files import BuiltFile, build_file, export_onnx, found_file
+from vla_accel.diffusion.engine_files import BuiltFile, build_file, export_onnx, found_file, identity
 from vla_accel.diffusion.models import load_model
-from vla_accel.diffusion.stable import RANDOM, unet_engine_file
+from vla_accel.diffusion.parts import RANDOM, unet_engine_file
 from vla_accel.engines.onnx import OnnxFile
 from vla_accel.engines.tensorrt_library import load_library
 from vla_accel.errors import ConfigError
+from vla_accel.files import write_json
 from vla_accel.models.unet import UNET, Unet
 from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on
@@ -59,15 +61,27 @@ def build_unet(
     if not (options.force_engine or options.force_onnx):
         found = found_file(component, path, options.library)
     if found is not None:
+        check_built(found, targets)
         return found
     folder = root / "unet" / "onnx"
-    graph_file = folder / "unet.onnx"
+    graph_file, source = folder / "unet.onnx", folder / "unet.json"
+    key = {"key": identity(component)}
     with going_on(f"building {path}: minutes", say):
-        if graph_file.is_file() and not options.force_onnx:
-            # It was compared with the module when it was exported: there is nothing to check it with now.
+        if graph_file.is_file() and not options.force_onnx and _read(source) == key:
+            # It was compared with the module when it was exported.
             size = sum(p.nbytes for p in unet.parameters())
             graph = OnnxFile(graph_file, {}, (unet.dtype,), size)
         else:
             check = unet_component(unet, (256, 256), batch=1) if not options.no_verify else None
+            source.unlink(missing_ok=True)
             graph = export_onnx(component, folder, check=check)
+            write_json(source, key)
         return build_file(component, graph, path, library, targets, TensorrtOptions())  # type: ignore[arg-type]
+
+
+def _read(source: Path) -> dict[str, str] | None:
+    """What an exported graph was made from; None if nobody knows."""
+    try:
+        return json.loads(source.read_text())
+    except (OSError, ValueError):
+        return None

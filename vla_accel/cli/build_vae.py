@@ -26,7 +26,14 @@ from vla_accel.config import TensorrtOptions
 from vla_accel.diffusion.config import TrtVaeConfig, VaeConfig
 from vla_accel.diffusion.engine_files import BuiltFile, build_file, export_onnx, found_file
 from vla_accel.diffusion.models import load_model
-from vla_accel.engines.tensorrt_library import LibraryName, capability_of, check_target, load_library, parse_target
+from vla_accel.engines.tensorrt_library import (
+    LibraryName,
+    capability_of,
+    check_target,
+    load_library,
+    parse_target,
+    target_name,
+)
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
 from vla_accel.machine import resolve_device
@@ -50,7 +57,9 @@ def main(options: BuildVae, words: list[str]) -> int:
         for path, size, dynamic in _wanted(options, side):
             component = vae_component(halves[side], side, size, dynamic=dynamic)
             found = None if options.force_engine else found_file(component, path, options.library)
-            if found is None:
+            if found is not None:
+                check_built(found, targets, options.optimization_level)
+            else:
                 check = vae_component(halves[side], side, (SMALLEST, SMALLEST)) if dynamic else None
                 tuned = TensorrtOptions(
                     optimization_level=options.optimization_level, profiles=profile_texts(component) if dynamic else ()
@@ -82,6 +91,8 @@ def _wanted(options: BuildVae, side: Side) -> list[tuple[Path, Size, bool]]:
         if options.sizes or options.only:
             raise ConfigError("--sizes and --only belong to --static: a multi-profile engine takes every size")
         return [(options.output_dir / f"vae_{side}_multi_profile.trt", (512, 512), True)]
+    if options.sizes and options.only:
+        raise ConfigError("--sizes adds to the five ratios, --only takes their place: expected one of them, got both")
     sizes = static_sizes(options.sizes)
     if options.only:
         wanted = [parse_size(t) for t in options.only]
@@ -104,6 +115,21 @@ def pick_targets(library: LibraryName, texts: tuple[str, ...], dtype: torch.dtyp
     for target in targets:
         check_target(library, target, (dtype,))
     return targets
+
+
+def check_built(found: BuiltFile, targets: list[tuple[int, int]], level: int | None = None) -> None:
+    """Raise ConfigError if an engine file that is there was built for other GPUs, or with another effort."""
+    wanted, there = {target_name(c) for c in targets}, set(str(found.about["target"]).split("+"))
+    if not wanted <= there:
+        raise ConfigError(
+            f"targets: expected an engine for {', '.join(sorted(wanted))}, got {found.path}, which was built for "
+            f"{', '.join(sorted(there))}; build it again with --force-engine"
+        )
+    if level is not None and found.about.get("optimization_level") != level:
+        raise ConfigError(
+            f"optimization-level: expected an engine built with {level}, got {found.path}, which was built with "
+            f"{found.about.get('optimization_level', 'the default')}; build it again with --force-engine"
+        )
 
 
 def describe(file: BuiltFile, root: Path) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import EngineSpec
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import diffusers_module
+from vla_accel.diffusion.parts import make_scheduler, scheduler_class
 from vla_accel.diffusion.picture import load_image, save_png
-from vla_accel.diffusion.stable import Engines, Request, StableDiffusion, make_scheduler, scheduler_class
+from vla_accel.diffusion.stable import Engines, Request, StableDiffusion
 from vla_accel.errors import ConfigError
+from vla_accel.models.autoencoder import SCALE
 from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on, shown
 
@@ -77,16 +79,16 @@ def dtype_on(device: torch.device, asked: Dtype | None) -> Dtype:
 def _request(options: TextToImage) -> tuple[Request, Tensor | None]:
     if options.scheduler is not None:
         scheduler_class(options.scheduler)  # before the model is loaded
-    size = (options.height, options.width)
-    if (size[0] is None) != (size[1] is None):
+    if (options.height is None) != (options.width is None):
         raise ConfigError("size: expected both --height and --width, or neither")
     request = Request(
-        options.prompt, options.negative_prompts, *size, options.steps, options.guidance, seed=options.seed,
-        scheduler=options.scheduler,
+        options.prompt, options.negative_prompts, options.height, options.width, options.steps, options.guidance,
+        seed=options.seed, scheduler=options.scheduler,
     )  # fmt: skip
     if not isinstance(options, ImageToImage):
         return request, None
-    image = load_image(options.in_img_path, None if size[0] is None or size[1] is None else (size[0], size[1]))
+    size = None if request.height is None or request.width is None else (request.height, request.width)
+    image = load_image(options.in_img_path, size, multiple=SCALE)
     return dataclasses.replace(request, strength=options.strength), image
 
 

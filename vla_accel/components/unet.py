@@ -14,10 +14,30 @@ from vla_accel.errors import ConfigError
 from vla_accel.models.autoencoder import SCALE
 from vla_accel.models.unet import TEXT_TOKENS, Unet
 from vla_accel.native.unet import NativeUnet
+from vla_accel.numeric import round_up
 
 SMALLEST, LARGEST = 256, 1024
 """Pixels a side that a dynamic UNet engine takes."""
 MOST_IMAGES = 4
+
+
+def check_size(size: tuple[int, int], multiple: int = SCALE) -> None:
+    """Raise ConfigError unless (height, width) in pixels are multiples: of 8, as diffusers wants them."""
+    if any(n % multiple or n < multiple for n in size):
+        larger = "x".join(str(max(multiple, round_up(n, multiple))) for n in reversed(size))
+        raise ConfigError(
+            f"image size: expected height and width in multiples of {multiple}, got {size[1]}x{size[0]}; "
+            f"the smallest that holds it is {larger}"
+        )
+
+
+def check_file_size(unet: Unet, size: tuple[int, int]) -> None:
+    """Raise ConfigError for a size that an engine file of `build-unet` does not have."""
+    check_size(size, SCALE * unet.multiple)
+    if not all(SMALLEST <= n <= LARGEST for n in size):
+        raise ConfigError(
+            f"image size: expected {SMALLEST} to {LARGEST} pixels a side for an engine file, got {size[1]}x{size[0]}"
+        )
 
 
 def unet_component(
@@ -25,17 +45,16 @@ def unet_component(
 ) -> Component:
     """`unet`: sample (batch, 4, H/8, W/8), timestep () int64, encoder_hidden_states (batch, 77, D) to noise.
 
-    `size`: (height, width) in pixels. `batch`: images, times two with guidance. `dynamic`: batch, height and width
-    range over what an engine file is to serve; the shape is then the example. `program`: the native program to use,
-    where one was made for another size before: its weights are shared.
+    Args:
+        size: (height, width) in pixels, multiples of 8.
+        batch: images, times two with guidance.
+        dynamic: batch, height and width range over what an engine file serves; the shape is then the example.
+        program: the native program to use, if one exists for another size: sizes share its weights.
+
+    Raises:
+        ConfigError: a size that diffusers does not take.
     """
-    multiple = SCALE * unet.multiple
-    if any(n % multiple or n < multiple for n in size):
-        padded = " and ".join(str(max(multiple, -(-n // multiple) * multiple)) for n in size)
-        raise ConfigError(
-            f"image size: expected height and width in multiples of {multiple}, got {size[0]} and {size[1]}; "
-            f"the next are {padded}"
-        )
+    check_size(size)
     channels, width = unet.config.in_channels, unet.config.cross_attention_dim
     batches = {0: (1, 2 * MOST_IMAGES)} if dynamic else {}
     sides = {d: (SMALLEST // SCALE, LARGEST // SCALE) for d in (2, 3)} if dynamic else {}

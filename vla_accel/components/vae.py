@@ -16,9 +16,10 @@ from vla_accel.models.autoencoder import SCALE, Half
 from vla_accel.native.autoencoder import NativeHalf
 from vla_accel.numeric import round_up
 
-MULTIPLE = 16
-"""Of pixels a side: 8 for the latent, 2 for the transformer's patches."""
+MULTIPLE = SCALE
+"""Pixels a side of one latent: what the size of an engine file must be a multiple of."""
 SMALLEST, LARGEST = 64, 1920
+"""Pixels a side that an engine file takes. The eager and the native engine take every size."""
 Size = tuple[int, int]
 Side = Literal["encoder", "decoder"]
 
@@ -45,28 +46,21 @@ RATIOS: dict[str, Size] = {
 """The static text-to-image sizes. The guide's 4:3 is 1472x1140, which no latent fits: diffusers makes 1136 of it."""
 
 
-def padded_size(size: Size) -> Size:
-    """The smallest size that an engine takes and that holds `size`. Raises ConfigError above the largest."""
-    height, width = (max(SMALLEST, round_up(n, MULTIPLE)) for n in size)
-    if min(size) < 1 or max(height, width) > LARGEST:
-        raise ConfigError(f"image size: expected {SMALLEST} to {LARGEST} pixels a side, got {_text(size)}")
-    return height, width
-
-
 def check_size(size: Size) -> Size:
-    """`size`, if engines take it. Raises ConfigError, naming one that they take."""
-    fitting = padded_size(size)
-    if fitting != size:
+    """Return `size` if an engine file can be built for it. Raises ConfigError, which names the nearest larger one."""
+    height, width = (min(max(SMALLEST, round_up(n, MULTIPLE)), LARGEST) for n in size)
+    if (height, width) != size:
+        fits = "" if max(size) > LARGEST else f"; the smallest that holds it is {size_text((height, width))}"
         raise ConfigError(
-            f"image size: expected multiples of {MULTIPLE} from {SMALLEST} to {LARGEST}, got {_text(size)}; "
-            f"the smallest that holds it is {_text(fitting)}"
+            f"image size: expected multiples of {MULTIPLE} from {SMALLEST} to {LARGEST} pixels a side, "
+            f"got {size_text(size)}{fits}"
         )
     return size
 
 
 def size_key(size: Size) -> str:
     """The name of a size: a ratio where it is one of the five, else WIDTHxHEIGHT. Folder and runtime key alike."""
-    return {v: k for k, v in RATIOS.items()}.get(size) or _text(size)
+    return {v: k for k, v in RATIOS.items()}.get(size) or size_text(size)
 
 
 def parse_size(text: str) -> Size:
@@ -89,10 +83,17 @@ def vae_component(
 ) -> Component:
     """`vae_encoder` (image to moments) or `vae_decoder` (latents to image) for one size.
 
-    `dynamic`: height and width range over every size, for engines that take many; `size` is then the example.
-    `program`: the native program to use, where one was made for another size before: its weights are shared.
+    An encoder takes any size of at least one latent, as diffusers does: the result has the latents that fit.
+
+    Args:
+        dynamic: height and width range over every size of an engine file; `size` is then the example.
+        program: the native program to use, if one exists for another size: sizes share its weights.
+
+    Raises:
+        ConfigError: the image is smaller than one latent.
     """
-    check_size(size)
+    if min(size) < SCALE:
+        raise ConfigError(f"image size: expected at least {SCALE} pixels a side, got {size_text(size)}")
     inside, outside = half.channels
     frames = (1,) if half.frames else ()
     first = 2 + len(frames)
@@ -126,5 +127,6 @@ def profile_texts(component: Component) -> tuple[str, ...]:
     )
 
 
-def _text(size: Size) -> str:
+def size_text(size: Size) -> str:
+    """WIDTHxHEIGHT."""
     return f"{size[1]}x{size[0]}"

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from vla_accel.components.vae import Side, Size, size_key
+from vla_accel.components.vae import Side, Size, check_size, size_key, size_text
+from vla_accel.config import EngineSpec
 from vla_accel.config.mapping import from_mapping, read_mapping
 from vla_accel.errors import ConfigError
 
@@ -31,13 +32,15 @@ class TrtVaeConfig:
 
 @dataclass(frozen=True)
 class VaeConfig:
-    """`vae_type`: what runs the autoencoder; `trt_vae_config`: for the TensorRT types.
+    """How an autoencoder runs. `vae_type` and `trt_vae_config` are LightX2V's keys, the others are ours.
 
-    Beyond LightX2V's keys: `pad`: "auto" pads a size that no engine takes and crops the result back, "error" refuses
-    it. `memory_budget_gib`: for the engines of all sizes together; the least recently used go first. `inductor`:
-    "measure" lets the native engine compile its form with torch.compile, too (minutes a size), and run the quicker of
-    the two; which one, and both times, are in the ledger. `precision`: what the native engine computes in, between
-    inputs and outputs of the model's dtype; "auto" is that dtype.
+    `vae_type`: the engine. `trt_vae_config`: the engine files of the TensorRT types. `pad`: what happens to a size
+    that no engine file has: "error" refuses it, "auto" runs it without an engine, with a warning and an entry in the
+    ledger (the picture itself is never padded, since that would change it). `memory_budget_gib`: for the engines of
+    all sizes together; the least recently used go first. `inductor`: "measure" lets the native engine also compile
+    its form with torch.compile (minutes a size) and run the faster of the two; the ledger has both times.
+    `precision`: what the native engine computes in, between inputs and outputs of the model's dtype; "auto" is that
+    dtype.
     """
 
     vae_type: VaeType = "native"
@@ -48,12 +51,17 @@ class VaeConfig:
     precision: VaePrecision = "auto"
 
     def __post_init__(self) -> None:
-        if self.precision != "auto" and self.vae_type != "native":
-            raise ConfigError(f"precision: {self.precision} is for vae_type native, got {self.vae_type}")
+        for name, given in (("precision", self.precision != "auto"), ("inductor", self.inductor != "never")):
+            if given and self.vae_type != "native":
+                raise ConfigError(f"{name}: {getattr(self, name)} is for vae_type native, got {self.vae_type}")
         if self.memory_budget_gib <= 0:
             raise ConfigError(f"memory_budget_gib: expected more than 0, got {self.memory_budget_gib}")
         if self.from_files and not self.trt_vae_config.trt_engine_path:
             raise ConfigError(f"trt_vae_config.trt_engine_path: expected a path for vae_type {self.vae_type}, got none")
+        if not self.from_files and self.trt_vae_config != TrtVaeConfig():
+            raise ConfigError(
+                f"trt_vae_config: expected vae_type tensorrt or tensorrt_rtx next to it, got {self.vae_type}"
+            )
 
     @property
     def from_files(self) -> bool:
@@ -66,6 +74,33 @@ def load_vae_config(source: VaeConfig | Mapping[str, Any] | str | Path) -> VaeCo
     if isinstance(source, VaeConfig):
         return source
     return from_mapping(VaeConfig, source if isinstance(source, Mapping) else read_mapping(Path(source)))
+
+
+def check_spec(name: str, spec: EngineSpec, precisions: Collection[str] = ()) -> None:
+    """Raise ConfigError for options of an engine that an image model would ignore.
+
+    Args:
+        precisions: what the native engine computes this component in, besides "auto".
+    """
+    allowed = {"eager": ("auto",), "native": ("auto", *precisions)}.get(spec.engine, (spec.precision,))
+    if spec.precision not in allowed:
+        raise ConfigError(
+            f"{name}: engine {spec.engine}: expected precision {', '.join(allowed)}, got {spec.precision}"
+        )
+    if spec.native.embeddings != "gpu":
+        raise ConfigError(f"{name}: native.embeddings: expected gpu for an image model, got {spec.native.embeddings}")
+
+
+def why_no_engine(config: VaeConfig, side: Side, size: Size) -> str | None:
+    """Why the engine files do not have a size; None if they do, or if the whole folder is missing (`engine_file`)."""
+    files = config.trt_vae_config
+    try:
+        check_size(size)
+        if not files.multi_profile and Path(files.trt_engine_path).is_dir():
+            engine_file(files, side, size)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def engine_file(config: TrtVaeConfig, side: Side, size: Size) -> Path:
@@ -81,7 +116,7 @@ def engine_file(config: TrtVaeConfig, side: Side, size: Size) -> Path:
         found = root / size_key(size) / f"vae_{side}.trt"
     if not found.is_file():
         there = ", ".join(sorted(p.name for p in root.iterdir())) if root.is_dir() else "no such folder"
-        advice = "(without --static)" if config.multi_profile else f"--static --sizes {size[1]}x{size[0]}"
+        advice = "(without --static)" if config.multi_profile else f"--static --sizes {size_text(size)}"
         raise ConfigError(
             f"trt_engine_path {root}: expected {found.relative_to(root) if root.is_dir() else found.name}, found: "
             f"{there or 'nothing'}; build it: vla-accel build-vae --vae MODEL --output-dir {root} {advice}"

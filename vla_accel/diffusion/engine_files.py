@@ -27,6 +27,7 @@ from vla_accel.engines.onnx import OnnxFile
 from vla_accel.engines.tensorrt_builder import Profile, build_plan
 from vla_accel.engines.tensorrt_library import Capability, Library, LibraryName, load_library, target_name
 from vla_accel.engines.tensorrt_plan import described
+from vla_accel.engines.tensorrt_session import Scratch, Session, shared_engine
 from vla_accel.errors import EngineError
 from vla_accel.files import replacing_privately
 from vla_accel.ledger import Ledger, LedgerEntry
@@ -76,6 +77,7 @@ def build_file(
         "library": library.name,
         "version": library.version,
         "target": "+".join(target_name(c) for c in targets),
+        "optimization_level": options.optimization_level,
         "profiles": plan.profiles,
         "inputs": [described(spec) for spec in component.inputs],
         "outputs": [described(spec) for spec in component.outputs],
@@ -136,7 +138,15 @@ class FileEngine(Engine):
     Raises EngineError for a library that does not run on this GPU, a damaged file, or a size outside its profiles.
     """
 
-    def __init__(self, component: Component, device: torch.device, spec: EngineSpec, path: Path) -> None:
+    def __init__(
+        self,
+        component: Component,
+        device: torch.device,
+        spec: EngineSpec,
+        path: Path,
+        scratch: Scratch | None = None,
+    ) -> None:
+        """`scratch`: memory that engines share which never run at the same time, because one lock guards them."""
         super().__init__(component, device, spec)
         self.name = spec.engine
         library_name = cast(LibraryName, spec.engine)
@@ -151,12 +161,10 @@ class FileEngine(Engine):
                 f"{component.name}: {path.name} was built for {found.about['target']}; {library_name} runs on "
                 f"{tensorrt_library.known_capabilities(library_name)}, this GPU has {gpu.version}"
             )
-        from vla_accel.engines.tensorrt_session import Session, shared_engine
-
         library = load_library(library_name)
         self._allocate()
         engine = shared_engine(library, path, device, spec.tensorrt.weight_streaming)
-        self.session = Session(library, engine, profiles_in(found), component, device)
+        self.session = Session(library, engine, profiles_in(found), component, device, scratch)
         self.capturable = self.session.capturable
         self.detail = f"{library.title}, {path.name}, profile {self.session.profile}"
 
@@ -172,16 +180,16 @@ def profiles_in(found: BuiltFile) -> tuple[Profile, ...]:
     )
 
 
-def open_file(component: Component, spec: EngineSpec, path: Path, device: torch.device, ledger: Ledger) -> Stage:
-    """An engine file as a stage, with an entry in the ledger."""
-    engine = FileEngine(component, device, spec, path)
+def open_file(component: Component, spec: EngineSpec, path: Path, scratch: Scratch, ledger: Ledger) -> Stage:
+    """An engine file as a stage on the device of `scratch`, with an entry in the ledger."""
+    engine = FileEngine(component, scratch.device, spec, path, scratch)
     ledger.record(LedgerEntry(component.name, spec.engine, spec.engine, "", engine.detail))
-    return Stage(component, spec, device, ledger, engine=engine)
+    return Stage(component, spec, scratch.device, ledger, engine=engine)
 
 
 def open_engine(
-    config: VaeConfig, side: Side, size: Size, component: Component, device: torch.device, ledger: Ledger
+    config: VaeConfig, side: Side, size: Size, component: Component, scratch: Scratch, ledger: Ledger
 ) -> Stage:
     """The stage for one side and size of an autoencoder, from the files that its configuration names."""
     path = engine_file(config.trt_vae_config, side, size)
-    return open_file(component, EngineSpec(engine=config.vae_type), path, device, ledger)
+    return open_file(component, EngineSpec(engine=config.vae_type), path, scratch, ledger)

@@ -39,8 +39,19 @@ def save_png(path: Path, pixels: np.ndarray, parameters: Mapping[str, Any]) -> N
         Image.fromarray(pixels).save(temporary, pnginfo=info)
 
 
-def load_image(path: Path, size: tuple[int, int] | None = None) -> Tensor:
-    """A picture file as float32 (1, 3, H, W) in -1..1; `size` (height, width) resizes it. Raises ConfigError."""
+def load_image(path: Path, size: tuple[int, int] | None = None, *, multiple: int = 1) -> Tensor:
+    """Read a picture file.
+
+    Args:
+        size: (height, width) to resize it to; None keeps its own.
+        multiple: without `size`, height and width are reduced to multiples of this, as diffusers does with 8.
+
+    Returns:
+        float32 (1, 3, H, W) in -1..1.
+
+    Raises:
+        ConfigError: the file is no readable picture, or smaller than `multiple`.
+    """
     _pillow()
     from PIL import Image, UnidentifiedImageError
 
@@ -49,7 +60,13 @@ def load_image(path: Path, size: tuple[int, int] | None = None) -> Tensor:
             image = opened.convert("RGB")
     except (OSError, UnidentifiedImageError) as error:
         raise ConfigError(f"image file {path}: expected a readable picture, got: {error}") from error
-    if size is not None and image.size != (size[1], size[0]):
+    if size is None:
+        size = (image.size[1] // multiple * multiple, image.size[0] // multiple * multiple)
+        if min(size) < 1:
+            raise ConfigError(
+                f"image file {path}: expected at least {multiple} pixels a side, got {image.size[0]}x{image.size[1]}"
+            )
+    if image.size != (size[1], size[0]):
         image = image.resize((size[1], size[0]), Image.Resampling.LANCZOS)
     unit = torch.from_numpy(np.asarray(image, dtype=np.float32) / 255.0)
     return (unit * 2 - 1).permute(2, 0, 1)[None]

@@ -5,24 +5,24 @@ The pipelines stay diffusers': `accelerate` exchanges what runs inside and retur
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
 
 from vla_accel.diffusion.config import VaeConfig
+from vla_accel.diffusion.graphed import CompiledForward, GraphedForward
 from vla_accel.diffusion.models import diffusers_module, filled, random_model
-from vla_accel.diffusion.vae import AcceleratedVae, exchanged, plug_in
-from vla_accel.engines.graph import recording
-from vla_accel.errors import ConfigError, EngineError, unknown
-from vla_accel.ledger import Ledger, LedgerEntry
+from vla_accel.diffusion.plugged import exchanged, plug_in
+from vla_accel.diffusion.vae import AcceleratedVae
+from vla_accel.errors import ConfigError, unknown
+from vla_accel.ledger import Ledger
+from vla_accel.models.autoencoder import AUTOENCODERS
 
 Transformer = Literal["eager", "compile", "native"]
-_KEPT_GRAPHS = 8
+TRANSFORMER = "QwenImageTransformer2DModel"
+_FORWARDS = {"compile": CompiledForward, "native": GraphedForward}
 LAYERS = 60
 """Of the published transformer: 20 billion weights, 41 GB in BF16."""
 
@@ -34,27 +34,49 @@ def accelerate(
     *,
     ledger: Ledger | None = None,
 ) -> Callable[[], None]:
-    """Speed up a `QwenImagePipeline` or `QwenImageEditPipeline` in place; returns what undoes it.
+    """Speed up a Qwen-Image pipeline of diffusers in place.
 
-    `vae`: the autoencoder's configuration, LightX2V's JSON or ours; None leaves it. `transformer`: "compile" is
-    torch.compile with mode reduce-overhead, "native" one CUDA graph for each shape.
+    Args:
+        pipeline: a `QwenImagePipeline`, `QwenImageEditPipeline` or another pipeline with the same autoencoder and
+            transformer.
+        vae: the autoencoder's configuration, LightX2V's JSON or ours; None leaves the autoencoder as it is.
+        transformer: "compile" is torch.compile with mode reduce-overhead, "native" one CUDA graph for each shape.
+        ledger: where the engines that run are recorded.
+
+    Returns:
+        A function that undoes it. Several may be undone in any order.
+
+    Raises:
+        ConfigError: the pipeline has no such part; it is left as it is.
     """
     if transformer not in get_args(Transformer):
         raise ConfigError(unknown("transformer", transformer, get_args(Transformer)))
-    ledger = ledger or Ledger()
-    undo: list[Callable[[], None]] = []
     if vae is not None:
-        undo.append(plug_in(pipeline.vae, AcceleratedVae(pipeline.vae, vae, ledger=ledger)))
-    if transformer == "compile":
-        undo.append(_compiled(pipeline.transformer, ledger))
-    elif transformer == "native":
-        undo.append(_graphed(pipeline.transformer, ledger))
+        _require(pipeline, "vae", AUTOENCODERS)
+    if transformer != "eager":
+        _require(pipeline, "transformer", (TRANSFORMER,))
+    ledger = ledger or Ledger()
+    # Everything that may fail comes before the first exchange.
+    accelerated = None if vae is None else AcceleratedVae(pipeline.vae, vae, ledger=ledger)
+    forward = None if transformer == "eager" else _FORWARDS[transformer](pipeline.transformer, ledger)
+    undo: list[Callable[[], None]] = []
+    if accelerated is not None:
+        undo.append(plug_in(pipeline.vae, accelerated))
+    if forward is not None:
+        undo.append(exchanged(pipeline.transformer, forward=forward))
 
     def undo_all() -> None:
         for restore in reversed(undo):
             restore()
 
     return undo_all
+
+
+def _require(pipeline: Any, part: str, kinds: Collection[str]) -> None:
+    found = getattr(pipeline, part, None)
+    if type(found).__name__ not in kinds:
+        got = "no such part" if found is None else f"the class {type(found).__name__}"
+        raise ConfigError(f"{type(pipeline).__name__}.{part}: expected {' or '.join(kinds)}, got {got}")
 
 
 def random_qwen_image(*, tiny: bool, layers: int = LAYERS, dtype: torch.dtype, device: torch.device) -> Any:
@@ -78,88 +100,3 @@ def random_qwen_image(*, tiny: bool, layers: int = LAYERS, dtype: torch.dtype, d
         tokenizer=None,
         transformer=filled(lambda: package.QwenImageTransformer2DModel(**config), dtype=dtype, device=device),
     )
-
-
-@dataclass
-class _Recorded:
-    graph: Any
-    inputs: dict[str, Tensor]
-    output: Tensor
-
-
-class GraphedForward:
-    """A module's forward as one CUDA graph a shape, called with keywords; returns new tensors. On a CPU: the forward.
-
-    The least recently used of several shapes is given up. Raises EngineError for a forward that cannot be recorded.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.forward = module, module.forward
-        self._recorded: OrderedDict[str, _Recorded] = OrderedDict()
-
-    @torch.inference_mode()
-    def __call__(self, **inputs: Any) -> Any:
-        whole = inputs.pop("return_dict", True)
-        tensors = {k: v for k, v in inputs.items() if isinstance(v, Tensor)}
-        rest = {k: v for k, v in inputs.items() if k not in tensors}
-        if not all(t.is_cuda for t in tensors.values()):
-            return self.forward(**inputs, return_dict=whole)
-        key = repr([(k, tuple(t.shape), t.dtype) for k, t in tensors.items()]) + repr(rest)
-        if key not in self._recorded:
-            self._recorded[key] = self._record(tensors, rest)
-            while len(self._recorded) > _KEPT_GRAPHS:
-                self._recorded.popitem(last=False)
-        self._recorded.move_to_end(key)
-        recorded = self._recorded[key]
-        for name, value in tensors.items():
-            recorded.inputs[name].copy_(value, non_blocking=True)
-        recorded.graph.replay()
-        sample = recorded.output.clone()
-        if not whole:
-            return (sample,)
-        from diffusers.models.modeling_outputs import Transformer2DModelOutput
-
-        return Transformer2DModelOutput(sample=sample)
-
-    def _record(self, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> _Recorded:
-        static = {k: v.clone() for k, v in tensors.items()}
-
-        def run() -> Tensor:
-            return self.forward(**static, **rest, return_dict=False)[0]
-
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with recording(graph, side):
-                output = run()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise EngineError(f"transformer: cannot be recorded as a CUDA graph: {error}") from error
-        return _Recorded(graph, static, output)
-
-
-def _graphed(transformer: Any, ledger: Ledger) -> Callable[[], None]:
-    graphed = GraphedForward(transformer)
-    ledger.record(LedgerEntry("transformer", "native", "native", "", "CUDA graph of the module as it is"))
-    return exchanged(transformer, forward=graphed)
-
-
-def _compiled(transformer: Any, ledger: Ledger) -> Callable[[], None]:
-    plain = transformer.forward
-    compiled = torch.compile(plain, mode="reduce-overhead")
-
-    def forward(*inputs: Any, **keywords: Any) -> Any:
-        # Its graphs own their outputs: the next call would overwrite what the scheduler still reads.
-        torch.compiler.cudagraph_mark_step_begin()
-        keywords["return_dict"] = False
-        return (compiled(*inputs, **keywords)[0].clone(),)
-
-    ledger.record(LedgerEntry("transformer", "compile", "compile", "", "torch.compile, reduce-overhead"))
-    return exchanged(transformer, forward=forward)

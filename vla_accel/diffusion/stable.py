@@ -9,6 +9,7 @@ engines run, diffusers' schedulers step.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,29 +19,34 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vla_accel import latency
-from vla_accel.components.unet import text_component, unet_component
-from vla_accel.components.vae import vae_component
+from vla_accel.components.unet import check_file_size, check_size, text_component, unet_component
 from vla_accel.config import EngineSpec
-from vla_accel.diffusion.models import diffusers_module, from_folder, random_stable_diffusion
+from vla_accel.diffusion.config import VaeConfig, check_spec
+from vla_accel.diffusion.exclusive import Exclusive
+from vla_accel.diffusion.parts import check_parts, load_parts, make_scheduler, unet_engine_file
 from vla_accel.diffusion.picture import to_uint8
+from vla_accel.diffusion.plugged import Plugged
 from vla_accel.diffusion.stage import Stage, require_finite
-from vla_accel.errors import CheckpointError, ConfigError, nearest
+from vla_accel.diffusion.switches import refuse_adapters, refuse_freeu, refuse_hooks, refuse_offloading
+from vla_accel.diffusion.vae import AcceleratedVae
+from vla_accel.diffusion.weights import WeightState
+from vla_accel.engines.tensorrt_session import Scratch
+from vla_accel.errors import ConfigError, EngineError
 from vla_accel.ledger import Ledger
-from vla_accel.models.autoencoder import SCALE, split_autoencoder
+from vla_accel.models.autoencoder import SCALE
 from vla_accel.models.unet import Unet
-from vla_accel.native.autoencoder import NativeHalf
 from vla_accel.native.unet import TRAIN_TIMESTEPS, NativeUnet
 
-RANDOM = {"random": False, "tiny-random": True}
-"""Instead of a folder: version 1.4's configuration, or a tiny one, with random weights."""
 _KEPT_SIZES = 4
+_log = logging.getLogger("vla_accel")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate. Sizes in pixels, None for the model's own (or the input image's).
+    """What to generate. Sizes in pixels, multiples of 8; None for the model's own, or the input image's.
 
     `guidance`: of the prompt over the negative prompt; 1 or less runs the prompt alone. `strength`: how much of an
     input image is given up, 0 to 1: that share of the steps is run. `scheduler`: a diffusers class instead of the
@@ -62,6 +68,10 @@ class Request:
             raise ConfigError(f"steps: expected 1 to {TRAIN_TIMESTEPS}, got {self.steps}")
         if not 0 <= self.strength <= 1:
             raise ConfigError(f"strength: expected 0 to 1, got {self.strength}")
+        if (self.height is None) != (self.width is None):
+            raise ConfigError("size: expected both height and width, or neither")
+        if self.height is not None and self.width is not None:
+            check_size((self.height, self.width))
 
     def run(self, from_image: bool) -> int:
         """How many of the steps are run."""
@@ -99,29 +109,56 @@ class Generated:
 class _Stages:
     text_encoder: Stage
     unet: Stage
-    vae_decoder: Stage
-    vae_encoder: Stage | None = None
 
 
 class StableDiffusion:
-    """A pipeline ready to generate. Make one with `from_pretrained`, or from a diffusers pipeline's parts."""
+    """A pipeline ready to generate. Make one with `from_pretrained`, or from a diffusers pipeline's parts.
+
+    Any number of threads may call `generate`; they take turns. The engines follow the parts: after weights have
+    changed, or moved to another dtype or device, the next call makes new engines.
+    """
 
     def __init__(
         self, parts: Any, engines: Engines | None = None, *, strict: bool = False, unet_file: Path | None = None
     ) -> None:
-        """`parts`: a diffusers `StableDiffusionPipeline` on its device and in its dtype. `unet_file`: an engine file
-        of `build-unet` to run the UNet from, of the library that `engines.unet` names."""
+        """Take a diffusers pipeline's parts.
+
+        Args:
+            parts: a diffusers `StableDiffusionPipeline` on its device and in its dtype.
+            engines: the engine of each component; eager if not given.
+            strict: a component that falls back to another engine is an error.
+            unet_file: an engine file of `build-unet` to run the UNet from, of the library that `engines.unet` names.
+
+        Raises:
+            CheckpointError: the models need inputs that Stable Diffusion 1 does not have.
+            ConfigError: an engine would ignore an option.
+        """
         engines = engines or Engines()
+        check_spec("text_encoder", engines.text_encoder)
+        check_spec("unet", engines.unet)
+        check_parts(parts)
         self.unet_file = unet_file
         self.parts, self.engines = parts, engines
-        self.device: torch.device = next(parts.unet.parameters()).device
-        self.dtype: torch.dtype = next(parts.unet.parameters()).dtype
         self.ledger = Ledger(strict=strict)
         self.latency = latency.LatencyLog()
-        self.encoder, self.decoder = split_autoencoder(parts.vae)
+        specs = {"encoder": engines.vae_encoder, "decoder": engines.vae_decoder}
+        self.vae = AcceleratedVae(parts.vae, VaeConfig(), specs=specs, ledger=self.ledger)  # type: ignore[arg-type]
+        self._vae = Plugged(parts.vae, self.vae)
         self._unets = {paired: Unet(parts.unet, paired=paired) for paired in (False, True)}
-        self._programs: dict[str, Any] = {}
+        self._unet: NativeUnet | None = None
         self._stages: OrderedDict[tuple[int, int, bool], _Stages] = OrderedDict()
+        self._weights: WeightState | None = None
+        self._exclusive, self._generating = Exclusive(), False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the UNet is now."""
+        return next(self.parts.unet.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The UNet's dtype now."""
+        return next(self.parts.unet.parameters()).dtype
 
     @classmethod
     def from_pretrained(
@@ -146,33 +183,52 @@ class StableDiffusion:
     def generate(
         self, request: Request, image: Tensor | None = None, *, on_step: Callable[[int, int], None] | None = None
     ) -> Generated:
-        """One picture. `image`: (1, 3, H, W) in -1..1 to start from; without it, noise.
+        """Make one picture.
 
-        `on_step(done, total)` is called after every step is enqueued. Raises ConfigError for a size that does not fit,
-        EngineError for an output that is not finite, naming component and module.
+        Args:
+            request: what to generate.
+            image: (1, 3, H, W) in -1..1 to start from instead of noise. A size that is no multiple of 8 is reduced to
+                one, as diffusers does with tensors.
+            on_step: called as `on_step(done, total)` after every step is enqueued.
+
+        Raises:
+            ConfigError: a size or an option that does not fit, before the first step.
+            EngineError: an output that is not finite, naming component and module; or a switch of the parts that the
+                engines would ignore.
         """
+        with self._exclusive.on(self.device):
+            if self._generating:
+                raise EngineError("generate: expected a call after the one in progress, got one from its on_step")
+            self._generating = True
+            try:
+                return self._generate(request, image, on_step)
+            finally:
+                self._generating = False
+
+    def _generate(
+        self, request: Request, image: Tensor | None, on_step: Callable[[int, int], None] | None
+    ) -> Generated:
         height, width = self._size(request, image)
+        if image is not None and image.shape[2:] != (height, width):
+            image = F.interpolate(image, size=(height, width))
         guided = request.guidance > 1
+        scheduler, timesteps = self._schedule(request, image is not None)
         stages = self._prepare(height, width, guided, image is not None)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         watch = latency.Stopwatch(self.device)
         ids = self._tokenize(request, guided)
         with watch.section("text_encoder"):
             states = stages.text_encoder(ids=ids.to(self.device, non_blocking=True))["states"]
-        scheduler, timesteps = self._schedule(request, image is not None)
         if image is None:
             latents = self._noise((1, self.parts.unet.config.in_channels, height // SCALE, width // SCALE), generator)
             latents = latents * scheduler.init_noise_sigma
         else:
             with watch.section("vae_encode"):
-                latents = self._encode(stages, image, scheduler, timesteps, generator)
+                latents = self._encode(image, scheduler, timesteps, generator)
         latents = self._denoise(stages.unet, states, latents, request, scheduler, timesteps, generator, watch, on_step)
         with watch.section("vae_decode"):
             scaled = (latents / self.parts.vae.config.scaling_factor).to(self.dtype)
-            decoded = stages.vae_decoder(latents=scaled)["image"]
-            pixels_f = decoded[0].float().cpu()
-        if not bool(torch.isfinite(pixels_f).all()):
-            self._blame(stages, latents, scaled, decoded)
+            pixels_f = self._decode(stages, latents, scaled)
         with watch.section("postprocess", host=True):
             pixels = to_uint8(pixels_f)
         sample = watch.finish()
@@ -194,14 +250,25 @@ class StableDiffusion:
     # -- pieces of a call ---------------------------------------------------------------------------------------------
 
     def _size(self, request: Request, image: Tensor | None) -> tuple[int, int]:
-        own = self.parts.unet.config.sample_size * SCALE
-        given = (own, own) if image is None else tuple(image.shape[2:])
-        height, width = request.height or given[0], request.width or given[1]
-        if image is not None and (height, width) != tuple(image.shape[2:]):
-            raise ConfigError(f"image: expected {width}x{height} pixels, got {image.shape[3]}x{image.shape[2]}")
-        return height, width
+        if image is None:
+            own = self.parts.unet.config.sample_size
+            given = (own * SCALE, own * SCALE) if isinstance(own, int) else (own[0] * SCALE, own[1] * SCALE)
+        else:
+            if image.dim() != 4 or image.shape[:2] != (1, 3) or min(image.shape[2:]) < SCALE:
+                raise ConfigError(
+                    f"image: expected (1, 3, H, W) of at least {SCALE} pixels a side, got {tuple(image.shape)}"
+                )
+            given = (image.shape[2] // SCALE * SCALE, image.shape[3] // SCALE * SCALE)
+        if request.height is None or request.width is None:
+            return given
+        if image is not None and (request.height, request.width) != given:
+            raise ConfigError(
+                f"image: expected {request.width}x{request.height} pixels, got {image.shape[3]}x{image.shape[2]}"
+            )
+        return request.height, request.width
 
     def _prepare(self, height: int, width: int, guided: bool, encode: bool) -> _Stages:
+        self._follow()
         key = (height, width, guided)
         stages = self._stages.get(key)
         if stages is None:
@@ -209,25 +276,46 @@ class StableDiffusion:
             stages = _Stages(
                 self._stage(text_component(self.parts.text_encoder, batch), self.engines.text_encoder),
                 self.unet_stage((height, width), guided=guided),
-                self._vae("decoder", (height, width)),
             )
             self._stages[key] = stages
         self._stages.move_to_end(key)
-        if encode and stages.vae_encoder is None:
-            stages.vae_encoder = self._vae("encoder", (height, width))
         while len(self._stages) > _KEPT_SIZES:
             self._stages.popitem(last=False)
+        if not self.parts.vae.use_tiling:
+            # Before the first step, so that a size that does not fit is known then.
+            self.vae.stage("decoder", (height, width))
+            if encode:
+                self.vae.stage("encoder", (height, width))
         return stages
 
+    def _follow(self) -> None:
+        """Refuse switches that the engines would ignore, and make new engines if the weights have changed."""
+        named = {"unet": (self.parts.unet, self.engines.unet), "text_encoder": (
+            self.parts.text_encoder, self.engines.text_encoder)}  # fmt: skip
+        for name, (module, spec) in named.items():
+            refuse_offloading(name, module)
+            if spec.engine != "eager":
+                refuse_hooks(name, module)
+        if self.engines.unet.engine != "eager":
+            refuse_adapters("unet", self.parts.unet)
+            refuse_freeu(self.parts.unet)
+        check_parts(self.parts)
+        if self._weights is None or self._weights.changed():
+            self._stages.clear()
+            self._unet = None
+            copies = any(spec.engine != "eager" for _, spec in named.values())
+            self._weights = WeightState(self.parts.unet, self.parts.text_encoder, values=copies)
+
     def unet_stage(self, size: tuple[int, int], *, guided: bool) -> Stage:
-        """The UNet for one size, on its engine or from its engine file."""
+        """The UNet for one size, on its engine or from its engine file. Its buffers are for one thread at a time."""
         unet, program = self._unets[guided], self._unet_program(guided)
         component = unet_component(unet, size, batch=2 if guided else 1, program=program)
         if self.unet_file is None:
             return self._stage(component, self.engines.unet)
+        check_file_size(unet, size)
         from vla_accel.diffusion.engine_files import open_file
 
-        return open_file(component, self.engines.unet, self.unet_file, self.device, self.ledger)
+        return open_file(component, self.engines.unet, self.unet_file, Scratch(self.device), self.ledger)
 
     def _stage(self, component: Any, spec: EngineSpec) -> Stage:
         return Stage(component, spec, self.device, self.ledger)
@@ -236,23 +324,22 @@ class StableDiffusion:
         if self.engines.unet.engine != "native":
             return None
         # One copy of the weights serves both forms and every size.
-        if "unet" not in self._programs:
-            self._programs["unet"] = NativeUnet(self._unets[True])
-        return self._programs["unet"].form(paired)
-
-    def _vae(self, side: Any, size: tuple[int, int]) -> Stage:
-        spec = self.engines.vae_encoder if side == "encoder" else self.engines.vae_decoder
-        half = self.encoder if side == "encoder" else self.decoder
-        if spec.engine == "native" and side not in self._programs:
-            self._programs[side] = NativeHalf(half)
-        return self._stage(vae_component(half, side, size, program=self._programs.get(side)), spec)
+        if self._unet is None:
+            self._unet = NativeUnet(self._unets[True])
+        return self._unet.form(paired)
 
     def _tokenize(self, request: Request, guided: bool) -> Tensor:
         tokenizer = self.parts.tokenizer
         prompts = [request.negative_prompt, request.prompt] if guided else [request.prompt]
-        return tokenizer(
-            prompts, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
-        ).input_ids
+        most = tokenizer.model_max_length
+        for prompt in prompts:
+            whole = tokenizer(prompt, verbose=False).input_ids
+            if len(whole) > most:
+                _log.warning(
+                    "prompt: expected at most %d tokens, got %d; this part is ignored: %r",
+                    most, len(whole), tokenizer.decode(whole[most - 1 : -1]),
+                )  # fmt: skip
+        return tokenizer(prompts, padding="max_length", max_length=most, truncation=True, return_tensors="pt").input_ids
 
     def _schedule(self, request: Request, from_image: bool) -> tuple[Any, Tensor]:
         scheduler = make_scheduler(self.parts.scheduler, request.scheduler)
@@ -280,11 +367,8 @@ class StableDiffusion:
         # As diffusers draws it: on the generator's device, in the model's dtype.
         return torch.randn(shape, generator=generator, dtype=self.dtype).to(self.device, non_blocking=True)
 
-    def _encode(
-        self, stages: _Stages, image: Tensor, scheduler: Any, timesteps: Tensor, generator: torch.Generator
-    ) -> Tensor:
-        assert stages.vae_encoder is not None
-        moments = stages.vae_encoder(image=image.to(self.dtype).to(self.device, non_blocking=True))["moments"]
+    def _encode(self, image: Tensor, scheduler: Any, timesteps: Tensor, generator: torch.Generator) -> Tensor:
+        moments = self._vae.encode(image.to(self.dtype).to(self.device, non_blocking=True)).latent_dist.parameters
         mean, log_variance = moments.chunk(2, dim=1)
         deviation = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
         latents = mean + deviation * self._noise(tuple(mean.shape), generator)
@@ -327,49 +411,12 @@ class StableDiffusion:
                 on_step(i + 1, len(timesteps))
         return latents
 
-    def _blame(self, stages: _Stages, latents: Tensor, scaled: Tensor, decoded: Tensor) -> None:
-        # Only after a failure: each check waits for the GPU. In order, so that the first culprit is named.
-        for stage in (stages.text_encoder, stages.unet):
-            require_finite(stage.output(), stage.component, tuple(stage.engine.inputs.values()))
-        require_finite(latents, stages.unet.component, tuple(stages.unet.engine.inputs.values()))
-        require_finite(decoded, stages.vae_decoder.component, (scaled,))
-
-
-def unet_engine_file(folder: str | Path) -> Path:
-    """Where `build-unet` puts a model's engine."""
-    return Path(folder) / "unet" / "trt" / "unet.trt"
-
-
-def make_scheduler(own: Any, name: str | None) -> Any:
-    """A fresh scheduler: of the checkpoint's class, or of another diffusers class with the checkpoint's settings.
-
-    Raises ConfigError for a name that diffusers does not have.
-    """
-    return (type(own) if name is None else scheduler_class(name)).from_config(own.config)
-
-
-def scheduler_class(name: str) -> Any:
-    """A diffusers class, its name with or without "Scheduler". Raises ConfigError for one that is not there."""
-    package = diffusers_module()
-    kind = getattr(package, name if name.endswith("Scheduler") else f"{name}Scheduler", None)
-    if kind is None or not hasattr(kind, "set_timesteps"):
-        like = nearest(name, (n.removesuffix("Scheduler") for n in dir(package) if n.endswith("Scheduler")))
-        raise ConfigError(f"scheduler: expected a diffusers class like DDIMScheduler, got {name}{like}")
-    return kind
-
-
-def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """A diffusers `StableDiffusionPipeline` without its safety checker; a name of `RANDOM` has random weights. Raises
-    CheckpointError."""
-    if folder in RANDOM:
-        return random_stable_diffusion(tiny=RANDOM[str(folder)], dtype=dtype, device=device)
-    path = Path(folder)
-    if path.is_dir() or str(folder).startswith((".", "/")):
-        if not (path / "model_index.json").is_file():
-            raise CheckpointError(f"Stable Diffusion folder {path}: expected a model_index.json, found none")
-    elif str(folder).count("/") != 1:
-        raise CheckpointError(
-            f"Stable Diffusion: expected a diffusers folder, or owner/name of one on the hub, got {str(folder)!r}"
-        )
-    unchecked: dict[str, Any] = {"safety_checker": None, "requires_safety_checker": False}
-    return from_folder("StableDiffusionPipeline", folder, "Stable Diffusion", dtype=dtype, **unchecked).to(device)
+    def _decode(self, stages: _Stages, latents: Tensor, scaled: Tensor) -> Tensor:
+        try:
+            return self._vae.decode(scaled, return_dict=False)[0][0].float().cpu()
+        except EngineError:
+            # Only after a failure: each check waits for the GPU. In order, so that the first culprit is named.
+            for stage in (stages.text_encoder, stages.unet):
+                require_finite(stage.output(), stage.component, tuple(stage.engine.inputs.values()))
+            require_finite(latents, stages.unet.component, tuple(stages.unet.engine.inputs.values()))
+            raise

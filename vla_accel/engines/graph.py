@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from vla_accel.ops.phases import phase
 
 GRAPH = "cuda_graph"
 STREAM = "stream"
+_ONE_AT_A_TIME = threading.RLock()
+"""Graphs of a device share the stream on which they are recorded (`side_stream`), and cuBLAS its workspaces."""
 
 
 class Turning:
@@ -95,7 +98,7 @@ def capture(
     names = [name for name, _ in engines]
     detail = f"{names[0]}, then {' → '.join(names[1:])}" if lead else " → ".join(names)
     try:
-        with phase("capture"):
+        with _ONE_AT_A_TIME, phase("capture"):
             captured = _capture(engines, after, lead)
     except torch.OutOfMemoryError as error:
         ledger.record(LedgerEntry("call", GRAPH, STREAM, f"out of memory during capture: {error}", detail))
@@ -116,14 +119,15 @@ def recording(
     records) frees it. The graph would then write into other tensors, or where no memory is mapped. Costs every graph a
     workspace (32 MiB on a Hopper); graphs recorded elsewhere, with a workspace outside their memory, lose it here.
     """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        pool = None if behind is None else behind.pool()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            yield
-    finally:
-        # The graph goes on using these workspaces: the next product of this process must get others.
+    with _ONE_AT_A_TIME:
         torch._C._cuda_clearCublasWorkspaces()
+        try:
+            pool = None if behind is None else behind.pool()
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                yield
+        finally:
+            # The graph goes on using these workspaces: the next product of this process must get others.
+            torch._C._cuda_clearCublasWorkspaces()
 
 
 @functools.cache

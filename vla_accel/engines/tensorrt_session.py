@@ -24,10 +24,19 @@ from vla_accel.files import require_private
 
 
 class Session:
-    """A deserialised plan with one execution context, its profile chosen for fixed shapes."""
+    """A deserialised plan with one execution context, its profile chosen for fixed shapes.
+
+    `scratch`: memory for contexts that never run at the same time; without it that of the device.
+    """
 
     def __init__(
-        self, library: Library, engine: Any, profiles: Sequence[Profile], component: Component, device: torch.device
+        self,
+        library: Library,
+        engine: Any,
+        profiles: Sequence[Profile],
+        component: Component,
+        device: torch.device,
+        scratch: Scratch | None = None,
     ) -> None:
         self.library, self.engine, self.what = library, engine, component.name
         trt = library.trt
@@ -42,7 +51,7 @@ class Session:
         self.profile = index
         self.names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
         self._check_tensors(component, shapes)
-        scratch_of(device).add(self, int(self.engine.device_memory_size_v2))
+        (scratch or scratch_of(device)).add(self, int(self.engine.device_memory_size_v2))
         # Both libraries can be recorded; TensorRT-RTX says when a context cannot (it compiles on its first run).
         ask = getattr(self.context, "is_stream_capturable", None)
         self.capturable = True if ask is None else bool(ask(stream))
@@ -73,7 +82,7 @@ class Session:
 
 
 class Scratch:
-    """One device's memory for all contexts' activations: they never run at the same time."""
+    """Memory for the activations of several contexts, which never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -102,7 +111,7 @@ class Scratch:
 
 @functools.cache
 def scratch_of(device: torch.device) -> Scratch:
-    """The scratch memory of a device."""
+    """The scratch memory of a device, for contexts that one thread runs."""
     return Scratch(device)
 
 

@@ -1,4 +1,4 @@
-"""Bytes of tensors, each storage counted once however many tensors share it."""
+"""Bytes of tensors, each storage counted once however many tensors share it; and the free memory of a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -40,3 +41,14 @@ class Counted:
                 self._met.add(key)
                 total += storage.nbytes()
         return total
+
+
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes that this process may allocate on a GPU."""
+    free, total = torch.cuda.mem_get_info(device)
+    # A limit can be set, but only newer torch says which, and only of a device with a number.
+    told = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+    allowed = int(told(torch.cuda.current_device() if device.index is None else device.index) * total)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    # What torch keeps and does not use is free to it.
+    return min(free + reserved - allocated, allowed - allocated), allowed

@@ -41,7 +41,7 @@ class Unet(nn.Module):
 
     @property
     def multiple(self) -> int:
-        """What a latent's height and width must be multiples of, for every level to halve evenly."""
+        """What a latent's height and width are multiples of if every level halves evenly, as in an engine file."""
         return 2 ** (len(self.config.block_out_channels) - 1)
 
     def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> Tensor:

@@ -106,13 +106,13 @@ class CompiledHalf:
     def __init__(self, half: Half, backend: str = "inductor") -> None:
         self.detail = f"torch.compile ({backend}) of the channels-last form"
         half = half.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        self._run = torch.compile(half, backend=backend, dynamic=False)
+        self._run, self._dtype = torch.compile(half, backend=backend, dynamic=False), half.dtype
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         (source,), (target,) = inputs.values(), outputs.values()
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
-            target.copy_(self._run(source))
+            target.copy_(self._run(source.to(self._dtype)))
 
 
 class QuickestHalf:

@@ -91,7 +91,7 @@ class NativeUnet:
         for name in (*config.down_block_types, config.mid_block_type, *config.up_block_types):
             if name not in _BLOCKS:
                 raise EngineError(f"native unet: unknown block {name}; known are {', '.join(_BLOCKS)}")
-        self.dtype, self.paired, self.multiple = module.dtype, module.paired, module.multiple
+        self.dtype, self.paired = module.dtype, module.paired
         self.choices: dict[str, str] = {}
         self.detail = self._describe()
         self._tables = _Tables()
@@ -127,11 +127,6 @@ class NativeUnet:
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         sample, timestep = inputs["sample"], inputs["timestep"]
         states, target = inputs["encoder_hidden_states"], outputs["noise"]
-        height, width = sample.shape[2:]
-        if height % self.multiple or width % self.multiple:
-            raise EngineError(
-                f"unet.sample: the native engine takes latents of multiples of {self.multiple}, got {height}x{width}"
-            )
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
             y = self._run(sample, timestep, states)
         torch.add(y[..., : target.shape[1]].permute(0, 3, 1, 2), self.bias_out, out=target)
@@ -200,9 +195,7 @@ class _Level:
         self.resnets = [_Res(net, r) for r in block.resnets]
         self.transformers = [_Transformer(net, a) for a in attentions]
         self.down = [(laid_out(s.conv.weight), s.conv.bias.float()) for s in getattr(block, "downsamplers", None) or []]
-        self.up = [
-            (ops.phase_weights(s.conv.weight), s.conv.bias.float()) for s in getattr(block, "upsamplers", None) or []
-        ]
+        self.up = [_Up(s.conv) for s in getattr(block, "upsamplers", None) or []]
 
     def go_down(self, call: _Call, x: _Lazy, skips: list[_Lazy]) -> _Lazy:
         for i, resnet in enumerate(self.resnets):
@@ -226,10 +219,24 @@ class _Level:
             x = resnet(call, x, call.whole(skips.pop().tensor()))
             if self.transformers:
                 x = self.transformers[i](call, x)
-        for weight, shift in self.up:
-            out = ops.conv_phases(x.tensor(), weight)
-            x = _Lazy(Sum(out.value, shift=shift, phased=True))
+        for up in self.up:
+            x = up(x.tensor(), skips[-1].sum().shape[1:3])
         return x
+
+
+class _Up:
+    """Every pixel doubled, then a convolution. An odd size loses the last row or column before the convolution."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        assert conv.bias is not None
+        self.weight, self.phases, self.shift = conv.weight, ops.phase_weights(conv.weight), conv.bias.float()
+
+    def __call__(self, x: Tensor, size: tuple[int, ...]) -> _Lazy:
+        height, width = size
+        if (height, width) == (2 * x.shape[1], 2 * x.shape[2]):
+            return _Lazy(Sum(ops.conv_phases(x, self.phases).value, shift=self.shift, phased=True))
+        doubled = x.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, :height, :width].contiguous()
+        return _Lazy(Sum(ops.conv(doubled, self.weight, padding=1), shift=self.shift))
 
 
 class _Res:

@@ -29,12 +29,12 @@ from vla_accel.errors import CheckpointError, ConfigError, EngineError, Observat
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.models.family import Shape, Store
-from vla_accel.models.memory import Counted
+from vla_accel.models.memory import Counted, free_memory
 from vla_accel.numeric import DTYPES
 from vla_accel.ops import resize
 from vla_accel.ops.phases import recorded
 from vla_accel.policy import agreement
-from vla_accel.policy.footprint import free_memory, told_if_too_large
+from vla_accel.policy.footprint import told_if_too_large
 from vla_accel.policy.given import given_noise, guidance, refuse_unused_rtc
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.policy.states import StateCheck

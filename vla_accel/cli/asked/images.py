@@ -21,11 +21,11 @@ from vla_accel.cli.options import (
     Words,
     Written,
 )
-from vla_accel.config import EngineName
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DtypeOfDevice = Annotated[Dtype | None, tyro.conf.arg(metavar="{fp32,bf16,fp16}", help_behavior_hint="")]
 Library = Literal["tensorrt", "tensorrt_rtx"]
+ImageEngine = Literal["eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class TextToImage:
     """What not to show."""
     out_img_path: Annotated[Path, Written()] = Path("out/image.png")
     """The picture; a .png, which carries the parameters."""
-    engine: EngineName = "native"
+    engine: ImageEngine = "native"
     """Of every component."""
     use_trt: bool = False
     """The UNet on TensorRT, whatever --engine says."""
@@ -217,9 +217,10 @@ class TextToImage:
     seed: Seed = 0
     """Of the noise."""
     height: Number = None
-    """Pixels, beside --width; the checkpoint's size if not given, in img2img the given picture's."""
+    """Pixels, a multiple of 8, with --width. Default: the checkpoint's size; in img2img the picture's, reduced to
+    multiples of 8."""
     width: Number = None
-    """Pixels, beside --height."""
+    """Pixels, a multiple of 8, with --height."""
     scheduler: Text = None
     """A diffusers class, like DDIMScheduler, instead of the checkpoint's."""
     dtype: DtypeOfDevice = None
