@@ -41,8 +41,8 @@ class Preset:
     `discrete_state_input`: whether π0.5 reads the state in its prompt, where the checkpoint does not say (openpi's
     folders); None is the model's default (it does). `resize`: how images of other sizes are brought to the model's:
     "antialias" as openpi does, "bilinear" without a filter as lerobot does; both keep the aspect ratio and pad with
-    black on both sides. "corner" is "bilinear" with black above and on the left alone, as in lerobot's SmolVLA. lerobot's
-    checkpoints decide it themselves: there the default takes theirs, and another one is an error.
+    black on both sides. "corner" is "bilinear" with black above and on the left alone, as in lerobot's SmolVLA.
+    lerobot's checkpoints decide it themselves: there the default takes theirs, and another one is an error.
     """
 
     images: tuple[str, ...]
