@@ -162,8 +162,8 @@ class Tune(PolicySource):
     succeeds as often. Writes tuned.yaml, tune.json and a report; the same command continues an interrupted search."""
 
     config: Annotated[str | None, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="")] = None
-    """What the search starts from: a shipped configuration's name, or a YAML or JSON file. Its engines are what is
-    searched; the rest (steps, prompt, robot, real-time chunking) holds for every candidate."""
+    """What the search starts from: a shipped configuration's name, or a YAML or JSON file. Its engines and
+    precision are what is searched; the rest (steps, prompt, robot, real-time chunking) holds for every candidate."""
     observations: File = None
     """Observations that vla_accel.measure.recording.save_observations wrote, for gate one, agreement. With --quick,
     random ones if not given."""
