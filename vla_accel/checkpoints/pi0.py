@@ -9,6 +9,7 @@ import torch
 
 from vla_accel.checkpoints.checkpoint import account, deferred, shapes_of
 from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, dialect_of, pieces
+from vla_accel.checkpoints.lerobot_statistics import buffers
 from vla_accel.checkpoints.weights import Piece, Weights
 from vla_accel.errors import CheckpointError
 from vla_accel.models.pi0 import Pi0, Pi0Config
@@ -45,6 +46,6 @@ def check_weights(weights: Weights, config: Pi0Config, where: str) -> dict[str, 
             raise CheckpointError(f"checkpoint {where}: {' and '.join(tables)} are tied, but differ")
         if tables:
             recipe["embed.weight"] = (Piece(tables[0]),)
-        dead = [*tables, *(prefix + d for d in DEAD)]
+        dead = [*tables, *(prefix + d for d in DEAD), *buffers(names)]
     account(weights, recipe, expected, f"checkpoint {where} does not fit {config.kind}", dead)
     return recipe

@@ -18,10 +18,7 @@ from vla_accel.config import PolicyConfig
 from vla_accel.families.overrides import processor_of, resized, robot_of
 from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.transforms.fast import Detokeniser, FastProcessor, load_fast
-from vla_accel.transforms.tokenizer import load_tokenizer
-
-# What lerobot can be told, and what would change the model in ways that are not built here.
-_FIXED = {"temperature": 0.0, "use_relative_actions": False}
+from vla_accel.transforms.tokenizer import PALIGEMMA_HUB, load_tokenizer
 
 
 def load_folder(
@@ -29,12 +26,12 @@ def load_folder(
 ) -> tuple[Pi0Fast, FastProcessor]:
     """The model and the robot's transforms; see `vla_accel.checkpoints.loading.load`."""
     path, given = folder / "config.json", settings.checkpoint
-    content = read_settings(path, ("pi0_fast",), _FIXED)
-    told = read_processors(folder, content, "bilinear")
-    weights = SafetensorsWeights(folder)
+    content, weights = read_settings(path, ("pi0_fast",)), SafetensorsWeights(folder)
+    told = read_processors(folder, content, "bilinear", weights)
     config = resized(read_sizes(weights, content, longest_prompt(told, content, path), path), settings)
     preset = robot_of(told.preset, settings)
-    tokenizer = load_tokenizer(folder, given.tokenizer, elsewhere=True)
+    hub = told.tokenizer.get("tokenizer_name") or content.get("text_tokenizer_name")
+    tokenizer = load_tokenizer(folder, given.tokenizer, elsewhere=True, hub=hub or PALIGEMMA_HUB)
     fast = load_fast(folder, given.action_tokenizer, member(content, "action_tokenizer_name", str, path))
     detokeniser = Detokeniser.of(
         fast, tokenizer, member(content, "fast_skip_tokens", int, path), config.action_horizon,

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from vla_accel.checkpoints.checkpoint import is_own, load_own, read_config
-from vla_accel.checkpoints.lerobot import Processors, read_processors, read_settings
+from vla_accel.checkpoints.lerobot import Processors, longest_prompt, read_processors, read_settings
 from vla_accel.checkpoints.smolvla import load_weights, read_sizes
-from vla_accel.checkpoints.weights import SafetensorsWeights, read_json, size_of
+from vla_accel.checkpoints.weights import SafetensorsWeights, read_json
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.families.overrides import processor_of, resized, robot_of
@@ -22,8 +22,6 @@ from vla_accel.transforms.robots import load_preset
 from vla_accel.transforms.tokenizer import Tokenizer, load_line_tokenizer
 
 TOKENIZER_HUB = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
-# What lerobot can be told, and what would change the model in ways that are not built here.
-_FIXED = {"adapt_to_pi_aloha": False, "add_image_special_tokens": False, "use_cache": True}
 
 
 def load_folder(
@@ -34,13 +32,12 @@ def load_folder(
     content = read_json(path)
     if is_own(content):
         return _ours(folder, settings, device=device, dtype=dtype)
-    read_settings(path, ("smolvla",), _FIXED)
-    told = read_processors(folder, content, "corner")
     weights = SafetensorsWeights(folder)
-    longest = size_of(told.tokenizer, "max_length", folder / "policy_preprocessor.json")
+    told = read_processors(folder, read_settings(path, ("smolvla",)), "corner", weights)
+    longest = longest_prompt(told, content, path)
     config = resized(read_sizes(weights.shapes, content, longest, path), settings)
     told = dataclasses.replace(told, preset=robot_of(told.preset, settings))
-    hub = told.tokenizer.get("tokenizer_name") or TOKENIZER_HUB
+    hub = told.tokenizer.get("tokenizer_name") or content.get("vlm_model_name") or TOKENIZER_HUB
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, hub)
     processor = _processor(config, told, tokenizer, settings)
     return load_weights(weights, config, str(folder), device=device, dtype=dtype), processor
