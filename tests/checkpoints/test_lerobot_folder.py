@@ -187,7 +187,10 @@ def put_in(name: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
             put("config", "input_features", {"observation.state": 8}),
             "a type and a shape, got others: observation.s",
         ),
-        (put("config", "output_features", {"action": {"shape": ["7"]}}), r"action: expected a whole number .*, got '7'$"),
+        (
+            put("config", "output_features", {"action": {"shape": ["7"]}}),
+            r"action: expected a whole number .*, got '7'$",
+        ),
         (put("config", "output_features", {}), "expected a feature action of one axis, got None"),
         (put("config", "paligemma_variant", "gemma_2b"), "contradict each other: prefix gemma_2b"),
         (

@@ -2,7 +2,7 @@
 
     python -m tests.parity.make_lerobot_folders [RELEASE]
 
-Run it with the Python of an environment that has lerobot; the entry of its release, or of RELEASE ("main"), is replaced.
+Run it with the Python of an environment that has lerobot. It replaces the entry of its release, or RELEASE ("main").
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def saved(kind: str) -> dict[str, Any]:
     one = {name: np.full(6, value, np.float32) for name, value in values.items()}
     with tempfile.TemporaryDirectory() as folder:
         for loader in ("AutoTokenizer", "AutoProcessor"):
-            stand = mock.patch.object(getattr(tokenizer_processor, loader), "from_pretrained", lambda *_, **__: _Tokenizer())
+            stand = mock.patch.object(
+                getattr(tokenizer_processor, loader), "from_pretrained", lambda *_, **__: _Tokenizer()
+            )
             stand.start()
         make = getattr(processor, f"make_{kind}_pre_post_processors")
         parts = make(config, dataset_stats={"observation.state": one, "action": one})

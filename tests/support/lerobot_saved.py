@@ -23,7 +23,9 @@ def releases() -> tuple[str, ...]:
     return tuple(_table())
 
 
-def saved(kind: str, release: str, features: Mapping[str, Any], modes: Mapping[str, str], **config: Any) -> dict[str, Any]:
+def saved(
+    kind: str, release: str, features: Mapping[str, Any], modes: Mapping[str, str], **config: Any
+) -> dict[str, Any]:
     """config, policy_preprocessor and policy_postprocessor of a policy class, with these features, normalization modes
     and other fields of config.json."""
     files: dict[str, Any] = copy.deepcopy(_table()[release][kind])

@@ -170,8 +170,8 @@ def write_lerobot(
     folder: Path, config: Pi0FastConfig | None = None, *, seed: int = 0,
     change: Change = lambda files: None, release: str = "0.6.1",
 ) -> Pi0Fast:  # fmt: skip
-    """A folder as a release of lerobot saves it, with both tokenizers in it, and its model; `change` may edit the JSON files before
-    they are written."""
+    """A folder as a release of lerobot saves it, with both tokenizers in it, and its model; `change` may edit the JSON
+    files before they are written."""
     config = config or tiny_config()
     model = tiny_model(config, seed)
     folder.mkdir(parents=True, exist_ok=True)

@@ -93,7 +93,8 @@ def write_lerobot(
     folder: Path, config: SmolVlaConfig | None = None, *, libero: bool = False,
     change: Change = lambda files: None, release: str = "0.6.1",
 ) -> SmolVla:  # fmt: skip
-    """A folder as a release of lerobot saves it, and its model; `change` may edit the JSON files before they are written."""
+    """A folder as a release of lerobot saves it, and its model; `change` may edit the JSON files before they are
+    written."""
     config = config or (libero_config() if libero else tiny_config())
     model = tiny_model(config)
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,16 @@ from typing import Any
 from vla_accel.checkpoints.lerobot_fields import FIELDS, check
 from vla_accel.checkpoints.lerobot_statistics import ACTION, STATE, Statistics, buffers, of_buffers, of_step
 from vla_accel.checkpoints.lerobot_steps import (
-    ABSOLUTE, BEFORE, NORMALIZE, RELATIVE, RENAME, TOKENIZE, UNNORMALIZE, Pipeline, is_migrated, read_pipelines,
+    ABSOLUTE,
+    BEFORE,
+    NORMALIZE,
+    RELATIVE,
+    RENAME,
+    TOKENIZE,
+    UNNORMALIZE,
+    Pipeline,
+    is_migrated,
+    read_pipelines,
 )  # fmt: skip
 from vla_accel.checkpoints.lora import CONFIG as ADAPTER
 from vla_accel.checkpoints.weights import Weights, listing, read_json, size_of
@@ -55,7 +64,8 @@ class LerobotFolder:
 
     Attributes:
         prompt_state_dim: To how many numbers π0.5's prompt fills the state up; None where it does not.
-        trained_delay: The longest delay that real-time chunking was trained with; None where it was not.
+        trained_delay: The longest delay that real-time chunking was trained with; 0 if it was not, None where
+            config.json does not say.
     """
 
     kind: str
@@ -88,8 +98,8 @@ def read_folder(folder: Path, weights: Weights) -> LerobotFolder:
     resolution = member(config, "image_resolution", list, path)
     if len(resolution) != 2 or resolution[0] != resolution[1]:
         raise CheckpointError(f"{path}: expected a square image_resolution, got {resolution}")
-    horizon, delay = size_of(config, "chunk_size", path), config.get("rtc_training_max_delay") or None
-    if delay is not None and (type(delay) is not int or not 0 < delay < horizon):
+    horizon, delay = size_of(config, "chunk_size", path), config.get("rtc_training_max_delay")
+    if delay is not None and (type(delay) is not int or not 0 <= delay < horizon):
         raise CheckpointError(f"{path}: rtc_training_max_delay: expected 0 to {horizon - 1}, got {delay!r:.60}")
     return LerobotFolder(
         kind=config["type"],
@@ -284,7 +294,9 @@ def _tokenizer(before: Pipeline) -> Mapping[str, Any]:
     inside = isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
     if not inside or not (before.path.parent / name).is_dir():
         there = listing(before.path.parent)
-        raise CheckpointError(f"{before.path}: expected the tokenizer in a folder {name!r:.60} next to it, found {there}")
+        raise CheckpointError(
+            f"{before.path}: expected the tokenizer in a folder {name!r:.60} next to it, found {there}"
+        )
     return {**step.config, "tokenizer_name": str(before.path.parent / name)}
 
 
@@ -293,7 +305,9 @@ def _check_prompt(before: Pipeline, config: Mapping[str, Any]) -> None:
     for name in before.steps:
         size, expected = before.config(name).get("max_state_dim"), config.get("max_state_dim")
         if size is not None and size != expected:
-            raise CheckpointError(f"{before.path}: {name}: max_state_dim: expected config.json's {expected}, got {size}")
+            raise CheckpointError(
+                f"{before.path}: {name}: max_state_dim: expected config.json's {expected}, got {size}"
+            )
 
 
 def member(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:

@@ -137,10 +137,11 @@ def _since(release: str, *settings: Setting) -> tuple[Setting, ...]:
     )
 
 
+_COPIED = "the saved steps have their own copy, which counts"
 _RELATIVE = (
     read("use_relative_actions", "actions relative to the state; must agree with the saved steps", "0.5.1"),
-    neutral("relative_exclude_joints action_feature_names", "the saved steps have their own copy, which counts", "0.5.1"),
-)  # fmt: skip
+    neutral("relative_exclude_joints action_feature_names", _COPIED, "0.5.1"),
+)
 _PALIGEMMA = (
     read("max_action_dim image_resolution paligemma_variant", "sizes, checked against the weights", "0.4.0"),
     read("tokenizer_max_length", "longest prompt, where the saved tokenizer step does not say", "0.4.0"),
@@ -235,7 +236,7 @@ _GROOT = (
     neutral("normalization_mapping", "not read by lerobot; the saved steps have their own scaling", "0.4.0"),
     neutral("max_state_dim max_action_dim", "sizes that the weights show", "0.4.0"),
     neutral("base_model_path", "checkpoint that training started from", "0.4.0"),
-    neutral("embodiment_tag", "the saved steps have their own copy, which counts", "0.4.0"),
+    neutral("embodiment_tag", _COPIED, "0.4.0"),
     neutral("image_size", "not read since N1.7", "0.4.0"),
     Setting(("tokenizer_assets_repo",), "refused", _N15, "0.4.0"),
     neutral(
@@ -250,11 +251,7 @@ _GROOT = (
     read("num_inference_timesteps", "denoising steps", "0.6.0"),
     read("rtc_ramp_rate", "ramp of real-time chunking", "0.6.0"),
     neutral("use_flash_attention", "speed", "0.6.0"),
-    neutral(
-        "use_relative_actions relative_exclude_joints action_decode_transform",
-        "the saved steps have their own copy, which counts",
-        "0.6.0",
-    ),
+    neutral("use_relative_actions relative_exclude_joints action_decode_transform", _COPIED, "0.6.0"),
 )
 
 FIELDS: dict[str, tuple[Setting, ...]] = {

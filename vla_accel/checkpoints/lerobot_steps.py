@@ -33,7 +33,9 @@ STEPS: dict[str, tuple[Setting, ...]] = {
     _BATCH: (),
     _DEVICE: (
         neutral("device", "where lerobot ran"),
-        fixed("float_dtype", "inputs of lower precision are not supported", None, "float32", "float", "float64", "double"),
+        fixed(
+            "float_dtype", "lower precision is not supported", None, "float32", "float", "float64", "double"
+        ),
     ),
     NORMALIZE: _NORMALIZER,
     UNNORMALIZE: _NORMALIZER,

@@ -47,7 +47,9 @@ def load_weights(
     products, None keeps what is stored. Raises CheckpointError that lists keys missing, left over or misshaped."""
     empty = SmolVla.empty(config)
     recipe = {name: pieces(name, config) for name in shapes_of(empty)}
-    return fitted(empty, weights, recipe, where, "smolvla", (*DEAD, *buffers(weights.shapes))).bound_for(torch.device(device), dtype)
+    return fitted(empty, weights, recipe, where, "smolvla", (*DEAD, *buffers(weights.shapes))).bound_for(
+        torch.device(device), dtype
+    )
 
 
 def pieces(name: str, config: SmolVlaConfig) -> tuple[Piece, ...]:

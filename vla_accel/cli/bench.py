@@ -41,7 +41,7 @@ def main(chosen: Bench, words: list[str]) -> int:
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
     factory = _factory(chosen, str(device), ceilings)
     family = factory.family
-    sweep = chosen.steps or family.sweep
+    sweep = chosen.steps or factory.sweep
     camera = camera_size(chosen.camera)
     systems = _systems(factory, chosen.systems, fitted=camera is None)
     unknown = [name for name in systems if name not in factory.names]

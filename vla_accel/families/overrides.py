@@ -26,7 +26,8 @@ def resized(config: C, settings: PolicyConfig) -> C:
 
 def robot_of(told: Preset, settings: PolicyConfig) -> Preset:
     """The user's preset, if there is one, instead of what lerobot's folder says: the robot's keys and conventions may
-    be another's; how images are resized is the checkpoint's training. Raises ConfigError for other sizes."""
+    be another's; how images are resized, and which actions are relative to the state, is the checkpoint's training.
+    Raises ConfigError for other sizes and for other relative actions."""
     if settings.preset is None:
         return told
     given = load_preset(settings.preset)
@@ -34,7 +35,11 @@ def robot_of(told: Preset, settings: PolicyConfig) -> Preset:
         expected, got = (getattr(preset, f"{name}_dim") for preset in (told, given))
         if got != expected:
             raise ConfigError(f"preset: expected {expected} numbers of {name}, got {settings.preset}'s {got}")
-    return dataclasses.replace(given, resize=told.resize)
+    relative = told.delta_actions or given.delta_actions
+    if given.delta_actions not in ((), relative):
+        expected, got = list(relative), list(given.delta_actions)
+        raise ConfigError(f"preset.delta_actions: expected {expected}, as the checkpoint was trained, got {got}")
+    return dataclasses.replace(given, resize=told.resize, delta_actions=relative)
 
 
 def processor_of(

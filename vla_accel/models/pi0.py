@@ -31,8 +31,8 @@ class Pi0Config(PaliGemmaSizes):
     `kind` decides two things: π0 feeds state and time into the suffix tokens; π0.5 feeds time through adaptive norms
     and the state, if at all, through the prompt (`discrete_state_input`). `action_dim` and `action_horizon` are the
     model's own (padded) sizes; `max_token_len` is the longest prompt in tokens. `num_steps`: denoising steps, unless a
-    policy's configuration has others. `trained_delay`: the longest delay that real-time chunking was trained with; None
-    if it was not.
+    policy's configuration has others. `trained_delay`: the longest delay that real-time chunking was trained with, 0 if
+    it was not; None where the checkpoint does not say.
     """
 
     kind: Kind = "pi05"

@@ -56,8 +56,10 @@ class OptimizedPolicy:
         """`checkpoint`: its model is moved and cast in place, unless it can be read again; `store`: of another policy
         of the same model, to share its prepared weights. Raises ConfigError for a component that the model lacks."""
         self.name, self.family = checkpoint.name, checkpoint.family
-        self.num_steps = config.num_steps or self.family.steps(checkpoint.model.config)
-        self.config = config = replace(config, num_steps=self.num_steps)
+        sizes = checkpoint.model.config
+        self.num_steps = config.num_steps or self.family.steps(sizes)
+        rtc = self.family.chunking(sizes, config.rtc)
+        self.config = config = replace(config, num_steps=self.num_steps, rtc=rtc)
         self.device = resolve_device(config.device)
         dtype = resolve_dtype(config, self.device)
         self.model: Any = checkpoint.model.placed(self.device, dtype)
