@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.lerobot_saved import saved_files, state_files, step, without
 from tests.support.openpi_dialect import EMBED_TOKENS, LM_HEAD, to_openpi
 from tests.support.published_folders import KINDS, real_config, same_weights, shapes_of, write_lerobot
 from tests.support.tiny import random_state, statistics, tiny_observation
@@ -44,14 +45,10 @@ def test_a_lerobot_folder(tmp_path: Path, kind: Kind, embedding: str) -> None:
     assert (processor.discrete_state, processor.prompt_state_dim) == (kind == "pi05", 16)
 
 
-def newer(files: dict[str, Any]) -> None:
-    files["config"]["use_relative_actions"] = False
-
-
-@pytest.mark.parametrize(("change", "filling"), [(lambda files: None, 8), (newer, 0)], ids=["0.4", "0.5.1"])
-def test_lerobots_state_in_the_prompt(tmp_path: Path, change: Callable[[dict[str, Any]], None], filling: int) -> None:
+@pytest.mark.parametrize(("release", "filling"), [("0.4.4", 8), ("0.5.1", 0), ("0.6.1", 0)])
+def test_lerobots_state_in_the_prompt(tmp_path: Path, release: str, filling: int) -> None:
     """Up to 0.4 the state is padded before it is put into words: zeros are bin 128."""
-    write_lerobot(tmp_path, "pi05", change)
+    write_lerobot(tmp_path, "pi05", release=release)
     processor = load(tmp_path).processor
     asked: list[str] = []
 
@@ -71,10 +68,8 @@ def test_lerobots_state_in_the_prompt(tmp_path: Path, change: Callable[[dict[str
 
 def edit_modes(mode: str) -> Callable[[dict[str, Any]], None]:
     def change(files: dict[str, Any]) -> None:
-        for name in ("policy_preprocessor", "policy_postprocessor"):
-            for step in files[name]["steps"]:
-                if "norm_map" in step["config"]:
-                    step["config"]["norm_map"] = {"STATE": mode, "ACTION": mode, "VISUAL": "IDENTITY"}
+        for name in ("normalizer_processor", "unnormalizer_processor"):
+            step(files, name)["config"]["norm_map"] = {"STATE": mode, "ACTION": mode, "VISUAL": "IDENTITY"}
 
     return change
 
@@ -112,7 +107,7 @@ def test_other_robots_keep_lerobots_keys(tmp_path: Path) -> None:
         del features["observation.images.image2"]
         features["observation.images.wrist"] = camera
         rename = {"observation.images.hand": "observation.images.wrist"}
-        files["policy_preprocessor"]["steps"][0]["config"]["rename_map"] = rename
+        step(files, "rename_observations_processor")["config"]["rename_map"] = rename
 
     write_lerobot(tmp_path, "pi05", change)
     processor = load(tmp_path).processor
@@ -136,8 +131,8 @@ def put(name: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda files: files[name].__setitem__(key, value)
 
 
-def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda files: files[name]["steps"][index].__setitem__(key, value)
+def put_in(name: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda files: step(files, name).__setitem__(key, value)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +141,9 @@ def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any
         (drop("policy_preprocessor"), r"expected policy_preprocessor\.json with the statistics, found no such file"),
         (drop("policy_postprocessor"), r"expected policy_postprocessor\.json"),
         (put("config", "type", "act"), "expected a policy of type pi0 or pi05 or .*, got .act."),
-        (put("config", "type", "pi0"), "contradict each other: kind: config says pi0, weights say pi05"),
+        (put("config", "type", "pi0"), "expected steps among .*, got pi05_prepare_state_tokenizer_processor_step"),
         (put("config", "use_peft", True), "expected adapter_config.json beside a policy that says use_peft"),
-        (put("config", "min_period", 0.001), r"cannot run with min_period 0\.001 instead of 0\.004"),
+        (put("config", "min_period", 0.001), r"config\.json: min_period: expected 0\.004, got 0\.001"),
         (
             put("config", "chunk_size", None),
             r"config\.json: chunk_size: expected a whole number .*, got None",
@@ -156,12 +151,12 @@ def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any
         (put("config", "image_resolution", [28, 56]), "expected a square image_resolution"),
         (put("config", "image_resolution", [56, 56]), "image_size: config says 56, weights say 28"),
         (
-            lambda f: f["policy_preprocessor"]["steps"][2]["config"].update(eps="x"),
-            "expected eps of type float, got 'x'",
+            lambda f: step(f, "normalizer_processor")["config"].update(eps="x"),
+            "normalizer_processor: expected eps of 0 or more, got 'x'",
         ),
         *(
             (
-                step("policy_preprocessor", 0, name, value),
+                put_in("rename_observations_processor", name, value),
                 r"policy_preprocessor\.json: expected steps with settings, got \[",
             )
             for name, value in (
@@ -179,30 +174,40 @@ def step(name: str, index: int, key: str, value: Any) -> Callable[[dict[str, Any
         ),
         *(
             (
-                lambda f, value=value: f["policy_preprocessor"]["steps"][3]["config"].update(max_length=value),
+                lambda f, value=value: step(f, "tokenizer_processor")["config"].update(max_length=value),
                 rf"/policy_preprocessor\.json: max_length: expected a whole number from 1 to 4096, got {value!r}",
             )
             for value in (1_000_000_000, 0, "long", None)
         ),
         (
             lambda f: f["config"]["input_features"]["observation.state"].update(shape=[1_000_000_000]),
-            r"/config\.json: preset\.state_dim: expected 1 to 4096, got 1000000000",
+            r"/config\.json: observation\.state: expected a whole number from 1 to 4096, got 1000000000",
         ),
         (
             put("config", "input_features", {"observation.state": 8}),
             "a type and a shape, got others: observation.s",
         ),
-        (put("config", "output_features", {"action": {"shape": ["7"]}}), r"of one axis, got \[8\], \['7'\]$"),
-        (put("config", "output_features", {}), "expected features observation.state and action"),
+        (
+            put("config", "output_features", {"action": {"shape": ["7"]}}),
+            r"action: expected a whole number .*, got '7'$",
+        ),
+        (put("config", "output_features", {}), "expected a feature action of one axis, got None"),
         (put("config", "paligemma_variant", "gemma_2b"), "contradict each other: prefix gemma_2b"),
         (
-            step("policy_preprocessor", 1, "registry_name", "delta_actions"),
+            put_in("to_batch_processor", "registry_name", "delta_actions"),
             "expected steps among .*, got delta_actions",
         ),
-        (step("policy_preprocessor", 2, "state_file", "../x.safetensors"), "expected the statistics of normalizer_pro"),
-        (step("policy_preprocessor", 2, "registry_name", "to_batch_processor"), "expected a normalizer_processor step"),
-        (step("policy_preprocessor", 3, "registry_name", "device_processor"), "expected a tokenizer_processor step"),
-        (edit_modes("QUANTILE10"), "expected MEAN_STD, QUANTILES or MIN_MAX of observation.state, got 'QUANTILE10'"),
+        (put_in("normalizer_processor", "state_file", "../x.safetensors"), "expected the statistics of normalizer_pro"),
+        *(
+            (without(name), f"expected a {name} step")
+            for name in (
+                "normalizer_processor",
+                "unnormalizer_processor",
+                "tokenizer_processor",
+                "pi05_prepare_state_tokenizer_processor_step",
+            )
+        ),
+        (edit_modes("LOGARITHM"), "expected MEAN_STD or .* of observation.state, got 'LOGARITHM'"),
     ],
 )
 def test_what_is_not_understood_in_a_lerobot_folder_is_named(
@@ -216,22 +221,19 @@ def test_what_is_not_understood_in_a_lerobot_folder_is_named(
 @pytest.mark.parametrize(("kind", "names"), [("pi05", "q01 <= q99"), ("pi0", "std >= 0")])
 def test_statistics_that_no_data_can_have_are_refused(tmp_path: Path, kind: Any, names: str) -> None:
     write_lerobot(tmp_path, kind)
-    wrong = load_file(tmp_path / "pre.safetensors")
+    path = tmp_path / state_files(saved_files(tmp_path))[0]
+    wrong = load_file(path)
     wrong["observation.state.q99" if kind == "pi05" else "observation.state.std"][2] = -9.0
-    save_file(wrong, tmp_path / "pre.safetensors")
+    save_file(wrong, path)
     with pytest.raises(CheckpointError, match=rf"observation\.state: expected {names}, got a span of -"):
-        load(tmp_path)
-    write_lerobot(tmp_path, kind)
-    longer = {k: torch.cat((v, v[:1])) for k, v in load_file(tmp_path / "pre.safetensors").items()}
-    save_file(longer, tmp_path / "pre.safetensors")  # it may be another robot's
-    with pytest.raises(CheckpointError, match=r"expected observation\.state's 8 values in \w+, got 9"):
         load(tmp_path)
 
 
 def test_missing_files_of_lerobot_are_named(tmp_path: Path) -> None:
     write_lerobot(tmp_path, "pi05")
-    (tmp_path / "pre.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"expected pre\.safetensors with the statistics of normalizer_processor"):
+    name = state_files(saved_files(tmp_path))[0]
+    (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"expected {name} with the statistics of normalizer_processor"):
         load(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"expected config\.json, found model\.safetensors, policy_postprocessor"):
@@ -240,8 +242,9 @@ def test_missing_files_of_lerobot_are_named(tmp_path: Path) -> None:
 
 def test_damaged_statistics_of_lerobot_are_named(tmp_path: Path) -> None:
     write_lerobot(tmp_path, "pi05")
-    (tmp_path / "post.safetensors").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match=r"post\.safetensors: damaged safetensors file"):
+    name = state_files(saved_files(tmp_path))[1]
+    (tmp_path / name).write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=rf"{name}: damaged safetensors file"):
         load(tmp_path)
 
 
@@ -249,15 +252,15 @@ def test_statistics_that_may_not_be_read_are_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_lerobot(tmp_path, "pi05")
-    opened = Path.open
+    opened, name = Path.open, state_files(saved_files(tmp_path))[0]
 
     def refused(self: Path, *words: Any, **options: Any) -> Any:
-        if self.name == "pre.safetensors":
+        if self.name == name:
             raise PermissionError(13, "Permission denied", str(self))
         return opened(self, *words, **options)
 
     monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(CheckpointError, match=r"pre\.safetensors: cannot be read: Permission denied"):
+    with pytest.raises(CheckpointError, match=rf"{name}: cannot be read: Permission denied"):
         load(tmp_path)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.lerobot_saved import edit
 from tests.support.tiny_pi0_fast import HORIZON, STOP, VOCABULARY, observation, tiny_config, write_fast, write_lerobot
 from tests.support.tiny_smolvla import statistics
 from vla_accel.checkpoints.loading import load
@@ -106,10 +107,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
                         "expected prefix one of gemma_2b, .* got 'gemma_9b'"),
     "image": (lambda f: f["config"].update(image_resolution=[28, 56]),
               r"image_resolution: config says \[28, 56\], weights say \[28, 28\]"),
-    "sampled": (lambda f: f["config"].update(temperature=0.7), "cannot run with temperature 0.7 instead of 0.0"),
-    "relative": (lambda f: f["config"].update(use_relative_actions=True), "use_relative_actions True instead of False"),
-    "relative step": (lambda f: f["policy_preprocessor"]["steps"][2]["config"].update(enabled=True),
-                      "expected steps among.* got relative_actions_processor"),
+    "sampled": (lambda f: f["config"].update(temperature=0.7), "config.json: temperature: expected 0.0, got 0.7"),
+    "relative": (lambda f: f["config"].update(use_relative_actions=True),
+                 "relative actions: expected one answer, .*, True as config"),
+    "relative step": (edit("relative_actions_processor", enabled=True),
+                      "relative actions: expected one answer, got True as .*relative_actions_processor, False as"),
     "no horizon": (lambda f: f["config"].pop("chunk_size"), "chunk_size: expected a whole number .*, got None"),
     "no end": (lambda f: f["config"].pop("max_decoding_steps"), "max_decoding_steps: expected .*, got None"),
     "endless": (lambda f: f["config"].update(max_decoding_steps=10**9),

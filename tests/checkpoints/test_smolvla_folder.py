@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.lerobot_saved import step, without
 from tests.support.tiny import TOKENIZER
 from tests.support.tiny import statistics as own_statistics
 from tests.support.tiny_smolvla import (
@@ -140,7 +141,7 @@ def test_a_folder_that_lerobot_names_as_the_tokenizer_is_read(tmp_path: Path) ->
     folder, vlm = tmp_path / "policy", tmp_path / "vlm"
 
     def named(files: dict[str, Any]) -> None:
-        files["policy_preprocessor"]["steps"][3]["config"]["tokenizer_name"] = str(vlm)
+        step(files, "tokenizer_processor")["config"]["tokenizer_name"] = str(vlm)
 
     write_lerobot(folder, change=named)
     vlm.mkdir()
@@ -209,14 +210,17 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
               r"expert_width_multiplier: config says \(24, 256\), weights say \(36, 256\)"),
     "state": (lambda f: f["config"].update(max_state_dim=32), "max_state_dim: config says 32, weights say 10"),
     "image": (lambda f: f["config"].update(resize_imgs_with_padding=[64, 32]),
-              r"resize_imgs_with_padding: config says \[64, 32\], weights say \[32, 32\]"),
+              r"resize_imgs_with_padding: expected two equal sizes, got \[64, 32\], images that are not square"),
+    "other image": (lambda f: f["config"].update(resize_imgs_with_padding=[64, 64]),
+                    r"resize_imgs_with_padding: config says \[64, 64\], weights say \[32, 32\]"),
     "image as it comes": (lambda f: f["config"].update(resize_imgs_with_padding=None),
-                          "expected resize_imgs_with_padding of type list, got None"),
+                          "resize_imgs_with_padding: expected two equal sizes, got null, with which"),
     "layers": (lambda f: f["config"].update(num_vlm_layers=9), "num_vlm_layers: config says 9, weights say"),
     "crossing": (lambda f: f["config"].update(self_attn_every_n_layers=0), r"misshaped.*layers\.0\.self_attn\.k_proj"),
     "aloha": (lambda f: f["config"].update(adapt_to_pi_aloha=True),
-              "cannot run with adapt_to_pi_aloha True instead of"),
-    "special tokens": (lambda f: f["config"].update(add_image_special_tokens=True), "add_image_special_tokens True"),
+              "config.json: adapt_to_pi_aloha: expected false, got true"),
+    "special tokens": (lambda f: f["config"].update(add_image_special_tokens=True),
+                       "add_image_special_tokens: expected false, got true"),
     "adapter": (lambda f: f["config"].update(use_peft=True),
                 "expected adapter_config.json beside a policy that says use_peft"),
     "step": (lambda f: f["policy_preprocessor"]["steps"].append({"registry_name": "rotate"}),
@@ -224,11 +228,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no horizon": (lambda f: f["config"].pop("chunk_size"), "chunk_size: expected a whole number .*, got None"),
     "endless": (lambda f: f["config"].update(chunk_size=10**9),
                 r"/config\.json: chunk_size: expected a whole number from 1 to 4096, got 1000000000"),
-    "no longest prompt": (lambda f: f["policy_preprocessor"]["steps"][3]["config"].pop("max_length"),
+    "no longest prompt": (lambda f: step(f, "tokenizer_processor")["config"].update(max_length=None),
                           r"policy_preprocessor\.json: max_length: expected a whole number .*, got None"),
-    "no statistics": (lambda f: f["policy_preprocessor"]["steps"].pop(), "expected a normalizer_processor step"),
+    "no statistics": (without("normalizer_processor"), "expected a normalizer_processor step"),
     "robot too large": (lambda f: f["config"]["output_features"]["action"].update(shape=[10]),
-                        "expected action's 10 values in mean, got 6"),
+                        "expected statistics of action's 10 values, got 6"),
 }  # fmt: skip
 
 

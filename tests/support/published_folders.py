@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 
+from tests.support.lerobot_saved import Change, saved, state_files
 from tests.support.openpi_dialect import ROOT, openpi_names, to_openpi
 from tests.support.tiny import TOKENIZER, random_state, statistics, tiny_config
 from vla_accel.models.gemma import GemmaConfig
@@ -55,70 +55,40 @@ def write_openpi(folder: Path, kind: Kind, asset: str = LIBERO_ASSET, **config: 
     return made
 
 
-def write_lerobot(folder: Path, kind: Kind, change: Callable[[dict[str, Any]], None] = lambda files: None) -> Pi0Config:
-    """A folder as lerobot saves it; `change` may edit the JSON files before they are written."""
-    made = real_config(kind)
+def write_lerobot(
+    folder: Path, kind: Kind, change: Change = lambda files: None, *, release: str = "0.4.4", **model: Any
+) -> Pi0Config:  # fmt: skip
+    """A folder as a release of lerobot saves it; `change` may edit the JSON files before they are written; `model`:
+    other sizes."""
+    made = real_config(kind, **model)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {f"model.{k}": v.contiguous() for k, v in to_openpi(random_state(made), made).items()}
     save_file(weights, folder / "model.safetensors")
     camera, mode = {"type": "VISUAL", "shape": [3, 256, 256]}, "QUANTILES" if kind == "pi05" else "MEAN_STD"
-    norm_map = {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode}
-    text = {"max_length": made.max_token_len, "task_key": "task", "tokenizer_name": "google/paligemma-3b-pt-224"}
-    files: dict[str, Any] = {
-        "config": {
-            "type": kind,
-            "input_features": {
-                "observation.images.image": camera,
-                "observation.images.image2": camera,
-                "observation.images.empty_camera_0": camera,
-                "observation.state": {"type": "STATE", "shape": [8]},
-            },
-            "output_features": {"action": {"type": "ACTION", "shape": [7]}},
-            "chunk_size": 5,
-            "max_state_dim": 16,
-            "max_action_dim": 16,
-            "min_period": 0.004,
-            "max_period": 4.0,
-            "image_resolution": [28, 28],
-            "tokenizer_max_length": made.max_token_len,
-            "normalization_mapping": norm_map,
-        },
-        "policy_preprocessor": {
-            "name": "policy_preprocessor",
-            "steps": [
-                {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
-                {"registry_name": "to_batch_processor", "config": {}},
-                {
-                    "registry_name": "normalizer_processor",
-                    "config": {"eps": 1e-8, "norm_map": norm_map},
-                    "state_file": "pre.safetensors",
-                },
-                {"registry_name": "tokenizer_processor", "config": text},
-                {"registry_name": "device_processor", "config": {"device": "cuda"}},
-            ],
-        },
-        "policy_postprocessor": {
-            "name": "policy_postprocessor",
-            "steps": [
-                {
-                    "registry_name": "unnormalizer_processor",
-                    "config": {"eps": 1e-8, "norm_map": norm_map},
-                    "state_file": "post.safetensors",
-                }
-            ],
-        },
+    features = {
+        "observation.images.image": camera,
+        "observation.images.image2": camera,
+        "observation.images.empty_camera_0": camera,
+        "observation.state": {"type": "STATE", "shape": [8]},
+        "action": {"type": "ACTION", "shape": [7]},
     }
-    change(files)
-    for name, content in files.items():
-        if content is not None:
-            (folder / f"{name}.json").write_text(json.dumps(content))
+    files = saved(
+        kind, release, features, {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode}, chunk_size=5, n_action_steps=5,
+        max_state_dim=16, max_action_dim=16, image_resolution=[28, 28], tokenizer_max_length=made.max_token_len,
+        paligemma_variant=None, action_expert_variant=None, empty_cameras=1,
+    )  # fmt: skip
     table = statistics()
     arrays = {f"observation.state.{k}": np.array(v, np.float32) for k, v in table["state"].items()}
     arrays |= {f"action.{k}": np.array(v, np.float32) for k, v in table["actions"].items()}
     arrays |= {"action.min": arrays["action.q01"] - 1, "action.max": arrays["action.q99"] + 1}
-    for name in ("pre", "post"):
-        save_arrays(arrays, folder / f"{name}.safetensors")
+    for name in state_files(files):
+        save_arrays(arrays, folder / name)
+    change(files)
+    for name, content in files.items():
+        if content is not None:
+            (folder / f"{name}.json").write_text(json.dumps(content))
     TOKENIZER.save(folder / "tokenizer.json")
+    (folder / "tokenizer").mkdir(exist_ok=True)  # of lerobot's main branch
     return made
 
 

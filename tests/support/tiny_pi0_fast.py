@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support import reference_pi0 as slow
+from tests.support.lerobot_saved import Change, saved, state_files
 from tests.support.tiny_smolvla import CAMERAS, statistics
 from vla_accel.checkpoints.pi0_fast import pieces
 from vla_accel.models.gemma import GemmaConfig
@@ -167,10 +168,10 @@ def lerobot_tensors(model: Pi0Fast) -> dict[str, Tensor]:
 
 def write_lerobot(
     folder: Path, config: Pi0FastConfig | None = None, *, seed: int = 0,
-    change: Callable[[dict[str, Any]], object] = lambda files: None,
+    change: Change = lambda files: None, release: str = "0.6.1",
 ) -> Pi0Fast:  # fmt: skip
-    """A folder as lerobot saves it, with both tokenizers in it, and its model; `change` may edit the JSON files before
-    they are written."""
+    """A folder as a release of lerobot saves it, with both tokenizers in it, and its model; `change` may edit the JSON
+    files before they are written."""
     config = config or tiny_config()
     model = tiny_model(config, seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,47 +179,20 @@ def write_lerobot(
     side = config.vision.image_size
     features = {c: {"type": "VISUAL", "shape": [3, side, side]} for c in CAMERAS}
     features["observation.state"] = {"type": "STATE", "shape": [STATE_DIM]}
-    modes = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
-    names = {
-        w: f"policy_{p}processor_step_{w}.safetensors" for w, p in (("normalizer", "pre"), ("unnormalizer", "post"))
-    }
-    text = {"max_length": config.max_token_len - 1, "tokenizer_name": "google/paligemma-3b-pt-224"}
-    files: dict[str, Any] = {
-        "config": {
-            "type": "pi0_fast", "n_obs_steps": 1, "input_features": features,
-            "output_features": {"action": {"type": "ACTION", "shape": [ACTION_DIM]}}, "use_peft": False,
-            "paligemma_variant": None, "action_expert_variant": "gemma_300m", "dtype": "float32",
-            "chunk_size": HORIZON, "n_action_steps": HORIZON, "max_state_dim": 32, "max_action_dim": 32,
-            "max_action_tokens": 256, "use_relative_actions": False, "image_resolution": [side, side],
-            "empty_cameras": 0, "tokenizer_max_length": config.max_token_len - 1, "temperature": 0.0,
-            "action_tokenizer_name": "lerobot/fast-action-tokenizer", "max_decoding_steps": config.max_steps,
-            "fast_skip_tokens": SKIPPED, "validate_action_token_prefix": True, "use_kv_cache": True,
-            "normalization_mapping": modes,
-        },
-        "policy_preprocessor": {"steps": [
-            {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
-            {"registry_name": "to_batch_processor", "config": {}},
-            {"registry_name": "relative_actions_processor", "config": {"enabled": False, "action_names": None}},
-            {"registry_name": "normalizer_processor", "config": {"eps": 1e-8, "norm_map": modes},
-             "state_file": names["normalizer"]},
-            {"registry_name": "pi0_fast_prepare_state_tokenizer_processor_step", "config": {}},
-            {"registry_name": "tokenizer_processor", "config": text},
-            {"registry_name": "action_tokenizer_processor", "config": {"max_action_tokens": 256}},
-            {"registry_name": "device_processor", "config": {"device": "cpu"}},
-        ]},
-        "policy_postprocessor": {"steps": [
-            {"registry_name": "unnormalizer_processor", "config": {"eps": 1e-8, "norm_map": modes},
-             "state_file": names["unnormalizer"]},
-            {"registry_name": "absolute_actions_processor", "config": {"enabled": False}},
-        ]},
-    }  # fmt: skip
+    features["action"] = {"type": "ACTION", "shape": [ACTION_DIM]}
+    files = saved(
+        "pi0_fast", release, features, {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+        paligemma_variant=None, chunk_size=HORIZON, n_action_steps=HORIZON, image_resolution=[side, side],
+        tokenizer_max_length=config.max_token_len - 1, max_decoding_steps=config.max_steps, fast_skip_tokens=SKIPPED,
+    )  # fmt: skip
+    table = {"observation.state": statistics(STATE_DIM), "action": statistics(ACTION_DIM)}
+    flat = {f"{k}.{n}": torch.from_numpy(v) for k, d in table.items() for n, v in d.items()}
+    for name in state_files(files):
+        save_file(flat, folder / name)
     change(files)
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
-    table = {"observation.state": statistics(STATE_DIM), "action": statistics(ACTION_DIM)}
-    flat = {f"{k}.{n}": torch.from_numpy(v) for k, d in table.items() for n, v in d.items()}
-    for name in names.values():
-        save_file(flat, folder / name)
+    (folder / "tokenizer").mkdir(exist_ok=True)  # of lerobot's main branch
     write_text_tokenizer(folder / "tokenizer.json")
     write_fast(folder / "fast")
     return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.support.lerobot_saved import Change, saved, state_files
 from tests.support.tiny import TOKENIZER
 from vla_accel.checkpoints.smolvla import DEAD, pieces
 from vla_accel.models.siglip import SiglipConfig
@@ -90,9 +91,10 @@ def statistics(count: int) -> dict[str, np.ndarray]:
 
 def write_lerobot(
     folder: Path, config: SmolVlaConfig | None = None, *, libero: bool = False,
-    change: Callable[[dict[str, Any]], None] = lambda files: None,
+    change: Change = lambda files: None, release: str = "0.6.1",
 ) -> SmolVla:  # fmt: skip
-    """A folder as lerobot saves it, and its model; `change` may edit the JSON files before they are written."""
+    """A folder as a release of lerobot saves it, and its model; `change` may edit the JSON files before they are
+    written."""
     config = config or (libero_config() if libero else tiny_config())
     model = tiny_model(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,43 +103,24 @@ def write_lerobot(
     side, prefix = config.vision.image_size, config.prefix
     features = {c: {"type": "VISUAL", "shape": [3, side, side]} for c in cameras}
     features["observation.state"] = {"type": "STATE", "shape": [state]}
-    modes = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
-    text = {"max_length": config.max_token_len, "tokenizer_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"}
-    names = {
-        w: f"policy_{p}processor_step_{w}.safetensors" for w, p in (("normalizer", "pre"), ("unnormalizer", "post"))
-    }
-    files: dict[str, Any] = {
-        "config": {
-            "type": "smolvla", "n_obs_steps": 1, "input_features": features,
-            "output_features": {"action": {"type": "ACTION", "shape": [action]}}, "use_peft": False,
-            "chunk_size": config.action_horizon, "normalization_mapping": modes, "max_state_dim": config.state_dim,
-            "max_action_dim": config.action_dim, "resize_imgs_with_padding": [side, side], "empty_cameras": 0,
-            "adapt_to_pi_aloha": False, "tokenizer_max_length": config.max_token_len, "use_cache": True,
-            "add_image_special_tokens": False, "attention_mode": "cross_attn", "prefix_length": -1,
-            "num_expert_layers": 0 if libero else -1, "num_vlm_layers": 0 if libero else prefix.depth,
-            "self_attn_every_n_layers": config.self_every, "min_period": 0.004, "max_period": 4.0,
-            "expert_width_multiplier": config.expert.width / prefix.width,
-        },
-        "policy_preprocessor": {"steps": [
-            {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
-            {"registry_name": "to_batch_processor", "config": {}},
-            {"registry_name": "smolvla_new_line_processor", "config": {}},
-            {"registry_name": "tokenizer_processor", "config": text},
-            {"registry_name": "normalizer_processor", "config": {"eps": 1e-8, "norm_map": modes},
-             "state_file": names["normalizer"]},
-        ]},
-        "policy_postprocessor": {"steps": [
-            {"registry_name": "unnormalizer_processor", "config": {"eps": 1e-8, "norm_map": modes},
-             "state_file": names["unnormalizer"]},
-        ]},
-    }  # fmt: skip
-    change(files)
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
+    features["action"] = {"type": "ACTION", "shape": [action]}
+    files = saved(
+        "smolvla", release, features, {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+        chunk_size=config.action_horizon, n_action_steps=config.action_horizon, max_state_dim=config.state_dim,
+        max_action_dim=config.action_dim, resize_imgs_with_padding=[side, side],
+        tokenizer_max_length=config.max_token_len, num_expert_layers=0 if libero else -1,
+        num_vlm_layers=0 if libero else prefix.depth, self_attn_every_n_layers=config.self_every,
+        expert_width_multiplier=config.expert.width / prefix.width,
+    )  # fmt: skip
     table = {"observation.state": statistics(state), "action": statistics(action)}
     flat = {f"{k}.{n}": torch.from_numpy(v) for k, d in table.items() for n, v in d.items()}
-    for name in names.values():
+    for name in state_files(files):
         save_file(flat, folder / name)
+    change(files)
+    for name, content in files.items():
+        if content is not None:
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "tokenizer").mkdir(exist_ok=True)  # of lerobot's main branch
     TOKENIZER.save(folder / "tokenizer.json")
     return model
 

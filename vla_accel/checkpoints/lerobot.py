@@ -1,7 +1,8 @@
 """lerobot's folders of π0, π0.5, π0-FAST and SmolVLA: what their JSON files and statistics say, in our terms.
 
-Reads `config.json` and the saved pre- and postprocessor with their statistics (safetensors). A step of a pipeline
-that is not known here is an error: leaving one out would cost success silently. Knows nothing of weights.
+Reads `config.json` (`lerobot_fields`), the saved pre- and postprocessor (`lerobot_steps`) and their statistics
+(`lerobot_statistics`). A setting or a step that is not known is an error: leaving one out would cost success silently.
+Knows nothing of weights, but for the statistics that lerobot 0.3 keeps among them.
 """
 
 from __future__ import annotations
@@ -11,52 +12,61 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from vla_accel.checkpoints.lerobot_fields import FIELDS, check
+from vla_accel.checkpoints.lerobot_statistics import ACTION, STATE, Statistics, buffers, of_buffers, of_step
+from vla_accel.checkpoints.lerobot_steps import (
+    ABSOLUTE,
+    BEFORE,
+    NORMALIZE,
+    RELATIVE,
+    RENAME,
+    TOKENIZE,
+    UNNORMALIZE,
+    Pipeline,
+    is_migrated,
+    read_pipelines,
+)  # fmt: skip
 from vla_accel.checkpoints.lora import CONFIG as ADAPTER
-from vla_accel.checkpoints.weights import listing, read_arrays, read_json, size_of
+from vla_accel.checkpoints.weights import Weights, listing, read_json, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.pictures import Resize
-from vla_accel.transforms.normalisation import Normaliser, finite_array
+from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.robots import LIBERO, Preset
 
-STATE, ACTION = "observation.state", "action"
-# Steps that only move data about, and those read below. What they do otherwise is fixed by the model.
-_KNOWN_STEPS = {
-    "rename_observations_processor",
-    "to_batch_processor",
-    "device_processor",
-    "normalizer_processor",
-    "unnormalizer_processor",
-    "tokenizer_processor",
-    "pi0_new_line_processor",
-    "pi05_prepare_state_tokenizer_processor_step",
-    "pi0_fast_prepare_state_tokenizer_processor_step",
-    # Makes tokens of actions in training; there are none to make when a policy acts.
-    "action_tokenizer_processor",
-    "smolvla_new_line_processor",
-}
-# Saved whether or not they do anything.
-_SWITCHED = {"relative_actions_processor", "absolute_actions_processor"}
+MOST_STEPS = 1000
+"""Denoising steps, as of `config.PolicyConfig`."""
 _LIBERO_IMAGES = ("observation.images.image", "observation.images.image2")
-
-_FIXED = {"min_period": 4e-3, "max_period": 4.0, "n_obs_steps": 1}
 
 
 @dataclass(frozen=True)
 class Processors:
-    """What the saved pipelines say: the robot's conventions, its statistics, and the tokenizer step's settings."""
+    """What the saved pipelines say.
+
+    Attributes:
+        preset: The robot's conventions.
+        state: How the state is normalized.
+        actions: How the actions are unnormalized.
+        tokenizer: Settings of the tokenizer step. A `tokenizer_name` that lies in the folder is a path.
+        cameras: How the images of each camera are normalized, in the order of `preset.images`, None where they are not.
+            Of images in [0, 1], by channel.
+    """
 
     preset: Preset
     state: Normaliser
     actions: Normaliser
     tokenizer: Mapping[str, Any]
+    cameras: tuple[Normaliser | None, ...] = ()
 
 
 @dataclass(frozen=True)
 class LerobotFolder:
-    """What a folder says. `prompt_state_dim`: to how many numbers π0.5's prompt fills the state up, None where it does
-    not; `tokenizer`: hub name."""
+    """What a folder of π0 or π0.5 says.
+
+    Attributes:
+        prompt_state_dim: To how many numbers π0.5's prompt fills the state up; None where it does not.
+        trained_delay: The longest delay that real-time chunking was trained with; 0 if it was not, None where
+            config.json does not say.
+    """
 
     kind: str
     horizon: int
@@ -65,10 +75,9 @@ class LerobotFolder:
     image_size: int
     variants: tuple[str | None, str | None]
     prompt_state_dim: int | None
-    preset: Preset
-    state: Normaliser
-    actions: Normaliser
-    tokenizer: str | None
+    processors: Processors
+    num_steps: int
+    trained_delay: int | None
 
 
 def is_lerobot(folder: Path) -> bool:
@@ -80,93 +89,140 @@ def is_lerobot(folder: Path) -> bool:
     return "type" in content and "input_features" in content
 
 
-def read_folder(folder: Path) -> LerobotFolder:
-    """Of π0 and π0.5. Raises CheckpointError for another policy, missing files or statistics, and for steps that are
-    not known."""
+def read_folder(folder: Path, weights: Weights) -> LerobotFolder:
+    """Of π0 and π0.5. Raises CheckpointError for another policy, missing files or statistics, and for settings and
+    steps that are not known."""
     path = folder / "config.json"
     config = read_settings(path, ("pi0", "pi05"))
-    told = read_processors(folder, config, "bilinear")
+    described = read_processors(folder, config, "bilinear", weights)
     resolution = member(config, "image_resolution", list, path)
     if len(resolution) != 2 or resolution[0] != resolution[1]:
         raise CheckpointError(f"{path}: expected a square image_resolution, got {resolution}")
+    horizon, delay = size_of(config, "chunk_size", path), config.get("rtc_training_max_delay")
+    if delay is not None and (type(delay) is not int or not 0 <= delay < horizon):
+        raise CheckpointError(f"{path}: rtc_training_max_delay: expected 0 to {horizon - 1}, got {delay!r:.60}")
     return LerobotFolder(
         kind=config["type"],
-        horizon=size_of(config, "chunk_size", path),
+        horizon=horizon,
         action_dim=member(config, "max_action_dim", int, path),
-        max_token_len=longest_prompt(told, config, path),
+        max_token_len=longest_prompt(described, config, path),
         image_size=int(resolution[0]),
         variants=(config.get("paligemma_variant"), config.get("action_expert_variant")),
         # lerobot filled the state up before 0.5. Folders name this key since 0.5.1; 0.5.0's look like older ones.
         prompt_state_dim=None if "use_relative_actions" in config else size_of(config, "max_state_dim", path),
-        preset=told.preset,
-        state=told.state,
-        actions=told.actions,
-        tokenizer=told.tokenizer.get("tokenizer_name"),
+        processors=described,
+        num_steps=steps_of(config, "num_inference_steps", path),
+        trained_delay=delay,
     )
 
 
-def read_settings(path: Path, kinds: Sequence[str], fixed: Mapping[str, object] = {}) -> Mapping[str, Any]:
-    """A config.json of a policy of one of `kinds` whose settings, where it has them, are `fixed` and those that no
-    policy here can change. Raises CheckpointError."""
+def read_settings(path: Path, kinds: Sequence[str]) -> Mapping[str, Any]:
+    """Read the config.json of a policy of one of `kinds`.
+
+    Raises:
+        CheckpointError: For another policy, and for settings that are not known or that are refused.
+    """
     config = read_json(path)
     if config.get("type") not in kinds:
         raise CheckpointError(f"{path}: expected a policy of type {' or '.join(kinds)}, got {config.get('type')!r}")
     if config.get("use_peft") and not (path.parent / ADAPTER).is_file():
         there = listing(path.parent)
         raise CheckpointError(f"{path}: expected {ADAPTER} beside a policy that says use_peft, found {there}")
-    expected = {**_FIXED, **fixed}
-    changed = [f"{k} {config[k]} instead of {v}" for k, v in expected.items() if config.get(k, v) != v]
-    if changed:
-        raise CheckpointError(f"{path}: cannot run with {', '.join(changed)}")
+    check(config, FIELDS[config["type"]], path)
     return config
 
 
-def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize) -> Processors:
-    """The saved pre- and postprocessor beside a config.json. `resize`: how the policy brings images to its size."""
+def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, weights: Weights) -> Processors:
+    """Read the saved pre- and postprocessor next to a config.json; of lerobot 0.3, which has none, the statistics among
+    the weights.
+
+    Args: `resize`: how the policy brings images to its size. Raises CheckpointError.
+    """
     path = folder / "config.json"
-    before = _steps(folder / "policy_preprocessor.json")
-    after = _steps(folder / "policy_postprocessor.json")
-    renamed = _config(before, "rename_observations_processor", {}).get("rename_map") or {}
-    preset = _preset(config, renamed, path, resize)
-    modes = member(config, "normalization_mapping", dict, path)
-    scaling = {
-        name: _normaliser(folder, steps, step, key, modes, count)
-        for name, steps, step, key, count in (
-            ("state", before, "normalizer_processor", STATE, preset.state_dim),
-            ("actions", after, "unnormalizer_processor", ACTION, preset.action_dim),
-        )
-    }
-    tokenizer = _config(before, "tokenizer_processor", None)
-    if tokenizer is None:
-        raise CheckpointError(f"{folder / 'policy_preprocessor.json'}: expected a tokenizer_processor step, found none")
-    return Processors(preset, scaling["state"], scaling["actions"], tokenizer)
+    inputs, outputs = _features(config, path)
+    if not is_migrated(folder) and buffers(weights.shapes):
+        modes = member(config, "normalization_mapping", dict, path)
+        statistics = of_buffers(weights, inputs | outputs, modes, path.with_name("model.safetensors"))
+        return _processors(path, (inputs, outputs), (statistics, statistics), resize)
+    before, after = read_pipelines(folder, config["type"])
+    _check_prompt(before, config)
+    statistics = of_step(folder, before.steps[NORMALIZE]), of_step(folder, after.steps[UNNORMALIZE])
+    renamed = before.config(RENAME).get("rename_map") or {}
+    return _processors(
+        path, (inputs, outputs), statistics, resize, renamed=renamed, tokenizer=_tokenizer(before),
+        relative=_relative(config, before, after),
+    )  # fmt: skip
 
 
-def longest_prompt(told: Processors, config: Mapping[str, Any], path: Path) -> int:
+def _processors(
+    path: Path,
+    features: tuple[dict[str, Any], dict[str, Any]],
+    statistics: tuple[Statistics, Statistics],
+    resize: Resize,
+    *,
+    renamed: Mapping[str, str] = {},
+    tokenizer: Mapping[str, Any] = {},
+    relative: Mapping[str, Any] | None = None,
+) -> Processors:
+    inputs, outputs = features
+    state_dim, action_dim = _size(inputs, STATE, path), _size(outputs, ACTION, path)
+    state, actions = statistics[0].scaling(STATE), statistics[1].scaling(ACTION)
+    # A policy that was trained from a base for another robot keeps the base's features in config.json.
+    state = state or Normaliser.identity(state_dim)
+    actions = actions or Normaliser.identity(action_dim)
+    if len(actions.low) != action_dim:
+        raise CheckpointError(f"{path}: expected statistics of action's {action_dim} values, got {len(actions.low)}")
+    cameras = [key for key, f in inputs.items() if f.get("type") == "VISUAL" and "empty_camera" not in key]
+    preset = _preset(path, cameras, (len(state.low), action_dim), renamed, resize, relative)
+    return Processors(preset, state, actions, tokenizer, tuple(map(statistics[0].camera, cameras)))
+
+
+def longest_prompt(described: Processors, config: Mapping[str, Any], path: Path) -> int:
     """In tokens: what the saved tokenizer step says, else config.json at `path`. Raises CheckpointError."""
-    if "max_length" in told.tokenizer:
-        return size_of(told.tokenizer, "max_length", path.with_name("policy_preprocessor.json"))
+    if "max_length" in described.tokenizer:
+        return size_of(described.tokenizer, "max_length", path.with_name(BEFORE))
     return size_of(config, "tokenizer_max_length", path)
 
 
-def _preset(config: Mapping[str, Any], renamed: Mapping[str, str], path: Path, resize: Resize) -> Preset:
-    """The robot's keys: those of LIBERO where the features are LIBERO's, else the features' own names."""
-    inputs = member(config, "input_features", dict, path)
-    outputs = member(config, "output_features", dict, path)
+def steps_of(config: Mapping[str, Any], name: str, path: Path) -> int:
+    """The denoising steps in a config.json, 10 where it has none. Raises CheckpointError."""
+    steps = size_of(config, name, path, 10)
+    if steps > MOST_STEPS:
+        raise CheckpointError(f"{path}: {name}: expected 1 to {MOST_STEPS}, got {steps}")
+    return steps
+
+
+def _features(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    inputs, outputs = (member(config, name, dict, path) for name in ("input_features", "output_features"))
     wrong = [k for k, f in (inputs | outputs).items() if not isinstance(f, dict)]
     if wrong:
         raise CheckpointError(f"{path}: expected features with a type and a shape, got others: {', '.join(wrong)}")
-    cameras: list[str] = [k for k, f in inputs.items() if f.get("type") == "VISUAL" and "empty_camera" not in k]
-    state, actions = (table.get(key, {}).get("shape") for table, key in ((inputs, STATE), (outputs, ACTION)))
-    if not all(isinstance(s, list) and len(s) == 1 and type(s[0]) is int for s in (state, actions)):
-        raise CheckpointError(f"{path}: expected features {STATE} and {ACTION} of one axis, got {state}, {actions}")
-    (state_dim,), (action_dim,) = state, actions
-    if tuple(cameras) == _LIBERO_IMAGES and (state_dim, action_dim) == (LIBERO.state_dim, LIBERO.action_dim):
+    return inputs, outputs
+
+
+def _size(features: Mapping[str, Any], key: str, path: Path) -> int:
+    shape = features.get(key, {}).get("shape")
+    if not isinstance(shape, list) or len(shape) != 1:
+        raise CheckpointError(f"{path}: expected a feature {key} of one axis, got {shape}")
+    return size_of({key: shape[0]}, key, path)
+
+
+def _preset(
+    path: Path,
+    cameras: Sequence[str],
+    sizes: tuple[int, int],
+    renamed: Mapping[str, str],
+    resize: Resize,
+    relative: Mapping[str, Any] | None,
+) -> Preset:
+    """The robot's keys: those of LIBERO where the features are LIBERO's, else the features' own names."""
+    state_dim, action_dim = sizes
+    if tuple(cameras) == _LIBERO_IMAGES and sizes == (LIBERO.state_dim, LIBERO.action_dim):
         images, state, prompt = LIBERO.images, LIBERO.state, LIBERO.prompt
         optional: tuple[str, ...] = ()
         motion = LIBERO.motion_dims
     else:
-        # What the robot calls them, before the pipeline's own renaming.
+        # The robot's names, which the pipeline renames to the policy's.
         given: dict[str, str] = {model: robot for robot, model in renamed.items()}
         images = tuple(given.get(k, k) for k in cameras)
         state, prompt, optional = (given.get(STATE, STATE),), "task", images
@@ -181,87 +237,80 @@ def _preset(config: Mapping[str, Any], renamed: Mapping[str, str], path: Path, r
             # A camera that is missing is a masked view, as in lerobot.
             optional_images=optional,
             motion_dims=motion,
+            delta_actions=() if relative is None else relative_dims(relative, sizes, path.with_name(BEFORE)),
             resize=resize,
         )
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _normaliser(
-    folder: Path, steps: list[dict[str, Any]], step: str, key: str, modes: Mapping[str, str], count: int
-) -> Normaliser:
-    config = _config(steps, step, None)
-    if config is None:
-        raise CheckpointError(f"checkpoint {folder}: expected a {step} step with statistics, found none")
-    kind = "ACTION" if key == ACTION else "STATE"
-    mode = (config.get("norm_map") or modes).get(kind, "IDENTITY")
-    if mode == "IDENTITY":
-        return Normaliser.identity(count)
-    names = {"MEAN_STD": ("mean", "std"), "QUANTILES": ("q01", "q99"), "MIN_MAX": ("min", "max")}.get(mode)
-    if names is None:
-        raise CheckpointError(f"checkpoint {folder}: expected MEAN_STD, QUANTILES or MIN_MAX of {key}, got {mode!r}")
-    asked = next(s for s in steps if s.get("registry_name") == step).get("state_file")
-    table = read_arrays(folder / statistics_file(folder, asked, step))
-    low, high = (finite_array(table.get(f"{key}.{n}"), f"{folder}: {key}.{n}") for n in names)
-    if low is None or high is None or low.shape != high.shape:
-        needed, found = " and ".join(f"{key}.{n}" for n in names), sorted(k for k in table if k.startswith(key))
-        raise CheckpointError(f"checkpoint {folder}: expected {needed} for {mode}, found {found}")
-    span, bound = (high, "std >= 0") if mode == "MEAN_STD" else (high - low, " <= ".join(names))
-    if (span < 0).any():
-        raise CheckpointError(f"checkpoint {folder}: {key}: expected {bound}, got a span of {span.min():g}")
-    if len(low) != count:
-        raise CheckpointError(f"checkpoint {folder}: expected {key}'s {count} values in {names[0]}, got {len(low)}")
-    eps = member({"eps": 1e-8, **config}, "eps", float, folder)
-    if mode == "MEAN_STD":
-        # lerobot adds eps where it divides, not where it multiplies.
-        return Normaliser("mean_std", low, high + eps if key == STATE else high, single=True)
-    return Normaliser("quantile", low, np.where(span == 0, eps, span), single=True)
+# -- relative actions ---------------------------------------------------------------------------------------------
 
 
-def statistics_file(folder: Path, name: Any, step: str) -> str:
-    """The name that a saved step gives to its statistics, which must lie in the folder itself."""
-    if not isinstance(name, str) or Path(name).name != name:
-        raise CheckpointError(f"checkpoint {folder}: expected the statistics of {step} in a file, found {name!r}")
-    if not (folder / name).is_file():
+def _relative(config: Mapping[str, Any], before: Pipeline, after: Pipeline) -> Mapping[str, Any] | None:
+    """The settings of the step that makes actions relative to the state; None where they are absolute.
+
+    Raises CheckpointError where config.json and the pipelines contradict each other.
+    """
+    said = {
+        f"{before.path.name}'s {RELATIVE}": before.config(RELATIVE).get("enabled", False),
+        f"{after.path.name}'s {ABSOLUTE}": after.config(ABSOLUTE).get("enabled", False),
+    }
+    if "use_relative_actions" in config:
+        said["config.json's use_relative_actions"] = config["use_relative_actions"]
+    if len(set(map(bool, said.values()))) > 1:
+        found = ", ".join(f"{value!r} as {name}" for name, value in said.items())
+        raise CheckpointError(f"checkpoint {before.path.parent}: relative actions: expected one answer, got {found}")
+    return before.config(RELATIVE) if any(said.values()) else None
+
+
+def relative_dims(step: Mapping[str, Any], sizes: tuple[int, int], path: Path) -> tuple[int, ...]:
+    """Return the dimensions of the actions that are relative to the state, by the names that the step excludes.
+
+    A name excludes every action whose own name contains it, in any case; actions without a name are relative.
+
+    Args: `sizes`: numbers of the state and of an action. Raises CheckpointError for a state that is shorter than an
+    action, which lerobot cannot add either.
+    """
+    state_dim, action_dim = sizes
+    if state_dim < action_dim:
         raise CheckpointError(
-            f"checkpoint {folder}: expected {name} with the statistics of {step}, found {listing(folder)}"
+            f"{path}: {RELATIVE}: expected a state of at least the actions' {action_dim} numbers, got {state_dim}"
         )
-    return name
+    excluded, names = step.get("exclude_joints") or [], step.get("action_names") or []
+    if not isinstance(excluded, list) or not isinstance(names, list):
+        raise CheckpointError(f"{path}: {RELATIVE}: expected lists of names, got {excluded!r:.60} and {names!r:.60}")
+    words = [str(word).lower() for word in excluded if word]
+    absolute = {i for i, name in enumerate(names) if any(word in str(name).lower() for word in words)}
+    return tuple(i for i in range(action_dim) if i not in absolute)
 
 
-def _steps(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise CheckpointError(f"checkpoint {path.parent}: expected {path.name} with the statistics, found no such file")
-    steps = member(read_json(path), "steps", list, path)
-    if not all(map(_is_step, steps)):
-        raise CheckpointError(f"{path}: expected steps with settings, got {steps}")
-    unknown = [
-        str(s.get("registry_name", s.get("class"))) for s in steps
-        if s.get("registry_name") not in _KNOWN_STEPS and not _is_off(s)
-    ]  # fmt: skip
-    if unknown:
+# -- prompts ------------------------------------------------------------------------------------------------------
+
+
+def _tokenizer(before: Pipeline) -> Mapping[str, Any]:
+    """The settings of the tokenizer step; a tokenizer that is saved with the pipeline by its path."""
+    step = before.steps[TOKENIZE]
+    name = (step.artifacts or {}).get("tokenizer_name")
+    if name is None:
+        return step.config
+    inside = isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
+    if not inside or not (before.path.parent / name).is_dir():
+        there = listing(before.path.parent)
         raise CheckpointError(
-            f"{path}: expected steps among {', '.join(sorted(_KNOWN_STEPS))}, got {', '.join(unknown)}"
+            f"{before.path}: expected the tokenizer in a folder {name!r:.60} next to it, found {there}"
         )
-    return steps
+    return {**step.config, "tokenizer_name": str(before.path.parent / name)}
 
 
-def _is_off(step: Mapping[str, Any]) -> bool:
-    return step.get("registry_name") in _SWITCHED and (step.get("config") or {}).get("enabled") is False
-
-
-def _is_step(step: Any) -> bool:
-    """Whether it has the form that lerobot saves: a name, and settings whose tables are of words."""
-    if not isinstance(step, dict) or not isinstance(step.get("registry_name") or "", str):
-        return False
-    config = step.get("config") or {}
-    tables = [config.get(name) or {} for name in ("norm_map", "rename_map")] if isinstance(config, dict) else [config]
-    return all(isinstance(table, dict) and all(isinstance(word, str) for word in table.values()) for table in tables)
-
-
-def _config(steps: list[dict[str, Any]], name: str, default: Any) -> Any:
-    found = [s.get("config") or {} for s in steps if s.get("registry_name") == name]
-    return found[0] if found else default
+def _check_prompt(before: Pipeline, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a step fills the state in the prompt up to another size than config.json says."""
+    for name in before.steps:
+        size, expected = before.config(name).get("max_state_dim"), config.get("max_state_dim")
+        if size is not None and size != expected:
+            raise CheckpointError(
+                f"{before.path}: {name}: max_state_dim: expected config.json's {expected}, got {size}"
+            )
 
 
 def member(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:

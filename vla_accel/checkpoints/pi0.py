@@ -11,6 +11,7 @@ import torch
 
 from vla_accel.checkpoints.checkpoint import account, deferred, shapes_of
 from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, dialect_of, pieces
+from vla_accel.checkpoints.lerobot_statistics import buffers
 from vla_accel.checkpoints.weights import Piece, Weights
 from vla_accel.models.pi0 import Pi0, Pi0Config
 
@@ -48,6 +49,6 @@ def check_weights(weights: Weights, config: Pi0Config, where: str) -> dict[str, 
             _log.warning("checkpoint %s: %s and %s differ: the first is read", where, *tables)
         if tables:
             recipe["embed.weight"] = (Piece(tables[0]),)
-        dead = [*tables, *(prefix + d for d in DEAD)]
+        dead = [*tables, *(prefix + d for d in DEAD), *buffers(names)]
     account(weights, recipe, expected, f"checkpoint {where} does not fit {config.kind}", dead)
     return recipe

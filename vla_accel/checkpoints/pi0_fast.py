@@ -15,6 +15,7 @@ import torch
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
 from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, NAMES, said_of_variant, stack_sizes, tower_sizes
 from vla_accel.checkpoints.lerobot import member
+from vla_accel.checkpoints.lerobot_statistics import buffers
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
@@ -39,6 +40,7 @@ def load_weights(
         if name in recipe and (config.tied or len(stored) == 1):
             recipe[name] = (Piece((stored or [_TABLE])[0]),)
     dead = (_TABLE, _HEAD) if config.tied else ()
+    dead = (*dead, *buffers(weights.shapes))
     return fitted(empty, weights, recipe, where, "pi0_fast", dead).bound_for(torch.device(device), dtype)
 
 

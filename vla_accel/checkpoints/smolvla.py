@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
-from vla_accel.checkpoints.lerobot import member
+from vla_accel.checkpoints.lerobot import member, steps_of
+from vla_accel.checkpoints.lerobot_statistics import buffers
 from vla_accel.checkpoints.stacks import Names, Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
@@ -46,7 +47,9 @@ def load_weights(
     products, None keeps what is stored. Raises CheckpointError that lists keys missing, left over or misshaped."""
     empty = SmolVla.empty(config)
     recipe = {name: pieces(name, config) for name in shapes_of(empty)}
-    return fitted(empty, weights, recipe, where, "smolvla", DEAD).bound_for(torch.device(device), dtype)
+    return fitted(empty, weights, recipe, where, "smolvla", (*DEAD, *buffers(weights.shapes))).bound_for(
+        torch.device(device), dtype
+    )
 
 
 def pieces(name: str, config: SmolVlaConfig) -> tuple[Piece, ...]:
@@ -97,6 +100,7 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, w
             action_dim=shape("model.action_in_proj.weight", 2)[1],
             action_horizon=size_of(content, "chunk_size", where),
             max_token_len=max_token_len,
+            num_steps=steps_of(content, "num_steps", where),
         )
     except ConfigError as error:
         raise CheckpointError(f"checkpoint {where.parent}: {error}") from error
@@ -104,13 +108,25 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, w
     return config
 
 
+def _resized(content: Mapping[str, Any], where: Path) -> list[int]:
+    """The width and height that lerobot brings images to."""
+    value = content.get("resize_imgs_with_padding")
+    if value is None:
+        what = "null, with which lerobot leaves images in the size that they come in"
+    elif not isinstance(value, list) or len(value) != 2 or any(type(side) is not int for side in value):
+        what = f"{value!r:.60}"
+    elif value[0] != value[1]:
+        what = f"{value}, images that are not square"
+    else:
+        return value
+    raise CheckpointError(f"{where}: resize_imgs_with_padding: expected two equal sizes, got {what}: not supported")
+
+
 def _cross_check(config: SmolVlaConfig, content: Mapping[str, Any], where: Path) -> None:
     """What config.json says must be what the weights show; layers of 0 or less mean all, which says nothing."""
     width = int(config.prefix.width * member(content, "expert_width_multiplier", float, where))
-    # Without a size lerobot leaves images as they come, so that none is a contradiction, too.
-    resized = member(content, "resize_imgs_with_padding", list, where)
     pairs = [
-        ("resize_imgs_with_padding", resized, [config.vision.image_size] * 2),
+        ("resize_imgs_with_padding", _resized(content, where), [config.vision.image_size] * 2),
         ("max_state_dim", member(content, "max_state_dim", int, where), config.state_dim),
         ("max_action_dim", member(content, "max_action_dim", int, where), config.action_dim),
         ("expert_width_multiplier", (width, expert_mlp_dim(width)), (config.expert.width, config.expert.mlp_dim)),

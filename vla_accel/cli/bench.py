@@ -43,7 +43,7 @@ def main(chosen: Bench, words: list[str]) -> int:
     factory = _factory(chosen, str(device), ceilings)
     family = factory.family
     named = tuple(dict.fromkeys(config.num_steps for config in configs if config.num_steps is not None))
-    sweep = chosen.steps or named or family.sweep
+    sweep = chosen.steps or named or factory.sweep
     camera = camera_size(chosen.camera)
     systems = _systems(factory, chosen.systems, fitted=camera is None)
     unknown = [name for name in systems if name not in factory.names]

@@ -199,7 +199,8 @@ class RtcConfig(Checked):
     (lerobot: 10, for 10 steps). `execution_horizon`: the action up to which the previous chunk counts; None is all of
     it (lerobot: 10). `trained`: the checkpoint was trained with clean prefixes, each action with its own flow time:
     the actions up to the delay are pinned, and nothing is guided. `max_delay`: the longest that it was trained with
-    (lerobot: `rtc_training_max_delay`); None leaves it unchecked.
+    (lerobot: `rtc_training_max_delay`); None leaves it unchecked. A checkpoint of lerobot that says so is run as it was
+    trained, unless `rtc` says otherwise.
     """
 
     where = "rtc."
@@ -235,8 +236,9 @@ class RtcConfig(Checked):
 class PolicyConfig(Checked):
     """How a policy runs. What it computes is decided by the checkpoint and by `num_steps`.
 
-    `num_steps`: denoising steps; None is what the model was made for (π0, π0.5: 10; GR00T: 4); of π0-FAST the tokens
-    that it writes at most. `precision`: dtype of the large products; "auto" is BF16 on a GPU and FP32 on a CPU.
+    `num_steps`: denoising steps; None is what the checkpoint says (lerobot's `num_inference_steps`, `num_steps`), else
+    what the model was made for (π0, π0.5, SmolVLA: 10; GR00T: 4); of π0-FAST the tokens that it writes at most.
+    `precision`: dtype of the large products; "auto" is BF16 on a GPU and FP32 on a CPU.
     `device`: "auto", "cpu", "cuda" or "cuda:N". `strict`: a fallback raises instead of being recorded. `seed`: of the
     noise, where the caller passes none; π0-FAST draws none. `deterministic`: nothing is chosen by measuring which is
     the fastest, so that the same call gives the same bits after every start on the same kind of GPU. `default_prompt`:

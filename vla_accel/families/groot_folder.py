@@ -14,7 +14,8 @@ import torch
 
 from vla_accel.checkpoints.groot import OTHERS, infer_config, load_groot, other_generation
 from vla_accel.checkpoints.groot_settings import DECODE, ENCODE, PACK, UNPACK, refused_in_processor, refused_in_step
-from vla_accel.checkpoints.lerobot import is_lerobot, statistics_file
+from vla_accel.checkpoints.lerobot import is_lerobot, read_settings
+from vla_accel.checkpoints.lerobot_statistics import statistics_file
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_arrays, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
@@ -151,6 +152,7 @@ _KNOWN = {"rename_observations_processor", "to_batch_processor", "device_process
 
 def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tuple[Robot, Mapping[str, Any]]:
     """The robot, and what lerobot's folder states of the model in Isaac-GR00T's words."""
+    read_settings(folder / "config.json", ("groot",))
     path = folder / "policy_preprocessor.json"
     before, after = _steps(path), _steps(folder / "policy_postprocessor.json")
     pack, encode = before.get(PACK), before.get(ENCODE)

@@ -59,7 +59,8 @@ def refuse_asset(settings: PolicyConfig, folder: Path) -> None:
 
 def robot_of(told: Preset, settings: PolicyConfig) -> Preset:
     """The user's preset, if there is one, instead of what lerobot's folder says: the robot's keys and conventions may
-    be another's; how images are resized is the checkpoint's training. Raises ConfigError for other sizes."""
+    be another's; how images are resized, and which actions are relative to the state, is the checkpoint's training.
+    Raises ConfigError for other sizes and for other relative actions."""
     if settings.preset is None:
         return told
     given = load_preset(settings.preset)
@@ -69,10 +70,14 @@ def robot_of(told: Preset, settings: PolicyConfig) -> Preset:
             raise ConfigError(f"preset: expected {expected} numbers of {name}, got {settings.preset}'s {got}")
     if given.resize not in (Preset.resize, told.resize):
         raise ConfigError(f"preset.resize: expected {told.resize}, as the checkpoint was trained, got {given.resize}")
+    relative = told.delta_actions or given.delta_actions
+    if given.delta_actions not in ((), relative):
+        expected, got = list(relative), list(given.delta_actions)
+        raise ConfigError(f"preset.delta_actions: expected {expected}, as the checkpoint was trained, got {got}")
     if len(given.images) != len(told.images):
         counts = len(given.images), settings.preset, len(told.images)
         _log.warning("preset: %d cameras of %s, where the checkpoint was trained with %d", *counts)
-    return dataclasses.replace(given, resize=told.resize)
+    return dataclasses.replace(given, resize=told.resize, delta_actions=relative)
 
 
 def processor_of(

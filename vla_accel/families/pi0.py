@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vla_accel.checkpoints.checkpoint import is_own
 from vla_accel.checkpoints.dialects import kind_of
-from vla_accel.config import EngineSpec
+from vla_accel.config import EngineSpec, RtcConfig
+from vla_accel.errors import ConfigError
 from vla_accel.families import pi0_openpi, pi0_realtime_vla
 from vla_accel.families.pi0_folder import load_folder
 from vla_accel.families.prompted import DenoisingFamily, prefix_work
@@ -28,6 +30,20 @@ class Pi0Family(DenoisingFamily):
         self.name, self.sizes, self.horizon, self.views = kind, sizes, horizon, views
         self.settings = ("asset_id", *(("discrete_state_input",) if kind == "pi05" else ()))
         self.realtime_vla = tuple(pi0_realtime_vla.CLASSES[kind])
+
+    # -- the network ----------------------------------------------------------------------------------------------
+
+    def chunking(self, config: Pi0Config, rtc: RtcConfig) -> RtcConfig:
+        longest = config.trained_delay
+        if longest is None:
+            return rtc
+        if rtc == RtcConfig():
+            return RtcConfig(trained=True, max_delay=longest) if longest else rtc
+        if rtc.trained and (rtc.max_delay or 1) > longest:
+            got = f"trained chunking with {'delays' if rtc.max_delay is None else f'max_delay {rtc.max_delay}'}"
+            expected = f"a max_delay of at most {longest}" if longest else "guided chunking"
+            raise ConfigError(f"rtc: expected {expected}, as the checkpoint was trained, got {got}")
+        return replace(rtc, max_delay=rtc.max_delay or longest) if rtc.trained else rtc
 
     # -- measuring it ---------------------------------------------------------------------------------------------
 

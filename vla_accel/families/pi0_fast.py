@@ -44,6 +44,10 @@ class Pi0FastFamily(PromptedFamily):
         """Tokens that are decoded at most."""
         return config.max_steps
 
+    def sweep_of(self, config: Pi0FastConfig) -> tuple[int, ...]:
+        """The same number of tokens for every checkpoint."""
+        return self.sweep
+
     def shallow(self, config: Pi0FastConfig, depth: int) -> Pi0FastConfig:
         """Gemma; vision stays whole."""
         return replace(config, prefix=replace(config.prefix, depth=depth))

@@ -19,10 +19,7 @@ from vla_accel.config import PolicyConfig
 from vla_accel.families.overrides import adapter_of, processor_of, resized, robot_of
 from vla_accel.models.pi0_fast import Pi0Fast
 from vla_accel.transforms.fast import Detokeniser, FastProcessor, load_fast
-from vla_accel.transforms.tokenizer import load_tokenizer
-
-# What lerobot can be told, and what would change the model in ways that are not built here.
-_FIXED = {"temperature": 0.0, "use_relative_actions": False}
+from vla_accel.transforms.tokenizer import PALIGEMMA_HUB, load_tokenizer
 
 
 def load_folder(
@@ -31,14 +28,14 @@ def load_folder(
     """The model and the robot's transforms; see `vla_accel.checkpoints.loading.load`."""
     lora, described = adapter_of(folder, settings)
     path, given = described / "config.json", settings.checkpoint
-    content = read_settings(path, ("pi0_fast",), _FIXED)
-    told = read_processors(described, content, "bilinear")
-    weights = SafetensorsWeights(folder)
+    content, weights = read_settings(path, ("pi0_fast",)), SafetensorsWeights(folder)
+    told = read_processors(described, content, "bilinear", weights)
     config = resized(read_sizes(weights, content, longest_prompt(told, content, path), path), settings)
     if lora is not None and reads_head(lora.changes):
         config = dataclasses.replace(config, tied=False)
     preset = robot_of(told.preset, settings)
-    tokenizer = load_tokenizer(described, given.tokenizer, elsewhere=True)
+    hub = told.tokenizer.get("tokenizer_name") or content.get("text_tokenizer_name")
+    tokenizer = load_tokenizer(described, given.tokenizer, elsewhere=True, hub=hub or PALIGEMMA_HUB)
     fast = load_fast(described, given.action_tokenizer, member(content, "action_tokenizer_name", str, path))
     detokeniser = Detokeniser.of(
         fast, tokenizer, member(content, "fast_skip_tokens", int, path), config.action_horizon,

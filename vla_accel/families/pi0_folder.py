@@ -15,9 +15,10 @@ import torch
 from vla_accel.checkpoints.checkpoint import is_own, read_config
 from vla_accel.checkpoints.dialects import UNREAD, Stated, dialect_of, infer_config, pieces
 from vla_accel.checkpoints.lerobot import is_lerobot, read_folder
+from vla_accel.checkpoints.lerobot_steps import is_migrated
 from vla_accel.checkpoints.lora import fold
 from vla_accel.checkpoints.pi0 import load_weights
-from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, size_of, some
+from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import (
@@ -32,7 +33,7 @@ from vla_accel.models.pi0 import Pi0, Pi0Config
 from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics, statistics_by_asset
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import BY_ASSET, Preset, load_preset, of_another
-from vla_accel.transforms.tokenizer import Tokenizer, load_tokenizer
+from vla_accel.transforms.tokenizer import PALIGEMMA_HUB, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,11 @@ def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -
     `pi05`, `max_token_len` and `discrete_state_input` in it are ours (`vla-accel convert`)."""
     path = folder / "config.json"
     content = read_json(path) if path.is_file() else {}
-    if (folder / "policy_preprocessor.json").is_file():  # lerobot's, but for that file
+    if is_migrated(folder):  # lerobot's, but for that file
         if not path.is_file():
             raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}")
-        raise CheckpointError(f"{path}: expected lerobot's type and input_features, found {some(sorted(content))}")
+        missing = " and ".join(name for name in ("type", "input_features") if name not in content)
+        raise CheckpointError(f"{path}: expected {missing}, as lerobot saves it, found {', '.join(content)}")
     asset, statistics = _asset(folder, settings.checkpoint.asset_id)
     sizes = ("action_dim", "action_horizon", "max_token_len")
     told: dict[str, Any] = {name: size_of(content, name, path) for name in sizes if content.get(name) is not None}
@@ -145,7 +147,7 @@ def _preset_of(asset: str, folder: Path) -> str:
 
 def _lerobot(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -> _Described:
     refuse_asset(settings, folder)
-    told = read_folder(folder)
+    told = read_folder(folder, weights)
     _, prefix = dialect_of(weights.shapes)
     stated = Stated(
         kind="pi05" if told.kind == "pi05" else "pi0",
@@ -156,9 +158,12 @@ def _lerobot(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) 
         variants=told.variants,
     )
     config = resized(infer_config(weights.shapes, prefix, stated, str(folder)), settings)
-    preset = robot_of(told.preset, settings)
-    tokenizer = load_tokenizer(folder, settings.checkpoint.tokenizer, elsewhere=True)
-    return _Described(config, preset, (told.state, told.actions), tokenizer, told.prompt_state_dim)
+    config = dataclasses.replace(config, num_steps=told.num_steps, trained_delay=told.trained_delay)
+    saved = told.processors
+    preset = robot_of(saved.preset, settings)
+    hub = saved.tokenizer.get("tokenizer_name") or PALIGEMMA_HUB
+    tokenizer = load_tokenizer(folder, settings.checkpoint.tokenizer, elsewhere=True, hub=hub)
+    return _Described(config, preset, (saved.state, saved.actions), tokenizer, told.prompt_state_dim)
 
 
 # -- statistics ---------------------------------------------------------------------------------------------------

@@ -190,6 +190,9 @@ class DenoisingFamily(PromptedFamily):
         "native-int8-vision": {"vision": "int8", "kv_cache": "int8"},
     }
 
+    def steps(self, config: Any) -> int:
+        return config.num_steps
+
     def shallow(self, config: Any, depth: int) -> Any:
         """Prefix and expert; vision stays whole."""
         return replace(

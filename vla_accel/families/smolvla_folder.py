@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from vla_accel.checkpoints.checkpoint import fitted_own, is_own, read_config
-from vla_accel.checkpoints.lerobot import Processors, read_processors, read_settings
+from vla_accel.checkpoints.lerobot import Processors, longest_prompt, read_processors, read_settings
 from vla_accel.checkpoints.lora import Lora, fold
 from vla_accel.checkpoints.smolvla import DEAD, load_weights, pieces, read_sizes
-from vla_accel.checkpoints.weights import SafetensorsWeights, read_json, size_of
+from vla_accel.checkpoints.weights import SafetensorsWeights, read_json
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.families.overrides import adapter_of, processor_of, resized, robot_of
@@ -23,8 +23,6 @@ from vla_accel.transforms.robots import load_preset
 from vla_accel.transforms.tokenizer import Tokenizer, load_line_tokenizer
 
 TOKENIZER_HUB = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
-# What lerobot can be told, and what would change the model in ways that are not built here.
-_FIXED = {"adapt_to_pi_aloha": False, "add_image_special_tokens": False, "use_cache": True}
 
 
 def load_folder(
@@ -36,13 +34,12 @@ def load_folder(
     content = read_json(path)
     if is_own(content):
         return _ours(folder, settings, lora, device=device, dtype=dtype)
-    read_settings(path, ("smolvla",), _FIXED)
-    told = read_processors(described, content, "corner")
     weights = SafetensorsWeights(folder)
-    longest = size_of(told.tokenizer, "max_length", described / "policy_preprocessor.json")
+    told = read_processors(described, read_settings(path, ("smolvla",)), "corner", weights)
+    longest = longest_prompt(told, content, path)
     config = resized(read_sizes(weights.shapes, content, longest, path), settings)
     told = dataclasses.replace(told, preset=robot_of(told.preset, settings))
-    hub = told.tokenizer.get("tokenizer_name") or TOKENIZER_HUB
+    hub = told.tokenizer.get("tokenizer_name") or content.get("vlm_model_name") or TOKENIZER_HUB
     tokenizer = load_line_tokenizer(described, settings.checkpoint.tokenizer, hub)
     processor = _processor(config, told, tokenizer, settings)
     model = load_weights(weights, config, str(folder), device=device, dtype=dtype)

@@ -3,6 +3,7 @@ baselines (openpi's own PyTorch for π0 and π0.5), or a checkpoint in several c
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vla_accel.checkpoints.loading import base_and_lora, family_of
+from vla_accel.checkpoints.loading import base_and_lora, family_of, load
 from vla_accel.config import CheckpointSpec, EnginePrecision, EngineSpec, NativeOptions, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.fp8 import Scales
@@ -64,7 +65,7 @@ class Factory:
     ) -> None:  # fmt: skip
         """`checkout`: of realtime-vla, whose systems are then made, too; `tokens`: of the prompt, an ordinary one's
         if not given."""
-        self.family, self.views, self.horizon = family, views, horizon
+        self.family, self.views, self.horizon, self.sweep = family, views, horizon, family.sweep
         self.device, self.ceilings, self.checkout, self.tokens = device, ceilings, checkout, tokens
         self.configs = configs(family)
         self.default = ("eager", "native-bf16", *family.systems_in("fp8"))
@@ -152,6 +153,12 @@ class CheckpointFactory:
         self.processor: Any = None
         self.policies: dict[str, OptimizedPolicy] = {}
         self.loading: dict[str, int] = {}
+
+    @functools.cached_property
+    def sweep(self) -> tuple[int, ...]:
+        """Denoising steps that are timed unless others are requested. Reads the checkpoint's settings."""
+        found = load(self.checkpoint, next(iter(self.configs.values())), whole=False)
+        return self.family.sweep_of(found.model.config)
 
     def make(self, name: str, steps: int) -> System:
         """A system by its configuration's name, with weights of its own."""

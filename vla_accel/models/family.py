@@ -147,6 +147,11 @@ class Family(ABC):
         """Denoising steps where nobody says how many."""
         return 10
 
+    def chunking(self, config: Any, rtc: RtcConfig) -> RtcConfig:
+        """Real-time chunking as the checkpoint was trained for it, where `rtc` of the configuration does not say.
+        Raises ConfigError where the two contradict each other."""
+        return rtc
+
     def shallow(self, config: Any, depth: int) -> Any:
         """The same sizes with so many layers in the large stacks, to measure builds with."""
         raise ConfigError(f"depth: {self.name} cannot be made shallower, got {depth}")
@@ -226,6 +231,12 @@ class Family(ABC):
 
     sweep: tuple[int, ...] = (10, 3, 1)
     """Denoising steps that `bench` times, unless others are asked for."""
+
+    def sweep_of(self, config: Any) -> tuple[int, ...]:
+        """Denoising steps that `bench` times of a checkpoint: `sweep`, and before it the checkpoint's own."""
+        own = self.steps(config)
+        return self.sweep if own in self.sweep else (own, *self.sweep)
+
     views: int = 2
     """Images a call in `bench`, unless another number is asked for."""
 

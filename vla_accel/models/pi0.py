@@ -30,7 +30,9 @@ class Pi0Config(PaliGemmaSizes):
 
     `kind` decides two things: π0 feeds state and time into the suffix tokens; π0.5 feeds time through adaptive norms
     and the state, if at all, through the prompt (`discrete_state_input`). `action_dim` and `action_horizon` are the
-    model's own (padded) sizes; `max_token_len` is the longest prompt in tokens.
+    model's own (padded) sizes; `max_token_len` is the longest prompt in tokens. `num_steps`: denoising steps, unless a
+    policy's configuration has others. `trained_delay`: the longest delay that real-time chunking was trained with, 0 if
+    it was not; None where the checkpoint does not say.
     """
 
     kind: Kind = "pi05"
@@ -42,6 +44,8 @@ class Pi0Config(PaliGemmaSizes):
     action_horizon: int = 50
     max_token_len: int = 200
     discrete_state_input: bool = True
+    num_steps: int = 10
+    trained_delay: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("pi0", "pi05"):

@@ -34,7 +34,8 @@ class SmolVlaConfig:
 
     `shuffle`: patches along each side of the square that becomes one image token; `self_every`: every so many layers,
     from the first on, the actions attend to themselves, too, and 0 means in none; `state_dim`, `action_dim` and
-    `action_horizon` are the model's own (padded) sizes; `max_token_len` is the longest prompt in tokens.
+    `action_horizon` are the model's own (padded) sizes; `max_token_len` is the longest prompt in tokens. `num_steps`:
+    denoising steps, unless a policy's configuration has others.
     """
 
     vision: SiglipConfig = field(default_factory=lambda: SiglipConfig(768, 12, 3072, 12, 512, 16))
@@ -47,6 +48,7 @@ class SmolVlaConfig:
     action_dim: int = 32
     action_horizon: int = 50
     max_token_len: int = 48
+    num_steps: int = 10
 
     def __post_init__(self) -> None:
         for name in ("depth", "heads", "kv_heads", "head_dim"):

@@ -140,7 +140,8 @@ def _components(
             specs[name] = replace(spec, engine="native") if native else EngineSpec("eager")
     scales = checkpoint.scales if family.needs_scales(specs) else None
     shape = family.shape(model.config, [inputs], config.num_steps or family.steps(model.config), specs)
-    return {c.name: c for c in family.components(model, shape, scales=scales, rtc=config.rtc)}
+    rtc = family.chunking(model.config, config.rtc)
+    return {c.name: c for c in family.components(model, shape, scales=scales, rtc=rtc)}
 
 
 def build(

@@ -62,9 +62,11 @@ class OptimizedPolicy:
             if value not in (getattr(PolicyConfig(), name), read):
                 raise ConfigError(f"{name}: expected what {checkpoint.name} was loaded with, {read}, got {value}")
         self.name, self.family = checkpoint.name, checkpoint.family
-        self.num_steps = config.num_steps or self.family.steps(checkpoint.model.config)
-        refuse_unused_rtc(self.family, config.rtc)
-        self.config = config = replace(config, num_steps=self.num_steps)
+        sizes = checkpoint.model.config
+        self.num_steps = config.num_steps or self.family.steps(sizes)
+        rtc = self.family.chunking(sizes, config.rtc)
+        refuse_unused_rtc(self.family, rtc)
+        self.config = config = replace(config, num_steps=self.num_steps, rtc=rtc)
         self.device = resolve_device(config.device)
         dtype = resolve_dtype(config, self.device)
         self.model: Any = checkpoint.model.placed(self.device, dtype)

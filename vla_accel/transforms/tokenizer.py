@@ -247,11 +247,14 @@ def _from_sentencepiece(path: Path) -> tuple[Callable[[str], list[int]], int, in
     return processor.encode, processor.bos_id(), processor.vocab_size()  # type: ignore[return-value]
 
 
-def load_tokenizer(folder: Path, source: str | None = None, *, elsewhere: bool = False) -> Tokenizer:
+def load_tokenizer(
+    folder: Path, source: str | None = None, *, elsewhere: bool = False, hub: str = PALIGEMMA_HUB
+) -> Tokenizer:  # fmt: skip
     """The tokenizer of a checkpoint folder: the small one if `tokenizer.json` says so, else PaliGemma's files there.
 
     Args: `source`: a file, a folder or a hub name to use instead. `elsewhere`: PaliGemma's may also come from where
-    openpi keeps it, or from the hub (openpi's and lerobot's checkpoints do not hold it).
+    openpi keeps it, or from the hub (openpi's and lerobot's checkpoints do not hold it). `hub`: the name of the
+    tokenizer that the checkpoint was trained with, a folder or on the hub.
     Raises CheckpointError if there is none.
     """
     if source is not None:
@@ -266,6 +269,9 @@ def load_tokenizer(folder: Path, source: str | None = None, *, elsewhere: bool =
         if (folder / name).is_file():
             return _load_file(folder / name)
     if elsewhere:
+        # A copy of PaliGemma's on another machine is PaliGemma's.
+        if Path(hub).is_dir() or Path(hub).name != Path(PALIGEMMA_HUB).name:
+            return _load_file(_from_hub(hub))
         kept = _OPENPI_CACHE.expanduser()
         return _load_file(kept if kept.is_file() else _from_hub(PALIGEMMA_HUB))
     raise CheckpointError(f"tokenizer {folder}: expected tokenizer.json or tokenizer.model, found neither")

@@ -88,7 +88,13 @@ class Smolvla(Recipe):
         side = config.vision.image_size
         image = {"type": "VISUAL", "shape": [3, side, side]}
         modes = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
-        scaling = {"eps": 1e-8, "norm_map": modes}
+        inputs = {
+            "observation.images.image": image,
+            "observation.images.image2": image,
+            "observation.state": {"type": "STATE", "shape": [8]},
+        }
+        outputs = {"action": {"type": "ACTION", "shape": [7]}}
+        scaling = {"eps": 1e-8, "features": {**inputs, **outputs}, "norm_map": modes}
         line = {"max_length": config.max_token_len, "tokenizer_name": "tokenizer.json"}
         table = {
             "observation.state.mean": (low + high) / 2, "observation.state.std": (high - low) / 2,
@@ -98,12 +104,8 @@ class Smolvla(Recipe):
             "config": {
                 "type": "smolvla",
                 "n_obs_steps": 1,
-                "input_features": {
-                    "observation.images.image": image,
-                    "observation.images.image2": image,
-                    "observation.state": {"type": "STATE", "shape": [8]},
-                },
-                "output_features": {"action": {"type": "ACTION", "shape": [7]}},
+                "input_features": inputs,
+                "output_features": outputs,
                 "normalization_mapping": modes,
                 "chunk_size": config.action_horizon,
                 "max_state_dim": config.state_dim,
@@ -131,7 +133,11 @@ class Smolvla(Recipe):
                 {"registry_name": "normalizer_processor", "config": scaling, "state_file": _STATISTICS[0]},
             ]},
             "policy_postprocessor": {"steps": [
-                {"registry_name": "unnormalizer_processor", "config": scaling, "state_file": _STATISTICS[1]},
+                {
+                    "registry_name": "unnormalizer_processor",
+                    "config": {**scaling, "features": outputs},
+                    "state_file": _STATISTICS[1],
+                },
             ]},
         }  # fmt: skip
         for name, content in files.items():

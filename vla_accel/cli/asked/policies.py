@@ -94,7 +94,8 @@ class Bench:
     """Length of the prompt in tokens; an ordinary one of about 20 if not given."""
     steps: Annotated[Listed[int], Within(1)] = ()
     """Denoising steps, one run after the other; if not given, those that the configurations name, else the family's
-    sweep: 10,3,1, GR00T's 4,2,1; of pi0_fast tokens, 64. What torch.compile compiles is timed at the first alone."""
+    sweep (10,3,1, GR00T's 4,2,1) and before it a checkpoint's own number; of pi0_fast tokens, 64. What torch.compile
+    compiles is timed at the first alone."""
     camera: Annotated[str | None, tyro.conf.arg(metavar="HEIGHTxWIDTH", help_behavior_hint="")] = None
     """Of our systems alone: size of the cameras' images, e.g. 480x640, which a policy fits to its own; if not given
     they come fitted."""

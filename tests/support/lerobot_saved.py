@@ -1,0 +1,101 @@
+"""The JSON files that releases of lerobot save, made by its own code (`tests.parity.make_lerobot_folders`)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+STATE_FILES = ("policy_preprocessor", "policy_postprocessor")
+Change = Callable[[dict[str, Any]], object]
+"""Edits the three files of a folder before they are written."""
+
+
+@functools.cache
+def _table() -> Mapping[str, Mapping[str, Any]]:
+    return json.loads(Path(__file__).with_suffix(".json").read_text())
+
+
+def releases() -> tuple[str, ...]:
+    return tuple(_table())
+
+
+def saved(
+    kind: str, release: str, features: Mapping[str, Any], modes: Mapping[str, str], **config: Any
+) -> dict[str, Any]:
+    """config, policy_preprocessor and policy_postprocessor of a policy class, with these features, normalization modes
+    and other fields of config.json."""
+    files: dict[str, Any] = copy.deepcopy(_table()[release][kind])
+    inputs = {name: f for name, f in features.items() if f["type"] != "ACTION"}
+    outputs = {name: f for name, f in features.items() if f["type"] == "ACTION"}
+    files["config"] |= {
+        "input_features": inputs, "output_features": outputs, "normalization_mapping": dict(modes), **config,
+    }  # fmt: skip
+    for name in STATE_FILES:
+        for one in files[name]["steps"]:
+            if "norm_map" in one["config"]:
+                its = outputs if name == "policy_postprocessor" else {**inputs, **outputs}
+                one["config"] |= {"features": copy.deepcopy(its), "norm_map": dict(modes)}
+    step(files, "tokenizer_processor")["config"]["max_length"] = files["config"]["tokenizer_max_length"]
+    return files
+
+
+def step(files: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A step of either pipeline, to be edited."""
+    steps = [s for pipeline in STATE_FILES for s in files[pipeline]["steps"]]
+    return next(s for s in steps if s["registry_name"] == name)
+
+
+def state_files(files: Mapping[str, Any]) -> list[str]:
+    """The names of the files of statistics, of the preprocessor and of the postprocessor."""
+    return [step(files, name)["state_file"] for name in ("normalizer_processor", "unnormalizer_processor")]
+
+
+def saved_files(folder: Path) -> dict[str, Any]:
+    """The three files of a folder that was written."""
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("config", *STATE_FILES)}
+
+
+def edit(name: str, **settings: Any) -> Change:
+    """Change settings of a step."""
+    return lambda files: step(files, name)["config"].update(settings)
+
+
+def configure(**fields: Any) -> Change:
+    """Change fields of config.json."""
+    return lambda files: files["config"].update(fields)
+
+
+def without(name: str) -> Change:
+    """Leave a step out."""
+
+    def change(files: dict[str, Any]) -> None:
+        for pipeline in STATE_FILES:
+            files[pipeline]["steps"] = [s for s in files[pipeline]["steps"] if s["registry_name"] != name]
+
+    return change
+
+
+def relative(**settings: Any) -> Change:
+    """Actions relative to the state, as `use_relative_actions` makes lerobot save them."""
+
+    def change(files: dict[str, Any]) -> None:
+        if "use_relative_actions" in files["config"]:
+            files["config"]["use_relative_actions"] = True
+        names = ("relative_actions_processor", "delta_actions_processor")
+        (one,) = (s for s in files["policy_preprocessor"]["steps"] if s["registry_name"] in names)
+        one["config"] |= {"enabled": True, **settings}
+        step(files, "absolute_actions_processor")["config"]["enabled"] = True
+
+    return change
+
+
+def together(*changes: Change) -> Change:
+    def change(files: dict[str, Any]) -> None:
+        for one in changes:
+            one(files)
+
+    return change
