@@ -22,6 +22,7 @@ from eval.gpu_table import gpus, memory
 from eval.image_tables import autoencoder_sizes, autoencoders, precisions, qwen_images, unets
 from eval.late_table import late
 from eval.latency_picture import draw
+from eval.lerobot_table import FIELD_TABLES, steps
 from eval.libero_tables import latency, paired, stressed, success, tasks, training
 from eval.markdown import commit, rows
 from eval.model_table import models
@@ -170,8 +171,11 @@ TABLES: dict[str, tuple[Callable[[Any], str], str | tuple[str, ...]]] = {
     "server_faults_gpus": (faults, "server_faults_h200"),
     "throughput": (throughput, "throughput_*"),
     "plan": (plan, "throughput_*"),
+    **{name: (make, ()) for name, make in FIELD_TABLES.items()},
+    "lerobot_steps": (steps, ()),
 }
-"""Table to what makes it and the stored result, or several of them (*), that it is made from."""
+"""Table to what makes it and the stored result, or several of them (*), that it is made from; () for what the package
+itself knows."""
 
 
 def pages() -> list[Path]:

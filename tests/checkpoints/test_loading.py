@@ -85,7 +85,7 @@ def test_a_runs_folder_says_which_folder_in_it_is_the_checkpoint(inside: str, si
 @pytest.mark.parametrize("lacking", ["type", "input_features"])
 def test_a_folder_of_lerobots_whose_config_lacks_its_type_is_not_read_as_openpis(lacking: str, tmp_path: Path) -> None:
     write_lerobot(tmp_path, "pi05", lambda files: files["config"].pop(lacking))
-    with pytest.raises(CheckpointError, match=r"config\.json: expected lerobot's type and input_features, found "):
+    with pytest.raises(CheckpointError, match=rf"config\.json: expected {lacking}, as lerobot saves it"):
         load(tmp_path)
 
 

@@ -18,6 +18,7 @@ from eval.latency_picture import draw
 from eval.markdown import machine
 from eval.models_picture import PUBLISHED, draw_models, sources
 from vla_accel.checkpoints.bundled import NAMED
+from vla_accel.cli.options import read
 from vla_accel.component import BESIDE
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
@@ -30,6 +31,11 @@ from vla_accel.models.family import Work
 def test_a_page_is_up_to_date(page: Path) -> None:
     text = page.read_text()
     assert tables.render(text) == text, f"{page.name} differs from eval/results: run `make tables`"
+
+
+def test_the_command_line_may_check_alone() -> None:
+    assert read(tables.Arguments, ["--check"], "python -m eval.tables").check
+    assert not read(tables.Arguments, [], "python -m eval.tables").check
 
 
 def test_the_pictures_are_up_to_date() -> None:

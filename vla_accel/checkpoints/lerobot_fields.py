@@ -7,6 +7,7 @@ steps of the saved pipelines.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,12 +48,10 @@ class Setting:
         return RELEASES[RELEASES.index(self.since) : RELEASES.index(self.until) + 1]
 
     def why_not(self, name: str, value: object) -> str | None:
-        """Why a checkpoint with this value is refused; None if it is accepted."""
-        if self.use == "refused" and not is_unset(value):
-            return f"{name}: expected no such setting, got {value!r:.60}: {self.reason}"
+        """Why a checkpoint with this value of a fixed setting is refused; None if it is accepted."""
         if self.use == "fixed" and not any(value is v or (value == v and type(value) is not bool) for v in self.values):
-            expected = " or ".join(map(_shown, self.values))
-            return f"{name}: expected {expected}, got {_shown(value):.60}: {self.reason}"
+            expected = " or ".join(map(shown, self.values))
+            return f"{name}: expected {expected}, got {shown(value):.60}: {self.reason}"
         return None
 
 
@@ -61,20 +60,25 @@ def is_unset(value: object) -> bool:
     return value in (None, False, "", [], {})
 
 
-def _shown(value: object) -> str:
-    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, (bool, type(None))) else repr(value)
+def shown(value: object) -> str:
+    """A value as JSON has it."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def refused(content: Mapping[str, Any], settings: Sequence[Setting]) -> Iterator[str]:
     """Yield the reason for each setting of `content` that is refused. Settings that no release saves are refused
     together, unless they are null, false, zero or empty."""
     table = {name: setting for setting in settings for name in setting.names}
-    unknown = []
+    others: dict[str | None, list[str]] = {}
     for name, value in content.items():
-        if name not in table:
-            unknown += [] if is_unset(value) else [f"{name} {value!r:.60}"]
-        elif reason := table[name].why_not(name, value):
+        setting = table.get(name)
+        if setting is not None and (reason := setting.why_not(name, value)):
             yield reason
+        elif (setting is None or setting.use == "refused") and not is_unset(value):
+            others.setdefault(setting and setting.reason, []).append(f"{name} {value!r:.60}")
+    unknown = others.pop(None, [])
+    for reason, names in others.items():
+        yield f"expected no settings {', '.join(names)}: {reason}"
     if unknown:
         yield (
             f"expected settings of {KNOWN}, got {', '.join(unknown)}: another version may compute something else with "

@@ -266,5 +266,5 @@ def check(given: Any) -> None:
     for name, path in others:
         if path.is_file() and (other := written.get(path.resolve())) is not None:
             raise ConfigError(f"{other}: expected another file than those that are read, got {path} of {name}")
-    if (own := getattr(given, "check", None)) is not None:
+    if callable(own := getattr(given, "check", None)):  # not an option of that name
         own()
