@@ -65,8 +65,8 @@ def gemm() -> Cases:
 def both_ways(name: str, make: Callable[[calls.Draw], calls.Call]) -> None:
     """A call of an op, launched after its predecessor has ended and before."""
     call = make(calls.Draw(name, torch.bfloat16))
-    for pdl in (False, True):
-        calls.check(call, calls.outputs_of(call, DEVICE, kernel=True, pdl=pdl), 0.02, 0.003, 0.006)
+    for early in (False, True):
+        calls.check(call, calls.outputs_of(call, DEVICE, kernel=True, early=early), 0.02, 0.003, 0.006)
 
 
 def suffix() -> Cases:

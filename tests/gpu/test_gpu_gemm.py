@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from tests.ops.test_gemm import TILINGS
 from tests.support.gemm_reference import product
 from vla_accel.fp8 import E4M3
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import TABLES, Tiling
 from vla_accel.ops.gpu import Gpu
@@ -40,7 +41,8 @@ def hopper() -> None:
 def times(*operands: Tensor | None, **options: Any) -> None:
     gpu = Gpu.of(DEVICE)
     assert gpu is not None
-    gemm.gemm(*operands, gpu=gpu, **options)  # type: ignore[arg-type]
+    with Chain(gpu).resumed():
+        gemm.gemm(*operands, gpu=gpu, **options)  # type: ignore[arg-type]
 
 
 def check(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: str, narrow: bool) -> None:
@@ -211,7 +213,8 @@ def test_a_chain_of_dependent_launches_is_ordered() -> None:
                 torch.mm(h, wide.weight.t(), out=scratch)
                 geglu(scratch, active, inverse_scale=None, paired=True)
                 torch.mm(active, back.weight.t(), out=y)
-            add_norm(x, y, x, h, layer=True, eps=1e-6, inverse_scale=None, pdl=own)
+            with Chain(Gpu.of(DEVICE), own).resumed():
+                add_norm(x, y, x, h, layer=True, eps=1e-6, inverse_scale=None)
         return x
 
     want = run(False).float().clone()

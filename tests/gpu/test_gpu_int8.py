@@ -47,7 +47,7 @@ def test_every_tile_sums_exactly(rows: int, n: int, k: int) -> None:
     there, x = on_gpu(layer), x.to(DEVICE)
     for tile in tiles(rows):
         got = torch.full((rows, n), NAN, device=DEVICE)
-        int8._launch(x, there, got, tile, "none", None, False)
+        int8._launch(x, there, got, tile, "none", None)
         # The bias may be added by a fused instruction.
         torch.testing.assert_close(got.cpu(), want, rtol=3e-7, atol=3e-7, msg=str(tile))
 
@@ -63,7 +63,7 @@ def test_every_tile_has_the_activation_inside(rows: int, n: int, k: int, activat
         there, on_device = on_gpu(layer), x.to(DEVICE)
         for tile in tiles(rows):
             got = torch.full_like(want, 99, device=DEVICE)
-            int8._launch(on_device, there, got, tile, activation, 20.0, False)
+            int8._launch(on_device, there, got, tile, activation, 20.0)
             apart = (got.cpu().int() - want.int()).abs()
             # A value that lies half-way between two integers may go either way.
             assert int(apart.max()) <= 1 and float((apart > 0).float().mean()) <= 0.002, (tile, paired)

@@ -39,6 +39,7 @@ from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.numeric import round_up
 from vla_accel.ops import gemm_choice
 from vla_accel.ops.autotune import milliseconds, unfit
+from vla_accel.ops.chain import Chain as LaunchChain
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import Tiling, launch
 from vla_accel.ops.cuda.runtime import compiled
@@ -129,7 +130,8 @@ def error_of(product: Product, layer: Linear, tiling: Tiling, gpu: Gpu) -> float
         moments = torch.stack((parts.mean(2), parts.var(2, unbiased=False) * MOMENTS_OF), 2)
         options["norm"] = gemm.Norm(moments, layer.sums if product.norm == "layer" else None, 1e-6)
         wide = (F.layer_norm if product.norm == "layer" else F.rms_norm)(wide, (product.k,), eps=1e-6)
-    gemm.gemm(x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=product.activation, **options)
+    with LaunchChain(gpu).resumed():
+        gemm.gemm(x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=product.activation, **options)
     want = wide @ layer.weight.float().T * layer.weight_scale_value
     if layer.bias is not None:
         want = want + layer.bias.float()
@@ -181,10 +183,11 @@ def alone(chain: Chain, product: Product, tiling: Tiling | None, gpu: Gpu) -> fl
     def call() -> None:
         for layer in chain.weights[product.name]:
             if tiling is not None:
-                gemm.gemm(
-                    x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=product.activation,
-                    scale=layer.weight_scale_value, inverse_scale=inverse,
-                )  # fmt: skip
+                with LaunchChain(gpu).resumed():
+                    gemm.gemm(
+                        x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=product.activation,
+                        scale=layer.weight_scale_value, inverse_scale=inverse,
+                    )  # fmt: skip
             elif product.activation == "none":
                 library_product(x, layer, out)
             elif product.activation == "gelu" and not product.narrow:

@@ -17,6 +17,7 @@ from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import GPUS, H200
 from vla_accel.ops import attending
 from vla_accel.ops.attending import Sizes
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.attention import launch as hopper
 
@@ -107,7 +108,7 @@ class Recorded:
 
 
 def launched(
-    sizes: Sizes, monkeypatch: pytest.MonkeyPatch, pdl: bool = False
+    sizes: Sizes, monkeypatch: pytest.MonkeyPatch, early: bool = False
 ) -> tuple[tuple[Any, ...], list[tuple[Any, ...]], tuple[Tensor | None, ...], Recorded]:
     """The launch, the tensor maps asked for, the tensors and the module."""
     modules: list[Recorded] = []
@@ -128,28 +129,31 @@ def launched(
     scale = 200.0 if sizes.quantised else None
     kernel = hopper.kernel_for(H200, q, k, v, out, lengths)
     assert kernel is not None
-    hopper.attention(kernel, q, k, v, out, lengths, gpu=H200, inverse_scale=scale, pdl=pdl)
+    with Chain(H200, early).resumed():
+        hopper.attention(kernel, q, k, v, out, lengths, gpu=H200, inverse_scale=scale)
     hopper._module.cache_clear()
     (module,) = modules
     (launch,) = module.launches
     return launch, maps, (q, k, v, out, lengths), module
 
 
-@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("tokens", "tiles"), [(256, 4), (200, 4), (65, 2), (64, 1)])
-def test_a_tower_s_launch(tokens: int, tiles: int, pdl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = changed(TOWER, tokens=tokens, source=tokens, quantised=pdl)
+def test_a_tower_s_launch(tokens: int, tiles: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = changed(TOWER, tokens=tokens, source=tokens, quantised=early)
     (name, blocks, threads, (boxes, call), cluster, dependent), maps, tensors, module = launched(
-        sizes, monkeypatch, pdl
+        sizes, monkeypatch, early
     )
     q, k, v, out, _ = tensors
     assert q is not None and k is not None and v is not None and out is not None
-    assert (name, blocks, threads, cluster, dependent) == ("whole", 2 * 16 * tiles, 256, 1, pdl)
+    assert (name, blocks, threads, cluster, dependent) == ("whole", 2 * 16 * tiles, 256, 1, early)
     assert (call.q, call.k, call.v, call.out.data) == tuple(x.data_ptr() for x in (q, k, v, out))
     assert (call.q_batch, call.q_token, call.q_head) == (tokens * 48 * 72, 48 * 72, 72)
     assert (call.k_batch, call.k_token, call.k_head) == (tokens * 48 * 72, 48 * 72, 72)
     assert (call.tokens, call.tiles, call.heads) == (tokens, tiles, 16)
-    assert call.scale == pytest.approx(72**-0.5 / 0.6931471805599453) and call.out.inverse_scale == (200 if pdl else 1)
+    assert call.scale == pytest.approx(72**-0.5 / 0.6931471805599453) and call.out.inverse_scale == (
+        200 if early else 1
+    )
     assert bytes(boxes) == b"\1" * 128 + b"\2" * 128 + b"\3" * 128
     strides = (tokens * 48 * 72, 48 * 72, 72, 1)
     keys = -(-tokens // 64) * 64
@@ -158,7 +162,7 @@ def test_a_tower_s_launch(tokens: int, tiles: int, pdl: bool, monkeypatch: pytes
         (x.data_ptr(), torch.bfloat16, (2, tokens, 16, 72), strides, box)
         for x, box in zip((q, k, v), boxed, strict=True)
     ]
-    assert f"#define S {tokens}\n" in module.source and f"#define QUANT {int(pdl)}\n" in module.source
+    assert f"#define S {tokens}\n" in module.source and f"#define QUANT {int(early)}\n" in module.source
 
 
 @pytest.mark.parametrize(

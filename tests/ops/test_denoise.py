@@ -307,9 +307,11 @@ def test_a_first_step_beside_the_prefix_asks_for_each_layer(
     inputs = given_to(case)
     asked: list[int] = []
     with torch.inference_mode():
-        loop.begin(*inputs, lambda layer: asked.append(len(module.launches)))
+        with loop.chain:
+            loop.begin(*inputs, lambda layer: asked.append(len(module.launches)))
         first = len(module.launches)
-        loop.go_on(*inputs, joined=True)
+        with loop.chain:
+            loop.go_on(*inputs)
         apart, joined = list(module.launches), {first}
         module.launches.clear()
         loop.run(*inputs)

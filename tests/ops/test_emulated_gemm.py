@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from tests.support.emulated_gemm import BF16, FP8, FP16, EmulatedGemm, drawn, is_close, room
 from tests.support.gemm_reference import product
 from tests.support.gpus import H200, MIG_SLICE
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import Tiling
 from vla_accel.ops.gpu import Gpu
@@ -45,7 +46,8 @@ def multiply(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Multiply:
         if norm is not None:
             constant, produced = [*constant, norm.weight_sums], [*produced, norm.moments]
         gemms.touch(constant, produced)
-        gemm.gemm(x, weight, bias, out, gpu=gpu, **options)
+        with Chain(gpu).resumed():
+            gemm.gemm(x, weight, bias, out, gpu=gpu, **options)
 
     return call
 

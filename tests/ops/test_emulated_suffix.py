@@ -3,6 +3,7 @@ kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from tests.support.emulated_gemm import BF16, FP16, EmulatedGemm, drawn, is_close, room
 from tests.support.gpus import H200
 from vla_accel.ops import suffix as ops
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda.gemm import Tiling, suffix
 from vla_accel.ops.cuda.gemm.few import few
 from vla_accel.ops.moments import Moments
@@ -43,8 +45,9 @@ def width_for(tiling: Tiling) -> int:
 
 
 @pytest.fixture
-def gemms(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedGemm:
-    return EmulatedGemm(monkeypatch, emulated)
+def gemms(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGemm]:
+    with Chain(H200).resumed():
+        yield EmulatedGemm(monkeypatch, emulated)
 
 
 def modulated(rows: int, k: int, kind: torch.dtype) -> tuple[Tensor, Tensor, Moments]:

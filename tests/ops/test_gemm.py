@@ -194,7 +194,7 @@ def test_a_launch_covers_the_output(tiling: Tiling, rows: int, monkeypatch: pyte
     recorder = Recorder(monkeypatch)
     for (n, k), kind in itertools.product(((1152, 4352), (64, 1152)), (BF16, FP8)):
         x, weight, out = operands(rows, n, k, kind)
-        gemm.gemm(x, weight, None, out, gpu=H200, tiling=tiling, scale=0.5, dependent=False)
+        gemm.gemm(x, weight, None, out, gpu=H200, tiling=tiling, scale=0.5)
         got, maps = recorder.launches[-1], recorder.maps[-2:]
         assert got["blocks"] % tiling.cluster == 0 and got["cluster"] == tiling.cluster and not got["dependent"]
         assert got["threads"] == tiling.threads and got["scale"] == 0.5 and got["bias"] is None

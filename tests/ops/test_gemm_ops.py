@@ -75,7 +75,7 @@ def test_an_own_gemm_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "gemm", lambda x, weight, bias, out, **options: seen.append({"bias": bias, **options}))
     layer = Linear(torch.zeros(32, 16).to(FP8), torch.ones(32), torch.tensor(0.5), torch.tensor(0.25), 0.5, 0.25)
     x, out = torch.zeros(2, 16).to(FP8), torch.zeros(2, 32)
-    assert linear.launched_own_gemm(x, layer, out, "gelu", 3.0, True)
+    assert linear.launched_own_gemm(x, layer, out, "gelu", 3.0)
     assert seen == [
         {
             "bias": layer.bias,
@@ -84,11 +84,10 @@ def test_an_own_gemm_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
             "activation": "gelu",
             "scale": 0.125,
             "inverse_scale": 3.0,
-            "dependent": True,
         }
     ]
     # A GeGLU's product has no bias.
-    assert not linear.launched_own_gemm(x, pair(layer), out[:, :16], "geglu", None, True) and len(seen) == 1
+    assert not linear.launched_own_gemm(x, pair(layer), out[:, :16], "geglu", None) and len(seen) == 1
 
 
 @pytest.mark.parametrize("offset", [0.0, 300.0])
@@ -244,10 +243,10 @@ def test_a_product_that_takes_a_norm_in_is_launched_by_the_table(monkeypatch: py
     key = (x.device, H200, BF16, "none", 8, 64, 64)
     monkeypatch.setattr(gemm_choice, "_KNOWN", {key: None})
     with steered("cuda"):
-        assert not linear.launched_own_gemm(x, layer, out, "none", None, True)
+        assert not linear.launched_own_gemm(x, layer, out, "none", None)
         moments = torch.zeros(1, 8, 2)
-        norms.normed_linear(x, moments, layer, out, layer_norm=False, eps=1e-6, pdl=True)
-        norms.residual_linear(x, layer, out, moments, pdl=True)
+        norms.normed_linear(x, moments, layer, out, layer_norm=False, eps=1e-6)
+        norms.residual_linear(x, layer, out, moments)
         assert launched == ["norm", "moments"]
         assert not linear.has_own_gemm(8, layer, "none") and linear.has_own_gemm(8, layer, "none", inside=True)
         said = ", products by cuBLAS (CUDA C++ out: it was measured to be slower): a; in CUDA C++: b"
@@ -287,11 +286,11 @@ def test_the_ledger_names_whose_products_run(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         gemm, "planned", lambda device, kind, activation, *_: TILINGS[0] if activation == "none" else None
     )
-    for early in (False, True):
-        monkeypatch.setattr(linear, "dependent_launches", lambda _, early=early: early)
-        with steered("cuda"):
-            said = ", products in CUDA C++: a; by cuBLAS (CUDA C++ out: there is no GPU): b"
-            assert linear.products_by(8, products) == (said, early)
+    with steered("cuda"):
+        said = ", products in CUDA C++: a; by cuBLAS (CUDA C++ out: there is no GPU): b"
+        assert linear.products_by(8, products) == (said, True)
+        said = ", products by cuBLAS (CUDA C++ out: there is no GPU): b"
+        assert linear.products_by(8, {"b": products["b"]}) == (said, False), "dependent launches do not pay off"
 
 
 def test_the_ledger_says_why_the_library_takes_a_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from vla_accel.native import cuts
 from vla_accel.native.cuts import Cuts
 from vla_accel.ops import suffix_tilings
 from vla_accel.ops.autotune import Fastest
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda.gemm import Tiling, launch, suffix
 from vla_accel.ops.cuda.gemm.few import few
 from vla_accel.ops.moments import Moments
@@ -106,7 +107,7 @@ def test_launches_are_given_what_they_read_and_write(monkeypatch: pytest.MonkeyP
     x, a = (torch.zeros(rows, columns, dtype=torch.bfloat16) for columns in (width, 512))
     gate, scale = torch.ones(width), torch.ones(width)
     moments = Moments.like(x, 64, True)
-    suffix.onto(a, torch.zeros(width, 512, dtype=torch.bfloat16), gate, x, moments, scale, dependent=False, **run)
+    suffix.onto(a, torch.zeros(width, 512, dtype=torch.bfloat16), gate, x, moments, scale, **run)
     got = recorder.launches[-1]
     assert moments.scaled is not None and got["scaled"] == moments.scaled.data_ptr() and got["out"] == x.data_ptr()
     assert (got["sums_out"], got["squares_out"]) == (moments.sums.data_ptr(), moments.squares.data_ptr())
@@ -185,7 +186,11 @@ def test_triton_s_best_is_measured_beside_the_library(best: str, monkeypatch: py
         return Fastest(next((way for way in reversed(ways) if way.startswith(best)), next(iter(ways))))
 
     monkeypatch.setattr(cuts, "remembered", remembered)
-    x, product, made = torch.zeros(40, 64), Product(40, 128, 64, weight=4, activation=4), Cuts(torch.device("cpu"))
+    x, product, made = (
+        torch.zeros(40, 64),
+        Product(40, 128, 64, weight=4, activation=4),
+        Cuts(torch.device("cpu"), Chain(None)),
+    )
     seen: list[int] = []
 
     def run() -> None:

@@ -77,13 +77,11 @@ def around_products() -> Iterator[Callable[[], Any]]:
     moments, angles = Moments.like(x, width, True), wide(600, head_dim // 2)
     lengths = torch.empty(8, dtype=torch.int32, device=META)
     made = half(rows, (heads + 2) * head_dim)
-    norm = {"eps": 1e-6, "pdl": False}
-    yield lambda: around.heads(made, moments, width, wide(made.shape[1]), angles, angles, lengths, q, k, k, **norm)
+    yield lambda: around.heads(made, moments, width, wide(made.shape[1]), angles, angles, lengths, q, k, k, eps=1e-6)
     out = half(rows, hidden)
-    yield lambda: around.geglu(half(rows, 2 * hidden), moments, width, wide(2 * hidden), out, silu=False, **norm)
+    yield lambda: around.geglu(half(rows, 2 * hidden), moments, width, wide(2 * hidden), out, silu=False, eps=1e-6)
     yield lambda: around.onto(
         x, wide(width), x, residual=True, tokens=tokens, skip_first=False, moments=moments, next_scale=wide(width),
-        pdl=False,
     )  # fmt: skip
 
 

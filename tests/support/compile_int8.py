@@ -39,7 +39,7 @@ def launches_of(gpu: Gpu, precision: str, batch: int) -> Iterator[Launch]:
             columns = HIDDEN // 2 if activation in GATED else HIDDEN
             scale, dtype = (None, torch.bfloat16) if activation == "none" else (1.0, torch.int8)
             out = empty(ROWS, columns, dtype=dtype)
-            yield from recorded(functools.partial(int8._launch, x, layer, out, tile, activation, scale, False))
+            yield from recorded(functools.partial(int8._launch, x, layer, out, tile, activation, scale))
 
 
 if __name__ == "__main__":

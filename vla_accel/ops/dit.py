@@ -35,7 +35,7 @@ class NormTables:
 
 def product(
     x: Tensor, layer: Linear, shift: Tensor, out: Tensor, *, norm: NormTables | None = None,
-    activation: Activation = "none", pdl: bool = False, cut: Pipelined | None = None,
+    activation: Activation = "none", cut: Pipelined | None = None,
     moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """out (R, N) = activation(norm(x) Wᵀ + shift). x (R, K); `shift` (N,) float32 instead of the layer's bias; GELU is
@@ -43,7 +43,7 @@ def product(
     if path(x) != "reference":
         cut = cut or suffix_tilings.unshared(Gpu.of(x.device), suffix.project_product(x, layer))[0]
         return kernels("dit").product(
-            x, layer.weight, layer.sums_scale, shift, out, norm=norm, activation=activation, pdl=pdl, cut=cut,
+            x, layer.weight, layer.sums_scale, shift, out, norm=norm, activation=activation, cut=cut,
             moments=moments,
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
@@ -60,7 +60,7 @@ def product(
 
 def flow_step(
     velocity: Tensor, before: Tensor, target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, after: Tensor,
-    hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool, pdl: bool = False,
+    hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool,
 ) -> None:  # fmt: skip
     """Euler step of a flow from noise to actions, and the next evaluation's input.
 
@@ -72,7 +72,6 @@ def flow_step(
     if path(before) != "reference":
         return kernels("dit").flow_step(
             velocity, before, target, weights, w_in, b_in, after, hidden, dt=dt, tokens=tokens, first=first, last=last,
-            pdl=pdl,
         )  # fmt: skip
     batch, horizon, _ = before.shape
     if first:

@@ -85,20 +85,18 @@ def measure(layer: Linear, activation: str, rows: int) -> None:
     inverse_scale = None if activation == "none" else 1.0
     tiles = {str(tile): tile for tile in searched(gpu, rows)}
     ways = {
-        name: functools.partial(_launch, x, layer, out, tile, activation, inverse_scale, False)
-        for name, tile in tiles.items()
+        name: functools.partial(_launch, x, layer, out, tile, activation, inverse_scale) for name, tile in tiles.items()
     }
     _KNOWN[key] = tiles[remembered(f"INT8 {activation} {rows}x{n}x{k}", ways, device, CALLS).way]
 
 
 def product(
     x: Tensor, layer: Linear, out: Tensor, *, activation: str = "none", inverse_scale: float | None = None,
-    pdl: bool = False,
 ) -> None:  # fmt: skip
     """out = activation(x Wᵀ + b): none, gelu (tanh), or of gate and up geglu or swiglu. x (R, K) and W (N, K) int8; out
     (R, N), of a gated one (R, N / 2). `inverse_scale`: out is float8_e4m3fn or int8."""
     if path(x) != "reference":
-        return _launch(x, layer, out, tile(layer, activation, len(x)), activation, inverse_scale, pdl)
+        return _launch(x, layer, out, tile(layer, activation, len(x)), activation, inverse_scale)
     assert layer.weight_scale is not None
     # Float64 holds every sum of 127 x 127 exactly; then in float32, in the kernel's order.
     y = (x.double() @ layer.weight.double().T).float() * (layer.weight_scale * layer.input_scale_value)
@@ -121,9 +119,9 @@ def tile(layer: Linear, activation: str, rows: int) -> Tile:
 
 
 def _launch(
-    x: Tensor, layer: Linear, out: Tensor, tile: Tile, activation: str, inverse_scale: float | None, pdl: bool
+    x: Tensor, layer: Linear, out: Tensor, tile: Tile, activation: str, inverse_scale: float | None
 ) -> None:  # fmt: skip
     kernels("int8").int8_linear(
         x, layer.weight, layer.weight_scale, layer.input_scale_value, layer.bias, out, tile=tile, activation=activation,
-        paired=layer.paired, inverse_scale=inverse_scale, pdl=pdl,
+        paired=layer.paired, inverse_scale=inverse_scale,
     )  # fmt: skip

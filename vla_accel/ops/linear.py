@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from vla_accel.fp8 import INT8
 from vla_accel.ops import int8
-from vla_accel.ops.dispatch import dependent_launches, path
+from vla_accel.ops.chain import Chain
+from vla_accel.ops.dispatch import path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.reference import GATED, gating
 from vla_accel.ops.rows import geglu, gelu
@@ -21,7 +22,7 @@ from vla_accel.ops.weights import Linear
 
 
 def launched_own_gemm(
-    x: Tensor, layer: Linear, out: Tensor, activation: str, inverse_scale: float | None, pdl: bool, **norms: Any
+    x: Tensor, layer: Linear, out: Tensor, activation: str, inverse_scale: float | None, **norms: Any
 ) -> bool:
     """Launch the project's own Hopper GEMM where it is the fastest. False where it is not: nothing was launched.
     `norms`: what `gemm` takes of a norm of x, or of a residual, which the library cannot."""
@@ -37,7 +38,7 @@ def launched_own_gemm(
     scale = layer.input_scale_value * layer.weight_scale_value
     gemm.gemm(
         x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=activation, scale=scale,
-        inverse_scale=inverse_scale, dependent=pdl, **norms,
+        inverse_scale=inverse_scale, **norms,
     )  # fmt: skip
     return True
 
@@ -88,12 +89,15 @@ def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any
     inverse = 1.0 if fp8 and activation != "none" else None
     scale = layer.input_scale_value * layer.weight_scale_value
 
+    chain = Chain(gpu)
+
     def call(tiling: gemm.Tiling | None) -> Tensor:
         if tiling is not None:
-            gemm.gemm(
-                x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=activation, scale=scale,
-                inverse_scale=inverse, dependent=dependent_launches(device),
-            )  # fmt: skip
+            with chain.resumed():
+                gemm.gemm(
+                    x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=activation, scale=scale,
+                    inverse_scale=inverse,
+                )  # fmt: skip
         elif activation == "gelu" and not fp8:
             library_product(x, layer, out, gelu=True)
         else:
@@ -129,8 +133,7 @@ def products_by(
         if path(layer.weight) == "reference":
             return "", False
         ways.setdefault(_way(rows, layer, activation, name in inside), []).append(name)
-    early = _OWN in ways and all(dependent_launches(layer.weight.device) for layer, _ in products.values())
-    return ", products " + "; ".join(f"{way}: {', '.join(names)}" for way, names in ways.items()), early
+    return ", products " + "; ".join(f"{way}: {', '.join(names)}" for way, names in ways.items()), _OWN in ways
 
 
 _OWN = "in CUDA C++"
@@ -161,16 +164,13 @@ def library_product(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False
         torch.mm(x, layer.weight.t(), out=out)
 
 
-def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bool = False) -> None:
-    """out = x Wᵀ + b, then tanh GELU if `gelu` (not FP8). x (R, K), out (R, N). INT8 sums exactly.
-
-    `pdl`: where the kernel can, it starts before its predecessor has finished, and waits for it itself.
-    """
+def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False) -> None:
+    """out = x Wᵀ + b, then tanh GELU if `gelu` (not FP8). x (R, K), out (R, N). INT8 sums exactly."""
     way = path(x)
     if layer.weight.dtype == INT8.dtype:
-        return int8.product(x, layer, out, activation="gelu" if gelu else "none", pdl=pdl)
+        return int8.product(x, layer, out, activation="gelu" if gelu else "none")
     if x.is_cuda and way != "reference":
-        if way == "cuda" and not gelu and launched_own_gemm(x, layer, out, "none", None, pdl):
+        if way == "cuda" and not gelu and launched_own_gemm(x, layer, out, "none", None):
             return
         library_product(x, layer, out, gelu=gelu)
         return
@@ -181,32 +181,29 @@ def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bo
     out.copy_(F.gelu(y, approximate="tanh") if gelu else y)
 
 
-def linear_gelu(
-    x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False
-) -> None:
+def linear_gelu(x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
     """out = gelu_tanh(x Wᵀ + b). x (R, K), out (R, N), scratch (R, N), which may be used and may be `out`."""
     if layer.weight.dtype == INT8.dtype:
-        return int8.product(x, layer, out, activation="gelu", inverse_scale=inverse_scale, pdl=pdl)
-    if path(x) == "cuda" and launched_own_gemm(x, layer, out, "gelu", inverse_scale, pdl):
+        return int8.product(x, layer, out, activation="gelu", inverse_scale=inverse_scale)
+    if path(x) == "cuda" and launched_own_gemm(x, layer, out, "gelu", inverse_scale):
         return
     if layer.weight_scale is None and inverse_scale is None:
         return linear(x, layer, out, gelu=True)
-    linear(x, layer, scratch, pdl=pdl)
-    gelu(scratch, out, inverse_scale=inverse_scale, pdl=pdl)
+    linear(x, layer, scratch)
+    gelu(scratch, out, inverse_scale=inverse_scale)
 
 
 def gate_up(
     x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, silu: bool = False,
-    pdl: bool = False,
 ) -> None:  # fmt: skip
     """out = gelu_tanh(gate) * up, of gate and up = x Wᵀ + b; `silu`: silu(gate) * up. x (R, K), out (R, H), scratch
     (R, 2 H) may be used."""
     if layer.weight.dtype == INT8.dtype:
-        return int8.product(x, layer, out, activation=gating(silu), inverse_scale=inverse_scale, pdl=pdl)
-    if path(x) == "cuda" and layer.paired and launched_own_gemm(x, layer, out, gating(silu), inverse_scale, pdl):
+        return int8.product(x, layer, out, activation=gating(silu), inverse_scale=inverse_scale)
+    if path(x) == "cuda" and layer.paired and launched_own_gemm(x, layer, out, gating(silu), inverse_scale):
         return
-    linear(x, layer, scratch, pdl=pdl)
-    geglu(scratch, out, inverse_scale=inverse_scale, paired=layer.paired, silu=silu, pdl=pdl)
+    linear(x, layer, scratch)
+    geglu(scratch, out, inverse_scale=inverse_scale, paired=layer.paired, silu=silu)
 
 
 def patch_product(rows: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -19,7 +19,7 @@ from vla_accel.ops.weights import Linear
 
 def qkv_rope(
     x: Tensor, layer: Linear, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, *, eps: float, pdl: bool, cut: Library | Own, workspace: tuple[Tensor, ...] | None,
+    v: Tensor, *, eps: float, cut: Library | Own, workspace: tuple[Tensor, ...] | None,
     moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
@@ -30,14 +30,14 @@ def qkv_rope(
 
         return suffix.heads(
             x, layer.weight, moments.squares, shift, cos, sin, lengths, q, k, v, gpu=_gpu(x), tiling=cut.tiling,
-            eps=eps, dependent=pdl,
+            eps=eps,
         )  # fmt: skip
     y = _product(x, layer, workspace)
-    kernels("around").heads(y, moments, x.shape[1], shift, cos, sin, lengths, q, k, v, eps=eps, pdl=pdl)
+    kernels("around").heads(y, moments, x.shape[1], shift, cos, sin, lengths, q, k, v, eps=eps)
 
 
 def gate_up_geglu(
-    x: Tensor, layer: Linear, shift: Tensor | None, out: Tensor, *, eps: float, silu: bool, pdl: bool,
+    x: Tensor, layer: Linear, shift: Tensor | None, out: Tensor, *, eps: float, silu: bool,
     cut: Library | Own, workspace: tuple[Tensor, ...] | None, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
@@ -48,26 +48,24 @@ def gate_up_geglu(
 
         return suffix.gated(
             x, layer.weight, moments.squares, shift, out, gpu=_gpu(x), tiling=cut.tiling, eps=eps, silu=silu,
-            dependent=pdl,
         )  # fmt: skip
     y = _product(x, layer, workspace)
-    kernels("around").geglu(y, moments, x.shape[1], shift, out, eps=eps, silu=silu, pdl=pdl)
+    kernels("around").geglu(y, moments, x.shape[1], shift, out, eps=eps, silu=silu)
 
 
 def project(
     a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool, tokens: int, skip_first: bool,
-    pdl: bool, cut: Library | Own, workspace: tuple[Tensor, ...] | None, moments: Moments | None,
-    next_scale: Tensor | None,
+    cut: Library | Own, workspace: tuple[Tensor, ...] | None, moments: Moments | None, next_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.project`. The own GEMM adds to a residual, without a bias and to every row."""
     if isinstance(cut, Own):
         from vla_accel.ops.cuda.gemm import suffix
 
         assert residual and not skip_first and layer.bias is None
-        return suffix.onto(a, layer.weight, gate, x, moments, next_scale, gpu=_gpu(x), tiling=cut.tiling, dependent=pdl)
+        return suffix.onto(a, layer.weight, gate, x, moments, next_scale, gpu=_gpu(x), tiling=cut.tiling)
     kernels("around").onto(
         _product(a, layer, workspace), gate, x, residual=residual, tokens=tokens, skip_first=skip_first,
-        moments=moments, next_scale=next_scale, pdl=pdl,
+        moments=moments, next_scale=next_scale,
     )  # fmt: skip
 
 

@@ -46,13 +46,13 @@ def moments_buffer(rows: int, width: int, device: torch.device, eps: float | Non
     return moments
 
 
-def residual_linear(x: Tensor, layer: Linear, onto: Tensor, moments: Tensor, *, pdl: bool = False) -> None:
+def residual_linear(x: Tensor, layer: Linear, onto: Tensor, moments: Tensor) -> None:
     """onto += x Wᵀ + b, and the moments of its new rows. x (R, K), onto (R, N), N a multiple of 64.
 
     moments (N / 64, R, 2) float32: mean and sum of squared deviations of every 64 columns. Only where `can_be_inside`.
     """
     if path(x) == "cuda":
-        if not launched_own_gemm(x, layer, onto, "none", None, pdl, moments=moments):
+        if not launched_own_gemm(x, layer, onto, "none", None, moments=moments):
             raise EngineError(f"residual_linear: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")
         return
     y = torch.empty_like(onto)
@@ -66,7 +66,6 @@ def residual_linear(x: Tensor, layer: Linear, onto: Tensor, moments: Tensor, *, 
 
 def normed_linear(
     x: Tensor, moments: Tensor, layer: Linear, out: Tensor, *, layer_norm: bool, eps: float, gelu: bool = False,
-    pdl: bool = False,
 ) -> None:  # fmt: skip
     """out = norm(x) Wᵀ + b, then tanh GELU if `gelu`. x (R, K) as it is, and its `moments`; out (R, N).
 
@@ -76,7 +75,7 @@ def normed_linear(
     assert not layer_norm or layer.sums is not None
     if path(x) == "cuda":
         sums, activation = layer.sums if layer_norm else None, "gelu" if gelu else "none"
-        return _launch("normed_linear", x, moments, sums, layer, out, activation, inverse_scale=None, eps=eps, pdl=pdl)
+        return _launch("normed_linear", x, moments, sums, layer, out, activation, inverse_scale=None, eps=eps)
     wide = torch.promote_types(torch.float32, out.dtype)
     mean, square = moments[..., 0].to(wide), moments[..., 1].to(wide).sum(0)
     middle = mean.mean(0) if layer_norm else torch.zeros_like(mean[0])
@@ -93,7 +92,7 @@ def normed_linear(
 
 def normed_gate_up(
     x: Tensor, moments: Tensor, layer: Linear, out: Tensor, *, eps: float, silu: bool,
-    inverse_scale: float | None = None, pdl: bool = False,
+    inverse_scale: float | None = None,
 ) -> None:  # fmt: skip
     """`linear.gate_up` of the RMSNorm of x (R, K), which is given as it is, with its `moments`. `layer` is `paired`.
 
@@ -101,7 +100,7 @@ def normed_gate_up(
     """
     if path(x) == "cuda":
         return _launch(
-            "normed_gate_up", x, moments, None, layer, out, gating(silu), inverse_scale=inverse_scale, eps=eps, pdl=pdl
+            "normed_gate_up", x, moments, None, layer, out, gating(silu), inverse_scale=inverse_scale, eps=eps
         )  # fmt: skip
     y = torch.empty(len(x), len(layer.weight), dtype=torch.promote_types(torch.float32, x.dtype), device=x.device)
     normed_linear(x, moments, layer, y, layer_norm=False, eps=eps)
@@ -110,11 +109,11 @@ def normed_gate_up(
 
 def _launch(
     name: str, x: Tensor, moments: Tensor, weight_sums: Tensor | None, layer: Linear, out: Tensor, activation: str, *,
-    inverse_scale: float | None, eps: float, pdl: bool,
+    inverse_scale: float | None, eps: float,
 ) -> None:  # fmt: skip
     """The own GEMM behind a norm; `weight_sums`: of a LayerNorm. Raises EngineError in the words of `name`."""
     from vla_accel.ops.cuda.gemm import Norm
 
     norm = Norm(moments, weight_sums, eps)
-    if not launched_own_gemm(x, layer, out, activation, inverse_scale, pdl, norm=norm):
+    if not launched_own_gemm(x, layer, out, activation, inverse_scale, norm=norm):
         raise EngineError(f"{name}: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")

@@ -32,7 +32,7 @@ ProductWorkspace = tuple[Tensor, ...]
 
 def qkv_rope(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None = None, pdl: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None = None,
     cut: Tiling | None = None, workspace: ProductWorkspace | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, q/k/v projection and rotation of the suffix. FP8 and INT8 weights are widened, the activations are not
@@ -47,12 +47,12 @@ def qkv_rope(
         if isinstance(cut, (Library, Own)):
             assert pinned is None
             return many.qkv_rope(
-                x, layer, shift, cos, sin, lengths, q, k, v, eps=eps, pdl=pdl, cut=cut, workspace=workspace,
+                x, layer, shift, cos, sin, lengths, q, k, v, eps=eps, cut=cut, workspace=workspace,
                 moments=moments,
             )  # fmt: skip
         return _kernels(cut).qkv_rope(
             x, layer.weight, layer.sums_scale, scale, shift, cos, sin, lengths, q, k, v, eps=eps,
-            pinned=pinned, pdl=pdl, cut=cut, **_reading(cut, moments),
+            pinned=pinned, cut=cut, **_reading(cut, moments),
         )  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
     y = _modulated_product(x, layer, scale, shift, eps, pinned).view(batch, tokens, -1, head_dim)
@@ -118,7 +118,7 @@ def crossing(x: Tensor, layer: Linear, keys: Tensor) -> Crossing:
 
 def suffix_attention(
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor,
-    workspace: AttentionWorkspace, *, state_first: bool, causal: bool = False, pdl: bool = False,
+    workspace: AttentionWorkspace, *, state_first: bool, causal: bool = False,
     cut: KeySplit | None = None,
 ) -> None:  # fmt: skip
     """The suffix attends to the first `lengths[b]` keys of the prefix and to itself.
@@ -133,7 +133,7 @@ def suffix_attention(
         sizes = SuffixAttention(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
         cut = cut or key_tilings.key_splits(Gpu.of(q.device), sizes)[0]
         return kernels("attention").suffix_attention(
-            q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, causal=causal, pdl=pdl,
+            q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, causal=causal,
             cut=cut,
         )  # fmt: skip
     batch, tokens = q.shape[:2]
@@ -151,7 +151,7 @@ def suffix_attention(
 
 def project(
     a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool = True, tokens: int = 1,
-    skip_first: bool = False, pinned: Tensor | None = None, pdl: bool = False, cut: Tiling | None = None,
+    skip_first: bool = False, pinned: Tensor | None = None, cut: Tiling | None = None,
     workspace: ProductWorkspace | None = None, moments: Moments | None = None, next_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """x (R, N) += gate ∘ (a Wᵀ + b), or = without `residual`. a (R, K); gate (N,) float32 or None.
@@ -165,12 +165,12 @@ def project(
         if isinstance(cut, (Library, Own)):
             assert pinned is None
             return many.project(
-                a, layer, gate, x, residual=residual, tokens=tokens, skip_first=skip_first, pdl=pdl, cut=cut,
+                a, layer, gate, x, residual=residual, tokens=tokens, skip_first=skip_first, cut=cut,
                 workspace=workspace, moments=moments, next_scale=next_scale,
             )  # fmt: skip
         return _kernels(cut).project(
             a, layer.weight, layer.sums_scale, layer.bias, gate, x, residual=residual, tokens=tokens,
-            skip_first=skip_first, pinned=pinned, pdl=pdl, cut=cut, workspace=workspace,
+            skip_first=skip_first, pinned=pinned, cut=cut, workspace=workspace,
             **({} if isinstance(cut, Skinny) else {"moments": moments, "next_scale": next_scale}),
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
@@ -190,7 +190,7 @@ def project(
 
 def gate_up_geglu(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, out: Tensor, *, eps: float,
-    silu: bool = False, pinned: Tensor | None = None, pdl: bool = False, cut: Tiling | None = None,
+    silu: bool = False, pinned: Tensor | None = None, cut: Tiling | None = None,
     workspace: ProductWorkspace | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, gate and up projections and GeGLU of the suffix, or SwiGLU with `silu`: x (R, W) to out (R, H). As
@@ -200,10 +200,10 @@ def gate_up_geglu(
         if isinstance(cut, (Library, Own)):
             assert pinned is None
             return many.gate_up_geglu(
-                x, layer, shift, out, eps=eps, silu=silu, pdl=pdl, cut=cut, workspace=workspace, moments=moments
+                x, layer, shift, out, eps=eps, silu=silu, cut=cut, workspace=workspace, moments=moments
             )
         return _kernels(cut).gate_up_geglu(
-            x, layer.weight, layer.sums_scale, scale, shift, out, eps=eps, silu=silu, pinned=pinned, pdl=pdl,
+            x, layer.weight, layer.sums_scale, scale, shift, out, eps=eps, silu=silu, pinned=pinned,
             cut=cut, **_reading(cut, moments),
         )  # fmt: skip
     y = _modulated_product(x, layer, scale, shift, eps, pinned)
@@ -212,7 +212,7 @@ def gate_up_geglu(
 
 def cross_attention(
     x: Tensor, layer: Linear, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, out: Tensor, *,
-    eps: float, pdl: bool = False, cut: CrossTile | None = None, moments: Moments | None = None,
+    eps: float, cut: CrossTile | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, query projection and rotation of the suffix, from position 0 on, and attention to the prefix alone.
 
@@ -224,7 +224,7 @@ def cross_attention(
         if cut is None:
             cut = key_tilings.crossings(Gpu.of(x.device), crossing(x, layer, keys))[0]
         return kernels("cross").cross_attention(
-            x, layer.weight, layer.sums_scale, cos, sin, keys, values, lengths, out, eps=eps, pdl=pdl,
+            x, layer.weight, layer.sums_scale, cos, sin, keys, values, lengths, out, eps=eps,
             cut=cut, moments=moments,
         )  # fmt: skip
     batch, source, _, head_dim = keys.shape
@@ -241,7 +241,6 @@ def step(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
     target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
     gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pinned: bool = False,
-    pdl: bool = False,
 ) -> None:  # fmt: skip
     """Between two evaluations: final norm, output projection, Euler step, and the next evaluation's input.
 
@@ -255,7 +254,7 @@ def step(
     if path(x) != "reference":
         return kernels("skinny").step(
             x, scale, shift, w_out, b_out, actions, target, weights, w_in, b_in, following, dt=dt, time=time,
-            gain=gain, eps=eps, tokens=tokens, first=first, last=last, silu=silu, pinned=pinned, pdl=pdl,
+            gain=gain, eps=eps, tokens=tokens, first=first, last=last, silu=silu, pinned=pinned,
         )  # fmt: skip
     batch, horizon, _ = actions.shape
     stays = weights > 0

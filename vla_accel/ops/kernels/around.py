@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
-from vla_accel.ops.kernels.common import launch_options, let_next_start, wait_for_previous
+from vla_accel.ops.chain import launch
+from vla_accel.ops.kernels.common import let_next_start, wait_for_previous
 from vla_accel.ops.kernels.epilogues import (
     for_geglu,
     for_heads,
@@ -96,41 +97,42 @@ def _residual_around(y_ptr, gate_ptr, x_ptr, next_scale_ptr, sums_ptr, squares_p
 
 def heads(
     y: Tensor, moments: Moments, width: int, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool,
+    q: Tensor, k: Tensor, v: Tensor, *, eps: float,
 ) -> None:  # fmt: skip
     """q, k, v of the product y (R, N) of rows of this width, as `suffix.qkv_rope` makes them."""
     tokens, heads, head_dim = q.shape[1:]
     rows, kv_heads, half = len(y), k.shape[2], head_dim // 2
-    _heads_around[(triton.cdiv(rows, ROWS), heads + 2 * kv_heads)](
+    launch(
+        _heads_around, (triton.cdiv(rows, ROWS), heads + 2 * kv_heads),
         y, moments.squares, y if shift is None else shift, cos, sin, lengths, q, k, v, rows, tokens, eps, width, heads,
-        kv_heads, half, ROWS, power_of_two(half), *tiles_of(moments), shift is not None, pdl, num_warps=4,
-        **launch_options(pdl),
+        kv_heads, half, ROWS, power_of_two(half), *tiles_of(moments), shift is not None, num_warps=4,
     )  # fmt: skip
 
 
 def geglu(
-    y: Tensor, moments: Moments, width: int, shift: Tensor | None, out: Tensor, *, eps: float, silu: bool, pdl: bool
+    y: Tensor, moments: Moments, width: int, shift: Tensor | None, out: Tensor, *, eps: float, silu: bool
 ) -> None:  # fmt: skip
     """out (R, H) of the product y (R, 2 H), as `suffix.gate_up_geglu` makes it."""
     rows, hidden = out.shape
     columns = min(512, power_of_two(hidden))
-    _geglu_around[(triton.cdiv(rows, ROWS), triton.cdiv(hidden, columns))](
+    launch(
+        _geglu_around, (triton.cdiv(rows, ROWS), triton.cdiv(hidden, columns)),
         y, moments.squares, y if shift is None else shift, out, rows, eps, width, hidden, ROWS, columns,
-        *tiles_of(moments), shift is not None, silu, pdl, num_warps=4, **launch_options(pdl),
+        *tiles_of(moments), shift is not None, silu, num_warps=4,
     )  # fmt: skip
 
 
 def onto(
     y: Tensor, gate: Tensor | None, x: Tensor, *, residual: bool, tokens: int, skip_first: bool,
-    moments: Moments | None, next_scale: Tensor | None, pdl: bool,
+    moments: Moments | None, next_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """x (R, N) and its moments, of one tile, of the product y (R, N), as `suffix.project` makes them."""
     rows, n = x.shape
     given = (y, y, y) if moments is None else (moments.sums, moments.squares, moments.scaled)
     sums, squares, scaled = (y if tensor is None else tensor for tensor in given)
-    _residual_around[(rows,)](
+    launch(
+        _residual_around, (rows,),
         y, y if gate is None else gate, x, y if next_scale is None else next_scale, sums, squares, scaled, rows,
         tokens, n, power_of_two(n), residual, gate is not None, skip_first, moments is not None,
-        moments is not None and moments.scaled is not None and next_scale is not None, pdl, num_warps=4,
-        **launch_options(pdl),
+        moments is not None and moments.scaled is not None and next_scale is not None, num_warps=4,
     )  # fmt: skip

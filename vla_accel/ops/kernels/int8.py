@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import gelu_tanh, launch_options, let_next_start, quantised, silu, wait_for_previous
+from vla_accel.ops.chain import launch
+from vla_accel.ops.kernels.common import gelu_tanh, let_next_start, quantised, silu, wait_for_previous
 from vla_accel.ops.reference import GATED
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _int8_gated(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, input_scale, inverse
 
 def int8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: float, bias: Tensor | None, out: Tensor, *,
-    tile: Tile, activation: str, paired: bool, inverse_scale: float | None, pdl: bool = False,
+    tile: Tile, activation: str, paired: bool, inverse_scale: float | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.int8.product`."""
     (rows, k), n = x.shape, out.shape[1]
@@ -124,8 +125,8 @@ def int8_linear(
     columns = tile.columns // 2 if gated else tile.columns
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, columns),)
     kernel, kind = (_int8_gated, (paired, activation == "swiglu")) if gated else (_int8_linear, (activation == "gelu",))
-    kernel[grid](
-        x, weight, weight_scale, weight_scale if bias is None else bias, out, input_scale, inverse_scale or 1.0, rows,
-        n, k, tile.rows, columns, tile.depth, GROUP, bias is not None, *kind, inverse_scale is not None, pdl,
-        num_warps=tile.warps, num_stages=tile.stages, **launch_options(pdl),
+    launch(
+        kernel, grid, x, weight, weight_scale, weight_scale if bias is None else bias, out, input_scale,
+        inverse_scale or 1.0, rows, n, k, tile.rows, columns, tile.depth, GROUP, bias is not None, *kind,
+        inverse_scale is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
-from vla_accel.ops.kernels.common import launch_options, scale_of_sums, wait_for_previous
+from vla_accel.ops.chain import launch
+from vla_accel.ops.kernels.common import scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.epilogues import (
     for_geglu,
     for_heads,
@@ -188,51 +189,54 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, rows, 
 
 def qkv_rope(
     x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
-    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None, pdl: bool,
+    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None,
     cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
     batch, tokens, heads, head_dim = q.shape
     rows, width, half = batch * tokens, x.shape[-1], head_dim // 2
     grid = ((heads + 2 * k.shape[2]) * triton.cdiv(half, cut.columns), triton.cdiv(rows, cut.rows))
-    _qkv_rope[grid](
+    launch(
+        _qkv_rope, grid,
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
         pinned if pinned is not None else x, cos, sin, lengths, q, k, v, rows, tokens, eps, width, heads,
         k.shape[2], half, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, scale is not None,
-        pinned is not None, pdl, num_warps=cut.parts, num_stages=1, **launch_options(pdl),
+        pinned is not None, num_warps=cut.parts, num_stages=1,
     )  # fmt: skip
 
 
 def gate_up_geglu(
     x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
-    eps: float, silu: bool, pinned: Tensor | None, pdl: bool, cut: Skinny,
+    eps: float, silu: bool, pinned: Tensor | None, cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
     rows, hidden = out.shape
     width = x.shape[-1]
     grid = (triton.cdiv(hidden, cut.columns), triton.cdiv(rows, cut.rows))
-    _gate_up_geglu[grid](
+    launch(
+        _gate_up_geglu, grid,
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
         pinned if pinned is not None else x, out, rows, eps, width, hidden, cut.rows, cut.columns, cut.parts,
-        cut.block_k // cut.parts, cut.ahead, scale is not None, silu, pinned is not None, pdl,
-        num_warps=cut.parts, num_stages=1, **launch_options(pdl),
+        cut.block_k // cut.parts, cut.ahead, scale is not None, silu, pinned is not None,
+        num_warps=cut.parts, num_stages=1,
     )  # fmt: skip
 
 
 def project(
     a: Tensor, weight: Tensor, weight_scale: Tensor | float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
-    residual: bool, tokens: int, skip_first: bool, pinned: Tensor | None, pdl: bool, cut: Skinny,
+    residual: bool, tokens: int, skip_first: bool, pinned: Tensor | None, cut: Skinny,
     workspace: object = None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.project`."""
     rows, k = a.shape
     n = weight.shape[0]
     grid = (triton.cdiv(n, cut.columns), triton.cdiv(rows, cut.rows))
-    _project[grid](
+    launch(
+        _project, grid,
         a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a,
         pinned if pinned is not None else a, x, rows, tokens, n, k, cut.rows, cut.columns, cut.parts,
         cut.block_k // cut.parts, cut.ahead, residual, gate is not None, bias is not None, skip_first,
-        pinned is not None, pdl, num_warps=cut.parts, num_stages=1, **launch_options(pdl),
+        pinned is not None, num_warps=cut.parts, num_stages=1,
     )  # fmt: skip
 
 
@@ -287,14 +291,15 @@ def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target
 def step(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
     target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
-    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pinned: bool, pdl: bool,
+    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pinned: bool,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.step`."""
     batch, horizon, action_dim = actions.shape
     width = w_out.shape[1]
-    _step[(batch * horizon,)](
+    launch(
+        _step, (batch * horizon,),
         x, scale if scale is not None else x, shift if shift is not None else x, w_out, b_out, actions, target,
         weights, w_in, b_in, following, dt, time, gain, eps, tokens, horizon, width, power_of_two(width), action_dim,
-        power_of_two(action_dim), first, last, shift is not None, silu, pinned, b_in.ndim == 2, pdl, num_warps=8,
-        num_stages=1, **launch_options(pdl),
+        power_of_two(action_dim), first, last, shift is not None, silu, pinned, b_in.ndim == 2, num_warps=8,
+        num_stages=1,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.numeric import round_up
+from vla_accel.ops.chain import launch_cuda
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.wgmma import wgmma
 from vla_accel.ops.gpu import Gpu
@@ -86,17 +87,16 @@ def _fits_shared_keys(q: Tensor, k: Tensor) -> bool:
 
 def attention(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, gpu: Gpu,
-    inverse_scale: float | None, pdl: bool,
+    inverse_scale: float | None,
 ) -> None:  # fmt: skip
-    """Launch what `kernel_for` named. `pdl`: the launch may begin before its predecessor has ended; the next one may
-    begin early in any case, if it is launched so."""
+    """Launch the kernel that `kernel_for` named."""
     if kernel == "whole":
-        whole(q, k, v, out, inverse_scale, pdl=pdl)
+        whole(q, k, v, out, inverse_scale)
     else:
-        shared_keys(q, k, v, out, lengths, inverse_scale, gpu=gpu, pdl=pdl)
+        shared_keys(q, k, v, out, lengths, inverse_scale, gpu=gpu)
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, out: Tensor, inverse_scale: float | None, *, pdl: bool = False) -> None:
+def whole(q: Tensor, k: Tensor, v: Tensor, out: Tensor, inverse_scale: float | None) -> None:
     """All keys at once: no lengths, as many key heads as query heads, a small head, at most 256 keys."""
     batch, tokens, heads, head_dim = q.shape
     source = k.shape[1]
@@ -107,12 +107,11 @@ def whole(q: Tensor, k: Tensor, v: Tensor, out: Tensor, inverse_scale: float | N
     )  # fmt: skip
     module = _module("whole", q.dtype, inverse_scale is not None, q.device, D=head_dim, S=source)
     boxes = (_map(q, (64, 1, 64, 1)), *(_map(x, (64, 1, round_up(source, 64), 1)) for x in (k, v)))
-    module.launch("whole", batch * heads * tiles, 256, (_bytes(boxes), call), dependent=pdl)
+    launch_cuda(module, "whole", batch * heads * tiles, 256, (_bytes(boxes), call))
 
 
 def shared_keys(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, *, gpu: Gpu,
-    pdl: bool = False,
 ) -> None:  # fmt: skip
     """Several query heads a key head, a head of 256, any number of keys."""
     batch, tokens, heads, head_dim = q.shape
@@ -128,7 +127,7 @@ def shared_keys(
     )  # fmt: skip
     sizes = {"D": head_dim, "GROUP": group, "KV": kv_heads}
     module = _module("shared_keys", q.dtype, inverse_scale is not None, q.device, **sizes)
-    module.launch("shared_keys", blocks * splits, 384, (_bytes(boxes), call), cluster=splits, dependent=pdl)
+    launch_cuda(module, "shared_keys", blocks * splits, 384, (_bytes(boxes), call), cluster=splits)
 
 
 def splits_of(blocks: int, gpu: Gpu) -> int:

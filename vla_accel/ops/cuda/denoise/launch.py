@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vla_accel.errors import EngineError
 from vla_accel.numeric import round_up
+from vla_accel.ops.chain import Chain, launch_cuda
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise.packing import Packed, splits_well
 from vla_accel.ops.cuda.denoise.schedule import KEYS, NOTHING_YET, RANKS, THREADS, Schedule
@@ -114,7 +115,7 @@ class StreamedLoop:
     ) -> None:  # fmt: skip
         tokens, device = sizes.tokens, w_out.device
         rows = batch * tokens
-        self.sizes, self.depth = sizes, sizes.depth
+        self.sizes, self.depth, self.chain = sizes, sizes.depth, Chain(gpu)
         self.steps, self.prefix_tokens = tables.steps, prefix_tokens
         schedule, self.module = planned(gpu, sizes, batch, prefix_tokens, packed.weight_bytes, device)
         self.schedule = schedule
@@ -150,8 +151,9 @@ class StreamedLoop:
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
         """Enqueue the loop: `actions` (B, H, A) float32 hold the noise and are integrated in place."""
-        self.begin(inputs, state_token, actions)
-        self.go_on(inputs, state_token, actions)
+        with self.chain:
+            self.begin(inputs, state_token, actions)
+            self.go_on(inputs, state_token, actions)
 
     @property
     def reads_by_layer(self) -> bool:
@@ -169,17 +171,14 @@ class StreamedLoop:
         if self.values_t is not None:
             # Products want the keys along the contiguous axis. The padding beyond the prefix stays zero.
             self.values_t[..., : self.prefix_tokens].copy_(inputs["values"].permute(0, 1, 3, 4, 2))
-        self._step(self._launcher(inputs, state_token, actions), 0, wait, dependent=False)
+        self._step(self._launcher(inputs, state_token, actions), 0, wait)
 
-    def go_on(
-        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, *, joined: bool = False
-    ) -> None:
-        """Enqueue the other steps, and the end. `joined`: something else came between."""
+    def go_on(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
+        """Enqueue the other steps, and the end."""
         launch = self._launcher(inputs, state_token, actions)
         for step in range(1, self.steps):
-            self._step(launch, step, dependent=step > 1 or not joined)
-        last = self._guidance(self.steps - 1)
-        launch("between", self._eps, self.steps, *last, dependent=self.steps > 1 or not joined)
+            self._step(launch, step)
+        launch("between", self._eps, self.steps, *self._guidance(self.steps - 1))
 
     def _launcher(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> Launch:
         """A launch by the kernel's name and what it takes besides the model and the call."""
@@ -190,32 +189,32 @@ class StreamedLoop:
             actions=_address("actions", actions, 4), **buffers, s=self.prefix_tokens, sp=self.padded, steps=self.steps,
         )  # fmt: skip
 
-        def launch(name: str, *rest: object, dependent: bool = True, blocks: int | None = None) -> None:
+        def launch(name: str, *rest: object, blocks: int | None = None) -> None:
             blocks = self.schedule.blocks[name] if blocks is None else blocks
             arguments = (self._model, call, *(ctypes.c_int(r) if isinstance(r, int) else r for r in rest))
             cluster = self.schedule.clusters.get(name, 1)
-            self.module.launch(name, blocks, THREADS, arguments, cluster=cluster, dependent=dependent)
+            launch_cuda(self.module, name, blocks, THREADS, arguments, cluster=cluster)
 
         return launch
 
-    def _step(self, launch: Launch, step: int, wait: Callable[[int], None] | None = None, *, dependent: bool) -> None:
-        """One evaluation of the expert. A kernel that is not `dependent` waits for all that came before on its stream,
-        so that it and those behind it may read the prefix ahead of their wait."""
+    def _step(self, launch: Launch, step: int, wait: Callable[[int], None] | None = None) -> None:
+        """One evaluation of the expert. The kernels read the prefix before they wait for their predecessor, so that
+        the first one of a chain, and one after `wait`, must wait for everything on their stream."""
         queries = self.sizes.heads * self.sizes.head_dim // 16
-        launch("between", self._eps, step, *self._guidance(step - 1), dependent=dependent)
+        launch("between", self._eps, step, *self._guidance(step - 1))
         if not self.sizes.adaptive:
             launch("mix")
         for layer in range(self.depth):
             if wait is not None:
                 wait(layer)
-            after = {"dependent": wait is None}
+                self.chain.restart()
             if self.schedule.attend is not None:
                 attend = self.schedule.attend
-                launch("attend", self._eps, step, layer, attend.prefix_keys, attend.suffix_keys, **after)
+                launch("attend", self._eps, step, layer, attend.prefix_keys, attend.suffix_keys)
             elif self.schedule.grouped is not None:
-                launch("grouped", self._eps, step, layer, **after)
+                launch("grouped", self._eps, step, layer)
             else:
-                launch("qkv", self._eps, step, layer, blocks=queries if self.sizes.crosses(layer) else None, **after)
+                launch("qkv", self._eps, step, layer, blocks=queries if self.sizes.crosses(layer) else None)
                 launch("attention", layer)
             launch("output", step, layer)
             launch("gate_up", self._eps, step, layer)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vla_accel.errors import EngineError
 from vla_accel.numeric import round_up
+from vla_accel.ops.chain import launch_cuda
 from vla_accel.ops.cuda.gemm.tiling import Tiling
 from vla_accel.ops.cuda.runtime import check_driver, driver, source_of
 from vla_accel.ops.cuda.wgmma import wgmma
@@ -122,14 +123,13 @@ def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: str) -
 def gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gpu: Gpu, tiling: Tiling, activation: str = "none",
     scale: float = 1.0, inverse_scale: float | None = None, moments: Tensor | None = None, norm: Norm | None = None,
-    dependent: bool = True,
 ) -> None:  # fmt: skip
     """out = activation(scale * x weightᵀ + bias), times `inverse_scale` and saturated where out is float8_e4m3fn.
 
     x (M, K), weight (N, K), bias (N,), out (M, N), or (M, N / 2) for "geglu" and "swiglu", whose weight rows alternate:
     eight of gate, eight of up. `moments` (N / 64, M, 2) float32: the product is added to `out`, and the new rows'
-    moments are written (see `Norm`). `norm`: x is normed first, unrounded. `dependent`: may start before its
-    predecessor on the stream has finished. Raises EngineError for what the kernel cannot take.
+    moments are written (see `Norm`). `norm`: x is normed first, unrounded.
+    Raises EngineError for what the kernel cannot take.
     """
     from vla_accel.ops.cuda.runtime import load_module
 
@@ -162,9 +162,7 @@ def gemm(
     clusters = tiles
     if tiling.persistent:
         clusters = min(tiles, gpu.multiprocessors * tiling.resident // tiling.cluster)
-    module.launch(
-        "gemm", clusters * tiling.cluster, tiling.threads, (*maps, call), cluster=tiling.cluster, dependent=dependent
-    )
+    launch_cuda(module, "gemm", clusters * tiling.cluster, tiling.threads, (*maps, call), cluster=tiling.cluster)
 
 
 def _address(tensor: Tensor | None) -> int | None:

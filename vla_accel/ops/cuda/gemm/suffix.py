@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vla_accel.errors import EngineError
 from vla_accel.numeric import round_up
+from vla_accel.ops.chain import launch_cuda
 from vla_accel.ops.cuda.gemm import launch
 from vla_accel.ops.cuda.gemm.launch import ARCHITECTURE, _address, _Call, _Map, _map
 from vla_accel.ops.cuda.gemm.tiling import Tiling
@@ -45,7 +46,7 @@ class _SuffixCall(_Call):
 
 def onto(
     a: Tensor, weight: Tensor, gate: Tensor | None, x: Tensor, moments: Moments | None, next_scale: Tensor | None, *,
-    gpu: Gpu, tiling: Tiling, dependent: bool = True,
+    gpu: Gpu, tiling: Tiling,
 ) -> None:  # fmt: skip
     """x (R, N) += gate ∘ (a Wᵀ), rounded before it is added, and the moments of the new rows, of 64 columns each."""
     fields: dict[str, int | None] = {"gate": _address(gate)}
@@ -55,21 +56,21 @@ def onto(
         fields |= {"sums_out": _address(moments.sums), "squares_out": _address(moments.squares)}
         if moments.scaled is not None and next_scale is not None:
             fields |= {"scaled": _address(moments.scaled), "next_scale": _address(next_scale)}
-    _launch(ONTO, a, weight, x, "none", fields, gpu, tiling, x.shape[1], dependent, eps=0.0)
+    _launch(ONTO, a, weight, x, "none", fields, gpu, tiling, x.shape[1], eps=0.0)
 
 
 def gated(
     x: Tensor, weight: Tensor, squares: Tensor, shift: Tensor | None, out: Tensor, *, gpu: Gpu, tiling: Tiling,
-    eps: float, silu: bool, dependent: bool = True,
+    eps: float, silu: bool,
 ) -> None:  # fmt: skip
     """out (R, H): GeGLU, or SwiGLU, of x Wᵀ times the norm's factor, plus `shift` (2 H,) float32; `squares` (T, R)."""
     fields = {"shift": _address(shift), **_norm(x, squares), "half": len(weight) // 2}
-    _launch(GATED, x, weight, out, gating(silu), fields, gpu, tiling, out.shape[1], dependent, eps)
+    _launch(GATED, x, weight, out, gating(silu), fields, gpu, tiling, out.shape[1], eps)
 
 
 def heads(
     x: Tensor, weight: Tensor, squares: Tensor, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, gpu: Gpu, tiling: Tiling, eps: float, dependent: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, *, gpu: Gpu, tiling: Tiling, eps: float,
 ) -> None:  # fmt: skip
     """q, k, v as `vla_accel.ops.suffix.qkv_rope` has them, of x Wᵀ as in `gated`."""
     _, tokens, of_q, head_dim = q.shape
@@ -78,7 +79,7 @@ def heads(
         "sin": _address(sin), "lengths": _address(lengths), "k": _address(k), "v": _address(v), "of_tokens": tokens,
         "heads": of_q, "kv_heads": k.shape[2],
     }  # fmt: skip
-    _launch(HEADS, x, weight, q, "none", fields, gpu, tiling, len(weight), dependent, eps)
+    _launch(HEADS, x, weight, q, "none", fields, gpu, tiling, len(weight), eps)
 
 
 def source(dtype: torch.dtype, suffix: int, activation: str, tiling: Tiling) -> str:
@@ -93,7 +94,7 @@ def _norm(x: Tensor, squares: Tensor) -> dict[str, int | None]:
 
 def _launch(
     suffix: int, x: Tensor, weight: Tensor, out: Tensor, activation: str, fields: dict[str, int | None], gpu: Gpu,
-    tiling: Tiling, columns: int, dependent: bool, eps: float,
+    tiling: Tiling, columns: int, eps: float,
 ) -> None:  # fmt: skip
     """`columns`: of a row of `out`, whatever it is a part of."""
     from vla_accel.ops.cuda.runtime import load_module
@@ -111,10 +112,8 @@ def _launch(
     call = _SuffixCall(
         None, out.data_ptr(), 1.0, 1.0, rows, columns, chunks, token_tiles, tiles, None, None, None, eps, **fields
     )
-    module.launch(
-        "gemm", tiles * tiling.cluster, tiling.threads, (of_weight, _map(x, tiling.tokens), call),
-        cluster=tiling.cluster, dependent=dependent,
-    )  # fmt: skip
+    maps = (of_weight, _map(x, tiling.tokens))
+    launch_cuda(module, "gemm", tiles * tiling.cluster, tiling.threads, (*maps, call), cluster=tiling.cluster)
 
 
 def why_not(gpu: Gpu, x: Tensor, weight: Tensor, tiling: Tiling, half: int) -> str | None:
