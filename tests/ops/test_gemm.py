@@ -158,7 +158,7 @@ class Recorder:
         self.maps: list[tuple[Any, ...]] = []
         self.source = ""
         monkeypatch.setattr(runtime, "load_module", self.load)
-        monkeypatch.setattr(launch, "driver", lambda: self)
+        monkeypatch.setattr(runtime, "driver", lambda: self)
 
     def load(self, source: str, shared: dict[str, int], architecture: str, device: torch.device) -> Recorder:
         assert architecture == "sm_90a"

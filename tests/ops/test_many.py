@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,9 @@ from vla_accel.native.cuts import Cuts
 from vla_accel.ops import suffix_tilings
 from vla_accel.ops.autotune import Fastest
 from vla_accel.ops.chain import Chain
-from vla_accel.ops.cuda.gemm import Tiling, launch, suffix
+from vla_accel.ops.cuda import runtime
+from vla_accel.ops.cuda.gemm import Tiling, suffix
+from vla_accel.ops.cuda.gemm.arguments import Call, Suffix
 from vla_accel.ops.cuda.gemm.few import few
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Library, Own, Pipelined, Product
@@ -100,7 +101,7 @@ def test_pairs_of_weight_rows_meet_in_a_thread(half: int, rows: int, weight_rows
 
 def test_launches_are_given_what_they_read_and_write(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Fields(monkeypatch)
-    monkeypatch.setattr(suffix, "driver", lambda: Maps(maps))
+    monkeypatch.setattr(runtime, "driver", lambda: Maps(maps))
     maps: list[tuple[Any, ...]] = []
     tiling, rows, width = Tiling(2, 1, 1, 40, 4, split=2), 34, 256
     run: dict[str, Any] = {"gpu": H200, "tiling": tiling}
@@ -145,21 +146,23 @@ class Fields(Recorder):
 
     def launch(self, name: str, blocks: int, threads: int, arguments: tuple[Any, ...], **options: Any) -> None:
         call = arguments[2]
-        values = {field: getattr(call, field) for field, *_ in (*launch._Call._fields_, *suffix._SuffixCall._fields_)}
+        own = {field: getattr(call, field) for field, *_ in Call._fields_}
+        values = {field: getattr(call.suffix, field) for field, *_ in Suffix._fields_} | own
+        values |= {f"of_{name}": getattr(call.suffix, name) for name in ("tiles", "tokens")}
         self.launches.append({"name": name, "blocks": blocks, "threads": threads, **values, **options})
 
 
 class Maps:
-    """Stands for the driver: keeps sizes, strides and boxes of tensor maps."""
+    """Stands for the driver: keeps sizes, strides and boxes of tensor maps of pairs."""
 
     def __init__(self, maps: list[tuple[Any, ...]]) -> None:
         self.maps = maps
 
     def cuTensorMapEncodeTiled(self, *arguments: Any) -> int:
         at, _, rank, _, sizes, strides, box, *_ = arguments
-        assert rank.value == 5
         ctypes.memset(at, 0x5A, 128)
-        self.maps.append((list(sizes), list(strides), list(box)))
+        if rank.value == 5:
+            self.maps.append((list(sizes), list(strides), list(box)))
         return 0
 
 
@@ -206,15 +209,3 @@ def test_triton_s_best_is_measured_beside_the_library(best: str, monkeypatch: py
     assert seen[-1] == 64 and set(seen[:-1]) >= {16}
     made.products("o", product, run, of=x)
     assert len(asked) == 5, "who does not ask for it is not given it"
-
-
-def test_the_structure_is_the_source_s() -> None:
-    """Pointers, then whole numbers, in the order of `Suffix`."""
-    text = (Path(suffix.__file__).parent / "suffix.cu").read_text()
-    body = text.split("struct Suffix {")[1].split("};")[0]
-    lines = [line.split("//")[0].strip() for line in body.splitlines()]
-    found = [(name, "*" in line) for line in lines if line for name in line.rstrip(";").split(",")]
-    names = [(name.split()[-1].strip("*"), pointer) for name, pointer in found]
-    other = {"of_tiles": "tiles", "of_tokens": "tokens"}
-    fields = [(other.get(name, name), kind is ctypes.c_void_p) for name, kind in suffix._FIELDS]
-    assert names == fields and suffix._SuffixCall.shift.offset == ctypes.sizeof(launch._Call)

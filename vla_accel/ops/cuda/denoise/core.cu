@@ -19,6 +19,8 @@
 // weights in BF16, which all are once they are multiplied. WARPS of a block, KEYS of a tile, RANKS (blocks of `attend`
 // that share a head), CHUNK (columns of K) and NOTHING_YET are constants of Python's.
 //
+// The argument blocks `Model` and `Call` are described in `arguments.py`.
+//
 // Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
 // its cache cost a phase of 4 us more than a loop does.
 
@@ -34,29 +36,6 @@
 #define ROUND_UP(x, n) (((x) + (n)-1) / (n) * (n))
 #define STATE (T > HZ)  // The first token of a sequence is the state (π0).
 #define CROSSES(layer) (SELF_EVERY < 1 || (layer) % SELF_EVERY > 0)
-
-struct Model {
-  const unsigned char* weights;  // π0's time MLP, then the layers, layer_bytes apart, packed
-  u64 layer_at, layer_bytes, o_at, gate_up_at, down_at;
-  const float *in_scale, *in_shift, *in_gate, *post_scale, *post_shift, *post_gate;  // (steps, L, ...)
-  const float *final_scale, *final_shift, *b_in;                                     // (steps, W)
-  const float *w_in, *w_out, *b_out, *mix_bias, *cos, *sin;
-  const float* scales;  // (L, SCALES) of the columns of q/k/v, o, gate and up, down, with WEIGHT_BYTES 1
-};
-
-struct Call {
-  const u16* keys;      // (L, BATCH, S, KV, D)
-  const u16* values_t;  // (L, BATCH, KV, D, SP)
-  const int* lengths;   // (BATCH,)
-  const float* state;   // (BATCH, W): π0's state token
-  float* actions;       // (BATCH, HZ, A)
-  float* xf;            // (M, W): the residual stream
-  u16 *xb, *hidden, *context, *active;  // inputs of products, BF16, in the order of `place_of`; xb = BF16(xf)
-  u16 *q, *ks, *vts, *vs;
-  const u16* values;  // (L, BATCH, S, KV, D)
-  const float *target, *follow;  // (BATCH, HZ, A), (BATCH, HZ): the previous chunk and its actions' weights
-  int s, sp, steps;
-};
 
 // π0's state token attends to the prefix and itself, not to the actions; causal actions to themselves and those before.
 __device__ __forceinline__ bool sees(int query, int token) {

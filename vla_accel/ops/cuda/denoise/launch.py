@@ -17,6 +17,7 @@ from vla_accel.errors import EngineError
 from vla_accel.numeric import round_up
 from vla_accel.ops.chain import Chain, launch_cuda
 from vla_accel.ops.cuda import runtime
+from vla_accel.ops.cuda.denoise.arguments import Call, Model
 from vla_accel.ops.cuda.denoise.packing import Packed, splits_well
 from vla_accel.ops.cuda.denoise.schedule import KEYS, NOTHING_YET, RANKS, THREADS, Schedule
 from vla_accel.ops.cuda.denoise.tables import Sizes, StepTables
@@ -77,29 +78,9 @@ def planned(
 
 
 Launch = Callable[..., None]
-_P, _U64 = ctypes.c_void_p, ctypes.c_uint64
 
 
-class _Model(ctypes.Structure):
-    _fields_ = [
-        ("weights", _P),
-        *((name, _U64) for name in ("layer_at", "layer_bytes", "o_at", "gate_up_at", "down_at")),
-        *((name, _P) for name in ("in_scale", "in_shift", "in_gate", "post_scale", "post_shift", "post_gate")),
-        *((name, _P) for name in ("final_scale", "final_shift", "b_in")),
-        *((name, _P) for name in ("w_in", "w_out", "b_out", "mix_bias", "cos", "sin", "scales")),
-    ]
-
-
-class _Call(ctypes.Structure):
-    _fields_ = [
-        *((name, _P) for name in ("keys", "values_t", "lengths", "state", "actions", "xf")),
-        *((name, _P) for name in ("xb", "hidden", "context", "active", "q", "ks", "vts", "vs", "values")),
-        *((name, _P) for name in ("target", "follow")),
-        *((name, ctypes.c_int) for name in ("s", "sp", "steps")),
-    ]
-
-
-# Fields of `_Call`: the inputs that they point to, and the bytes that their reads are aligned to.
+# Fields of `Call`: the inputs that they point to, and the bytes that their reads are aligned to.
 _INPUTS = {
     "keys": ("keys", 16), "values": ("values", 16), "lengths": ("lengths", 4), "target": ("target", 4),
     "follow": ("weights", 4),
@@ -145,7 +126,7 @@ class StreamedLoop:
             "mix_bias": mix_bias, "cos": cos, "sin": sin, "scales": packed.scales,
         }  # fmt: skip
         offsets = {n: getattr(packed, n) for n in ("layer_at", "layer_bytes", "o_at", "gate_up_at", "down_at")}
-        self._model = _Model(**{n: _address(n, t) for n, t in self._constants.items()}, **offsets)
+        self._model = Model(**{n: _address(n, t) for n, t in self._constants.items()}, **offsets)
         self._eps = ctypes.c_float(sizes.eps)
         self._times, self._gains = tables.times, tables.gains
 
@@ -183,7 +164,7 @@ class StreamedLoop:
     def _launcher(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> Launch:
         """A launch by the kernel's name and what it takes besides the model and the call."""
         buffers = {n: _address(n, t) for n, t in self._buffers.items()}
-        call = _Call(
+        call = Call(
             **{field: _address(name, inputs[name], alignment) for field, (name, alignment) in _INPUTS.items()},
             values_t=_address("values_t", self.values_t), state=_address("state", state_token, 4),
             actions=_address("actions", actions, 4), **buffers, s=self.prefix_tokens, sp=self.padded, steps=self.steps,

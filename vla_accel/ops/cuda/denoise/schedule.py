@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vla_accel.numeric import round_up
+from vla_accel.ops.cuda.denoise.arguments import Call, Model
 from vla_accel.ops.cuda.denoise.packing import CHUNK, split_of
 from vla_accel.ops.cuda.denoise.tables import Sizes
 from vla_accel.ops.cuda.runtime import source_of
@@ -247,7 +248,9 @@ class Schedule:
         """The kernels' source, sizes first."""
         attention = next((name for name in ("attend", "grouped") if name in self.blocks), "attention")
         names = ("core", "products", "phases", attention, "step")
-        return source_of(self.macros, *(f"denoise/{name}" for name in names), generated=self._wide_products)
+        return source_of(
+            self.macros, *(f"denoise/{name}" for name in names), generated=Model.cpp + Call.cpp + self._wide_products
+        )
 
     @property
     def _wide_products(self) -> str:

@@ -106,7 +106,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
         const int row = (tile / c.token_tiles * ACROSS + across) * TILE_W + w_start;
         const u32 to = base + stage * STAGE + w_start * 128;
 #if SUFFIX >= 2
-        tma_load_5d(to, weights, chunk * CHUNK, row % (2 * c.s.half) / 16, row / (2 * c.s.half), full + stage * 8,
+        tma_load_5d(to, weights, chunk * CHUNK, row % (2 * c.suffix.half) / 16, row / (2 * c.suffix.half), full + stage * 8,
                     once);
 #else
 #pragma unroll

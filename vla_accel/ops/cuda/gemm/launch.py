@@ -6,17 +6,17 @@ that `Tiling.why_not` accepts is right for every shape that `why_not` accepts.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vla_accel.errors import EngineError
-from vla_accel.numeric import round_up
 from vla_accel.ops.chain import launch_cuda
+from vla_accel.ops.cuda.gemm.arguments import Call, Suffix, SuffixCall
 from vla_accel.ops.cuda.gemm.tiling import Tiling
-from vla_accel.ops.cuda.runtime import check_driver, driver, source_of
+from vla_accel.ops.cuda.runtime import source_of
+from vla_accel.ops.cuda.tensor_map import TensorMap, tensor_map
 from vla_accel.ops.cuda.wgmma import wgmma
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.reference import GATED, MOMENTS_OF
@@ -24,8 +24,6 @@ from vla_accel.ops.reference import GATED, MOMENTS_OF
 ARCHITECTURE = "sm_90a"
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 _WGMMA = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
-_MAP_TYPES = {torch.bfloat16: 9, torch.float16: 6, torch.float8_e4m3fn: 0}  # CUtensorMapDataType; bytes for FP8
-_SWIZZLE_128, _PROMOTE_256 = 3, 3
 ACTIVATIONS = {"none": 0, "gelu": 1, "geglu": 2, "swiglu": 3}
 
 
@@ -60,35 +58,13 @@ def source(
         "SUFFIX": suffix,
     }  # fmt: skip
     files = ("gemm/suffix", "gemm/epilogue", "gemm/gemm")
-    return source_of(sizes, *files, generated=wgmma(f"wgmma_{_WGMMA[kind]}", tiling.width, _WGMMA[kind]))
+    blocks = Suffix.cpp + SuffixCall.cpp if suffix else Call.cpp
+    return source_of(sizes, *files, generated=blocks + wgmma(f"wgmma_{_WGMMA[kind]}", tiling.width, _WGMMA[kind]))
 
 
-class _Map(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_char * 128)]
-
-
-class _Call(ctypes.Structure):
-    _fields_ = [
-        ("bias", ctypes.c_void_p), ("out", ctypes.c_void_p), ("scale", ctypes.c_float), ("inverse", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("rows", "columns", "chunks", "token_tiles", "tiles")),
-        *((name, ctypes.c_void_p) for name in ("moments_out", "moments", "weight_sums")), ("eps", ctypes.c_float),
-    ]  # fmt: skip
-
-
-def _map(matrix: Tensor, box: int) -> _Map:
-    """The tensor map of a row-major matrix: boxes of `box` rows by 128 bytes, swizzled; what is outside reads zero."""
-    rows, columns = matrix.shape
-    size = matrix.element_size()
-    memory = ctypes.create_string_buffer(192)
-    aligned = round_up(ctypes.addressof(memory), 64)
-    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
-    status = driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(aligned), _MAP_TYPES[matrix.dtype], u32(2), ctypes.c_void_p(matrix.data_ptr()),
-        (u64 * 2)(columns, rows), (u64 * 1)(columns * size), (u32 * 2)(128 // size, box), (u32 * 2)(1, 1), 0,
-        _SWIZZLE_128, _PROMOTE_256, 0,
-    )  # fmt: skip
-    check_driver(status, f"tensor map of {tuple(matrix.shape)} {matrix.dtype}")
-    return _Map.from_buffer_copy(ctypes.string_at(aligned, 128))
+def rows_map(matrix: Tensor, rows: int) -> TensorMap:
+    """The tensor map of a row-major matrix for boxes of `rows` rows by 128 bytes."""
+    return tensor_map(matrix, (rows, 128 // matrix.element_size()))
 
 
 def why_not_on(gpu: Gpu) -> str | None:
@@ -151,10 +127,10 @@ def gemm(
     module = load_module(text, {"gemm": shared}, ARCHITECTURE, x.device)
     rows, n = x.shape[0], weight.shape[0]
     boxes = [share // 2 if share > 256 else share for share in tiling.shares]
-    maps = (_map(weight, boxes[0]), _map(x, boxes[1]))
+    maps = (rows_map(weight, boxes[0]), rows_map(x, boxes[1]))
     token_tiles = -(-rows // (tiling.tokens * tiling.along))
     tiles = token_tiles * -(-n // (tiling.weight_rows * tiling.across))
-    call = _Call(
+    call = Call(
         _address(bias), out.data_ptr(), scale, inverse_scale or 1.0, rows, out.shape[1], chunks, token_tiles, tiles,
         _address(moments), None if norm is None else _address(norm.moments),
         None if norm is None else _address(norm.weight_sums), 0.0 if norm is None else norm.eps,
