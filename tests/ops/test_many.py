@@ -16,6 +16,7 @@ from vla_accel.errors import EngineError
 from vla_accel.native import cuts
 from vla_accel.native.cuts import Cuts
 from vla_accel.ops import suffix_tilings
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.autotune import Fastest
 from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda import runtime
@@ -123,11 +124,14 @@ def test_launches_are_given_what_they_read_and_write(monkeypatch: pytest.MonkeyP
         suffix.onto(a, torch.zeros(width, 512, dtype=torch.bfloat16), None, x, Moments.like(x, 32, False), None, **run)
     weight, out = torch.zeros(1024, width, dtype=torch.bfloat16), torch.zeros(rows, 512, dtype=torch.bfloat16)
     squares, shift = torch.ones(5, rows), torch.ones(1024)
-    suffix.gated(x, weight, squares, shift, out, eps=1e-3, silu=True, **run)
+    suffix.gated(x, weight, squares, shift, out, eps=1e-3, activation=Activation.SWIGLU, **run)
     got = recorder.launches[-1]
     assert (got["half"], got["of_tiles"], got["width"], got["columns"]) == (512, 5, width, 512)
     assert (got["squares"], got["shift"], got["out"]) == (squares.data_ptr(), shift.data_ptr(), out.data_ptr())
-    assert all(f"#define {macro}\n" in recorder.source for macro in ("SUFFIX 2", "ACTIVATION 3", "NORM 3"))
+    assert all(
+        f"#define {macro}\n" in recorder.source
+        for macro in ("SUFFIX 2", f"ACTIVATION {Activation.SWIGLU.code}", "NORM 3")
+    )
     assert maps[-1] == ([256, 8, 2, 64, 1], [512, 512 * 512, 8 * 512, 1024 * 512], [64, 8, 2, 8, 1])
     cos, sin, lengths = torch.ones(90, 64), torch.zeros(90, 64), torch.tensor([3, 9], dtype=torch.int32)
     q, k, v = (torch.zeros(2, 17, heads, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))

@@ -21,6 +21,7 @@ from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.loop import LayerLoop, LoopProgram, Wait, described
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.suffix_tilings import Product
@@ -237,7 +238,7 @@ class Pi0LayerLoop(LayerLoop):
             self.x, final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, actions, inputs["target"],
             inputs["weights"], tables.w_in, b_in, following, dt=-1.0 / tables.steps, time=tables.times[done],
             gain=tables.gains[done], eps=self.eps, tokens=self.tokens, first=first, last=last,
-            silu=w.mix is not None, pinned=tables.trained,
+            activation=Activation.NONE if w.mix is None else Activation.SILU, pinned=tables.trained,
         )  # fmt: skip
         if w.mix is not None and not last:
             assert state_token is not None

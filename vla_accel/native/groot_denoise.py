@@ -19,6 +19,7 @@ from vla_accel.models.groot_head import DitLayer, Source, StepConstants
 from vla_accel.native.cuts import Cuts
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.attending import attention
 from vla_accel.ops.chain import Chain
 from vla_accel.ops.dit import NormTables, flow_step, product
@@ -260,7 +261,7 @@ class NativeTransformer:
 
     def _fc1(self, step: int, index: int, block: BlockWeights) -> None:
         product(
-            self.x, block.fc1, block.fc1_bias, self.active, norm=self.tables.plain[index], activation="gelu",
+            self.x, block.fc1, block.fc1_bias, self.active, norm=self.tables.plain[index], activation=Activation.GELU,
             cut=self.cuts.alone("fc1"), moments=self.cuts.moments("out"),
         )  # fmt: skip
 
@@ -276,5 +277,5 @@ class NativeTransformer:
         (last, _), (decode_in, b_in), (decode_out, b_out) = self.weights.ends
         norm, shift = self.tables.rows[step].final
         product(self.x, last, shift, self.out, norm=norm, moments=self.cuts.moments("fc2"))
-        product(self.out, decode_in, b_in, self.decoded, activation="relu")
+        product(self.out, decode_in, b_in, self.decoded, activation=Activation.RELU)
         product(self.decoded, decode_out, b_out, self.velocity)

@@ -20,6 +20,7 @@ from vla_accel.native.stack import Stack, StackSizes, stack_weights
 from vla_accel.native.store import compute_dtype
 from vla_accel.native.vision import VisionLayer
 from vla_accel.ops import norms
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.chain import Chain
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import block_products, gate_up, linear, products_by
@@ -106,7 +107,7 @@ class NativeReader:
         self.places = layout.places(device)
         cos, sin = language_rope(config, self.places.positions, torch.float32)
         self.cos, self.sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
-        four = block_products(first.qkv, first.o, first.gate_up, first.down, silu=True)
+        four = block_products(first.qkv, first.o, first.gate_up, first.down, Activation.SWIGLU)
         self.norms_inside = first.gate_up.paired and norms.can_be_inside(rows, width, *four.values())
         products, early = products_by(rows, four, four if self.norms_inside else ())
         self.chain = Chain(Gpu.of(device), early)
@@ -179,13 +180,13 @@ class NativeReader:
         if self.norms_inside:
             norms.residual_linear(self.context, layer.o, self.x, self.moments)
             norms.normed_gate_up(
-                self.x, self.moments, layer.gate_up, self.active, eps=self.config.eps, silu=True
+                self.x, self.moments, layer.gate_up, self.active, eps=self.config.eps, activation=Activation.SWIGLU
             )  # fmt: skip
             norms.residual_linear(self.active, layer.down, self.x, self.moments)
             return
         linear(self.context, layer.o, self.y)
         self._norm(self.x, self.h, self.y)
-        gate_up(self.h, layer.gate_up, self.gate_up, self.active, inverse_scale=None, silu=True)
+        gate_up(self.h, layer.gate_up, self.gate_up, self.active, inverse_scale=None, activation=Activation.SWIGLU)
         linear(self.active, layer.down, self.y)
         self._norm(self.x, self.h, self.y)
 

@@ -27,6 +27,7 @@ from vla_accel.native.flow import FlowStore
 from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import amax_of, compute_dtype, format_of
 from vla_accel.ops import norms
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.chain import Chain
 from vla_accel.ops.gpu import Gpu
@@ -50,7 +51,7 @@ class PrefixLayer:
 @dataclass(frozen=True)
 class PrefixWeights:
     """The stack's weights, folded. `table` (vocabulary, W): the token embedding, unscaled, on the GPU or in page-locked
-    memory. `silu`: SwiGLU instead of GeGLU."""
+    memory. `activation`: GEGLU or SWIGLU."""
 
     table: Tensor
     layers: tuple[PrefixLayer, ...]
@@ -59,7 +60,7 @@ class PrefixWeights:
     kv_heads: int
     head_dim: int
     eps: float
-    silu: bool = False
+    activation: Activation = Activation.GEGLU
 
     @classmethod
     def of(
@@ -102,8 +103,9 @@ class PrefixWeights:
         else:
             with model.present("embed"):
                 table = model.embed.weight.detach()
-        silu = isinstance(model.prefix.layers[0], SmolLmLayer)
-        return cls(table, tuple(layers), dtype, config.heads, config.kv_heads, config.head_dim, config.eps, silu)
+        smol = isinstance(model.prefix.layers[0], SmolLmLayer)
+        activation = Activation.SWIGLU if smol else Activation.GEGLU
+        return cls(table, tuple(layers), dtype, config.heads, config.kv_heads, config.head_dim, config.eps, activation)
 
     @property
     def bytes(self) -> int:
@@ -141,7 +143,7 @@ class NativePrefix:
         self.detail += f", {self.attention.detail}"
         products, early, self.norms_inside, self.mlp_norms_inside = "", False, False, False
         if first.o is not None and first.gate_up is not None and first.down is not None:
-            four = block_products(first.qkv, first.o, first.gate_up, first.down, silu=weights.silu)
+            four = block_products(first.qkv, first.o, first.gate_up, first.down, weights.activation)
             self.norms_inside = norms.can_be_inside(rows, width, four["down"], four["qkv"])
             self.mlp_norms_inside = first.gate_up.paired and norms.can_be_inside(
                 rows, width, four["o"], four["gate_up"]
@@ -209,7 +211,7 @@ class NativePrefix:
                 self.attention.way, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
                 last=self.state_last, tile=self.attention.tile,
             )  # fmt: skip
-            active = {"inverse_scale": layer.down.inverse_scale, "silu": w.silu}
+            active = {"inverse_scale": layer.down.inverse_scale, "activation": w.activation}
             if self.mlp_norms_inside:
                 norms.residual_linear(self.context, layer.o, self.x, self.moments)
                 norms.normed_gate_up(self.x, self.moments, layer.gate_up, self.active, eps=w.eps, **active)

@@ -24,6 +24,7 @@ from vla_accel.native.loop import LayerLoop, LoopProgram, described
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.numeric import round_up
 from vla_accel.ops import suffix
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.cuda.denoise.tables import WHOLE
 from vla_accel.ops.gpu import Gpu
@@ -87,7 +88,7 @@ def sizes_of(config: SmolVlaConfig) -> Sizes:
     e = config.expert
     return Sizes(
         round_up(e.width, WHOLE), e.mlp_dim, e.heads, e.kv_heads, e.head_dim, e.depth, config.action_horizon,
-        config.action_horizon, config.action_dim, False, e.eps, e.width, causal=True, silu=True,
+        config.action_horizon, config.action_dim, False, e.eps, e.width, causal=True, activation=Activation.SWIGLU,
         self_every=config.self_every,
     )  # fmt: skip
 
@@ -207,7 +208,7 @@ class SmolVlaLayerLoop(LayerLoop):
             self.x, tables.final_scale, None, w.w_out, w.b_out, actions, inputs["target"], inputs["weights"],
             tables.w_in, tables.b_in[min(step, tables.steps - 1)], self.hidden, dt=-1.0 / tables.steps,
             time=tables.times[done], gain=tables.gains[done], eps=self.eps, tokens=self.tokens,
-            first=first, last=last, silu=True, pinned=tables.trained,
+            first=first, last=last, activation=Activation.SILU, pinned=tables.trained,
         )  # fmt: skip
         if not last:
             self._mix()
@@ -250,7 +251,7 @@ class SmolVlaLayerLoop(LayerLoop):
 
     def _gate_up(self, layer: ExpertLayer) -> None:
         suffix.gate_up_geglu(
-            self.x, layer.gate_up, None, None, self.active, eps=self.eps, silu=True,
+            self.x, layer.gate_up, None, None, self.active, eps=self.eps, activation=Activation.SWIGLU,
             **self.cuts.options("gate_up"), moments=self.cuts.moments("o"),
         )  # fmt: skip
 

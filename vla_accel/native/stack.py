@@ -16,6 +16,7 @@ from vla_accel.models.siglip import PreNormLayer
 from vla_accel.native.fold import fold_norm
 from vla_accel.native.vision import VisionLayer
 from vla_accel.ops import norms
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.chain import Chain
 from vla_accel.ops.gpu import Gpu
@@ -71,9 +72,11 @@ class Stack:
         )  # fmt: skip
         self.attention = choose(asked, attention, device)
         four = {
-            "qkv": (first.qkv, "none"), "out": (first.out, "none"), "fc1": (first.fc1, "gelu"),
-            "fc2": (first.fc2, "none"),
-        }  # fmt: skip
+            "qkv": (first.qkv, Activation.NONE),
+            "out": (first.out, Activation.NONE),
+            "fc1": (first.fc1, Activation.GELU),
+            "fc2": (first.fc2, Activation.NONE),
+        }
         self.norms_inside = norms.can_be_inside(rows, width, *four.values())
         products, early = products_by(rows, four, four if self.norms_inside else ())
         self.chain = Chain(Gpu.of(device), early)
@@ -116,7 +119,7 @@ class Stack:
         if self.norms_inside:
             inside = {"layer_norm": True, "eps": self.sizes.eps}
             norms.residual_linear(self.context, layer.out, self.x, self.moments)
-            norms.normed_linear(self.x, self.moments, layer.fc1, self.hidden, gelu=True, **inside)  # type: ignore[arg-type]
+            norms.normed_linear(self.x, self.moments, layer.fc1, self.hidden, activation=Activation.GELU, **inside)  # type: ignore[arg-type]
             norms.residual_linear(self.hidden, layer.fc2, self.x, self.moments)
             return
         linear(self.context, layer.out, self.y)

@@ -21,6 +21,7 @@ from vla_accel.native.fold import fold_norm
 from vla_accel.native.store import amax_of, compute_dtype, format_of
 from vla_accel.numeric import round_up
 from vla_accel.ops import norms
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.attending import Sizes, attend, choose
 from vla_accel.ops.chain import Chain
 from vla_accel.ops.gpu import Gpu
@@ -150,9 +151,10 @@ class NativeVision:
         )  # fmt: skip
         self.attention = choose(attention, sizes, device)
         self.detail += f", {self.attention.detail}"
+        none = Activation.NONE
         four = {
-            "qkv": (first.qkv, "none"), "out": (first.out, "none"), "fc1": (first.fc1, "gelu"),
-            "fc2": (first.fc2, "none"),
+            "qkv": (first.qkv, none), "out": (first.out, none), "fc1": (first.fc1, Activation.GELU),
+            "fc2": (first.fc2, none),
         }  # fmt: skip
         self.norms_inside = not quantised and norms.can_be_inside(rows, width, *four.values())
         products, early = products_by(rows, four, four if self.norms_inside else ())
@@ -212,7 +214,7 @@ class NativeVision:
             self._attend(layer)
             x, moments = self.x, self.moments
             norms.residual_linear(self.context, layer.out, x, moments)
-            norms.normed_linear(x, moments, layer.fc1, self.active, gelu=True, **norm)
+            norms.normed_linear(x, moments, layer.fc1, self.active, activation=Activation.GELU, **norm)
             norms.residual_linear(self.active, layer.fc2, x, moments)
 
     def _layers(self, norm: dict[str, Any]) -> None:

@@ -7,20 +7,18 @@ Conventions as in `vla_accel.ops.rows`. FP8 and INT8 weights are widened in regi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_accel.ops import suffix, suffix_tilings
+from vla_accel.ops import reference, suffix, suffix_tilings
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
 from vla_accel.ops.weights import Linear
-
-Activation = Literal["none", "gelu", "relu"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class NormTables:
 
 def product(
     x: Tensor, layer: Linear, shift: Tensor, out: Tensor, *, norm: NormTables | None = None,
-    activation: Activation = "none", cut: Pipelined | None = None,
+    activation: Activation = Activation.NONE, cut: Pipelined | None = None,
     moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """out (R, N) = activation(norm(x) Wᵀ + shift). x (R, K); `shift` (N,) float32 instead of the layer's bias; GELU is
@@ -55,7 +53,7 @@ def product(
         rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) - mean.square() + norm.eps)
         scaled = rows if norm.scale is None else (rows * (1.0 + norm.scale)).to(x.dtype).to(wide)
         y = (scaled @ weight.T - mean * norm.sums) * rstd + shift
-    out.copy_({"none": lambda z: z, "gelu": lambda z: F.gelu(z, approximate="tanh"), "relu": F.relu}[activation](y))
+    out.copy_(reference.activate(y, activation))
 
 
 def flow_step(

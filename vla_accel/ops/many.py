@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import kernels
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import library_product
@@ -37,7 +38,7 @@ def qkv_rope(
 
 
 def gate_up_geglu(
-    x: Tensor, layer: Linear, shift: Tensor | None, out: Tensor, *, eps: float, silu: bool,
+    x: Tensor, layer: Linear, shift: Tensor | None, out: Tensor, *, eps: float, activation: Activation,
     cut: Library | Own, workspace: tuple[Tensor, ...] | None, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
@@ -47,10 +48,18 @@ def gate_up_geglu(
         from vla_accel.ops.cuda.gemm import suffix
 
         return suffix.gated(
-            x, layer.weight, moments.squares, shift, out, gpu=_gpu(x), tiling=cut.tiling, eps=eps, silu=silu,
-        )  # fmt: skip
+            x,
+            layer.weight,
+            moments.squares,
+            shift,
+            out,
+            gpu=_gpu(x),
+            tiling=cut.tiling,
+            eps=eps,
+            activation=activation,
+        )
     y = _product(x, layer, workspace)
-    kernels("around").geglu(y, moments, x.shape[1], shift, out, eps=eps, silu=silu)
+    kernels("around").geglu(y, moments, x.shape[1], shift, out, eps=eps, activation=activation)
 
 
 def project(

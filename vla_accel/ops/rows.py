@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from vla_accel.fp8 import E4M3, INT8
 from vla_accel.ops import reference
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import kernels, path
 
 
@@ -81,22 +82,23 @@ def embed_norm(
 
 
 def geglu(
-    gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False, silu: bool = False,
+    gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False,
+    activation: Activation = Activation.GEGLU,
 ) -> None:  # fmt: skip
     """out (R, H) = gelu_tanh(gate) * up of (R, 2 H): gate first, or, `paired`, by turns eight of gate, eight of up.
-    `silu`: silu(gate) * up."""
+    `activation`: GEGLU or SWIGLU, which has silu(gate)."""
     if path(gate_up) != "reference":
-        return kernels("rows").geglu(gate_up, out, inverse_scale=inverse_scale, paired=paired, silu=silu)
+        return kernels("rows").geglu(gate_up, out, inverse_scale=inverse_scale, paired=paired, activation=activation)
     if paired:
         gate_up = gate_up.unflatten(1, (-1, 2, 8)).transpose(1, 2).flatten(1)
-    store(out, reference.swiglu(gate_up) if silu else reference.geglu(gate_up), inverse_scale)
+    store(out, reference.activate(gate_up, activation), inverse_scale)
 
 
 def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
     """out = gelu_tanh(x)."""
     if path(x) != "reference":
         return kernels("rows").gelu(x, out, inverse_scale=inverse_scale)
-    store(out, F.gelu(x, approximate="tanh"), inverse_scale)
+    store(out, reference.activate(x, Activation.GELU), inverse_scale)
 
 
 def rope_tables(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vla_accel.ops import key_tilings, many, reference, suffix_tilings
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import Crossing, CrossTile, KeySplit, SuffixAttention
@@ -190,24 +190,24 @@ def project(
 
 def gate_up_geglu(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, out: Tensor, *, eps: float,
-    silu: bool = False, pinned: Tensor | None = None, cut: Tiling | None = None,
+    activation: Activation = Activation.GEGLU, pinned: Tensor | None = None, cut: Tiling | None = None,
     workspace: ProductWorkspace | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
-    """Norm, gate and up projections and GeGLU of the suffix, or SwiGLU with `silu`: x (R, W) to out (R, H). As
+    """Norm, gate and up projections and GeGLU or SwiGLU (`activation`) of the suffix: x (R, W) to out (R, H). As
     `qkv_rope` otherwise."""
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), gate_up_product(x, layer))
         if isinstance(cut, (Library, Own)):
             assert pinned is None
             return many.gate_up_geglu(
-                x, layer, shift, out, eps=eps, silu=silu, cut=cut, workspace=workspace, moments=moments
+                x, layer, shift, out, eps=eps, activation=activation, cut=cut, workspace=workspace, moments=moments
             )
         return _kernels(cut).gate_up_geglu(
-            x, layer.weight, layer.sums_scale, scale, shift, out, eps=eps, silu=silu, pinned=pinned,
+            x, layer.weight, layer.sums_scale, scale, shift, out, eps=eps, activation=activation, pinned=pinned,
             cut=cut, **_reading(cut, moments),
         )  # fmt: skip
     y = _modulated_product(x, layer, scale, shift, eps, pinned)
-    out.copy_(reference.swiglu(y) if silu else reference.geglu(y))
+    out.copy_(reference.activate(y, activation))
 
 
 def cross_attention(
@@ -240,12 +240,12 @@ def cross_attention(
 def step(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
     target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
-    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pinned: bool = False,
+    gain: float, eps: float, tokens: int, first: bool, last: bool, activation: Activation, pinned: bool = False,
 ) -> None:  # fmt: skip
     """Between two evaluations: final norm, output projection, Euler step, and the next evaluation's input.
 
-    actions (B, H, A) float32 += dt * velocity, unless `first`; following (B * T, W) gets actions · w_in + b_in (SiLU of
-    it if `silu`) in its last H tokens of every T, unless `last`. w_out, w_in (A, W) float32, b_out (A,), b_in (W,);
+    actions (B, H, A) float32 += dt * velocity, unless `first`; following (B * T, W) gets activation(actions · w_in +
+    b_in) in its last H tokens of every T, unless `last`. w_out, w_in (A, W) float32, b_out (A,), b_in (W,);
     scale (W,): the norm multiplies by 1 + scale; shift (W,) or None. The velocity is guided towards `target` (B, H, A):
     gain * weights ∘ (target - (actions - time * velocity)) less, weights (B, H) float32; zero changes no bit. `pinned`:
     instead, actions whose weight is not zero stay what they are, bit for bit; b_in may have two rows then, (2, W), the
@@ -254,7 +254,7 @@ def step(
     if path(x) != "reference":
         return kernels("skinny").step(
             x, scale, shift, w_out, b_out, actions, target, weights, w_in, b_in, following, dt=dt, time=time,
-            gain=gain, eps=eps, tokens=tokens, first=first, last=last, silu=silu, pinned=pinned,
+            gain=gain, eps=eps, tokens=tokens, first=first, last=last, activation=activation, pinned=pinned,
         )  # fmt: skip
     batch, horizon, _ = actions.shape
     stays = weights > 0
@@ -271,7 +271,7 @@ def step(
         actions += dt * velocity
     if not last:
         embedded = actions.to(w_in.dtype) @ w_in + (b_in if b_in.ndim == 1 else b_in[stays.long()])
-        embedded = F.silu(embedded) if silu else embedded
+        embedded = reference.activate(embedded, activation)
         following.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(following.dtype)
 
 

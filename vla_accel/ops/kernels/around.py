@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.chain import launch
 from vla_accel.ops.kernels.common import let_next_start, wait_for_previous
 from vla_accel.ops.kernels.epilogues import (
@@ -65,7 +66,7 @@ def _heads_around(y_ptr, squares_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q
 @triton.jit
 def _geglu_around(y_ptr, squares_ptr, shift_ptr, out_ptr, rows, eps, K: tl.constexpr, HIDDEN: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
-                  HAS_SHIFT: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  HAS_SHIFT: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     row, n = row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
     let_next_start(PDL)
@@ -74,7 +75,7 @@ def _geglu_around(y_ptr, squares_ptr, shift_ptr, out_ptr, rows, eps, K: tl.const
     rstd = rstd_of(squares_ptr, row, rows, eps, K, TILES, BLOCK_T)
     g = sums_of(y_ptr, row, rows, n, n < HIDDEN, 2 * HIDDEN) * rstd
     u = sums_of(y_ptr, row, rows, HIDDEN + n, n < HIDDEN, 2 * HIDDEN) * rstd
-    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, SILU)
+    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, GATE)
 
 
 @triton.jit
@@ -110,7 +111,7 @@ def heads(
 
 
 def geglu(
-    y: Tensor, moments: Moments, width: int, shift: Tensor | None, out: Tensor, *, eps: float, silu: bool
+    y: Tensor, moments: Moments, width: int, shift: Tensor | None, out: Tensor, *, eps: float, activation: Activation
 ) -> None:  # fmt: skip
     """out (R, H) of the product y (R, 2 H), as `suffix.gate_up_geglu` makes it."""
     rows, hidden = out.shape
@@ -118,7 +119,7 @@ def geglu(
     launch(
         _geglu_around, (triton.cdiv(rows, ROWS), triton.cdiv(hidden, columns)),
         y, moments.squares, y if shift is None else shift, out, rows, eps, width, hidden, ROWS, columns,
-        *tiles_of(moments), shift is not None, silu, num_warps=4,
+        *tiles_of(moments), shift is not None, activation.gate.code, num_warps=4,
     )  # fmt: skip
 
 

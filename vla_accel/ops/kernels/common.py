@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.fp8 import E4M3, INT8
+from vla_accel.ops.activation import Activation
 
 FP8_MAX, INT8_MAX = tl.constexpr(E4M3.largest), tl.constexpr(INT8.largest)
 
@@ -42,6 +43,22 @@ def gelu_tanh(x):
 def silu(x):
     """x sigmoid(x)."""
     return x / (1.0 + tl.exp2(-1.4426950408889634 * x))
+
+
+GELU, SILU, RELU = (tl.constexpr(a.code) for a in (Activation.GELU, Activation.SILU, Activation.RELU))
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """x with the activation of this code, none that is gated."""
+    if ACTIVATION == GELU:
+        return gelu_tanh(x)
+    elif ACTIVATION == SILU:
+        return silu(x)
+    elif ACTIVATION == RELU:
+        return tl.maximum(x, 0.0)
+    else:
+        return x
 
 
 @triton.jit

@@ -7,15 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.chain import launch
-from vla_accel.ops.dit import Activation, NormTables
-from vla_accel.ops.kernels.common import can_fetch_ahead, fetch_ahead, gelu_tanh, scale_of_sums, wait_for_previous
+from vla_accel.ops.dit import NormTables
+from vla_accel.ops.kernels.common import activated, can_fetch_ahead, fetch_ahead, scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.moments import of_tiles, tiles_of
 from vla_accel.ops.kernels.pipelined import by_row, described, multiply, no_sums, row_tile, rows_of, weight_tile
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
-
-_ACTIVATIONS = {"none": 0, "gelu": 1, "relu": 2}
 
 
 @triton.jit
@@ -73,10 +72,7 @@ def _product(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, sums_ptr, total_ptr,
         rstd = tl.rsqrt(squares / K - mean * mean + eps)
         y = (y - mean[:, None] * of_weight) * rstd[:, None]
     y += shift
-    if ACTIVATION == 1:
-        y = gelu_tanh(y)
-    elif ACTIVATION == 2:
-        y = tl.maximum(y, 0.0)
+    y = activated(y, ACTIVATION)
     place = out_ptr + row[:, None] * N + n[None, :]
     tl.store(place, y.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_n[None, :])
 
@@ -97,7 +93,7 @@ def product(
         shift if norm is None else norm.sums, sums, squares, shift, out, rows,
         0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.block_k, k % cut.block_k == 0,
         cut.tma, cut.ahead and can_fetch_ahead(weight), norm is not None, scale is not None, *tiles_of(moments),
-        _ACTIVATIONS[activation], cut.weights_first, num_warps=cut.warps, num_stages=cut.stages,
+        activation.code, cut.weights_first, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
 
 

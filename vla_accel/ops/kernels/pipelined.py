@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.chain import launch
 from vla_accel.ops.kernels.common import can_fetch_ahead, fetch_ahead, scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.epilogues import (
@@ -172,7 +173,7 @@ def _qkv_rope_pipelined(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, squares_p
 def _gate_up_pipelined(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, squares_ptr, shift_ptr, pinned_ptr, out_ptr,
                        rows, eps, K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr,
-                       HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, SILU: tl.constexpr,
+                       HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, GATE: tl.constexpr,
                        PINNED: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), HIDDEN - 1)
@@ -185,7 +186,7 @@ def _gate_up_pipelined(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, squares_pt
     g, u = normed_pair(x_ptr, x_tma, w_ptr, w_tma, scale_g, scale_u, scale_ptr, pinned_ptr, squares_ptr, row0, rows,
                        rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, TMA,
                        HAS_SCALE, TILES, BLOCK_T, PINNED, WEIGHTS_FIRST)  # fmt: skip
-    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, SILU)
+    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, GATE)
 
 
 @triton.jit
@@ -287,19 +288,39 @@ def qkv_rope(
 
 def gate_up_geglu(
     x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
-    eps: float, silu: bool, pinned: Tensor | None, cut: Pipelined, moments: Moments | None,
+    eps: float, activation: Activation, pinned: Tensor | None, cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
     rows, hidden = out.shape
     width = x.shape[-1]
     launch(
-        _gate_up_pipelined, (triton.cdiv(rows, cut.rows), triton.cdiv(hidden, cut.columns)),
-        *described(rows_of(x, moments), weight, cut), weight_scale, scale if scale is not None else x,
-        _squares(x, moments), shift if shift is not None else x, pinned if pinned is not None else x, out, rows, eps,
-        width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, cut.tma, _prefetches(weight, cut),
-        scale is not None, *tiles_of(moments), silu, pinned is not None, cut.weights_first, num_warps=cut.warps,
+        _gate_up_pipelined,
+        (triton.cdiv(rows, cut.rows), triton.cdiv(hidden, cut.columns)),
+        *described(rows_of(x, moments), weight, cut),
+        weight_scale,
+        scale if scale is not None else x,
+        _squares(x, moments),
+        shift if shift is not None else x,
+        pinned if pinned is not None else x,
+        out,
+        rows,
+        eps,
+        width,
+        hidden,
+        cut.rows,
+        cut.columns,
+        cut.block_k,
+        width % cut.block_k == 0,
+        cut.tma,
+        _prefetches(weight, cut),
+        scale is not None,
+        *tiles_of(moments),
+        activation.gate.code,
+        pinned is not None,
+        cut.weights_first,
+        num_warps=cut.warps,
         num_stages=cut.stages,
-    )  # fmt: skip
+    )
 
 
 def project(

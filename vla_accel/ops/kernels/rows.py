@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.chain import launch
-from vla_accel.ops.kernels.common import gelu_tanh, let_next_start, quantised, silu, wait_for_previous
+from vla_accel.ops.kernels.common import activated, gelu_tanh, let_next_start, quantised, wait_for_previous
 
 
 @triton.jit
@@ -130,7 +131,7 @@ def embed_norm(
 
 @triton.jit
 def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr,
-           PAIRED: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+           PAIRED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -139,21 +140,22 @@ def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.conste
     source = x_ptr + row * (2 * HIDDEN) + (column // 8 * 16 + column % 8 if PAIRED else column)
     gate = tl.load(source, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(source + (8 if PAIRED else HIDDEN), mask=keep, other=0.0).to(tl.float32)
-    y = (silu(gate) if SILU else gelu_tanh(gate)) * up
+    y = activated(gate, GATE) * up
     if QUANT:
         tl.store(out_ptr + row * HIDDEN + column, quantised(y, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
     else:
         tl.store(out_ptr + row * HIDDEN + column, y.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool, silu: bool) -> None:
+def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool, activation: Activation) -> None:
     """See `vla_accel.ops.rows.geglu`."""
     rows, hidden = out.shape
     block = min(2048, power_of_two(hidden))
     grid = (triton.cdiv(hidden, block), rows)
     launch(
         _geglu, grid,
-        gate_up, out, inverse_scale or 1.0, hidden, block, inverse_scale is not None, paired, silu, num_warps=8,
+        gate_up, out, inverse_scale or 1.0, hidden, block, inverse_scale is not None, paired, activation.gate.code,
+        num_warps=8,
     )  # fmt: skip
 
 

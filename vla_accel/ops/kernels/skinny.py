@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.chain import launch
-from vla_accel.ops.kernels.common import scale_of_sums, wait_for_previous
+from vla_accel.ops.kernels.common import SILU, scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.epilogues import (
     for_geglu,
     for_heads,
@@ -152,12 +153,12 @@ def _qkv_rope(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, pinned_ptr, cos_ptr, s
 def _gate_up_geglu(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, pinned_ptr, out_ptr, rows, eps, K: tl.constexpr,
                    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
                    PIECE: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr,
-                   SILU: tl.constexpr, PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   GATE: tl.constexpr, PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     gate, up = for_geglu(shift_ptr, pinned_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, PINNED)
     g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN,
                         eps, K, BLOCK_M, BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PINNED, PDL)  # fmt: skip
-    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, SILU)
+    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, GATE)
 
 
 @triton.jit
@@ -207,7 +208,7 @@ def qkv_rope(
 
 def gate_up_geglu(
     x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
-    eps: float, silu: bool, pinned: Tensor | None, cut: Skinny,
+    eps: float, activation: Activation, pinned: Tensor | None, cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
     rows, hidden = out.shape
@@ -217,7 +218,7 @@ def gate_up_geglu(
         _gate_up_geglu, grid,
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
         pinned if pinned is not None else x, out, rows, eps, width, hidden, cut.rows, cut.columns, cut.parts,
-        cut.block_k // cut.parts, cut.ahead, scale is not None, silu, pinned is not None,
+        cut.block_k // cut.parts, cut.ahead, scale is not None, activation.gate.code, pinned is not None,
         num_warps=cut.parts, num_stages=1,
     )  # fmt: skip
 
@@ -244,7 +245,7 @@ def project(
 def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target_ptr, weights_ptr, w_in_ptr,
           b_in_ptr, next_ptr, dt, time, gain, eps, tokens, horizon, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
           ACTIONS: tl.constexpr, BLOCK_A: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-          HAS_SHIFT: tl.constexpr, SILU: tl.constexpr, PINNED: tl.constexpr, TWO_INPUTS: tl.constexpr,
+          HAS_SHIFT: tl.constexpr, ACTIVATION: tl.constexpr, PINNED: tl.constexpr, TWO_INPUTS: tl.constexpr,
           PDL: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     batch, place = row // horizon, row % horizon
@@ -283,7 +284,7 @@ def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target
         if TWO_INPUTS:
             own = (follow > 0.0).to(tl.int32) * WIDTH
         embedded = tl.sum(w_in * noisy[:, None], 0) + tl.load(b_in_ptr + own + column, mask=in_width, other=0.0)
-        if SILU:
+        if ACTIVATION == SILU:
             embedded = embedded / (1.0 + tl.exp(-embedded))
         tl.store(next_ptr + token_row * WIDTH + column, embedded.to(next_ptr.dtype.element_ty), mask=in_width)
 
@@ -291,7 +292,7 @@ def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target
 def step(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
     target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
-    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pinned: bool,
+    gain: float, eps: float, tokens: int, first: bool, last: bool, activation: Activation, pinned: bool,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.step`."""
     batch, horizon, action_dim = actions.shape
@@ -300,6 +301,6 @@ def step(
         _step, (batch * horizon,),
         x, scale if scale is not None else x, shift if shift is not None else x, w_out, b_out, actions, target,
         weights, w_in, b_in, following, dt, time, gain, eps, tokens, horizon, width, power_of_two(width), action_dim,
-        power_of_two(action_dim), first, last, shift is not None, silu, pinned, b_in.ndim == 2, num_warps=8,
+        power_of_two(action_dim), first, last, shift is not None, activation.code, pinned, b_in.ndim == 2, num_warps=8,
         num_stages=1,
     )  # fmt: skip

@@ -13,7 +13,7 @@
 // share K of a product, whose weights are packed for DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those
 // that share a row between steps, KEY_ROUNDS tiles of keys a warp, BATCHED_ROWS (gate and up load their rows in
 // batches), NORMED columns of W that are the model's (the others are zero, and a norm's mean does not count them),
-// ADAPTIVE norms of the step (π0.5) or plain ones behind a time MLP, CAUSAL actions (SmolVLA), SILU of the gate or GELU,
+// ADAPTIVE norms of the step (π0.5) or plain ones behind a time MLP, CAUSAL actions (SmolVLA), ACTIVATION (GEGLU or SWIGLU),
 // SELF_EVERY so many layers, from the first on, the suffix attends to itself and not to the prefix alone (0: in none),
 // WEIGHT_BYTES of a layer's weight: 2 (BF16), or 1 (INT8, with a scale for each output column), STAGE_BYTES of a unit's
 // weights in BF16, which all are once they are multiplied. WARPS of a block, KEYS of a tile, RANKS (blocks of `attend`

@@ -15,7 +15,7 @@
 #define CONSUMERS (GROUPS * 128)
 // A block of 64 weight rows gives COLUMNS output columns. Eight rows of the staging, PITCH bytes apart, begin at eight
 // different multiples of 16 modulo 128, so that together they meet all banks.
-#define GATED (ACTIVATION >= 2)
+#define GATED (ACTIVATION == ACTIVATION_GEGLU || ACTIVATION == ACTIVATION_SWIGLU)
 #define COLUMNS (GATED ? 32 : 64)
 #define PITCH (COLUMNS * 2 + 16)
 
@@ -236,12 +236,12 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
 #endif
     if (GATED) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) v[i] = ACTIVATION == 3 ? silu(v[i]) : gelu(v[i]);
+      for (int i = 0; i < 2; ++i) v[i] = ACTIVATION == ACTIVATION_SWIGLU ? silu(v[i]) : gelu(v[i]);
       packed[j] = pack_half2(v[0] * v[2], v[1] * v[3]);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (ACTIVATION == 1) v[i] = gelu(v[i]);
+        if (ACTIVATION == ACTIVATION_GELU) v[i] = gelu(v[i]);
       packed[2 * j % MATRICES] = pack_half2(v[0], v[1]);
       packed[(2 * j + 1) % MATRICES] = pack_half2(v[2], v[3]);
     }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.errors import EngineError
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.chain import launch_cuda
 from vla_accel.ops.cuda.gemm import launch
 from vla_accel.ops.cuda.gemm.arguments import Suffix, SuffixCall
@@ -19,7 +20,7 @@ from vla_accel.ops.cuda.gemm.tiling import Tiling
 from vla_accel.ops.cuda.tensor_map import TensorMap, tensor_map
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
-from vla_accel.ops.reference import MOMENTS_OF, gating
+from vla_accel.ops.reference import MOMENTS_OF
 
 ONTO, GATED, HEADS = 1, 2, 3
 """The macro SUFFIX."""
@@ -39,16 +40,16 @@ def onto(
         fields |= {"sums_out": _address(moments.sums), "squares_out": _address(moments.squares)}
         if moments.scaled is not None and next_scale is not None:
             fields |= {"scaled": _address(moments.scaled), "next_scale": _address(next_scale)}
-    _launch(ONTO, a, weight, x, "none", fields, gpu, tiling, x.shape[1], eps=0.0)
+    _launch(ONTO, a, weight, x, Activation.NONE, fields, gpu, tiling, x.shape[1], eps=0.0)
 
 
 def gated(
     x: Tensor, weight: Tensor, squares: Tensor, shift: Tensor | None, out: Tensor, *, gpu: Gpu, tiling: Tiling,
-    eps: float, silu: bool,
+    eps: float, activation: Activation,
 ) -> None:  # fmt: skip
     """out (R, H): GeGLU, or SwiGLU, of x Wᵀ times the norm's factor, plus `shift` (2 H,) float32; `squares` (T, R)."""
     fields = {"shift": _address(shift), **_norm(x, squares), "half": len(weight) // 2}
-    _launch(GATED, x, weight, out, gating(silu), fields, gpu, tiling, out.shape[1], eps)
+    _launch(GATED, x, weight, out, activation, fields, gpu, tiling, out.shape[1], eps)
 
 
 def heads(
@@ -62,10 +63,10 @@ def heads(
         "sin": _address(sin), "lengths": _address(lengths), "k": _address(k), "v": _address(v), "tokens": tokens,
         "heads": of_q, "kv_heads": k.shape[2],
     }  # fmt: skip
-    _launch(HEADS, x, weight, q, "none", fields, gpu, tiling, len(weight), eps)
+    _launch(HEADS, x, weight, q, Activation.NONE, fields, gpu, tiling, len(weight), eps)
 
 
-def source(dtype: torch.dtype, suffix: int, activation: str, tiling: Tiling) -> str:
+def source(dtype: torch.dtype, suffix: int, activation: Activation, tiling: Tiling) -> str:
     """The CUDA C++ of one kernel."""
     norm = "none" if suffix == ONTO else "squares"
     return launch.source(dtype, False, activation, tiling, residual=suffix == ONTO, norm=norm, suffix=suffix)
@@ -76,9 +77,17 @@ def _norm(x: Tensor, squares: Tensor) -> dict[str, int | None]:
 
 
 def _launch(
-    suffix: int, x: Tensor, weight: Tensor, out: Tensor, activation: str, fields: dict[str, int | None], gpu: Gpu,
-    tiling: Tiling, columns: int, eps: float,
-) -> None:  # fmt: skip
+    suffix: int,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    activation: Activation,
+    fields: dict[str, int | None],
+    gpu: Gpu,
+    tiling: Tiling,
+    columns: int,
+    eps: float,
+) -> None:
     """`columns`: of a row of `out`, whatever it is a part of."""
     from vla_accel.ops.cuda.runtime import load_module
 
@@ -116,7 +125,7 @@ def why_not(gpu: Gpu, x: Tensor, weight: Tensor, tiling: Tiling, half: int) -> s
     chunks = -(-k * 2 // 128)
     if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
         return f"{chunks} chunks of K leave a part of {tiling.split} empty"
-    return tiling.why_not("geglu" if half else "none", residual=not half, normed=bool(half))
+    return tiling.why_not(Activation.GEGLU if half else Activation.NONE, residual=not half, normed=bool(half))
 
 
 def paired_map(weight: Tensor, half: int, rows: int) -> TensorMap:
